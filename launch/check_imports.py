@@ -32,15 +32,21 @@ DEADLINE = 600  # seconds for one import; a cold vLLM takes 33
 
 def modules_of(lock: Path) -> list[str]:
     """Return the modules to import for a lock file, in the order of MODULES."""
-    pins = re.findall(r"^([^#=\s]+)==", lock.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return list(dict.fromkeys(module for package, module in MODULES.items() if package in pins))
+    pins = re.findall(
+        r"^([^#=\s]+)==", lock.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    return list(
+        dict.fromkeys(module for package, module in MODULES.items() if package in pins)
+    )
 
 
 def why_not(*modules: str) -> str:
     """Import modules in a process of its own; return the last line of its error, or nothing."""
     try:
         command = [sys.executable, __file__, "--import", *modules]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=DEADLINE, check=False
+        )
     except subprocess.TimeoutExpired:
         return f"not imported after {DEADLINE} s"
     if done.returncode == 0:
@@ -51,15 +57,21 @@ def why_not(*modules: str) -> str:
 
 def main(arguments: list[str]) -> int:
     if arguments[0] == "--import":
-        # Transformer Engine and FlashAttention find CUDA's libraries through torch. Its own failure is another line.
+        # Transformer Engine and FlashAttention find CUDA's libraries through torch. Its
+        # own failure is another line.
         with suppress(ImportError):
             importlib.import_module("torch")
         for module in arguments[1:]:
             importlib.import_module(module)
         return 0
     modules = modules_of(Path(arguments[0]))
-    # One process for all is quicker; if something fails, one process for each finds out what.
-    failures = {module: why for module in modules if (why := why_not(module))} if why_not(*modules) else {}
+    # One process for all is quicker; if something fails, one process for each finds out
+    # what.
+    failures = (
+        {module: why for module in modules if (why := why_not(module))}
+        if why_not(*modules)
+        else {}
+    )
     for module, why in failures.items():
         known = " (no driver on this machine: not checked)" if DRIVER in why else ""
         print(f"import {module} fails: {why}{known}")

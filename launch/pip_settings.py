@@ -41,7 +41,8 @@ def uv_settings(lines: Iterable[str]) -> Iterator[str]:
     for key, argument in ARGUMENTS.items():
         for value in settings.get(key, "").split():
             yield from (argument, value)
-    yield from ("--index-strategy", "unsafe-best-match")  # pip asks every index, and takes the best
+    # Pip asks every index, and takes the best.
+    yield from ("--index-strategy", "unsafe-best-match")
 
 
 def _parsed(line: str) -> tuple[str, str, str]:

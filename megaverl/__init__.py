@@ -1,6 +1,7 @@
 """megaverl: reinforcement-learning post-training of language models on Megatron-core and vLLM.
 
-Public names are imported when they are first used, so `import megaverl` itself loads nothing.
+Public names are imported when they are first used, so `import megaverl` itself loads
+nothing.
 """
 
 from megaverl.python_version import check_python
@@ -10,7 +11,8 @@ check_python()
 from megaverl.lazy_names import lazy_getattr  # noqa: E402
 from megaverl.version import __version__  # noqa: E402
 
-TYPE_CHECKING = False  # type checkers assume True; importing typing's constant would load typing
+# Type checkers assume True; importing typing's constant would load typing.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
     from megaverl.dataflow import DataFlow, Operator

@@ -1,7 +1,8 @@
 """Checks in a child process with a deadline, for checks that execute code of the user.
 
-Such code may raise, exit, block or print, without affecting the command that checks it. The child answers after each
-check. So the parent knows which check ended or blocked it, and continues with the next one in another child.
+Such code may raise, exit, block or print, without affecting the command that checks it.
+The child answers after each check. So the parent knows which check ended or blocked it,
+and continues with the next one in another child.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from megaverl.errors import ConfigError, MegaverlError
 from megaverl.plugins import load_module
 from megaverl.user_code import describe
 
-# A module that imports torch or transformers takes a few seconds. One that takes a minute is regarded as blocked.
+# A module that imports torch or transformers takes a few seconds. One that takes a
+# minute is regarded as blocked.
 DEADLINE_SECONDS = 60.0
-_TAIL = 600  # bytes at the end of the child's error output, of which messages quote the last line
+# Bytes at the end of the child's error output, of which messages quote the last line.
+_TAIL = 600
 
-# Set in a child process. Code that starts a run when it is imported would otherwise check itself endlessly.
+# Set in a child process. Code that starts a run when it is imported would otherwise
+# check itself endlessly.
 CHECKING = "_MEGAVERL_CHECKING"
 
 Check = Mapping[str, Any]
@@ -51,7 +55,10 @@ CheckRunner = Callable[[Check], CheckResult]
 
 
 def run_in_children(
-    runner: str, context: Any, checks: Sequence[Check], deadline: float = DEADLINE_SECONDS
+    runner: str,
+    context: Any,
+    checks: Sequence[Check],
+    deadline: float = DEADLINE_SECONDS,
 ) -> Iterator[CheckResult]:
     """Run checks in a child process, and after a crash or block in another one; yield their results in order.
 
@@ -72,10 +79,17 @@ def run_in_children(
         left = left[done:] if done else []
 
 
-def probe_modules(names: Sequence[str], deadline: float = DEADLINE_SECONDS) -> list[str]:
+def probe_modules(
+    names: Sequence[str], deadline: float = DEADLINE_SECONDS
+) -> list[str]:
     """Import `reward_modules` in a child process; return the problem of each, or ""."""
-    checks = [{"key": f"reward_modules.{index}", "name": name} for index, name in enumerate(names)]
-    results = run_in_children("megaverl.child_checks:make_module_runner", None, checks, deadline)
+    checks = [
+        {"key": f"reward_modules.{index}", "name": name}
+        for index, name in enumerate(names)
+    ]
+    results = run_in_children(
+        "megaverl.child_checks:make_module_runner", None, checks, deadline
+    )
     return [result.problem for result in results]
 
 
@@ -96,7 +110,13 @@ def make_module_runner(context: None) -> CheckRunner:
     """Return a function that imports the module of one check."""
 
     def run(check: Check) -> CheckResult:
-        return CheckResult(catch_problem(check["key"], check["name"], lambda: load_module(check["name"], check["key"])))
+        return CheckResult(
+            catch_problem(
+                check["key"],
+                check["name"],
+                lambda: load_module(check["name"], check["key"]),
+            )
+        )
 
     return run
 
@@ -118,7 +138,9 @@ def catch_problem(key: str, name: str, check: Callable[[], object]) -> str:
     return ""
 
 
-def _run_in_a_child(runner: str, context: Any, checks: Sequence[Check], deadline: float) -> Iterator[CheckResult]:
+def _run_in_a_child(
+    runner: str, context: Any, checks: Sequence[Check], deadline: float
+) -> Iterator[CheckResult]:
     """Yield the results of checks in order, up to the first one that ends the process or blocks."""
     request = json.dumps({"runner": runner, "context": context, "checks": list(checks)})
     command = [sys.executable, "-c", "from megaverl.child_checks import main; main()"]
@@ -141,15 +163,25 @@ def _run_in_a_child(runner: str, context: Any, checks: Sequence[Check], deadline
                 line = _line_of(process.stdout, deadline)
                 if line is None:
                     late = f"did not finish within {deadline:g} s as {check.get('doing', 'it is loaded')}."
-                    yield CheckResult(left_out=late) if check.get("may_wait") else CheckResult(late)
+                    yield (
+                        CheckResult(left_out=late)
+                        if check.get("may_wait")
+                        else CheckResult(late)
+                    )
                     return
                 if not line:
                     code = process.wait()
-                    ended = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+                    ended = (
+                        f"by signal {-code}" if code < 0 else f"with exit code {code}"
+                    )
                     errors.seek(max(0, errors.seek(0, os.SEEK_END) - _TAIL))
                     tail = errors.read().decode(errors="replace").strip()
-                    last_words = f" Its last words: {tail.splitlines()[-1]}" if tail else ""
-                    yield CheckResult(f"ends the process {ended} as {check.get('doing', 'it is loaded')}.{last_words}")
+                    last_words = (
+                        f" Its last words: {tail.splitlines()[-1]}" if tail else ""
+                    )
+                    yield CheckResult(
+                        f"ends the process {ended} as {check.get('doing', 'it is loaded')}.{last_words}"
+                    )
                     return
                 yield CheckResult(*json.loads(line))
         finally:

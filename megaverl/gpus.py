@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 DEVICES = Path("/dev")
-# Each of their wheels is built for one torch. vLLM's dependencies may install a CUDA build beside a CPU torch.
+# Each of their wheels is built for one torch. vLLM's dependencies may install a CUDA
+# build beside a CPU torch.
 BUILT_FOR_TORCH = ("torchvision", "torchaudio", "torchcodec")
 DRIVER = "libcuda.so.1"
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
-# The first driver of each CUDA version (CUDA's release notes, "CUDA Toolkit and Minimum Required Driver Version").
+# The first driver of each CUDA version (CUDA's release notes, "CUDA Toolkit and Minimum
+# Required Driver Version").
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
@@ -25,15 +27,27 @@ def count_gpus() -> int:
     """Return the number of GPUs that CUDA would show."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+        return len(
+            [
+                device
+                for device in visible.split(",")
+                if device.strip() not in ("", "-1")
+            ]
+        )
     return _count_listed()
 
 
 def _count_listed() -> int:
     if shutil.which("nvidia-smi") is None:
         return 0
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
+    listing = subprocess.run(
+        ["nvidia-smi", "-L"], capture_output=True, text=True, check=False
+    )
+    return (
+        sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+        if listing.returncode == 0
+        else 0
+    )
 
 
 class GPU(NamedTuple):
@@ -52,18 +66,30 @@ class GPU(NamedTuple):
 def visible_gpus() -> list[GPU]:
     """Return the GPUs that CUDA would show, in its order; empty if nvidia-smi lists none.
 
-    If CUDA_VISIBLE_DEVICES names GPUs by UUID, all GPUs are returned in nvidia-smi's order.
+    If CUDA_VISIBLE_DEVICES names GPUs by UUID, all GPUs are returned in nvidia-smi's
+    order.
     """
     if count_gpus() == 0 or shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=index,compute_cap,pci.bus_id", "--format=csv,noheader"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=index,compute_cap,pci.bus_id",
+        "--format=csv,noheader",
+    ]
     listing = subprocess.run(query, capture_output=True, text=True, check=False)
-    rows = re.findall(r"^(\d+), (\d+)\.(\d+), ([0-9A-Fa-f:.]+)$", listing.stdout, flags=re.MULTILINE)
+    rows = re.findall(
+        r"^(\d+), (\d+)\.(\d+), ([0-9A-Fa-f:.]+)$", listing.stdout, flags=re.MULTILINE
+    )
     by_index = {}
     for index, major, minor, bus in rows:
         by_index[index] = GPU(int(index), (int(major), int(minor)), _pci_address(bus))
-    visible = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    return [by_index[index] for index in visible if index in by_index] or list(by_index.values())
+    visible = [
+        device.strip()
+        for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    ]
+    return [by_index[index] for index in visible if index in by_index] or list(
+        by_index.values()
+    )
 
 
 def _pci_address(bus: str) -> str:
@@ -78,17 +104,28 @@ def gpu_name() -> str | None:
         return None
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     listing = subprocess.run(query, capture_output=True, text=True, check=False)
-    return (listing.stdout.splitlines() or [""])[0].strip() or None if listing.returncode == 0 else None
+    return (
+        (listing.stdout.splitlines() or [""])[0].strip() or None
+        if listing.returncode == 0
+        else None
+    )
 
 
 def gpu_memory() -> list[tuple[int, int]]:
     """Return (free, total) MiB of each visible GPU, as nvidia-smi reports them; empty if it reports none."""
     if count_gpus() == 0 or shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=index,memory.free,memory.total", "--format=csv,noheader,nounits"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=index,memory.free,memory.total",
+        "--format=csv,noheader,nounits",
+    ]
     listing = subprocess.run(query, capture_output=True, text=True, check=False)
     rows = re.findall(r"^(\d+), (\d+), (\d+)$", listing.stdout, flags=re.MULTILINE)
-    visible = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    visible = [
+        device.strip()
+        for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    ]
     chosen = [row for row in rows if row[0] in visible] or rows
     return [(int(free), int(total)) for _, free, total in chosen]
 
@@ -100,7 +137,9 @@ def is_processor_meant() -> bool:
 
 def has_usable_gpu() -> bool:
     """Return whether a GPU is visible and this environment's torch can use it, without importing torch."""
-    return count_gpus() > 0 and _cpu_torch() is None and driver_older_than_torch() is None
+    return (
+        count_gpus() > 0 and _cpu_torch() is None and driver_older_than_torch() is None
+    )
 
 
 def cpu_torch_beside_gpus() -> str | None:
@@ -110,7 +149,10 @@ def cpu_torch_beside_gpus() -> str | None:
     """
     if is_processor_meant():
         return None
-    if not (any(DEVICES.glob("nvidia[0-9]*")) or _count_listed()) or (version := _cpu_torch()) is None:
+    if (
+        not (any(DEVICES.glob("nvidia[0-9]*")) or _count_listed())
+        or (version := _cpu_torch()) is None
+    ):
         return None
     return (
         f"This machine has a GPU, but torch {version} here is built without CUDA: everything would compute on the "
@@ -122,7 +164,8 @@ def cpu_torch_beside_gpus() -> str | None:
 def driver_cuda_version(library: str = DRIVER) -> tuple[int, int] | None:
     """Return the newest CUDA version that the driver supports, such as (13, 0), or None without a driver.
 
-    The driver's own library answers, so a `cuda-compat` package on LD_LIBRARY_PATH counts. No GPU is initialised.
+    The driver's own library answers, so a `cuda-compat` package on LD_LIBRARY_PATH
+    counts. No GPU is initialised.
     """
     try:
         driver = ctypes.CDLL(library)
@@ -138,8 +181,9 @@ def driver_cuda_version(library: str = DRIVER) -> tuple[int, int] | None:
 def driver_older_than_torch() -> str | None:
     """Return the problem if the driver is too old for the CUDA that torch is built for; else None.
 
-    torch would then start without GPUs (`torch.cuda.is_available()` is False), and a run would compute on the CPU. A
-    driver supports every CUDA version with its own major number.
+    torch would then start without GPUs (`torch.cuda.is_available()` is False), and a
+    run would compute on the CPU. A driver supports every CUDA version with its own
+    major number.
     """
     if is_processor_meant():
         return None
@@ -171,13 +215,17 @@ def unusable_gpus() -> str | None:
 
 
 def cuda_builds_beside_cpu_torch() -> list[str]:
-    """List the CUDA builds of packages beside a CPU torch, with versions. With them, importing transformers' models
-    fails.
+    """List the CUDA builds of packages beside a CPU torch, with versions. With them,
+    importing transformers' models fails.
     """
     versions = {name: _installed(name) for name in ("torch", *BUILT_FOR_TORCH)}
     if not versions.pop("torch").endswith("+cpu"):
         return []
-    return [f"{name} {version}" for name, version in versions.items() if version and not version.endswith("+cpu")]
+    return [
+        f"{name} {version}"
+        for name, version in versions.items()
+        if version and not version.endswith("+cpu")
+    ]
 
 
 def _installed(name: str) -> str:

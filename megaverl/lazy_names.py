@@ -1,12 +1,13 @@
 """Public names that a package offers but imports only when a program first uses them.
 
-`import megaverl` loads neither torch nor vLLM: a command prints its help in a tenth of a second, and a program can set
-environment variables before these libraries read them.
+`import megaverl` loads neither torch nor vLLM: a command prints its help in a tenth of
+a second, and a program can set environment variables before these libraries read them.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # type checkers assume True; importing typing's constant would load typing
+# Type checkers assume True; importing typing's constant would load typing.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -23,7 +24,9 @@ def lazy_getattr(module: str, homes: Mapping[str, str]) -> Callable[[str], objec
 
     def get_public_name(name: str) -> object:
         if name not in homes:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}; it has {', '.join(sorted(homes))}")
+            raise AttributeError(
+                f"module {module!r} has no attribute {name!r}; it has {', '.join(sorted(homes))}"
+            )
         from importlib import import_module
 
         value: object = getattr(import_module(homes[name]), name)

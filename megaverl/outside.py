@@ -1,7 +1,8 @@
 """Text, JSON and numbers from outside: from models, tools, programs, services and servers.
 
-Their contents must not end the run. Text is cleaned where it enters, JSON is read with bounds, and a number is a finite
-float. What cannot be read raises ValueError, as an error of that single answer.
+Their contents must not end the run. Text is cleaned where it enters, JSON is read with
+bounds, and a number is a finite float. What cannot be read raises ValueError, as an
+error of that single answer.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 100  # nesting of JSON: templates, encoders and tools recurse into it
-# Limit of a model's file (index or tokenizer) after decompression. The largest known ones have some 40 MB.
+# Limit of a model's file (index or tokenizer) after decompression. The largest known
+# ones have some 40 MB.
 MAX_FILE_BYTES = 256 * 2**20
-# Limit of a profiler's trace after decompression. Long steps of large models have hundreds of MB.
+# Limit of a profiler's trace after decompression. Long steps of large models have
+# hundreds of MB.
 MAX_TRACE_BYTES = 2 * 2**30
-# Lone surrogates cannot be encoded, and NUL ends a text for C libraries, command lines and SQLite.
+# Lone surrogates cannot be encoded, and NUL ends a text for C libraries, command lines
+# and SQLite.
 _UNUSABLE = re.compile("[\x00\ud800-\udfff]")
 
 
 def clean(text: str) -> str:
     """Return `text` as Unicode that every tokenizer, file and command line accepts.
 
-    Adjacent halves of a surrogate pair are joined. Each lone surrogate, and each NUL, becomes U+FFFD.
+    Adjacent halves of a surrogate pair are joined. Each lone surrogate, and each NUL,
+    becomes U+FFFD.
     """
     if _UNUSABLE.search(text) is None:
         return text
@@ -35,7 +40,9 @@ def clean(text: str) -> str:
     return joined.replace("\x00", "\ufffd")
 
 
-def read_json(text: str | bytes, *, not_finite: bool = False, keeps_texts: bool = False) -> Any:
+def read_json(
+    text: str | bytes, *, not_finite: bool = False, keeps_texts: bool = False
+) -> Any:
     """Parse JSON from outside; its texts are cleaned.
 
     Args:
@@ -49,7 +56,9 @@ def read_json(text: str | bytes, *, not_finite: bool = False, keeps_texts: bool 
         text = text.decode("utf-8", "replace")
     constant = float if not_finite else _refuse
     try:
-        value = json.loads(text, parse_constant=constant, parse_float=_float, parse_int=_int)
+        value = json.loads(
+            text, parse_constant=constant, parse_float=_float, parse_int=_int
+        )
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
     return _cleaned(value, MAX_DEPTH, str if keeps_texts else clean)
@@ -76,7 +85,9 @@ def read_file(path: str | Path, limit: int = MAX_FILE_BYTES) -> bytes:
     return content
 
 
-def read_json_file(path: str | Path, limit: int = MAX_FILE_BYTES, *, not_finite: bool = False) -> Any:
+def read_json_file(
+    path: str | Path, limit: int = MAX_FILE_BYTES, *, not_finite: bool = False
+) -> Any:
     """Parse a JSON file that came with a model or from another program.
 
     Args:
@@ -98,7 +109,9 @@ def check_sizes(files: Iterable[Path], limit: int = MAX_FILE_BYTES) -> None:
     """
     for file in files:
         if (size := file.stat().st_size) > limit:
-            raise ValueError(f"{file.name} has {size:,} bytes; at most {limit:,} are read")
+            raise ValueError(
+                f"{file.name} has {size:,} bytes; at most {limit:,} are read"
+            )
 
 
 def read_number(value: Any) -> float:
@@ -124,7 +137,10 @@ def _cleaned(value: Any, depth: int, clean_text: Callable[[str], str] = clean) -
     if isinstance(value, dict | list) and depth == 0:
         raise ValueError(f"nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
-        return {clean_text(key): _cleaned(item, depth - 1, clean_text) for key, item in value.items()}
+        return {
+            clean_text(key): _cleaned(item, depth - 1, clean_text)
+            for key, item in value.items()
+        }
     if isinstance(value, list):
         return [_cleaned(item, depth - 1, clean_text) for item in value]
     return value

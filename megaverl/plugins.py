@@ -1,6 +1,7 @@
 """Loader of plug-ins: objects of the user, named as `module:object` or `path/to/file.py:object`.
 
-A module is searched on Python's path and in the working folder, which console scripts do not search by default.
+A module is searched on Python's path and in the working folder, which console scripts
+do not search by default.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 from megaverl.errors import ConfigError, MegaverlError
 from megaverl.user_code import describe, user_code, where_raised
 
-# A module is in sys.modules before it is complete, so other threads must not look meanwhile.
+# A module is in sys.modules before it is complete, so other threads must not look
+# meanwhile.
 _importing = threading.RLock()
 
 
@@ -37,16 +39,28 @@ def load_object(name: str, key: str) -> Any:
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute.isidentifier():
-        raise ConfigError(f"{key}: found {name!r}; expected module:object or path/to/file.py:object.")
+        raise ConfigError(
+            f"{key}: found {name!r}; expected module:object or path/to/file.py:object."
+        )
     module = load_module(place, key)
-    with user_code(lambda error: ConfigError(f"{key}: {place}: asked for {attribute!r}, it raised {describe(error)}.")):
+    with user_code(
+        lambda error: ConfigError(
+            f"{key}: {place}: asked for {attribute!r}, it raised {describe(error)}."
+        )
+    ):
         # A module may define __getattr__, which may raise.
         is_there = hasattr(module, attribute)
     if not is_there:
-        there = sorted(one for one in vars(module) if one.isidentifier() and not one.startswith("_"))
+        there = sorted(
+            one
+            for one in vars(module)
+            if one.isidentifier() and not one.startswith("_")
+        )
         near = difflib.get_close_matches(attribute, there, n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ConfigError(f"{key}: {place} has no {attribute!r}{hint}; it has {', '.join(there[:12]) or 'nothing'}.")
+        raise ConfigError(
+            f"{key}: {place} has no {attribute!r}{hint}; it has {', '.join(there[:12]) or 'nothing'}."
+        )
     return getattr(module, attribute)
 
 
@@ -58,7 +72,9 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     """
     function = load_object(name, key)
     if not callable(function):
-        raise ConfigError(f"{key}: {name} is {type(function).__name__}; expected a function.")
+        raise ConfigError(
+            f"{key}: {name} is {type(function).__name__}; expected a function."
+        )
     return function  # type: ignore[no-any-return]
 
 
@@ -78,7 +94,9 @@ def calling(name: str, key: str) -> AbstractContextManager[None]:
     """Return a context for a call of a plug-in. Its errors name the plug-in, its key, and the line."""
 
     def failed(error: BaseException) -> MegaverlError:
-        return MegaverlError(f"{key}: {name} raised {describe(error)}{where_raised(error)}.")
+        return MegaverlError(
+            f"{key}: {name} raised {describe(error)}{where_raised(error)}."
+        )
 
     return user_code(failed, keep=MegaverlError)
 
@@ -94,23 +112,33 @@ def load_module(place: str, key: str) -> ModuleType:
         description = describe(error)
         is_missing = description.startswith("ModuleNotFoundError: No module named")
         hint = ". Is it installed, or its folder on PYTHONPATH? A file can be named by its path instead"
-        return ConfigError(f"{key}: {place} cannot be imported: {description}{hint if is_missing else ''}.")
+        return ConfigError(
+            f"{key}: {place} cannot be imported: {description}{hint if is_missing else ''}."
+        )
 
     with user_code(failed, keep=ConfigError):
-        return _import_file(Path(place), key) if place.endswith(".py") else _import_module(place)
+        return (
+            _import_file(Path(place), key)
+            if place.endswith(".py")
+            else _import_module(place)
+        )
 
 
 def absolute_name(name: str) -> str:
     """Return a plug-in's name with an absolute path of its file; a dotted name is unchanged."""
     place, colon, attribute = name.rpartition(":")
-    return f"{Path(place).absolute()}:{attribute}" if colon and place.endswith(".py") else name
+    return (
+        f"{Path(place).absolute()}:{attribute}"
+        if colon and place.endswith(".py")
+        else name
+    )
 
 
 def search_working_folder() -> None:
     """Let Python find modules in the working folder, after all other places.
 
-    The folder is added by its absolute path, even beside the empty entry that `python -m` makes, since user code may
-    change the working folder later.
+    The folder is added by its absolute path, even beside the empty entry that `python
+    -m` makes, since user code may change the working folder later.
     """
     folder = str(Path.cwd())
     if folder not in sys.path:

@@ -2,7 +2,8 @@
 
     subprocess.run(ending_with_parent(["python", "-m", "megaverl.cli.train", ...]))
 
-A killed process cannot end its children, so the kernel does (Linux: prctl(2), PR_SET_PDEATHSIG).
+A killed process cannot end its children, so the kernel does (Linux: prctl(2),
+PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
 _freezing = 0  # number of callers that want objects to stay frozen
-MOST_FILES = 2**20  # some programs loop over all descriptors up to the limit, which containers set to a billion
+# Some programs loop over all descriptors up to the limit, which containers set to a
+# billion.
+MOST_FILES = 2**20
 
 
-# Variable with the folder in which the ranks of a command record that they have finished. A rank without a record has
-# ended in another way, for example because user code called os._exit(0).
+# Variable with the folder in which the ranks of a command record that they have
+# finished. A rank without a record has ended in another way, for example because user
+# code called os._exit(0).
 FINISHED = "_MEGAVERL_FINISHED"
 
 
@@ -35,15 +39,22 @@ def note_finished() -> None:
 def ending_with_parent(command: Sequence[str]) -> list[str]:
     """Return a command line that runs `command` under the same process number, tied to this process.
 
-    The kernel watches the thread that starts the process, so start it on a thread that lasts long enough. This costs
-    the start of a bare interpreter (12 ms). No Python code runs between fork and exec in a process with threads.
+    The kernel watches the thread that starts the process, so start it on a thread that
+    lasts long enough. This costs the start of a bare interpreter (12 ms). No Python
+    code runs between fork and exec in a process with threads.
     """
-    return [sys.executable, "-IS", os.path.abspath(__file__), str(os.getpid()), *command]
+    return [
+        sys.executable,
+        "-IS",
+        os.path.abspath(__file__),
+        str(os.getpid()),
+        *command,
+    ]
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the thread that started it ends; exit now if the parent is not `parent` any
-    more.
+    """Let the kernel kill this process when the thread that started it ends; exit now
+    if the parent is not `parent` any more.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -53,8 +64,8 @@ def end_with_parent(parent: int) -> None:
 def freeze_objects() -> None:
     """Exclude existing objects from garbage collections, unless an earlier caller has done so.
 
-    Imported modules are some 400,000 objects. They would cost half a second in each collection, and memory in each
-    forked process.
+    Imported modules are some 400,000 objects. They would cost half a second in each
+    collection, and memory in each forked process.
     """
     global _freezing
     if not _freezing:
@@ -80,7 +91,8 @@ def raise_open_files() -> None:
 
 def free_port() -> int:
     """Return a port of the loopback on which nobody listens."""
-    # Imported here, since every process that runs this file as a script would wait for it.
+    # Imported here, since every process that runs this file as a script would wait for
+    # it.
     import socket
 
     with socket.socket() as probe:

@@ -1,9 +1,10 @@
 """Environment variables and CPU binding of a job's processes, in one place.
 
-A node's agent (`megaverl.trainer.elastic_agent`) calls `prepare_agent`, and every rank calls `prepare_rank` before it
-imports torch, because CUDA, NCCL, OpenMP and the name service read these variables only once. Variables that are set
-already are kept, so the user's values win. So launch scripts, SLURM, Kubernetes and the user's own torchrun give equal
-environments.
+A node's agent (`megaverl.trainer.elastic_agent`) calls `prepare_agent`, and every rank
+calls `prepare_rank` before it imports torch, because CUDA, NCCL, OpenMP and the name
+service read these variables only once. Variables that are set already are kept, so the
+user's values win. So launch scripts, SLURM, Kubernetes and the user's own torchrun give
+equal environments.
 
 These variables are left alone on purpose:
 
@@ -29,13 +30,15 @@ from megaverl.gpus import GPU, count_gpus, visible_gpus
 
 INTERFACE = "MEGAVERL_INTERFACE"
 NUMA = "MEGAVERL_NUMA_BINDING"
-# Set by an agent that chose OMP_NUM_THREADS itself, so that a rank which knows more may choose again.
+# Set by an agent that chose OMP_NUM_THREADS itself, so that a rank which knows more may
+# choose again.
 CHOSEN_THREADS = "MEGAVERL_CHOSE_THREADS"
 CACHES = "MEGAVERL_CACHE"
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 NUMA_NODES = Path("/sys/devices/system/node")
 BLACKWELL = 10  # major compute capability
-MOST_THREADS = 8  # threads of a rank with a GPU; packing and checkpoints gain nothing from more
+# Threads of a rank with a GPU; packing and checkpoints gain nothing from more.
+MOST_THREADS = 8
 
 
 class Variable(NamedTuple):
@@ -74,7 +77,9 @@ def prepare_agent(environment: MutableMapping[str, str], nproc: int) -> None:
     """
     if "OMP_NUM_THREADS" not in environment:
         cores = len(os.sched_getaffinity(0))
-        environment["OMP_NUM_THREADS"] = str(threads_per_rank(nproc, cores, count_gpus()))
+        environment["OMP_NUM_THREADS"] = str(
+            threads_per_rank(nproc, cores, count_gpus())
+        )
         environment[CHOSEN_THREADS] = "1"
     _set_missing(environment, job_variables(environment, on_gpus=count_gpus() > 0))
 
@@ -91,23 +96,32 @@ def prepare_rank(environment: MutableMapping[str, str], work: Work) -> None:
         return
     _set_missing(environment, gpu_variables(environment, work, gpus))
     if work.generates and not work.steps_on_cpu and environment.pop(CHOSEN_THREADS, ""):
-        # Further OpenMP threads would spin beside vLLM's thread, which launches a few thousand kernels a second.
+        # Further OpenMP threads would spin beside vLLM's thread, which launches a few
+        # thousand kernels a second.
         environment["OMP_NUM_THREADS"] = "1"
     local_rank = int(environment.get("LOCAL_RANK", "0"))
     if local_rank < len(gpus) and environment.get(NUMA, "on") != "off":
         bind_to_node_of(gpus[local_rank])
 
 
-def _set_missing(environment: MutableMapping[str, str], variables: Iterator[Variable]) -> None:
+def _set_missing(
+    environment: MutableMapping[str, str], variables: Iterator[Variable]
+) -> None:
     for variable in variables:
         environment.setdefault(variable.name, variable.value)
 
 
-def job_variables(environment: Mapping[str, str], *, on_gpus: bool) -> Iterator[Variable]:
+def job_variables(
+    environment: Mapping[str, str], *, on_gpus: bool
+) -> Iterator[Variable]:
     """Yield the variables of every process of a job."""
     if interface := environment.get(INTERFACE):
         for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-            yield Variable(name, interface, "else NCCL and gloo take the first interface, which may be the slow one")
+            yield Variable(
+                name,
+                interface,
+                "else NCCL and gloo take the first interface, which may be the slow one",
+            )
     yield Variable(
         "RES_OPTIONS",
         "timeout:1 attempts:5",
@@ -122,7 +136,11 @@ def job_variables(environment: Mapping[str, str], *, on_gpus: bool) -> Iterator[
         "registered buffers of collectives in CUDA graphs (NCCL's default, src/enqueue.cc) are pinned: an engine that "
         "sleeps could not give its graphs' memory back. vLLM sets it too late for a process that trains as well",
     )
-    yield Variable("NCCL_DEBUG", "WARN", "NCCL says what is wrong; INFO also shows rings and adapters")
+    yield Variable(
+        "NCCL_DEBUG",
+        "WARN",
+        "NCCL says what is wrong; INFO also shows rings and adapters",
+    )
     yield Variable(
         "TORCH_NCCL_TRACE_BUFFER_SIZE",
         "2000",
@@ -135,9 +153,14 @@ def job_variables(environment: Mapping[str, str], *, on_gpus: bool) -> Iterator[
     )
 
 
-def gpu_variables(environment: Mapping[str, str], work: Work, gpus: Collection[GPU]) -> Iterator[Variable]:
+def gpu_variables(
+    environment: Mapping[str, str], work: Work, gpus: Collection[GPU]
+) -> Iterator[Variable]:
     """Yield the variables of a rank with a GPU that depend on what it does and on the GPUs."""
-    if work.engines == {"megatron"} and min(gpu.capability[0] for gpu in gpus) < BLACKWELL:
+    if (
+        work.engines == {"megatron"}
+        and min(gpu.capability[0] for gpu in gpus) < BLACKWELL
+    ):
         # FSDP wants several queues, CUDA's default.
         yield Variable(
             "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -145,14 +168,17 @@ def gpu_variables(environment: Mapping[str, str], work: Work, gpus: Collection[G
             "up to Hopper tensor, context and sequence parallelism overlap their collectives only if kernels start in "
             "the order in which they were queued (megatron-core 0.19.2, training/arguments.py)",
         )
-    if int(environment.get("WORLD_SIZE", "1")) > int(environment.get("LOCAL_WORLD_SIZE", "1")):
+    if int(environment.get("WORLD_SIZE", "1")) > int(
+        environment.get("LOCAL_WORLD_SIZE", "1")
+    ):
         yield from cache_variables(environment)
 
 
 def cache_variables(environment: Mapping[str, str]) -> Iterator[Variable]:
     """Yield cache folders on this node for code that vLLM, Triton and FlashInfer compile, for a job on several nodes.
 
-    Their defaults are under $HOME, which the nodes of a cluster share: a thousand ranks would write there at once.
+    Their defaults are under $HOME, which the nodes of a cluster share: a thousand ranks
+    would write there at once.
     """
     folder = Path(environment.get(CACHES) or f"/tmp/megaverl_cache_{os.getuid()}")
     if not _is_own_folder(folder):
@@ -164,15 +190,19 @@ def cache_variables(environment: Mapping[str, str]) -> Iterator[Variable]:
 
 
 def _is_own_folder(folder: Path) -> bool:
-    """Return whether a folder belongs to this user alone, creating it if needed. Others could put code into any other
-    folder.
+    """Return whether a folder belongs to this user alone, creating it if needed. Others
+    could put code into any other folder.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+    return (
+        stat.S_ISDIR(facts.st_mode)
+        and facts.st_uid == os.getuid()
+        and not facts.st_mode & 0o022
+    )
 
 
 def threads_per_rank(nproc: int, cores: int, gpus: int) -> int:
@@ -187,8 +217,9 @@ def threads_per_rank(nproc: int, cores: int, gpus: int) -> int:
 def bind_to_node_of(gpu: GPU) -> set[int] | None:
     """Bind this process to the cores of a GPU's NUMA node; return them, or None if nothing was done.
 
-    Memory then comes from that node too, since Linux allocates a page where it is first touched. Nothing is done if the
-    kernel does not know the node, or if the process may only use cores of one node already.
+    Memory then comes from that node too, since Linux allocates a page where it is first
+    touched. Nothing is done if the kernel does not know the node, or if the process may
+    only use cores of one node already.
     """
     cores = cores_of(gpu)
     allowed = os.sched_getaffinity(0)
@@ -203,8 +234,16 @@ def cores_of(gpu: GPU) -> set[int]:
     """Return the cores of a GPU's NUMA node as the kernel lists them; empty if it does not know the node."""
     try:
         node = int((PCI_DEVICES / gpu.bus / "numa_node").read_text(encoding="utf-8"))
-        listed = (NUMA_NODES / f"node{node}" / "cpulist").read_text(encoding="utf-8") if node >= 0 else ""
+        listed = (
+            (NUMA_NODES / f"node{node}" / "cpulist").read_text(encoding="utf-8")
+            if node >= 0
+            else ""
+        )
     except (OSError, ValueError):
         return set()
     ranges = re.findall(r"(\d+)(?:-(\d+))?", listed)
-    return {core for first, last in ranges for core in range(int(first), int(last or first) + 1)}
+    return {
+        core
+        for first, last in ranges
+        for core in range(int(first), int(last or first) + 1)
+    }

@@ -1,15 +1,16 @@
 """One temporary folder for a command and all processes that it starts.
 
-Some libraries leave files in the system's temporary folder when a process is killed: torch's agent its log folders,
-vLLM its sockets, Weights & Biases its media folders. So a command creates a folder of its own and passes it to its
-processes as `TMPDIR`.
+Some libraries leave files in the system's temporary folder when a process is killed:
+torch's agent its log folders, vLLM its sockets, Weights & Biases its media folders. So
+a command creates a folder of its own and passes it to its processes as `TMPDIR`.
 
     with temporary_folder():
         ...                      # tempfile.gettempdir() is the folder, also in processes started here
 
-The process that created the folder removes it when it ends. If that process was killed, the next command on this
-machine removes it. A lock (flock) on the folder shows whether a process still uses it. The kernel releases the lock
-when the last of these processes has ended, however it ended.
+The process that created the folder removes it when it ends. If that process was killed,
+the next command on this machine removes it. A lock (flock) on the folder shows whether
+a process still uses it. The kernel releases the lock when the last of these processes
+has ended, however it ended.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from pathlib import Path
 PREFIX = "megaverl-"
 INHERITED = "MEGAVERL_TEMPORARY"  # names the folder to processes that a command starts
 SHARED_MEMORY = Path("/dev/shm")
-# A socket's path has at most 107 bytes on Linux. vLLM appends "/" and a UUID of 36 characters.
+# A socket's path has at most 107 bytes on Linux. vLLM appends "/" and a UUID of 36
+# characters.
 MAX_SOCKET_FOLDER = 107 - 37
 SHORT_FOLDER = Path("/tmp")
-MARK = ".used-by-"  # part of the names of marker files in /dev/shm, one for each process
+# Part of the names of marker files in /dev/shm, one for each process.
+MARK = ".used-by-"
 
 
 @dataclass
@@ -63,13 +66,17 @@ class ClaimedFolder:
 
 
 _claimed: list[ClaimedFolder] = []  # folders that this process uses
-_owner_pid = 0  # process that may remove them; a forked copy inherits `_claimed` and must not
+# Process that may remove them; a forked copy inherits `_claimed` and must not.
+_owner_pid = 0
 
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Use one temporary folder inside this block, in this process and in those that it starts."""
-    before = {name: os.environ.get(name) for name in ("TMPDIR", INHERITED, "VLLM_RPC_BASE_PATH")}
+    before = {
+        name: os.environ.get(name)
+        for name in ("TMPDIR", INHERITED, "VLLM_RPC_BASE_PATH")
+    }
     is_nested = bool(_claimed)
     folder = use_temporary_folder()
     try:
@@ -88,8 +95,8 @@ def temporary_folder() -> Iterator[Path]:
 def use_temporary_folder() -> Path:
     """Use one temporary folder from here on: the one that the parent process names, or a new one.
 
-    A second call in the same process returns the folder in use. If no folder can be created, the system's temporary
-    folder is used unchanged.
+    A second call in the same process returns the folder in use. If no folder can be
+    created, the system's temporary folder is used unchanged.
     """
     global _owner_pid
     if _claimed:
@@ -113,10 +120,14 @@ def use_temporary_folder() -> Path:
         # The disk may be full, and `megaverl doctor` must still start to report it.
         return base
     _claimed.append(folder)
-    # torch keeps compiled kernels in the temporary folder by default. Later runs reuse them, so they stay outside.
+    # torch keeps compiled kernels in the temporary folder by default. Later runs reuse
+    # them, so they stay outside.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_kernel_cache(base)))
     os.environ[INHERITED] = os.environ["TMPDIR"] = tempfile.tempdir = str(folder.path)
-    if len(os.fsencode(folder.path)) > MAX_SOCKET_FOLDER and "VLLM_RPC_BASE_PATH" not in os.environ:
+    if (
+        len(os.fsencode(folder.path)) > MAX_SOCKET_FOLDER
+        and "VLLM_RPC_BASE_PATH" not in os.environ
+    ):
         remove_abandoned(SHORT_FOLDER)
         with contextlib.suppress(OSError):
             sockets = _create(SHORT_FOLDER)
@@ -142,14 +153,18 @@ def remove_abandoned(base: Path) -> None:
     """Remove folders and files that commands left in `base` and whose processes have all ended."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(base):
-            if entry.name.startswith(PREFIX) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+            if (
+                entry.name.startswith(PREFIX)
+                and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+            ):
                 _remove_if_abandoned(Path(entry.path))
 
 
 def claim_shared_memory(name: str) -> int | None:
     """Mark `name` as a prefix of files in /dev/shm that this process uses; return the descriptor that holds the mark.
 
-    When every process with such a mark has ended, the next command removes the mark and the files.
+    When every process with such a mark has ended, the next command removes the mark and
+    the files.
     """
     try:
         handle, hidden = tempfile.mkstemp(prefix=".megaverl-", dir=SHARED_MEMORY)
@@ -191,7 +206,9 @@ def _remove_marked(mark: Path) -> None:
     """Remove a mark without a process, and its files if it was the last mark."""
     name = mark.name.partition(MARK)[0]
     mark.unlink(missing_ok=True)
-    files = [file for file in mark.parent.glob(f"{name}*") if not file.name.startswith(".")]
+    files = [
+        file for file in mark.parent.glob(f"{name}*") if not file.name.startswith(".")
+    ]
     if not any(MARK in file.name for file in files):
         for file in files:
             file.unlink(missing_ok=True)

@@ -1,8 +1,9 @@
 """Boundary around the user's code: whatever it raises becomes one error of megaverl.
 
-Rewards, environments, data functions, losses, trackers and other plug-ins may raise anything, including exceptions that
-are not an `Exception`: `exit()` raises SystemExit, and a script may raise KeyboardInterrupt. Such an exception must not
-end the run by itself, and never with exit code 0. So every call of user code is inside `user_code`.
+Rewards, environments, data functions, losses, trackers and other plug-ins may raise
+anything, including exceptions that are not an `Exception`: `exit()` raises SystemExit,
+and a script may raise KeyboardInterrupt. Such an exception must not end the run by
+itself, and never with exit code 0. So every call of user code is inside `user_code`.
 """
 
 from __future__ import annotations
@@ -44,9 +45,13 @@ def describe(error: BaseException) -> str:
     try:
         message = str(error)
     except BaseException as broken:  # the exception's own code
-        if isinstance(broken, KeyboardInterrupt) and _is_real(broken, _Interrupts.count):
+        if isinstance(broken, KeyboardInterrupt) and _is_real(
+            broken, _Interrupts.count
+        ):
             raise
-        message = f"(its message cannot be shown: __str__ raised {type(broken).__name__})"
+        message = (
+            f"(its message cannot be shown: __str__ raised {type(broken).__name__})"
+        )
     return clean(f"{name}: {message}" if message else name)
 
 
@@ -74,7 +79,9 @@ def where_raised(error: BaseException, file: str | None = None) -> str:
 
 @contextmanager
 def user_code(
-    problem: Callable[[BaseException], Exception], *, keep: type[Exception] | tuple[type[Exception], ...] = ()
+    problem: Callable[[BaseException], Exception],
+    *,
+    keep: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
     """Run a call of user code, and raise `problem` of anything that it raises. A real Ctrl-C stays a KeyboardInterrupt.
 
@@ -121,12 +128,14 @@ def exits_raise() -> Iterator[None]:
 def exits_fail() -> Iterator[None]:
     """Keep `os._exit` from ending a run as if it had succeeded, in this process.
 
-    A rank's parent sees only its exit code, and takes 0 for success. Inside `user_code`, `os._exit` raises SystemExit,
-    so the error names the function. Elsewhere a call with status 0 is reported and ends the process with `FAILED`.
-    Child processes still exit.
+    A rank's parent sees only its exit code, and takes 0 for success. Inside
+    `user_code`, `os._exit` raises SystemExit, so the error names the function.
+    Elsewhere a call with status 0 is reported and ends the process with `FAILED`. Child
+    processes still exit.
 
-    C code that calls `_exit` is not caught here. The launch agent detects it (`elastic_agent`), and so do the ranks
-    that remain. If no rank remains, a plain torchrun reports success (docs/reference.md, exit codes).
+    C code that calls `_exit` is not caught here. The launch agent detects it
+    (`elastic_agent`), and so do the ranks that remain. If no rank remains, a plain
+    torchrun reports success (docs/reference.md, exit codes).
     """
     exit_process = os._exit
 
@@ -135,7 +144,11 @@ def exits_fail() -> Iterator[None]:
             raise SystemExit(status)
         if status == 0:
             caller = "".join(traceback.format_stack(limit=3)[:-1]).rstrip()
-            print(f"error: os._exit(0) was called before the run was over, at\n{caller}", file=sys.stderr, flush=True)
+            print(
+                f"error: os._exit(0) was called before the run was over, at\n{caller}",
+                file=sys.stderr,
+                flush=True,
+            )
         exit_process(status or FAILED)
 
     with _exits_call(leave):
@@ -160,20 +173,27 @@ def _exits_call(leave: Callable[[int], NoReturn]) -> Iterator[None]:
 
 
 def _was_interrupted(before: int) -> bool:
-    return _Interrupts.count != before and threading.current_thread() is threading.main_thread()
+    return (
+        _Interrupts.count != before
+        and threading.current_thread() is threading.main_thread()
+    )
 
 
 def _is_real(error: KeyboardInterrupt, before: int) -> bool:
     """Return whether a KeyboardInterrupt comes from a signal.
 
-    Signals only reach the main thread. If a program has its own handler, interrupts are not counted, and every
-    KeyboardInterrupt in the main thread is regarded as real. A process that ignores SIGINT, as one that a script has
-    started in the background does, is never interrupted.
+    Signals only reach the main thread. If a program has its own handler, interrupts are
+    not counted, and every KeyboardInterrupt in the main thread is regarded as real. A
+    process that ignores SIGINT, as one that a script has started in the background
+    does, is never interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
         return False
     handler = signal.getsignal(signal.SIGINT)
-    return _Interrupts.count != before or handler not in (_note_interrupt, signal.SIG_IGN)
+    return _Interrupts.count != before or handler not in (
+        _note_interrupt,
+        signal.SIG_IGN,
+    )
 
 
 def _count_interrupts() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 
 RELEASE = "0.2.0"
-_MARKS = (".git", f"megaverl-{RELEASE}+dev.dist-info")  # beside the package: of a checkout, of such a wheel
+# Beside the package: of a checkout, of such a wheel.
+_MARKS = (".git", f"megaverl-{RELEASE}+dev.dist-info")
 _above = os.path.join(os.path.dirname(__file__), "..")
-__version__ = RELEASE + ("+dev" if any(os.path.exists(os.path.join(_above, mark)) for mark in _MARKS) else "")
+__version__ = RELEASE + (
+    "+dev" if any(os.path.exists(os.path.join(_above, mark)) for mark in _MARKS) else ""
+)

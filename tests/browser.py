@@ -33,8 +33,14 @@ FLAGS = (
 
 def why_absent() -> str:
     """Empty where the browser and its driver are there."""
-    missing = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
-    return f"{' and '.join(missing)} not found (Debian: apt-get install chromium chromium-driver)" if missing else ""
+    missing = [
+        name for name in ("chromium", "chromedriver") if shutil.which(name) is None
+    ]
+    return (
+        f"{' and '.join(missing)} not found (Debian: apt-get install chromium chromium-driver)"
+        if missing
+        else ""
+    )
 
 
 class Browser:
@@ -48,12 +54,19 @@ class Browser:
             "goog:chromeOptions": options,
             "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
         }
-        answer = self._send("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})
+        answer = self._send(
+            "POST", "/session", {"capabilities": {"alwaysMatch": capabilities}}
+        )
         self._base += f"/session/{answer['sessionId']}"
 
     def resize(self, width: int, height: int, *, phone: bool = False) -> None:
         """The size of the page itself, in CSS pixels."""
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
+        metrics = {
+            "width": width,
+            "height": height,
+            "deviceScaleFactor": 2 if phone else 1,
+            "mobile": phone,
+        }
         self.devtools("Emulation.setDeviceMetricsOverride", **metrics)
 
     def open(self, path: Path) -> None:
@@ -61,10 +74,14 @@ class Browser:
 
     def run(self, script: str, *arguments: Any) -> Any:
         """The body of a JavaScript function; returns what it returns."""
-        return self._send("POST", "/execute/sync", {"script": script, "args": list(arguments)})
+        return self._send(
+            "POST", "/execute/sync", {"script": script, "args": list(arguments)}
+        )
 
     def devtools(self, command: str, **parameters: Any) -> Any:
-        return self._send("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
+        return self._send(
+            "POST", "/goog/cdp/execute", {"cmd": command, "params": parameters}
+        )
 
     def log(self, kind: str) -> list[dict[str, Any]]:
         """`browser`: what the page says on its console; `performance`: among others, every request."""
@@ -77,7 +94,13 @@ class Browser:
         shot = self.devtools(
             "Page.captureScreenshot",
             captureBeyondViewport=True,
-            clip={"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1},
+            clip={
+                "x": 0,
+                "y": 0,
+                "width": size["width"],
+                "height": size["height"],
+                "scale": 1,
+            },
         )
         path.write_bytes(base64.b64decode(shot["data"]))
         return path
@@ -88,7 +111,10 @@ class Browser:
     def _send(self, method: str, path: str, body: Any) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            self._base + path, data=data, method=method, headers={"Content-Type": "application/json"}
+            self._base + path,
+            data=data,
+            method=method,
+            headers={"Content-Type": "application/json"},
         )
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:

@@ -20,7 +20,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     end_with_parent(os.getppid())
 
 # a machine that is busy must not make an example too slow
-settings.register_profile("megaverl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "megaverl", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("megaverl")
 
 
@@ -32,14 +34,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What was skipped, and what it wants, in a line each."""
-    for line in skipped_lines(report.longrepr for report in terminalreporter.stats.get("skipped", ())):
+    for line in skipped_lines(
+        report.longrepr for report in terminalreporter.stats.get("skipped", ())
+    ):
         terminalreporter.write_line(line)
 
 
 def skipped_lines(places: Iterable[Any]) -> list[str]:
     """A line for each reason, from what reports of skipped tests have: (file, line, "Skipped: reason")."""
-    reasons = Counter((reason.removeprefix("Skipped: "), Path(file).name) for file, _, reason in places)
-    return [f"skipped: {count} of {file}: {reason}" for (reason, file), count in sorted(reasons.items())]
+    reasons = Counter(
+        (reason.removeprefix("Skipped: "), Path(file).name)
+        for file, _, reason in places
+    )
+    return [
+        f"skipped: {count} of {file}: {reason}"
+        for (reason, file), count in sorted(reasons.items())
+    ]
 
 
 def _starts_ranks(item: pytest.Item) -> bool:

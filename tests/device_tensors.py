@@ -9,7 +9,17 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 DEVICE = torch.device("cuda", 0)
-TO_HOST = ("cpu", "item", "tolist", "__bool__", "__int__", "__index__", "__float__", "__len__", "__repr__")
+TO_HOST = (
+    "cpu",
+    "item",
+    "tolist",
+    "__bool__",
+    "__int__",
+    "__index__",
+    "__float__",
+    "__len__",
+    "__repr__",
+)
 
 
 class DeviceTensor(torch.Tensor):
@@ -29,29 +39,52 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"{func}: nothing is computed on {DEVICE}")  # `__torch_function__` comes before
+        # `__torch_function__` comes before.
+        raise NotImplementedError(f"{func}: nothing is computed on {DEVICE}")
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return cls._on_host(func, args, dict(kwargs or {}))
 
     @classmethod
-    def _on_host(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _on_host(
+        cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         name = func.__name__
         if name == "__get__":  # device, shape, dtype, ...
             return func(*args)
         if name in ("numpy", "__array__"):
-            raise TypeError(f"can't convert {DEVICE} device type tensor to numpy. Use Tensor.cpu() first.")
-        goes = next((torch.device(each) for each in tree_leaves((args, kwargs)) if _is_device(name, each)), DEVICE)
+            raise TypeError(
+                f"can't convert {DEVICE} device type tensor to numpy. Use Tensor.cpu() first."
+            )
+        goes = next(
+            (
+                torch.device(each)
+                for each in tree_leaves((args, kwargs))
+                if _is_device(name, each)
+            ),
+            DEVICE,
+        )
         if name not in ("copy_", "to", "cpu") and _mixes(name, args, kwargs):
             raise RuntimeError(f"{name}: Expected all tensors to be on the same device")
         if "device" in kwargs:
             kwargs["device"] = "cpu"
-        found = func(*(_host_of(each) for each in args if not _is_device(name, each)), **_host_of(kwargs))
-        stays = name in TO_HOST or goes.type == "cpu" or (name.endswith("_") and type(args[0]) is torch.Tensor)
+        found = func(
+            *(_host_of(each) for each in args if not _is_device(name, each)),
+            **_host_of(kwargs),
+        )
+        stays = (
+            name in TO_HOST
+            or goes.type == "cpu"
+            or (name.endswith("_") and type(args[0]) is torch.Tensor)
+        )
         return found if stays else tree_map_only(torch.Tensor, cls, found)
 
 
@@ -69,9 +102,13 @@ def _mixes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return False
     if name == "__setitem__":
         target, index, value = args
-        indices = [each for each in tree_leaves(index) if isinstance(each, torch.Tensor)]
+        indices = [
+            each for each in tree_leaves(index) if isinstance(each, torch.Tensor)
+        ]
         if not indices:
             return False  # a copy
         args = (target, value) if isinstance(target, DeviceTensor) else args
-    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    tensors = [
+        each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+    ]
     return len({isinstance(each, DeviceTensor) for each in tensors if each.dim()}) > 1

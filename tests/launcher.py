@@ -4,10 +4,11 @@
     ended = launch.ranks(4, "tests.distributed.liveness_ranks:lost", rank=2)         # new ones, until all have ended
     ended = launch.command(["train", ...], ranks=2, logs=folder)                 # the same for the real command
 
-A function is imported by name in every rank and called with the keyword arguments; what it returns must be JSON. RANK,
-WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun sets them. Ranks are copies of a process that
-has imported everything (tests/preload.py) and start in a moment; on a GPU, which no copy can use, and where a test asks
-for it (`bare`), they are new interpreters.
+A function is imported by name in every rank and called with the keyword arguments; what
+it returns must be JSON. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are
+set as torchrun sets them. Ranks are copies of a process that has imported everything
+(tests/preload.py) and start in a moment; on a GPU, which no copy can use, and where a
+test asks for it (`bare`), they are new interpreters.
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ from megaverl.trainer.preflight import CHECKED
 from tests import rank as rank_program
 
 ROOT = Path(__file__).resolve().parents[1]
-JOB_DEADLINE = float(os.environ.get("MEGAVERL_TEST_DEADLINE", "120"))  # seconds until a job counts as hung
-START_DEADLINE = 180.0  # seconds: the first world waits for the imports, on a busy machine
-GRACE_AFTER_ERROR = 10.0  # seconds in which the other ranks may answer once one has raised
+# Seconds until a job counts as hung.
+JOB_DEADLINE = float(os.environ.get("MEGAVERL_TEST_DEADLINE", "120"))
+# Seconds: the first world waits for the imports, on a busy machine.
+START_DEADLINE = 180.0
+# Seconds in which the other ranks may answer once one has raised.
+GRACE_AFTER_ERROR = 10.0
 LOG_LINES_SHOWN = 40
-MAX_WORLDS = int(os.environ.get("MEGAVERL_TEST_WORLDS", "3"))  # worlds alive at once; memory bounds it
+# Worlds alive at once; memory bounds it.
+MAX_WORLDS = int(os.environ.get("MEGAVERL_TEST_WORLDS", "3"))
 TIMED_OUT = "still there at the deadline"
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -76,7 +81,9 @@ class Ended:
     def check(self) -> list[Any]:
         """The results; an AssertionError with the output of all ranks that failed."""
         failed = [rank for rank, code in enumerate(self.codes) if code != 0]
-        assert not failed, "\n".join(f"rank {n} ended with {self.codes[n]}\n{self.output[n]}" for n in failed)
+        assert not failed, "\n".join(
+            f"rank {n} ended with {self.codes[n]}\n{self.output[n]}" for n in failed
+        )
         return self.results
 
 
@@ -104,8 +111,8 @@ class Launcher:
     ) -> list[Any]:
         """Run `target` ("tests.module:function") with `kwargs` on ranks whose default process group is up.
 
-        The ranks stay for the next job on as many, with whatever modules keep at module level (a built engine, say),
-        unless this one fails.
+        The ranks stay for the next job on as many, with whatever modules keep at module
+        level (a built engine, say), unless this one fails.
 
         Args:
             deadline: seconds until a job counts as hung.
@@ -133,14 +140,23 @@ class Launcher:
             self._worlds[num_ranks] = world
         return results
 
-    def ranks(self, num_ranks: int, target: str, *, deadline: float = 150.0, **kwargs: Any) -> Ended:
+    def ranks(
+        self, num_ranks: int, target: str, *, deadline: float = 150.0, **kwargs: Any
+    ) -> Ended:
         """Run `target` on new ranks without a process group, until all have ended by themselves.
 
-        Nobody ends them when one is lost: that they end is what is tested. Only what is left at the deadline in
-        seconds, or is stopped by a signal with nobody else left, is killed.
+        Nobody ends them when one is lost: that they end is what is tested. Only what is
+        left at the deadline in seconds, or is stopped by a signal with nobody else
+        left, is killed.
         """
         with tempfile.TemporaryDirectory(prefix="megaverl_ranks_") as folder:
-            return _until_ended(target, [_plain(kwargs)] * num_ranks, [{}] * num_ranks, Path(folder), deadline)
+            return _until_ended(
+                target,
+                [_plain(kwargs)] * num_ranks,
+                [{}] * num_ranks,
+                Path(folder),
+                deadline,
+            )
 
     def command(
         self,
@@ -166,11 +182,17 @@ class Launcher:
         logs.mkdir(parents=True, exist_ok=True)
         on_rank, more = on_rank or {}, more or {}
         place = {} if folder is None else {"folder": str(folder)}
-        kwargs = [{"arguments": [*arguments, *more.get(rank, ())], **place} for rank in range(ranks)]
-        # The command that starts ranks has checked code and data, for which each test would wait seconds.
+        kwargs = [
+            {"arguments": [*arguments, *more.get(rank, ())], **place}
+            for rank in range(ranks)
+        ]
+        # The command that starts ranks has checked code and data, for which each test
+        # would wait seconds.
         of_all = {**CPU_ONLY, CHECKED: "1", **(environment or {})}
         environments = [{**of_all, **on_rank.get(rank, {})} for rank in range(ranks)]
-        return _until_ended("tests.faults.rank:command", kwargs, environments, logs, deadline)
+        return _until_ended(
+            "tests.faults.rank:command", kwargs, environments, logs, deadline
+        )
 
     def _keep(self, num_worlds: int) -> None:
         """Close the least recently used worlds until so many are left."""
@@ -191,7 +213,15 @@ class World:
             pipe, theirs = multiprocessing.Pipe()
             environment = rank_environment(rank, num_ranks, port)
             with theirs:
-                self.processes.append(start(rank_program.stay, self.log_file(rank), environment, theirs, bare=bare))
+                self.processes.append(
+                    start(
+                        rank_program.stay,
+                        self.log_file(rank),
+                        environment,
+                        theirs,
+                        bare=bare,
+                    )
+                )
             self.pipes.append(pipe)
         try:
             self._collect("start", START_DEADLINE)
@@ -209,14 +239,18 @@ class World:
             try:
                 pipe.send(job)
             except BrokenPipeError as error:
-                raise WorldError(f"rank {rank} died before {target}:\n{self._log_tail(rank)}") from error
+                raise WorldError(
+                    f"rank {rank} died before {target}:\n{self._log_tail(rank)}"
+                ) from error
         return [answer["result"] for answer in self._collect(target, deadline)]
 
     def _collect(self, what: str, seconds: float) -> list[dict[str, Any]]:
         """One answer from every rank, or WorldError with all that is known about why not."""
         found: dict[int, dict[str, Any]] = {}
         dead: list[int] = []
-        waiting: dict[object, int] = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        waiting: dict[object, int] = {
+            pipe: rank for rank, pipe in enumerate(self.pipes)
+        }
         deadline = time.monotonic() + seconds
         while waiting and (left := deadline - time.monotonic()) > 0:
             for pipe in wait([self.pipes[rank] for rank in waiting.values()], left):
@@ -227,25 +261,45 @@ class World:
                     dead.append(rank)
                 if rank in dead or "error" in found[rank]:
                     deadline = min(deadline, time.monotonic() + GRACE_AFTER_ERROR)
-        if len(found) == self.num_ranks and not any("error" in answer for answer in found.values()):
+        if len(found) == self.num_ranks and not any(
+            "error" in answer for answer in found.values()
+        ):
             return [found[rank] for rank in range(self.num_ranks)]
         raise WorldError(self._failure_report(what, seconds, found, dead))
 
-    def _failure_report(self, what: str, seconds: float, found: dict[int, dict[str, Any]], dead: list[int]) -> str:
+    def _failure_report(
+        self,
+        what: str,
+        seconds: float,
+        found: dict[int, dict[str, Any]],
+        dead: list[int],
+    ) -> str:
         failed = [rank for rank, answer in sorted(found.items()) if "error" in answer]
-        silent = [rank for rank in range(self.num_ranks) if rank not in found and rank not in dead]
+        silent = [
+            rank
+            for rank in range(self.num_ranks)
+            if rank not in found and rank not in dead
+        ]
         lines = [f"{what} failed in a world of {self.num_ranks}"]
         for rank in failed:
             lines += [f"--- rank {rank} raised", found[rank]["error"]]
         for rank in dead:
             self.processes[rank].join(GRACE_AFTER_ERROR)
             code = self.processes[rank].exitcode
-            lines += [f"--- rank {rank} ended with exit code {code}; end of its log", self._log_tail(rank)]
+            lines += [
+                f"--- rank {rank} ended with exit code {code}; end of its log",
+                self._log_tail(rank),
+            ]
         if silent:
-            waited = f"within {seconds:g} s" if not failed and not dead else "after that"
+            waited = (
+                f"within {seconds:g} s" if not failed and not dead else "after that"
+            )
             lines.append(f"ranks {silent} did not answer {waited}")
             for rank in silent:
-                lines += [f"--- rank {rank}: stack and end of its log", self._stack_of(rank)]
+                lines += [
+                    f"--- rank {rank}: stack and end of its log",
+                    self._stack_of(rank),
+                ]
         for rank in failed[:1]:
             lines += [f"--- end of the log of rank {rank}", self._log_tail(rank)]
         return "\n".join(lines)
@@ -263,13 +317,16 @@ class World:
         return self._log_tail(rank, 2 * LOG_LINES_SHOWN)
 
     def _log_tail(self, rank: int, num_lines: int = LOG_LINES_SHOWN) -> str:
-        return "\n".join(self.log_file(rank).read_text(errors="replace").splitlines()[-num_lines:])
+        return "\n".join(
+            self.log_file(rank).read_text(errors="replace").splitlines()[-num_lines:]
+        )
 
     def kill(self) -> None:
         """End the ranks and whatever they started (each leads its own process group), by their ids only."""
         for process in self.processes:
             if process.is_alive():
-                with contextlib.suppress(ProcessLookupError):  # it has just ended, or leads no group yet
+                # It has just ended, or leads no group yet.
+                with contextlib.suppress(ProcessLookupError):
                     os.killpg(_pid(process), signal.SIGKILL)
                 process.kill()
         for process, pipe in zip(self.processes, self.pipes, strict=True):
@@ -279,11 +336,19 @@ class World:
 
 
 def start(
-    body: Any, log: Path, environment: dict[str, str], *arguments: Any, bare: bool = False
+    body: Any,
+    log: Path,
+    environment: dict[str, str],
+    *arguments: Any,
+    bare: bool = False,
 ) -> multiprocessing.process.BaseProcess:
     """A process that does `body` (of `tests.rank`) at the top of the repository and writes to a log."""
     hides_gpus = environment.get("CUDA_VISIBLE_DEVICES") == ""
-    context = multiprocessing.get_context("spawn") if bare or (_num_gpus() and not hides_gpus) else _copies()
+    context = (
+        multiprocessing.get_context("spawn")
+        if bare or (_num_gpus() and not hides_gpus)
+        else _copies()
+    )
     log.write_text("")
     process = context.Process(target=body, args=(log, environment, *arguments))
     with contextlib.chdir(ROOT):
@@ -304,21 +369,40 @@ def _num_gpus() -> int:
 
 
 def _until_ended(
-    target: str, kwargs: list[dict[str, Any]], environments: list[dict[str, str]], folder: Path, deadline: float
+    target: str,
+    kwargs: list[dict[str, Any]],
+    environments: list[dict[str, str]],
+    folder: Path,
+    deadline: float,
 ) -> Ended:
     """Run `target` with these arguments and variables, by rank, until all ranks have ended; logs go to `folder`."""
     port, num_ranks = free_port(), len(kwargs)
-    logs, found = ([folder / f"rank_{rank}.{end}" for rank in range(num_ranks)] for end in ("out", "json"))
+    logs, found = (
+        [folder / f"rank_{rank}.{end}" for rank in range(num_ranks)]
+        for end in ("out", "json")
+    )
     processes = []
     for rank, log in enumerate(logs):
         found[rank].unlink(missing_ok=True)
         environment = rank_environment(rank, num_ranks, port) | environments[rank]
-        processes.append(start(rank_program.do_once, log, environment, target, kwargs[rank], found[rank]))
-    begun = time.monotonic()  # what the first ranks are copied from imports everything before
+        processes.append(
+            start(
+                rank_program.do_once,
+                log,
+                environment,
+                target,
+                kwargs[rank],
+                found[rank],
+            )
+        )
+    # What the first ranks are copied from imports everything before.
+    begun = time.monotonic()
     running, seconds = dict(enumerate(processes)), [0.0] * num_ranks
     while running:
         wait([process.sentinel for process in running.values()], 0.1)
-        for rank in [rank for rank, process in running.items() if not process.is_alive()]:
+        for rank in [
+            rank for rank, process in running.items() if not process.is_alive()
+        ]:
             seconds[rank] = time.monotonic() - begun
             del running[rank]
         is_late = time.monotonic() - begun > deadline
@@ -329,10 +413,15 @@ def _until_ended(
                     with logs[rank].open("a") as log_file:
                         log_file.write(TIMED_OUT + "\n")
             deadline = float("inf")
-    results = [json.loads(path.read_text()) if path.exists() else None for path in found]
+    results = [
+        json.loads(path.read_text()) if path.exists() else None for path in found
+    ]
     output = [log.read_text(errors="replace") for log in logs]
     return Ended(
-        [-1 if process.exitcode is None else process.exitcode for process in processes], seconds, output, results
+        [-1 if process.exitcode is None else process.exitcode for process in processes],
+        seconds,
+        output,
+        results,
     )
 
 
@@ -348,7 +437,9 @@ def _pid(process: multiprocessing.process.BaseProcess) -> int:
 
 def _is_stopped(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        )
     except OSError:  # it has just ended
         return False
 
@@ -373,6 +464,8 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
+        ),
         "PYTHONUNBUFFERED": "1",
     }

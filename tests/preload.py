@@ -1,6 +1,7 @@
 """What ranks find imported: multiprocessing's fork server imports this once, and each rank is a copy of the server.
 
-torch, megatron-core, transformers and vLLM, adapted to a CPU, take an interpreter some fifteen seconds.
+torch, megatron-core, transformers and vLLM, adapted to a CPU, take an interpreter some
+fifteen seconds.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ def import_everything() -> None:
     for name in MODULES:
         importlib.import_module(name)
     sys.stdout.flush()  # what is left in it would be written by every copy
-    freeze_objects()  # copies share these pages, and need not look through them for garbage
+    # Copies share these pages, and need not look through them for garbage.
+    freeze_objects()
     gc.set_threshold(*usual)
 
 
 end_with_parent(os.getppid())
-if "MEGAVERL_TEST_PRELOADS_NOTHING" not in os.environ:  # as the test of how such processes end sets it
+# As the test of how such processes end sets it.
+if "MEGAVERL_TEST_PRELOADS_NOTHING" not in os.environ:
     import_everything()

@@ -21,7 +21,8 @@ from typing import Any, NoReturn, cast
 
 from megaverl.processes import end_with_parent
 
-# The launcher cuts a hang long before this; it only frees ranks whose launcher was killed outright.
+# The launcher cuts a hang long before this; it only frees ranks whose launcher was
+# killed outright.
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 
@@ -46,7 +47,13 @@ def stay(log: Path, environment: dict[str, str], jobs: Connection) -> None:
     _live(log, environment, serve)
 
 
-def do_once(log: Path, environment: dict[str, str], target: str, kwargs: dict[str, Any], result: Path) -> None:
+def do_once(
+    log: Path,
+    environment: dict[str, str],
+    target: str,
+    kwargs: dict[str, Any],
+    result: Path,
+) -> None:
     """Do one job without a process group; write what it returns, and end with 0, or as it ends."""
 
     def do() -> int:
@@ -62,8 +69,9 @@ _modules_called: list[ModuleType] = []  # the last one alone
 def _call(target: str, kwargs: dict[str, Any]) -> Any:
     """Call `target`, after the module of the call before has closed what it keeps for its own calls alone.
 
-    An engine that a module keeps (its `close()` ends it), or that a command has left to the end of its process, holds
-    vLLM's process groups. Another module's engine with another tensor-parallel size could not be made beside it.
+    An engine that a module keeps (its `close()` ends it), or that a command has left to
+    the end of its process, holds vLLM's process groups. Another module's engine with
+    another tensor-parallel size could not be made beside it.
     """
     name, function = target.split(":")
     module = importlib.import_module(name)
@@ -89,9 +97,11 @@ def _answer(target: str, kwargs: dict[str, Any]) -> bytes:
 def _live(log: Path, environment: dict[str, str], body: Callable[[], int]) -> NoReturn:
     """Be a process like one that a launcher has started, and end with what `body` returns or leaves with.
 
-    It ends at once: gloo's and an engine's destructors may wait for peers that are already gone.
+    It ends at once: gloo's and an engine's destructors may wait for peers that are
+    already gone.
     """
-    end_with_parent(os.getppid())  # a copy's is the server of copies, which ends with the launcher
+    # A copy's is the server of copies, which ends with the launcher.
+    end_with_parent(os.getppid())
     launcher = multiprocessing.parent_process()
     if launcher is None or not launcher.is_alive():  # gone before that
         os._exit(1)
@@ -103,7 +113,8 @@ def _live(log: Path, environment: dict[str, str], body: Callable[[], int]) -> No
     cast(io.TextIOWrapper, sys.stdout).reconfigure(write_through=True)
     os.environ.clear()
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a script starts in the background
+    # Ignored by what a script starts in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = body()
     except SystemExit as ended:

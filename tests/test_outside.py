@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 import megaverl
 from megaverl.errors import ConfigError, DataError, ModelError
-from megaverl.outside import check_sizes, clean, read_file, read_json, read_json_file, read_number
+from megaverl.outside import (
+    check_sizes,
+    clean,
+    read_file,
+    read_json,
+    read_json_file,
+    read_number,
+)
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()))  # surrogates too
 
@@ -32,7 +39,11 @@ def test_halves_of_a_pair_that_stand_together_are_joined() -> None:
     assert clean("\ud83d\ude00, \ud83d, \ude00") == "\U0001f600, \ufffd, \ufffd"
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers(-(2**60), 2**60) | ANY_TEXT, st.lists))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**60), 2**60) | ANY_TEXT, st.lists
+    )
+)
 def test_json_is_read_as_it_is_but_for_its_texts(value: Any) -> None:
     def cleaned(item: Any) -> Any:
         return (
@@ -43,7 +54,11 @@ def test_json_is_read_as_it_is_but_for_its_texts(value: Any) -> None:
             else item
         )
 
-    assert read_json(json.dumps(value)) == read_json(json.dumps(value).encode()) == cleaned(value)
+    assert (
+        read_json(json.dumps(value))
+        == read_json(json.dumps(value).encode())
+        == cleaned(value)
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +82,9 @@ def test_json_that_cannot_be_read_is_a_value_error(text: str | bytes) -> None:
         read_json(text)
 
 
-@pytest.mark.parametrize("value", [None, True, "1", [1], 10**400, float("nan"), float("-inf")])
+@pytest.mark.parametrize(
+    "value", [None, True, "1", [1], 10**400, float("nan"), float("-inf")]
+)
 def test_no_number(value: Any) -> None:
     with pytest.raises(ValueError, match="expected a"):
         read_number(value)
@@ -96,7 +113,11 @@ def test_a_file_is_read_up_to_a_limit(tmp_path: Path) -> None:
     assert packed.stat().st_size < 10**5
     with pytest.raises(ValueError, match="larger than 1,000,000 bytes"):
         read_json_file(packed, 10**6)
-    for damaged in (gzip.compress(b"[]")[:-3], b"no gzip", gzip.compress(bytes(100))[:12] + b"xxxxxxxxxx"):
+    for damaged in (
+        gzip.compress(b"[]")[:-3],
+        b"no gzip",
+        gzip.compress(bytes(100))[:12] + b"xxxxxxxxxx",
+    ):
         packed.write_bytes(damaged)
         with pytest.raises((OSError, ValueError)):
             read_json_file(packed)
@@ -177,13 +198,22 @@ def test_nested_files_are_an_error_of_their_own(
         read(tmp_path)
 
 
-@pytest.mark.parametrize("file", ["tokenizer.json", "vocab.txt", "chat_template.jinja", "own.model"])
-def test_a_tokenizer_of_gigabytes_is_refused_before_a_library_reads_it(tmp_path: Path, file: str) -> None:
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+@pytest.mark.parametrize(
+    "file", ["tokenizer.json", "vocab.txt", "chat_template.jinja", "own.model"]
+)
+def test_a_tokenizer_of_gigabytes_is_refused_before_a_library_reads_it(
+    tmp_path: Path, file: str
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
     with (tmp_path / file).open("wb") as large:
         large.truncate(2**30)  # a hole: it takes no room
     path = tmp_path / file if file.endswith(".model") else tmp_path
-    with pytest.raises(DataError, match=rf"{re.escape(file)} has 1,073,741,824 bytes; at most 268,435,456 are read"):
+    with pytest.raises(
+        DataError,
+        match=rf"{re.escape(file)} has 1,073,741,824 bytes; at most 268,435,456 are read",
+    ):
         from megaverl.data.tokenizers import load_tokenizer
 
         load_tokenizer(path)

@@ -22,7 +22,9 @@ class Late: ...
 begun, go_on = threading.Event(), threading.Event()
 
 
-def test_a_file_that_another_thread_is_still_importing_is_waited_for(tmp_path: Path) -> None:
+def test_a_file_that_another_thread_is_still_importing_is_waited_for(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(load_object, f"{tmp_path / 'slow.py'}:Late", "key")
@@ -36,21 +38,37 @@ def test_a_file_that_another_thread_is_still_importing_is_waited_for(tmp_path: P
 @pytest.mark.parametrize(
     ("source", "name", "message"),
     [
-        ("class Mine: ...", "Mien", r"has no 'Mien' \(did you mean 'Mine'\?\); it has Mine"),
-        ("import no_such_thing", "Mine", "cannot be imported: ModuleNotFoundError.*Is it installed"),
+        (
+            "class Mine: ...",
+            "Mien",
+            r"has no 'Mien' \(did you mean 'Mine'\?\); it has Mine",
+        ),
+        (
+            "import no_such_thing",
+            "Mine",
+            "cannot be imported: ModuleNotFoundError.*Is it installed",
+        ),
         ("1 / 0", "Mine", "cannot be imported: ZeroDivisionError"),
         ("exit()", "Mine", "cannot be imported: SystemExit"),
-        ("def __getattr__(name): raise SystemExit(0)", "Mine", "asked for 'Mine', it raised SystemExit: 0"),
+        (
+            "def __getattr__(name): raise SystemExit(0)",
+            "Mine",
+            "asked for 'Mine', it raised SystemExit: 0",
+        ),
     ],
 )
-def test_what_a_file_lacks_is_named(tmp_path: Path, source: str, name: str, message: str) -> None:
+def test_what_a_file_lacks_is_named(
+    tmp_path: Path, source: str, name: str, message: str
+) -> None:
     (tmp_path / "own.py").write_text(source)
     for _ in range(2):  # one that failed is not taken for imported
         with pytest.raises(ConfigError, match=f"^rewards.0: .*{message}"):
             load_object(f"{tmp_path / 'own.py'}:{name}", "rewards.0")
 
 
-@pytest.mark.parametrize("name", ["", "no_colon", "module:", ":object", "module:not a name"])
+@pytest.mark.parametrize(
+    "name", ["", "no_colon", "module:", ":object", "module:not a name"]
+)
 def test_a_name_written_badly(name: str) -> None:
     with pytest.raises(ConfigError, match="expected module:object"):
         load_object(name, "key")
@@ -92,14 +110,40 @@ def test_the_console_script_finds_modules_in_the_working_folder(tmp_path: Path) 
     """`python -m` and pytest put the working folder on the path by themselves; a console script does not."""
     (tmp_path / "mine_of_here.py").write_text(OWN)
     script = Path(sys.executable).with_name("megaverl")
-    command = [script, "train", "model.path=model", "data.train=[train.jsonl]", *OVERRIDES, "--dry-run"]
+    command = [
+        script,
+        "train",
+        "model.path=model",
+        "data.train=[train.jsonl]",
+        *OVERRIDES,
+        "--dry-run",
+    ]
     ended = subprocess.run(
-        [*map(str, command), "--no-file-checks"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [*map(str, command), "--no-file-checks"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert "is not found" not in ended.stderr and "no such" not in ended.stderr.lower(), ended.stderr
+    assert (
+        "is not found" not in ended.stderr and "no such" not in ended.stderr.lower()
+    ), ended.stderr
     missing = [text.replace("mine_of_here", "absent_here") for text in OVERRIDES]
-    command = [script, "train", "model.path=model", "data.train=[train.jsonl]", *missing, "--dry-run"]
+    command = [
+        script,
+        "train",
+        "model.path=model",
+        "data.train=[train.jsonl]",
+        *missing,
+        "--dry-run",
+    ]
     ended = subprocess.run(
-        [*map(str, command), "--no-file-checks"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [*map(str, command), "--no-file-checks"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert ended.returncode == 2 and "module 'absent_here' is not found" in ended.stderr, ended.stderr
+    assert (
+        ended.returncode == 2 and "module 'absent_here' is not found" in ended.stderr
+    ), ended.stderr

@@ -17,10 +17,14 @@ from megaverl.rewards.line_process import LineProcess
 from tests.launcher import ROOT, start
 from tests.rank import do_once
 
-PATIENCE = 60.0  # seconds; more than a busy machine needs to start an interpreter with torch
-GONE_WITHIN = 5.0  # seconds; what the kernel ends is gone in milliseconds, what ends by itself may need minutes
+# seconds; more than a busy machine needs to start an interpreter with torch.
+PATIENCE = 60.0
+# seconds; what the kernel ends is gone in milliseconds, what ends by itself may need
+# minutes.
+GONE_WITHIN = 5.0
 
-# What starts processes -> (a program that does, how many it has then, those of its children included).
+# What starts processes -> (a program that does, how many it has then, those of its
+# children included).
 STARTERS = {
     "a launched run": (
         "from megaverl.trainer.elastic_agent import start_ranks; start_ranks(['-m', 'tests.pausing'], 2)",
@@ -60,14 +64,21 @@ STARTERS = {
         1,
     ),
 }
-HANDLE_SIGTERM = ("a launched run", "an agent", "a benchmark's sides")  # others just end, as of SIGKILL
-CASES = [(kind, signal.SIGKILL) for kind in STARTERS] + [(kind, signal.SIGTERM) for kind in HANDLE_SIGTERM]
+# Others just end, as of SIGKILL.
+HANDLE_SIGTERM = ("a launched run", "an agent", "a benchmark's sides")
+CASES = [(kind, signal.SIGKILL) for kind in STARTERS] + [
+    (kind, signal.SIGTERM) for kind in HANDLE_SIGTERM
+]
 
 
 @pytest.mark.parametrize(("kind", "number"), CASES)
 def test_nothing_stays_behind(kind: str, number: int, tmp_path: Path) -> None:
     program, count = STARTERS[kind]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "TMPDIR": str(tmp_path),
+    }
     environment["MEGAVERL_TEST_PRELOADS_NOTHING"] = "1"
     target, given = f"{__name__}:run", {"program": program, "folder": str(tmp_path)}
     arguments = (tmp_path / "log", environment, target, given, tmp_path / "result")
@@ -75,18 +86,28 @@ def test_nothing_stays_behind(kind: str, number: int, tmp_path: Path) -> None:
     starter = start(do_once, *arguments, bare="ranks of the tests" in kind)
     started: set[tuple[int, str]] = set()
     deadline = time.monotonic() + PATIENCE
-    while len(started := descendants(starter.pid)) < count and starter.is_alive() and time.monotonic() < deadline:
+    while (
+        len(started := descendants(starter.pid)) < count
+        and starter.is_alive()
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     found = f"{kind} ended with {starter.exitcode} and has started {len(started)} of {count}"
     assert len(started) >= count, f"{found}\n{(tmp_path / 'log').read_text()}"
     os.kill(starter.pid, number)
     starter.join(PATIENCE)
-    assert starter.exitcode is not None, f"{kind} goes on after {signal.Signals(number).name}"
+    assert starter.exitcode is not None, (
+        f"{kind} goes on after {signal.Signals(number).name}"
+    )
     deadline = time.monotonic() + GONE_WITHIN
     try:
-        while (remaining := {each for each in started if is_alive(*each)}) and time.monotonic() < deadline:
+        while (
+            remaining := {each for each in started if is_alive(*each)}
+        ) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not remaining, f"{kind}: {len(remaining)} of {len(started)} processes stayed"
+        assert not remaining, (
+            f"{kind}: {len(remaining)} of {len(started)} processes stayed"
+        )
     finally:
         for pid, begun in started:
             if is_alive(pid, begun):
@@ -103,7 +124,9 @@ def test_a_worker_outlives_the_thread_that_needed_it_first() -> None:
     """The kernel ends a process with the *thread* that has started it; a worker serves all threads of its process."""
     found: list[LineProcess] = []
     code = "print(1, flush=True); input(); print(2, flush=True)"
-    thread = threading.Thread(target=lambda: found.append(LineProcess([sys.executable, "-c", code], {})))
+    thread = threading.Thread(
+        target=lambda: found.append(LineProcess([sys.executable, "-c", code], {}))
+    )
     thread.start()
     thread.join()
     [process] = found
@@ -116,7 +139,9 @@ def test_a_worker_outlives_the_thread_that_needed_it_first() -> None:
 def test_a_command_keeps_its_number_output_and_exit_code() -> None:
     code = "import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)"
     with subprocess.Popen(
-        ending_with_parent([sys.executable, "-c", code, "a b", "--c"]), stdout=subprocess.PIPE, text=True
+        ending_with_parent([sys.executable, "-c", code, "a b", "--c"]),
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         output, _ = process.communicate()
     assert (output, process.returncode) == (f"{process.pid} a b --c\n", 7)

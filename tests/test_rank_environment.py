@@ -12,11 +12,22 @@ import pytest
 from megaverl import rank_environment
 from megaverl.config import load_config
 from megaverl.gpus import GPU, visible_gpus
-from megaverl.rank_environment import Work, bind_to_node_of, cores_of, prepare_agent, prepare_rank
+from megaverl.rank_environment import (
+    Work,
+    bind_to_node_of,
+    cores_of,
+    prepare_agent,
+    prepare_rank,
+)
 from megaverl.trainer.preflight import prepare_environment
 
 MEGATRON = Work(frozenset({"megatron"}), generates=True)
-GIVEN = ("model.path=m", "data.train=t.jsonl", "reward=exact_match", "data.validation=t.jsonl")
+GIVEN = (
+    "model.path=m",
+    "data.train=t.jsonl",
+    "reward=exact_match",
+    "data.validation=t.jsonl",
+)
 LISTING = """\
 0, 9.0, 00000000:1B:00.0
 1, 9.0, 00000000:43:00.0
@@ -26,10 +37,15 @@ LISTING = """\
 
 def write_smi(folder: Path, listing: str = LISTING) -> None:
     """A program that lists GPUs as nvidia-smi does."""
-    names = "".join(f"GPU {number}: H100 (UUID: GPU-{number})\n" for number in range(len(listing.splitlines())))
+    names = "".join(
+        f"GPU {number}: H100 (UUID: GPU-{number})\n"
+        for number in range(len(listing.splitlines()))
+    )
     folder.mkdir(exist_ok=True)
     program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\nif [ \"$1\" = -L ]; then printf '{names}'; else printf '{listing}'; fi\n")
+    program.write_text(
+        f"#!/bin/sh\nif [ \"$1\" = -L ]; then printf '{names}'; else printf '{listing}'; fi\n"
+    )
     program.chmod(0o755)
 
 
@@ -55,12 +71,20 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     """The cores that this process may use: twelve, then what it is bound to."""
     held = [set(range(12))]
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: held[-1])
-    monkeypatch.setattr(os, "sched_setaffinity", lambda process, wanted: held.append(set(wanted)))
+    monkeypatch.setattr(
+        os, "sched_setaffinity", lambda process, wanted: held.append(set(wanted))
+    )
     return held
 
 
-def test_gpus_are_listed_as_cuda_shows_them(gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [gpu.bus for gpu in visible_gpus()] == ["0000:1b:00.0", "0000:43:00.0", "0001:9d:00.0"]
+def test_gpus_are_listed_as_cuda_shows_them(
+    gpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [gpu.bus for gpu in visible_gpus()] == [
+        "0000:1b:00.0",
+        "0000:43:00.0",
+        "0001:9d:00.0",
+    ]
     assert visible_gpus()[0] == GPU(0, (9, 0), "0000:1b:00.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     assert [gpu.number for gpu in visible_gpus()] == [2, 0]
@@ -80,29 +104,47 @@ def test_gpus_are_listed_as_cuda_shows_them(gpus: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_one_queue_for_megatron_up_to_hopper(
-    engines: set[str], capability: str, value: str | None, gpus: Path, cores: list[set[int]]
+    engines: set[str],
+    capability: str,
+    value: str | None,
+    gpus: Path,
+    cores: list[set[int]],
 ) -> None:
     write_smi(gpus / "bin", f"0, {capability}, 00000000:1B:00.0\n")
     environment: dict[str, str] = {}
     prepare_rank(environment, Work(frozenset(engines)))
     assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == value
-    prepare_rank(given := {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, Work(frozenset(engines)))
+    prepare_rank(
+        given := {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, Work(frozenset(engines))
+    )
     assert given["CUDA_DEVICE_MAX_CONNECTIONS"] == "8", "what is set stays"
 
 
-def test_a_rank_of_any_launcher_gets_nccl_settings(gpus: Path, cores: list[set[int]]) -> None:
+def test_a_rank_of_any_launcher_gets_nccl_settings(
+    gpus: Path, cores: list[set[int]]
+) -> None:
     environment = {"MEGAVERL_INTERFACE": "eth1", "NCCL_DEBUG": "INFO"}
     prepare_rank(environment, MEGATRON)
-    assert environment["NCCL_GRAPH_REGISTER"] == "0" and environment["NCCL_DEBUG"] == "INFO"
-    assert environment["NCCL_SOCKET_IFNAME"] == environment["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert (
+        environment["NCCL_GRAPH_REGISTER"] == "0"
+        and environment["NCCL_DEBUG"] == "INFO"
+    )
+    assert (
+        environment["NCCL_SOCKET_IFNAME"] == environment["GLOO_SOCKET_IFNAME"] == "eth1"
+    )
     assert environment["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
 
 
-def test_a_processor_gets_nothing_that_is_for_gpus(monkeypatch: pytest.MonkeyPatch, cores: list[set[int]]) -> None:
+def test_a_processor_gets_nothing_that_is_for_gpus(
+    monkeypatch: pytest.MonkeyPatch, cores: list[set[int]]
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     environment = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
     prepare_rank(environment, MEGATRON)
-    assert set(environment) == {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "RES_OPTIONS"} and len(cores) == 1
+    assert (
+        set(environment) == {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "RES_OPTIONS"}
+        and len(cores) == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,7 +166,8 @@ def test_threads_beside_an_engine(
 
 
 @pytest.mark.parametrize(
-    ("rank", "expected"), [(0, {0, 1, 2, 3, 8}), (1, {0, 1, 2, 3, 8}), (2, {4, 5, 6, 7, 9, 10, 11})]
+    ("rank", "expected"),
+    [(0, {0, 1, 2, 3, 8}), (1, {0, 1, 2, 3, 8}), (2, {4, 5, 6, 7, 9, 10, 11})],
 )
 def test_a_rank_runs_on_the_cores_of_its_gpus_node(
     rank: int, expected: set[int], gpus: Path, cores: list[set[int]]
@@ -147,14 +190,28 @@ def test_where_cores_stay_as_they_are(gpus: Path, cores: list[set[int]]) -> None
     assert cores[-1] == set(range(12))
 
 
-def test_caches_of_a_job_on_several_nodes_are_the_nodes_own(gpus: Path, cores: list[set[int]]) -> None:
+def test_caches_of_a_job_on_several_nodes_are_the_nodes_own(
+    gpus: Path, cores: list[set[int]]
+) -> None:
     folder = gpus / "cache"
-    several = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3", "MEGAVERL_CACHE": str(folder)}
+    several = {
+        "WORLD_SIZE": "6",
+        "LOCAL_WORLD_SIZE": "3",
+        "MEGAVERL_CACHE": str(folder),
+    }
     prepare_rank(environment := several | {"TRITON_CACHE_DIR": "/mine"}, MEGATRON)
-    assert environment["VLLM_CACHE_ROOT"] == str(folder / "vllm") and environment["TRITON_CACHE_DIR"] == "/mine"
-    assert environment["FLASHINFER_WORKSPACE_BASE"] == str(folder) and folder.stat().st_mode & 0o777 == 0o700
+    assert (
+        environment["VLLM_CACHE_ROOT"] == str(folder / "vllm")
+        and environment["TRITON_CACHE_DIR"] == "/mine"
+    )
+    assert (
+        environment["FLASHINFER_WORKSPACE_BASE"] == str(folder)
+        and folder.stat().st_mode & 0o777 == 0o700
+    )
     prepare_rank(one := several | {"WORLD_SIZE": "3"}, MEGATRON)
-    assert "VLLM_CACHE_ROOT" not in one, "of one node they stay in the home folder, and outlive a container"
+    assert "VLLM_CACHE_ROOT" not in one, (
+        "of one node they stay in the home folder, and outlive a container"
+    )
     folder.chmod(0o777)
     prepare_rank(shared := dict(several), MEGATRON)
     assert "VLLM_CACHE_ROOT" not in shared, "others could put code into it"
@@ -163,16 +220,28 @@ def test_caches_of_a_job_on_several_nodes_are_the_nodes_own(gpus: Path, cores: l
 @pytest.mark.parametrize(
     ("command", "keys", "expected"),
     [
-        ("train", ["algorithm.name=grpo", "algorithm.group_size=4"], Work(frozenset({"megatron"}), generates=True)),
+        (
+            "train",
+            ["algorithm.name=grpo", "algorithm.group_size=4"],
+            Work(frozenset({"megatron"}), generates=True),
+        ),
         (
             "train",
             ["actor.engine=fsdp", "algorithm.name=grpo", "algorithm.group_size=4"],
             Work(frozenset({"fsdp"}), generates=True),
         ),
-        ("train", ["critic.engine=fsdp", "algorithm.name=ppo"], Work(frozenset({"fsdp", "megatron"}), generates=True)),
         (
             "train",
-            ["actor.optimizer.optimizer_cpu_offload=true", "algorithm.name=grpo", "algorithm.group_size=4"],
+            ["critic.engine=fsdp", "algorithm.name=ppo"],
+            Work(frozenset({"fsdp", "megatron"}), generates=True),
+        ),
+        (
+            "train",
+            [
+                "actor.optimizer.optimizer_cpu_offload=true",
+                "algorithm.name=grpo",
+                "algorithm.group_size=4",
+            ],
             Work(frozenset({"megatron"}), generates=True, steps_on_cpu=True),
         ),
         ("sft", [], Work(frozenset({"megatron"}))),
@@ -183,7 +252,10 @@ def test_work_follows_the_configuration(
     command: str, keys: list[str], expected: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Work] = []
-    monkeypatch.setattr("megaverl.trainer.preflight.prepare_rank", lambda environment, work: found.append(work))
+    monkeypatch.setattr(
+        "megaverl.trainer.preflight.prepare_rank",
+        lambda environment, work: found.append(work),
+    )
     prepare_environment(load_config(None, [*GIVEN, *keys], check_paths=False), command)
     assert found == [expected]
 
@@ -205,6 +277,14 @@ read = train.read_config
 train.read_config = lambda given, name, **_: read(given, name, check_paths=False)
 main.main(["train", *{list(GIVEN)!r}])
 """
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout.split()) == (0, ["1", "0"]), done.stderr

@@ -27,7 +27,11 @@ with temporary_folder() as folder:
 
 def start(base: Path, **environment: str) -> tuple[subprocess.Popen[str], Path, str]:
     """Start a command; return it, its folder, and the folder of vLLM's sockets if that is another one."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("MEGAVERL_TEMPORARY", "TMPDIR")}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MEGAVERL_TEMPORARY", "TMPDIR")
+    }
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD],
         stdin=subprocess.PIPE,
@@ -50,7 +54,8 @@ def test_a_command_removes_what_its_processes_left(tmp_path: Path) -> None:
     rank, joined, _ = start(folder, MEGAVERL_TEMPORARY=str(folder))
     assert joined == folder
     assert folder.parent == tmp_path
-    rank.kill()  # a killed rank leaves its files, and the command that started it removes them
+    # A killed rank leaves its files, and the command that started it removes them.
+    rank.kill()
     rank.communicate()
     end(command)
     assert list(tmp_path.iterdir()) == []
@@ -73,7 +78,10 @@ def test_other_folders_stay(tmp_path: Path) -> None:
     (tmp_path / "megaverl_launch_1").mkdir()
     (tmp_path / "megaverl-notes.txt").write_text("mine")
     end(start(tmp_path)[0])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["megaverl-notes.txt", "megaverl_launch_1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "megaverl-notes.txt",
+        "megaverl_launch_1",
+    ]
 
 
 def test_sockets_have_a_short_path(tmp_path: Path) -> None:
@@ -85,9 +93,14 @@ def test_sockets_have_a_short_path(tmp_path: Path) -> None:
     assert not Path(sockets).exists()
 
 
-def test_shared_memory_of_a_killed_process_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_of_a_killed_process_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(temporary, "SHARED_MEMORY", tmp_path)
-    marks = [temporary.claim_shared_memory(name) for name in ("megaverl-dead", "megaverl-alive")]
+    marks = [
+        temporary.claim_shared_memory(name)
+        for name in ("megaverl-dead", "megaverl-alive")
+    ]
     for name in ("megaverl-dead_0", "megaverl-alive_0"):
         (tmp_path / name).touch()
     os.close(marks[0] or 0)  # as the kernel does when the process is killed

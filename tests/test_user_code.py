@@ -38,13 +38,22 @@ def raising(error: BaseException) -> Callable[[], None]:
     return fail
 
 
-@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN], ids=["by default", "ignored"])
-def test_an_interrupt_that_code_raises_is_an_error_whether_or_not_the_process_ignores_sigint(handler: Any) -> None:
+@pytest.mark.parametrize(
+    "handler",
+    [signal.default_int_handler, signal.SIG_IGN],
+    ids=["by default", "ignored"],
+)
+def test_an_interrupt_that_code_raises_is_an_error_whether_or_not_the_process_ignores_sigint(
+    handler: Any,
+) -> None:
     """A process that a script has started in the background ignores SIGINT."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         guard = user_code(lambda error: RewardError(f"it raised {describe(error)}"))
-        with pytest.raises(RewardError, match="^it raised KeyboardInterrupt: mine"), guard:
+        with (
+            pytest.raises(RewardError, match="^it raised KeyboardInterrupt: mine"),
+            guard,
+        ):
             raise KeyboardInterrupt("mine")
     finally:
         signal.signal(signal.SIGINT, before)
@@ -59,13 +68,24 @@ def test_an_interrupt_that_code_raises_is_an_error_whether_or_not_the_process_ig
         (raising(GeneratorExit()), "GeneratorExit"),
         (raising(StopIteration(1)), "StopIteration: 1"),
         (raising(asyncio.CancelledError()), "CancelledError"),
-        (raising(BaseExceptionGroup("both", [SystemExit(0), KeyboardInterrupt()])), "BaseExceptionGroup: both"),
+        (
+            raising(BaseExceptionGroup("both", [SystemExit(0), KeyboardInterrupt()])),
+            "BaseExceptionGroup: both",
+        ),
         (endless, "RecursionError"),
-        (raising(Hostile()), r"Hostile: \(its message cannot be shown: __str__ raised ValueError\)"),
-        (raising(ValueError("half of a pair: \ud800, and \0")), "ValueError: half of a pair: \ufffd, and \ufffd"),
+        (
+            raising(Hostile()),
+            r"Hostile: \(its message cannot be shown: __str__ raised ValueError\)",
+        ),
+        (
+            raising(ValueError("half of a pair: \ud800, and \0")),
+            "ValueError: half of a pair: \ufffd, and \ufffd",
+        ),
     ],
 )
-def test_whatever_code_raises_is_one_error(call: Callable[[], None], words: str) -> None:
+def test_whatever_code_raises_is_one_error(
+    call: Callable[[], None], words: str
+) -> None:
     guard = user_code(lambda error: RewardError(f"it raised {describe(error)}"))
     with pytest.raises(RewardError, match=f"^it raised {words}"), guard:
         call()
@@ -80,7 +100,10 @@ def test_errors_that_are_kept_pass() -> None:
 @pytest.mark.parametrize("swallows", [None, KeyboardInterrupt, BaseException])
 def test_a_real_interrupt_stays_one(swallows: type[BaseException] | None) -> None:
     """Also where user code catches it, or raises something else in its place."""
-    with pytest.raises(KeyboardInterrupt), user_code(lambda error: RewardError("taken for its own")):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        user_code(lambda error: RewardError("taken for its own")),
+    ):
         try:
             signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt as error:
@@ -117,7 +140,11 @@ class NoNumber(float):
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [(SystemExit(0), "raised SystemExit: 0, on sample 0 of 1"), (10**400, "returned int"), (NoNumber(1), "NoNumber")],
+    [
+        (SystemExit(0), "raised SystemExit: 0, on sample 0 of 1"),
+        (10**400, "returned int"),
+        (NoNumber(1), "NoNumber"),
+    ],
 )
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_reward_names_its_sample_whatever_it_raises(
@@ -137,8 +164,13 @@ def test_a_reward_names_its_sample_whatever_it_raises(
         build_reward("bad").score([RewardSample("p", "r")])
 
 
-def test_a_promise_names_what_the_part_raised_even_where_it_leaves_the_process() -> None:
-    promises: list[Promise] = [("leaves", lambda: os._exit(0)), ("exits", raising(SystemExit(0)))]
+def test_a_promise_names_what_the_part_raised_even_where_it_leaves_the_process() -> (
+    None
+):
+    promises: list[Promise] = [
+        ("leaves", lambda: os._exit(0)),
+        ("exits", raising(SystemExit(0))),
+    ]
     with exits_raise():
         problems = [kept.problem for kept in keep(promises)]
         assert all(problem.startswith("SystemExit: 0 (") for problem in problems)
@@ -178,7 +210,11 @@ os._exit(0)
 
 @pytest.mark.parametrize(("how", "code"), [("stray", 1), ("own", 75), ("after", 0)])
 def test_a_process_does_not_leave_a_run_with_exit_code_0(how: str, code: int) -> None:
-    done = subprocess.run([sys.executable, "-c", EXITS, how], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", EXITS, how], capture_output=True, text=True, check=False
+    )
     assert done.returncode == code, done.stderr
     assert done.stdout.splitlines() == ["caught SystemExit: 0"] * 2 + ["child 0"]
-    assert ("os._exit(0) was called before the run was over" in done.stderr) == (how == "stray")
+    assert ("os._exit(0) was called before the run was over" in done.stderr) == (
+        how == "stray"
+    )

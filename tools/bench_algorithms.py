@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
+# A checkout needs no installation of megaverl.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.learning_curves import ALGORITHMS, configuration, join_world, warm_start  # noqa: E402
+from tools.learning_curves import ALGORITHMS, configuration, join_world, warm_start
 
 LIMIT = 0.02
 
@@ -59,8 +60,8 @@ class Clock:
         return counted
 
     def model(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function that computes log-probs or values from the model's output, so that a loss around it does not
-        count it.
+        """Wrap a function that computes log-probs or values from the model's output, so
+        that a loss around it does not count it.
         """
 
         def counted(*args: Any, **options: Any) -> Any:
@@ -138,7 +139,9 @@ def measure(out: Path, name: str, steps: int) -> tuple[float, float]:
         begin_step(step)
 
     def noted(done: int) -> dict[str, float]:
-        times.append((trainer.timeline.step_metrics()["time/step_ms"] / 1e3, clock.seconds))
+        times.append(
+            (trainer.timeline.step_metrics()["time/step_ms"] / 1e3, clock.seconds)
+        )
         return report(done)
 
     trainer.begin_step = watched  # type: ignore[method-assign]
@@ -152,14 +155,27 @@ def measure(out: Path, name: str, steps: int) -> tuple[float, float]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of tools/learning_curves.py, or an empty one")
-    parser.add_argument("--algorithms", nargs="*", default=list(ALGORITHMS), choices=list(ALGORITHMS), metavar="NAME")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder of tools/learning_curves.py, or an empty one",
+    )
+    parser.add_argument(
+        "--algorithms",
+        nargs="*",
+        default=list(ALGORITHMS),
+        choices=list(ALGORITHMS),
+        metavar="NAME",
+    )
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     join_world()
     shares = {}
-    print("| algorithm | step, ms | advantages and losses, ms | share |\n| --- | --- | --- | --- |")
+    print(
+        "| algorithm | step, ms | advantages and losses, ms | share |\n| --- | --- | --- | --- |"
+    )
     for name in options.algorithms:
         step, algorithm_seconds = measure(options.out, name, options.steps)
         shares[name] = algorithm_seconds / step

@@ -26,24 +26,36 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megaverl.config.checks import cross_mistakes  # noqa: E402
-from megaverl.config.loader import layered  # noqa: E402
-from megaverl.planner.calibrate import PROMPT, make_inputs, sampling  # noqa: E402
-from megaverl.planner.candidates import Candidates, SearchSpace, Settings, shown  # noqa: E402
-from megaverl.planner.generation import LengthDistribution  # noqa: E402
-from megaverl.planner.hardware import Hardware  # noqa: E402
-from megaverl.planner.job import find_spec  # noqa: E402
-from megaverl.planner.search import LayoutSearch  # noqa: E402
-from megaverl.planner.trial_steps import real_steps  # noqa: E402
+from megaverl.config.checks import cross_mistakes
+from megaverl.config.loader import layered
+from megaverl.planner.calibrate import PROMPT, make_inputs, sampling
+from megaverl.planner.candidates import Candidates, SearchSpace, Settings, shown
+from megaverl.planner.generation import LengthDistribution
+from megaverl.planner.hardware import Hardware
+from megaverl.planner.job import find_spec
+from megaverl.planner.search import LayoutSearch
+from megaverl.planner.trial_steps import real_steps
 
 STEPS, NEAR = 10, 1.1
-AGAIN = 1.35  # times the best: what is further off after its first start is not started again
+# Times the best: what is further off after its first start is not started again.
+AGAIN = 1.35
 SEARCHED = ("actor.tp", "actor.pp", "actor.ep")
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256}
+HEADS = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+}
 MODELS: dict[str, dict[str, Any]] = {
-    "narrow": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4} | HEADS,
-    "wide": {"hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 4} | HEADS,
-    "experts": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_experts": 4}
+    "narrow": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
+    | HEADS,
+    "wide": {"hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 4}
+    | HEADS,
+    "experts": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_experts": 4,
+    }
     | {"num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
     | HEADS,
 }
@@ -66,7 +78,11 @@ class Setting:
     def keys(self, inputs: Path) -> list[str]:
         """Return the run's settings except those that the search varies."""
         prompts, group, tokens = LOADS[self.load]
-        kind = "Qwen3MoeForCausalLM" if "num_experts" in MODELS[self.model] else "Qwen3ForCausalLM"
+        kind = (
+            "Qwen3MoeForCausalLM"
+            if "num_experts" in MODELS[self.model]
+            else "Qwen3ForCausalLM"
+        )
         return [
             f"data={{max_prompt_tokens: 16, prompts_per_step: {prompts}}}",
             f"algorithm={{name: grpo, group_size: {group}, num_mini_batches: 2, kl: {{in: loss, coef: 0.001}}}}",
@@ -81,70 +97,142 @@ class Setting:
         make = layered(None, self.keys(inputs))
         lengths = LengthDistribution.fixed(PROMPT, LOADS[self.load][2])
         spec = find_spec(make({}))
-        return LayoutSearch(make, spec, self.ranks, hardware, keys=SEARCHED, lengths=lengths, further=False)
+        return LayoutSearch(
+            make,
+            spec,
+            self.ranks,
+            hardware,
+            keys=SEARCHED,
+            lengths=lengths,
+            further=False,
+        )
 
 
-SETTINGS = [Setting(model, ranks, load) for ranks in (2, 4) for load in LOADS for model in MODELS]
+SETTINGS = [
+    Setting(model, ranks, load)
+    for ranks in (2, 4)
+    for load in LOADS
+    for model in MODELS
+]
 
 
 def layouts(search: LayoutSearch) -> dict[str, Settings]:
     """Return every layout that a run would accept, as {name: settings}."""
-    candidates = Candidates(search.config, search.spec, SearchSpace(search.world, search.world, SEARCHED))
-    every = [rungs[0] | engine for rungs, engines in candidates.groups() for engine in engines]
-    valid = [settings for settings in every if not cross_mistakes(search.make(settings), "train", False, search.world)]
+    candidates = Candidates(
+        search.config, search.spec, SearchSpace(search.world, search.world, SEARCHED)
+    )
+    every = [
+        rungs[0] | engine
+        for rungs, engines in candidates.groups()
+        for engine in engines
+    ]
+    valid = [
+        settings
+        for settings in every
+        if not cross_mistakes(search.make(settings), "train", False, search.world)
+    ]
     return {name_of(settings): settings for settings in valid}
 
 
 def name_of(settings: Settings) -> str:
     """Return a layout's name: its parallel sizes except those that are 1."""
-    sizes = {key.removeprefix("actor."): value for key, value in shown(settings).items() if key in SEARCHED}
-    return " ".join(f"{key}{value}" for key, value in sizes.items() if value != 1) or "dp alone"
+    sizes = {
+        key.removeprefix("actor."): value
+        for key, value in shown(settings).items()
+        if key in SEARCHED
+    }
+    return (
+        " ".join(f"{key}{value}" for key, value in sizes.items() if value != 1)
+        or "dp alone"
+    )
 
 
-Measured = dict[str, dict[str, list[float]]]  # setting -> layout -> seconds of a step, of each start
+# setting -> layout -> seconds of a step, of each start.
+Measured = dict[str, dict[str, list[float]]]
 
 
-def measure(inputs: Path, kept: Path, seconds: float, starts: int, hardware: Hardware) -> Measured:
-    """Measure the layouts that `kept` does not have yet, and return all times: {setting: {layout: seconds of each
-    start}}.
+def measure(
+    inputs: Path, kept: Path, seconds: float, starts: int, hardware: Hardware
+) -> Measured:
+    """Measure the layouts that `kept` does not have yet, and return all times:
+    {setting: {layout: seconds of each start}}.
     """
-    measured: Measured = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    measured: Measured = (
+        json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    )
     end = time.monotonic() + seconds
     for start in range(starts):
         for setting in SETTINGS:
             here = measured.setdefault(setting.name, {})
             every = layouts(setting.search(inputs, hardware))
             near = [
-                name for name in every if not start or here[name][0] < AGAIN * min(took[0] for took in here.values())
+                name
+                for name in every
+                if not start
+                or here[name][0] < AGAIN * min(took[0] for took in here.values())
             ]
             for name in near:
                 if len(here.get(name, ())) > start:
                     continue
                 if time.monotonic() > end:
                     return measured
-                chosen = [f"{key}={json.dumps(value)}" for key, value in every[name].items()]
+                chosen = [
+                    f"{key}={json.dumps(value)}" for key, value in every[name].items()
+                ]
                 with tempfile.TemporaryDirectory() as runs:
-                    steps = real_steps(Path(runs), [*setting.keys(inputs), *chosen], setting.ranks, STEPS)
+                    steps = real_steps(
+                        Path(runs),
+                        [*setting.keys(inputs), *chosen],
+                        setting.ranks,
+                        STEPS,
+                    )
                 here.setdefault(name, []).append(steps.operators["step"].seconds)
                 kept.write_text(json.dumps(measured, indent=1), encoding="utf-8")
-                print(f"{setting.name}: {name} {here[name][-1]:.3f} s, others {steps.others:.2f}", flush=True)
+                print(
+                    f"{setting.name}: {name} {here[name][-1]:.3f} s, others {steps.others:.2f}",
+                    flush=True,
+                )
     return measured
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hardware", required=True, help="what megaverl plan --calibrate has written")
-    parser.add_argument("--measured", type=Path, required=True, help="a file that keeps what is measured")
-    parser.add_argument(
-        "--seconds", type=float, default=1e9, help="begin no layout after so many: a second call goes on"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--starts", type=int, default=1, help="of each layout that comes near the best")
-    parser.add_argument("--all", action="store_true", help="each layout's seconds, predicted and measured")
+    parser.add_argument(
+        "--hardware", required=True, help="what megaverl plan --calibrate has written"
+    )
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        required=True,
+        help="a file that keeps what is measured",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=1e9,
+        help="begin no layout after so many: a second call goes on",
+    )
+    parser.add_argument(
+        "--starts", type=int, default=1, help="of each layout that comes near the best"
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="each layout's seconds, predicted and measured",
+    )
     arguments = parser.parse_args()
     hardware = Hardware.read(arguments.hardware)
     near, whole = 0, 0
     with tempfile.TemporaryDirectory() as folder:
-        measured = measure(Path(folder), arguments.measured, arguments.seconds, arguments.starts, hardware)
+        measured = measure(
+            Path(folder),
+            arguments.measured,
+            arguments.seconds,
+            arguments.starts,
+            hardware,
+        )
         print("| | layouts | chosen | s a step | best | s a step | above the best |")
         print("| --- | ---: | --- | ---: | --- | ---: | ---: |")
         for setting in SETTINGS:
@@ -152,7 +240,9 @@ def main() -> None:
             every = layouts(search)
             if set(every) - set(measured.get(setting.name, {})):
                 continue
-            took = {name: statistics.median(measured[setting.name][name]) for name in every}
+            took = {
+                name: statistics.median(measured[setting.name][name]) for name in every
+            }
             chosen = name_of(search.best(1).choices[0].settings)
             best = min(took, key=lambda name: took[name])
             whole, near = whole + 1, near + (took[chosen] <= NEAR * took[best])
@@ -170,7 +260,9 @@ def main() -> None:
             for name, settings in every.items() if arguments.all else ():
                 job = search._job(settings)
                 assert job is not None
-                print(f"    {name:16}{search._predict(job, settings).step_seconds:8.3f}{took[name]:8.3f}")
+                print(
+                    f"    {name:16}{search._predict(job, settings).step_seconds:8.3f}{took[name]:8.3f}"
+                )
     print(f"\nwithin {NEAR - 1:.0%} of the best: {near} of {whole} settings")
 
 

@@ -37,8 +37,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a checkout needs no installation of megaverl
 
-from megaverl.planner.job import PlannedJob  # noqa: E402
-from megaverl.processes import ending_with_parent  # noqa: E402
+from megaverl.planner.job import PlannedJob
+from megaverl.processes import ending_with_parent
 
 MODEL: dict[str, Any] = {
     "hidden_size": 896,
@@ -65,22 +65,40 @@ LLAMA3_8B: dict[str, Any] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
+        description=(__doc__ or "").partition("\n\n")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--layers", type=int, default=33, help="33 make 0.49 B parameters")
-    parser.add_argument("--batch", type=int, default=32, help="samples of a step, 24 tokens each")
+    parser.add_argument(
+        "--layers", type=int, default=33, help="33 make 0.49 B parameters"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=32, help="samples of a step, 24 tokens each"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="of saves")
     parser.add_argument("--nproc", type=int, default=2, help="ranks; tensor parallel")
-    parser.add_argument("--engine", default="vllm", choices=("vllm", "hf"), help="rollout.engine of the resume")
-    parser.add_argument("--only", choices=("save", "resume", "count"), help="one of them")
-    parser.add_argument("--folder", type=Path, help="for model and checkpoints (default: a temporary one)")
+    parser.add_argument(
+        "--engine",
+        default="vllm",
+        choices=("vllm", "hf"),
+        help="rollout.engine of the resume",
+    )
+    parser.add_argument(
+        "--only", choices=("save", "resume", "count"), help="one of them"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="for model and checkpoints (default: a temporary one)",
+    )
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args(argv)
     if "RANK" in os.environ:
         return _save_rank(options)
     if options.only == "count":
         return _count(options.json)
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="megaverl_bench_checkpoint_"))
+    folder = options.folder or Path(
+        tempfile.mkdtemp(prefix="megaverl_bench_checkpoint_")
+    )
     try:
         _inputs(folder, options.layers)
         result: dict[str, Any] = {}
@@ -102,7 +120,9 @@ def _count(file: Path | None) -> int:
     print(f"{'GB of the busiest rank':54}{'before':>10}{'now':>10}")
     for row in rows:
         print(f"{row['what']}: {row['together'] / 1e9:,.0f} GB")
-        print(f"  {'ranks that write':52}{row['writers'][0]:>10,}{row['writers'][1]:>10,}")
+        print(
+            f"  {'ranks that write':52}{row['writers'][0]:>10,}{row['writers'][1]:>10,}"
+        )
         for name in ("written", "host memory, at most", "the GPU's, for a moment"):
             before, now = (figure / 1e9 for figure in row[name])
             print(f"  {name:52}{before:>10.2f}{now:>10.2f}")
@@ -117,13 +137,26 @@ def _jobs() -> list[tuple[str, PlannedJob]]:
     from megaverl.sharding.model_spec import ModelSpec
 
     needed = ["model.path=absent", "data.train=absent.jsonl", "reward=exact_match"]
-    config = load_config(None, [*needed, "model.dtype=bfloat16", "actor.tp=2"], check_paths=False, world_size=8)
-    jobs = [("Llama-3 8B at TP2 with `ddp: {}`, 8 ranks", make_job(config, ModelSpec.from_config(LLAMA3_8B), 8))]
+    config = load_config(
+        None,
+        [*needed, "model.dtype=bfloat16", "actor.tp=2"],
+        check_paths=False,
+        world_size=8,
+    )
+    jobs = [
+        (
+            "Llama-3 8B at TP2 with `ddp: {}`, 8 ranks",
+            make_job(config, ModelSpec.from_config(LLAMA3_8B), 8),
+        )
+    ]
     for name, world in (("grpo_8_nodes", 64), ("grpo_128_nodes", 1024)):
         path = ROOT / "configs" / "llama3_70b" / f"{name}.yaml"
         config = load_config(path, [], check_paths=False, world_size=world)
         jobs.append(
-            (f"llama3_70b/{name}, {world:,} ranks", make_job(config, find_spec(config, beside=str(path)), world))
+            (
+                f"llama3_70b/{name}, {world:,} ranks",
+                make_job(config, find_spec(config, beside=str(path)), world),
+            )
         )
     return jobs
 
@@ -136,26 +169,47 @@ def _counted(label: str, job: PlannedJob) -> dict[str, Any]:
     actor, memory = job.actor, MemoryModel(job)
     assert actor.trained is not None
     replicas = actor.grid.dp * actor.grid.cp
-    options = BufferOptions.read(actor.trained.ddp, getattr(actor.config, "optimizer", {}), replicas)
+    options = BufferOptions.read(
+        actor.trained.ddp, getattr(actor.config, "optimizer", {}), replicas
+    )
     saved = {rank: memory.trained(actor, rank) for rank in actor.ranks}
-    group: dict[tuple[int, int], tuple[int, int]] = {}  # (tp, pp) -> what all its replicas write: weights, states
+    # (tp, pp) -> what all its replicas write: weights, states.
+    group: dict[tuple[int, int], tuple[int, int]] = {}
     bucket = 0
     for rank, rank_bytes in saved.items():
         coords = actor.grid.coords(actor.place(rank) or 0)
         weights, states = group.get((coords.tp, coords.pp), (0, 0))
-        group[coords.tp, coords.pp] = weights + rank_bytes.saved_weights, states + rank_bytes.saved_optimizer
+        group[coords.tp, coords.pp] = (
+            weights + rank_bytes.saved_weights,
+            states + rank_bytes.saved_optimizer,
+        )
     for stage in range(actor.grid.pp):
-        [parameters] = parameters_of(actor.layout_of(actor.grid.rank(pp=stage)), expert_parallel=False, tied=False)
-        buffer = make_buffer(parameters, replicas, options.bucket_size if stage == 0 else None, options)
-        bucket = max(bucket, *(high - low for low, high in pairwise((0, *buffer.bucket_ends))))
-    now = max(rank_bytes.saved_weights + rank_bytes.saved_optimizer for rank_bytes in saved.values())
+        [parameters] = parameters_of(
+            actor.layout_of(actor.grid.rank(pp=stage)),
+            expert_parallel=False,
+            tied=False,
+        )
+        buffer = make_buffer(
+            parameters, replicas, options.bucket_size if stage == 0 else None, options
+        )
+        bucket = max(
+            bucket, *(high - low for low, high in pairwise((0, *buffer.bucket_ends)))
+        )
+    now = max(
+        rank_bytes.saved_weights + rank_bytes.saved_optimizer
+        for rank_bytes in saved.values()
+    )
     return {
         "what": label,
         "together": sum(map(sum, group.values())),
         "writers": [len(group), len(saved)],
         "written": [max(map(sum, group.values())), now],
-        # besides, a bucket's float32 state in parts and joined; now what the next update finds unwritten, in copies
-        "host memory, at most": [max(states for _, states in group.values()) + 2 * 4 * bucket, now],
+        # besides, a bucket's float32 state in parts and joined; now what the next
+        # update finds unwritten, in copies
+        "host memory, at most": [
+            max(states for _, states in group.values()) + 2 * 4 * bucket,
+            now,
+        ],
         "the GPU's, for a moment": [4 * bucket, 0],
     }
 
@@ -164,14 +218,24 @@ def measure_saves(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run the ranks of the save benchmark and print their results."""
     from megaverl.trainer.elastic_agent import start_ranks
 
-    more = ["--batch", str(options.batch), "--rounds", str(options.rounds), "--folder", str(folder)]
+    more = [
+        "--batch",
+        str(options.batch),
+        "--rounds",
+        str(options.rounds),
+        "--folder",
+        str(folder),
+    ]
     if start_ranks([__file__, *more], options.nproc):
         raise SystemExit("the ranks of the save benchmark failed")
     medians: dict[str, Any] = json.loads((folder / "save.json").read_text())
     lines = (
         ("a step without a save", f"{medians['plain']:8.2f}"),
         ("blocking: the step waits", f"{medians['blocking']:8.2f}"),
-        ("background: the step waits", f"{medians['copy']:8.2f}   to start, and to copy before the update"),
+        (
+            "background: the step waits",
+            f"{medians['copy']:8.2f}   to start, and to copy before the update",
+        ),
         (
             "  later steps take longer by",
             f"{medians['slower']:8.2f}   over the {medians['steps']:.0f} while it is written",
@@ -179,7 +243,9 @@ def measure_saves(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         ("background / blocking", f"{medians['ratio']:8.1%}   of the step's wait"),
         ("  with the later steps", f"{medians['all']:8.1%}"),
     )
-    print(f"save: {medians['gigabytes']:.2f} GB, {options.nproc} ranks; medians of {options.rounds} rounds, seconds")
+    print(
+        f"save: {medians['gigabytes']:.2f} GB, {options.nproc} ranks; medians of {options.rounds} rounds, seconds"
+    )
     for label, figure in lines:
         print(f"  {label:28} {figure}")
     return medians
@@ -203,18 +269,25 @@ def _save_rank(options: argparse.Namespace) -> int:
     dist.init_process_group(platform.backend)
     config = load_config(
         None,
-        [*_arguments(options.folder, dist.get_world_size()), f"sft={{batch_size: {options.batch}}}"],
+        [
+            *_arguments(options.folder, dist.get_world_size()),
+            f"sft={{batch_size: {options.batch}}}",
+        ],
         command="sft",
     )
     trainer = SFTTrainer(config, Builder(config), console)
     roles = trainer.trained
-    store = CheckpointStore(options.folder / "saves", retention=Retention(keep_last_k=1))
+    store = CheckpointStore(
+        options.folder / "saves", retention=Retention(keep_last_k=1)
+    )
     taken = 0
 
     def step() -> float:
         nonlocal taken
         start = time.perf_counter()
-        trainer.one_step([trainer.data[i] for i in trainer.sampler.indices(taken)], taken)
+        trainer.one_step(
+            [trainer.data[i] for i in trainer.sampler.indices(taken)], taken
+        )
         dist.barrier()
         taken += 1
         return time.perf_counter() - start
@@ -222,7 +295,8 @@ def _save_rank(options: argparse.Namespace) -> int:
     rounds: list[dict[str, float]] = []
     with kept_objects():
         step()
-        store.start(taken, roles, {})  # takes its memory, as the first save of a run does
+        # Takes its memory, as the first save of a run does.
+        store.start(taken, roles, {})
         store.finish()
         for _ in range(options.rounds):
             os.sync()
@@ -249,14 +323,33 @@ def _save_rank(options: argparse.Namespace) -> int:
             while store.finish(wait=False) is None:
                 during.append(step())
             slower = sum(during) - len(during) * plain - (copy - started)
-            measured = {"plain": plain, "blocking": blocking, "copy": copy, "slower": slower, "steps": len(during)}
-            rounds.append({**measured, "ratio": copy / blocking, "all": (copy + max(0.0, slower)) / blocking})
+            measured = {
+                "plain": plain,
+                "blocking": blocking,
+                "copy": copy,
+                "slower": slower,
+                "steps": len(during),
+            }
+            rounds.append(
+                {
+                    **measured,
+                    "ratio": copy / blocking,
+                    "all": (copy + max(0.0, slower)) / blocking,
+                }
+            )
     if rank == 0:
         newest = store.latest()
         assert newest is not None
-        result = {name: statistics.median(measured[name] for measured in rounds) for name in rounds[0]}
-        result["gigabytes"] = sum(path.stat().st_size for path in newest.iterdir()) / 1e9
-        (options.folder / "save.json").write_text(json.dumps({**result, "rounds": rounds}))
+        result = {
+            name: statistics.median(measured[name] for measured in rounds)
+            for name in rounds[0]
+        }
+        result["gigabytes"] = (
+            sum(path.stat().st_size for path in newest.iterdir()) / 1e9
+        )
+        (options.folder / "save.json").write_text(
+            json.dumps({**result, "rounds": rounds})
+        )
     else:
         store.latest()
     dist.destroy_process_group()
@@ -265,7 +358,8 @@ def _save_rank(options: argparse.Namespace) -> int:
 
 def measure_resume(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Train one step, start the same run again, and print how long the second start took."""
-    tp = options.nproc if options.engine == "vllm" else 1  # as the actor's: the engine then lives in its weights
+    # As the actor's: the engine then lives in its weights.
+    tp = options.nproc if options.engine == "vllm" else 1
     arguments = [
         *_arguments(folder, options.nproc),
         f"rollout={{engine: {options.engine}, tp: {tp}, logprob_tolerance: 50, sampling: {{max_tokens: 8}}}}",
@@ -276,18 +370,28 @@ def measure_resume(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     ]
     _timed([*arguments, "trainer.steps=1"])
     seconds = _timed([*arguments, "trainer.steps=2"])
-    print(f"resume: `megaverl train` on {options.nproc} ranks with {options.engine}, seconds from its start")
-    print(f"  the checkpoint is loaded, and the engine has the weights   {seconds['resumed']:8.2f}")
-    print(f"  the first training step is done                            {seconds['first step']:8.2f}")
+    print(
+        f"resume: `megaverl train` on {options.nproc} ranks with {options.engine}, seconds from its start"
+    )
+    print(
+        f"  the checkpoint is loaded, and the engine has the weights   {seconds['resumed']:8.2f}"
+    )
+    print(
+        f"  the first training step is done                            {seconds['first step']:8.2f}"
+    )
     return seconds
 
 
 def _timed(arguments: Sequence[str]) -> dict[str, float]:
     start = time.perf_counter()
     seconds: dict[str, float] = {}
-    command = ending_with_parent([sys.executable, "-m", "megaverl.cli.main", "train", *arguments])
+    command = ending_with_parent(
+        [sys.executable, "-m", "megaverl.cli.main", "train", *arguments]
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment
+    ) as running:
         assert running.stdout is not None
         for line in running.stdout:
             name = {"resumed": "resumed", "step": "first step"}.get(line.split(" ")[0])
@@ -319,8 +423,17 @@ def _inputs(folder: Path, layers: int) -> None:
     task = make_task("reverse", num_digits=3, num_train=64, num_held_out=16)
     task.save(folder)
     tokenizer = load_tokenizer(task.train_tokenizer(folder / "tokenizer.model"))
-    special: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "vocab_size": tokenizer.vocab_size}
-    make_tiny_folder(folder / "model", "Qwen2ForCausalLM", num_hidden_layers=layers, **MODEL, **special)
+    special: dict[str, Any] = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "vocab_size": tokenizer.vocab_size,
+    }
+    make_tiny_folder(
+        folder / "model",
+        "Qwen2ForCausalLM",
+        num_hidden_layers=layers,
+        **MODEL,
+        **special,
+    )
     tokenizer.save(folder / "model")
     (folder / "reward.py").write_text(
         "def letters(prompt, response, reference, extra):\n    return sum(ord(c) % 7 for c in response) / 40\n"

@@ -40,38 +40,47 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it would warn of every client whose name it does not find
+# It would warn of every client whose name it does not find.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-import numpy as np  # noqa: E402
-import psutil  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: E402, F401 (the backend "fake")
-from torch.distributed import distributed_c10d  # noqa: E402
+from torch.distributed import distributed_c10d
 
-from megaverl.distributed import worlds  # noqa: E402
-from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json  # noqa: E402
-from megaverl.distributed.liveness import Liveness, Timeouts  # noqa: E402
-from megaverl.distributed.messages import HostMessages  # noqa: E402
-from megaverl.distributed.placement import Node, ResolvedPlacement, World  # noqa: E402
-from megaverl.distributed.store import keep_store  # noqa: E402
-from megaverl.processes import raise_open_files  # noqa: E402
+from megaverl.distributed import worlds
+from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json
+from megaverl.distributed.liveness import Liveness, Timeouts
+from megaverl.distributed.messages import HostMessages
+from megaverl.distributed.placement import Node, ResolvedPlacement, World
+from megaverl.distributed.store import keep_store
+from megaverl.processes import raise_open_files
 
 PATIENCE = timedelta(minutes=10)
 SUMS = {f"actor/metric_{number}": [512.0, 0.1 + number, 1 / 3] for number in range(20)}
 ROUNDS, REST = 10, 5.0  # agreements that are measured; seconds at rest
 SIDES = ("mesh", "tree")
 MESH_AT_MOST = 256  # ranks: of 1,024, all would hold a million sockets
-COLUMNS = {"sockets": "sockets", "messages": "messages", "bytes": "bytes", "processor_ms": "processor ms"}
+COLUMNS = {
+    "sockets": "sockets",
+    "messages": "messages",
+    "bytes": "bytes",
+    "processor_ms": "processor ms",
+}
 
-OF_SOCKETS, OF_MANY = (4, 8, 16), 1024  # ranks that are counted, and those that follow from them
+# Ranks that are counted, and those that follow from them.
+OF_SOCKETS, OF_MANY = (4, 8, 16), 1024
 
 Ranks = Sequence[dict[str, dict[str, float]]]
 
 
 def main() -> int:
     described = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    described.add_argument("--ranks", default="8,64,256,1024", help="numbers of ranks, with commas")
+    described.add_argument(
+        "--ranks", default="8,64,256,1024", help="numbers of ranks, with commas"
+    )
     described.add_argument("--only", choices=("control", "sockets"))
     described.add_argument("--json", metavar="FILE")
     options = described.parse_args()
@@ -80,24 +89,44 @@ def main() -> int:
     raise_open_files()
     measured: dict[int, Ranks] = {}
     if options.only != "sockets":
-        measured = {size: measure(size, do_rank) for size in map(int, options.ranks.split(","))}
-        print("\n".join([*agreement_table(measured), "", *rest_table(measured), ""]), flush=True)
+        measured = {
+            size: measure(size, do_rank) for size in map(int, options.ranks.split(","))
+        }
+        print(
+            "\n".join([*agreement_table(measured), "", *rest_table(measured), ""]),
+            flush=True,
+        )
     if options.only != "control":
-        print("\n".join(socket_table({size: measure(size, do_groups) for size in OF_SOCKETS})))
+        print(
+            "\n".join(
+                socket_table({size: measure(size, do_groups) for size in OF_SOCKETS})
+            )
+        )
     if options.json:
-        Path(options.json).write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
+        Path(options.json).write_text(
+            json.dumps(measured, indent=2) + "\n", encoding="utf-8"
+        )
     return 0
 
 
 def agreement_table(measured: dict[int, Ranks]) -> list[str]:
     """Return the table of one agreement's cost for a rank: the median of all ranks, and the first rank."""
-    lines = ["| ranks | | " + " | ".join(f"{name}: a rank, the first" for name in COLUMNS.values()) + " | of all, ms |"]
+    lines = [
+        "| ranks | | "
+        + " | ".join(f"{name}: a rank, the first" for name in COLUMNS.values())
+        + " | of all, ms |"
+    ]
     lines.append("| --- " * (len(COLUMNS) + 3) + "|")
     for size, ranks in measured.items():
         for side in sides_of(size):
-            cells = [short(statistics.median(rank[side][key] for rank in ranks)) for key in COLUMNS]
+            cells = [
+                short(statistics.median(rank[side][key] for rank in ranks))
+                for key in COLUMNS
+            ]
             firsts = [short(ranks[0][side][key]) for key in COLUMNS]
-            both = " | ".join(f"{cell}, {first}" for cell, first in zip(cells, firsts, strict=True))
+            both = " | ".join(
+                f"{cell}, {first}" for cell, first in zip(cells, firsts, strict=True)
+            )
             total = sum(rank[side]["processor_ms"] for rank in ranks)
             lines.append(f"| {size:,} | {side} | {both} | {short(total)} |")
     return lines
@@ -131,15 +160,21 @@ def rest_table(measured: dict[int, Ranks]) -> list[str]:
 def socket_table(measured: dict[int, Ranks]) -> list[str]:
     """Return the table of open connections on the rank that has the most.
 
-    Numbers for many ranks are extrapolated by fitting a N + b log2 N + c to the counted ones.
+    Numbers for many ranks are extrapolated by fitting a N + b log2 N + c to the counted
+    ones.
     """
     lines = [
-        "| sockets of a rank | " + " | ".join(f"{size} ranks" for size in measured) + f" | {OF_MANY:,}, by these |"
+        "| sockets of a rank | "
+        + " | ".join(f"{size} ranks" for size in measured)
+        + f" | {OF_MANY:,}, by these |"
     ]
     lines.append("| --- " + "| ---: " * (len(measured) + 1) + "|")
     growth = np.array([[size, math.log2(size), 1.0] for size in measured])
     for kind in KINDS:
-        counts = [int(max(rank[kind]["sockets"] for rank in ranks)) for ranks in measured.values()]
+        counts = [
+            int(max(rank[kind]["sockets"] for rank in ranks))
+            for ranks in measured.values()
+        ]
         many = np.linalg.solve(growth, counts) @ [OF_MANY, math.log2(OF_MANY), 1.0]
         lines.append(f"| {kind} | {' | '.join(map(str, counts))} | {many:,.0f} |")
     return lines
@@ -154,7 +189,11 @@ def measure(size: int, function: Callable[..., None]) -> Ranks:
     pipes, processes = [], []
     for rank in range(size):
         here, there = copies.Pipe(duplex=False)
-        processes.append(copies.Process(target=function, args=(rank, size, keeper.port, there), daemon=True))
+        processes.append(
+            copies.Process(
+                target=function, args=(rank, size, keeper.port, there), daemon=True
+            )
+        )
         processes[-1].start()
         there.close()
         pipes.append(here)
@@ -166,8 +205,13 @@ def measure(size: int, function: Callable[..., None]) -> Ranks:
 
 def do_rank(rank: int, size: int, port: int, result: Connection) -> None:
     """Measure agreements and heartbeats as one rank."""
-    store = dist.TCPStore("127.0.0.1", port, None, False, PATIENCE, wait_for_workers=False)
-    costs = {side: do_side(side, dist.PrefixStore(side, store), rank, size) for side in sides_of(size)}
+    store = dist.TCPStore(
+        "127.0.0.1", port, None, False, PATIENCE, wait_for_workers=False
+    )
+    costs = {
+        side: do_side(side, dist.PrefixStore(side, store), rank, size)
+        for side in sides_of(size)
+    }
     costs["rest"] = at_rest(store, rank, size)
     result.send_bytes(json.dumps(costs).encode())
     store.add("done", 1)
@@ -175,7 +219,8 @@ def do_rank(rank: int, size: int, port: int, result: Connection) -> None:
         time.sleep(0.5)
 
 
-# What a job looks like: whether roles have ranks of their own, whether devices speak by NCCL.
+# What a job looks like: whether roles have ranks of their own, whether devices speak by
+# NCCL.
 KINDS = {
     "one world over gloo": (False, False),
     "roles on ranks of their own, over gloo": (True, False),
@@ -186,7 +231,9 @@ KINDS = {
 
 def do_groups(rank: int, size: int, port: int, result: Connection) -> None:
     """Count the connections of one rank in jobs of each kind, one after another."""
-    store = dist.TCPStore("127.0.0.1", port, None, False, PATIENCE, wait_for_workers=False)
+    store = dist.TCPStore(
+        "127.0.0.1", port, None, False, PATIENCE, wait_for_workers=False
+    )
     counts = {}
     for kind, (apart, nccl) in KINDS.items():
         before = num_sockets()
@@ -215,38 +262,69 @@ def do_groups(rank: int, size: int, port: int, result: Connection) -> None:
 def placement_of(size: int, *, apart: bool) -> ResolvedPlacement:
     """Return a placement with actor and rollout on the same ranks, or on half of the ranks each."""
     half = size // 2
-    ranks = {"actor": tuple(range(half if apart else size)), "rollout": tuple(range(half if apart else 0, size))}
+    ranks = {
+        "actor": tuple(range(half if apart else size)),
+        "rollout": tuple(range(half if apart else 0, size)),
+    }
     ranks["coordinator"] = (0,)
-    actor, rollout = World("actor", ranks["actor"], ("actor", "coordinator")), World("rollout", ranks["rollout"], ())
+    actor, rollout = (
+        World("actor", ranks["actor"], ("actor", "coordinator")),
+        World("rollout", ranks["rollout"], ()),
+    )
     worlds_of = (actor, rollout) if apart else (actor,)
-    return ResolvedPlacement(size, ranks, worlds_of, (ranks["actor"],), (Node("node", size),), (0,) * size)
+    return ResolvedPlacement(
+        size, ranks, worlds_of, (ranks["actor"],), (Node("node", size),), (0,) * size
+    )
 
 
 Groups = tuple[list[dist.ProcessGroup], HostMessages]
 
 
-def groups_over_gloo(placement: ResolvedPlacement, store: dist.Store, rank: int) -> Groups:
+def groups_over_gloo(
+    placement: ResolvedPlacement, store: dist.Store, rank: int
+) -> Groups:
     """Make the job's group, this rank's role group's and, where roles are apart, the group that moves weights."""
     context = worlds.join(placement, store, rank, PATIENCE)
-    weights = [] if placement.is_colocated else [worlds.join_some(context, "weights", range(placement.size))]
-    return [context.control, context.group, worlds.default_group(), *weights], context.messages
+    weights = (
+        []
+        if placement.is_colocated
+        else [worlds.join_some(context, "weights", range(placement.size))]
+    )
+    return [
+        context.control,
+        context.group,
+        worlds.default_group(),
+        *weights,
+    ], context.messages
 
 
-def groups_over_nccl(placement: ResolvedPlacement, store: dist.Store, rank: int) -> Groups:
+def groups_over_nccl(
+    placement: ResolvedPlacement, store: dist.Store, rank: int
+) -> Groups:
     """Make the same groups as `join` makes them with NCCL as backend."""
     world = placement.world_of(rank)
     group_rank, size = world.ranks.index(rank), placement.size
     of_world = dist.PrefixStore(f"world/{world.name}", store)
-    dist.init_process_group("fake", store=of_world, rank=group_rank, world_size=world.size, timeout=PATIENCE)
+    dist.init_process_group(
+        "fake", store=of_world, rank=group_rank, world_size=world.size, timeout=PATIENCE
+    )
     messages = HostMessages(store, rank, size)
     if placement.is_colocated:
         worlds._hosts_of_all(PATIENCE)
         return [worlds.default_group()], messages
     with connects_lazily():
-        control = worlds._joined("gloo", "control", store, (rank, size, group_rank), PATIENCE)
+        control = worlds._joined(
+            "gloo", "control", store, (rank, size, group_rank), PATIENCE
+        )
     name: Any = "weights"
     weights, _ = distributed_c10d._new_process_group_helper(
-        size, rank, [], "fake", dist.PrefixStore("weights", store), group_name=name, timeout=PATIENCE
+        size,
+        rank,
+        [],
+        "fake",
+        dist.PrefixStore("weights", store),
+        group_name=name,
+        timeout=PATIENCE,
     )
     return [control, worlds.default_group(), weights], messages
 
@@ -255,7 +333,9 @@ def do_side(side: str, store: dist.Store, rank: int, size: int) -> dict[str, flo
     """Make a group of one kind and measure agreements in it."""
     before = num_sockets()
     with connects_lazily() if side == "tree" else nullcontext():
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE
+        )
     agree = agree_along_tree if side == "tree" else gather_over_mesh
     agree()  # opens what it needs
     costs = per_call(agree) | {"sockets": num_sockets() - before}
@@ -277,7 +357,10 @@ def gather_over_mesh() -> Any:
     padded[: data.numel()] = data
     received = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(received, padded)
-    return [json.loads(bytes(text[: int(n)].numpy())) for text, n in zip(received, counts, strict=True)]
+    return [
+        json.loads(bytes(text[: int(n)].numpy()))
+        for text, n in zip(received, counts, strict=True)
+    ]
 
 
 def per_call(function: Callable[[], Any]) -> dict[str, float]:
@@ -293,7 +376,9 @@ def per_call(function: Callable[[], Any]) -> dict[str, float]:
     }
 
 
-_ONE = threading.Lock()  # torch asks for the name of a connection's other end, which takes seconds on many threads
+# Torch asks for the name of a connection's other end, which takes seconds on many
+# threads.
+_ONE = threading.Lock()
 
 
 @dataclass
@@ -308,7 +393,10 @@ class Traffic:
         self.bytes += num_bytes
 
     def since(self, before: Traffic, times: float) -> Traffic:
-        return Traffic((self.messages - before.messages) / times, (self.bytes - before.bytes) / times)
+        return Traffic(
+            (self.messages - before.messages) / times,
+            (self.bytes - before.bytes) / times,
+        )
 
 
 class CountedStore(dist.Store):
@@ -331,8 +419,19 @@ class CountedStore(dist.Store):
 
         def counted(*arguments: Any) -> Any:
             answer = getattr(self._store, name)(*arguments)
-            lists = [value if isinstance(value, list) else [value] for value in (*arguments, answer)]
-            self._traffic.add(1, sum(len(one) for value in lists for one in value if isinstance(one, str | bytes)))
+            lists = [
+                value if isinstance(value, list) else [value]
+                for value in (*arguments, answer)
+            ]
+            self._traffic.add(
+                1,
+                sum(
+                    len(one)
+                    for value in lists
+                    for one in value
+                    if isinstance(one, str | bytes)
+                ),
+            )
             return answer
 
         return counted
@@ -341,14 +440,18 @@ class CountedStore(dist.Store):
 class CountedGroup(dist.ProcessGroup):
     """Group of all ranks over gloo, made beside a default group of this process alone, as `worlds._joined` does."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, traffic: Traffic) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, traffic: Traffic
+    ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._traffic = traffic
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, PATIENCE)
         names = list(range(size))
         names[0], names[rank] = rank, 0
         distributed_c10d._world.pg_map[self] = ("gloo", store)
-        distributed_c10d._world.pg_group_ranks[self] = {name: number for number, name in enumerate(names)}
+        distributed_c10d._world.pg_group_ranks[self] = {
+            name: number for number, name in enumerate(names)
+        }
 
     def send(self, tensors: list[torch.Tensor], dest: int, tag: int = 0) -> Any:  # type: ignore[override]
         self._traffic.add(1, tensors[0].nbytes)
@@ -362,12 +465,21 @@ class CountedGroup(dist.ProcessGroup):
 class CountedMessages(HostMessages):
     """Messages between hosts that are counted."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, traffic: Traffic) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, traffic: Traffic
+    ) -> None:
         self._traffic = traffic
         super().__init__(store, rank, size)
 
-    def send(self, dest: int, name: str, parts: Sequence[torch.Tensor | bytes]) -> Future[None]:
-        self._traffic.add(1, sum(len(part) if isinstance(part, bytes) else part.nbytes for part in parts))
+    def send(
+        self, dest: int, name: str, parts: Sequence[torch.Tensor | bytes]
+    ) -> Future[None]:
+        self._traffic.add(
+            1,
+            sum(
+                len(part) if isinstance(part, bytes) else part.nbytes for part in parts
+            ),
+        )
         return super().send(dest, name, parts)
 
     def receive(self, source: int, name: str, timeout: timedelta) -> list[torch.Tensor]:
@@ -380,7 +492,11 @@ def at_rest(store: dist.Store, rank: int, size: int) -> dict[str, float]:
     """Return the cost of one second of a rank that only sends heartbeats."""
     traffic = Traffic()
     liveness = Liveness(
-        CountedStore(store, traffic), rank, size, coordinator=0, timeouts=Timeouts(stalled_after=3600.0)
+        CountedStore(store, traffic),
+        rank,
+        size,
+        coordinator=0,
+        timeouts=Timeouts(stalled_after=3600.0),
     )
     begun, requests, seconds = time.monotonic(), traffic.messages, time.process_time()
     time.sleep(REST)

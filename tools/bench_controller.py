@@ -28,18 +28,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import psutil  # noqa: E402
-import zmq  # noqa: E402
+import psutil
+import zmq
 
-from megaverl.controller.core import Controller  # noqa: E402
-from megaverl.controller.dialogue import Dialogue  # noqa: E402
-from megaverl.controller.groups import WorkerGroup  # noqa: E402
-from megaverl.controller.messages import CallRequest, PlainArgument, Reply, RowTransfer, encode, encode_value  # noqa: E402
-from megaverl.controller.references import PendingCall  # noqa: E402
-from megaverl.controller.relay import Relay  # noqa: E402
-from megaverl.controller.serving import StatusBoard, run_blocking, serve  # noqa: E402
-from megaverl.controller.zmq_transport import Address, ZmqController, ZmqRank  # noqa: E402
-from megaverl.processes import raise_open_files  # noqa: E402
+from megaverl.controller.core import Controller
+from megaverl.controller.dialogue import Dialogue
+from megaverl.controller.groups import WorkerGroup
+from megaverl.controller.messages import (
+    CallRequest,
+    PlainArgument,
+    Reply,
+    RowTransfer,
+    encode,
+    encode_value,
+)
+from megaverl.controller.references import PendingCall
+from megaverl.controller.relay import Relay
+from megaverl.controller.serving import StatusBoard, run_blocking, serve
+from megaverl.controller.zmq_transport import Address, ZmqController, ZmqRank
+from megaverl.processes import raise_open_files
 
 CALLS = ("generate", "score", "log_probs", "update", "load")
 RANKS_PER_NODE = 8
@@ -91,8 +98,13 @@ def serve_ranks(address: Address, ranks: Sequence[int], relays: bool) -> None:
     raise_open_files()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 8 * len(ranks) + 64)
-    nodes = [ranks[first : first + RANKS_PER_NODE] for first in range(0, len(ranks), RANKS_PER_NODE)]
-    started = [Relay(address, "127.0.0.1", node[0], node) for node in nodes] if relays else []
+    nodes = [
+        ranks[first : first + RANKS_PER_NODE]
+        for first in range(0, len(ranks), RANKS_PER_NODE)
+    ]
+    started = (
+        [Relay(address, "127.0.0.1", node[0], node) for node in nodes] if relays else []
+    )
     threads = []
     for place, node in enumerate(nodes):
         target = started[place].address if relays else address
@@ -106,10 +118,21 @@ def serve_ranks(address: Address, ranks: Sequence[int], relays: bool) -> None:
         relay.close()
 
 
-def _serve_one(address: Address, rank: int, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def _serve_one(
+    address: Address, rank: int, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
     board, dialogue = StatusBoard(), Dialogue()
     with ZmqRank(address, rank, board, context=context) as transport:
-        run_blocking(serve(rank, transport, {"all": Worker(rank, dialogue)}, _NoMover(), board, dialogue=dialogue))
+        run_blocking(
+            serve(
+                rank,
+                transport,
+                {"all": Worker(rank, dialogue)},
+                _NoMover(),
+                board,
+                dialogue=dialogue,
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -139,7 +162,9 @@ async def measure(num_ranks: int, calls: int, relays: bool) -> Measured:
     processes = []
     for first in range(0, num_ranks, share):
         ranks = range(first, min(first + share, num_ranks))
-        process = spawn.Process(target=serve_ranks, args=(transport.address, ranks, relays))
+        process = spawn.Process(
+            target=serve_ranks, args=(transport.address, ranks, relays)
+        )
         process.start()
         processes.append(process)
     await transport.join(JOIN_SECONDS)
@@ -156,7 +181,13 @@ async def measure(num_ranks: int, calls: int, relays: bool) -> Measured:
 async def _steps(group: Group, steps: int) -> Measured:
     seconds: list[float] = []
     await group.run("generate", 0)
-    sockets = len([one for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED])
+    sockets = len(
+        [
+            one
+            for one in psutil.Process().net_connections("tcp")
+            if one.status == psutil.CONN_ESTABLISHED
+        ]
+    )
     processor = time.process_time()
     for step in range(steps):
         start = time.perf_counter()
@@ -165,7 +196,9 @@ async def _steps(group: Group, steps: int) -> Measured:
         seconds.append(time.perf_counter() - start)
     processor = (time.process_time() - processor) / steps
     decision = statistics.median(await _time_decisions(group, steps))
-    return Measured(statistics.median(seconds) * 1e3, processor * 1e3, sockets, decision * 1e3)
+    return Measured(
+        statistics.median(seconds) * 1e3, processor * 1e3, sockets, decision * 1e3
+    )
 
 
 async def _time_decisions(group: Group, count: int) -> list[float]:
@@ -186,14 +219,22 @@ async def _time_decisions(group: Group, count: int) -> list[float]:
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", default="4,64,1024", help="numbers of ranks (default: 4,64,1024)")
-    parser.add_argument("--calls", type=int, default=200, help="calls that are timed (default: 200)")
+    parser.add_argument(
+        "--ranks", default="4,64,1024", help="numbers of ranks (default: 4,64,1024)"
+    )
+    parser.add_argument(
+        "--calls", type=int, default=200, help="calls that are timed (default: 200)"
+    )
     options = parser.parse_args()
     raise_open_files()
     call = CallRequest(1, "all", "generate", (PlainArgument(encode_value(1)),))
     sizes = len(encode(call)), len(encode(Reply(1, value=encode_value(1))))
-    print(f"a call is {sizes[0]} bytes to a rank, its reply {sizes[1]}; a step is {len(CALLS)} calls")
-    print(f"{'ranks':>6} {'way':>7} {'ms a step':>10} {'processor ms':>13} {'connections':>12} {'ms a decision':>14}")
+    print(
+        f"a call is {sizes[0]} bytes to a rank, its reply {sizes[1]}; a step is {len(CALLS)} calls"
+    )
+    print(
+        f"{'ranks':>6} {'way':>7} {'ms a step':>10} {'processor ms':>13} {'connections':>12} {'ms a decision':>14}"
+    )
     for num_ranks in map(int, options.ranks.split(",")):
         for relays in (False, True):
             if relays and num_ranks <= RANKS_PER_NODE:

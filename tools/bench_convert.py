@@ -11,6 +11,7 @@ addition.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -57,7 +58,17 @@ def make_model(folder: Path, num_layers: int) -> int:
     generator = torch.Generator().manual_seed(0)
     with FolderWriter(folder, weights, torch.bfloat16, 10**9, writes=True) as writer:
         for weight in weights:
-            writer.write([torch.randint(-(2**15), 2**15, weight.shape, dtype=torch.int16, generator=generator)])
+            writer.write(
+                [
+                    torch.randint(
+                        -(2**15),
+                        2**15,
+                        weight.shape,
+                        dtype=torch.int16,
+                        generator=generator,
+                    )
+                ]
+            )
         error = writer.finish()
     if error is not None:
         raise error
@@ -84,12 +95,13 @@ def seconds_of(work: Callable[[], None], output: Path) -> float:
 
 
 def peak_of(arguments: list[str]) -> tuple[float, float]:
-    """Return peak resident memory in MB: of a process that only imports what a conversion needs, and of `megaverl
-    convert`.
+    """Return peak resident memory in MB: of a process that only imports what a
+    conversion needs, and of `megaverl convert`.
     """
     code = (
         "import re, sys\n{}\n"
-        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"  # ru_maxrss counts the parent's
+        # ru_maxrss counts the parent's.
+        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
     )
     idle = "import torch.distributed.checkpoint, megaverl.cli.convert; from megaverl.checkpoint.convert import run"
     busy = f"from megaverl.cli.main import main\nassert main({['convert', *arguments]!r}) == 0"
@@ -102,8 +114,14 @@ def peak_of(arguments: list[str]) -> tuple[float, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where to work; it needs four times the model (default: a new one)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where to work; it needs four times the model (default: a new one)",
+    )
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--tp", type=int, default=1)
@@ -113,24 +131,52 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as name, process_group():
         work = Path(name)
         nbytes = make_model(work / "hf", options.layers)
-        print(f"{nbytes / 1e9:.3f} GB, TP{options.tp} x PP{options.pp}, {len(os.sched_getaffinity(0))} cores")
+        print(
+            f"{nbytes / 1e9:.3f} GB, TP{options.tp} x PP{options.pp}, {len(os.sched_getaffinity(0))} cores"
+        )
         print(f"{'':24}{'copy':>9}{'convert':>10}{'speed of the copy':>20}")
         requests = [
-            ("Hugging Face -> Megatron", ConversionRequest(work / "hf", work / "m", "megatron", shape, quiet=True)),
-            ("Megatron -> Hugging Face", ConversionRequest(work / "m", work / "back", "hugging_face", quiet=True)),
+            (
+                "Hugging Face -> Megatron",
+                ConversionRequest(
+                    work / "hf", work / "m", "megatron", shape, quiet=True
+                ),
+            ),
+            (
+                "Megatron -> Hugging Face",
+                ConversionRequest(
+                    work / "m", work / "back", "hugging_face", quiet=True
+                ),
+            ),
         ]
         for label, request in requests:
             copied, converted = [], []
-            for _ in range(options.repeat):  # in turn, so that both meet the same machine
-                copied.append(seconds_of(lambda r=request: copy(r.source, work / "copy"), work / "copy"))  # type: ignore[misc]
-                converted.append(seconds_of(lambda r=request: convert(r), request.output))  # type: ignore[misc]
+            # In turn, so that both meet the same machine.
+            for _ in range(options.repeat):
+                copy_request = functools.partial(copy, request.source, work / "copy")
+                copied.append(seconds_of(copy_request, work / "copy"))
+                convert_request = functools.partial(convert, request)
+                converted.append(seconds_of(convert_request, request.output))
             one, other = min(copied), min(converted)
             print(f"{label:24}{one:8.2f}s{other:9.2f}s{one / other:19.0%}")
-        same = all((work / "back" / file.name).read_bytes() == file.read_bytes() for file in (work / "hf").iterdir())
+        same = all(
+            (work / "back" / file.name).read_bytes() == file.read_bytes()
+            for file in (work / "hf").iterdir()
+        )
         print(f"there and back: {'the same bytes' if same else 'DIFFERENT BYTES'}")
         shutil.rmtree(work / "m")
-        idle, busy = peak_of([str(work / "hf"), str(work / "m"), f"--tp={options.tp}", f"--pp={options.pp}", "--quiet"])
-        print(f"peak memory of `megaverl convert`: {busy:.0f} MB, {busy - idle:.0f} MB of it beyond the imports")
+        idle, busy = peak_of(
+            [
+                str(work / "hf"),
+                str(work / "m"),
+                f"--tp={options.tp}",
+                f"--pp={options.pp}",
+                "--quiet",
+            ]
+        )
+        print(
+            f"peak memory of `megaverl convert`: {busy:.0f} MB, {busy - idle:.0f} MB of it beyond the imports"
+        )
     return 0 if same else 1
 
 

@@ -21,22 +21,34 @@ ROUNDS = 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args(argv)
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args(
+        argv
+    )
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing to measure")
         return 2
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: GB/s together / one by one")
-    print(f"{'KiB':>8} {'tensors':>8} {'contiguous':>15} {'strided target':>15} {'to float32':>15}")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: GB/s together / one by one"
+    )
+    print(
+        f"{'KiB':>8} {'tensors':>8} {'contiguous':>15} {'strided target':>15} {'to float32':>15}"
+    )
     for kib in SIZES_KIB:
         numel = kib * 1024 // 2
         count = max(4, min(256, TOTAL_BYTES // (kib * 1024)))
         sources = [torch.randn(numel, device="cuda").bfloat16() for _ in range(count)]
         columns = [
             _both_rates(sources, [torch.empty_like(source) for source in sources]),
-            _both_rates([source.view(-1, 128) for source in sources], [_strided(numel) for _ in sources]),
+            _both_rates(
+                [source.view(-1, 128) for source in sources],
+                [_strided(numel) for _ in sources],
+            ),
             _both_rates(sources, [torch.empty(numel, device="cuda") for _ in sources]),
         ]
-        print(f"{kib:8} {count:8} " + " ".join(f"{together:7.0f}/{alone:7.0f}" for together, alone in columns))
+        print(
+            f"{kib:8} {count:8} "
+            + " ".join(f"{together:7.0f}/{alone:7.0f}" for together, alone in columns)
+        )
     return 0
 
 
@@ -45,7 +57,9 @@ def _strided(numel: int) -> torch.Tensor:
     return torch.empty(numel // 128, 256, device="cuda", dtype=torch.bfloat16)[:, :128]
 
 
-def _both_rates(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> tuple[float, float]:
+def _both_rates(
+    sources: list[torch.Tensor], targets: list[torch.Tensor]
+) -> tuple[float, float]:
     """Return the rates of one call for all tensors and of a call for each, in GB/s of bytes read and written."""
     num_bytes = sum(tensor.nbytes for tensor in (*sources, *targets))
 
@@ -54,14 +68,19 @@ def _both_rates(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> tup
             target.copy_(source)
 
     together = partial(torch._foreach_copy_, targets, sources)
-    return num_bytes / _median_ms(together) / 1e6, num_bytes / _median_ms(one_by_one) / 1e6
+    return num_bytes / _median_ms(together) / 1e6, num_bytes / _median_ms(
+        one_by_one
+    ) / 1e6
 
 
 def _median_ms(work: Callable[[], object]) -> float:
     work()
     times = []
     for _ in range(ROUNDS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (
+            torch.cuda.Event(enable_timing=True),
+            torch.cuda.Event(enable_timing=True),
+        )
         begin.record()
         work()
         end.record()

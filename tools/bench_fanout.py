@@ -33,7 +33,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
+# A checkout needs no installation of megaverl.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
@@ -64,8 +65,19 @@ Run = Callable[[], None]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of engines")
-    parser.add_argument("--mbit", type=float, default=100.0, help="rate of every link in each direction, Mbit/s")
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8],
+        help="numbers of engines",
+    )
+    parser.add_argument(
+        "--mbit",
+        type=float,
+        default=100.0,
+        help="rate of every link in each direction, Mbit/s",
+    )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--turns", type=int, default=3, help="measurements of each way")
@@ -96,12 +108,19 @@ def why_no_shaping() -> str:
 def shape(nodes: Networks, mbit: float) -> None:
     """Limit every node's link to a rate in each direction.
 
-    A queue limits what leaves a device: the node's end what it sends, the bridge's end what the node receives.
+    A queue limits what leaves a device: the node's end what it sends, the bridge's end
+    what the node receives.
     """
     limit = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms"]
     for node in range(nodes.count):
-        for namespace, device in ((f"{nodes.prefix}{node}", "eth0"), (f"{nodes.prefix}switch", f"to-{node}")):
-            subprocess.run(["tc", "-n", namespace, "qdisc", "add", "dev", device, *limit], check=True)
+        for namespace, device in (
+            (f"{nodes.prefix}{node}", "eth0"),
+            (f"{nodes.prefix}switch", f"to-{node}"),
+        ):
+            subprocess.run(
+                ["tc", "-n", namespace, "qdisc", "add", "dev", device, *limit],
+                check=True,
+            )
 
 
 def measure(nodes: Networks, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -110,7 +129,10 @@ def measure(nodes: Networks, options: argparse.Namespace) -> list[dict[str, Any]
     receiving, sending = forked.Pipe(duplex=False)
     parent = os.getpid()
     ranks = [
-        forked.Process(target=run_rank, args=(rank, nodes, options, sending if rank == 0 else None, parent))
+        forked.Process(
+            target=run_rank,
+            args=(rank, nodes, options, sending if rank == 0 else None, parent),
+        )
         for rank in range(nodes.count)
     ]
     for process in ranks:
@@ -121,27 +143,42 @@ def measure(nodes: Networks, options: argparse.Namespace) -> list[dict[str, Any]
         for process in ranks:
             process.join()
     except EOFError:
-        raise SystemExit("bench_fanout.py: a rank failed; its traceback is above.") from None
+        raise SystemExit(
+            "bench_fanout.py: a rank failed; its traceback is above."
+        ) from None
     finally:
         for process in ranks:
             process.kill()
     return figures
 
 
-def run_rank(rank: int, nodes: Networks, options: argparse.Namespace, results: Connection | None, parent: int) -> None:
+def run_rank(
+    rank: int,
+    nodes: Networks,
+    options: argparse.Namespace,
+    results: Connection | None,
+    parent: int,
+) -> None:
     """Measure every number of replicas on one rank."""
     end_with_parent(parent)
     enter(nodes.prefix, rank)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     dist.init_process_group(
-        "gloo", init_method=f"tcp://{address(0)}:{PORT}", rank=rank, world_size=nodes.count, timeout=PATIENCE
+        "gloo",
+        init_method=f"tcp://{address(0)}:{PORT}",
+        rank=rank,
+        world_size=nodes.count,
+        timeout=PATIENCE,
     )
     figures = []
     for count in options.replicas:
         members = list(range(TRAINERS + count))
         group = dist.new_group(members)
-        halves = [dist.new_group([trainer, *range(TRAINERS, TRAINERS + count)]) for trainer in range(TRAINERS)]
+        halves = [
+            dist.new_group([trainer, *range(TRAINERS, TRAINERS + count)])
+            for trainer in range(TRAINERS)
+        ]
         if rank in members:
             figures.append(Measurement(rank, count, group, halves, options).figures())
         dist.barrier()
@@ -161,18 +198,36 @@ class Measurement:
         halves: Sequence[dist.ProcessGroup],
         options: argparse.Namespace,
     ) -> None:
-        self.rank, self.count, self.group, self.halves, self.options = rank, count, group, halves, options
+        self.rank, self.count, self.group, self.halves, self.options = (
+            rank,
+            count,
+            group,
+            halves,
+            options,
+        )
         spec = make_spec(options.layers, options.hidden)
         weights = weights_of(spec)
-        trainer_of = megatron_layouts(weights, spec, GridShape(tp=TRAINERS), padded_vocab_size=spec.vocab_size)
+        trainer_of = megatron_layouts(
+            weights, spec, GridShape(tp=TRAINERS), padded_vocab_size=spec.vocab_size
+        )
         engine = vllm_layouts(weights, spec, 1)(0)
-        self.source_of: Callable[[int], Layout] = lambda place: trainer_of(place) if place < TRAINERS else EMPTY
-        self.dest_of: Callable[[int], Layout] = lambda place: engine if place >= TRAINERS else EMPTY
-        self.source = {name: random_shard(shape, rank) for name, shape in self.source_of(rank).local_shapes.items()}
-        self.dest = {
-            name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in self.dest_of(rank).local_shapes.items()
+        self.source_of: Callable[[int], Layout] = lambda place: (
+            trainer_of(place) if place < TRAINERS else EMPTY
+        )
+        self.dest_of: Callable[[int], Layout] = lambda place: (
+            engine if place >= TRAINERS else EMPTY
+        )
+        self.source = {
+            name: random_shard(shape, rank)
+            for name, shape in self.source_of(rank).local_shapes.items()
         }
-        self.nbytes = sum(2 * torch.Size(shape).numel() for shape in engine.local_shapes.values())
+        self.dest = {
+            name: torch.zeros(shape, dtype=torch.bfloat16)
+            for name, shape in self.dest_of(rank).local_shapes.items()
+        }
+        self.nbytes = sum(
+            2 * torch.Size(shape).numel() for shape in engine.local_shapes.values()
+        )
         self.buffer = torch.zeros(self.nbytes // TRAINERS, dtype=torch.uint8)
         self.sent: dict[str, int] = {}
 
@@ -194,7 +249,9 @@ class Measurement:
         return {
             "replicas": self.count,
             "model_bytes": self.nbytes,
-            "seconds": {name: statistics.median(times) for name, times in seconds.items()},
+            "seconds": {
+                name: statistics.median(times) for name, times in seconds.items()
+            },
             "all_seconds": seconds,
             "busiest_sent": self.sent,
         }
@@ -212,7 +269,9 @@ class Measurement:
         """Return a run of a resharder that has moved its first version."""
         node_of = list(range(TRAINERS + self.count)).__getitem__
         world = TRAINERS + self.count
-        plan = make_plan(self.source_of, self.dest_of, world, self.rank, node_of, fan_out=fan_out)
+        plan = make_plan(
+            self.source_of, self.dest_of, world, self.rank, node_of, fan_out=fan_out
+        )
         options = TransportOptions(node_of=node_of, timeout=PATIENCE)
         resharder = Resharder(plan, self.source, self.dest, self.group, options)
 
@@ -229,10 +288,16 @@ class Measurement:
                 tensor.zero_()
             run()
             if name in ("fan-out", "direct"):
-                ReshardCheck(self.source_of, self.dest_of, self.source, self.dest, self.group).compare()
-                arrived.append({name: tensor.clone() for name, tensor in self.dest.items()})
+                ReshardCheck(
+                    self.source_of, self.dest_of, self.source, self.dest, self.group
+                ).compare()
+                arrived.append(
+                    {name: tensor.clone() for name, tensor in self.dest.items()}
+                )
         for other in arrived[1:]:
-            assert all(torch.equal(tensor, other[name]) for name, tensor in arrived[0].items()), "other bytes"
+            assert all(
+                torch.equal(tensor, other[name]) for name, tensor in arrived[0].items()
+            ), "other bytes"
 
     def broadcast(self) -> None:
         """Broadcast each trainer's half to all engines, bucket by bucket."""
@@ -252,7 +317,10 @@ class Measurement:
         for tag, chain in own:
             place = chain.index(self.rank)
             if place:
-                arrivals[tag] = [started(dist.irecv(piece, chain[place - 1], self.group, tag)) for piece in pieces]
+                arrivals[tag] = [
+                    started(dist.irecv(piece, chain[place - 1], self.group, tag))
+                    for piece in pieces
+                ]
         sends = []
         for number, piece in enumerate(pieces):
             for tag, chain in own:
@@ -260,7 +328,9 @@ class Measurement:
                     arrivals[tag][number].wait()
                 place = chain.index(self.rank)
                 if place + 1 < len(chain):
-                    sends.append(started(dist.isend(piece, chain[place + 1], self.group, tag)))
+                    sends.append(
+                        started(dist.isend(piece, chain[place + 1], self.group, tag))
+                    )
         for send in sends:
             send.wait()
 
@@ -304,11 +374,16 @@ def table(figures: Sequence[dict[str, Any]], mbit: float) -> str:
     lines = [
         f"{megabytes:.1f} MB a replica, links of {mbit:g} Mbit/s: receive bound {bound:.2f} s",
         "",
-        "| " + " | ".join(["replicas", *(f"{way}, s (x bound)" for way in ways)]) + " |",
+        "| "
+        + " | ".join(["replicas", *(f"{way}, s (x bound)" for way in ways)])
+        + " |",
         "| " + " | ".join(["---"] * (1 + len(ways))) + " |",
     ]
     for of_count in figures:
-        cells = [f"{seconds:.2f} ({seconds / bound:.2f})" for seconds in of_count["seconds"].values()]
+        cells = [
+            f"{seconds:.2f} ({seconds / bound:.2f})"
+            for seconds in of_count["seconds"].values()
+        ]
         lines.append("| " + " | ".join([str(of_count["replicas"]), *cells]) + " |")
     return "\n".join(lines)
 

@@ -37,13 +37,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--vocab", type=int, default=131072)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cuda" if torch.cuda.is_available() else "cpu",
+    )
     options = parser.parse_args(arguments)
     if options.vocab % options.tp:
         parser.error(f"--vocab {options.vocab} is not a multiple of --tp {options.tp}")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure, args=(options, folder, os.getpid()), nprocs=options.tp)
-        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(options.tp)]
+        ranks = [
+            json.loads((Path(folder) / f"{rank}.json").read_text())
+            for rank in range(options.tp)
+        ]
     size = options.tokens * options.vocab // options.tp * 2
     print(
         f"{options.tokens} tokens x {options.vocab} / tp{options.tp}, bfloat16, {options.device}: logits of a rank "
@@ -53,7 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
     for side in ("vocab_parallel", "plain"):
         peak = max(rank_peaks[side]["bytes"] for rank_peaks in ranks)
         seconds = max(rank_peaks[side]["seconds"] for rank_peaks in ranks)
-        print(f"  {side:15} peak {peak / 2**20:7.0f} MiB = {peak / size:5.2f} x logits, {seconds * 1e3:7.0f} ms")
+        print(
+            f"  {side:15} peak {peak / 2**20:7.0f} MiB = {peak / size:5.2f} x logits, {seconds * 1e3:7.0f} ms"
+        )
     print(f"  limit {LIMIT} x logits: {'kept' if worst <= LIMIT else 'MISSED'}")
     return 0 if worst <= LIMIT else 1
 
@@ -63,22 +72,32 @@ def measure(rank: int, options: argparse.Namespace, folder: str, parent: int) ->
     end_with_parent(parent)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
-    # glibc: every large block is mapped by itself and returned when freed, so that what is resident is what is alive.
+    # glibc: every large block is mapped by itself and returned when freed, so that what
+    # is resident is what is alive.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.tp)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.tp
+    )
     width = options.vocab // options.tp
     generator = torch.Generator().manual_seed(rank)
 
     def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         logits = torch.empty(tokens, width, dtype=torch.bfloat16, device=options.device)
-        for start in range(0, tokens, 64):  # a whole float32 draw would be the peak itself
+        # A whole float32 draw would be the peak itself.
+        for start in range(0, tokens, 64):
             part = logits[start : start + 64]
             part.copy_(torch.randn(part.shape, generator=generator))
-        return logits.requires_grad_(), torch.arange(tokens, device=options.device) * 7 % options.vocab
+        return logits.requires_grad_(), torch.arange(
+            tokens, device=options.device
+        ) * 7 % options.vocab
 
     def sharded(logits: torch.Tensor, targets: torch.Tensor) -> None:
         log_probs, entropy = vocab_parallel_log_probs(
-            logits, targets, vocab_size=options.vocab, with_entropy=True, group=dist.group.WORLD
+            logits,
+            targets,
+            vocab_size=options.vocab,
+            with_entropy=True,
+            group=dist.group.WORLD,
         )
         (log_probs.mean() - 0.01 * entropy.mean()).backward()
 
@@ -96,7 +115,9 @@ def measure(rank: int, options: argparse.Namespace, folder: str, parent: int) ->
     dist.destroy_process_group()
 
 
-def peak(function: Callable[..., None], logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+def peak(
+    function: Callable[..., None], logits: torch.Tensor, targets: torch.Tensor
+) -> dict[str, float]:
     """Return the bytes beside the inputs at the peak of `function`, and its seconds."""
     on_gpu = logits.is_cuda
     dist.barrier()
@@ -105,7 +126,8 @@ def peak(function: Callable[..., None], logits: torch.Tensor, targets: torch.Ten
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     else:
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory that is kept would hide what is asked for next
+        # Freed memory that is kept would hide what is asked for next.
+        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         before = resident("VmRSS")
     start = time.perf_counter()

@@ -43,7 +43,10 @@ LINES: dict[str, list[str]] = {
     "offload: all three": [ALL_AWAY],
     "lora: {rank: 16}": ["actor.lora={rank: 16}"],
     "a reference": ["algorithm.kl={in: loss, coef: 0.1}"],
-    "a reference, lora: {rank: 16}": ["algorithm.kl={in: loss, coef: 0.1}", "actor.lora={rank: 16}"],
+    "a reference, lora: {rank: 16}": [
+        "algorithm.kl={in: loss, coef: 0.1}",
+        "actor.lora={rank: 16}",
+    ],
     "all of these": [
         "actor.chunked_logits=true",
         "actor.lora={rank: 16}",
@@ -67,13 +70,23 @@ def main(arguments: list[str] | None = None) -> int:
         for line, settings in LINES.items():
             if 0 < count_gpus() < world_of(settings):
                 continue
-            if options.only and not any(part in line for part in options.only) and first:
+            if (
+                options.only
+                and not any(part in line for part in options.only)
+                and first
+            ):
                 continue
             figures = in_a_process(options, str(model), settings)
             first = first or figures
 
-            def share(name: str, figures: dict[str, float] = figures, first: dict[str, float] = first) -> str:
-                return f"{figures[name] / 2**20:7.0f} ({figures[name] / first[name]:4.0%})"
+            def share(
+                name: str,
+                figures: dict[str, float] = figures,
+                first: dict[str, float] = first,
+            ) -> str:
+                return (
+                    f"{figures[name] / 2**20:7.0f} ({figures[name] / first[name]:4.0%})"
+                )
 
             print(
                 f"{line:37} {share('between'):>14} {share('update'):>14} {share('in update'):>14} "
@@ -82,7 +95,9 @@ def main(arguments: list[str] | None = None) -> int:
             )
             if line == CUT:
                 ratio = figures["in update"] / first["in update"]
-                print(f"{'':37} activations and gradients on their way: {ratio:.2f} of cp: 1's (aim {MOST_OF_CUT})")
+                print(
+                    f"{'':37} activations and gradients on their way: {ratio:.2f} of cp: 1's (aim {MOST_OF_CUT})"
+                )
     return 0
 
 
@@ -91,11 +106,26 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=32768)
-    parser.add_argument("--tokens", type=int, default=2048, help="of an update; half of them in one micro-batch")
-    parser.add_argument("--sample", type=int, default=256, help="tokens of a sample, of which the prompt has 64")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=2048,
+        help="of an update; half of them in one micro-batch",
+    )
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=256,
+        help="tokens of a sample, of which the prompt has 64",
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", nargs="*", metavar="WORD", help="the first line, and those with one of these in them")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        metavar="WORD",
+        help="the first line, and those with one of these in them",
+    )
     return parser.parse_args(arguments)
 
 
@@ -122,20 +152,32 @@ def make_model(folder: Path, options: argparse.Namespace) -> Path:
     )
 
 
-def in_a_process(options: argparse.Namespace, model: str, settings: list[str]) -> dict[str, float]:
+def in_a_process(
+    options: argparse.Namespace, model: str, settings: list[str]
+) -> dict[str, float]:
     """Run `measure` in fresh processes, one a rank, and return the largest value of each figure."""
     context, world = multiprocessing.get_context("spawn"), world_of(settings)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (options, model, settings, folder, os.getpid())
-        processes = [context.Process(target=measure, args=(rank, world, *arguments)) for rank in range(world)]
+        processes = [
+            context.Process(target=measure, args=(rank, world, *arguments))
+            for rank in range(world)
+        ]
         for process in processes:
             process.start()
         for process in processes:
             process.join()
             if process.exitcode:
-                raise SystemExit(f"a process of {settings} ended with exit code {process.exitcode}")
-        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
-        return {name: max(rank_figures[name] for rank_figures in ranks) for name in ranks[0]}
+                raise SystemExit(
+                    f"a process of {settings} ended with exit code {process.exitcode}"
+                )
+        ranks = [
+            json.loads((Path(folder) / f"{rank}.json").read_text())
+            for rank in range(world)
+        ]
+        return {
+            name: max(rank_figures[name] for rank_figures in ranks) for name in ranks[0]
+        }
 
 
 def world_of(settings: list[str]) -> int:
@@ -144,15 +186,26 @@ def world_of(settings: list[str]) -> int:
 
 
 def measure(
-    rank: int, world: int, options: argparse.Namespace, model: str, settings: list[str], folder: str, parent: int
+    rank: int,
+    world: int,
+    options: argparse.Namespace,
+    model: str,
+    settings: list[str],
+    folder: str,
+    parent: int,
 ) -> None:
-    """Measure one line: build the roles, update, score, and write this rank's file for the process `parent`, which
-    waits.
+    """Measure one line: build the roles, update, score, and write this rank's file for
+    the process `parent`, which waits.
     """
     end_with_parent(parent)
-    # glibc: every large block is mapped by itself and returned when freed, so that what is resident is what is alive
+    # glibc: every large block is mapped by itself and returned when freed, so that what
+    # is resident is what is alive
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_RANK": str(rank)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "LOCAL_RANK": str(rank),
+    }
     import torch
     import torch.distributed as dist
 
@@ -162,9 +215,15 @@ def measure(
 
     platform.start()
     torch.set_num_threads(options.threads)
-    dist.init_process_group(platform.backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.init_process_group(
+        platform.backend,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+    )
     if not platform.is_cuda and any("offload" in setting for setting in settings):
-        settings = [*settings, f"actor.offload.folder={folder}"]  # host memory is where things are: they go to files
+        # Host memory is where things are: they go to files.
+        settings = [*settings, f"actor.offload.folder={folder}"]
     config, spec = configure(options, model, settings, world)
     planned, manager = planned_bytes(config, spec, world), ProcessGroupManager()
     warm_up(manager.grid(GridShape(dp=world)), options, Path(folder))
@@ -175,7 +234,9 @@ def measure(
     figures: dict[str, float] = {"planned": planned}
     for step in range(3):  # the first allocates the optimizer's state
         start = time.perf_counter()
-        figures["update"] = meter.peak_of(partial(actor.update, batch, step=step, kl_coef=0.1))
+        figures["update"] = meter.peak_of(
+            partial(actor.update, batch, step=step, kl_coef=0.1)
+        )
         figures["seconds"] = time.perf_counter() - start
     figures["between"] = meter.held()
     figures["in update"] = figures["update"] - figures["between"]
@@ -184,7 +245,9 @@ def measure(
     dist.destroy_process_group()
 
 
-def configure(options: argparse.Namespace, model: str, settings: list[str], world: int) -> tuple[Any, Any]:
+def configure(
+    options: argparse.Namespace, model: str, settings: list[str], world: int
+) -> tuple[Any, Any]:
     """Return the configuration of a line and its model's ModelSpec."""
     from megaverl.config import load_config
     from megaverl.sharding.model_spec import ModelSpec
@@ -244,11 +307,15 @@ def make_roles(config: Any, spec: Any, folder: str, grid: Any) -> tuple[Any, Any
         offload=section.offload,
     )
     tokens = section.micro_batch_tokens
-    actor = Actor(trainable, config.algorithm, temperature=1.0, micro_batch_tokens=tokens, seed=0)
+    actor = Actor(
+        trainable, config.algorithm, temperature=1.0, micro_batch_tokens=tokens, seed=0
+    )
     if not config.uses_reference:
         return actor, None
     if config.reference_is_actor:
-        return actor, Policy(model, temperature=1.0, micro_batch_tokens=tokens, with_adapters=False)
+        return actor, Policy(
+            model, temperature=1.0, micro_batch_tokens=tokens, with_adapters=False
+        )
     frozen = MegatronModel(spec, grid, dtype=dtype, seed=0, role="reference")
     frozen.load(folder)
     return actor, Policy(frozen, temperature=1.0, micro_batch_tokens=tokens)
@@ -265,9 +332,13 @@ def make_batch(options: argparse.Namespace, vocab_size: int) -> Any:
     log_probs = torch.randn(count, length, generator=generator) * 0.1 - 5.0
     return RolloutBatch(
         {
-            "input_ids": torch.randint(0, vocab_size, (count, PROMPT), generator=generator),
+            "input_ids": torch.randint(
+                0, vocab_size, (count, PROMPT), generator=generator
+            ),
             "prompt_lengths": torch.full((count,), PROMPT),
-            "generated_ids": torch.randint(0, vocab_size, (count, length), generator=generator),
+            "generated_ids": torch.randint(
+                0, vocab_size, (count, length), generator=generator
+            ),
             "response_mask": torch.ones(count, length, dtype=torch.bool),
             "rollout_log_probs": log_probs,
             "old_log_probs": log_probs,
@@ -289,15 +360,29 @@ def warm_up(grid: Any, options: argparse.Namespace, folder: Path) -> None:
     from megaverl.workers.policy import Actor
 
     small = argparse.Namespace(
-        **{**vars(options), "hidden": 64, "layers": 1, "vocab": 128, "tokens": 2 * options.sample}
+        **{
+            **vars(options),
+            "hidden": 64,
+            "layers": 1,
+            "vocab": 128,
+            "tokens": 2 * options.sample,
+        }
     )
     if not dist.get_rank():
         make_model(folder, small)
     dist.barrier()
     spec = ModelSpec.from_folder(folder / "model")
     model = MegatronModel(spec, grid, dtype=getattr(torch, options.dtype), seed=0)
-    trainable = MegatronTrainable(model, optimizer={"lr": 1e-3}, scheduler={}, ddp={}, total_updates=2)
-    actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=options.sample, seed=0)
+    trainable = MegatronTrainable(
+        model, optimizer={"lr": 1e-3}, scheduler={}, ddp={}, total_updates=2
+    )
+    actor = Actor(
+        trainable,
+        AlgorithmConfig(),
+        temperature=1.0,
+        micro_batch_tokens=options.sample,
+        seed=0,
+    )
     actor.update(make_batch(small, 128), step=0)
     actor.log_probs(make_batch(small, 128))
 
@@ -345,7 +430,9 @@ def resident(field: str) -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return float(line.split()[1]) * 1024
-    raise SystemExit(f"/proc/self/status has no {field}: without a GPU this needs Linux")
+    raise SystemExit(
+        f"/proc/self/status has no {field}: without a GPU this needs Linux"
+    )
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ APART = "placement={rollout: 0, reward: 1, critic: 2, reference: 3, actor: 4, co
 LIMIT = 1.1
 FIRST = 5  # steps until the pipeline is full and every kernel was used once
 MEDIAN, LONGEST = 48, 960  # tokens of a response, with --partial
-SIGMA = math.log(10) / 2.3263  # of the logarithms: the 99th percentile is ten times the median
+# Of the logarithms: the 99th percentile is ten times the median.
+SIGMA = math.log(10) / 2.3263
 GAIN = 1.8
 HIDDEN = 0.7
 
@@ -78,29 +79,66 @@ def main() -> int:
     costs = {} if arguments.real else parse_costs(arguments.costs)
     with tempfile.TemporaryDirectory(prefix="megaverl_overlap_") as folder:
         settings = make_arguments(Path(folder), arguments)
-        rows = [measure(kind, Path(folder), settings, costs, arguments) for kind in kinds_of(arguments)]
-    print(f"{'':<26}{'step, s':>9}{'longest stage, s':>18}{'ratio':>8}{'all work, s':>13}")
+        rows = [
+            measure(kind, Path(folder), settings, costs, arguments)
+            for kind in kinds_of(arguments)
+        ]
+    print(
+        f"{'':<26}{'step, s':>9}{'longest stage, s':>18}{'ratio':>8}{'all work, s':>13}"
+    )
     for row in rows:
-        print(f"{row['kind']:<26}{row['step']:>9.3f}{row['longest']:>18.3f}{row['ratio']:>8.3f}{row['work']:>13.3f}")
+        print(
+            f"{row['kind']:<26}{row['step']:>9.3f}{row['longest']:>18.3f}{row['ratio']:>8.3f}{row['work']:>13.3f}"
+        )
     best = rows[-1]
     verdict = "reached" if best["ratio"] <= LIMIT else "not reached"
     print(f"aim for asynchronous rollouts, a ratio of at most {LIMIT}: {verdict}")
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"costs": costs, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+        Path(arguments.json).write_text(
+            json.dumps({"costs": costs, "rows": rows}, indent=2) + "\n",
+            encoding="utf-8",
+        )
     return 0
 
 
 def parse() -> argparse.Namespace:
     described = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    described.add_argument("--costs", default="", metavar="STAGE=SECONDS,...", help="what the operators take")
-    described.add_argument("--real", action="store_true", help="no sleeping: engine and actor on two ranks")
-    described.add_argument("--partial", action="store_true", help="rollout.partial against waiting for all responses")
-    described.add_argument("--reshard", action="store_true", help="reshard.overlap against waiting for the reshard")
+    described.add_argument(
+        "--costs",
+        default="",
+        metavar="STAGE=SECONDS,...",
+        help="what the operators take",
+    )
+    described.add_argument(
+        "--real", action="store_true", help="no sleeping: engine and actor on two ranks"
+    )
+    described.add_argument(
+        "--partial",
+        action="store_true",
+        help="rollout.partial against waiting for all responses",
+    )
+    described.add_argument(
+        "--reshard",
+        action="store_true",
+        help="reshard.overlap against waiting for the reshard",
+    )
     more = "of both, with --partial or --reshard"
-    described.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=more)
+    described.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help=more
+    )
     described.add_argument("--steps", type=int, default=16)
-    described.add_argument("--staleness", type=int, default=3, help="rollout.max_staleness of the asynchronous run")
-    described.add_argument("--over-sample", type=float, default=2.0, help="rollout.partial.over_sample, with --partial")
+    described.add_argument(
+        "--staleness",
+        type=int,
+        default=3,
+        help="rollout.max_staleness of the asynchronous run",
+    )
+    described.add_argument(
+        "--over-sample",
+        type=float,
+        default=2.0,
+        help="rollout.partial.over_sample, with --partial",
+    )
     described.add_argument("--json", metavar="FILE")
     described.add_argument("--as-rank", help=argparse.SUPPRESS)
     described.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -110,8 +148,14 @@ def parse() -> argparse.Namespace:
 def parse_costs(text: str) -> dict[str, float]:
     by_stage = dict(part.split("=") for part in text.split(",") if part)
     if unknown := sorted(set(by_stage) - set(METHODS)):
-        raise SystemExit(f"--costs: no stage {unknown[0]}; there are {', '.join(METHODS)}")
-    return {name: float(by_stage[name]) for name in by_stage} if by_stage else dict(SLEEPING)
+        raise SystemExit(
+            f"--costs: no stage {unknown[0]}; there are {', '.join(METHODS)}"
+        )
+    return (
+        {name: float(by_stage[name]) for name in by_stage}
+        if by_stage
+        else dict(SLEEPING)
+    )
 
 
 def kinds_of(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
@@ -186,14 +230,27 @@ def measure(
     """Run one kind and return its figures."""
     name, more = kind
     ranks = (2 if arguments.real else 5) if more else 1
-    records = run_and_read(name.replace(" ", "_"), folder, [*settings, *more], costs, ranks)[:-1]
+    records = run_and_read(
+        name.replace(" ", "_"), folder, [*settings, *more], costs, ranks
+    )[:-1]
     step = statistics.median(record["train/step_time_ms"] for record in records) / 1e3
     stages = {
-        stage: statistics.median(record.get(f"time/{stage}_ms", 0.0) for record in records) / 1e3
+        stage: statistics.median(
+            record.get(f"time/{stage}_ms", 0.0) for record in records
+        )
+        / 1e3
         for stage in (*METHODS, "old_log_probs", "advantages", "reshard")
     }
-    longest = max(sum(stages[stage] for stage in world) for world in worlds_of(more, arguments))
-    return {"kind": name, "step": step, "longest": longest, "ratio": step / longest, "work": sum(stages.values())}
+    longest = max(
+        sum(stages[stage] for stage in world) for world in worlds_of(more, arguments)
+    )
+    return {
+        "kind": name,
+        "step": step,
+        "longest": longest,
+        "ratio": step / longest,
+        "work": sum(stages.values()),
+    }
 
 
 def worlds_of(more: list[str], arguments: argparse.Namespace) -> list[tuple[str, ...]]:
@@ -221,15 +278,32 @@ def compare_partial(arguments: argparse.Namespace) -> int:
             "actor.micro_batch_tokens=4096",
             *arguments.set,
         ]
-        rows = [long_tailed(name, folder, [*settings, *more]) for name, more in (("waits", []), ("partial", [partial]))]
-    columns = ("tokens/s", "generation, s", "step, s", "mean length", "age, mean", "age, max")
+        rows = [
+            long_tailed(name, folder, [*settings, *more])
+            for name, more in (("waits", []), ("partial", [partial]))
+        ]
+    columns = (
+        "tokens/s",
+        "generation, s",
+        "step, s",
+        "mean length",
+        "age, mean",
+        "age, max",
+    )
     print(f"{'':<10}" + "".join(f"{column:>15}" for column in columns))
     for row in rows:
-        print(f"{row['kind']:<10}" + "".join(f"{row[column]:>15.2f}" for column in columns))
+        print(
+            f"{row['kind']:<10}"
+            + "".join(f"{row[column]:>15.2f}" for column in columns)
+        )
     gain = rows[1]["tokens/s"] / rows[0]["tokens/s"]
-    print(f"{gain:.2f} times as many tokens per second; aim {GAIN}: {'reached' if gain >= GAIN else 'not reached'}")
+    print(
+        f"{gain:.2f} times as many tokens per second; aim {GAIN}: {'reached' if gain >= GAIN else 'not reached'}"
+    )
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"rows": rows, "gain": gain}, indent=2) + "\n", encoding="utf-8")
+        Path(arguments.json).write_text(
+            json.dumps({"rows": rows, "gain": gain}, indent=2) + "\n", encoding="utf-8"
+        )
     return 0
 
 
@@ -246,18 +320,36 @@ def compare_reshard(arguments: argparse.Namespace) -> int:
         rows: list[dict[str, Any]] = []
         records = []
         for kind, overlap in (("waits", "false"), ("overlap", "true")):
-            records.append(run_and_read(kind, folder, [*settings, f"reshard.overlap={overlap}"], {}, ranks=2))
-            rows.append({"kind": kind} | {column: median(records[-1], key, scale) for column, key, scale in COLUMNS})
+            records.append(
+                run_and_read(
+                    kind, folder, [*settings, f"reshard.overlap={overlap}"], {}, ranks=2
+                )
+            )
+            rows.append(
+                {"kind": kind}
+                | {
+                    column: median(records[-1], key, scale)
+                    for column, key, scale in COLUMNS
+                }
+            )
     print(f"{'':<10}" + "".join(f"{column:>18}" for column, *_ in COLUMNS))
     for row in rows:
-        print(f"{row['kind']:<10}" + "".join(f"{row[column]:>18.3f}" for column, *_ in COLUMNS))
+        print(
+            f"{row['kind']:<10}"
+            + "".join(f"{row[column]:>18.3f}" for column, *_ in COLUMNS)
+        )
     hidden = 1 - rows[1]["waits, s"] / rows[0]["waits, s"]
     learnt = [[[record[key] for key in LEARNT] for record in run] for run in records]
     same = learnt[0] == learnt[1]
     verdict = "reached" if hidden >= HIDDEN and same else "not reached"
-    print(f"hidden: {hidden:.0%} of the reshard; losses the same to the bit: {same}; aim {HIDDEN:.0%}: {verdict}")
+    print(
+        f"hidden: {hidden:.0%} of the reshard; losses the same to the bit: {same}; aim {HIDDEN:.0%}: {verdict}"
+    )
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"rows": rows, "hidden": hidden}, indent=2) + "\n", encoding="utf-8")
+        Path(arguments.json).write_text(
+            json.dumps({"rows": rows, "hidden": hidden}, indent=2) + "\n",
+            encoding="utf-8",
+        )
     return 0
 
 
@@ -269,7 +361,14 @@ COLUMNS = (
     ("critic update, s", "time/critic_update_ms", 1e-3),
     ("step, s", "train/step_time_ms", 1e-3),
 )
-LEARNT = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "reward/mean", "train/kl")
+LEARNT = (
+    "actor/loss",
+    "actor/grad_norm",
+    "critic/loss",
+    "critic/grad_norm",
+    "reward/mean",
+    "train/kl",
+)
 
 
 def median(records: list[Any], key: str, scale: float) -> float:
@@ -284,24 +383,40 @@ def long_tailed(kind: str, folder: Path, settings: list[str]) -> dict[str, Any]:
     return {
         "kind": kind,
         "tokens/s": sum(lengths) * 32 / seconds,
-        "generation, s": statistics.mean(record["rollout/seconds"] for record in records),
+        "generation, s": statistics.mean(
+            record["rollout/seconds"] for record in records
+        ),
         "step, s": seconds / len(records),
         "mean length": statistics.mean(lengths),
-        "age, mean": statistics.mean(record.get("rollout/token_staleness_mean", 0.0) for record in records),
+        "age, mean": statistics.mean(
+            record.get("rollout/token_staleness_mean", 0.0) for record in records
+        ),
         "age, max": max(record["rollout/staleness"] for record in records),
     }
 
 
-def run_and_read(label: str, folder: Path, settings: list[str], costs: dict[str, float], ranks: int) -> list[Any]:
+def run_and_read(
+    label: str, folder: Path, settings: list[str], costs: dict[str, float], ranks: int
+) -> list[Any]:
     """Start a run and return the records of its steps without the first ones."""
     from megaverl.trainer.elastic_agent import start_ranks
 
-    command = [str(Path(__file__).resolve()), "--as-rank", json.dumps(costs), "train", *settings]
-    code = start_ranks([*command, f"run.name={label}"], ranks, log_hint=str(folder / label / "logs"))
+    command = [
+        str(Path(__file__).resolve()),
+        "--as-rank",
+        json.dumps(costs),
+        "train",
+        *settings,
+    ]
+    code = start_ranks(
+        [*command, f"run.name={label}"], ranks, log_hint=str(folder / label / "logs")
+    )
     if code:
         raise SystemExit(f"{label}: the run ended with {code}")
     lines = (folder / label / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if "train/step_time_ms" in record][FIRST:]
+    return [
+        record for record in map(json.loads, lines) if "train/step_time_ms" in record
+    ][FIRST:]
 
 
 def be_rank(costs: dict[str, float], argv: list[str]) -> int:
@@ -310,24 +425,36 @@ def be_rank(costs: dict[str, float], argv: list[str]) -> int:
     from megaverl.trainer.step import RLStep
 
     if median := costs.pop("median", None):
-        setattr(RLStep, "_sampling", functools.partialmethod(limited, RLStep._sampling, median))  # noqa: B010, SLF001
+        sampling = functools.partialmethod(limited, RLStep._sampling, median)
+        RLStep._sampling = sampling  # type: ignore[method-assign, assignment]
     for stage, seconds in costs.items():
-        setattr(RLStep, METHODS[stage], taking(seconds, getattr(RLStep, METHODS[stage])))
+        setattr(
+            RLStep, METHODS[stage], taking(seconds, getattr(RLStep, METHODS[stage]))
+        )
     return command(argv)
 
 
-def limited(step: Any, sampling_of: Callable[..., Any], median: float, prompts: Any, draws: Any) -> list[Any]:
+def limited(
+    step: Any, sampling_of: Callable[..., Any], median: float, prompts: Any, draws: Any
+) -> list[Any]:
     """Return the sampling parameters of each response, which end it at the length drawn for its step and number."""
     sampling = sampling_of(step, prompts, draws)
     options = []
     for sample in range(len(prompts) * draws.group_size):
-        options.append(sampling.with_max_tokens(drawn_length(draws.seed(sample), median)))
+        options.append(
+            sampling.with_max_tokens(drawn_length(draws.seed(sample), median))
+        )
     return options
 
 
 def drawn_length(draw: int, median: float = MEDIAN) -> int:
     """Return the length of a response in tokens, which depends on the number `draw` alone."""
-    return max(1, min(LONGEST, round(random.Random(draw).lognormvariate(math.log(median), SIGMA))))
+    return max(
+        1,
+        min(
+            LONGEST, round(random.Random(draw).lognormvariate(math.log(median), SIGMA))
+        ),
+    )
 
 
 def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:

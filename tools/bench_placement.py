@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megaverl.processes import ending_with_parent  # noqa: E402
+from megaverl.processes import ending_with_parent
 
 WARM_UP = 3  # steps
 MODEL: dict[str, Any] = {
@@ -53,12 +53,17 @@ def make_inputs(folder: Path) -> None:
     task = make_task("reverse", num_digits=3, num_train=256, num_held_out=16)
     task.save(folder)
     tokenizer = load_tokenizer(task.train_tokenizer(folder / "tokenizer.model"))
-    special: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "vocab_size": tokenizer.vocab_size}
+    special: dict[str, Any] = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "vocab_size": tokenizer.vocab_size,
+    }
     make_tiny_folder(folder / "model", "Qwen3ForCausalLM", **MODEL, **special)
     tokenizer.save(folder / "model")
 
 
-def step_times(root: Path, inputs: Path, runs: Path, ranks: int, steps: int, more: Sequence[str]) -> list[float]:
+def step_times(
+    root: Path, inputs: Path, runs: Path, ranks: int, steps: int, more: Sequence[str]
+) -> list[float]:
     """Run the checkout at `root` and return the milliseconds of each step after the first ones."""
     arguments = [
         *SETTINGS,
@@ -71,11 +76,17 @@ def step_times(root: Path, inputs: Path, runs: Path, ranks: int, steps: int, mor
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "megaverl.cli.train", *arguments]
     command = ending_with_parent(command)
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{root}: {done.stdout}{done.stderr}")
     records = map(json.loads, (runs / "run" / "metrics.jsonl").read_text().splitlines())
-    return [record["train/step_time_ms"] for record in records if "train/step_time_ms" in record][WARM_UP:]
+    return [
+        record["train/step_time_ms"]
+        for record in records
+        if "train/step_time_ms" in record
+    ][WARM_UP:]
 
 
 def report(times: Mapping[str, Sequence[Sequence[float]]]) -> str:
@@ -84,7 +95,9 @@ def report(times: Mapping[str, Sequence[Sequence[float]]]) -> str:
     The fastest repeat is compared, since other work on the machine disturbs it least.
     """
     lines = []
-    medians = {side: [statistics.median(run) for run in runs] for side, runs in times.items()}
+    medians = {
+        side: [statistics.median(run) for run in runs] for side, runs in times.items()
+    }
     first = min(next(iter(medians.values())))
     for side, repeat_medians in medians.items():
         repeats = ", ".join(f"{median:.1f}" for median in repeat_medians)
@@ -95,11 +108,15 @@ def report(times: Mapping[str, Sequence[Sequence[float]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--against", type=Path, help="another checkout, to be timed beside")
+    parser.add_argument(
+        "--against", type=Path, help="another checkout, to be timed beside"
+    )
     options = parser.parse_args()
     named = f"placement={{actor: 0-{options.ranks - 1}, rollout: actor, critic: actor}}"
     sides: dict[str, tuple[Path, list[str]]] = {}
@@ -112,7 +129,11 @@ def main() -> None:
         for repeat in range(options.repeats):
             for number, (side, (root, more)) in enumerate(sides.items()):
                 runs = Path(folder) / f"runs_{repeat}_{number}"
-                times[side].append(step_times(root, Path(folder), runs, options.ranks, options.steps, more))
+                times[side].append(
+                    step_times(
+                        root, Path(folder), runs, options.ranks, options.steps, more
+                    )
+                )
     print(report(times))
 
 

@@ -29,19 +29,19 @@ from typing import Any, overload
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a checkout needs no installation of megaverl
 
-from megaverl.config import load_config  # noqa: E402
-from megaverl.distributed.grid import GridShape  # noqa: E402
-from megaverl.models.architectures import weights_of  # noqa: E402
-from megaverl.planner.job import PlannedJob, make_job  # noqa: E402
-from megaverl.planner.traffic import make_traffic  # noqa: E402
-from megaverl.processes import ending_with_parent  # noqa: E402
-from megaverl.sharding.boxes import Box, intersect  # noqa: E402
-from megaverl.sharding.layout import EMPTY, Layout  # noqa: E402
-from megaverl.sharding.megatron import megatron_layouts  # noqa: E402
-from megaverl.sharding.model_spec import ModelSpec  # noqa: E402
-from megaverl.sharding.plan import Plan, Plans, make_plans  # noqa: E402
-from megaverl.sharding.proof import check_plans  # noqa: E402
-from megaverl.sharding.vllm import vllm_layouts  # noqa: E402
+from megaverl.config import load_config
+from megaverl.distributed.grid import GridShape
+from megaverl.models.architectures import weights_of
+from megaverl.planner.job import PlannedJob, make_job
+from megaverl.planner.traffic import make_traffic
+from megaverl.processes import ending_with_parent
+from megaverl.sharding.boxes import Box, intersect
+from megaverl.sharding.layout import EMPTY, Layout
+from megaverl.sharding.megatron import megatron_layouts
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.plan import Plan, Plans, make_plans
+from megaverl.sharding.proof import check_plans
+from megaverl.sharding.vllm import vllm_layouts
 
 RANKS_PER_NODE = 8
 ITEMSIZE = 2  # bfloat16 on the wire
@@ -73,8 +73,16 @@ class Shape:
         spec = ModelSpec.from_config(model_config(self.model))
         weights = weights_of(spec)
         padded = -(-spec.vocab_size // self.grid.tp) * self.grid.tp
-        source = megatron_layouts(weights, spec, self.grid, padded_vocab_size=padded, layer_split=self.layer_split)
-        dest = vllm_layouts(weights, spec, self.vllm_tp, expert_parallel=self.expert_parallel)
+        source = megatron_layouts(
+            weights,
+            spec,
+            self.grid,
+            padded_vocab_size=padded,
+            layer_split=self.layer_split,
+        )
+        dest = vllm_layouts(
+            weights, spec, self.vllm_tp, expert_parallel=self.expert_parallel
+        )
         if self.replicas is None:
             return source, dest
         trainers = self.grid.world_size
@@ -85,7 +93,9 @@ class Shape:
 
     def plans(self) -> Plans:
         """Return the plans of all ranks, each made on access."""
-        return make_plans(*self.layouts(), self.world, node_of, fan_out=self.replicas is not None)
+        return make_plans(
+            *self.layouts(), self.world, node_of, fan_out=self.replicas is not None
+        )
 
 
 DEEPSEEK_V3: dict[str, Any] = {
@@ -120,12 +130,16 @@ DEEPSEEK_V3: dict[str, Any] = {
 def planned_job(model: dict[str, Any], world: int, *settings: str) -> PlannedJob:
     """Return a job of the planner that reads no files but the model's configuration."""
     absent = ["model.path=absent", "data.train=absent.jsonl", "reward=exact_match"]
-    config = load_config(None, [*absent, *settings], check_paths=False, world_size=world)
+    config = load_config(
+        None, [*absent, *settings], check_paths=False, world_size=world
+    )
     return make_job(config, ModelSpec.from_config(model), world)
 
 
 def model_config(name: str) -> dict[str, Any]:
-    return json.loads((ROOT / "configs" / name / "config.json").read_text(encoding="utf-8"))
+    return json.loads(
+        (ROOT / "configs" / name / "config.json").read_text(encoding="utf-8")
+    )
 
 
 TRAFFIC_JOBS: dict[str, Callable[[], PlannedJob]] = {
@@ -157,7 +171,12 @@ def seconds_of_traffic(job: PlannedJob) -> tuple[float, float]:
 
 UNEVEN_94 = (12, 12, 12, 12, 12, 12, 11, 11)
 SHAPES = {
-    "llama3_70b": Shape("TP8 x PP8 x DP16 -> vLLM TP8 x 128", "llama3_70b", GridShape(tp=8, pp=8, dp=16), 8),
+    "llama3_70b": Shape(
+        "TP8 x PP8 x DP16 -> vLLM TP8 x 128",
+        "llama3_70b",
+        GridShape(tp=8, pp=8, dp=16),
+        8,
+    ),
     "qwen3_235b": Shape(
         "TP4 x PP8 x EP16 (experts whole on a rank: ETP1) -> vLLM TP8 with EP x 128",
         "qwen3_235b_a22b",
@@ -177,7 +196,11 @@ SHAPES = {
 }
 FAN_OUT_SHAPES = {
     "llama3_70b_split": Shape(
-        "TP8 x PP8 -> vLLM TP8 x 128 on other nodes", "llama3_70b", GridShape(tp=8, pp=8), 8, replicas=128
+        "TP8 x PP8 -> vLLM TP8 x 128 on other nodes",
+        "llama3_70b",
+        GridShape(tp=8, pp=8),
+        8,
+        replicas=128,
     ),
     "qwen3_235b_split": Shape(
         "TP4 x PP8 x EP8 (ETP1) -> vLLM TP8 with EP x 128 on other nodes",
@@ -194,11 +217,21 @@ ALL_SHAPES = SHAPES | FAN_OUT_SHAPES
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=ALL_SHAPES, help="one of the shapes instead of all")
-    parser.add_argument("--ranks", type=int, nargs="+", help="only one rank's plan, for each of these")
+    parser.add_argument(
+        "--shape", choices=ALL_SHAPES, help="one of the shapes instead of all"
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", help="only one rank's plan, for each of these"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there too")
-    parser.add_argument("--fan-out", action="store_true", help="the shapes with engines on other nodes")
-    parser.add_argument("--traffic", action="store_true", help="only what `megaverl plan` counts of large jobs")
+    parser.add_argument(
+        "--fan-out", action="store_true", help="the shapes with engines on other nodes"
+    )
+    parser.add_argument(
+        "--traffic",
+        action="store_true",
+        help="only what `megaverl plan` counts of large jobs",
+    )
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.alone:
@@ -213,7 +246,10 @@ def main() -> None:
     chosen = FAN_OUT_SHAPES if options.fan_out else SHAPES
     for name in [options.shape] if options.shape else chosen:
         shape = ALL_SHAPES[name]
-        print(f"\n{shape.model}: {shape.title}, {shape.world:,} ranks, {RANKS_PER_NODE} a node", flush=True)
+        print(
+            f"\n{shape.model}: {shape.title}, {shape.world:,} ranks, {RANKS_PER_NODE} a node",
+            flush=True,
+        )
         figures[name] = one_rank_each(name, options.ranks or spread(shape.world, 6))
         if not options.ranks:
             figures[name] |= measure_all(shape)
@@ -234,8 +270,16 @@ def one_rank_each(name: str, ranks: Sequence[int]) -> dict[str, Any]:
     """Return measurements of one rank's layouts and plan, in a fresh process for each of `ranks`."""
     measured = []
     for rank in ranks:
-        command = ending_with_parent([sys.executable, __file__, "--alone", "--shape", name, "--ranks", str(rank)])
-        measured.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+        command = ending_with_parent(
+            [sys.executable, __file__, "--alone", "--shape", name, "--ranks", str(rank)]
+        )
+        measured.append(
+            json.loads(
+                subprocess.run(
+                    command, check=True, capture_output=True, text=True
+                ).stdout
+            )
+        )
     worst = {key: max(one[key] for one in measured) for key in measured[0]}
     print(
         f"  one rank's layouts and plan (most of {len(ranks)}, each in a fresh process): {worst['seconds']:.2f} s "
@@ -260,14 +304,21 @@ def measure_one(shape: Shape, rank: int) -> dict[str, float]:
         "cpu_seconds": cpu_seconds,
         "peak_mb": peak - before,
         "transfers": sum(map(len, transfers_by_peer(plan))),
-        "peers": len({peer for hop in plan.hops for peer in (*hop.sends, *hop.receives)}),
+        "peers": len(
+            {peer for hop in plan.hops for peer in (*hop.sends, *hop.receives)}
+        ),
         "messages": num_messages(plan),
     }
 
 
 def transfers_by_peer(plan: Plan) -> list[Sequence[Any]]:
     """Return what a rank exchanges with each peer in each hop."""
-    return [transfers for hop in plan.hops for lists in (hop.sends, hop.receives) for transfers in lists.values()]
+    return [
+        transfers
+        for hop in plan.hops
+        for lists in (hop.sends, hop.receives)
+        for transfers in lists.values()
+    ]
 
 
 def resident_mb() -> float:
@@ -283,7 +334,10 @@ def num_messages(plan: Plan) -> int:
     from megaverl.weights.transports.point_to_point import SLOTS
 
     size = BUCKET_BYTES // SLOTS
-    return sum(len(messages(boxes, lambda _: torch.bfloat16, size)) for boxes in transfers_by_peer(plan))
+    return sum(
+        len(messages(boxes, lambda _: torch.bfloat16, size))
+        for boxes in transfers_by_peer(plan)
+    )
 
 
 class Watched(Sequence[Plan]):
@@ -343,15 +397,21 @@ def measure_all(shape: Shape) -> dict[str, Any]:
     world = shape.world
     source, dest = shape.layouts()
     start, cpu = time.perf_counter(), time.process_time()
-    plans = Watched(make_plans(source, dest, world, node_of, fan_out=shape.replicas is not None))
-    gc.freeze()  # the layouts stay: without this the collector walks through them again and again
+    plans = Watched(
+        make_plans(source, dest, world, node_of, fan_out=shape.replicas is not None)
+    )
+    # The layouts stay: without this the collector walks through them again and again.
+    gc.freeze()
     check_plans(plans)
     seconds = time.perf_counter() - start - plans.seconds_counting
     cpu_seconds = time.process_time() - cpu
     must = minima(source, dest, world)
     wrong = [rank for rank in range(world) if plans.received[rank] != must[rank]]
     busiest = max(plans.sent) / statistics.mean(plans.sent)
-    nodes = [sum(plans.sent[rank : rank + RANKS_PER_NODE]) for rank in range(0, world, RANKS_PER_NODE)]
+    nodes = [
+        sum(plans.sent[rank : rank + RANKS_PER_NODE])
+        for rank in range(0, world, RANKS_PER_NODE)
+    ]
     gigabytes = [received * ITEMSIZE / 1e9 for received in plans.received]
     print(
         f"  all {world:,} plans: {seconds:.1f} s made and checked (made {plans.seconds:.1f} s; {cpu_seconds:.1f} s of "
@@ -362,15 +422,23 @@ def measure_all(shape: Shape) -> dict[str, Any]:
         f"{statistics.median(gigabytes):.3f} GB; the minimum (needed and not held) exactly on "
         f"{world - len(wrong):,} of {world:,} ranks; {plans.to_own_node / sum(plans.sent):.0%} stays within a node"
     )
-    print(f"  busiest sender: {busiest:.3f} of the mean; busiest node: {max(nodes) / statistics.mean(nodes):.3f}")
+    print(
+        f"  busiest sender: {busiest:.3f} of the mean; busiest node: {max(nodes) / statistics.mean(nodes):.3f}"
+    )
     if shape.replicas is not None:
         most = max(plans.sent_far) * ITEMSIZE / 1e9
-        print(f"  busiest sender to other nodes: {most:.3f} GB, {most / max(gigabytes):.3f} of what a rank receives")
+        print(
+            f"  busiest sender to other nodes: {most:.3f} GB, {most / max(gigabytes):.3f} of what a rank receives"
+        )
     return {
         "seconds_all": seconds,
         "seconds_making": plans.seconds,
         "cpu_seconds": cpu_seconds,
-        "gigabytes_received": [min(gigabytes), statistics.median(gigabytes), max(gigabytes)],
+        "gigabytes_received": [
+            min(gigabytes),
+            statistics.median(gigabytes),
+            max(gigabytes),
+        ],
         "ranks_off_the_minimum": wrong,
         "busiest_sender": busiest,
         "busiest_node": max(nodes) / statistics.mean(nodes),
@@ -392,8 +460,12 @@ def minima(source: Layouts, dest: Layouts, world: int) -> list[int]:
                 held.setdefault(piece.tensor, []).append(piece.box)
             count = 0
             for piece in dest(rank).pieces:
-                common_boxes = [intersect(piece.box, box) for box in held.get(piece.tensor, ())]
-                count += piece.box.numel - sum(common.numel for common in common_boxes if common is not None)
+                common_boxes = [
+                    intersect(piece.box, box) for box in held.get(piece.tensor, ())
+                ]
+                count += piece.box.numel - sum(
+                    common.numel for common in common_boxes if common is not None
+                )
             known[key] = count
     return [known[id(source(rank)), id(dest(rank))] for rank in range(world)]
 

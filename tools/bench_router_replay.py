@@ -23,8 +23,17 @@ RANGE = 0.02  # the standard deviation of all matrices, before they are scaled
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+    }
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     with tempfile.TemporaryDirectory() as folder:
         compared = compare(options, Path(folder))
     print(
@@ -32,13 +41,17 @@ def main(arguments: list[str] | None = None) -> int:
         f"{options.dtype}: {compared['tokens']} tokens, {compared['bytes']:.0f} bytes of experts each; "
         f"engine and trainer choose differently in {100 * compared['differ']:.2f} % of tokens and layers"
     )
-    print(f"{'':16}{'mean |difference|':>20}{'p99.9':>10}{'largest':>10}{'beyond 2x':>12}")
+    print(
+        f"{'':16}{'mean |difference|':>20}{'p99.9':>10}{'largest':>10}{'beyond 2x':>12}"
+    )
     for name in ("own choice", "replayed"):
         mean, p999, largest, beyond = compared[name]
         print(f"{name:16}{mean:20.2e}{p999:10.3f}{largest:10.3f}{100 * beyond:11.3f}%")
     ratios = [
         without_replay / max(with_replay, 1e-12)
-        for without_replay, with_replay in zip(compared["own choice"], compared["replayed"], strict=True)
+        for without_replay, with_replay in zip(
+            compared["own choice"], compared["replayed"], strict=True
+        )
     ]
     beyond = "none left" if not compared["replayed"][3] else f"{ratios[3]:.1f}x fewer"
     print(f"replay: mean {ratios[0]:.1f}x smaller, beyond 2x {beyond}; aim {AIM:g}x")
@@ -54,9 +67,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64, help="of each response")
-    parser.add_argument("--expert-scale", type=float, default=64.0, help="of the experts' output weights")
-    parser.add_argument("--contrast", type=float, default=8.0, help="of the language-model head")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument(
+        "--expert-scale",
+        type=float,
+        default=64.0,
+        help="of the experts' output weights",
+    )
+    parser.add_argument(
+        "--contrast", type=float, default=8.0, help="of the language-model head"
+    )
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"]
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 
@@ -69,7 +91,9 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from megaverl.platform import platform
 
     platform.start()
-    dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        platform.backend, store=dist.HashStore(), rank=0, world_size=1
+    )
     from megaverl.config.roles import RolloutConfig
     from megaverl.data.batch import RolloutBatch
     from megaverl.distributed.grid import GridShape
@@ -92,21 +116,43 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         routed_experts=True,
     )
     generator = torch.Generator().manual_seed(options.seed)
-    prompts = torch.randint(0, options.vocab, (options.prompts, 8), generator=generator).tolist()
+    prompts = torch.randint(
+        0, options.vocab, (options.prompts, 8), generator=generator
+    ).tolist()
     sampling = SamplingOptions(options.tokens, ignore_eos=True)
-    batch = RolloutBatch.from_generations(prompts, engine.generate(prompts, sampling, list(range(len(prompts)))))
+    batch = RolloutBatch.from_generations(
+        prompts, engine.generate(prompts, sampling, list(range(len(prompts))))
+    )
     engine.close()
     grid = ProcessGroupManager(None).grid(GridShape())
-    model = MegatronModel(ModelSpec.from_folder(model_folder), grid, dtype=dtype, seed=0)
+    model = MegatronModel(
+        ModelSpec.from_folder(model_folder), grid, dtype=dtype, seed=0
+    )
     model.load(model_folder)
     [item] = batch.columns["routed_experts"][0]
     compared: dict[str, Any] = {"tokens": int(batch.response_mask.sum())}
     compared["bytes"] = item.tensors["routed_experts"][0].nbytes
     for name, replays in (("own choice", False), ("replayed", True)):
-        policy = Policy(model, temperature=1.0, micro_batch_tokens=options.tokens + 16, replays=replays)
-        difference = (policy.log_probs(batch).cpu() - batch.rollout_log_probs)[batch.response_mask].abs().double()
+        policy = Policy(
+            model,
+            temperature=1.0,
+            micro_batch_tokens=options.tokens + 16,
+            replays=replays,
+        )
+        difference = (
+            (policy.log_probs(batch).cpu() - batch.rollout_log_probs)[
+                batch.response_mask
+            ]
+            .abs()
+            .double()
+        )
         beyond = float((difference > math.log(2)).double().mean())
-        compared[name] = [float(difference.mean()), float(difference.quantile(0.999)), float(difference.max()), beyond]
+        compared[name] = [
+            float(difference.mean()),
+            float(difference.quantile(0.999)),
+            float(difference.max()),
+            beyond,
+        ]
     compared["differ"] = model.router_metrics()["moe/routes_differ"]
     dist.destroy_process_group()
     return compared
@@ -115,7 +161,8 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def make_model(options: argparse.Namespace, folder: Path) -> Path:
     """Write a model of random weights, scaled so that routing matters.
 
-    Attention adds little to the residual stream and experts add much; the next token's probabilities are far from even.
+    Attention adds little to the residual stream and experts add much; the next token's
+    probabilities are far from even.
     """
     from safetensors.torch import load_file, save_file
 

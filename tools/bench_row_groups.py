@@ -27,7 +27,9 @@ def write_file(path: Path, num_rows: int, num_groups: int) -> None:
     draw = random.Random(0)
     words = [f"word{number}" for number in range(1000)]
     prompts = [" ".join(draw.choices(words, k=70)) for _ in range(num_rows)]
-    table = pyarrow.table({"prompt": prompts, "answer": [str(number) for number in range(num_rows)]})
+    table = pyarrow.table(
+        {"prompt": prompts, "answer": [str(number) for number in range(num_rows)]}
+    )
     pyarrow.parquet.write_table(table, path, row_group_size=-(-num_rows // num_groups))
 
 

@@ -22,20 +22,24 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megaverl.rewards.sandbox import ConfinedProgram, Sandbox  # noqa: E402
+from megaverl.rewards.sandbox import ConfinedProgram, Sandbox
 
 PROGRAM = "number = int(input())\nprint(number * number)\n"
 
 
 def in_sandboxes(pool: Sandbox, numbers: Sequence[int]) -> list[str]:
-    outcomes = pool.run_all([ConfinedProgram(PROGRAM, input=f"{number}\n") for number in numbers])
+    outcomes = pool.run_all(
+        [ConfinedProgram(PROGRAM, input=f"{number}\n") for number in numbers]
+    )
     return [outcome.output for outcome in outcomes]
 
 
 def in_interpreters(workers: int, numbers: Sequence[int]) -> list[str]:
     def run(number: int) -> str:
         command = [sys.executable, "-I", "-S", "-c", PROGRAM]
-        return subprocess.run(command, input=f"{number}\n", capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command, input=f"{number}\n", capture_output=True, text=True, check=True
+        ).stdout
 
     with ThreadPoolExecutor(workers) as threads:
         return list(threads.map(run, numbers))
@@ -45,20 +49,30 @@ def processor_seconds() -> float:
     """Return the processor seconds of this process, its workers, and the finished children of both."""
     times = [
         psutil.Process().cpu_times(),
-        *(process_times.cpu_times() for process_times in psutil.Process().children(recursive=True)),
+        *(
+            process_times.cpu_times()
+            for process_times in psutil.Process().children(recursive=True)
+        ),
     ]
     return sum(
-        process_times.user + process_times.system + process_times.children_user + process_times.children_system
+        process_times.user
+        + process_times.system
+        + process_times.children_user
+        + process_times.children_system
         for process_times in times
     )
 
 
-def measure(run: Callable[[Sequence[int]], list[str]], count: int) -> tuple[float, float]:
+def measure(
+    run: Callable[[Sequence[int]], list[str]], count: int
+) -> tuple[float, float]:
     """Return the programs a second and the processor milliseconds of one; all outputs must be right."""
     numbers, work, start = range(count), processor_seconds(), time.perf_counter()
     outputs = run(numbers)
     took = time.perf_counter() - start
-    assert outputs == [f"{number * number}\n" for number in numbers], "an output is wrong"
+    assert outputs == [f"{number * number}\n" for number in numbers], (
+        "an output is wrong"
+    )
     return count / took, 1e3 * (processor_seconds() - work) / count
 
 
@@ -71,7 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pool = Sandbox(size=options.workers)
     sides: dict[str, Callable[[Sequence[int]], list[str]]] = {
         "warm sandboxes": lambda numbers: in_sandboxes(pool, numbers),
-        "an interpreter each": lambda numbers: in_interpreters(options.workers, numbers),
+        "an interpreter each": lambda numbers: in_interpreters(
+            options.workers, numbers
+        ),
     }
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     try:
@@ -89,8 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, rounds in measured.items():
         rates, works = zip(*rounds, strict=True)
         rate, spread = statistics.median(rates), f"{min(rates):.0f} to {max(rates):.0f}"
-        print(f"{name:<20} {rate:>6.0f} a second ({spread}), {statistics.median(works):.1f} ms of processors each")
-    warm, cold = (statistics.median(rate for rate, _ in rounds) for rounds in measured.values())
+        print(
+            f"{name:<20} {rate:>6.0f} a second ({spread}), {statistics.median(works):.1f} ms of processors each"
+        )
+    warm, cold = (
+        statistics.median(rate for rate, _ in rounds) for rounds in measured.values()
+    )
     print(f"ratio {warm / cold:.2f}")
     return 0
 

@@ -22,7 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
+# A checkout needs no installation of megaverl.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
@@ -99,12 +100,16 @@ class Stopwatch:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 128, 1024])
     parser.add_argument("--only", choices=GROUPS, nargs="+", default=list(GROUPS))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print(f"| per rank and step | {' | '.join(f'{count:,} ranks' for count in options.ranks)} |")
+    print(
+        f"| per rank and step | {' | '.join(f'{count:,} ranks' for count in options.ranks)} |"
+    )
     print("| --- |" + " ---: |" * len(options.ranks))
     with kept_objects():  # as a run does
         for group in options.only:
@@ -125,28 +130,58 @@ def rank_of(rank: int, size: int) -> Iterator[None]:
 def samples(ranks: Sequence[int]) -> Iterator[Line]:
     """Yield the lines on responses, log-probs and advantages: all samples on every rank, or each rank's own."""
     moved_by_rank = {
-        # the quickest of some: the first one makes what a run makes once, and others use these processors too
+        # the quickest of some: the first one makes what a run makes once, and others
+        # use these processors too
         (size, is_first): (
-            min((own_rows(size, rank) for _ in range(REPEATS)), key=lambda moved: moved.seconds),
+            min(
+                (own_rows(size, rank) for _ in range(REPEATS)),
+                key=lambda moved: moved.seconds,
+            ),
             everything(size, rank),
         )
         for size in ranks
         for is_first, rank in ((True, 0), (False, size // 2 + 1))
     }
 
-    def line(label: str, number: Callable[[tuple[Moved, Moved]], str], *, of_rank_0: bool = False) -> Line:
+    def line(
+        label: str,
+        number: Callable[[tuple[Moved, Moved]], str],
+        *,
+        of_rank_0: bool = False,
+    ) -> Line:
         return Line(label, [number(moved_by_rank[size, of_rank_0]) for size in ranks])
 
-    yield Line("samples of the step", [f"{size * SAMPLES_PER_RANK:,}" for size in ranks])
+    yield Line(
+        "samples of the step", [f"{size * SAMPLES_PER_RANK:,}" for size in ranks]
+    )
     yield line("samples that a rank has", lambda both: f"{both[0].held:,}")
-    yield line("bytes received, every rank having all samples", lambda both: megabytes(both[1].bytes))
-    yield line("bytes received, each its own: rows", lambda both: megabytes(both[0].bytes))
-    yield line("bytes received, each its own: numbers of all samples", lambda both: megabytes(both[0].numbers))
+    yield line(
+        "bytes received, every rank having all samples",
+        lambda both: megabytes(both[1].bytes),
+    )
+    yield line(
+        "bytes received, each its own: rows", lambda both: megabytes(both[0].bytes)
+    )
+    yield line(
+        "bytes received, each its own: numbers of all samples",
+        lambda both: megabytes(both[0].numbers),
+    )
     for name, of_rank_0 in (("a rank", False), ("rank 0", True)):
-        yield line(f"processor seconds of {name}, all samples", lambda b: f"{b[1].seconds:.2f}", of_rank_0=of_rank_0)
-        yield line(f"processor seconds of {name}, its own", lambda b: f"{b[0].seconds:.2f}", of_rank_0=of_rank_0)
+        yield line(
+            f"processor seconds of {name}, all samples",
+            lambda b: f"{b[1].seconds:.2f}",
+            of_rank_0=of_rank_0,
+        )
+        yield line(
+            f"processor seconds of {name}, its own",
+            lambda b: f"{b[0].seconds:.2f}",
+            of_rank_0=of_rank_0,
+        )
     for part in moved_by_rank[ranks[0], True][0].parts:
-        yield line(f"of these {part}", lambda both, part=part: f"{both[0].parts[part]:.3f}")  # type: ignore[misc]
+        yield line(
+            f"of these {part}",
+            lambda both, part=part: f"{both[0].parts[part]:.3f}",  # type: ignore[misc]
+        )
 
 
 GROUPS: dict[str, Callable[[Sequence[int]], Iterator[Line]]] = {"samples": samples}
@@ -177,10 +212,18 @@ def megabytes(size: float) -> str:
 def step_of(size: int) -> Step:
     """Return a step with prompts of about 200 tokens and `GROUP_SIZE` responses of about 1,300 tokens to each."""
     count, draw = size * SAMPLES_PER_RANK, random.Random(0)
-    prompt = [draw.randint(PROMPT_TOKENS // 2, PROMPT_TOKENS) for _ in range(count // GROUP_SIZE)]
-    records = [PromptRecord(n, "", "", [n] * length, "", {}, "", []) for n, length in enumerate(prompt)]
+    prompt = [
+        draw.randint(PROMPT_TOKENS // 2, PROMPT_TOKENS)
+        for _ in range(count // GROUP_SIZE)
+    ]
+    records = [
+        PromptRecord(n, "", "", [n] * length, "", {}, "", [])
+        for n, length in enumerate(prompt)
+    ]
     groups = [row // GROUP_SIZE for row in range(count)]
-    response = [draw.randint(RESPONSE_TOKENS // 4, RESPONSE_TOKENS) for _ in range(count - 1)] + [RESPONSE_TOKENS]
+    response = [
+        draw.randint(RESPONSE_TOKENS // 4, RESPONSE_TOKENS) for _ in range(count - 1)
+    ] + [RESPONSE_TOKENS]
     lengths = SequenceLengths([prompt[group] for group in groups], response, groups)
     return Step(lengths, groups, [records[group] for group in groups])
 
@@ -189,16 +232,24 @@ def roles_of(size: int) -> tuple[Any, Any]:
     """Return (roles, model) for the plans of a step: actor and reference at TP8, and rewards."""
     shape = GridShape(tp=TP, dp=size // TP)
     grid = SimpleNamespace(shape=shape, coords=shape.coords(dist.get_rank()))
-    filled_up = {"token_multiple": TP, "sequence_multiple": 1}  # for sequence parallelism
+    # For sequence parallelism.
+    filled_up = {"token_multiple": TP, "sequence_multiple": 1}
     model: Any = SimpleNamespace(
-        role="actor", grid=grid, pack=pack, vision=None, own_part=lambda micro_batch: micro_batch, **filled_up
+        role="actor",
+        grid=grid,
+        pack=pack,
+        vision=None,
+        own_part=lambda micro_batch: micro_batch,
+        **filled_up,
     )
     actor: Any = ModelWorker(model, micro_batch_tokens=16384)
     actor.trainable = SimpleNamespace(model=model, part=(0, 1), gradient_accumulation=1)
     actor.algorithm, actor.seed, actor.is_on_policy = CONFIG.algorithm, 0, False
     rules: Any = SimpleNamespace(components=[])
     reward = RewardRole(rules, None, dist.group.WORLD)  # type: ignore[arg-type]  # asked for rows alone
-    return SimpleNamespace(actor=actor, reference=actor, reward=reward, critic=None, implicit=None), model
+    return SimpleNamespace(
+        actor=actor, reference=actor, reward=reward, critic=None, implicit=None
+    ), model
 
 
 CONFIG = load_config(
@@ -215,13 +266,17 @@ CONFIG = load_config(
 
 
 def routing_of(size: int, roles: Any) -> SampleRouting:
-    steps: Any = SimpleNamespace(config=CONFIG, roles=roles, needs_log_probs=lambda step: True)
+    steps: Any = SimpleNamespace(
+        config=CONFIG, roles=roles, needs_log_probs=lambda step: True
+    )
     return SampleRouting(steps, of_default_group(ROLES, MINUTE), reporter=0)
 
 
 def written_by(size: int, count: int) -> dict[int, range]:
     """Return the samples that each engine has generated, by the engine's first rank."""
-    return {rank: rows_of_rank(count, rank // TP, size // TP) for rank in range(0, size, TP)}
+    return {
+        rank: rows_of_rank(count, rank // TP, size // TP) for rank in range(0, size, TP)
+    }
 
 
 def own_rows(size: int, rank: int) -> Moved:
@@ -239,16 +294,29 @@ def own_rows(size: int, rank: int) -> Moved:
 
         with watch.part("plans: who works on what"):
             held = RowSelection(routing.context, rows).held(lengths, step.group_ids)
-            moving = Moving.plan(routing.context, "responses", written_by(size, len(lengths)), held.by_rank)
+            moving = Moving.plan(
+                routing.context,
+                "responses",
+                written_by(size, len(lengths)),
+                held.by_rank,
+            )
         messages = [
-            _as_rows(move.rows, [step.response(row) for row in move.rows]).pack(range(len(move.rows)))
+            _as_rows(move.rows, [step.response(row) for row in move.rows]).pack(
+                range(len(move.rows))
+            )
             for move in moving.moves
             if move.dest == rank
         ]
         wanted = [move.rows for move in moving.moves if move.dest == rank]
-        own_places = [row for row in written_by(size, len(lengths)).get(rank, ()) if row in held.place]
+        own_places = [
+            row
+            for row in written_by(size, len(lengths)).get(rank, ())
+            if row in held.place
+        ]
         row_batch = _as_rows(own_places, [step.response(row) for row in own_places])
-        size_of_rows: float = sum(payload.numel() + len(header) for header, payload, _ in messages)
+        size_of_rows: float = sum(
+            payload.numel() + len(header) for header, payload, _ in messages
+        )
         with watch.part("unpacking responses"):
             batch = held_batch(step, held, [(own_places, row_batch)], wanted, messages)
         micro_batches(watch, model, batch)
@@ -256,20 +324,42 @@ def own_rows(size: int, rank: int) -> Moved:
         advantages(watch, batch, step)
         weights(watch, roles.actor, batch, held)
         routing.context.messages.close()
-    # lengths and their ranks; two scores and a component; tokens that train, asked for twice, and whether they ended
-    return Moved(len(held.rows), size_of_rows, len(lengths) * (12 + 12 + 2 * 8 + 1), watch.seconds)
+    # lengths and their ranks; two scores and a component; tokens that train, asked for
+    # twice, and whether they ended
+    return Moved(
+        len(held.rows),
+        size_of_rows,
+        len(lengths) * (12 + 12 + 2 * 8 + 1),
+        watch.seconds,
+    )
 
 
 def held_batch(
-    step: Step, held: HeldRows, here: list[tuple[list[int], RaggedBatch]], wanted: Any, messages: Any
+    step: Step,
+    held: HeldRows,
+    here: list[tuple[list[int], RaggedBatch]],
+    wanted: Any,
+    messages: Any,
 ) -> RolloutBatch:
     """Build the batch from the received rows as `responses.held_responses` does."""
-    parts: list[Any] = [([held.place[row] for row in rows], part, range(len(rows))) for rows, part in here if rows]
+    parts: list[Any] = [
+        ([held.place[row] for row in rows], part, range(len(rows)))
+        for rows, part in here
+        if rows
+    ]
     for rows, (header, payload, _) in zip(wanted, messages, strict=True):
-        parts.append(([held.place[row] for row in rows], RaggedBatch.unpack(header, payload, {}), range(len(rows))))
+        parts.append(
+            (
+                [held.place[row] for row in rows],
+                RaggedBatch.unpack(header, payload, {}),
+                range(len(rows)),
+            )
+        )
     generations = _from_rows(merge(len(held.rows), parts))
     batch = rollout_batch(
-        [step.prompts[row] for row in held.rows], generations, [step.group_ids[row] for row in held.rows]
+        [step.prompts[row] for row in held.rows],
+        generations,
+        [step.group_ids[row] for row in held.rows],
     )
     return as_held(batch, held)
 
@@ -282,20 +372,34 @@ def everything(size: int, rank: int) -> Moved:
         roles, model = roles_of(size)
         speakers = written_by(size, count)
         packed = [
-            (rows, _as_rows(rows, [step.response(row) for row in rows]).pack(range(len(rows))))
+            (
+                rows,
+                _as_rows(rows, [step.response(row) for row in rows]).pack(
+                    range(len(rows))
+                ),
+            )
             for rows in speakers.values()
         ]
         widest = max(payload.numel() for _, (_, payload, _) in packed)
         with watch.part("unpacking responses"):
             parts: list[Any] = []
             for rows, (header, payload, _) in packed:
-                parts.append((rows, RaggedBatch.unpack(header, payload.clone(), {}), range(len(rows))))
-            batch = rollout_batch(step.prompts, _from_rows(merge(count, parts)), step.group_ids)
+                parts.append(
+                    (
+                        rows,
+                        RaggedBatch.unpack(header, payload.clone(), {}),
+                        range(len(rows)),
+                    )
+                )
+            batch = rollout_batch(
+                step.prompts, _from_rows(merge(count, parts)), step.group_ids
+            )
         del packed, parts
         micro_batches(watch, model, batch)
         advantages(watch, batch, step)
         weights(watch, roles.actor, batch, None)
-    # every rank's bytes are padded to the most of any; a sum over all ranks brings a tensor twice (ring)
+    # every rank's bytes are padded to the most of any; a sum over all ranks brings a
+    # tensor twice (ring)
     gathered = widest * size
     sums = 2 * 2 * count * batch.generated_ids.shape[1] * 4
     return Moved(count, gathered + sums, count * 12, watch.seconds)
@@ -311,22 +415,38 @@ def micro_batches(watch: Stopwatch, model: Any, batch: RolloutBatch) -> None:
             micro_batches_of(model, batch, outline, plan)
 
 
-def results(watch: Stopwatch, roles: Any, model: Any, batch: RolloutBatch, held: HeldRows) -> float:
+def results(
+    watch: Stopwatch, roles: Any, model: Any, batch: RolloutBatch, held: HeldRows
+) -> float:
     """Exchange log-probs of actor and reference, and advantages; return the bytes that this rank receives."""
     context = held.context
     rows_by_rank = roles.actor.rows(held.lengths)
-    of_scores = {rank: rows if rank % TP == 0 else () for rank, rows in enumerate(rows_by_rank)}
+    of_scores = {
+        rank: rows if rank % TP == 0 else () for rank, rows in enumerate(rows_by_rank)
+    }
     received = 0.0
-    for name, source in (("old", of_scores), ("reference", of_scores), ("advantages", held.groups_by_rank)):
+    for name, source in (
+        ("old", of_scores),
+        ("reference", of_scores),
+        ("advantages", held.groups_by_rank),
+    ):
         with watch.part("plans: who sends what"):
             moving = Moving.plan(context, name, source, held.by_rank)
         messages = []
         for move in moving.moves:
             if move.dest == context.rank:
-                sizes = torch.tensor([held.lengths.response_lengths[row] for row in move.rows])
+                sizes = torch.tensor(
+                    [held.lengths.response_lengths[row] for row in move.rows]
+                )
                 rows = torch.zeros(len(move.rows), batch.generated_ids.shape[1])
-                messages.append(RaggedBatch({"x": rows}, {"x": "R"}, {"R": sizes}).pack(range(len(move.rows))))
-        received += sum(payload.numel() + len(header) for header, payload, _ in messages)
+                messages.append(
+                    RaggedBatch({"x": rows}, {"x": "R"}, {"R": sizes}).pack(
+                        range(len(move.rows))
+                    )
+                )
+        received += sum(
+            payload.numel() + len(header) for header, payload, _ in messages
+        )
         with watch.part("unpacking results"):
             for header, payload, _ in messages:
                 RaggedBatch.unpack(header, payload, {})
@@ -343,7 +463,9 @@ def advantages(watch: Stopwatch, batch: RolloutBatch, step: Step) -> None:
         AdvantageComputer(CONFIG.algorithm).assign(local, kl_coef=0.01)
 
 
-def weights(watch: Stopwatch, actor: Any, batch: RolloutBatch, held: HeldRows | None) -> None:
+def weights(
+    watch: Stopwatch, actor: Any, batch: RolloutBatch, held: HeldRows | None
+) -> None:
     """Compute the loss weights of the tokens in each mini-batch."""
     num_tokens = torch.tensor(sequence_lengths(batch).response_lengths)
     plans = plan_updates(actor, sequence_lengths(batch), 0)
@@ -353,12 +475,22 @@ def weights(watch: Stopwatch, actor: Any, batch: RolloutBatch, held: HeldRows | 
         if planned is None:
             return
         with watch.part("micro-batches"):
-            places = planned.samples if held is None else held.places_of(planned.samples)
+            places = (
+                planned.samples if held is None else held.places_of(planned.samples)
+            )
             mask = torch.zeros_like(batch.response_mask)
             mask[places] = batch.response_mask[places]
-            values = Weighting("token_mean").weights(mask, make_denominators(num_tokens[planned.samples]))
+            values = Weighting("token_mean").weights(
+                mask, make_denominators(num_tokens[planned.samples])
+            )
             fields = {"weights": values, "advantages": batch.rollout_log_probs}
-            micro_batches_of(actor.model, batch, sequence_lengths(batch), planned.micro_batches, fields)
+            micro_batches_of(
+                actor.model,
+                batch,
+                sequence_lengths(batch),
+                planned.micro_batches,
+                fields,
+            )
 
 
 if __name__ == "__main__":

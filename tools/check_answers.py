@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # torchrun has the folder of a script there
+# Torchrun has the folder of a script there.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools import check_layouts
 
@@ -35,8 +36,15 @@ if TYPE_CHECKING:
     from megaverl.distributed.groups import ProcessGroupManager
     from megaverl.rollout.vllm_engine import VLLMEngine
 
-# Heads as vLLM's CPU attention has kernels for, and weights so large that no two tokens are as likely.
-SIZES = {"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 3, "vocab_size": 150, "initializer_range": 0.1}
+# Heads as vLLM's CPU attention has kernels for, and weights so large that no two tokens
+# are as likely.
+SIZES = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "num_hidden_layers": 3,
+    "vocab_size": 150,
+    "initializer_range": 0.1,
+}
 GPT2: dict[str, Any] = {"initializer_range": 0.3} | {
     "n_embd": 128,
     "n_layer": 2,
@@ -52,9 +60,19 @@ MORE: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": GPT2,
     "GPTJForCausalLM": GPT2 | {"rotary_dim": 16},
-    "BloomForCausalLM": {"n_layer": 2, "n_head": 4, "tie_word_embeddings": True, "initializer_range": 0.3},
-    "GPTNeoXForCausalLM": {"num_key_value_heads": check_layouts.LEFT_OUT},  # else vLLM believes it
-    "OPTForCausalLM": {"word_embed_proj_dim": 128, "init_std": 0.3, "tie_word_embeddings": False},
+    "BloomForCausalLM": {
+        "n_layer": 2,
+        "n_head": 4,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.3,
+    },
+    # Else vLLM believes it.
+    "GPTNeoXForCausalLM": {"num_key_value_heads": check_layouts.LEFT_OUT},
+    "OPTForCausalLM": {
+        "word_embed_proj_dim": 128,
+        "init_std": 0.3,
+        "tie_word_embeddings": False,
+    },
     "Gemma2ForCausalLM": {"query_pre_attn_scalar": 32},
     "Gemma3ForCausalLM": {"query_pre_attn_scalar": 32, "initializer_range": 0.3},
     "Lfm2ForCausalLM": {"block_dim": 128, "conv_dim": 128},
@@ -113,7 +131,9 @@ def main() -> None:
         line = compare(architecture, parsed.tp)
         lines.append(line)
         if dist.get_rank() == 0:
-            print(f"{line.architecture:<28} {line.verdict:<8} {line.detail}", flush=True)
+            print(
+                f"{line.architecture:<28} {line.verdict:<8} {line.detail}", flush=True
+            )
     if dist.get_rank() == 0:
         same = sum(line.verdict == "same" for line in lines)
         print(f"tp{parsed.tp}: {same} of {len(lines)} answer as a fresh engine")
@@ -135,7 +155,9 @@ def compare(architecture: str, tp: int) -> Line:
             reference = log_probs_of(folder, wanted[0])
         except Exception as error:
             text = " ".join(str(error).split())
-            return Line(architecture, "refused", f"{type(error).__name__}: {text[:300]}")
+            return Line(
+                architecture, "refused", f"{type(error).__name__}: {text[:300]}"
+            )
     (ours, our_log_probs), (theirs, their_log_probs) = answer, wanted
     agree = sum(a == b for a, b in zip(ours, theirs, strict=True))
     apart = max(abs(a - b) for a, b in zip(our_log_probs, their_log_probs, strict=True))
@@ -167,8 +189,17 @@ def write(architecture: str, folder: str) -> None:
     import transformers
 
     model_class = getattr(transformers, architecture)
-    sizes = check_layouts.BASE | SIZES | check_layouts.MORE.get(architecture, {}) | MORE.get(architecture, {})
-    fields = {key: value for key, value in sizes.items() if value is not check_layouts.LEFT_OUT}
+    sizes = (
+        check_layouts.BASE
+        | SIZES
+        | check_layouts.MORE.get(architecture, {})
+        | MORE.get(architecture, {})
+    )
+    fields = {
+        key: value
+        for key, value in sizes.items()
+        if value is not check_layouts.LEFT_OUT
+    }
     config = model_class.config_class(**fields)
     config.architectures = [architecture]
     torch.manual_seed(0)
@@ -176,7 +207,8 @@ def write(architecture: str, folder: str) -> None:
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
-    if config.get_text_config().tie_word_embeddings:  # else the likeliest token is the one that was read last
+    # Else the likeliest token is the one that was read last.
+    if config.get_text_config().tie_word_embeddings:
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding):
                 module.weight.data *= 0.1
@@ -221,7 +253,9 @@ def log_probs_of(folder: str, tokens: list[int]) -> list[float]:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     log_probs: list[float] = []
-    for prompt, response in zip(PROMPTS, torch.tensor(tokens).split(MAX_TOKENS), strict=True):
+    for prompt, response in zip(
+        PROMPTS, torch.tensor(tokens).split(MAX_TOKENS), strict=True
+    ):
         ids = torch.cat([torch.tensor(prompt), response])
         logits = model(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
         log_probs += logits.log_softmax(-1).gather(1, response[:, None])[:, 0].tolist()
@@ -248,7 +282,12 @@ def reshard(folder: str, made: VLLMEngine) -> None:
         initialize=False,
     )
     model.load(folder)
-    WeightSync(ActorWeights.of(model), made.layouts(shapes_of(model.weights)), made, model.grid.world).reshard()
+    WeightSync(
+        ActorWeights.of(model),
+        made.layouts(shapes_of(model.weights)),
+        made,
+        model.grid.world,
+    ).reshard()
 
 
 @cache

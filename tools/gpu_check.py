@@ -28,12 +28,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a checkout needs no installation of megaverl
 
-from megaverl.gpus import count_gpus, cpu_torch_beside_gpus, driver_older_than_torch  # noqa: E402
-from megaverl.monitoring.doctor import Finding, as_dict, as_text  # noqa: E402
-from megaverl.monitoring.doctor.trials import Trial  # noqa: E402
-from megaverl.monitoring.tracker import collect_versions  # noqa: E402
-from tools.gpu_check_models import REHEARSAL  # noqa: E402
-from tools.gpu_check_parts import CHECKS, Check  # noqa: E402
+from megaverl.gpus import count_gpus, cpu_torch_beside_gpus, driver_older_than_torch
+from megaverl.monitoring.doctor import Finding, as_dict, as_text
+from megaverl.monitoring.doctor.trials import Trial
+from megaverl.monitoring.tracker import collect_versions
+from tools.gpu_check_models import REHEARSAL
+from tools.gpu_check_parts import CHECKS, Check
 
 MODULE = "tools.gpu_check_parts"
 IMPORTS = ("transformers", "megatron.core", "vllm")
@@ -42,12 +42,39 @@ START_SECONDS = 300.0  # for all imports; a cold one of vLLM alone was measured 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(CHECKS), metavar="CHECK", help=", ".join(CHECKS))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings and the versions there")
-    parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="for each check (%(default)s)")
-    parser.add_argument("--budget", type=float, default=30.0, metavar="MINUTES", help="start none after (%(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(CHECKS),
+        metavar="CHECK",
+        help=", ".join(CHECKS),
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the findings and the versions there",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=900.0,
+        metavar="SECONDS",
+        help="for each check (%(default)s)",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=30.0,
+        metavar="MINUTES",
+        help="start none after (%(default)s)",
+    )
     parser.add_argument(
         "--rehearsal",
         action="store_true",
@@ -60,11 +87,20 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.device == "cuda":
         findings, gpus = examine_machine()
         if not gpus and not findings:
-            print("no CUDA device here: nothing to check (--device cpu checks what a CPU can)")
+            print(
+                "no CUDA device here: nothing to check (--device cpu checks what a CPU can)"
+            )
             return 2
     if arguments.rehearsal:
         os.environ[REHEARSAL] = "1"
-        findings.append(Finding("machine", "rehearsal", "note", "small sizes, no CUDA graphs, no limits of speed"))
+        findings.append(
+            Finding(
+                "machine",
+                "rehearsal",
+                "note",
+                "small sizes, no CUDA graphs, no limits of speed",
+            )
+        )
     if not any(finding.status == "fail" for finding in findings):
         for name in arguments.only or CHECKS:
             spent = time.monotonic() - begin
@@ -72,13 +108,22 @@ def main(argv: list[str] | None = None) -> int:
                 why = f"not checked: the budget of {arguments.budget:g} minutes is spent (--budget, or --only {name})"
                 findings.append(Finding(CHECKS[name].section, name, "note", why))
                 continue
-            findings.append(run(name, CHECKS[name], arguments.device, gpus, arguments.timeout))
-            of_budget = f"{(time.monotonic() - begin) / 60:.1f} of {arguments.budget:g} min"
+            findings.append(
+                run(name, CHECKS[name], arguments.device, gpus, arguments.timeout)
+            )
+            of_budget = (
+                f"{(time.monotonic() - begin) / 60:.1f} of {arguments.budget:g} min"
+            )
             line = f"{findings[-1].status:5}{name}: {findings[-1].found.splitlines()[0]} [{of_budget}]"
             print(line, file=sys.stderr, flush=True)
     print(as_text(findings))
     if arguments.json:
-        report = {"versions": collect_versions(), "device": arguments.device, "gpus": gpus, **as_dict(findings)}
+        report = {
+            "versions": collect_versions(),
+            "device": arguments.device,
+            "gpus": gpus,
+            **as_dict(findings),
+        }
         arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 1 if any(finding.status == "fail" for finding in findings) else 0
 
@@ -86,26 +131,46 @@ def main(argv: list[str] | None = None) -> int:
 def examine_machine() -> tuple[list[Finding], int]:
     """Return findings on driver, CUDA and imports, and the number of GPUs on which CUDA starts.
 
-    A driver that is too old, or a torch without CUDA, lets `device_count` name GPUs on which nothing can run.
+    A driver that is too old, or a torch without CUDA, lets `device_count` name GPUs on
+    which nothing can run.
     """
     listed = count_gpus()
     if problem := driver_older_than_torch() or cpu_torch_beside_gpus():
-        return [Finding("machine", "driver", "fail", problem, "docs/first_gpu_hour.md, minute 0")], 0
+        return [
+            Finding(
+                "machine", "driver", "fail", problem, "docs/first_gpu_hour.md, minute 0"
+            )
+        ], 0
     code, output = _python(START)
     if code:
         if not listed:
             return [], 0
         listed_only = f"{listed} GPUs are listed, but CUDA does not start: {output.splitlines()[-1]}"
-        return [Finding("machine", "CUDA", "fail", listed_only, "megaverl doctor --gpu says more")], 0
+        return [
+            Finding(
+                "machine",
+                "CUDA",
+                "fail",
+                listed_only,
+                "megaverl doctor --gpu says more",
+            )
+        ], 0
     gpus = int(output.split()[-1])
-    findings = [Finding("machine", "CUDA", "ok", f"starts; {gpus} GPU{'s' * (gpus != 1)}")]
-    # one interpreter for all is quicker; if something fails, one for each finds out what
+    findings = [
+        Finding("machine", "CUDA", "ok", f"starts; {gpus} GPU{'s' * (gpus != 1)}")
+    ]
+    # one interpreter for all is quicker; if something fails, one for each finds out
+    # what
     failing = IMPORTS if _python(f"import torch, {', '.join(IMPORTS)}")[0] else ()
     for module in failing:
         code, output = _python(f"import torch, {module}")
         if code:
             fix = "./launch/bootstrap.sh --gpu installs the versions of the lock"
-            findings.append(Finding("machine", f"import {module}", "fail", output.splitlines()[-1], fix))
+            findings.append(
+                Finding(
+                    "machine", f"import {module}", "fail", output.splitlines()[-1], fix
+                )
+            )
     return findings, gpus
 
 
@@ -113,10 +178,14 @@ def _python(program: str) -> tuple[int, str]:
     """Run a program in an interpreter of its own; return its exit code and its output."""
     command = [sys.executable, "-c", program]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=START_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return 1, f"not done after {START_SECONDS:g} s"
-    return done.returncode, (done.stderr if done.returncode else done.stdout).strip() or "(it wrote nothing)"
+    return done.returncode, (
+        done.stderr if done.returncode else done.stdout
+    ).strip() or "(it wrote nothing)"
 
 
 def run(name: str, check: Check, device: str, gpus: int, timeout: float) -> Finding:
@@ -130,7 +199,15 @@ def run(name: str, check: Check, device: str, gpus: int, timeout: float) -> Find
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="megaverl_check_") as folder:
         fix = "its last lines say why: run it alone with --only, and report it with --json"
-        trial = Trial(name, MODULE, ranks, fix, environment, arguments=[name, folder, device], section=check.section)
+        trial = Trial(
+            name,
+            MODULE,
+            ranks,
+            fix,
+            environment,
+            arguments=[name, folder, device],
+            section=check.section,
+        )
         finding = trial.finish(begin + timeout)
     took = f"{finding.found}\n({ranks} rank{'s' * (ranks > 1)}, {time.monotonic() - begin:.0f} s)"
     return Finding(check.section, name, finding.status, took, finding.fix)

@@ -29,7 +29,12 @@ if TYPE_CHECKING:
     from megaverl.workers.megatron_model import MegatronModel
     from megaverl.workers.weight_sync import WeightSync
 
-SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 1000}
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "vocab_size": 1000,
+}
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13] * 9, [14, 15]]
 Steps = dict[int, dict[str, float]]  # metrics of a run by step and name
 
@@ -78,14 +83,22 @@ def load_model(folder: Path, tp: int = 1, **options: Any) -> tuple[MegatronModel
         make_tiny_folder(path, "Qwen3ForCausalLM", tie_embeddings=True, **SIZES)
     dist.barrier()
     grid = ProcessGroupManager().grid(GridShape(tp=tp, dp=dist.get_world_size() // tp))
-    model = MegatronModel(ModelSpec.from_folder(path), grid, dtype=platform.default_dtype, seed=0, **options)
+    model = MegatronModel(
+        ModelSpec.from_folder(path),
+        grid,
+        dtype=platform.default_dtype,
+        seed=0,
+        **options,
+    )
     model.load(path)
     return model, path
 
 
 def forward(model: MegatronModel) -> torch.Tensor:
     """Return [4, 128, vocabulary] logits in float32 of tokens that are always the same."""
-    tokens = torch.arange(4 * 128, device=device()).reshape(4, 128) * 7 % SIZES["vocab_size"]
+    tokens = (
+        torch.arange(4 * 128, device=device()).reshape(4, 128) * 7 % SIZES["vocab_size"]
+    )
     positions = torch.arange(128, device=device()).expand_as(tokens)
     with torch.no_grad():
         logits: torch.Tensor = model.chunks[0](tokens, positions, None)
@@ -96,31 +109,59 @@ def logit_errors(model: MegatronModel, path: Path) -> tuple[float, float]:
     """Return the mean errors against Hugging Face in float32: the model's, and those of Hugging Face in bfloat16."""
     from transformers import AutoModelForCausalLM
 
-    tokens = torch.arange(4 * 128, device=device()).reshape(4, 128) * 7 % SIZES["vocab_size"]
+    tokens = (
+        torch.arange(4 * 128, device=device()).reshape(4, 128) * 7 % SIZES["vocab_size"]
+    )
     with torch.no_grad():
-        exact = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device())(tokens).logits
-        plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device())(tokens).logits.float()
-    return float((forward(model) - exact).abs().mean()), float((plain - exact).abs().mean())
+        exact = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            .to(device())(tokens)
+            .logits
+        )
+        plain = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+            .to(device())(tokens)
+            .logits.float()
+        )
+    return float((forward(model) - exact).abs().mean()), float(
+        (plain - exact).abs().mean()
+    )
 
 
-def train(folder: Path, offload: OffloadConfig | None = None, **options: Any) -> tuple[list[float], int]:
+def train(
+    folder: Path, offload: OffloadConfig | None = None, **options: Any
+) -> tuple[list[float], int]:
     """Return the losses of ten updates of a small model, and the bytes that are allocated for it afterwards."""
     from megaverl.models.packing import MicroBatch
     from megaverl.workers.optimizers import MegatronTrainable
 
-    gc.collect()  # what an earlier call has left would be given back in the middle of this one
+    # What an earlier call has left would be given back in the middle of this one.
+    gc.collect()
     before = torch.cuda.memory_allocated() if on_cuda() else 0
     model, _ = load_model(folder, pack_samples=False, **options)
     trainable = MegatronTrainable(
-        model, optimizer={"lr": 1e-3}, scheduler={}, ddp={}, total_updates=10, offload=offload
+        model,
+        optimizer={"lr": 1e-3},
+        scheduler={},
+        ddp={},
+        total_updates=10,
+        offload=offload,
     )
-    tokens = torch.randint(0, SIZES["vocab_size"], (8, 64), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, SIZES["vocab_size"], (8, 64), generator=torch.Generator().manual_seed(0)
+    )
     ones = torch.ones(8, dtype=torch.int64)
     batch = MicroBatch(torch.arange(8), tokens, ones, ones * 63)
 
-    def loss(output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    def loss(
+        output: torch.Tensor, micro: MicroBatch
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         value = -model.log_probs(output, micro)[0].sum() / (8 * 63)
-        return value, {"loss": torch.stack([torch.ones_like(value), value.detach(), value.detach() ** 2]).double()}
+        return value, {
+            "loss": torch.stack(
+                [torch.ones_like(value), value.detach(), value.detach() ** 2]
+            ).double()
+        }
 
     losses = []
     for _ in range(10):
@@ -129,7 +170,9 @@ def train(folder: Path, offload: OffloadConfig | None = None, **options: Any) ->
     return losses, (torch.cuda.memory_allocated() if on_cuda() else 0) - before
 
 
-def actor_and_engine(folder: Path, **rollout: Any) -> tuple[MegatronModel, WeightSync, Engine]:
+def actor_and_engine(
+    folder: Path, **rollout: Any
+) -> tuple[MegatronModel, WeightSync, Engine]:
     """Return an actor, and an engine beside it that shares the storage it can and waits for the other weights."""
     from megaverl.config.roles import ReshardConfig, RolloutConfig
     from megaverl.rollout import make_engine
@@ -152,7 +195,12 @@ def actor_and_engine(folder: Path, **rollout: Any) -> tuple[MegatronModel, Weigh
         num_sequences=8,
         on_load=adopting(model, model.grid.world, None, ReshardConfig()),
     )
-    sync = WeightSync(ActorWeights.of(model), made.layouts(shapes_of(model.weights)), made, model.grid.world)
+    sync = WeightSync(
+        ActorWeights.of(model),
+        made.layouts(shapes_of(model.weights)),
+        made,
+        model.grid.world,
+    )
     return model, sync, made
 
 
@@ -176,52 +224,80 @@ def generate(made: Engine, sync: WeightSync) -> list[Generation]:
 
     sync.wake()
     sync.check_whole()
-    return made.generate(PROMPTS, SamplingOptions(max_tokens=12, temperature=0.0, ignore_eos=True), [0] * len(PROMPTS))
+    return made.generate(
+        PROMPTS,
+        SamplingOptions(max_tokens=12, temperature=0.0, ignore_eos=True),
+        [0] * len(PROMPTS),
+    )
 
 
 def disagreement(model: MegatronModel, generations: list[Generation]) -> float:
     """Return the largest difference between the engine's log-probs of its responses and the actor's."""
     from megaverl.workers.policy import Policy
 
-    batch = responses_batch(PROMPTS, [generation.token_ids for generation in generations])
-    policy = Policy(model, temperature=1.0, micro_batch_tokens=256)  # an engine's greedy log-probs are those at 1
-    engine_log_probs = torch.tensor([generation.log_probs for generation in generations])
+    batch = responses_batch(
+        PROMPTS, [generation.token_ids for generation in generations]
+    )
+    # An engine's greedy log-probs are those at 1.
+    policy = Policy(model, temperature=1.0, micro_batch_tokens=256)
+    engine_log_probs = torch.tensor(
+        [generation.log_probs for generation in generations]
+    )
     return float((policy.log_probs(batch).cpu() - engine_log_probs).abs().max())
 
 
-def responses_batch(prompts: list[list[int]], responses: list[list[int]] | None = None) -> RolloutBatch:
-    """Return a batch of prompts and responses of equal lengths; by default each response is twelve tokens after its
-    prompt.
+def responses_batch(
+    prompts: list[list[int]], responses: list[list[int]] | None = None
+) -> RolloutBatch:
+    """Return a batch of prompts and responses of equal lengths; by default each
+    response is twelve tokens after its prompt.
     """
     from megaverl.data.batch import RolloutBatch
 
     longest = max(map(len, prompts))
-    token_ids = responses or [[(7 * prompt[0] + i) % 900 for i in range(12)] for prompt in prompts]
+    token_ids = responses or [
+        [(7 * prompt[0] + i) % 900 for i in range(12)] for prompt in prompts
+    ]
     return RolloutBatch(
         {
-            "input_ids": torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts]),
+            "input_ids": torch.tensor(
+                [prompt + [0] * (longest - len(prompt)) for prompt in prompts]
+            ),
             "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts]),
             "generated_ids": torch.tensor(token_ids),
-            "response_mask": torch.ones(len(prompts), len(token_ids[0]), dtype=torch.bool),
+            "response_mask": torch.ones(
+                len(prompts), len(token_ids[0]), dtype=torch.bool
+            ),
         }
     )
 
 
 # The second half of a run of four steps is run twice from the checkpoint in its middle.
 MIDDLE, STEPS = 2, 4
-# Metrics of the first resumed step that follow from the restored state by forward passes alone. Kernels of forward
-# passes give the same bits every time, so these must be equal on every device.
-BEFORE_UPDATES = ("reward/", "rollout/", "train/", "critic/values", "critic/returns", "actor/lr", "critic/lr")
-# Largest difference of the other metrics of that step on a GPU, where backward passes may add in another order.
-# Metrics of later steps are not judged there: one bit can change a sampled token, and with it all that follows.
+# Metrics of the first resumed step that follow from the restored state by forward
+# passes alone. Kernels of forward passes give the same bits every time, so these must
+# be equal on every device.
+BEFORE_UPDATES = (
+    "reward/",
+    "rollout/",
+    "train/",
+    "critic/values",
+    "critic/returns",
+    "actor/lr",
+    "critic/lr",
+)
+# Largest difference of the other metrics of that step on a GPU, where backward passes
+# may add in another order. Metrics of later steps are not judged there: one bit can
+# change a sampled token, and with it all that follows.
 AFTER_UPDATES = 0.02
 
 
 def resumed(folder: Path) -> Outcome:
     """Resume a run of the quickstart from the checkpoint in its middle and compare metrics with the run's own.
 
-    The run is repeated with checkpoints written at once and in the background. Both halves have the same
-    `trainer.steps`: the learning rate decays over it, so a first half with fewer steps would train differently.
+    The run is repeated with checkpoints written at once and in the background. Both
+    halves have the same `trainer.steps`: the learning rate decays over it, so a first
+    half with fewer steps would train differently.
     """
     reports, passed, ran_there = [], True, True
     for name, in_background in (("at_once", "false"), ("in_background", "true")):
@@ -237,18 +313,35 @@ def resumed(folder: Path) -> Outcome:
         complete = sorted(whole) == sorted(again) == list(range(1, STEPS + 1))
         resumes = f"{MIDDLE} of {STEPS} steps are done" in output
         apart = differences(whole, again) if complete else {}
-        exact = all(value == 0 for metric, value in apart.items() if _must_be_equal(*metric))
-        close = all(value <= AFTER_UPDATES for (step, _), value in apart.items() if step == MIDDLE + 1)
+        exact = all(
+            value == 0 for metric, value in apart.items() if _must_be_equal(*metric)
+        )
+        close = all(
+            value <= AFTER_UPDATES
+            for (step, _), value in apart.items()
+            if step == MIDDLE + 1
+        )
         passed &= complete and resumes and exact and (close or not on_cuda())
-        largest, where = max(((value, metric) for metric, value in apart.items()), default=(0.0, (0, "")))
+        largest, where = max(
+            ((value, metric) for metric, value in apart.items()), default=(0.0, (0, ""))
+        )
         at = f" (step {where[0]}, {where[1]})" if largest else ""
-        reports.append(f"{name}: steps {sorted(again)}, {'' if resumes else 'not resumed, '}{largest:.1e} apart{at}")
+        reports.append(
+            f"{name}: steps {sorted(again)}, {'' if resumes else 'not resumed, '}{largest:.1e} apart{at}"
+        )
         # only a run on CUDA counts what torch has reserved there
-        ran_there &= '"memory/actor_gpu_reserved_mb"' in (run / "metrics.jsonl").read_text()
+        ran_there &= (
+            '"memory/actor_gpu_reserved_mb"' in (run / "metrics.jsonl").read_text()
+        )
     expected = "0 apart"
     if on_cuda() and not is_rehearsal():
         expected = f"0 apart before the first update of step {MIDDLE + 1}, up to {AFTER_UPDATES} after it"
-    return Outcome(passed, "; ".join(reports), f"steps 1 to {STEPS}, {expected}", elsewhere=ran_there)
+    return Outcome(
+        passed,
+        "; ".join(reports),
+        f"steps 1 to {STEPS}, {expected}",
+        elsewhere=ran_there,
+    )
 
 
 def _must_be_equal(step: int, name: str) -> bool:
@@ -263,7 +356,8 @@ def _resumable_run(folder: Path, name: str, in_background: str) -> list[str]:
     options = [
         "run.nproc=1",
         "actor.tp=1",
-        "rollout.engine=hf",  # saves do not concern the engine, and three more starts of vLLM take minutes
+        # Saves do not concern the engine, and three more starts of vLLM take minutes.
+        "rollout.engine=hf",
         "sft.steps=2",
         "sft.lr_warmup_steps=0",
         "trainer.validate_every=4",
@@ -281,9 +375,13 @@ def _resumable_run(folder: Path, name: str, in_background: str) -> list[str]:
 
 def _run_command(command: list[str]) -> str:
     """Run a command outside of this check's process group, and return its output."""
-    done = subprocess.run(command, env=outside(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=outside(), capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        )
     return done.stdout + done.stderr
 
 
@@ -303,7 +401,11 @@ def read_steps(path: Path) -> Steps:
     steps: Steps = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        values = {name: value for name, value in row.items() if isinstance(value, float | int) and not is_cost(name)}
+        values = {
+            name: value
+            for name, value in row.items()
+            if isinstance(value, float | int) and not is_cost(name)
+        }
         if row["step"] > 0:
             steps.setdefault(row["step"], {}).update(values)
     return steps

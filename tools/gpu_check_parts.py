@@ -43,8 +43,8 @@ from tools.gpu_check_models import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-# Reported means of the difference between vLLM and Megatron in bfloat16 are 0.01 to 0.06, and this is the largest;
-# in float32 only the order of sums differs.
+# Reported means of the difference between vLLM and Megatron in bfloat16 are 0.01 to
+# 0.06, and this is the largest; in float32 only the order of sums differs.
 CLOSE = {torch.bfloat16: 0.1, torch.float32: 1e-3}
 
 
@@ -108,14 +108,21 @@ def check(
 def engine(folder: Path) -> Outcome:
     """Check vLLM beside the actor, in one engine.
 
-    It adopts the actor's storage before graphs are captured, answers as the actor would, gives memory back asleep,
-    answers the same awake, and follows an update.
+    It adopts the actor's storage before graphs are captured, answers as the actor
+    would, gives memory back asleep, answers the same awake, and follows an update.
     """
     model, sync, made = actor_and_engine(folder, sleep=True)
     limit = CLOSE[model.config.params_dtype]
-    ours = {parameter.untyped_storage().data_ptr() for parameter in model.parameters.values()}
+    ours = {
+        parameter.untyped_storage().data_ptr()
+        for parameter in model.parameters.values()
+    }
     theirs = made.named_parameters().values()
-    shared = sum(tensor.nbytes for tensor in theirs if tensor.untyped_storage().data_ptr() in ours)
+    shared = sum(
+        tensor.nbytes
+        for tensor in theirs
+        if tensor.untyped_storage().data_ptr() in ours
+    )
     whole = sum(tensor.nbytes for tensor in theirs)
     graphs = captured_graphs(made)
 
@@ -127,7 +134,9 @@ def engine(folder: Path) -> Outcome:
     sync.sleep()
     given_back = free_memory() - awake
     after_sleep = generate(made, sync)
-    same = [generation.token_ids for generation in before] == [generation.token_ids for generation in after_sleep]
+    same = [generation.token_ids for generation in before] == [
+        generation.token_ids for generation in after_sleep
+    ]
 
     sync.sleep()
     sync.source_changes()
@@ -136,7 +145,9 @@ def engine(folder: Path) -> Outcome:
             parameter.data.mul_(1.05)
     sync.reshard()
     after_update = generate(made, sync)
-    changed = any(a.log_probs != b.log_probs for a, b in zip(before, after_update, strict=True))
+    changed = any(
+        a.log_probs != b.log_probs for a, b in zip(before, after_update, strict=True)
+    )
     differences.append(disagreement(model, after_update))
 
     failed = {
@@ -160,7 +171,9 @@ def logits(folder: Path) -> Outcome:
     """Compare logits in 16 bits with Hugging Face's in float32: no further off than Hugging Face's own in 16 bits."""
     model, path = load_model(folder)
     ours, theirs = logit_errors(model, path)
-    return Outcome(ours < 2 * theirs, f"mean error {ours:.2e}", f"under twice {theirs:.2e}")
+    return Outcome(
+        ours < 2 * theirs, f"mean error {ours:.2e}", f"under twice {theirs:.2e}"
+    )
 
 
 @check(cuda_only=True, needs=("transformer_engine",))
@@ -176,9 +189,14 @@ def transformer_engine(folder: Path) -> Outcome:
     ):
         local, _ = load_model(folder)
         plain, _ = logit_errors(local, path)
-    times = [median_seconds(functools.partial(forward, model)) for model in (with_engine, local)]
+    times = [
+        median_seconds(functools.partial(forward, model))
+        for model in (with_engine, local)
+    ]
     measured = f"mean error {ours:.2e}, local {plain:.2e}; {times[0] * 1e3:.2f} ms, local {times[1] * 1e3:.2f} ms"
-    return Outcome(max(ours, plain) < 2 * theirs, measured, f"both under twice {theirs:.2e}")
+    return Outcome(
+        max(ours, plain) < 2 * theirs, measured, f"both under twice {theirs:.2e}"
+    )
 
 
 @check()
@@ -188,20 +206,35 @@ def packing(folder: Path) -> Outcome:
 
     packed, _ = load_model(folder)
     if packed.pack is None:
-        return Outcome(True, "not checked: this build of the model does not pack (padded rows are used)", "equal")
+        return Outcome(
+            True,
+            "not checked: this build of the model does not pack (padded rows are used)",
+            "equal",
+        )
     padded, _ = load_model(folder, pack_samples=False)
-    batch = responses_batch([[int(i) % 900 for i in range(10 * n, 10 * n + 3 * n + 2)] for n in range(8)])
-    log_probs = [Policy(model, temperature=1.0, micro_batch_tokens=256).log_probs(batch) for model in (packed, padded)]
+    batch = responses_batch(
+        [[int(i) % 900 for i in range(10 * n, 10 * n + 3 * n + 2)] for n in range(8)]
+    )
+    log_probs = [
+        Policy(model, temperature=1.0, micro_batch_tokens=256).log_probs(batch)
+        for model in (packed, padded)
+    ]
     difference = float((log_probs[0] - log_probs[1]).abs().max())
     limit = CLOSE[packed.config.params_dtype]
-    return Outcome(difference < limit, f"largest difference {difference:.1e}", f"under {limit}")
+    return Outcome(
+        difference < limit, f"largest difference {difference:.1e}", f"under {limit}"
+    )
 
 
 @check()
 def training(folder: Path) -> Outcome:
     """Take ten updates with float32 master weights: the loss falls as a language model's should."""
     losses, _ = train(folder)
-    return Outcome(losses[-1] < 0.8 * losses[0], f"loss {losses[0]:.3f} -> {losses[-1]:.3f}", "falls by a fifth")
+    return Outcome(
+        losses[-1] < 0.8 * losses[0],
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f}",
+        "falls by a fifth",
+    )
 
 
 @check(cuda_only=True)
@@ -216,10 +249,16 @@ def saving_memory(folder: Path) -> Outcome:
     kept, held = train(folder)
     away, left = train(folder, offload=offload, activation_checkpointing="full")
     adapted, small = train(folder, lora=LoraConfig(rank=8, alpha=16.0))
-    passed = kept == away and left < held / 4 and adapted[-1] < adapted[0] and small < held
+    passed = (
+        kept == away and left < held / 4 and adapted[-1] < adapted[0] and small < held
+    )
     measured = f"losses {'equal' if kept == away else 'different'}, {held / 2**20:.1f} -> {left / 2**20:.1f} MiB; "
-    measured += f"adapters {adapted[0]:.3f} -> {adapted[-1]:.3f} with {small / 2**20:.1f} MiB"
-    return Outcome(passed, measured, "equal losses, a quarter of the memory; adapters learn")
+    measured += (
+        f"adapters {adapted[0]:.3f} -> {adapted[-1]:.3f} with {small / 2**20:.1f} MiB"
+    )
+    return Outcome(
+        passed, measured, "equal losses, a quarter of the memory; adapters learn"
+    )
 
 
 @check()
@@ -231,13 +270,18 @@ def local_transport(folder: Path) -> Outcome:
     from megaverl.weights.transports.local import copy_local
 
     width = 8192 if full_size else 512
-    source = {str(i): torch.randn(width, width, device=device()).bfloat16() for i in range(16)}
+    source = {
+        str(i): torch.randn(width, width, device=device()).bfloat16() for i in range(16)
+    }
     target = {name: torch.empty_like(tensor) for name, tensor in source.items()}
     box = whole((width, width))
     transfers = [Transfer(name, box, 0, name, box, 0, name, box) for name in source]
     transport = median_seconds(lambda: copy_local(transfers, source, target))
-    same = all(torch.equal(source[name], target[name]) for name in source)  # before plain copies write the same
-    plain = median_seconds(lambda: [target[name].copy_(tensor) for name, tensor in source.items()])
+    # Before plain copies write the same.
+    same = all(torch.equal(source[name], target[name]) for name in source)
+    plain = median_seconds(
+        lambda: [target[name].copy_(tensor) for name, tensor in source.items()]
+    )
     num_bytes = 2 * sum(tensor.nbytes for tensor in source.values())  # read and written
     measured = f"{num_bytes / transport / 1e9:.0f} GB/s, plain copies {num_bytes / plain / 1e9:.0f} GB/s"
     fast = transport < 1.25 * plain or not full_size  # a CPU's clock is another matter
@@ -270,21 +314,63 @@ def saves(folder: Path) -> Outcome:
 @check(needs=("trl", "vllm"))
 def beside_trl(folder: Path) -> Outcome:
     """Time a GRPO step with the sizes of Qwen2.5-0.5B against TRL's, in bfloat16, in turn (on a CPU: a tiny model)."""
-    shape = {"layers": 24, "hidden": 896, "ffn": 4864, "heads": 14, "kv-heads": 2, "vocab": 151936}
-    work = {"response-tokens": 256, "prompt-tokens": 64, "steps": 5, "micro-batch-tokens": 16384}
+    shape = {
+        "layers": 24,
+        "hidden": 896,
+        "ffn": 4864,
+        "heads": 14,
+        "kv-heads": 2,
+        "vocab": 151936,
+    }
+    work = {
+        "response-tokens": 256,
+        "prompt-tokens": 64,
+        "steps": 5,
+        "micro-batch-tokens": 16384,
+    }
     if not on_cuda() or is_rehearsal():
-        shape, work = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 2, "kv-heads": 2}, {"steps": 2, "warmup": 1}
-    sizes = [word for name, value in (shape | work).items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "tools/bench_step.py", "--nproc", "1", "--trl-nproc", "1", *sizes]
-    command += ["--device", device().type, "--dtype", "bfloat16" if on_cuda() else "float32"]
+        shape, work = (
+            {"layers": 2, "hidden": 64, "ffn": 128, "heads": 2, "kv-heads": 2},
+            {"steps": 2, "warmup": 1},
+        )
+    sizes = [
+        word
+        for name, value in (shape | work).items()
+        for word in (f"--{name}", str(value))
+    ]
+    command = [
+        sys.executable,
+        "tools/bench_step.py",
+        "--nproc",
+        "1",
+        "--trl-nproc",
+        "1",
+        *sizes,
+    ]
+    command += [
+        "--device",
+        device().type,
+        "--dtype",
+        "bfloat16" if on_cuda() else "float32",
+    ]
     command += ["--json", str(folder / "step.json")]
-    subprocess.run(command, cwd=ROOT, env=outside(), check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        command, cwd=ROOT, env=outside(), check=True, stdout=subprocess.DEVNULL
+    )
     medians = json.loads((folder / "step.json").read_text())["medians"]
     ours, theirs = medians["megaverl"], medians["trl"]
-    parts = ", ".join(f"{part} {theirs[part] / ours[part]:.2f}" for part in ("rollout", "log_probs", "update"))
+    parts = ", ".join(
+        f"{part} {theirs[part] / ours[part]:.2f}"
+        for part in ("rollout", "log_probs", "update")
+    )
     measured = f"{ours['step']:.2f} s, TRL {theirs['step']:.2f} s: {theirs['step'] / ours['step']:.2f} x ({parts})"
     # each side refuses to run on another device than --device
-    return Outcome(is_rehearsal() or ours["step"] <= theirs["step"], measured, "not slower", elsewhere=True)
+    return Outcome(
+        is_rehearsal() or ours["step"] <= theirs["step"],
+        measured,
+        "not slower",
+        elsewhere=True,
+    )
 
 
 @check("all")
@@ -308,17 +394,28 @@ def point_to_point(folder: Path) -> Outcome:
     """Send a message from every rank to every other, batched as in a reshard; all arrive unchanged."""
     rank, size = dist.get_rank(), dist.get_world_size()
     others = [other for other in range(size) if other != rank]
-    sent = {other: torch.full((1 << 20,), float(rank * size + other), device=device()) for other in others}
+    sent = {
+        other: torch.full((1 << 20,), float(rank * size + other), device=device())
+        for other in others
+    }
     got = {other: torch.zeros(1 << 20, device=device()) for other in others}
     operations = [dist.P2POp(dist.isend, sent[other], other) for other in others]
     operations += [dist.P2POp(dist.irecv, got[other], other) for other in others]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    wrong = [f"{other} to {rank}" for other in others if not bool((got[other] == other * size + rank).all())]
+    wrong = [
+        f"{other} to {rank}"
+        for other in others
+        if not bool((got[other] == other * size + rank).all())
+    ]
     all_wrong: list[Any] = [None] * size
     dist.all_gather_object(all_wrong, wrong)
     bad: list[str] = sum(all_wrong, [])
-    return Outcome(not bad, f"{size * (size - 1)} pairs, wrong: {', '.join(bad) or 'none'}", "all as they left")
+    return Outcome(
+        not bad,
+        f"{size * (size - 1)} pairs, wrong: {', '.join(bad) or 'none'}",
+        "all as they left",
+    )
 
 
 @check("two")
@@ -337,14 +434,25 @@ def ipc(folder: Path) -> Outcome:
     for through_ipc in (True, False):
         shapes = layouts(rank).local_shapes
         dtype = model.config.params_dtype
-        dest = {name: torch.zeros(shape, dtype=dtype, device=device()) for name, shape in shapes.items()}
+        dest = {
+            name: torch.zeros(shape, dtype=dtype, device=device())
+            for name, shape in shapes.items()
+        }
         plan = make_plan(model.layout_of, layouts, 2, rank)
-        resharder = Resharder(plan, model.parameters, dest, options=TransportOptions(ipc=through_ipc))
+        resharder = Resharder(
+            plan, model.parameters, dest, options=TransportOptions(ipc=through_ipc)
+        )
         stats = resharder.run()
-        ReshardCheck(model.layout_of, layouts, model.parameters, dest, dist.group.WORLD).compare()  # raises if wrong
+        # Raises if wrong.
+        ReshardCheck(
+            model.layout_of, layouts, model.parameters, dest, dist.group.WORLD
+        ).compare()
         name = "IPC" if through_ipc else "point to point"
-        reports.append(f"{name} {stats.bytes_received / 2**20:.1f} MiB received in {stats.num_messages} messages")
-        # IPC falls back to messages where it cannot open the other process's memory: a run goes on, this check fails
+        reports.append(
+            f"{name} {stats.bytes_received / 2**20:.1f} MiB received in {stats.num_messages} messages"
+        )
+        # IPC falls back to messages where it cannot open the other process's memory: a
+        # run goes on, this check fails
         if bool(stats.num_messages) == through_ipc or not stats.bytes_received:
             wrong.append(name)
     expected = "equal fingerprints; no messages with IPC, some without"
@@ -353,7 +461,9 @@ def ipc(folder: Path) -> Outcome:
 
 def on_device(wanted: str, outcome: Outcome) -> bool:
     """Return whether this rank's work was on the device that was asked for."""
-    return wanted != "cuda" or outcome.elsewhere or torch.cuda.max_memory_allocated() > 0
+    return (
+        wanted != "cuda" or outcome.elsewhere or torch.cuda.max_memory_allocated() > 0
+    )
 
 
 def main() -> None:
@@ -367,20 +477,34 @@ def main() -> None:
 
     name, folder, wanted = sys.argv[1:]
     if platform.device.type != wanted:
-        raise SystemExit(f"nothing was checked: this process computes on {platform.device.type}, not on {wanted}")
+        raise SystemExit(
+            f"nothing was checked: this process computes on {platform.device.type}, not on {wanted}"
+        )
     platform.start()
     timeout = timedelta(seconds=300)
     store, rank, size = job_store(timeout)
-    dist.init_process_group(platform.backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    dist.init_process_group(
+        platform.backend, timeout=timeout, store=store, rank=rank, world_size=size
+    )
     outcome = CHECKS[name].function(Path(folder))
     used = on_device(wanted, outcome)
     dist.barrier()
     idle: list[int] = [other for other, did in enumerate(gather_json(used)) if not did]
     if rank == 0:
-        passed, text = outcome.passed, f"{outcome.measured} (expected: {outcome.expected})"
+        passed, text = (
+            outcome.passed,
+            f"{outcome.measured} (expected: {outcome.expected})",
+        )
         if idle:
-            passed, text = False, f"nothing ran on the GPU of ranks {idle}, so this shows nothing: {text}"
-        more = {} if passed else {"status": "fail", "fix": f"run it alone: gpu_check.py --only {name}"}
+            passed, text = (
+                False,
+                f"nothing ran on the GPU of ranks {idle}, so this shows nothing: {text}",
+            )
+        more = (
+            {}
+            if passed
+            else {"status": "fail", "fix": f"run it alone: gpu_check.py --only {name}"}
+        )
         answer(text, **more)
     sys.stdout.flush()
     sys.stderr.flush()

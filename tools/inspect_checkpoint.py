@@ -20,11 +20,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
+# A checkout needs no installation of megaverl.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megaverl.checkpoint import MANIFEST_FILE, USE_ANOTHER, Manifest, checkpoint_folders, read_json
+from megaverl.checkpoint import (
+    MANIFEST_FILE,
+    USE_ANOTHER,
+    Manifest,
+    checkpoint_folders,
+    read_json,
+)
 from megaverl.errors import CheckpointError
-from megaverl.weights.torch_dist_index import INDEX_FILE, CheckpointIndex, IndexedArray, read_index
+from megaverl.weights.torch_dist_index import (
+    INDEX_FILE,
+    CheckpointIndex,
+    IndexedArray,
+    read_index,
+)
 
 # Sizes of a grid in the order in which people say them; those of 1 are left out.
 GRID = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")
@@ -33,11 +45,24 @@ OPTIMIZER = ".optimizer."
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
+        description=(__doc__ or "").partition("\n\n")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, help="a checkpoint, a `checkpoints` folder, or a run folder")
-    parser.add_argument("--tensors", nargs="?", const="*", metavar="PATTERN", help="list tensors by name")
-    parser.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="a checkpoint, a `checkpoints` folder, or a run folder",
+    )
+    parser.add_argument(
+        "--tensors",
+        nargs="?",
+        const="*",
+        metavar="PATTERN",
+        help="list tensors by name",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read every byte and compare checksums"
+    )
     options = parser.parse_args(argv)
     try:
         lines, wrong = describe(options.folder, options.tensors, options.verify)
@@ -49,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def describe(folder: Path, tensors: str | None, verify: bool) -> tuple[list[str], list[str]]:
+def describe(
+    folder: Path, tensors: str | None, verify: bool
+) -> tuple[list[str], list[str]]:
     """Return lines for a person, and the faults found.
 
     Raises:
@@ -60,13 +87,21 @@ def describe(folder: Path, tensors: str | None, verify: bool) -> tuple[list[str]
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     folders = checkpoint_folders(root)
     if not folders:
-        raise CheckpointError(f"{folder}: {'no checkpoint in it' if folder.is_dir() else 'no such folder'}.")
+        raise CheckpointError(
+            f"{folder}: {'no checkpoint in it' if folder.is_dir() else 'no such folder'}."
+        )
     return _list(root, folders, verify)
 
 
-def _list(root: Path, folders: Iterable[Path], verify: bool) -> tuple[list[str], list[str]]:
+def _list(
+    root: Path, folders: Iterable[Path], verify: bool
+) -> tuple[list[str], list[str]]:
     """Return the lines and faults of every checkpoint of a run, oldest first."""
-    best = read_json(root / "best.json")["folder"] if (root / "best.json").is_file() else None
+    best = (
+        read_json(root / "best.json")["folder"]
+        if (root / "best.json").is_file()
+        else None
+    )
     rows: list[tuple[int, str]] = []
     wrong: list[str] = []
     for folder in folders:
@@ -81,10 +116,15 @@ def _list(root: Path, folders: Iterable[Path], verify: bool) -> tuple[list[str],
         size, grids = sum(size for size, _ in manifest.files.values()), _grids(manifest)
         line = f"{folder.name:22} step {manifest.step:>6}  {_size(size):>9}  {grids}  {' '.join(notes)}"
         rows.append((manifest.serial, line.rstrip()))
-    return [f"{root}: {len(rows)} checkpoints, oldest first", *(line for _, line in sorted(rows))], wrong
+    return [
+        f"{root}: {len(rows)} checkpoints, oldest first",
+        *(line for _, line in sorted(rows)),
+    ], wrong
 
 
-def _one(folder: Path, tensors: str | None, verify: bool) -> tuple[list[str], list[str]]:
+def _one(
+    folder: Path, tensors: str | None, verify: bool
+) -> tuple[list[str], list[str]]:
     index = read_index(folder, USE_ANOTHER)
     lines = [str(folder)]
     if (folder / MANIFEST_FILE).is_file():
@@ -92,10 +132,18 @@ def _one(folder: Path, tensors: str | None, verify: bool) -> tuple[list[str], li
         wrong = _problems(folder, manifest, verify)
         files = {name: size for name, (size, _) in manifest.files.items()}
         lines += _manifest_lines(folder, manifest, index)
-        checked = "checksums agree" if verify and not wrong else "checksums not compared (--verify)"
+        checked = (
+            "checksums agree"
+            if verify and not wrong
+            else "checksums not compared (--verify)"
+        )
     else:
         wrong = index.wrong_sizes()
-        files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+        files = {
+            path.name: path.stat().st_size
+            for path in sorted(folder.iterdir())
+            if path.is_file()
+        }
         lines += _megatron_lines(folder, index)
         checked = "it has no checksums"
     state = "damaged" if wrong else f"every file has its size; {checked}"
@@ -107,13 +155,21 @@ def _one(folder: Path, tensors: str | None, verify: bool) -> tuple[list[str], li
     return lines, [f"{folder}: {problem}" for problem in wrong]
 
 
-def _manifest_lines(folder: Path, manifest: Manifest, index: CheckpointIndex) -> Iterator[str]:
+def _manifest_lines(
+    folder: Path, manifest: Manifest, index: CheckpointIndex
+) -> Iterator[str]:
     yield f"step        {manifest.step}, written by {manifest.world_size} ranks; format {manifest.format}"
-    yield "versions    " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    yield "versions    " + ", ".join(
+        f"{name} {version}" for name, version in manifest.versions.items()
+    )
     for role, described in manifest.roles.items():
         yield f"{role:11} {_model(described['model'])}{', value head' if described['value_head'] else ''}"
         yield f"            on {_grid(described['grid'])}"
-        role_arrays = {name: tensor for name, tensor in index.arrays.items() if name.startswith(f"{role}.")}
+        role_arrays = {
+            name: tensor
+            for name, tensor in index.arrays.items()
+            if name.startswith(f"{role}.")
+        }
         yield f"            weights    {_sum(t for name, t in role_arrays.items() if OPTIMIZER not in name)}"
         yield f"            optimizer  {_sum(t for name, t in role_arrays.items() if OPTIMIZER in name)}"
     path = folder / "state.json"
@@ -123,13 +179,20 @@ def _manifest_lines(folder: Path, manifest: Manifest, index: CheckpointIndex) ->
 
 
 def _megatron_lines(folder: Path, index: CheckpointIndex) -> Iterator[str]:
-    kind = read_json(folder / "metadata.json") if (folder / "metadata.json").is_file() else {}
+    kind = (
+        read_json(folder / "metadata.json")
+        if (folder / "metadata.json").is_file()
+        else {}
+    )
     backend = f"{kind.get('sharded_backend', 'torch_dist')} {kind.get('sharded_backend_version', '')}".rstrip()
     yield f"format      Megatron distributed checkpoint, {backend}"
     config = folder / "config.json"
     if config.is_file():
         content = read_json(config)
-        sizes = {key: content.get(key) for key in ("num_hidden_layers", "hidden_size", "vocab_size")}
+        sizes = {
+            key: content.get(key)
+            for key in ("num_hidden_layers", "hidden_size", "vocab_size")
+        }
         yield f"model       {(content.get('architectures') or ['?'])[0]}, {_pairs(sizes)}"
     yield f"weights     {_sum(t for name, t in index.arrays.items() if 'optimizer.' not in name)}"
     yield f"optimizer   {_sum(t for name, t in index.arrays.items() if 'optimizer.' in name)}"
@@ -154,16 +217,24 @@ def _sum(tensors: Iterable[IndexedArray]) -> str:
     by_dtype: Counter[str] = Counter()
     for tensor in arrays:
         by_dtype[tensor.dtype] += tensor.numel
-    elements = ", ".join(f"{count:,} {dtype}" for dtype, count in by_dtype.most_common())
+    elements = ", ".join(
+        f"{count:,} {dtype}" for dtype, count in by_dtype.most_common()
+    )
     return f"{len(arrays)} tensors: {elements}; {_size(sum(tensor.nbytes for tensor in arrays))}"
 
 
 def _grids(manifest: Manifest) -> str:
-    return "  ".join(f"{role} {_grid(described['grid'])}" for role, described in manifest.roles.items())
+    return "  ".join(
+        f"{role} {_grid(described['grid'])}"
+        for role, described in manifest.roles.items()
+    )
 
 
 def _grid(sizes: dict[str, Any]) -> str:
-    return " ".join(f"{name}{sizes[name]}" for name in GRID if (sizes.get(name) or 1) != 1) or "one rank"
+    return (
+        " ".join(f"{name}{sizes[name]}" for name in GRID if (sizes.get(name) or 1) != 1)
+        or "one rank"
+    )
 
 
 def _model(model: dict[str, Any]) -> str:

@@ -24,11 +24,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
+# A checkout needs no installation of megaverl.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools import learning_recipes, learning_shapes  # noqa: E402
-from tools.learning_curves_page import Result, draw, page, table  # noqa: E402
-from tools.learning_curves_settings import ALGORITHMS, COMMON, GROUP, OF_GROUPS, TAUGHT, TEACHER  # noqa: E402
+from tools import learning_recipes, learning_shapes
+from tools.learning_curves_page import Result, draw, page, table
+from tools.learning_curves_settings import (
+    ALGORITHMS,
+    COMMON,
+    GROUP,
+    OF_GROUPS,
+    TAUGHT,
+    TEACHER,
+)
 
 ACCURACY, PASS = "validation/accuracy", f"validation/pass@{GROUP}"
 OTHER_TASKS = {"shapes": learning_shapes, "recipes": learning_recipes}
@@ -37,12 +45,38 @@ OTHER_TASKS = {"shapes": learning_shapes, "recipes": learning_recipes}
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", choices=["run", "report"])
-    parser.add_argument("--task", choices=["digits", *OTHER_TASKS], default="digits", help="what is learned")
-    parser.add_argument("--out", type=Path, required=True, help="folder of results; what is there is not done again")
-    parser.add_argument("--algorithms", nargs="*", default=list(ALGORITHMS), choices=list(ALGORITHMS), metavar="NAME")
+    parser.add_argument(
+        "--task",
+        choices=["digits", *OTHER_TASKS],
+        default="digits",
+        help="what is learned",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder of results; what is there is not done again",
+    )
+    parser.add_argument(
+        "--algorithms",
+        nargs="*",
+        default=list(ALGORITHMS),
+        choices=list(ALGORITHMS),
+        metavar="NAME",
+    )
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run that would last longer")
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="where the picture and the table go")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="start no run that would last longer",
+    )
+    parser.add_argument(
+        "--docs",
+        type=Path,
+        default=Path("docs"),
+        help="where the picture and the table go",
+    )
     options = parser.parse_args(arguments)
     if options.task in OTHER_TASKS:
         task = OTHER_TASKS[options.task]
@@ -52,7 +86,11 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = [(name, seed) for seed in options.seeds for name in options.algorithms]
     if options.what == "run":
         return run(options.out, wanted, options.seconds)
-    results = [result for result in stored(options.out) if (result.algorithm, result.seed) in wanted]
+    results = [
+        result
+        for result in stored(options.out)
+        if (result.algorithm, result.seed) in wanted
+    ]
     if not results:
         parser.error(f"{options.out} holds no results: run them first")
     draw(results, options.docs / "learning_curves.png")
@@ -65,7 +103,11 @@ def main(arguments: list[str] | None = None) -> int:
 def run(out: Path, wanted: list[tuple[str, int]], seconds: float) -> int:
     """Train the missing runs. Returns 0 when all are there, 3 if time ran out."""
     start, longest = time.monotonic(), 0.0
-    missing = [(name, seed) for name, seed in wanted if not result_file(out, name, seed).exists()]
+    missing = [
+        (name, seed)
+        for name, seed in wanted
+        if not result_file(out, name, seed).exists()
+    ]
     if not missing:
         return 0
     join_world()
@@ -80,7 +122,10 @@ def run(out: Path, wanted: list[tuple[str, int]], seconds: float) -> int:
             return 3
         longest = max(longest, time.monotonic() - began)
         write(out, result)
-        print(f"{name} seed {seed}: {result.error or result.curve} in {result.seconds:.0f} s", flush=True)
+        print(
+            f"{name} seed {seed}: {result.error or result.curve} in {result.seconds:.0f} s",
+            flush=True,
+        )
     return 0
 
 
@@ -94,10 +139,14 @@ def train(out: Path, name: str, seed: int) -> Result | None:
     except Leaving:
         return None
     records = recorded(out, run)
-    curve, passes = ([(r["step"], r[key]) for r in records if key in r] for key in (ACCURACY, PASS))
+    curve, passes = (
+        [(r["step"], r[key]) for r in records if key in r] for key in (ACCURACY, PASS)
+    )
     seconds = sum(record.get("train/step_time_ms", 0.0) for record in records) / 1e3
     shutil.rmtree(out / "runs" / run / "checkpoints", ignore_errors=True)
-    taught_by = recorded(out, teacher_run(seed))[-1][ACCURACY] if name in TAUGHT else None
+    taught_by = (
+        recorded(out, teacher_run(seed))[-1][ACCURACY] if name in TAUGHT else None
+    )
     return Result(name, seed, curve, seconds, error, passes, taught_by)
 
 
@@ -118,7 +167,9 @@ def attempt(config: Any) -> str | None:
 
 def recorded(out: Path, run: str) -> list[dict[str, Any]]:
     """Return the metrics of a run, by step."""
-    lines = (out / "runs" / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (out / "runs" / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     return [json.loads(line) for line in lines]
 
 
@@ -133,11 +184,15 @@ def warm_start(out: Path, seed: int) -> Path:
 
     inputs = out / "runs" / f"warm_{seed}" / "inputs"
     if not (inputs / "warm" / "config.json").exists():
-        config = configuration(out, seed, f"warm_{seed}", "ppo", inputs / "model", check_paths=False)
+        config = configuration(
+            out, seed, f"warm_{seed}", "ppo", inputs / "model", check_paths=False
+        )
         prepare(config)
         seed_generators(seed)
         builder = Builder(config)
-        export_model(warm_up(config, builder, Console(rank=1)), builder, inputs / "warm")
+        export_model(
+            warm_up(config, builder, Console(rank=1)), builder, inputs / "warm"
+        )
     return inputs / "warm"
 
 
@@ -146,7 +201,9 @@ def teacher(out: Path, seed: int) -> Path:
     folder = out / "runs" / teacher_run(seed) / "hf"
     if not (folder / "config.json").exists():
         warm, run = warm_start(out, seed), teacher_run(seed)
-        if error := attempt(configuration(out, seed, run, TEACHER, warm, "checkpoint.export_hf=true")):
+        if error := attempt(
+            configuration(out, seed, run, TEACHER, warm, "checkpoint.export_hf=true")
+        ):
             raise SystemExit(f"there is no teacher: {error}")
     return folder
 
@@ -156,7 +213,13 @@ def teacher_run(seed: int) -> str:
 
 
 def configuration(
-    out: Path, seed: int, run: str, name: str, model: Path, *overrides: str, check_paths: bool = True
+    out: Path,
+    seed: int,
+    run: str,
+    name: str,
+    model: Path,
+    *overrides: str,
+    check_paths: bool = True,
 ) -> Any:
     """Return the quickstart's configuration with one algorithm; `overrides` come last."""
     from megaverl.config import load_config
@@ -174,10 +237,16 @@ def configuration(
         f"algorithm.name={name}",
         *ALGORITHMS[name],
         *([f"reference.path={teacher(out, seed)}"] if name in TAUGHT else []),
-        *([f"trainer={{validation_samples: {GROUP}, pass_at: [1, {GROUP}]}}"] if name in OF_GROUPS else []),
+        *(
+            [f"trainer={{validation_samples: {GROUP}, pass_at: [1, {GROUP}]}}"]
+            if name in OF_GROUPS
+            else []
+        ),
         *overrides,
     ]
-    return load_config(recipe("quickstart"), settings, check_paths=check_paths, world_size=1)
+    return load_config(
+        recipe("quickstart"), settings, check_paths=check_paths, world_size=1
+    )
 
 
 def join_world() -> None:
@@ -189,7 +258,9 @@ def join_world() -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     platform.start()
     folder = tempfile.mkdtemp(prefix="megaverl_curves_")
-    dist.init_process_group(platform.backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+    dist.init_process_group(
+        platform.backend, init_method=f"file://{folder}/store", rank=0, world_size=1
+    )
 
 
 def result_file(out: Path, name: str, seed: int) -> Path:
@@ -211,7 +282,8 @@ def stored(out: Path) -> Iterator[Result]:
             continue
         content = json.loads(path.read_text(encoding="utf-8"))
         curves = {
-            key: [(int(step), float(value)) for step, value in content.get(key, [])] for key in ("curve", "passes")
+            key: [(int(step), float(value)) for step, value in content.get(key, [])]
+            for key in ("curve", "passes")
         }
         yield Result(**{**content, **curves})
 

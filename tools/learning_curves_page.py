@@ -7,7 +7,14 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.learning_curves_settings import ALGORITHMS, GROUP, IN_TURNS, STEPS, TAUGHT, TEACHER
+from tools.learning_curves_settings import (
+    ALGORITHMS,
+    GROUP,
+    IN_TURNS,
+    STEPS,
+    TAUGHT,
+    TEACHER,
+)
 
 WANTED_GAIN, WANTED_SEEDS = 0.30, 3
 # What is known of those that gained less than was wanted, shown where they did.
@@ -27,8 +34,8 @@ ADDED = (
     f"`{'` and `'.join(IN_TURNS)}` need turns: the model writes the same answer in turns of two tokens, without "
     "replies, and receives the same rewards turn by turn (`tools/learning_curves_turns.py`)."
 )
-# What this task cannot show, measured once by `megaverl quickstart --config FILE run.nproc=1 actor.tp=1
-# rollout.engine=hf`.
+# What this task cannot show, measured once by `megaverl quickstart --config FILE
+# run.nproc=1 actor.tp=1 rollout.engine=hf`.
 ELSEWHERE = (
     "On the guessing game, whose turns have replies (`configs/games/guessing_game.yaml`, "
     "`turn_grpo_guessing_game.yaml`; one seed, one process), accuracy rises from 32.3% to 62.3% with `turn_ppo` and to "
@@ -66,7 +73,8 @@ class Result(NamedTuple):
 def by_algorithm(results: list[Result]) -> dict[str, list[Result]]:
     """Group results by algorithm, in the order of `ALGORITHMS`, each sorted by seed."""
     sorted_runs = {
-        name: sorted((r for r in results if r.algorithm == name), key=lambda r: r.seed) for name in ALGORITHMS
+        name: sorted((r for r in results if r.algorithm == name), key=lambda r: r.seed)
+        for name in ALGORITHMS
     }
     return {name: runs for name, runs in sorted_runs.items() if runs}
 
@@ -80,27 +88,46 @@ def table(results: list[Result]) -> str:
     for name, runs in by_algorithm(results).items():
         finished = [run for run in runs if run.error is None and len(run.curve) > 1]
         if not finished:
-            lines.append(f"| {label(name)} | {len(runs)} | | {runs[0].error} | | | no |")
+            lines.append(
+                f"| {label(name)} | {len(runs)} | | {runs[0].error} | | | no |"
+            )
             continue
         gains = [run.gain for run in runs]
         before = statistics.mean(run.curve[0][1] for run in finished)
-        after = ", ".join(f"{run.curve[-1][1]:.1%}" if run.error is None else "failed" for run in runs)
-        verdict, mean, least = "yes" if enough(runs) else "NO", statistics.mean(gains), min(gains)
+        after = ", ".join(
+            f"{run.curve[-1][1]:.1%}" if run.error is None else "failed" for run in runs
+        )
+        verdict, mean, least = (
+            "yes" if enough(runs) else "NO",
+            statistics.mean(gains),
+            min(gains),
+        )
         gained = f"{mean:+.1%} | {least:+.1%} | {verdict}"
-        lines.append(f"| {label(name)} | {len(runs)} | {before:.1%} | {after} | {gained} |")
+        lines.append(
+            f"| {label(name)} | {len(runs)} | {before:.1%} | {after} | {gained} |"
+        )
     return "\n".join(lines)
 
 
 def label(name: str) -> str:
     """Return an algorithm's name for the table, with the teacher or turns that it needs."""
-    addition = f" (teacher: {TEACHER})" if name in TAUGHT else " (in turns)" if name in IN_TURNS else ""
+    addition = (
+        f" (teacher: {TEACHER})"
+        if name in TAUGHT
+        else " (in turns)"
+        if name in IN_TURNS
+        else ""
+    )
     return f"{name}{addition}"
 
 
 def summary(results: list[Result]) -> str:
     """Return a sentence that counts the algorithms with the wanted gain in the mean, and on each seed."""
     runs_by_name = by_algorithm(results)
-    means = sum(statistics.mean(run.gain for run in runs) >= WANTED_GAIN for runs in runs_by_name.values())
+    means = sum(
+        statistics.mean(run.gain for run in runs) >= WANTED_GAIN
+        for runs in runs_by_name.values()
+    )
     on_each_seed = sum(enough(runs) for runs in runs_by_name.values())
     wanted, number = f"{WANTED_GAIN * 100:.0f} points", len(runs_by_name)
     in_mean = f"{means} of {number} gain {wanted} or more in the mean of their seeds"
@@ -109,7 +136,10 @@ def summary(results: list[Result]) -> str:
 
 def enough(runs: list[Result]) -> bool:
     """Return whether every seed has the wanted gain."""
-    return all(run.error is None and len(run.curve) > 1 and run.gain >= WANTED_GAIN for run in runs)
+    return all(
+        run.error is None and len(run.curve) > 1 and run.gain >= WANTED_GAIN
+        for run in runs
+    )
 
 
 def below(results: list[Result]) -> list[str]:
@@ -118,7 +148,10 @@ def below(results: list[Result]) -> list[str]:
     for name, runs in by_algorithm(results).items():
         if name in BELOW and not enough(runs):
             lines += [
-                *textwrap.wrap(f"`{name}` gains less than 30 points on at least one seed: {BELOW[name]}", 110),
+                *textwrap.wrap(
+                    f"`{name}` gains less than 30 points on at least one seed: {BELOW[name]}",
+                    110,
+                ),
                 "",
             ]
     return lines
@@ -127,16 +160,32 @@ def below(results: list[Result]) -> list[str]:
 def remarks(results: list[Result]) -> list[str]:
     """Return the remarks on single algorithms, and the accuracy of teachers."""
     runs_by_name = by_algorithm(results)
-    lines = [textwrap.wrap(f"`{name}` {text}", 110) for name, text in REMARKS.items() if name in runs_by_name]
-    taught = {run.seed: run.teacher for name in TAUGHT for run in runs_by_name.get(name, []) if run.teacher is not None}
-    reached = f" The teachers reach {', '.join(f'{taught[seed]:.1%}' for seed in sorted(taught))}." if taught else ""
+    lines = [
+        textwrap.wrap(f"`{name}` {text}", 110)
+        for name, text in REMARKS.items()
+        if name in runs_by_name
+    ]
+    taught = {
+        run.seed: run.teacher
+        for name in TAUGHT
+        for run in runs_by_name.get(name, [])
+        if run.teacher is not None
+    }
+    reached = (
+        f" The teachers reach {', '.join(f'{taught[seed]:.1%}' for seed in sorted(taught))}."
+        if taught
+        else ""
+    )
     first_lines = textwrap.wrap(ADDED + reached, 110, break_on_hyphens=False)
     return [line for part in (first_lines, *lines) for line in (*part, "")]
 
 
 def passes(results: list[Result]) -> list[str]:
     """Return the section on algorithms that pay one right response of several, if pass@8 was measured."""
-    measured = {name: [r for r in runs if len(r.passes) > 1] for name, runs in by_algorithm(results).items()}
+    measured = {
+        name: [r for r in runs if len(r.passes) > 1]
+        for name, runs in by_algorithm(results).items()
+    }
     lines = [
         f"| {name} | {', '.join(f'{run.passes[0][1]:.1%}' for run in runs)} "
         f"| {', '.join(f'{run.passes[-1][1]:.1%}' for run in runs)} "
@@ -170,12 +219,16 @@ def page(results: list[Result]) -> str:
     """Return the text of docs/learning_curves.md."""
     seconds = sum(result.seconds for result in results)
     failed = [result for result in results if result.error is not None]
-    few = [name for name, runs in by_algorithm(results).items() if len(runs) < WANTED_SEEDS]
+    few = [
+        name for name, runs in by_algorithm(results).items() if len(runs) < WANTED_SEEDS
+    ]
     unfinished = []
     if few:
         text = f"**Not finished**: fewer than {WANTED_SEEDS} seeds have run of {', '.join(few)}."
         unfinished = [*textwrap.wrap(text, 110), ""]
-    errors = [f"- {result.algorithm}, seed {result.seed}: {result.error}" for result in failed]
+    errors = [
+        f"- {result.algorithm}, seed {result.seed}: {result.error}" for result in failed
+    ]
     return "\n".join(
         [
             "# Learning curves",
@@ -216,11 +269,22 @@ def draw(results: list[Result], path: Path) -> None:
     rows = -(-len(runs_by_name) // columns)
     figure = Figure(figsize=(3.2 * columns, 2.3 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
+    panels = list(
+        figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
+    )
     for axes, (name, runs) in zip(panels, runs_by_name.items(), strict=False):
         steps = [step for step, _ in max((run.curve for run in runs), key=len)]
-        values = [[value for run in runs for at, value in run.curve if at == step] for step in steps]
-        axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], alpha=0.25, linewidth=0)
+        values = [
+            [value for run in runs for at, value in run.curve if at == step]
+            for step in steps
+        ]
+        axes.fill_between(
+            steps,
+            [min(v) for v in values],
+            [max(v) for v in values],
+            alpha=0.25,
+            linewidth=0,
+        )
         axes.plot(steps, [statistics.mean(v) for v in values], linewidth=1.5)
         axes.set_title(f"{name} ({len(runs)})", fontsize=9)
         axes.set_ylim(0, 1)

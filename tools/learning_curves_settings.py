@@ -6,10 +6,11 @@ from pathlib import Path
 
 STEPS = 100
 GROUP = 8  # responses to a prompt, as in the quickstart
-# Those that are paid for one right response in several, and one to compare them with: pass@8 is measured as well.
+# Those that are paid for one right response in several, and one to compare them with:
+# pass@8 is measured as well.
 OF_GROUPS = ("grpo", "pass_at_k", "best_of_group")
-# The quickstart's recipe on one process, with half of its samples a step and without a KL penalty, which not every
-# estimator can read.
+# The quickstart's recipe on one process, with half of its samples a step and without a
+# KL penalty, which not every estimator can read.
 COMMON = [
     "run.nproc=1",
     "run.log_with=jsonl",
@@ -59,4 +60,5 @@ ALGORITHMS: dict[str, list[str]] = {
     "turn_grpo": TURN_BY_TURN,
 }
 IN_TURNS = ("turn_ppo", "turn_grpo")
-TAUGHT, TEACHER = ("distillation", "gkd"), "ppo"  # who learns from a model that another algorithm has made
+# Who learns from a model that another algorithm has made.
+TAUGHT, TEACHER = ("distillation", "gkd"), "ppo"

@@ -33,7 +33,9 @@ class DigitsInTurns(Environment):
         text = self.codec.decode(self.written)
         worth = positions(RewardSample(self.start.text, text, self.start.reference))
         reward, self.paid = worth - self.paid, worth
-        return Outcome(reward=reward, done=self.written[-1] in self.codec.tokenizer.stop_token_ids)
+        return Outcome(
+            reward=reward, done=self.written[-1] in self.codec.tokenizer.stop_token_ids
+        )
 
 
 def whole_answer(sample: RewardSample) -> float:

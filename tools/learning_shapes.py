@@ -16,7 +16,12 @@ from typing import Any
 
 import numpy
 
-RGB = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 60, 220), "yellow": (230, 210, 30)}
+RGB = {
+    "red": (220, 30, 30),
+    "green": (30, 180, 60),
+    "blue": (40, 60, 220),
+    "yellow": (230, 210, 30),
+}
 SIZE = 56
 COUNTS = {"train": 512, "held_out": 128}
 ACCURACY, DIFFERENCE = "validation/accuracy", "rollout/logprob_diff_max"
@@ -29,11 +34,22 @@ def make_pictures(folder: Path, seed: int, counts: Mapping[str, int] = COUNTS) -
         lines = []
         for number in range(count):
             draw = random.Random(f"{seed} {name} {number}")
-            colour, shape = draw.choice(list(RGB)), draw.choice(["square", "circle", "triangle", "cross"])
+            colour, shape = (
+                draw.choice(list(RGB)),
+                draw.choice(["square", "circle", "triangle", "cross"]),
+            )
             picture = picture_of(colour, shape, draw)
             picture.save(folder / name / f"{number}.png")
-            lines.append({"prompt": "<image> which colour", "images": [f"{name}/{number}.png"], "answer": colour})
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            lines.append(
+                {
+                    "prompt": "<image> which colour",
+                    "images": [f"{name}/{number}.png"],
+                    "answer": colour,
+                }
+            )
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+        )
 
 
 def picture_of(colour: str, shape: str, draw: random.Random) -> Any:
@@ -92,7 +108,11 @@ def run(out: Path, seeds: list[int], seconds: float) -> int:
         records = recorded(out, f"shapes_{seed}")
         result = {
             "seed": seed,
-            "curve": [(record["step"], record[ACCURACY]) for record in records if ACCURACY in record],
+            "curve": [
+                (record["step"], record[ACCURACY])
+                for record in records
+                if ACCURACY in record
+            ],
             "seconds": round(time.monotonic() - began, 1),
             "log_probs": max(record.get(DIFFERENCE, 0.0) for record in records),
             "error": error,
@@ -110,13 +130,20 @@ def report(out: Path, docs: Path, seeds: list[int]) -> int:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    results = [json.loads(result_file(out, seed).read_text()) for seed in seeds if result_file(out, seed).exists()]
+    results = [
+        json.loads(result_file(out, seed).read_text())
+        for seed in seeds
+        if result_file(out, seed).exists()
+    ]
     if not results:
         print(f"{out} holds no results: run them first")
         return 2
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3), width_ratios=(1, 2))
     folder = out / "runs" / f"shapes_{results[0]['seed']}" / "inputs" / "held_out"
-    rows = [[pyplot.imread(folder / f"{4 * row + column}.png") for column in range(4)] for row in range(3)]
+    rows = [
+        [pyplot.imread(folder / f"{4 * row + column}.png") for column in range(4)]
+        for row in range(3)
+    ]
     left.imshow(numpy.concatenate([numpy.concatenate(row, axis=1) for row in rows]))
     left.axis("off")
     for result in results:
@@ -143,7 +170,9 @@ def prepare(out: Path, seed: int) -> None:
 
     inputs = out / "runs" / f"shapes_{seed}" / "inputs"
     if not (inputs / "held_out.jsonl").exists():
-        make_tiny_vision_folder(inputs / "model", "qwen2_vl", pixels=(SIZE * SIZE, SIZE * SIZE), seed=seed)
+        make_tiny_vision_folder(
+            inputs / "model", "qwen2_vl", pixels=(SIZE * SIZE, SIZE * SIZE), seed=seed
+        )
         make_pictures(inputs, seed)
 
 
@@ -152,4 +181,8 @@ def configuration(out: Path, seed: int, *overrides: str) -> Any:
     from megaverl.config import load_config
     from megaverl.config.yaml_source import recipe
 
-    return load_config(recipe("qwen2_vl/grpo_shapes_cpu"), settings(out, seed, *overrides), world_size=1)
+    return load_config(
+        recipe("qwen2_vl/grpo_shapes_cpu"),
+        settings(out, seed, *overrides),
+        world_size=1,
+    )

@@ -38,11 +38,34 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 MISSING = "cosmic-ray is missing. Run: pip install --target DIR cosmic-ray, and give --cosmic-ray DIR."
-IMPORTED = ("numpy", "torch", "hypothesis", "pytest", "pydantic", "omegaconf", "pyarrow.parquet", "safetensors.numpy")
-NOT_COPIED = (".git", ".venv", "runs", "shared", "build", "*.egg-info", ".hypothesis", ".*_cache")
-ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+IMPORTED = (
+    "numpy",
+    "torch",
+    "hypothesis",
+    "pytest",
+    "pydantic",
+    "omegaconf",
+    "pyarrow.parquet",
+    "safetensors.numpy",
+)
+NOT_COPIED = (
+    ".git",
+    ".venv",
+    "runs",
+    "shared",
+    "build",
+    "*.egg-info",
+    ".hypothesis",
+    ".*_cache",
+)
+ENVIRONMENT = {
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 SECONDS = 15.0  # that tests may take, beside twice what they take unchanged
-# Not drawn: of the small numbers, names and enumerations that stand here, what is equal is also the same object.
+# Not drawn: of the small numbers, names and enumerations that stand here, what is equal
+# is also the same object.
 SAME = ("Eq_Is", "Is_Eq", "NotEq_IsNot", "IsNot_NotEq")
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of prctl
 
@@ -67,12 +90,22 @@ TARGETS = (
         ("sharding/boxes.py", "sharding/layout.py", "sharding/megatron.py"),
         (*LAYOUT_TESTS, "tests/sharding/test_dist_checkpoint.py"),
     ),
-    Target(("sharding/vllm.py", "sharding/weight.py"), (*LAYOUT_TESTS, "tests/models/test_architectures.py")),
+    Target(
+        ("sharding/vllm.py", "sharding/weight.py"),
+        (*LAYOUT_TESTS, "tests/models/test_architectures.py"),
+    ),
     Target(("models/lora/low_rank.py",), ("tests/models/test_low_rank.py",)),
-    Target(("weights/stored.py",), ("tests/weights/test_load.py", "tests/models/test_architectures.py")),
+    Target(
+        ("weights/stored.py",),
+        ("tests/weights/test_load.py", "tests/models/test_architectures.py"),
+    ),
     Target(
         tuple(f"sharding/{name}.py" for name in ("plan", "load_balance", "proof")),
-        ("tests/sharding/test_load_balance.py", "tests/weights/test_check.py", "tests/weights/test_plan.py"),
+        (
+            "tests/sharding/test_load_balance.py",
+            "tests/weights/test_check.py",
+            "tests/weights/test_plan.py",
+        ),
     ),
     Target(("data/batching.py",), ("tests/data/test_batching.py",)),
     Target(("data/datasets.py",), ("tests/data/test_datasets.py",)),
@@ -88,12 +121,19 @@ TARGETS = (
         ),
     ),
     Target(
-        ("checkpoint/commit.py", "checkpoint/manifest.py", "checkpoint/checksummed_files.py"),
+        (
+            "checkpoint/commit.py",
+            "checkpoint/manifest.py",
+            "checkpoint/checksummed_files.py",
+        ),
         ("tests/checkpoint/test_files.py", "tests/checkpoint/test_commit.py"),
     ),
     Target(
         ("rollout/environments/tool_worker.py", "rollout/environments/tools.py"),
-        ("tests/rollout/environments/test_tool_worker.py", "tests/rollout/environments/test_tools.py"),
+        (
+            "tests/rollout/environments/test_tool_worker.py",
+            "tests/rollout/environments/test_tools.py",
+        ),
     ),
     Target(
         ("rewards/line_process.py", "rewards/math_worker.py"),
@@ -116,7 +156,9 @@ class Mutant:
         return f"{self.path}:{self.line}: {self.change}"
 
 
-def list_mutants(package: Path, targets: Sequence[Target], num: int, seed: int, only: str = "*") -> list[Mutant]:
+def list_mutants(
+    package: Path, targets: Sequence[Target], num: int, seed: int, only: str = "*"
+) -> list[Mutant]:
     """Return `num` mutants, or one for every place if there are fewer places; a seed draws the same ones again."""
     from cosmic_ray.mutating import mutate_code
 
@@ -142,7 +184,11 @@ def list_mutants(package: Path, targets: Sequence[Target], num: int, seed: int, 
             continue
         if source is not None and _compiles(source) and source != before:
             change = _change(before, source, line)
-            mutants.append(Mutant(str(path.relative_to(package.parent)), source, line, change, tests))
+            mutants.append(
+                Mutant(
+                    str(path.relative_to(package.parent)), source, line, change, tests
+                )
+            )
     return mutants
 
 
@@ -155,7 +201,10 @@ def _places(source: str) -> Iterator[tuple[int, list[tuple[Any, int]]]]:
     nodes = list(ast_nodes(get_ast(source)))
     changes: dict[Any, list[tuple[Any, int]]] = {}
     for name in provider:
-        if provider[name].arguments() or name.removeprefix("ReplaceComparisonOperator_") in SAME:
+        if (
+            provider[name].arguments()
+            or name.removeprefix("ReplaceComparisonOperator_") in SAME
+        ):
             continue
         operator, occurrence = provider[name](), 0
         for node in nodes:
@@ -171,16 +220,26 @@ def _unread(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
     for node in ast.walk(tree):
         silent: list[ast.AST | None] = []
         if isinstance(node, ast.FunctionDef):
-            silent += [node.returns, *(one for one in node.decorator_list if ast.unparse(one) == "overload")]
+            silent += [
+                node.returns,
+                *(one for one in node.decorator_list if ast.unparse(one) == "overload"),
+            ]
         elif isinstance(node, ast.AnnAssign | ast.arg):
             silent += [node.annotation]
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             silent += [node]
         for one in silent:
             if one is not None:
-                decorated = 1 if isinstance(node, ast.FunctionDef) and one is not node.returns else 0
+                decorated = (
+                    1
+                    if isinstance(node, ast.FunctionDef) and one is not node.returns
+                    else 0
+                )
                 place: Any = one
-                yield (place.lineno, place.col_offset - decorated), (place.end_lineno, place.end_col_offset)
+                yield (
+                    (place.lineno, place.col_offset - decorated),
+                    (place.end_lineno, place.end_col_offset),
+                )
 
 
 def _compiles(source: str) -> bool:
@@ -206,7 +265,9 @@ class _NearestFirst:
         from hypothesis import Phase, settings
 
         phases = (Phase.explicit, Phase.generate)
-        settings.register_profile("mutants", settings(), database=None, derandomize=True, phases=phases)
+        settings.register_profile(
+            "mutants", settings(), database=None, derandomize=True, phases=phases
+        )
         settings.load_profile("mutants")
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
@@ -221,7 +282,8 @@ def run_tests(tree: Path, tests: Sequence[str], seconds: float) -> tuple[str, fl
     Returns:
         `passed`, `failed` or `timeout`, and how long it took. What pytest printed is in `tree / "tests.log"`.
     """
-    _prctl(SET_CHILD_SUBREAPER, 1)  # what the tests leave behind becomes a child of this process
+    # What the tests leave behind becomes a child of this process.
+    _prctl(SET_CHILD_SUBREAPER, 1)
     start = time.monotonic()
     pid = os.fork()
     if pid == 0:
@@ -249,12 +311,21 @@ def _be_tests(tree: Path, tests: Sequence[str]) -> NoReturn:
         os.chdir(tree)
         sys.path.insert(0, str(tree))
         os.environ["PYTHONPATH"] = str(tree)
-        # The variable of ENVIRONMENT is read at a start, and this process was forked. Two mutants of one size that are
-        # written within a second would share their bytecode.
+        # The variable of ENVIRONMENT is read at a start, and this process was forked.
+        # Two mutants of one size that are written within a second would share their
+        # bytecode.
         sys.dont_write_bytecode = True
         import pytest
 
-        arguments = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(tree), *tests]
+        arguments = [
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            str(tree),
+            *tests,
+        ]
         code = int(pytest.main(arguments, plugins=[_NearestFirst()]))
     finally:
         sys.stdout.flush()
@@ -273,7 +344,11 @@ class Trees:
     seconds: dict[tuple[str, ...], float]
 
     def copy(self, root: Path, name: str) -> Path:
-        return Path(shutil.copytree(root, self.folder / name, ignore=shutil.ignore_patterns(*NOT_COPIED)))
+        return Path(
+            shutil.copytree(
+                root, self.folder / name, ignore=shutil.ignore_patterns(*NOT_COPIED)
+            )
+        )
 
     def run(self, mutant: Mutant) -> tuple[Mutant, str, float]:
         """Run one mutant's tests in this process's copy."""
@@ -288,7 +363,9 @@ class Trees:
             shutil.copy2(self.folder / "unchanged" / mutant.path, path)
 
 
-def score(root: Path, mutants: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, str, float]]:
+def score(
+    root: Path, mutants: Sequence[Mutant], jobs: int
+) -> Iterator[tuple[Mutant, str, float]]:
     """Yield every mutant with its tests' verdict and time, as they end.
 
     Raises:
@@ -306,9 +383,16 @@ def score(root: Path, mutants: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mu
                 print((unchanged / "tests.log").read_text(errors="replace")[-4000:])
                 raise SystemExit(f"without any mutation: {' '.join(tests)}: {outcome}")
             trees.seconds[tests] = SECONDS + 2 * seconds
-            print(f"unchanged: {seconds:.1f} s: {' '.join(tests)}", file=sys.stderr, flush=True)
-        with multiprocessing.get_context("fork").Pool(jobs, _prctl, (SET_PDEATHSIG, signal.SIGKILL)) as pool:
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the workers end at once, and the copies go
+            print(
+                f"unchanged: {seconds:.1f} s: {' '.join(tests)}",
+                file=sys.stderr,
+                flush=True,
+            )
+        with multiprocessing.get_context("fork").Pool(
+            jobs, _prctl, (SET_PDEATHSIG, signal.SIGKILL)
+        ) as pool:
+            # The workers end at once, and the copies go.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
             yield from pool.imap_unordered(trees.run, mutants)
 
 
@@ -322,29 +406,55 @@ def report(results: Iterable[tuple[Mutant, str, float]]) -> None:
         for key in (folder, "all"):
             total[key] += 1
             killed[key] += outcome != "passed"
-        word = "SURVIVED" if outcome == "passed" else "killed" if outcome == "failed" else "timeout"
-        print(f"{total['all']:4d} {word:8s} {seconds:5.1f} s  {mutant}", file=sys.stderr, flush=True)
+        word = (
+            "SURVIVED"
+            if outcome == "passed"
+            else "killed"
+            if outcome == "failed"
+            else "timeout"
+        )
+        print(
+            f"{total['all']:4d} {word:8s} {seconds:5.1f} s  {mutant}",
+            file=sys.stderr,
+            flush=True,
+        )
         if outcome == "passed":
             survivors.append(mutant)
     for key in sorted(total, key=lambda key: (key == "all", key)):
-        print(f"{key:15s} {killed[key]:4d} of {total[key]:4d} killed, {100 * killed[key] / total[key]:.1f} %")
+        print(
+            f"{key:15s} {killed[key]:4d} of {total[key]:4d} killed, {100 * killed[key] / total[key]:.1f} %"
+        )
     print("survivors:" if survivors else "no survivors")
     for mutant in sorted(survivors, key=lambda mutant: (mutant.path, mutant.line)):
         print(f"  {mutant}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--num", type=int, default=300, help="mutants to run (300)")
     parser.add_argument("--seed", type=int, default=0, help="which ones (0)")
-    parser.add_argument("--only", default="*", help="modules, as a pattern under megaverl/, such as 'reshard/*'")
+    parser.add_argument(
+        "--only",
+        default="*",
+        help="modules, as a pattern under megaverl/, such as 'reshard/*'",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (1)")
-    parser.add_argument("--cosmic-ray", type=Path, metavar="DIR", help="the folder that it was installed into")
+    parser.add_argument(
+        "--cosmic-ray",
+        type=Path,
+        metavar="DIR",
+        help="the folder that it was installed into",
+    )
     arguments = parser.parse_args()
     if arguments.cosmic_ray:
-        sys.path.append(str(arguments.cosmic_ray))  # the last one: its dependencies do not hide installed ones
+        # The last one: its dependencies do not hide installed ones.
+        sys.path.append(str(arguments.cosmic_ray))
     try:
-        mutants = list_mutants(ROOT / "megaverl", TARGETS, arguments.num, arguments.seed, arguments.only)
+        mutants = list_mutants(
+            ROOT / "megaverl", TARGETS, arguments.num, arguments.seed, arguments.only
+        )
     except ImportError:
         raise SystemExit(MISSING) from None
     report(score(ROOT, mutants, arguments.jobs))

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
+# A checkout needs no installation of megaverl.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megaverl.config.fsdp import FsdpConfig
 from megaverl.distributed.collectives import gather_json, on_first_rank
@@ -48,8 +49,8 @@ LayoutOf = Callable[[int], Layout]
 Tensors = Mapping[str, torch.Tensor]
 
 MB = 2**20
-# Source and destination; a pipeline of one stage and one data replica are left out of a name. fsdp2dp2: two replicas,
-# each cut over two ranks.
+# Source and destination; a pipeline of one stage and one data replica are left out of a
+# name. fsdp2dp2: two replicas, each cut over two ranks.
 PAIRS = (
     "tp2pp2-vllm2",
     "tp2pp2-vllm1",
@@ -88,7 +89,12 @@ class Job:
             return self
         head_dim = self.hidden // self.heads
         heads = -(-self.heads // most) * most
-        return dataclasses.replace(self, heads=heads, kv_heads=max(self.kv_heads, most), hidden=heads * head_dim)
+        return dataclasses.replace(
+            self,
+            heads=heads,
+            kv_heads=max(self.kv_heads, most),
+            hidden=heads * head_dim,
+        )
 
     def __str__(self) -> str:
         return (
@@ -127,7 +133,9 @@ class End:
         if self.engine == "fsdp":
             return f"FSDP{self.shards}" + (f"xDP{self.dp}" if self.dp > 1 else "")
         sizes = (("TP", self.tp), ("PP", self.pp), ("DP", self.dp))
-        return "x".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "TP")
+        return "x".join(
+            f"{name}{size}" for name, size in sizes if size > 1 or name == "TP"
+        )
 
 
 def ends(pair: str, nproc: int) -> tuple[End, End]:
@@ -138,8 +146,14 @@ def ends(pair: str, nproc: int) -> tuple[End, End]:
     """
     source, _, dest = pair.partition("-")
     both_ends = End.parse(source, nproc), End.parse(dest, nproc)
-    if tuple(end.engine for end in both_ends) not in (("megatron", "vllm"), ("megatron", "megatron"), ("fsdp", "vllm")):
-        raise ValueError(f"{pair}: it goes from Megatron or FSDP2 to vLLM, or from Megatron to Megatron")
+    if tuple(end.engine for end in both_ends) not in (
+        ("megatron", "vllm"),
+        ("megatron", "megatron"),
+        ("fsdp", "vllm"),
+    ):
+        raise ValueError(
+            f"{pair}: it goes from Megatron or FSDP2 to vLLM, or from Megatron to Megatron"
+        )
     return both_ends
 
 
@@ -147,10 +161,19 @@ class Ours:
     """A Resharder, and the time and memory of its set-up."""
 
     def __init__(
-        self, source_of: LayoutOf, source: Tensors, dest_of: LayoutOf, dest: Tensors, bucket_bytes: int, *, ipc: bool
+        self,
+        source_of: LayoutOf,
+        source: Tensors,
+        dest_of: LayoutOf,
+        dest: Tensors,
+        bucket_bytes: int,
+        *,
+        ipc: bool,
     ) -> None:
         start = time.perf_counter()
-        self.plan = make_plan(source_of, dest_of, dist.get_world_size(), dist.get_rank())
+        self.plan = make_plan(
+            source_of, dest_of, dist.get_world_size(), dist.get_rank()
+        )
         options = TransportOptions(bucket_bytes=bucket_bytes, alias=True, ipc=ipc)
         self._resharder = Resharder(self.plan, source, dest, options=options)
         self.setup_seconds = time.perf_counter() - start
@@ -170,19 +193,33 @@ class Ours:
 def least_elements(source: Layout, dest: Layout) -> int:
     """Return the elements that a rank needs and does not hold.
 
-    Counts cell by cell between all borders of the rank's boxes, and uses no plan, so that it can judge plans.
+    Counts cell by cell between all borders of the rank's boxes, and uses no plan, so
+    that it can judge plans.
     """
     total = 0
     for tensor, pieces in dest.by_tensor.items():
-        needed, held = ([p.box for p in some] for some in (pieces, source.by_tensor.get(tensor, [])))
+        needed, held = (
+            [p.box for p in some] for some in (pieces, source.by_tensor.get(tensor, []))
+        )
         borders = [
-            sorted({border for box in (*needed, *held) for border in (box.start[axis], box.stop[axis])})
+            sorted(
+                {
+                    border
+                    for box in (*needed, *held)
+                    for border in (box.start[axis], box.stop[axis])
+                }
+            )
             for axis in range(len(dest.global_shapes[tensor]))
         ]
         masks = np.zeros((2, *(len(axis) - 1 for axis in borders)), dtype=bool)
         for mask, boxes in zip(masks, (needed, held), strict=True):
             for box in boxes:
-                mask[tuple(slice(b.index(i), b.index(j)) for b, i, j in zip(borders, *box, strict=True))] = True
+                mask[
+                    tuple(
+                        slice(b.index(i), b.index(j))
+                        for b, i, j in zip(borders, *box, strict=True)
+                    )
+                ] = True
         sizes = np.ones((), dtype=np.int64)
         for axis in borders:
             sizes = np.multiply.outer(sizes, np.diff(axis))
@@ -193,14 +230,20 @@ def least_elements(source: Layout, dest: Layout) -> int:
 def share_in_place(plan: Plan) -> float:
     """Return the share of received elements that can be received straight into the destination's memory.
 
-    These are boxes that are one run of memory; the others are columns of wider rows, unpacked from a bucket.
+    These are boxes that are one run of memory; the others are columns of wider rows,
+    unpacked from a bucket.
     """
     received = straight = 0
     for transfer in (t for transfers in plan.receives.values() for t in transfers):
-        shape, box = plan.dest_layout.local_shapes[transfer.dest_local], transfer.dest_box.shape
+        shape, box = (
+            plan.dest_layout.local_shapes[transfer.dest_local],
+            transfer.dest_box.shape,
+        )
         first = next((axis for axis, size in enumerate(box) if size > 1), 0)
         received += transfer.box.numel
-        straight += transfer.box.numel * (tuple(box[first + 1 :]) == tuple(shape[first + 1 :]))
+        straight += transfer.box.numel * (
+            tuple(box[first + 1 :]) == tuple(shape[first + 1 :])
+        )
     return straight / received if received else 1.0
 
 
@@ -208,28 +251,40 @@ def fill(layout: Layout, tensors: Tensors) -> None:
     """Give every element a value that follows from its name and place in the global array; finite in bfloat16."""
     for piece in layout.pieces:
         target = view(tensors[piece.local], piece.local_box)
-        columns = torch.arange(piece.box.start[-1], piece.box.stop[-1]) * 7919 + zlib.crc32(piece.tensor.encode())
+        columns = torch.arange(
+            piece.box.start[-1], piece.box.stop[-1]
+        ) * 7919 + zlib.crc32(piece.tensor.encode())
         if target.dim() == 1:
             target.copy_((columns % 16001).to(torch.int16).view(torch.bfloat16))
             continue
         for row in range(0, target.shape[0], 1024):
-            rows = torch.arange(row, min(row + 1024, target.shape[0])) + piece.box.start[0]
+            rows = (
+                torch.arange(row, min(row + 1024, target.shape[0])) + piece.box.start[0]
+            )
             values = (rows[:, None] * 1000003 + columns) % 16001
-            target[row : row + len(rows)].copy_(values.to(torch.int16).view(torch.bfloat16))
+            target[row : row + len(rows)].copy_(
+                values.to(torch.int16).view(torch.bfloat16)
+            )
 
 
 def peak_memory(run: Callable[[], None]) -> int:
     """Return the bytes by which this process's resident memory rose above its start while `run` ran."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # memory that malloc keeps from before would hide what is asked for now
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is resident
+    # Memory that malloc keeps from before would hide what is asked for now.
+    ctypes.CDLL(None).malloc_trim(0)
+    # VmHWM starts again from what is resident.
+    Path("/proc/self/clear_refs").write_text("5")
     start = _status("VmRSS")
     run()
     return _status("VmHWM") - start
 
 
 def _status(field: str) -> int:
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":")]
+    [line] = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field + ":")
+    ]
     return int(line.split()[1]) * 1024
 
 
@@ -276,20 +331,40 @@ def write_config(job: Job, folder: Path) -> None:
     config.save_pretrained(str(folder))
 
 
-def megatron(job: Job, folder: Path, end: End, groups: ProcessGroupManager) -> MegatronModel:
-    """Build a real GPTModel on a grid. Its weights are left to be filled, since drawing them would take longer than all
-    else.
+def megatron(
+    job: Job, folder: Path, end: End, groups: ProcessGroupManager
+) -> MegatronModel:
+    """Build a real GPTModel on a grid. Its weights are left to be filled, since drawing
+    them would take longer than all else.
     """
     grid = groups.grid(GridShape(tp=end.tp, pp=end.pp, dp=end.dp))
-    leave = {name: _leave_as_it_is for name in ("init_method", "output_layer_init_method", "embedding_init_method")}
-    return MegatronModel(ModelSpec.from_folder(folder), grid, dtype=torch.bfloat16, seed=0, overrides=leave)
+    leave = {
+        name: _leave_as_it_is
+        for name in ("init_method", "output_layer_init_method", "embedding_init_method")
+    }
+    return MegatronModel(
+        ModelSpec.from_folder(folder),
+        grid,
+        dtype=torch.bfloat16,
+        seed=0,
+        overrides=leave,
+    )
 
 
 def fsdp(folder: Path, end: End, groups: ProcessGroupManager) -> FSDPModel:
     """Build a real FSDP2 module with shards in bfloat16, whose weights are left to be filled."""
     cut = FsdpConfig(sharding_strategy="hybrid_shard", shard_size=end.shards)
     grid = groups.grid(GridShape(dp=end.shards * end.dp))
-    return FSDPModel(folder, grid, groups, fsdp=cut, dtype=torch.bfloat16, seed=0, trained=False, initialize=False)
+    return FSDPModel(
+        folder,
+        grid,
+        groups,
+        fsdp=cut,
+        dtype=torch.bfloat16,
+        seed=0,
+        trained=False,
+        initialize=False,
+    )
 
 
 def _leave_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -323,11 +398,15 @@ def vllm_model(folder: Path, tp: int) -> Iterator[torch.nn.Module]:
             parallel_state.destroy_model_parallel()
 
 
-def measure_pair(job: Job, pair: str, folder: Path, groups: ProcessGroupManager) -> dict[str, Any]:
+def measure_pair(
+    job: Job, pair: str, folder: Path, groups: ProcessGroupManager
+) -> dict[str, Any]:
     """Return this rank's measurements of one pair."""
     source_end, dest_end = ends(pair, job.nproc)
     folder = folder / pair
-    on_first_rank(lambda: write_config(job.sized_for([source_end.tp, dest_end.tp]), folder))
+    on_first_rank(
+        lambda: write_config(job.sized_for([source_end.tp, dest_end.tp]), folder)
+    )
     source: MegatronModel | FSDPModel
     if source_end.engine == "fsdp":
         source = fsdp(folder, source_end, groups)
@@ -342,14 +421,28 @@ def measure_pair(job: Job, pair: str, folder: Path, groups: ProcessGroupManager)
                 peer: Any = Bridge(source, engine, job.bridge_bucket_mb * MB)
             else:
                 peer = FullTensors(source, engine)
-            return measure_ways(job, source, dest_of, dict(engine.named_parameters()), "bridge", peer)
+            return measure_ways(
+                job, source, dest_of, dict(engine.named_parameters()), "bridge", peer
+            )
         assert isinstance(source, MegatronModel)
         dest = megatron(job, folder, dest_end, groups)
-        return measure_ways(job, source, dest.layout_of, dest.parameters, "megatron.core", CoreResharding(source, dest))
+        return measure_ways(
+            job,
+            source,
+            dest.layout_of,
+            dest.parameters,
+            "megatron.core",
+            CoreResharding(source, dest),
+        )
 
 
 def measure_ways(
-    job: Job, source: TrainingModel, dest_of: LayoutOf, dest: Tensors, peer_name: str, peer: Any
+    job: Job,
+    source: TrainingModel,
+    dest_of: LayoutOf,
+    dest: Tensors,
+    peer_name: str,
+    peer: Any,
 ) -> dict[str, Any]:
     """Check every way once while its memory is measured; then time all in turn."""
     rank = dist.get_rank()
@@ -372,11 +465,16 @@ def measure_ways(
         }
         if not isinstance(way, PlainExchange):
             checked = check.compare()
-            measured["check"] = {"bytes": checked.bytes_read, "seconds": checked.seconds}
+            measured["check"] = {
+                "bytes": checked.bytes_read,
+                "seconds": checked.seconds,
+            }
 
     def zero() -> None:
         """Clear the destination, so that no way passes with an earlier way's result; not if it is the source itself."""
-        sources = {tensor.untyped_storage().data_ptr() for tensor in source.parameters.values()}
+        sources = {
+            tensor.untyped_storage().data_ptr() for tensor in source.parameters.values()
+        }
         with torch.no_grad():
             for tensor in dest.values():
                 if tensor.untyped_storage().data_ptr() not in sources:
@@ -385,12 +483,22 @@ def measure_ways(
     zero()
     first_run(peer_name, peer)
     by_name: dict[str, Any] = {peer_name: peer}
-    for name, ipc in (("ours, network", False), ("ours", True)):  # after the peer, as storages are joined
+    # After the peer, as storages are joined.
+    for name, ipc in (("ours, network", False), ("ours", True)):
         zero()
-        by_name[name] = Ours(source.layout_of, source.parameters, dest_of, dest, job.bucket_mb * MB, ipc=ipc)
+        by_name[name] = Ours(
+            source.layout_of,
+            source.parameters,
+            dest_of,
+            dest,
+            job.bucket_mb * MB,
+            ipc=ipc,
+        )
         first_run(name, by_name[name])
     ours = by_name["ours"]
-    by_name["plain"] = PlainExchange(ours.plan, torch.bfloat16.itemsize, job.bucket_mb * MB)
+    by_name["plain"] = PlainExchange(
+        ours.plan, torch.bfloat16.itemsize, job.bucket_mb * MB
+    )
     first_run("plain", by_name["plain"])
     for _ in range(job.repeats):
         for name, way in by_name.items():
@@ -403,7 +511,8 @@ def measure_ways(
     check.compare()
     measured |= {
         "parameters": sum(math.prod(weight.shape) for weight in source.weights),
-        "least": least_elements(source.layout_of(rank), dest_of(rank)) * torch.bfloat16.itemsize,
+        "least": least_elements(source.layout_of(rank), dest_of(rank))
+        * torch.bfloat16.itemsize,
         "local": ours.stats.bytes_local,
         "aliased": ours.stats.bytes_aliased,
         "setup_seconds": ours.setup_seconds,

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
+# A checkout needs no installation of megaverl.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megaverl.distributed.collectives import gather_json
 from megaverl.sharding.plan import Plan, Transfer
@@ -36,23 +37,29 @@ class Parameter:
 
     def numel(self, tp: int) -> int:
         """Return the number of elements of the full parameter."""
-        return torch.Size(self.shape).numel() * (1 if self.partition_dim is None else tp)
+        return torch.Size(self.shape).numel() * (
+            1 if self.partition_dim is None else tp
+        )
 
 
 class Bridge:
     """Rebuilds full Hugging Face tensors and loads them, as verl and slime do for an engine on the same ranks.
 
-    For a bucket of parameters at a time, as slime's `update_weight` does: broadcast each from its pipeline stage
-    to all others (asynchronously, then wait for all), all-gather it over tensor-parallel ranks (likewise), join
-    and rename it, and hand the bucket to `load_weights` of vLLM's model, which takes each rank's slices out.
-    Metadata is gathered once, as in slime; verl sends three pickled objects per parameter and sync besides.
+    For a bucket of parameters at a time, as slime's `update_weight` does: broadcast
+    each from its pipeline stage to all others (asynchronously, then wait for all),
+    all-gather it over tensor-parallel ranks (likewise), join and rename it, and hand
+    the bucket to `load_weights` of vLLM's model, which takes each rank's slices out.
+    Metadata is gathered once, as in slime; verl sends three pickled objects per
+    parameter and sync besides.
 
     Args:
         engine_model: vLLM's model on this rank.
         bucket_bytes: bytes of full tensors in a bucket; 512 MiB in both projects.
     """
 
-    def __init__(self, model: MegatronModel, engine_model: Any, bucket_bytes: int) -> None:
+    def __init__(
+        self, model: MegatronModel, engine_model: Any, bucket_bytes: int
+    ) -> None:
         assert model.grid.shape.vpp is None
         self._model, self._engine_model = model, engine_model
         self._tp, self._pp = model.grid.shape.tp, model.grid.shape.pp
@@ -75,15 +82,27 @@ class Bridge:
 
     def _metadata(self) -> Iterator[Parameter]:
         local_parameters = []
-        first_layer = self._model.spec.num_layers // self._pp * self._model.grid.coords.pp
+        first_layer = (
+            self._model.spec.num_layers // self._pp * self._model.grid.coords.pp
+        )
         for local, parameter in self._model.parameters.items():
             if local == "output_layer.weight" and self._model.spec.tie_embeddings:
                 continue  # the last stage's copy of the embedding
-            name = re.sub(r"layers\.(\d+)\.", lambda match: f"layers.{first_layer + int(match[1])}.", local)
-            parallel = getattr(parameter, "tensor_model_parallel", False) and self._tp > 1
-            partition_dim = getattr(parameter, "partition_dim", None) if parallel else None
+            name = re.sub(
+                r"layers\.(\d+)\.",
+                lambda match: f"layers.{first_layer + int(match[1])}.",
+                local,
+            )
+            parallel = (
+                getattr(parameter, "tensor_model_parallel", False) and self._tp > 1
+            )
+            partition_dim = (
+                getattr(parameter, "partition_dim", None) if parallel else None
+            )
             local_parameters.append([name, local, list(parameter.shape), partition_dim])
-        for stage, stage_parameters in enumerate(gather_json(local_parameters, self._model.grid.pp_group)):
+        for stage, stage_parameters in enumerate(
+            gather_json(local_parameters, self._model.grid.pp_group)
+        ):
             for name, local, shape, partition_dim in stage_parameters:
                 yield Parameter(name, local, stage, tuple(shape), partition_dim)
 
@@ -94,7 +113,11 @@ class Bridge:
                 shards = self._broadcast(bucket)
                 full = self._gather(bucket, shards)
                 del shards
-                names = (pair for p, tensor in zip(bucket, full, strict=True) for pair in self._convert(p.name, tensor))
+                names = (
+                    pair
+                    for p, tensor in zip(bucket, full, strict=True)
+                    for pair in self._convert(p.name, tensor)
+                )
                 self._engine_model.load_weights(names)
 
     def _broadcast(self, bucket: Sequence[Parameter]) -> list[torch.Tensor]:
@@ -108,14 +131,19 @@ class Bridge:
                 self.bytes_received += shard.nbytes
             shards.append(shard)
             if self._pp > 1:
-                source, group = self._pp_ranks[parameter.stage], self._model.grid.pp_group
+                source, group = (
+                    self._pp_ranks[parameter.stage],
+                    self._model.grid.pp_group,
+                )
                 works.append(dist.broadcast(shard, source, group=group, async_op=True))
                 self.num_messages += 1
         for work in works:
             work.wait()
         return shards
 
-    def _gather(self, bucket: Sequence[Parameter], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _gather(
+        self, bucket: Sequence[Parameter], shards: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """Return the full parameters, in Megatron's order of rows."""
         parts: list[list[torch.Tensor]] = []
         works = []
@@ -124,20 +152,31 @@ class Bridge:
                 parts.append([shard])
                 continue
             parts.append([torch.empty_like(shard) for _ in range(self._tp)])
-            works.append(dist.all_gather(parts[-1], shard, group=self._model.grid.tp_group, async_op=True))
+            works.append(
+                dist.all_gather(
+                    parts[-1], shard, group=self._model.grid.tp_group, async_op=True
+                )
+            )
             self.num_messages += 1
             self.bytes_received += (self._tp - 1) * shard.nbytes
         for work in works:
             work.wait()
         full = []
         for parameter, pieces in zip(bucket, parts, strict=True):
-            if "linear_fc1" in parameter.name and len(pieces) > 1:  # [gate; up] of every rank
+            # [gate; up] of every rank.
+            if "linear_fc1" in parameter.name and len(pieces) > 1:
                 halves = [part.chunk(2, dim=0) for part in pieces]
                 pieces = [half[0] for half in halves] + [half[1] for half in halves]
-            full.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=parameter.partition_dim or 0))
+            full.append(
+                pieces[0]
+                if len(pieces) == 1
+                else torch.cat(pieces, dim=parameter.partition_dim or 0)
+            )
         return full
 
-    def _convert(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def _convert(
+        self, name: str, tensor: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a Megatron parameter as Qwen2's Hugging Face weights."""
         spec = self._model.spec
         if name == "embedding.word_embeddings.weight":
@@ -151,12 +190,19 @@ class Bridge:
             prefix = f"model.layers.{number}."
             kind = rest.rsplit(".", 1)[1]
             if ".linear_qkv." in rest:
-                grouped = tensor.view(spec.num_kv_heads, -1, spec.head_dim, *tensor.shape[1:])
+                grouped = tensor.view(
+                    spec.num_kv_heads, -1, spec.head_dim, *tensor.shape[1:]
+                )
                 heads = [spec.num_heads // spec.num_kv_heads, 1, 1]
                 for part, rows in zip("qkv", grouped.split(heads, dim=1), strict=True):
-                    yield f"{prefix}self_attn.{part}_proj.{kind}", rows.reshape(-1, *tensor.shape[1:])
+                    yield (
+                        f"{prefix}self_attn.{part}_proj.{kind}",
+                        rows.reshape(-1, *tensor.shape[1:]),
+                    )
             elif ".linear_fc1." in rest:
-                for part, rows in zip(("gate", "up"), tensor.chunk(2, dim=0), strict=True):
+                for part, rows in zip(
+                    ("gate", "up"), tensor.chunk(2, dim=0), strict=True
+                ):
                     yield f"{prefix}mlp.{part}_proj.weight", rows
             else:
                 yield prefix + HF_NAMES[rest], tensor
@@ -173,11 +219,15 @@ HF_NAMES = {
 class FullTensors:
     """Loads `full_tensor()` of each parameter into the engine, as verl's and slime's FSDP trainers do.
 
-    Parameters go one after the other into `load_weights` of vLLM's model, which takes each rank's slices out.
+    Parameters go one after the other into `load_weights` of vLLM's model, which takes
+    each rank's slices out.
     """
 
     def __init__(self, model: FSDPModel, engine_model: Any) -> None:
-        self._parameters, self._engine_model = dict(model.module.model.named_parameters()), engine_model
+        self._parameters, self._engine_model = (
+            dict(model.module.model.named_parameters()),
+            engine_model,
+        )
         self.bytes_received = self.num_messages = 0
 
     def run(self) -> None:
@@ -230,14 +280,16 @@ class CoreResharding:
 class PlainExchange:
     """Plain isend and irecv of the same bytes between the same peers, in messages of a bucket's size.
 
-    Every pair's next message is posted at once, all are waited for, and so on. Each byte leaves from and lands in
-    memory of its own, as weights do; nothing is packed, sliced or put in place.
+    Every pair's next message is posted at once, all are waited for, and so on. Each
+    byte leaves from and lands in memory of its own, as weights do; nothing is packed,
+    sliced or put in place.
     """
 
     def __init__(self, plan: Plan, itemsize: int, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
         self._out = {
-            peer: torch.ones(_nbytes(transfers, itemsize), dtype=torch.uint8) for peer, transfers in plan.sends.items()
+            peer: torch.ones(_nbytes(transfers, itemsize), dtype=torch.uint8)
+            for peer, transfers in plan.sends.items()
         }
         self._in = {
             peer: torch.zeros(_nbytes(transfers, itemsize), dtype=torch.uint8)
@@ -248,12 +300,18 @@ class PlainExchange:
 
     def run(self) -> None:
         self.num_messages = 0
-        most = max((data.nbytes for data in (*self._out.values(), *self._in.values())), default=0)
+        most = max(
+            (data.nbytes for data in (*self._out.values(), *self._in.values())),
+            default=0,
+        )
         for start in range(0, most, self._bucket_bytes):
             part = slice(start, start + self._bucket_bytes)
             ops = [
                 dist.P2POp(operation, data[part], peer)
-                for operation, by_peer in ((dist.isend, self._out), (dist.irecv, self._in))
+                for operation, by_peer in (
+                    (dist.isend, self._out),
+                    (dist.irecv, self._in),
+                )
                 for peer, data in by_peer.items()
                 if start < data.nbytes
             ]

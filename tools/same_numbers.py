@@ -54,7 +54,12 @@ COSTS = (
 # Variables by which a user or an administrator chooses kernels and threads.
 KERNEL_VARIABLES = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "VLLM_")
 # One thread a rank, and no GPU, whatever the machine has.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": str(ROOT),
+}
 ABSENT = "absent"
 
 
@@ -82,33 +87,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.file.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
         return 0
     expected: Recording = json.loads(options.file.read_text(encoding="utf-8"))
-    compared: Recording = json.loads(options.other.read_text()) if options.other else start_recording(expected["steps"])
+    compared: Recording = (
+        json.loads(options.other.read_text())
+        if options.other
+        else start_recording(expected["steps"])
+    )
     if unlike := list(obstacles(expected, compared)):
-        print(f"{options.file} cannot be compared, the numbers depend on:", *unlike, sep="\n  ", file=sys.stderr)
-        print(f"Record commit {expected['commit']} again, in the place of the other side.", file=sys.stderr)
+        print(
+            f"{options.file} cannot be compared, the numbers depend on:",
+            *unlike,
+            sep="\n  ",
+            file=sys.stderr,
+        )
+        print(
+            f"Record commit {expected['commit']} again, in the place of the other side.",
+            file=sys.stderr,
+        )
         return 2
     runs = compared["runs"] or run_all(compared["steps"])
-    same = [compare_run(name, expected["runs"].get(name), runs.get(name)) for name in expected["runs"] | runs]
-    print("the same to the bit" if all(same) else f"not the same: {same.count(False)} of {len(same)} runs differ")
+    same = [
+        compare_run(name, expected["runs"].get(name), runs.get(name))
+        for name in expected["runs"] | runs
+    ]
+    print(
+        "the same to the bit"
+        if all(same)
+        else f"not the same: {same.count(False)} of {len(same)} runs differ"
+    )
     return 0 if all(same) else 1
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="what", required=True)
     record = commands.add_parser("record", help="run, and write what came of it")
     record.add_argument("file", type=Path)
     length = record.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, default=DEFAULT_STEPS, help=f"of each run (default: {DEFAULT_STEPS})")
-    length.add_argument("--full", action="store_true", help="as many steps as the quickstart has")
-    compare = commands.add_parser("compare", help="run again, with as many steps, and say what differs first")
+    length.add_argument(
+        "--steps",
+        type=int,
+        default=DEFAULT_STEPS,
+        help=f"of each run (default: {DEFAULT_STEPS})",
+    )
+    length.add_argument(
+        "--full", action="store_true", help="as many steps as the quickstart has"
+    )
+    compare = commands.add_parser(
+        "compare", help="run again, with as many steps, and say what differs first"
+    )
     compare.add_argument("file", type=Path)
-    compare.add_argument("other", type=Path, nargs="?", help="another recording, instead of running")
+    compare.add_argument(
+        "other", type=Path, nargs="?", help="another recording, instead of running"
+    )
     options = parser.parse_args(arguments)
     if options.what == "record" and options.steps < 1:
         parser.error(f"--steps is {options.steps}; at least 1 is needed")
     if options.what == "record" and not options.file.parent.is_dir():
-        parser.error(f"there is no folder {options.file.parent} to write {options.file.name} to")
+        parser.error(
+            f"there is no folder {options.file.parent} to write {options.file.name} to"
+        )
     for file in (options.file, options.other) if options.what == "compare" else ():
         if file is not None and not file.is_file():
             parser.error(f"there is no file {file}: record it first")
@@ -122,11 +161,19 @@ def start_recording(steps: int | None) -> Recording:
 
     from megaverl.monitoring.tracker import collect_versions
 
-    machine = {f"cpu {name}": str(value) for name, value in torch.cpu.get_capabilities().items()}
-    machine = {name: value for name, value in machine.items() if "cpu num_" not in name}  # each rank has one thread
+    machine = {
+        f"cpu {name}": str(value)
+        for name, value in torch.cpu.get_capabilities().items()
+    }
+    # Each rank has one thread.
+    machine = {name: value for name, value in machine.items() if "cpu num_" not in name}
     machine["cpu kernels of torch"] = torch.backends.cpu.get_cpu_capability()
     machine["libc"] = " ".join(platform.libc_ver())
-    machine |= {name: value for name, value in os.environ.items() if name.startswith(KERNEL_VARIABLES)}
+    machine |= {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(KERNEL_VARIABLES)
+    }
     versions = collect_versions()
     commit = versions.pop("commit", "unknown")
     for name in ("megaverl", "platform"):  # what is compared, and the kernel
@@ -138,7 +185,8 @@ def run_all(steps: int | None) -> dict[str, Run]:
     """Run every command, one after the other; prints which metrics are left out."""
     from megaverl.cli.main import main as megaverl
 
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the temporary folder is removed
+    # The temporary folder is removed.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     runs: dict[str, Run] = {}
     left_out: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="megaverl_same_numbers_") as folder:
@@ -148,26 +196,51 @@ def run_all(steps: int | None) -> dict[str, Run]:
                 print(f"{name} ended with exit code {code}", file=sys.stderr)
                 sys.exit(130 if code == 130 else 2)
             records = read_records(Path(folder, name, "metrics.jsonl"))
-            left_out |= {metric for record in records for metric in record if is_cost(metric)}
-            kept = [{metric: text for metric, text in record.items() if not is_cost(metric)} for record in records]
+            left_out |= {
+                metric for record in records for metric in record if is_cost(metric)
+            }
+            kept = [
+                {metric: text for metric, text in record.items() if not is_cost(metric)}
+                for record in records
+            ]
             runs[name] = {"records": kept, "weights": digests(Path(folder, name))}
-    print(f"left out, as they measure time, memory or speed: {', '.join(sorted(left_out))}")
+    print(
+        f"left out, as they measure time, memory or speed: {', '.join(sorted(left_out))}"
+    )
     return runs
 
 
 def commands(folder: Path, steps: int | None) -> dict[str, list[str]]:
     """Return the arguments of `megaverl` for each run, whose folder is in `folder`."""
     inputs = folder / "quickstart_seed_0" / "inputs"
-    common = [f"--config={ROOT / 'configs' / 'quickstart.yaml'}", f"run.dir={folder}", "run.log_with=jsonl"]
+    common = [
+        f"--config={ROOT / 'configs' / 'quickstart.yaml'}",
+        f"run.dir={folder}",
+        "run.log_with=jsonl",
+    ]
     if steps is not None:
-        common += [f"trainer={{steps: {steps}, validate_every: {(steps + 1) // 2}}}", "sft.steps=15"]
-    data = [f"data={{train: '{inputs / 'train.jsonl'}', validation: '{inputs / 'held_out.jsonl'}'}}"]
+        common += [
+            f"trainer={{steps: {steps}, validate_every: {(steps + 1) // 2}}}",
+            "sft.steps=15",
+        ]
+    data = [
+        f"data={{train: '{inputs / 'train.jsonl'}', validation: '{inputs / 'held_out.jsonl'}'}}"
+    ]
     warm = [*common, *data, f"model.path={inputs / 'warm'}"]
-    lora = ["algorithm={name: grpo, kl: {in: loss, kind: k3, coef: 0.01}}", "actor={tp: 1, pp: 2, lora: {rank: 8}}"]
+    lora = [
+        "algorithm={name: grpo, kl: {in: loss, kind: k3, coef: 0.01}}",
+        "actor={tp: 1, pp: 2, lora: {rank: 8}}",
+    ]
     by_name = {
         "quickstart_seed_0": ["quickstart", *common, "run.seed=0"],
         "quickstart_seed_1": ["quickstart", *common, "run.seed=1"],
-        "split": ["train", *warm, "run.nproc=3", "critic.pp=2", "placement={rollout: 0, actor: 1-2}"],
+        "split": [
+            "train",
+            *warm,
+            "run.nproc=3",
+            "critic.pp=2",
+            "placement={rollout: 0, actor: 1-2}",
+        ],
         "grpo_lora": ["train", *warm, *lora],
     }
     return {name: [*command, f"run.name={name}"] for name, command in by_name.items()}
@@ -186,8 +259,14 @@ def is_cost(metric: str) -> bool:
 
 def digests(run: Path) -> dict[str, str]:
     """Return a digest of every folder of weights in a run except checkpoints: made, starting and exported models."""
-    folders = sorted({file.parent.relative_to(run) for file in run.rglob("*.safetensors")})
-    return {str(folder): digest(run / folder) for folder in folders if folder.parts[0] != "checkpoints"}
+    folders = sorted(
+        {file.parent.relative_to(run) for file in run.rglob("*.safetensors")}
+    )
+    return {
+        str(folder): digest(run / folder)
+        for folder in folders
+        if folder.parts[0] != "checkpoints"
+    }
 
 
 def digest(folder: Path) -> str:
@@ -210,7 +289,9 @@ def obstacles(expected: Recording, compared: Recording) -> Iterator[str]:
     if expected["steps"] != compared["steps"]:
         yield f"steps: {expected['steps']} recorded, {compared['steps']} to compare with"
     for name in expected["machine"] | compared["machine"]:
-        recorded, here = (side["machine"].get(name, ABSENT) for side in (expected, compared))
+        recorded, here = (
+            side["machine"].get(name, ABSENT) for side in (expected, compared)
+        )
         if recorded != here:
             yield f"{name}: {recorded} recorded, {here} to compare with"
 
@@ -218,17 +299,26 @@ def obstacles(expected: Recording, compared: Recording) -> Iterator[str]:
 def compare_run(name: str, expected: Run | None, compared: Run | None) -> bool:
     """Print the first difference between two runs and of their weights; return whether there is none."""
     if expected is None or compared is None:
-        print(f"{name}: only in {'the second' if expected is None else 'the first'} recording")
+        print(
+            f"{name}: only in {'the second' if expected is None else 'the first'} recording"
+        )
         return False
     difference = first_difference(expected["records"], compared["records"])
     print(f"{name}: {difference or 'metrics are equal'}")
     for folder in expected["weights"] | compared["weights"]:
-        before, after = (side["weights"].get(folder, ABSENT) for side in (expected, compared))
-        print(f"  weights in {folder}: {before} " + ("in both" if before == after else f"expected, {after} found"))
+        before, after = (
+            side["weights"].get(folder, ABSENT) for side in (expected, compared)
+        )
+        print(
+            f"  weights in {folder}: {before} "
+            + ("in both" if before == after else f"expected, {after} found")
+        )
     return difference is None and expected["weights"] == compared["weights"]
 
 
-def first_difference(expected: Sequence[Mapping[str, str]], compared: Sequence[Mapping[str, str]]) -> str | None:
+def first_difference(
+    expected: Sequence[Mapping[str, str]], compared: Sequence[Mapping[str, str]]
+) -> str | None:
     """Return step, name and both values of the first metric that differs; None if all are equal."""
     empty: Mapping[str, str] = {}
     for before, after in itertools.zip_longest(expected, compared, fillvalue=empty):

@@ -44,28 +44,42 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "FATAL"}  # a lost store is seen by all
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")  # as megaverl.rank_environment says
+# A lost store is seen by all.
+os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+# As megaverl.rank_environment says.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
-from megaverl.checkpoint import FORMAT_VERSION, Manifest, folder_of, partial_name, write_bytes  # noqa: E402
-from megaverl.checkpoint.commit import Committer, commit, prepare_folder  # noqa: E402
-from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json  # noqa: E402
-from megaverl.distributed.liveness import Liveness, Timeouts  # noqa: E402
-from megaverl.distributed.placement import parse_wanted  # noqa: E402
-from megaverl.distributed.placement_resolver import resolve  # noqa: E402
-from megaverl.distributed.rendezvous import NodeInfo, digests, introduce  # noqa: E402
-from megaverl.distributed.store import keep_store  # noqa: E402
-from megaverl.distributed.worlds import JobContext  # noqa: E402
-from megaverl.processes import end_with_parent, raise_open_files  # noqa: E402
-from megaverl.sharding.boxes import Box, whole  # noqa: E402
-from megaverl.sharding.layout import Layout, Piece  # noqa: E402
-from megaverl.sharding.plan import Plan, make_plans  # noqa: E402
-from megaverl.sharding.proof import check_plan  # noqa: E402
-from megaverl.weights.transports import agree_on_dtypes  # noqa: E402
-from tools.bench_control import SUMS, CountedGroup, CountedMessages, CountedStore, Traffic  # noqa: E402
+from megaverl.checkpoint import (
+    FORMAT_VERSION,
+    Manifest,
+    folder_of,
+    partial_name,
+    write_bytes,
+)
+from megaverl.checkpoint.commit import Committer, commit, prepare_folder
+from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json
+from megaverl.distributed.liveness import Liveness, Timeouts
+from megaverl.distributed.placement import parse_wanted
+from megaverl.distributed.placement_resolver import resolve
+from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
+from megaverl.distributed.store import keep_store
+from megaverl.distributed.worlds import JobContext
+from megaverl.processes import end_with_parent, raise_open_files
+from megaverl.sharding.boxes import Box, whole
+from megaverl.sharding.layout import Layout, Piece
+from megaverl.sharding.plan import Plan, make_plans
+from megaverl.sharding.proof import check_plan
+from megaverl.weights.transports import agree_on_dtypes
+from tools.bench_control import (
+    SUMS,
+    CountedGroup,
+    CountedMessages,
+    CountedStore,
+    Traffic,
+)
 
 HOST, PATIENCE = "127.0.0.1", timedelta(minutes=5)
 PER_NODE, PER_PROCESS = 8, 64
@@ -79,7 +93,8 @@ PHASES = {
     "save": "a checkpoint's agreements and commit",
     "rest": "a second of liveness",
 }
-PACE = 100  # ranks that begin a step each second, so that two cores have time for the heartbeats
+# Ranks that begin a step each second, so that two cores have time for the heartbeats.
+PACE = 100
 PLANNER = threading.Lock()  # it is made for one thread
 FAULTS = ("lost", "silent", "slow", "flapping", "first")
 
@@ -104,12 +119,22 @@ def plans(size: int) -> Sequence[Plan]:
 
     def layouts(parts: int) -> Callable[[int], Layout]:
         count = 4096 // parts
-        boxes = [Box((number * count, 0), (number * count + count, 4)) for number in range(parts)]
+        boxes = [
+            Box((number * count, 0), (number * count + count, 4))
+            for number in range(parts)
+        ]
         pieces = [Piece("w", box, "w", whole((count, 4))) for box in boxes]
-        by_part = [Layout((piece,), {"w": (count, 4)}, {"w": (4096, 4)}) for piece in pieces]
+        by_part = [
+            Layout((piece,), {"w": (count, 4)}, {"w": (4096, 4)}) for piece in pieces
+        ]
         return lambda rank: by_part[rank % parts]
 
-    return make_plans(layouts(min(64, size)), layouts(min(4, size)), size, lambda rank: rank // PER_NODE)
+    return make_plans(
+        layouts(min(64, size)),
+        layouts(min(4, size)),
+        size,
+        lambda rank: rank // PER_NODE,
+    )
 
 
 class Rank:
@@ -119,7 +144,8 @@ class Rank:
         self.rank, self.setup = rank, setup
         self.traffic = Traffic()
         self.store = CountedStore(store, self.traffic)
-        self.asked: queue.SimpleQueue[str] = queue.SimpleQueue()  # not a wait for ranks, as liveness sees it
+        # Not a wait for ranks, as liveness sees it.
+        self.asked: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.done: queue.Queue[str] = queue.Queue()
         self.before = Traffic()
         self.at_rest: Traffic | None = None
@@ -150,16 +176,38 @@ class Rank:
 
     def rendezvous(self) -> None:
         size, rank = self.setup.size, self.rank
-        facts = NodeInfo(f"node{rank // PER_NODE:04d}", (), digests(SECTIONS, {}), SECTIONS, agent=rank // PER_NODE)
+        facts = NodeInfo(
+            f"node{rank // PER_NODE:04d}",
+            (),
+            digests(SECTIONS, {}),
+            SECTIONS,
+            agent=rank // PER_NODE,
+        )
         nodes = introduce(self.store, rank, size, facts, PATIENCE)
         half = size // 2
-        places = {"actor": f"0-{half - 1}", "critic": f"{half}-{size - 2}", "rollout": "actor", "coordinator": size - 1}
+        places = {
+            "actor": f"0-{half - 1}",
+            "critic": f"{half}-{size - 2}",
+            "rollout": "actor",
+            "coordinator": size - 1,
+        }
         wanted = {role: parse_wanted(value) for role, value in places.items()}
         placement = resolve(wanted, size, dict.fromkeys([*places, "reward"]), nodes)
-        self.group = CountedGroup(dist.PrefixStore("control", self.store), rank, size, self.traffic)
+        self.group = CountedGroup(
+            dist.PrefixStore("control", self.store), rank, size, self.traffic
+        )
         world = placement.world_of(rank)
         messages = CountedMessages(self.store, rank, size, self.traffic)
-        self.context = JobContext(placement, rank, world, self.group, self.group, self.store, PATIENCE, messages)
+        self.context = JobContext(
+            placement,
+            rank,
+            world,
+            self.group,
+            self.group,
+            self.store,
+            PATIENCE,
+            messages,
+        )
         barrier(self.group)
 
     def plan(self) -> None:
@@ -167,8 +215,14 @@ class Rank:
             plan = plans(self.setup.size)[self.rank]
         check_plan(plan)
         both = {"source": plan.source_layout, "destination": plan.dest_layout}
-        held = {name: torch.empty(layout.local_shapes["w"], device="meta") for name, layout in both.items()}
-        agree_on_dtypes({name: (layout, {"w": held[name]}) for name, layout in both.items()}, self.group)
+        held = {
+            name: torch.empty(layout.local_shapes["w"], device="meta")
+            for name, layout in both.items()
+        }
+        agree_on_dtypes(
+            {name: (layout, {"w": held[name]}) for name, layout in both.items()},
+            self.group,
+        )
         reduce_json(bool(plan.sends or plan.receives), any, self.group)
 
     def agreement(self) -> None:
@@ -179,15 +233,26 @@ class Rank:
         committer = Committer(self.group, self.setup.size - 1)
         folder = folder_of(self.setup.folder, 1)
         partial, name = partial_name(folder), f"random_{self.rank:05d}.json"
-        committer.conclude(10**3, lambda sizes: prepare_folder(folder.parent, partial, sum(sizes)))
-        items = [[f"actor.layer.{item}", [self.rank, 0], item, name, item * 64, 64] for item in range(ITEMS)]
+        committer.conclude(
+            10**3, lambda sizes: prepare_folder(folder.parent, partial, sum(sizes))
+        )
+        items = [
+            [f"actor.layer.{item}", [self.rank, 0], item, name, item * 64, 64]
+            for item in range(ITEMS)
+        ]
         report = [[{name: write_bytes(partial / name, b"{}" * 500)}, items], None]
 
         def commit_all(reports: list[Any]) -> None:
-            files = {name: record for (written, _), _ in reports for name, record in written.items()}
+            files = {
+                name: record
+                for (written, _), _ in reports
+                for name, record in written.items()
+            }
             manifest = Manifest(FORMAT_VERSION, 0, 1, committer.size, "", {}, {}, files)
             commit(folder, manifest, best=False, phase=lambda name: None)
-            assert len(files) == committer.size and not Manifest.read(folder).wrong_sizes(folder)
+            assert len(files) == committer.size and not Manifest.read(
+                folder
+            ).wrong_sizes(folder)
 
         committer.conclude(report, commit_all)
 
@@ -225,9 +290,12 @@ def host(ranks: list[int], setup: Setup, parent: int, pipe: Connection) -> None:
     """Run some of the ranks in this process, and do the work that is asked for through the pipe."""
     end_with_parent(parent)
     torch.set_num_threads(1)
-    sys.setswitchinterval(0.2)  # else each thread that waits for the interpreter wakes 200 times a second
+    # Else each thread that waits for the interpreter wakes 200 times a second.
+    sys.setswitchinterval(0.2)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    connection = dist.TCPStore(HOST, setup.port, None, False, PATIENCE, wait_for_workers=False)
+    connection = dist.TCPStore(
+        HOST, setup.port, None, False, PATIENCE, wait_for_workers=False
+    )
     members = [Rank(rank, setup, connection.clone()) for rank in ranks]  # type: ignore[attr-defined]
     with connects_lazily():
         while (phase := pipe.recv()) != "end":
@@ -252,14 +320,24 @@ def watch(members: list[Rank], pipe: Connection) -> dict[int, tuple[str, float, 
     """Return for each rank the failure reason that it received, the time of that, and the time of its end."""
     while any(member.ended is None for member in members):
         for member in members:
-            if member.heard is None and member.liveness is not None and member.liveness.failure_reason is not None:
+            if (
+                member.heard is None
+                and member.liveness is not None
+                and member.liveness.failure_reason is not None
+            ):
                 member.heard = time.time()
         if pipe.poll(0.05):
             asked = pipe.recv()
             for member in members:
-                member.sleeps, member.stops = (asked, False) if isinstance(asked, float) else (0.0, True)
+                member.sleeps, member.stops = (
+                    (asked, False) if isinstance(asked, float) else (0.0, True)
+                )
     return {
-        rank.rank: ((rank.liveness and rank.liveness.failure_reason) or "", rank.heard or 0.0, rank.ended or 0.0)
+        rank.rank: (
+            (rank.liveness and rank.liveness.failure_reason) or "",
+            rank.heard or 0.0,
+            rank.ended or 0.0,
+        )
         for rank in members
     }
 
@@ -275,14 +353,20 @@ def keep(pipe: Connection, parent: int) -> None:
 class Cluster:
     """The processes of all simulated ranks."""
 
-    def __init__(self, size: int, folder: Path, timeouts: Timeouts, rest: float) -> None:
-        self._processes: dict[int, tuple[Any, Connection]] = {}  # by their first rank; the store's: -1
+    def __init__(
+        self, size: int, folder: Path, timeouts: Timeouts, rest: float
+    ) -> None:
+        # By their first rank; the store's: -1.
+        self._processes: dict[int, tuple[Any, Connection]] = {}
         plans(size)  # once for all, who are copies of this process
         port = self._start(-1, keep).recv()
         self.setup = Setup(size, port, folder, timeouts, rest)
         alone = [0, self.setup.hit, size - 1]
         others = [rank for rank in range(size) if rank not in alone]
-        many = [others[begin : begin + PER_PROCESS] for begin in range(0, len(others), PER_PROCESS)]
+        many = [
+            others[begin : begin + PER_PROCESS]
+            for begin in range(0, len(others), PER_PROCESS)
+        ]
         for ranks in [*([rank] for rank in alone), *many]:
             self._start(ranks[0], functools.partial(host, ranks, self.setup))
 
@@ -333,23 +417,45 @@ class Cluster:
             self._signal(hit, signal.SIGSTOP if fault == "silent" else signal.SIGKILL)
             if fault == "first":
                 self._signal(-1, signal.SIGKILL)
-        silent = (-1,) if fault == "flapping" else (-1, hit)  # the rank that is hit says nothing any more
-        left = [pipe for name, (_, pipe) in self._processes.items() if name not in silent]
+        # The rank that is hit says nothing any more.
+        silent = (-1,) if fault == "flapping" else (-1, hit)
+        left = [
+            pipe for name, (_, pipe) in self._processes.items() if name not in silent
+        ]
         end = time.time() + 60.0 + 2 * (timeouts.lost_after + timeouts.stalled_after)
         reports: dict[int, tuple[str, float, float]] = {}
         while left and time.time() < end:
             for pipe in [pipe for pipe in left if pipe in wait(left, timeout=1.0)]:
                 reports |= pipe.recv()
                 left.remove(pipe)
-        reasons = {reason: None for reason, _, _ in reports.values() if reason}  # few: all pass on the first one's
-        print(*(f"{self.setup.size} ranks, {fault}, said: {reason}" for reason in reasons), sep="\n", file=sys.stderr)
-        blamed = [(re.findall(r"rank \d+", reason), reason) for reason, _, _ in reports.values()]
-        named = Counter(ranks[0] if ranks else reason or "nobody" for ranks, reason in blamed)
+        # Few: all pass on the first one's.
+        reasons = {reason: None for reason, _, _ in reports.values() if reason}
+        print(
+            *(
+                f"{self.setup.size} ranks, {fault}, said: {reason}"
+                for reason in reasons
+            ),
+            sep="\n",
+            file=sys.stderr,
+        )
+        blamed = [
+            (re.findall(r"rank \d+", reason), reason)
+            for reason, _, _ in reports.values()
+        ]
+        named = Counter(
+            ranks[0] if ranks else reason or "nobody" for ranks, reason in blamed
+        )
         if left:
-            named["no end came"] = self.setup.size - (fault != "flapping") - len(reports)
+            named["no end came"] = (
+                self.setup.size - (fault != "flapping") - len(reports)
+            )
         heard = [when for _, when, _ in reports.values() if when]
         last = max((ended for *_, ended in reports.values()), default=begun)
-        return {"found": min(heard, default=begun) - begun, "ended": last - begun, "named": named}
+        return {
+            "found": min(heard, default=begun) - begun,
+            "ended": last - begun,
+            "named": named,
+        }
 
     def _signal(self, name: int, number: int) -> None:
         os.kill(self._processes[name][0].pid, number)
@@ -360,7 +466,9 @@ class Cluster:
             process.join()
 
 
-def simulate(size: int, faults: Sequence[str], timeouts: Timeouts, rest: float) -> dict[str, Any]:
+def simulate(
+    size: int, faults: Sequence[str], timeouts: Timeouts, rest: float
+) -> dict[str, Any]:
     """Simulate one size of cluster.
 
     Returns:
@@ -375,15 +483,25 @@ def simulate(size: int, faults: Sequence[str], timeouts: Timeouts, rest: float) 
             try:
                 for phase in PHASES:
                     begun = time.monotonic()
-                    ranks = [(traffic.messages, traffic.bytes) for traffic in cluster.cost(phase)]
-                    results["costs"][phase] = [
-                        [sum(traffic) / size, max(traffic)] for traffic in zip(*ranks, strict=True)
+                    ranks = [
+                        (traffic.messages, traffic.bytes)
+                        for traffic in cluster.cost(phase)
                     ]
-                    text = f"{time.monotonic() - begun:.1f} s, {results['costs'][phase]}"
+                    results["costs"][phase] = [
+                        [sum(traffic) / size, max(traffic)]
+                        for traffic in zip(*ranks, strict=True)
+                    ]
+                    text = (
+                        f"{time.monotonic() - begun:.1f} s, {results['costs'][phase]}"
+                    )
                     print(f"{size} ranks, {phase}: {text}", file=sys.stderr, flush=True)
                 if fault:
                     results["faults"][fault] = cluster.suffer(fault)
-                    print(f"{size} ranks, {fault}: {results['faults'][fault]}", file=sys.stderr, flush=True)
+                    print(
+                        f"{size} ranks, {fault}: {results['faults'][fault]}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             finally:
                 cluster.end()
     return results
@@ -394,8 +512,15 @@ def table_of_costs(results: dict[int, Any]) -> list[str]:
     sizes = sorted(results)
     few, many = sizes[0], sizes[-1]
     log = math.log2(many) / math.log2(few)
-    heads = [*(f"{size:,}" for size in sizes), f"growth (log: {log:.2f}; ranks: {many / few:g})", f"{LARGE:,}"]
-    lines = [f"| messages; bytes | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
+    heads = [
+        *(f"{size:,}" for size in sizes),
+        f"growth (log: {log:.2f}; ranks: {many / few:g})",
+        f"{LARGE:,}",
+    ]
+    lines = [
+        f"| messages; bytes | {' | '.join(heads)} |",
+        "| --- " * (len(heads) + 1) + "|",
+    ]
     for phase, title in PHASES.items():
         for number, who in enumerate((f"{title}: a rank", "the one with most")):
             columns = []
@@ -403,9 +528,14 @@ def table_of_costs(results: dict[int, Any]) -> list[str]:
                 values = [results[size]["costs"][phase][kind][number] for size in sizes]
                 growth = values[-1] / values[0] if values[0] else 1.0
                 large = extrapolated(sizes, values)
-                shown = [f"{value:,.3f}" if value < 10 else f"{value:,.0f}" for value in (*values, growth, large)]
+                shown = [
+                    f"{value:,.3f}" if value < 10 else f"{value:,.0f}"
+                    for value in (*values, growth, large)
+                ]
                 columns.append(shown)
-            lines.append(f"| {who} | {' | '.join('; '.join(pair) for pair in zip(*columns, strict=True))} |")
+            lines.append(
+                f"| {who} | {' | '.join('; '.join(pair) for pair in zip(*columns, strict=True))} |"
+            )
     return lines
 
 
@@ -414,24 +544,41 @@ def extrapolated(sizes: Sequence[int], values: Sequence[float]) -> float:
     few, many, middle = sizes[0], sizes[-1], len(sizes) // 2
 
     def along(f: Callable[[float], float], size: int) -> float:
-        return values[0] + (values[-1] - values[0]) * (f(size) - f(few)) / ((f(many) - f(few)) or 1.0)
+        return values[0] + (values[-1] - values[0]) * (f(size) - f(few)) / (
+            (f(many) - f(few)) or 1.0
+        )
 
-    closest = min((math.log2, float), key=lambda f: abs(along(f, sizes[middle]) - values[middle]))
+    closest = min(
+        (math.log2, float), key=lambda f: abs(along(f, sizes[middle]) - values[middle])
+    )
     return along(closest, LARGE)
 
 
 def table_of_faults(results: dict[int, Any], timeouts: Timeouts) -> list[str]:
     """Return the table of the times to detect each fault, and the named ranks."""
     due = {"silent": timeouts.lost_after, "slow": timeouts.stalled_after}
-    lines = ["| fault | ranks | due after, s | found after, s | all ended after, s | named |", "| --- " * 6 + "|"]
+    lines = [
+        "| fault | ranks | due after, s | found after, s | all ended after, s | named |",
+        "| --- " * 6 + "|",
+    ]
     for fault in FAULTS:
         for size, result in sorted(results.items()):
             if fault in result["faults"]:
                 found_after, ended, named = result["faults"][fault].values()
-                hit = "nobody" if fault == "flapping" else f"rank {0 if fault == 'first' else size // 3}"
+                hit = (
+                    "nobody"
+                    if fault == "flapping"
+                    else f"rank {0 if fault == 'first' else size // 3}"
+                )
                 right = named.get(hit, 0)
-                others = "".join(f", {who} by {count:,}" for who, count in named.items() if who != hit)
-                due_after = f"{due.get(fault, 0.0):g}" if fault != "flapping" else "never"
+                others = "".join(
+                    f", {who} by {count:,}"
+                    for who, count in named.items()
+                    if who != hit
+                )
+                due_after = (
+                    f"{due.get(fault, 0.0):g}" if fault != "flapping" else "never"
+                )
                 lines.append(
                     f"| {fault} | {size:,} | {due_after} | {found_after:.1f} | {ended:.1f} | "
                     f"{hit} by {right:,} of {sum(named.values()):,}{others} |"
@@ -441,17 +588,39 @@ def table_of_faults(results: dict[int, Any], timeouts: Timeouts) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     described = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    described.add_argument("--ranks", default="64,256,1024", help="numbers of ranks, 8 or more, with commas")
-    described.add_argument("--faults", default=",".join(FAULTS), help="with commas; empty: none")
-    described.add_argument("--lost-after", type=float, default=15.0, help="seconds; a run's are 30")
-    described.add_argument("--stalled-after", type=float, default=15.0, help="seconds; a run's: run.timeout_minutes")
-    described.add_argument("--rest", type=float, default=5.0, help="seconds in which liveness is counted")
+    described.add_argument(
+        "--ranks",
+        default="64,256,1024",
+        help="numbers of ranks, 8 or more, with commas",
+    )
+    described.add_argument(
+        "--faults", default=",".join(FAULTS), help="with commas; empty: none"
+    )
+    described.add_argument(
+        "--lost-after", type=float, default=15.0, help="seconds; a run's are 30"
+    )
+    described.add_argument(
+        "--stalled-after",
+        type=float,
+        default=15.0,
+        help="seconds; a run's: run.timeout_minutes",
+    )
+    described.add_argument(
+        "--rest", type=float, default=5.0, help="seconds in which liveness is counted"
+    )
     options = described.parse_args(arguments)
     raise_open_files()
-    timeouts = Timeouts(stalled_after=options.stalled_after, lost_after=options.lost_after, grace=2.0)
+    timeouts = Timeouts(
+        stalled_after=options.stalled_after, lost_after=options.lost_after, grace=2.0
+    )
     faults = [fault for fault in options.faults.split(",") if fault]
-    results = {int(size): simulate(int(size), faults, timeouts, options.rest) for size in options.ranks.split(",")}
-    print("\n".join([*table_of_costs(results), "", *table_of_faults(results, timeouts)]))
+    results = {
+        int(size): simulate(int(size), faults, timeouts, options.rest)
+        for size in options.ranks.split(",")
+    }
+    print(
+        "\n".join([*table_of_costs(results), "", *table_of_faults(results, timeouts)])
+    )
     return 0
 
 

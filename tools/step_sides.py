@@ -53,26 +53,42 @@ class Job:
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Return the tokens that each part's rate counts: response tokens, or whole sequences in the parts that read
-        them.
+        """Return the tokens that each part's rate counts: response tokens, or whole
+        sequences in the parts that read them.
         """
         sequence = self.prompt_tokens + self.response_tokens
         whole = self.responses * sequence
-        return {"rollout": self.responses * self.response_tokens, "log_probs": whole, "update": whole, "step": whole}
+        return {
+            "rollout": self.responses * self.response_tokens,
+            "log_probs": whole,
+            "update": whole,
+            "step": whole,
+        }
 
     @property
     def gflop(self) -> dict[str, float]:
-        """Return the GFLOP of each part's matrix products with weights, the least work that computes every token of
-        every sequence.
+        """Return the GFLOP of each part's matrix products with weights, the least work
+        that computes every token of every sequence.
 
-        2 per weight and token forward and 4 backward; in the rollout a prompt counts once for its group.
+        2 per weight and token forward and 4 backward; in the rollout a prompt counts
+        once for its group.
         """
         kv_width = self.hidden * self.kv_heads // self.heads
-        layer = 2 * self.hidden * self.hidden + 2 * self.hidden * kv_width + 3 * self.hidden * self.ffn
+        layer = (
+            2 * self.hidden * self.hidden
+            + 2 * self.hidden * kv_width
+            + 3 * self.hidden * self.ffn
+        )
         weights = self.layers * layer + self.hidden * self.vocab
         forward = 2e-9 * weights * self.tokens["update"]
-        generated = self.responses * self.response_tokens + self.prompts * self.prompt_tokens
-        by_part = {"rollout": 2e-9 * weights * generated, "log_probs": forward, "update": 3 * forward}
+        generated = (
+            self.responses * self.response_tokens + self.prompts * self.prompt_tokens
+        )
+        by_part = {
+            "rollout": 2e-9 * weights * generated,
+            "log_probs": forward,
+            "update": 3 * forward,
+        }
         return by_part | {"step": sum(by_part.values())}
 
 
@@ -109,24 +125,31 @@ def prepare(job: Job, folder: Path) -> None:
         bos_token_id=None,
     )
     words = ["<eos>", *(f"w{i}" for i in range(1, job.vocab))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<eos>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(
-        str(folder / "model")
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<eos>")
     )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>"
+    ).save_pretrained(str(folder / "model"))
     draw = random.Random(0)
     rows = [
         {"prompt": " ".join(draw.choices(words[1:], k=job.prompt_tokens)), "answer": ""}
         for _ in range(job.prompts * (job.warmup + job.steps))
     ]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (folder / "job.json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
+    (folder / "job.json").write_text(
+        json.dumps(dataclasses.asdict(job)), encoding="utf-8"
+    )
 
 
 class Turns:
     """Files through which both sides' ranks wait for their turn and report their measurements.
 
-    The processes of the two sides share nothing but files, and a look every 5 ms costs neither side anything.
+    The processes of the two sides share nothing but files, and a look every 5 ms costs
+    neither side anything.
     """
 
     def __init__(self, folder: Path, side: str, rank: int = 0) -> None:
@@ -151,24 +174,40 @@ class Turns:
         """Write this rank's seconds per part of `step`."""
         self._write(f"{self.side}.{step}.done.{self.rank}", seconds)
 
-    def take(self, step: int, num_ranks: int, process: subprocess.Popen[bytes], log: Path) -> dict[str, float]:
+    def take(
+        self, step: int, num_ranks: int, process: subprocess.Popen[bytes], log: Path
+    ) -> dict[str, float]:
         """Let the side take `step`; return for each part the seconds of the rank that took longest.
 
         Processor seconds (`cpu_...`) and `gflops` are sums over the ranks.
         """
-        self._await([f"{self.side}.{step}.ready.{rank}" for rank in range(num_ranks)], process, log)
+        self._await(
+            [f"{self.side}.{step}.ready.{rank}" for rank in range(num_ranks)],
+            process,
+            log,
+        )
         self._write(f"{self.side}.{step}.go", {})
-        ranks = self._await([f"{self.side}.{step}.done.{rank}" for rank in range(num_ranks)], process, log)
+        ranks = self._await(
+            [f"{self.side}.{step}.done.{rank}" for rank in range(num_ranks)],
+            process,
+            log,
+        )
         return {
-            name: (sum if name.startswith(("cpu_", "gflops")) else max)(seconds[name] for seconds in ranks)
+            name: (sum if name.startswith(("cpu_", "gflops")) else max)(
+                seconds[name] for seconds in ranks
+            )
             for name in ranks[0]
         }
 
-    def _await(self, names: Sequence[str], process: subprocess.Popen[bytes], log: Path) -> list[dict[str, float]]:
+    def _await(
+        self, names: Sequence[str], process: subprocess.Popen[bytes], log: Path
+    ) -> list[dict[str, float]]:
         while not all((self.folder / name).exists() for name in names):
             if process.poll() is not None:
                 tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
-                raise SystemExit(f"{self.side} ended with {process.returncode} before its step was done:\n{tail}")
+                raise SystemExit(
+                    f"{self.side} ended with {process.returncode} before its step was done:\n{tail}"
+                )
             time.sleep(0.02)
         return [json.loads((self.folder / name).read_text()) for name in names]
 
@@ -194,7 +233,9 @@ class Stopwatch:
         yield
         platform.synchronize()
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
-        self.seconds[f"cpu_{part}"] = self.seconds.get(f"cpu_{part}", 0.0) + time.process_time() - cpu
+        self.seconds[f"cpu_{part}"] = (
+            self.seconds.get(f"cpu_{part}", 0.0) + time.process_time() - cpu
+        )
 
     def wrap(self, owner: Any, method: str, part: Callable[[], str | None]) -> None:
         """Count calls of `owner.method` under the name that `part` returns; not if it returns None."""
@@ -243,7 +284,10 @@ def run_megaverl(job: Job, folder: Path) -> None:
             self.measured_step.close()
             metrics = self.step.metrics
             assert metrics["rollout/response_length_mean"] == job.response_tokens
-            seconds = self.watch.seconds | {"reward": metrics["reward/latency_ms"] / 1e3, "gflops": self.gflops}
+            seconds = self.watch.seconds | {
+                "reward": metrics["reward/latency_ms"] / 1e3,
+                "gflops": self.gflops,
+            }
             turns.report(done - 1, seconds)
             return super().report(done)
 
@@ -257,7 +301,9 @@ def check_device(job: Job) -> None:
 
     if platform.device.type != job.device:
         where = platform.device.type
-        raise SystemExit(f"this process computes on {where}, not on {job.device}. Give --device {where}.")
+        raise SystemExit(
+            f"this process computes on {where}, not on {job.device}. Give --device {where}."
+        )
 
 
 def matmul_gflops(job: Job) -> float:
@@ -267,8 +313,14 @@ def matmul_gflops(job: Job) -> float:
     from megaverl.platform import platform
 
     tokens = 2048
-    options: dict[str, Any] = {"dtype": getattr(torch, job.dtype), "device": platform.device}
-    a, b = torch.ones(tokens, job.hidden, **options), torch.ones(2 * job.ffn, job.hidden, **options)
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, job.dtype),
+        "device": platform.device,
+    }
+    a, b = (
+        torch.ones(tokens, job.hidden, **options),
+        torch.ones(2 * job.ffn, job.hidden, **options),
+    )
     best = float("inf")
     for _ in range(5):
         platform.synchronize()
@@ -296,7 +348,11 @@ def megaverl_settings(job: Job, folder: Path) -> list[str]:
     values: dict[str, Any] = {
         "run": {"name": "run", "dir": str(folder), "nproc": job.nproc},
         "model": {"path": str(folder / "model"), "dtype": job.dtype},
-        "algorithm": {"name": "grpo", "group_size": job.group, "kl": {"in": "loss", "kind": "k3", "coef": KL_COEF}},
+        "algorithm": {
+            "name": "grpo",
+            "group_size": job.group,
+            "kl": {"in": "loss", "kind": "k3", "coef": KL_COEF},
+        },
         "actor": {
             "micro_batch_tokens": job.micro_batch_tokens,
             "pack_samples": job.pack_samples,
@@ -304,9 +360,17 @@ def megaverl_settings(job: Job, folder: Path) -> list[str]:
         },
         "rollout": {
             "tp": 1,
-            "sampling": {"temperature": 1.0, "max_tokens": job.response_tokens, "ignore_eos": True},
+            "sampling": {
+                "temperature": 1.0,
+                "max_tokens": job.response_tokens,
+                "ignore_eos": True,
+            },
             # beside the other side's process, on the same GPU
-            **({"vllm": {"gpu_memory_utilization": 0.3}} if job.device == "cuda" else {}),
+            **(
+                {"vllm": {"gpu_memory_utilization": 0.3}}
+                if job.device == "cuda"
+                else {}
+            ),
         },
         "data": {
             "train": [str(folder / "prompts.jsonl")],
@@ -314,7 +378,12 @@ def megaverl_settings(job: Job, folder: Path) -> list[str]:
             "max_prompt_tokens": job.prompt_tokens,
             "prompts_per_step": job.prompts,
         },
-        "reward": [{"name": "unique_words", "function": f"{Path(__file__).resolve()}:unique_words"}],
+        "reward": [
+            {
+                "name": "unique_words",
+                "function": f"{Path(__file__).resolve()}:unique_words",
+            }
+        ],
         "trainer": {"steps": job.warmup + job.steps, "validate_every": 0},
         "checkpoint": {"resume": "never", "export_hf": False},
     }
@@ -340,7 +409,9 @@ def run_trl(job: Job, folder: Path) -> None:
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         num_generations=job.group,
-        per_device_train_batch_size=job.responses // job.trl_nproc // job.trl_micro_batches,
+        per_device_train_batch_size=job.responses
+        // job.trl_nproc
+        // job.trl_micro_batches,
         gradient_accumulation_steps=job.trl_micro_batches,
         gradient_checkpointing=job.trl_checkpointing,
         max_completion_length=job.response_tokens,
@@ -356,16 +427,25 @@ def run_trl(job: Job, folder: Path) -> None:
     )
     trainer = GRPOTrainer(
         model=str(folder / "model"),
-        reward_funcs=lambda completions, **_: [unique_words("", text, None, None) for text in completions],
+        reward_funcs=lambda completions, **_: [
+            unique_words("", text, None, None) for text in completions
+        ],
         args=arguments,
         train_dataset=load_dataset(
-            "json", data_files=str(folder / "prompts.jsonl"), split="train", cache_dir=str(folder / f"cache{rank}")
+            "json",
+            data_files=str(folder / "prompts.jsonl"),
+            split="train",
+            cache_dir=str(folder / f"cache{rank}"),
         ),
-        processing_class=PreTrainedTokenizerFast.from_pretrained(str(folder / "model"), padding_side="left"),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(
+            str(folder / "model"), padding_side="left"
+        ),
     )
     parameter = next(trainer.model.parameters())
     assert parameter.dtype == torch.float32
-    assert parameter.device.type == job.device, f"TRL computes on {parameter.device}, not on {job.device}"
+    assert parameter.device.type == job.device, (
+        f"TRL computes on {parameter.device}, not on {job.device}"
+    )
     turns, watch = Turns(folder, "trl", rank), Stopwatch()
     watch.wrap(trainer, "_generate_single_turn", lambda: "rollout")
     watch.wrap(
@@ -388,16 +468,23 @@ def run_trl(job: Job, folder: Path) -> None:
             self.whole.__exit__(None, None, None)
             seconds = watch.seconds
             for prefix in ("", "cpu_"):
-                seconds[f"{prefix}update"] = seconds[f"{prefix}step"] - seconds.pop(f"{prefix}experience")
+                seconds[f"{prefix}update"] = seconds[f"{prefix}step"] - seconds.pop(
+                    f"{prefix}experience"
+                )
             turns.report(state.global_step - 1, seconds)
             if lengths and lengths[-1] != job.response_tokens:
-                raise SystemExit(f"TRL's responses have {lengths[-1]} tokens, not {job.response_tokens}")
+                raise SystemExit(
+                    f"TRL's responses have {lengths[-1]} tokens, not {job.response_tokens}"
+                )
 
     trainer.add_callback(TakeTurns())
     trainer.train()
 
 
-SIDES: dict[str, Callable[[Job, Path], None]] = {"megaverl": run_megaverl, "trl": run_trl}
+SIDES: dict[str, Callable[[Job, Path], None]] = {
+    "megaverl": run_megaverl,
+    "trl": run_trl,
+}
 
 
 def main(side: str, folder: Path) -> int:
@@ -408,7 +495,10 @@ def main(side: str, folder: Path) -> int:
         return 0
     from megaverl.trainer.elastic_agent import start_ranks
 
-    return start_ranks([__file__, side, str(folder)], job.nproc if side == "megaverl" else job.trl_nproc)
+    return start_ranks(
+        [__file__, side, str(folder)],
+        job.nproc if side == "megaverl" else job.trl_nproc,
+    )
 
 
 if __name__ == "__main__":

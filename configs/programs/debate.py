@@ -2,9 +2,8 @@
 
     environment={name: 'configs/programs/debate.py:Debate', agents: own} trainer.program=configs/programs/debate.py:step
 
-The first side answers the row's question; the second reads this and answers, too. Who alone is right wins from the
-other. Each side has an actor and a critic of its own, and trains every second step: against an opponent that stands
-still, what it learns is an answer to what the other does.
+The first side answers the row's question; the second reads this and answers, too. Who
+alone is right wins. Each side trains every second step, against one that stands still.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,8 @@ class Debate(Game):
         if len(self.said) == 1:
             return {"second": Outcome([*tokens, *self.codec.encode("=")])}
         lead = float(self.said["first"]) - float(self.said["second"])
-        return {"first": Outcome(reward=lead, done=True), "second": Outcome(reward=-lead, done=True)}
+        rewards = {"first": lead, "second": -lead}
+        return {side: Outcome(reward=rewards[side], done=True) for side in rewards}
 
 
 async def step(run: Run, step: int) -> Samples:

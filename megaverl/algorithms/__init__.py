@@ -1,17 +1,19 @@
 """Algorithms as pure functions of tensors, each registered under a name and documented with its paper.
 
-A function's positional parameters are inputs, taken from the batch by name. Parameters after the `*` are options, set
-from the configuration. To add an algorithm, write one function and decorate it:
+A function's positional parameters are inputs, taken from the batch by name. Parameters
+after the `*` are options, set from the configuration. To add an algorithm, write one
+function and decorate it:
 
     @policy_losses.register("mine")
     def mine(log_probs, old_log_probs, advantages, weights, *, strength: float = 1.0) -> LossOutput: ...
 
 or name it `module:function` in the configuration.
 
-Each function names its paper and the place in it. "eq. 7" is a number that was read in the paper or in a copy of it
-(for dual clip and GPG's alpha: a number that other code cites). "unnumbered" means that the equation has no number.
-"equation number not checked" means that the paper was not at hand, only quotations of it. "from memory" means that
-neither was read again. docs/algorithms.md has the table.
+Each function names its paper and the place in it. "eq. 7" is a number that was read in
+the paper or in a copy of it (for dual clip and GPG's alpha: a number that other code
+cites). "unnumbered" means that the equation has no number. "equation number not
+checked" means that the paper was not at hand, only quotations of it. "from memory"
+means that neither was read again. docs/algorithms.md has the table.
 """
 
 from megaverl.algorithms.advantages import (
@@ -34,9 +36,30 @@ from megaverl.algorithms.advantages import (
     token_rewards,
     whiten,
 )
-from megaverl.algorithms.covariance_losses import covariances, highest_entropies, token_selectors
-from megaverl.algorithms.group_advantages import dr_grpo, gdpo, gpg, grpo, opo, raft, rloo, turn_gae, turn_grpo
-from megaverl.algorithms.kl import AdaptiveEntropy, AdaptiveKL, FixedKL, KLController, kl_estimators, kl_loss
+from megaverl.algorithms.covariance_losses import (
+    covariances,
+    highest_entropies,
+    token_selectors,
+)
+from megaverl.algorithms.group_advantages import (
+    dr_grpo,
+    gdpo,
+    gpg,
+    grpo,
+    opo,
+    raft,
+    rloo,
+    turn_gae,
+    turn_grpo,
+)
+from megaverl.algorithms.kl import (
+    AdaptiveEntropy,
+    AdaptiveKL,
+    FixedKL,
+    KLController,
+    kl_estimators,
+    kl_loss,
+)
 from megaverl.algorithms.loss import (
     Denominators,
     LossOutput,
@@ -66,7 +89,15 @@ from megaverl.algorithms.model_rewards import (
     outcome_cross_entropy,
     prime,
 )
-from megaverl.algorithms.policy_losses import binary_kl, binary_tv, gmpo, gspo, policy_gradient, policy_losses, ppo_clip
+from megaverl.algorithms.policy_losses import (
+    binary_kl,
+    binary_tv,
+    gmpo,
+    gspo,
+    policy_gradient,
+    policy_losses,
+    ppo_clip,
+)
 from megaverl.algorithms.preference_losses import (
     bradley_terry,
     kto_reference_kl,

@@ -1,7 +1,7 @@
 """Advantage estimators for tokens: GAE, returns minus a baseline, and token rewards.
 
-Also statistics over groups of samples (the responses to one prompt), and the choice of groups that dynamic sampling
-keeps.
+Also statistics over groups of samples (the responses to one prompt), and the choice of
+groups that dynamic sampling keeps.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ def group_stats(values: Tensor, group_ids: Tensor) -> GroupStats:
     values = values.double()
     ids, index = torch.unique(group_ids, return_inverse=True)
     size = group_totals(torch.ones_like(values), group_ids)
-    # Subtracting the group's smallest value first makes equal values exactly equal to their mean, without rounding.
-    least = values.new_full((len(ids),), torch.inf).scatter_reduce(0, index, values, "amin")
+    # Subtracting the group's smallest value first makes equal values exactly equal to
+    # their mean, without rounding.
+    least = values.new_full((len(ids),), torch.inf).scatter_reduce(
+        0, index, values, "amin"
+    )
     above = values - least[index]
     centered = above - group_totals(above, group_ids) / size
     std = (group_totals(centered.square(), group_ids) / (size - 1).clamp(min=1)).sqrt()
@@ -75,12 +78,13 @@ def keep_groups(
 ) -> KeptSamples:
     """Return the first `wanted` groups whose scores differ, arXiv 2503.14476, section 3.2, eq. 11.
 
-    The paper keeps a group if 0 < its correct answers < its size. With scores of 0 and 1 that is the same. A group of
-    one is never kept.
+    The paper keeps a group if 0 < its correct answers < its size. With scores of 0 and
+    1 that is the same. A group of one is never kept.
 
-    A trainer calls this after every round of generation, with everything generated for the step so far, and generates
-    `missing` more groups from the next prompts, up to its limit of rounds. With `last_round` the limit is reached: the
-    first silent groups fill up what is missing (their advantages are 0), so that the batch keeps its size.
+    A trainer calls this after every round of generation, with everything generated for
+    the step so far, and generates `missing` more groups from the next prompts, up to
+    its limit of rounds. With `last_round` the limit is reached: the first silent groups
+    fill up what is missing (their advantages are 0), so that the batch keeps its size.
 
     Args:
         scores: `[batch]` float or bool, such as `Scores.correct` or the rewards before shaping. NaN means unknown; the
@@ -105,7 +109,9 @@ def keep_groups(
     if last_round:
         chosen = chosen + silent[:missing]
         missing = wanted - len(chosen)
-    kept = torch.isin(units, torch.tensor(chosen, dtype=torch.int64, device=units.device))
+    kept = torch.isin(
+        units, torch.tensor(chosen, dtype=torch.int64, device=units.device)
+    )
     return KeptSamples(kept.nonzero()[:, 0], missing, len(silent))
 
 
@@ -114,11 +120,13 @@ def _in_order(group_ids: Tensor) -> list[int]:
     return list(dict.fromkeys(group_ids.tolist()))
 
 
-def policy_filtration(rewards: Tensor, group_ids: Tensor, draws: Tensor | None = None) -> Tensor:
+def policy_filtration(
+    rewards: Tensor, group_ids: Tensor, draws: Tensor | None = None
+) -> Tensor:
     """Select the responses that PF-PPO trains on, arXiv 2409.06957 (from memory).
 
-    Rewards are most reliable at the extremes, so the best and the worst response of each group are selected. With
-    draws, the best and any other one.
+    Rewards are most reliable at the extremes, so the best and the worst response of
+    each group are selected. With draws, the best and any other one.
 
     Args:
         rewards: `[batch]` float. A response with an unknown reward (NaN) is left out.
@@ -132,10 +140,16 @@ def policy_filtration(rewards: Tensor, group_ids: Tensor, draws: Tensor | None =
     for group in group_ids.unique():
         members = ((group_ids == group) & ~rewards.isnan()).nonzero()[:, 0]
         if len(members):
-            best, *others = members[rewards[members].argsort(descending=True, stable=True)].tolist()
+            best, *others = members[
+                rewards[members].argsort(descending=True, stable=True)
+            ].tolist()
             keep[best] = True
             if others:
-                keep[others[-1] if draws is None else max(others, key=lambda row: float(draws[row]))] = True
+                keep[
+                    others[-1]
+                    if draws is None
+                    else max(others, key=lambda row: float(draws[row]))
+                ] = True
     return keep
 
 
@@ -154,10 +168,16 @@ class Advantages(NamedTuple):
 def _problem(result: Any, inputs: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the result of a user's estimator, or None."""
     if not isinstance(result, Advantages):
-        return f"{type(result).__name__}; expected Advantages(advantages, returns or None)"
+        return (
+            f"{type(result).__name__}; expected Advantages(advantages, returns or None)"
+        )
     shape = inputs["response_mask"].shape
     wrong = tensor_problem(result.advantages, shape, "as advantages ")
-    return wrong or (tensor_problem(result.returns, shape, "as returns ") if result.returns is not None else None)
+    return wrong or (
+        tensor_problem(result.returns, shape, "as returns ")
+        if result.returns is not None
+        else None
+    )
 
 
 advantage_estimators: Registry[Advantages] = Registry("advantage estimator", _problem)
@@ -183,9 +203,10 @@ def gae(
 ) -> Advantages:
     """Compute generalized advantage estimation, arXiv 1506.02438, eq. 16 (with delta as defined before eq. 10).
 
-    delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum_l (gamma lam)^l delta_{t+l}, returns = A + V. The value after a
-    response's last token is 0 (the episode is over), or `last_values` for a response that was cut off and is
-    bootstrapped. Tokens outside the mask are skipped: the token before a hole is followed by the one after it.
+    delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum_l (gamma lam)^l delta_{t+l}, returns
+    = A + V. The value after a response's last token is 0 (the episode is over), or
+    `last_values` for a response that was cut off and is bootstrapped. Tokens outside
+    the mask are skipped: the token before a hole is followed by the one after it.
 
     Args:
         token_rewards: `[batch, response]` float. Only values under the mask are read.
@@ -199,11 +220,17 @@ def gae(
     Returns:
         Advantages and returns `[batch, response]` in the dtype of `values`, 0 outside the mask.
     """
-    # Values outside the mask may be anything, NaN included. `where` keeps them out, a product with 0 would not.
+    # Values outside the mask may be anything, NaN included. `where` keeps them out, a
+    # product with 0 would not.
     rewards = torch.where(response_mask, token_rewards.to(values.dtype), 0.0)
     values = torch.where(response_mask, values, 0.0)
-    after = values.new_zeros(len(values)) if last_values is None else last_values.to(values.dtype)
-    # The next state is the next token under the mask: tool output in between is no action.
+    after = (
+        values.new_zeros(len(values))
+        if last_values is None
+        else last_values.to(values.dtype)
+    )
+    # The next state is the next token under the mask: tool output in between is no
+    # action.
     deltas = rewards + gamma * _next_under_mask(values, response_mask, after) - values
     # A hole in the mask passes on the later sum undiminished.
     decay = torch.ones_like(values).masked_fill(response_mask, gamma * lam)
@@ -224,9 +251,10 @@ def whiten(
 
     Returns 0 outside the mask.
 
-    Mean and population variance are computed in float64 over the whole mask, so pass the whole (mini-)batch; or, with
-    `all_reduce`, this rank's samples of it. A constant becomes 0 with `shift_mean`, and an empty mask gives zeros.
-    Source: the usual advantage normalization of PPO, studied in arXiv 2006.05990.
+    Mean and population variance are computed in float64 over the whole mask, so pass
+    the whole (mini-)batch; or, with `all_reduce`, this rank's samples of it. A constant
+    becomes 0 with `shift_mean`, and an empty mask gives zeros. Source: the usual
+    advantage normalization of PPO, studied in arXiv 2006.05990.
 
     Args:
         values: `[batch, response]` float.
@@ -237,13 +265,16 @@ def whiten(
     kept = torch.where(mask, values.double(), 0.0)
     count = total(mask.sum()).clamp(min=1)
     mean = total(kept.sum()) / count
-    # Two passes, since sum of squares minus square of the sum loses digits for a small variance.
+    # Two passes, since sum of squares minus square of the sum loses digits for a small
+    # variance.
     centered = torch.where(mask, kept - mean, 0.0)
     scale = (total(centered.square().sum()) / count + eps).rsqrt()
     return ((centered if shift_mean else kept) * scale).to(values.dtype)
 
 
-def rewards_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
+def rewards_to_go(
+    token_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0
+) -> Tensor:
     """Return G_t = sum_{s >= t} gamma^(s - t) r_s over the tokens under the mask. Holes are skipped.
 
     Args:
@@ -275,7 +306,8 @@ def suffix_scan(terms: Tensor, decay: Tensor) -> Tensor:
     factor = decay
     step = 1
     while step < terms.shape[1]:
-        # total_t covers `step` terms from t on, and factor_t is the product of their decays.
+        # total_t covers `step` terms from t on, and factor_t is the product of their
+        # decays.
         longer_total = total[:, :-step] + factor[:, :-step] * total[:, step:]
         longer_factor = factor[:, :-step] * factor[:, step:]
         # The last `step` positions have all their terms already.
@@ -285,12 +317,19 @@ def suffix_scan(terms: Tensor, decay: Tensor) -> Tensor:
     return total
 
 
-def token_rewards(rewards: Tensor, response_mask: Tensor, kl: Tensor | None = None, *, kl_coef: float = 0.0) -> Tensor:
+def token_rewards(
+    rewards: Tensor,
+    response_mask: Tensor,
+    kl: Tensor | None = None,
+    *,
+    kl_coef: float = 0.0,
+) -> Tensor:
     """Return the score at each response's last token, minus `kl_coef` x KL at every token.
 
-    Source: arXiv 2203.02155, section 3.5: the term of its eq. 2 (without that of pretraining), there added token by
-    token; R = r - beta log(pi / rho) is from arXiv 1909.08593, section 2 (equation number not checked). An empty
-    response has no token for its score, which is dropped.
+    Source: arXiv 2203.02155, section 3.5: the term of its eq. 2 (without that of
+    pretraining), there added token by token; R = r - beta log(pi / rho) is from arXiv
+    1909.08593, section 2 (equation number not checked). An empty response has no token
+    for its score, which is dropped.
 
     Args:
         rewards: `[batch]` float, one score per response.
@@ -306,7 +345,11 @@ def token_rewards(rewards: Tensor, response_mask: Tensor, kl: Tensor | None = No
     check_finite("rewards", rewards)
     columns = torch.arange(response_mask.shape[1], device=response_mask.device)
     # -1 for an empty response, which no column equals.
-    last = torch.where(response_mask, columns, -1).amax(dim=1, keepdim=True) if len(columns) else columns
+    last = (
+        torch.where(response_mask, columns, -1).amax(dim=1, keepdim=True)
+        if len(columns)
+        else columns
+    )
     result = torch.where(response_mask & (columns == last), rewards.unsqueeze(1), 0.0)
     if kl is not None and kl_coef:
         kept = torch.where(response_mask.to(kl.device), kl.to(rewards.dtype), 0.0)
@@ -340,7 +383,11 @@ def non_finite_token(name: str, values: Tensor, mask: Tensor) -> str | None:
     wrong = ~torch.isfinite(values)
     if values.dim() == 1:
         rows = (wrong & mask.any(dim=1)).nonzero()
-        return f"{name} of sample {int(rows[0])} is {float(values[int(rows[0])])}." if len(rows) else None
+        return (
+            f"{name} of sample {int(rows[0])} is {float(values[int(rows[0])])}."
+            if len(rows)
+            else None
+        )
     places = (wrong & mask).nonzero()
     if not len(places):
         return None
@@ -373,8 +420,9 @@ def reinforce_plus_plus(
 ) -> Advantages:
     """Compute REINFORCE++, arXiv 2501.03262, eq. 8 to 10 of version 2: rewards-to-go, normalized over the whole batch.
 
-    A_t = sum_{s >= t} gamma^(s - t) r_s, shifted and scaled to mean 0 and variance 1 over all tokens. It needs no
-    groups. The KL penalty belongs in the token rewards (`algorithm.kl.in: reward`).
+    A_t = sum_{s >= t} gamma^(s - t) r_s, shifted and scaled to mean 0 and variance 1
+    over all tokens. It needs no groups. The KL penalty belongs in the token rewards
+    (`algorithm.kl.in: reward`).
 
     Args:
         token_rewards: `[batch, response]` float. Only values under the mask are read.
@@ -388,10 +436,17 @@ def reinforce_plus_plus(
 
 
 @advantage_estimators.register("remax", of_groups=True)
-def remax(token_rewards: Tensor, greedy_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Advantages:
+def remax(
+    token_rewards: Tensor,
+    greedy_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+) -> Advantages:
     """Compute ReMax, arXiv 2310.10505 (equation number not checked): the baseline is the reward of a greedy response.
 
-    A_t = sum_{s >= t} gamma^(s - t) r_s - reward of the greedy response to the same prompt.
+    A_t = sum_{s >= t} gamma^(s - t) r_s - reward of the greedy response to the same
+    prompt.
 
     Args:
         token_rewards: `[batch, response]` float. Only values under the mask are read.
@@ -405,8 +460,12 @@ def remax(token_rewards: Tensor, greedy_rewards: Tensor, response_mask: Tensor, 
         DataError: a greedy reward is not finite.
     """
     check_finite("greedy_rewards", greedy_rewards)
-    gains = rewards_to_go(token_rewards, response_mask, gamma) - greedy_rewards.unsqueeze(1)
-    return Advantages(torch.where(response_mask, gains, 0.0).to(token_rewards.dtype), None)
+    gains = rewards_to_go(
+        token_rewards, response_mask, gamma
+    ) - greedy_rewards.unsqueeze(1)
+    return Advantages(
+        torch.where(response_mask, gains, 0.0).to(token_rewards.dtype), None
+    )
 
 
 @advantage_estimators.register("optimal_token_baseline", of_groups=True)
@@ -422,14 +481,16 @@ def optimal_token_baseline(
 ) -> Advantages:
     """Compute the optimal token baseline, arXiv 2602.07078 (equation number not checked).
 
-    At each position it is the minimum-variance baseline of the group: A_t = G_t - B_t, B_t = sum_i G_t W_t / (sum_i W_t
+    At each position it is the minimum-variance baseline of the group: A_t = G_t - B_t,
+    B_t = sum_i G_t W_t / (sum_i W_t
     + eps) over the group's responses that have a token at position t. G_t is the reward-to-go. W_t = sum_{s <= t} of
     the squared norm of the score, which the paper approximates by that of its logits, 1 - 2 pi(y_s) + sum_v pi(v)^2
     (see `score_norms`). A group of one gets 0.
 
-    If one response is longer than all others of its group, the equation makes it its own baseline. Its tail gets 0, and
-    learns nothing from a reward at its end. With `handle_zero_tail`, like verl's option of this name (True there), the
-    baseline is 0 once one response is left, and the tail gets its whole reward-to-go.
+    If one response is longer than all others of its group, the equation makes it its
+    own baseline. Its tail gets 0, and learns nothing from a reward at its end. With
+    `handle_zero_tail`, like verl's option of this name (True there), the baseline is 0
+    once one response is left, and the tail gets its whole reward-to-go.
 
     Args:
         token_rewards, score_norms: `[batch, response]` float. Only values under the mask are read.
@@ -442,14 +503,18 @@ def optimal_token_baseline(
         Advantages `[batch, response]`, 0 outside the mask; no returns.
     """
     gains = rewards_to_go(token_rewards, response_mask, gamma).double()
-    # The baseline of a token weights each response by the squared norm of its gradient up to that token.
+    # The baseline of a token weights each response by the squared norm of its gradient
+    # up to that token.
     norms = torch.where(response_mask, score_norms.double(), 0.0).cumsum(dim=1)
     norms = torch.where(response_mask, norms, 0.0)
-    baseline = group_totals(gains * norms, group_ids) / (group_totals(norms, group_ids) + eps)
+    baseline = group_totals(gains * norms, group_ids) / (
+        group_totals(norms, group_ids) + eps
+    )
     if handle_zero_tail:
         baseline = baseline * (group_totals(response_mask.double(), group_ids) != 1)
     alone = group_totals(torch.ones_like(group_ids), group_ids).unsqueeze(1) < 2
-    # A product instead of torch.where: a reward that is not finite must show in a group of one too.
+    # A product instead of torch.where: a reward that is not finite must show in a group
+    # of one too.
     advantages = torch.where(response_mask, (gains - baseline) * ~alone, 0.0)
     return Advantages(advantages.to(token_rewards.dtype), None)
 

@@ -1,8 +1,9 @@
 """Policy losses that exclude the few tokens that cause entropy collapse: Clip-Cov and KL-Cov (arXiv 2505.22617).
 
-Also the selection of high-entropy tokens, which alone may train. Both selections depend on all tokens of the
-mini-batch. A selector therefore sees the whole mini-batch before its update, and the loss gets the selection as one
-more input, split like the others. So no split changes the result.
+Also the selection of high-entropy tokens, which alone may train. Both selections depend
+on all tokens of the mini-batch. A selector therefore sees the whole mini-batch before
+its update, and the loss gets the selection as one more input, split like the others. So
+no split changes the result.
 """
 
 from __future__ import annotations
@@ -15,25 +16,34 @@ from torch import Tensor
 
 from megaverl.algorithms.advantages import check_finite_tokens
 from megaverl.algorithms.loss import LossOutput, bounded, moments
-from megaverl.algorithms.policy_losses import policy_losses, ppo_clip, ratio_metrics, tokens_of
+from megaverl.algorithms.policy_losses import (
+    policy_losses,
+    ppo_clip,
+    ratio_metrics,
+    tokens_of,
+)
 from megaverl.algorithms.registry import Registry, tensor_problem
 
 
 def _problem(result: Any, inputs: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a user's selection, or None."""
     wrong = tensor_problem(result, inputs["response_mask"].shape)
-    return wrong or (None if result.dtype == torch.bool else f"{result.dtype}; expected torch.bool")
+    return wrong or (
+        None if result.dtype == torch.bool else f"{result.dtype}; expected torch.bool"
+    )
 
 
-# Selectors are named after the loss that reads `selected`, bool [batch, response] of a whole mini-batch.
+# Selectors are named after the loss that reads `selected`, bool [batch, response] of a
+# whole mini-batch.
 token_selectors: Registry[Tensor] = Registry("token selector", _problem)
 
 
 def covariances(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
     """Return each token's part in the covariance of log-prob and advantage, arXiv 2505.22617, eq. 10.
 
-    (log_prob - mean log_prob) (A - mean A), with means over all tokens of the mini-batch. The paper uses log-probs of
-    the policy being trained. Given those at the start of the update, the first update of a batch is the same.
+    (log_prob - mean log_prob) (A - mean A), with means over all tokens of the
+    mini-batch. The paper uses log-probs of the policy being trained. Given those at the
+    start of the update, the first update of a batch is the same.
 
     Args:
         log_probs, advantages: `[mini-batch, response]` float.
@@ -65,13 +75,15 @@ def largest_covariances(
 ) -> Tensor:
     """Select the tokens with the largest covariance, KL-Cov's rule (arXiv 2505.22617, eq. 13).
 
-    `fraction` of all tokens are selected, at least one. Arguments are those of `covariances`. Among equal tokens the
-    first in the batch are selected.
+    `fraction` of all tokens are selected, at least one. Arguments are those of
+    `covariances`. Among equal tokens the first in the batch are selected.
     """
     candidates = response_mask.flatten().nonzero()[:, 0]
     count = min(max(int(fraction * len(candidates)), 1), len(candidates))
     order = (
-        covariances(log_probs, advantages, response_mask).flatten()[candidates].argsort(descending=True, stable=True)
+        covariances(log_probs, advantages, response_mask)
+        .flatten()[candidates]
+        .argsort(descending=True, stable=True)
     )
     return _selection(candidates[order[:count]], response_mask)
 
@@ -89,8 +101,9 @@ def some_large_covariances(
 ) -> Tensor:
     """Select random tokens among those with a large covariance, arXiv 2505.22617, eq. 11 (Clip-Cov).
 
-    Candidates have a covariance between `covariance_low` and `covariance_high`. Those with the smallest `draws` are
-    selected, as many as `fraction` of all tokens, at least one.
+    Candidates have a covariance between `covariance_low` and `covariance_high`. Those
+    with the smallest `draws` are selected, as many as `fraction` of all tokens, at
+    least one.
 
     Args:
         log_probs, advantages, response_mask: as in `covariances`.
@@ -104,11 +117,13 @@ def some_large_covariances(
     return _selection(candidates[order[:count]], response_mask)
 
 
-def highest_entropies(entropies: Tensor, response_mask: Tensor, *, fraction: float) -> Tensor:
+def highest_entropies(
+    entropies: Tensor, response_mask: Tensor, *, fraction: float
+) -> Tensor:
     """Select the tokens of highest entropy, arXiv 2506.01939 (equation number not checked), where only these train.
 
-    `fraction` of all tokens of the mini-batch are selected, at least one; the paper uses 0.2. Among equal tokens the
-    first in the batch are selected.
+    `fraction` of all tokens of the mini-batch are selected, at least one; the paper
+    uses 0.2. Among equal tokens the first in the batch are selected.
 
     Args:
         entropies: `[mini-batch, response]` float, of the policy. Only values under the mask are read.
@@ -140,8 +155,8 @@ def clip_cov(
 ) -> LossOutput:
     """Compute Clip-Cov, arXiv 2505.22617, eq. 12: the surrogate r_t A_t, and 0 for the selected tokens.
 
-    The paper's equation has no other clip. The authors' program also has PPO's clip, and so does this function, with
-    wide defaults.
+    The paper's equation has no other clip. The authors' program also has PPO's clip,
+    and so does this function, with wide defaults.
 
     Args:
         selected: bool, from `some_large_covariances`.
@@ -149,10 +164,16 @@ def clip_cov(
 
     Metrics: those of `ppo_clip`, and `selected_fraction`.
     """
-    # A product instead of torch.where: an advantage that is not finite must reach the loss, selected or not.
+    # A product instead of torch.where: an advantage that is not finite must reach the
+    # loss, selected or not.
     kept = advantages * ~selected
-    result = ppo_clip(log_probs, old_log_probs, kept, weights, clip_low=clip_low, clip_high=clip_high)
-    return LossOutput(result.loss, result.metrics | {"selected_fraction": moments(selected, weights != 0)})
+    result = ppo_clip(
+        log_probs, old_log_probs, kept, weights, clip_low=clip_low, clip_high=clip_high
+    )
+    return LossOutput(
+        result.loss,
+        result.metrics | {"selected_fraction": moments(selected, weights != 0)},
+    )
 
 
 @policy_losses.register("kl_cov")
@@ -177,11 +198,18 @@ def kl_cov(
 
     Metrics: `clip_fraction` (always 0), `approx_kl`, `ratio`, `selected_fraction`.
     """
-    log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
+    log_ratio, advantages, active = tokens_of(
+        log_probs, old_log_probs, advantages, weights
+    )
     spared = selected & active
-    surrogate = bounded(log_ratio).exp() * advantages - penalty * torch.where(spared, log_ratio.abs(), 0.0)
+    surrogate = bounded(log_ratio).exp() * advantages - penalty * torch.where(
+        spared, log_ratio.abs(), 0.0
+    )
     metrics = ratio_metrics(log_ratio, active, torch.zeros_like(active))
-    return LossOutput(-(weights * surrogate).sum(), metrics | {"selected_fraction": moments(spared, active)})
+    return LossOutput(
+        -(weights * surrogate).sum(),
+        metrics | {"selected_fraction": moments(spared, active)},
+    )
 
 
 def _selection(chosen: Tensor, response_mask: Tensor) -> Tensor:

@@ -42,19 +42,28 @@ class PromptScores:
     def majority(self, k: int) -> float:
         """Return the share of the blocks of k samples whose most frequent answer is right (maj@k).
 
-        The blocks are consecutive and disjoint, so that the estimate is unbiased. Remaining samples are left out.
+        The blocks are consecutive and disjoint, so that the estimate is unbiased.
+        Remaining samples are left out.
 
         Raises:
             ValueError: k is not 1 to the number of samples, or the samples have no answers.
         """
         if not 1 <= k <= len(self.correct) or len(self.answers) != len(self.correct):
-            raise ValueError(f"maj@{k} of {len(self.correct)} samples with {len(self.answers)} answers is not defined")
+            raise ValueError(
+                f"maj@{k} of {len(self.correct)} samples with {len(self.answers)} answers is not defined"
+            )
         starts = range(0, len(self.correct) - k + 1, k)
-        blocks = [_majority_of(self.answers[start : start + k], self.correct[start : start + k]) for start in starts]
+        blocks = [
+            _majority_of(
+                self.answers[start : start + k], self.correct[start : start + k]
+            )
+            for start in starts
+        ]
         return sum(blocks) / len(blocks)
 
 
-# Stands for every right answer in a vote. Two answers that both equal the reference are the same, however written.
+# Stands for every right answer in a vote. Two answers that both equal the reference are
+# the same, however written.
 _RIGHT = object()
 
 
@@ -84,11 +93,13 @@ class Estimate:
     num_prompts: int
 
 
-def mean_with_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
+def mean_with_interval(
+    values: Sequence[float], confidence: float = CONFIDENCE
+) -> Estimate:
     """Return the mean of scores between 0 and 1, one of each prompt, with its interval.
 
-    If all scores are 0, or all are 1, the deviation is 0 and says nothing. The interval is then the exact one of a
-    binomial proportion (Clopper and Pearson 1934).
+    If all scores are 0, or all are 1, the deviation is 0 and says nothing. The interval
+    is then the exact one of a binomial proportion (Clopper and Pearson 1934).
 
     Raises:
         ValueError: there are no scores.
@@ -127,12 +138,14 @@ class PairedDifference:
 
 
 def paired_difference(
-    before: Mapping[str, float], after: Mapping[str, float], confidence: float = CONFIDENCE
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    confidence: float = CONFIDENCE,
 ) -> PairedDifference:
     """Return the difference of two evaluations, paired over the prompts that both have.
 
-    Pairing removes the deviation of the prompts' difficulty, which both evaluations share (Miller 2024, arXiv
-    2411.00640).
+    Pairing removes the deviation of the prompts' difficulty, which both evaluations
+    share (Miller 2024, arXiv 2411.00640).
 
     Args:
         before, after: score of each prompt, by the prompt's identity.
@@ -166,18 +179,24 @@ def _standard_error(values: Sequence[float], mean: float) -> float:
 def student_cdf(t: float, freedom: int) -> float:
     """Return the distribution function of Student's t with `freedom` degrees of freedom.
 
-    It is a finite sum for whole degrees (Abramowitz and Stegun 1964, eqs. 26.7.3 and 26.7.4).
+    It is a finite sum for whole degrees (Abramowitz and Stegun 1964, eqs. 26.7.3 and
+    26.7.4).
     """
     angle = math.atan(t / math.sqrt(freedom))
     cosine = math.cos(angle)
-    # The terms are cos^j with the factors 1, 2/3, 2*4/(3*5), ... (odd) or 1, 1/2, 1*3/(2*4), ... (even).
+    # The terms are cos^j with the factors 1, 2/3, 2*4/(3*5), ... (odd) or 1, 1/2,
+    # 1*3/(2*4), ... (even).
     is_odd = freedom % 2 == 1
     term = cosine if is_odd else 1.0
     total = 0.0
     for exponent in range(1 if is_odd else 0, freedom - 1, 2):
         total += term
         term *= cosine**2 * (exponent + 1) / (exponent + 2)
-    area = (angle + math.sin(angle) * total) * 2 / math.pi if is_odd else math.sin(angle) * total
+    area = (
+        (angle + math.sin(angle) * total) * 2 / math.pi
+        if is_odd
+        else math.sin(angle) * total
+    )
     return 0.5 + area / 2
 
 

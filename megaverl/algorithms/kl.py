@@ -1,7 +1,8 @@
 """Estimates of KL(policy || reference) per token from the policy's samples, and the coefficient of the penalty.
 
-Source of k1, k2, k3: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html, with r =
-reference / policy probability of the sampled token.
+Source of k1, k2, k3: J. Schulman, "Approximating KL divergence",
+http://joschu.net/blog/kl-approx.html, with r = reference / policy probability of the
+sampled token.
 
 In the reward an estimate weights the score function and has no gradient of its own. There only k1 has the gradient of
 KL(policy || reference) on average (arXiv 2203.02155, eq. 2; arXiv 2510.01555). For the loss see `kl_loss`.
@@ -20,7 +21,8 @@ from megaverl.algorithms.registry import Registry, tensor_problem
 from megaverl.errors import CheckpointError, ConfigError, TrainingStopped
 
 kl_estimators: Registry[Tensor] = Registry(
-    "KL estimator", lambda result, inputs: tensor_problem(result, inputs["log_probs"].shape)
+    "KL estimator",
+    lambda result, inputs: tensor_problem(result, inputs["log_probs"].shape),
 )
 
 
@@ -40,8 +42,9 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Return (r - 1) - log r, which is unbiased and never negative. Any shape.
 
-    log r is limited to 20, so r stays finite. A token that the reference finds e^20 times likelier than the policy that
-    sampled it counts with that limit, and has no gradient.
+    log r is limited to 20, so r stays finite. A token that the reference finds e^20
+    times likelier than the policy that sampled it counts with that limit, and has no
+    gradient.
     """
     # Only the upper side can overflow: exp() of a large negative number is 0.
     log_ratio = (ref_log_probs - log_probs).clamp(max=MAX_LOG_RATIO)
@@ -58,7 +61,8 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def low_variance(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Return k3, limited to 10, so that a single token cannot dominate a step. Any shape.
 
-    verl computes this for both "low_var_kl" and "k3". A token at the limit has no gradient.
+    verl computes this for both "low_var_kl" and "k3". A token at the limit has no
+    gradient.
     """
     return k3(log_probs, ref_log_probs).clamp(max=10.0)
 
@@ -102,7 +106,9 @@ def kl_loss(
     active = weights != 0
     policy = torch.where(active, log_probs, 0.0)
     reference = torch.where(active, ref_log_probs, 0.0)
-    estimate = kl_estimators.get(kind)({"log_probs": policy, "ref_log_probs": reference})
+    estimate = kl_estimators.get(kind)(
+        {"log_probs": policy, "ref_log_probs": reference}
+    )
     metrics = {"kl_loss": moments(estimate, active)}
     if gradient == "importance":
         assert old_log_probs is not None
@@ -112,10 +118,12 @@ def kl_loss(
         return LossOutput((weights * estimate).sum(), metrics)
     value = (weights * estimate).sum().detach()
     if gradient == "straight_through":
-        # k2's gradient is that of the KL. The value stays that of the configured estimate.
+        # k2's gradient is that of the KL. The value stays that of the configured
+        # estimate.
         slope = (weights * k2(policy, reference)).sum()
     else:
-        # REINFORCE with the KL as cost: a token's choice is charged with the estimates from it to the end.
+        # REINFORCE with the KL as cost: a token's choice is charged with the estimates
+        # from it to the end.
         shares = torch.where(active, weights * estimate, 0.0).detach()
         slope = (policy * shares.flip(1).cumsum(dim=1).flip(1)).sum()
     # The second term is 0, and contributes only the gradient.
@@ -146,7 +154,8 @@ class FixedKL:
 class AdaptiveKL:
     """Log-space proportional controller of the KL coefficient, arXiv 1909.08593, section 2.2.
 
-    error = clip(KL / target - 1, -0.2, 0.2), coef <- coef (1 + gain error), once per step.
+    error = clip(KL / target - 1, -0.2, 0.2), coef <- coef (1 + gain error), once per
+    step.
 
     Args:
         coef: initial coefficient.
@@ -157,7 +166,9 @@ class AdaptiveKL:
     def __init__(self, coef: float, target: float, gain: float = 0.1) -> None:
         for name, number in (("coefficient", coef), ("target", target), ("gain", gain)):
             if not number > 0:
-                raise ConfigError(f"the {name} of an adaptive KL penalty must be above 0, found {number}")
+                raise ConfigError(
+                    f"the {name} of an adaptive KL penalty must be above 0, found {number}"
+                )
         self.coef = coef
         self.target = target
         self.gain = gain
@@ -183,15 +194,17 @@ class AdaptiveKL:
         self.coef = float(state["coef"])
 
 
-# Holds `coef`, gets the measured KL once per step, and saves its state in the checkpoint as JSON values.
+# Holds `coef`, gets the measured KL once per step, and saves its state in the
+# checkpoint as JSON values.
 KLController = FixedKL | AdaptiveKL
 
 
 class AdaptiveEntropy:
     """Adaptive entropy control of Skywork-OR1, arXiv 2505.22312 (from memory).
 
-    The coefficient of the entropy bonus rises by `step` while the policy's entropy is below the target, else it falls
-    by `step`, but never below 0. It is applied only while the entropy is at or below the target.
+    The coefficient of the entropy bonus rises by `step` while the policy's entropy is
+    below the target, else it falls by `step`, but never below 0. It is applied only
+    while the entropy is at or below the target.
 
     Args:
         coef: initial coefficient.
@@ -217,10 +230,14 @@ class AdaptiveEntropy:
             TrainingStopped: the measured entropy is NaN or infinite.
         """
         if not math.isfinite(entropy):
-            raise TrainingStopped(f"the measured entropy is {entropy}: the policy's logits are not finite")
+            raise TrainingStopped(
+                f"the measured entropy is {entropy}: the policy's logits are not finite"
+            )
         applied = self.weight
         self.is_low = entropy <= self.target
-        self.coef = max(self.coef + (self.step if entropy < self.target else -self.step), 0.0)
+        self.coef = max(
+            self.coef + (self.step if entropy < self.target else -self.step), 0.0
+        )
         return applied
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,13 +246,18 @@ class AdaptiveEntropy:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state. A checkpoint without one keeps the initial values."""
-        self.coef, self.is_low = state.get("entropy_coef", self.coef), state.get("entropy_is_low", self.is_low)
+        self.coef, self.is_low = (
+            state.get("entropy_coef", self.coef),
+            state.get("entropy_is_low", self.is_low),
+        )
 
 
 def _check_kl(kl: float) -> None:
     """Raise TrainingStopped if the measured KL is not finite."""
     if not math.isfinite(kl):
-        raise TrainingStopped(f"the measured KL is {kl}: log-probs of the policy or of the reference are not finite")
+        raise TrainingStopped(
+            f"the measured KL is {kl}: log-probs of the policy or of the reference are not finite"
+        )
 
 
 def _check_kind(state: dict[str, Any], expected: str) -> None:

@@ -1,11 +1,13 @@
 """Common parts of all losses: their result, aggregation over tokens, metrics as sums, and the critic's losses.
 
-An aggregation returns weights `[batch, response]`: the mask times the mode's weight of a token, divided by the
-denominators of the WHOLE mini-batch. Then `sum(weights * per_token_loss)`, added over any split into micro-batches and
-ranks, is the loss of the mini-batch.
+An aggregation returns weights `[batch, response]`: the mask times the mode's weight of
+a token, divided by the denominators of the WHOLE mini-batch. Then `sum(weights *
+per_token_loss)`, added over any split into micro-batches and ranks, is the loss of the
+mini-batch.
 
-A metric is a tensor of three float64 numbers `[count, sum, sum of squares]`. Two of them are combined by addition, so a
-metric never depends on how the batch was split, unlike a mean of means. pass@k is here too.
+A metric is a tensor of three float64 numbers `[count, sum, sum of squares]`. Two of
+them are combined by addition, so a metric never depends on how the batch was split,
+unlike a mean of means. pass@k is here too.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from torch import Tensor
 
 from megaverl.algorithms.registry import Registry, tensor_problem
 
-# Metric name -> [3]: count, sum and sum of squares, so that sums over ranks give means and variances.
+# Metric name -> [3]: count, sum and sum of squares, so that sums over ranks give means
+# and variances.
 MetricSums = dict[str, Tensor]
 
 
@@ -110,7 +113,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
         ValueError: not 0 <= num_correct <= num_samples, or not 1 <= k <= num_samples.
     """
     if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
-        raise ValueError(f"pass@{k} of {num_correct} right out of {num_samples} samples is not defined")
+        raise ValueError(
+            f"pass@{k} of {num_correct} right out of {num_samples} samples is not defined"
+        )
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
@@ -127,18 +132,22 @@ def mean_pass_at_k(correct: Tensor, group_ids: Tensor, k: int) -> float:
     ids, index = torch.unique(group_ids, return_inverse=True)
     sizes = torch.bincount(index, minlength=len(ids)).tolist()
     rights = torch.bincount(index[correct], minlength=len(ids)).tolist()
-    scores = [pass_at_k(size, right, k) for size, right in zip(sizes, rights, strict=True)]
+    scores = [
+        pass_at_k(size, right, k) for size, right in zip(sizes, rights, strict=True)
+    ]
     return sum(scores) / len(scores) if scores else 0.0
 
 
-# exp() of a log-ratio must stay finite in float32, including sums and squares of it. e^20 is about 4.9e8.
+# exp() of a log-ratio must stay finite in float32, including sums and squares of it.
+# e^20 is about 4.9e8.
 MAX_LOG_RATIO = 20.0
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
     """Clamp a log-ratio to +-20 before exp(). Beyond that it has no gradient. NaN stays NaN. Any shape.
 
-    Only arguments of exp() are clamped. The log-ratio of a response is the sum or mean of its tokens' unclamped ones.
+    Only arguments of exp() are clamped. The log-ratio of a response is the sum or mean
+    of its tokens' unclamped ones.
     """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -168,9 +177,13 @@ def loss_problem(result: Any, inputs: Mapping[str, Any]) -> str | None:
         return f"{type(result).__name__}; expected LossOutput(loss, metrics)"
     if wrong := tensor_problem(result.loss, (), "as loss "):
         return wrong
-    trains = [name for name, value in inputs.items() if getattr(value, "requires_grad", False)]
+    trains = [
+        name for name, value in inputs.items() if getattr(value, "requires_grad", False)
+    ]
     if trains and not result.loss.requires_grad:
-        return f"a loss that has no gradient; compute it from {trains[0]}, which has one"
+        return (
+            f"a loss that has no gradient; compute it from {trains[0]}, which has one"
+        )
     return None
 
 
@@ -195,7 +208,8 @@ def combine(*terms: tuple[float, LossOutput]) -> LossOutput:
 
 
 aggregations: Registry[Tensor] = Registry(
-    "loss aggregation", lambda result, inputs: tensor_problem(result, inputs["response_mask"].shape)
+    "loss aggregation",
+    lambda result, inputs: tensor_problem(result, inputs["response_mask"].shape),
 )
 
 
@@ -218,7 +232,9 @@ def count_denominators(response_mask: Tensor) -> Denominators:
     return make_denominators(response_mask.sum(dim=1))
 
 
-def make_denominators(num_tokens: Tensor, episode_shares: Tensor | None = None) -> Denominators:
+def make_denominators(
+    num_tokens: Tensor, episode_shares: Tensor | None = None
+) -> Denominators:
     """Count the denominators of a mini-batch.
 
     Args:
@@ -226,7 +242,9 @@ def make_denominators(num_tokens: Tensor, episode_shares: Tensor | None = None) 
         episode_shares: `[mini-batch]`, as `episode_shares` returns them. None: each response is an episode.
     """
     num_sequences = int((num_tokens > 0).sum())
-    num_episodes = num_sequences if episode_shares is None else float(episode_shares.sum())
+    num_episodes = (
+        num_sequences if episode_shares is None else float(episode_shares.sum())
+    )
     return Denominators(int(num_tokens.sum()), num_sequences, num_episodes)
 
 
@@ -247,10 +265,16 @@ def episode_shares(num_tokens: Tensor, episodes: Tensor) -> Tensor:
 
 
 @aggregations.register("token_mean")
-def token_mean(response_mask: Tensor, denominators: Denominators, *, dtype: torch.dtype = torch.float32) -> Tensor:
+def token_mean(
+    response_mask: Tensor,
+    denominators: Denominators,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Weight every token equally: 1 / (tokens in the mini-batch).
 
-    Source: DAPO, arXiv 2503.14476, eq. 12 ("token-level loss"); PPO's own mean over time steps.
+    Source: DAPO, arXiv 2503.14476, eq. 12 ("token-level loss"); PPO's own mean over
+    time steps.
 
     Args:
         response_mask: `[batch, response]` bool.
@@ -285,7 +309,9 @@ def seq_mean_token_mean(
     return mask / lengths / _episodes(denominators, episode_shares, dtype)
 
 
-def _episodes(denominators: Denominators, shares: Tensor | None, dtype: torch.dtype) -> float | Tensor:
+def _episodes(
+    denominators: Denominators, shares: Tensor | None, dtype: torch.dtype
+) -> float | Tensor:
     """Return the mini-batch's size in units of each response: a number, or `[batch, 1]`."""
     if shares is None:
         return max(denominators.num_sequences, 1)
@@ -302,14 +328,20 @@ def seq_mean_token_sum(
 ) -> Tensor:
     """Weight every token by 1 / (responses), which gives the mean over responses of the sum over tokens.
 
-    Source: the policy gradient of a whole trajectory, mean over trajectories (Sutton et al. 1999); Dr. GRPO, arXiv
-    2503.20783, section 3.2, up to its constant. Arguments and result as in `seq_mean_token_mean`.
+    Source: the policy gradient of a whole trajectory, mean over trajectories (Sutton et
+    al. 1999); Dr. GRPO, arXiv 2503.20783, section 3.2, up to its constant. Arguments
+    and result as in `seq_mean_token_mean`.
     """
     return response_mask.to(dtype) / _episodes(denominators, episode_shares, dtype)
 
 
 @aggregations.register("token_sum")
-def token_sum(response_mask: Tensor, denominators: Denominators, *, dtype: torch.dtype = torch.float32) -> Tensor:
+def token_sum(
+    response_mask: Tensor,
+    denominators: Denominators,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Weight every token by 1. The loss grows with the batch. Arguments and result as in `token_mean`."""
     return response_mask.to(dtype)
 
@@ -325,14 +357,16 @@ def fixed_length(
 ) -> Tensor:
     """Weight every token by 1 / (responses x max_tokens), whatever the length of its response.
 
-    Source: Dr. GRPO, arXiv 2503.20783, section 3.2 and its listing 1 (the sum over tokens divided by a constant, the
-    largest number of generated tokens).
+    Source: Dr. GRPO, arXiv 2503.20783, section 3.2 and its listing 1 (the sum over
+    tokens divided by a constant, the largest number of generated tokens).
 
     Args:
         max_tokens: that constant.
         For the others and the result see `seq_mean_token_mean`.
     """
-    return response_mask.to(dtype) / (_episodes(denominators, episode_shares, dtype) * max_tokens)
+    return response_mask.to(dtype) / (
+        _episodes(denominators, episode_shares, dtype) * max_tokens
+    )
 
 
 def entropy_sum(entropies: Tensor, weights: Tensor) -> LossOutput:
@@ -346,14 +380,16 @@ def entropy_sum(entropies: Tensor, weights: Tensor) -> LossOutput:
     """
     active = weights != 0
     entropies = torch.where(active, entropies, 0.0)
-    return LossOutput((weights * entropies).sum(), {"entropy": moments(entropies, active)})
+    return LossOutput(
+        (weights * entropies).sum(), {"entropy": moments(entropies, active)}
+    )
 
 
 def likelihood_sum(log_probs: Tensor, weights: Tensor) -> LossOutput:
     """Compute VAPO's positive-example loss, arXiv 2504.05118 (equation number not checked).
 
-    loss = - sum_t weight_t log_prob_t. The sum is over tokens of correct responses, and a weight is one over the number
-    of such tokens in the mini-batch.
+    loss = - sum_t weight_t log_prob_t. The sum is over tokens of correct responses, and
+    a weight is one over the number of such tokens in the mini-batch.
 
     Args:
         log_probs: `[batch, response]` float. Gets the gradient.
@@ -363,7 +399,9 @@ def likelihood_sum(log_probs: Tensor, weights: Tensor) -> LossOutput:
     """
     active = weights != 0
     log_probs = torch.where(active, log_probs, 0.0)
-    return LossOutput(-(weights * log_probs).sum(), {"positive_loss": moments(-log_probs, active)})
+    return LossOutput(
+        -(weights * log_probs).sum(), {"positive_loss": moments(-log_probs, active)}
+    )
 
 
 _EPSILON = 1e-6
@@ -372,7 +410,8 @@ _EPSILON = 1e-6
 def clip_factor(norm: float, max_norm: float) -> float:
     """Return the factor that limits a gradient of this norm to `max_norm`; 1 if it is within the limit.
 
-    The formula is that of megatron-core's `clip_grads.clip_grad_by_total_norm_fp32`, so that numbers agree.
+    The formula is that of megatron-core's `clip_grads.clip_grad_by_total_norm_fp32`, so
+    that numbers agree.
 
     Args:
         max_norm: 0 or less disables clipping.
@@ -394,8 +433,9 @@ def clipped(
 ) -> LossOutput:
     """Compute the squared error with the value kept near its old one, arXiv 2005.12729, section 3 ("value clipping").
 
-    loss = sum_t weight_t 1/2 max((V - R)^2, (V_clip - R)^2), V_clip = V_old + clip(V - V_old, +-clip_range). The
-    maximum removes the gradient of a value that has already moved by `clip_range` towards its target.
+    loss = sum_t weight_t 1/2 max((V - R)^2, (V_clip - R)^2), V_clip = V_old + clip(V -
+    V_old, +-clip_range). The maximum removes the gradient of a value that has already
+    moved by `clip_range` towards its target.
 
     Args:
         values: `[batch, response]` float, of the critic being trained. Gets the gradient.
@@ -405,7 +445,8 @@ def clipped(
             included.
         clip_range: in units of the value. None: the plain squared error.
 
-    Metrics: `value_clip_fraction`, `values`, `returns`, `value_error`; the last two also give `explained_variance`.
+    Metrics: `value_clip_fraction`, `values`, `returns`, `value_error`; the last two
+    also give `explained_variance`.
     """
     active = weights != 0
     values = torch.where(active, values, 0.0)
@@ -415,8 +456,11 @@ def clipped(
     limited = error
     if clip_range is not None:
         moved = values - old_values
-        clipped_error = (old_values + moved.clamp(-clip_range, clip_range) - returns).square()
-        # Within the limit both are equal up to rounding. An old value of NaN is not within it.
+        clipped_error = (
+            old_values + moved.clamp(-clip_range, clip_range) - returns
+        ).square()
+        # Within the limit both are equal up to rounding. An old value of NaN is not
+        # within it.
         limited = torch.where(moved.abs() <= clip_range, error, clipped_error)
     loss = 0.5 * (weights * torch.maximum(error, limited)).sum()
     metrics = {

@@ -1,10 +1,12 @@
 """Token rewards from another model's log-probs: an implicit reward model (PRIME, arXiv 2502.01456) or a teacher.
 
-With a teacher (on-policy distillation) the student writes, and the teacher scores every token. As an advantage, the
-teacher's log-prob of the sampled token is enough. As a loss, whole distributions are compared by one of `divergences`.
-These are functions of `[..., vocabulary]` log-probs of student and teacher, each normalized over the whole vocabulary.
-They return `[...]`, a sum over the vocabulary of terms that depend on one entry each, so a tensor-parallel rank's part
-of the vocabulary gives its part of the divergence. -inf counts as e^-87. The teacher gets no gradient.
+With a teacher (on-policy distillation) the student writes, and the teacher scores every
+token. As an advantage, the teacher's log-prob of the sampled token is enough. As a
+loss, whole distributions are compared by one of `divergences`. These are functions of
+`[..., vocabulary]` log-probs of student and teacher, each normalized over the whole
+vocabulary. They return `[...]`, a sum over the vocabulary of terms that depend on one
+entry each, so a tensor-parallel rank's part of the vocabulary gives its part of the
+divergence. -inf counts as e^-87. The teacher gets no gradient.
 """
 
 from __future__ import annotations
@@ -14,13 +16,20 @@ import math
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.advantages import Advantages, advantage_estimators, group_totals, rewards_to_go
+from megaverl.algorithms.advantages import (
+    Advantages,
+    advantage_estimators,
+    group_totals,
+    rewards_to_go,
+)
 from megaverl.algorithms.group_advantages import rloo
 from megaverl.algorithms.loss import LossOutput, moments, nan_if_infinite
 from megaverl.algorithms.registry import Registry, tensor_problem
 
 
-def implicit_rewards(log_probs: Tensor, ref_log_probs: Tensor, *, beta: float = 0.05) -> Tensor:
+def implicit_rewards(
+    log_probs: Tensor, ref_log_probs: Tensor, *, beta: float = 0.05
+) -> Tensor:
     """Return r_t = beta (log pi_phi(y_t) - log pi_ref(y_t)), arXiv 2502.01456, eq. 3 (the implicit process reward).
 
     Args:
@@ -44,8 +53,9 @@ def prime(
 
     Rewards-to-go of leave-one-out token rewards, plus leave-one-out outcomes:
 
-    A_t = sum_{s >= t} gamma^(s - t) (r_s - mean over the group's other responses j of r(y_j)) + RLOO of the outcomes,
-    where r(y_j) is the mean of that response's token rewards. Nothing is subtracted in a group of one.
+    A_t = sum_{s >= t} gamma^(s - t) (r_s - mean over the group's other responses j of
+    r(y_j)) + RLOO of the outcomes, where r(y_j) is the mean of that response's token
+    rewards. Nothing is subtracted in a group of one.
 
     Args:
         implicit_rewards: `[batch, response]` float. Only values under the mask are read.
@@ -65,7 +75,9 @@ def prime(
     baseline = (group_totals(means, group_ids) - means) / others.clamp(min=1)
     gains = rewards_to_go(process - baseline.unsqueeze(1), response_mask, gamma)
     outcome = rloo(rewards, group_ids, response_mask).advantages
-    return Advantages(torch.where(response_mask, gains + outcome, 0.0).to(rewards.dtype), None)
+    return Advantages(
+        torch.where(response_mask, gains + outcome, 0.0).to(rewards.dtype), None
+    )
 
 
 def outcome_cross_entropy(
@@ -79,8 +91,9 @@ def outcome_cross_entropy(
 ) -> LossOutput:
     """Compute the loss of the implicit reward model, arXiv 2502.01456, algorithm 1, line 8 (unnumbered).
 
-    It is the cross-entropy of sigmoid(r(y)) on the outcome: loss = - sum_i weight_i (o_i log sigmoid(r_i) + (1 - o_i)
-    log sigmoid(-r_i)), r_i = sum_t r_t (`implicit_rewards`).
+    It is the cross-entropy of sigmoid(r(y)) on the outcome: loss = - sum_i weight_i
+    (o_i log sigmoid(r_i) + (1 - o_i) log sigmoid(-r_i)), r_i = sum_t r_t
+    (`implicit_rewards`).
 
     Args:
         log_probs: `[batch, response]` float, of the reward model. Gets the gradient.
@@ -92,11 +105,15 @@ def outcome_cross_entropy(
     Metrics: `implicit_accuracy` (the sign of r_i is correct), `implicit_reward`.
     """
     per_token = implicit_rewards(
-        torch.where(response_mask, log_probs, 0.0), torch.where(response_mask, ref_log_probs, 0.0), beta=beta
+        torch.where(response_mask, log_probs, 0.0),
+        torch.where(response_mask, ref_log_probs, 0.0),
+        beta=beta,
     )
     scores = per_token.sum(dim=1)
     outcome = correct.to(log_probs.dtype)
-    losses = torch.nn.functional.binary_cross_entropy_with_logits(scores, outcome, reduction="none")
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(
+        scores, outcome, reduction="none"
+    )
     active = weights != 0
     metrics = {
         "implicit_accuracy": moments((scores > 0) == (outcome > 0.5), active),
@@ -106,7 +123,10 @@ def outcome_cross_entropy(
 
 
 divergences: Registry[Tensor] = Registry(
-    "divergence", lambda result, inputs: tensor_problem(result, inputs["student_log_probs"].shape[:-1])
+    "divergence",
+    lambda result, inputs: tensor_problem(
+        result, inputs["student_log_probs"].shape[:-1]
+    ),
 )
 
 # e^-87 is the smallest normal float32: an impossible token with a finite log-prob.
@@ -125,7 +145,8 @@ def distillation(
 
     A_t = log teacher(y_t) - log student(y_t), limited to +-`limit`.
 
-    Source: MiniLLM, arXiv 2306.08543, section 2.2, its single-step part; on-policy as in arXiv 2306.13649, section 3.
+    Source: MiniLLM, arXiv 2306.08543, section 2.2, its single-step part; on-policy as
+    in arXiv 2306.13649, section 3.
 
     Args:
         rollout_log_probs: `[batch, response]` float, of the student that sampled.
@@ -136,7 +157,9 @@ def distillation(
     Returns:
         Advantages `[batch, response]`, 0 outside the mask; no returns.
     """
-    gap = nan_if_infinite(torch.where(response_mask, ref_log_probs - rollout_log_probs, 0.0))
+    gap = nan_if_infinite(
+        torch.where(response_mask, ref_log_probs - rollout_log_probs, 0.0)
+    )
     return Advantages(gap.clamp(-limit, limit), None)
 
 
@@ -150,7 +173,9 @@ def none(response_mask: Tensor) -> Advantages:
     Returns:
         Advantages `[batch, response]` float32; no returns.
     """
-    return Advantages(torch.zeros(response_mask.shape, device=response_mask.device), None)
+    return Advantages(
+        torch.zeros(response_mask.shape, device=response_mask.device), None
+    )
 
 
 @divergences.register("forward_kl")
@@ -174,7 +199,9 @@ def reverse_kl(student_log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
 
 
 @divergences.register("jensen_shannon")
-def jensen_shannon(student_log_probs: Tensor, teacher_log_probs: Tensor, *, beta: float = 0.5) -> Tensor:
+def jensen_shannon(
+    student_log_probs: Tensor, teacher_log_probs: Tensor, *, beta: float = 0.5
+) -> Tensor:
     """Compute the generalized Jensen-Shannon divergence, arXiv 2306.13649, eq. 1. Shapes as in the module.
 
     beta KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student.
@@ -196,7 +223,10 @@ def distillation_loss(per_token: Tensor, weights: Tensor) -> LossOutput:
     """
     active = weights != 0
     per_token = torch.where(active, per_token, 0.0)
-    return LossOutput((weights * per_token).sum(), {"distillation_divergence": moments(per_token, active)})
+    return LossOutput(
+        (weights * per_token).sum(),
+        {"distillation_divergence": moments(per_token, active)},
+    )
 
 
 def _bounded(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:

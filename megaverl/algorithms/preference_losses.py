@@ -1,15 +1,16 @@
 """Offline losses on preferences between whole responses: DPO and its relatives, and Bradley-Terry for reward models.
 
-Shapes in all of them: `[pairs]` float, one number per response (`[samples]` in KTO). `preference_variants` has more
-relatives of DPO.
+Shapes in all of them: `[pairs]` float, one number per response (`[samples]` in KTO).
+`preference_variants` has more relatives of DPO.
     chosen_log_probs, rejected_log_probs: sum of the policy's log-probs over a response's tokens (see
         `response_log_probs`). Get the gradient. ref_...: the same of the frozen reference.
     chosen_lengths, rejected_lengths: number of those tokens.
     weights: one over the number of pairs in the whole mini-batch, so that losses of micro-batches add up; 0 for
         padding, where the other inputs may be anything.
 
-Metrics of pairwise losses: `preference_accuracy` (the chosen response has the higher reward), `margin` (of the
-rewards), `chosen_reward`, `rejected_reward`. A reward is what the method's paper calls the implicit reward.
+Metrics of pairwise losses: `preference_accuracy` (the chosen response has the higher
+reward), `margin` (of the rewards), `chosen_reward`, `rejected_reward`. A reward is what
+the method's paper calls the implicit reward.
 """
 
 from __future__ import annotations
@@ -18,15 +19,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megaverl.algorithms.loss import LossOutput, MetricSums, loss_problem, moments, nan_if_infinite
+from megaverl.algorithms.loss import (
+    LossOutput,
+    MetricSums,
+    loss_problem,
+    moments,
+    nan_if_infinite,
+)
 from megaverl.algorithms.registry import Registry
 
 preference_losses: Registry[LossOutput] = Registry("preference loss", loss_problem)
 
 
-def response_log_probs(log_probs: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+def response_log_probs(
+    log_probs: Tensor, response_mask: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return sums and lengths, both `[batch]`, of log-probs `[batch, response]` under a bool mask of the same shape."""
-    return torch.where(response_mask, log_probs, 0.0).sum(dim=1), response_mask.sum(dim=1)
+    return torch.where(response_mask, log_probs, 0.0).sum(dim=1), response_mask.sum(
+        dim=1
+    )
 
 
 @preference_losses.register("dpo")
@@ -54,7 +65,9 @@ def dpo(
     chosen = beta * _difference(chosen_log_probs, ref_chosen_log_probs, active)
     rejected = beta * _difference(rejected_log_probs, ref_rejected_log_probs, active)
     margin = chosen - rejected
-    losses = -(1.0 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+    losses = -(1.0 - label_smoothing) * logsigmoid(
+        margin
+    ) - label_smoothing * logsigmoid(-margin)
     return LossOutput((weights * losses).sum(), pair_metrics(chosen, rejected, active))
 
 
@@ -90,7 +103,9 @@ def ipo(
         chosen = mean_log_probs(chosen, chosen_lengths, active)
         rejected = mean_log_probs(rejected, rejected_lengths, active)
     losses = (chosen - rejected - 1.0 / (2.0 * beta)).square()
-    return LossOutput((weights * losses).sum(), pair_metrics(beta * chosen, beta * rejected, active))
+    return LossOutput(
+        (weights * losses).sum(), pair_metrics(beta * chosen, beta * rejected, active)
+    )
 
 
 @preference_losses.register("simpo")
@@ -129,14 +144,16 @@ def orpo(
 ) -> LossOutput:
     """Compute ORPO, arXiv 2403.07691, eq. 6 and 7.
 
-    loss = SFT on the chosen response + lam x (- log sigmoid(log odds ratio)). With P = exp(log pi / length), odds = P /
-    (1 - P), and the SFT term is - log P of the chosen response. No reference.
+    loss = SFT on the chosen response + lam x (- log sigmoid(log odds ratio)). With P =
+    exp(log pi / length), odds = P / (1 - P), and the SFT term is - log P of the chosen
+    response. No reference.
 
     Args:
         lam: the paper's lambda.
         For the others see the module.
 
-    Metrics: those of the module, with rewards lam log P, and `log_odds_ratio`, `sft_loss`.
+    Metrics: those of the module, with rewards lam log P, and `log_odds_ratio`,
+    `sft_loss`.
     """
     active = weights != 0
     chosen = mean_log_probs(chosen_log_probs, chosen_lengths, active)
@@ -144,7 +161,10 @@ def orpo(
     log_odds_ratio = _log_odds(chosen) - _log_odds(rejected)
     losses = -chosen - lam * logsigmoid(log_odds_ratio)
     metrics = pair_metrics(lam * chosen, lam * rejected, active)
-    metrics |= {"log_odds_ratio": moments(log_odds_ratio, active), "sft_loss": moments(-chosen, active)}
+    metrics |= {
+        "log_odds_ratio": moments(log_odds_ratio, active),
+        "sft_loss": moments(-chosen, active),
+    }
     return LossOutput((weights * losses).sum(), metrics)
 
 
@@ -162,8 +182,9 @@ def kto(
 ) -> LossOutput:
     """Compute Kahneman-Tversky optimization, arXiv 2402.01306, eq. 8: single responses, each desirable or not.
 
-    loss = sum_i weight_i lambda_i (1 - sigmoid(+- beta (r_i - z))), + for desirable ones, r = log(pi / pi_ref); z =
-    max(0, mean of log(pi / pi_ref) over mismatched prompts and responses of the mini-batch), without gradient.
+    loss = sum_i weight_i lambda_i (1 - sigmoid(+- beta (r_i - z))), + for desirable
+    ones, r = log(pi / pi_ref); z = max(0, mean of log(pi / pi_ref) over mismatched
+    prompts and responses of the mini-batch), without gradient.
 
     Args:
         log_probs, ref_log_probs: `[samples]`, sums over a response's tokens.
@@ -178,7 +199,9 @@ def kto(
     rewards = beta * _difference(log_probs, ref_log_probs, active)
     z = nan_if_infinite(reference_kl.detach()).clamp(min=0.0)
     sign = torch.where(desirable, 1.0, -1.0).to(rewards.dtype)
-    scale = torch.full_like(rewards, undesirable_weight).masked_fill(desirable, desirable_weight)
+    scale = torch.full_like(rewards, undesirable_weight).masked_fill(
+        desirable, desirable_weight
+    )
     losses = scale * torch.sigmoid(-sign * (rewards - beta * z))
     metrics = {
         "desirable_reward": moments(rewards, active & desirable),
@@ -191,7 +214,8 @@ def kto(
 def kto_reference_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Estimate the reference point of KTO, arXiv 2402.01306, section 4.1.
 
-    It is the mean of log(pi / pi_ref) over pairs of a prompt and ANOTHER prompt's response.
+    It is the mean of log(pi / pi_ref) over pairs of a prompt and ANOTHER prompt's
+    response.
 
     Args:
         log_probs, ref_log_probs: `[samples]` float, sums over tokens of the mismatched responses of the WHOLE
@@ -248,9 +272,10 @@ def bradley_terry(
 ) -> LossOutput:
     """Compute the Bradley-Terry loss: - log sigmoid(r_w - r_l), arXiv 2203.02155, section 3.5, eq. 1.
 
-    With margins it is - log sigmoid(r_w - r_l - m), arXiv 2307.09288, eq. 2: the clearer the preference, the larger the
-    difference should be. The model determines rewards only up to a constant. `center_coef` x (r_w + r_l)^2 keeps them
-    near 0 (arXiv 2312.09244, eq. 2).
+    With margins it is - log sigmoid(r_w - r_l - m), arXiv 2307.09288, eq. 2: the
+    clearer the preference, the larger the difference should be. The model determines
+    rewards only up to a constant. `center_coef` x (r_w + r_l)^2 keeps them near 0
+    (arXiv 2312.09244, eq. 2).
 
     Args:
         chosen_rewards, rejected_rewards: `[pairs]` float. Get the gradient.
@@ -264,5 +289,8 @@ def bradley_terry(
     chosen = finite_where(active, chosen_rewards)
     rejected = finite_where(active, rejected_rewards)
     wanted = 0.0 if margins is None else torch.where(active, margins, 0.0)
-    losses = -logsigmoid(chosen - rejected - wanted) + center_coef * (chosen + rejected).square()
+    losses = (
+        -logsigmoid(chosen - rejected - wanted)
+        + center_coef * (chosen + rejected).square()
+    )
     return LossOutput((weights * losses).sum(), pair_metrics(chosen, rejected, active))

@@ -4,7 +4,8 @@ Shapes in all of them: `[pairs]` float (`[samples]` in `bco`).
     chosen_log_ratios, rejected_log_ratios: h = log(pi / pi_ref) of whole responses. Get the gradient.
     weights and metrics: as in `preference_losses`. A reward is beta h, unless a function says otherwise.
 
-"From memory" marks an equation that was not compared with the paper again; its section is named as others cite it.
+"From memory" marks an equation that was not compared with the paper again; its section
+is named as others cite it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,22 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megaverl.algorithms.loss import LossOutput, MetricSums, bounded, moments
-from megaverl.algorithms.preference_losses import finite_where, mean_log_probs, pair_metrics, preference_losses
+from megaverl.algorithms.preference_losses import (
+    finite_where,
+    mean_log_probs,
+    pair_metrics,
+    preference_losses,
+)
 from megaverl.errors import DataError
 
 
-def _output(losses: Tensor, chosen: Tensor, rejected: Tensor, weights: Tensor) -> LossOutput:
+def _output(
+    losses: Tensor, chosen: Tensor, rejected: Tensor, weights: Tensor
+) -> LossOutput:
     """Return the weighted sum of losses with the metrics of these rewards."""
-    return LossOutput((weights * losses).sum(), pair_metrics(chosen, rejected, weights != 0))
+    return LossOutput(
+        (weights * losses).sum(), pair_metrics(chosen, rejected, weights != 0)
+    )
 
 
 def _rewards(beta: float, weights: Tensor, *log_ratios: Tensor) -> list[Tensor]:
@@ -32,13 +42,21 @@ def _rewards(beta: float, weights: Tensor, *log_ratios: Tensor) -> list[Tensor]:
 
 
 @preference_losses.register("hinge")
-def hinge(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor, *, beta: float = 0.1) -> LossOutput:
+def hinge(
+    chosen_log_ratios: Tensor,
+    rejected_log_ratios: Tensor,
+    weights: Tensor,
+    *,
+    beta: float = 0.1,
+) -> LossOutput:
     """Compute SLiC's hinge loss (arXiv 2305.10425, section 2, from memory) on DPO's rewards: max(0, 1 - (r_w - r_l)).
 
     RSO uses it in this form (arXiv 2309.06657, from memory).
     """
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
-    return _output((1.0 - (chosen - rejected)).clamp(min=0.0), chosen, rejected, weights)
+    return _output(
+        (1.0 - (chosen - rejected)).clamp(min=0.0), chosen, rejected, weights
+    )
 
 
 @preference_losses.register("robust")
@@ -52,8 +70,9 @@ def robust(
 ) -> LossOutput:
     """Compute robust DPO, arXiv 2403.00409, section 3.1 (from memory).
 
-    loss = (- (1 - e) log sigmoid(m) + e log sigmoid(-m)) / (1 - 2 e), m = r_w - r_l, where e is the share of wrong
-    labels. On labels flipped with that probability its mean is DPO's loss on the true ones. It has no lower bound.
+    loss = (- (1 - e) log sigmoid(m) + e log sigmoid(-m)) / (1 - 2 e), m = r_w - r_l,
+    where e is the share of wrong labels. On labels flipped with that probability its
+    mean is DPO's loss on the true ones. It has no lower bound.
 
     Args:
         label_smoothing: e, from 0 to a half.
@@ -62,7 +81,9 @@ def robust(
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
     right = logsigmoid(chosen - rejected)
     wrong = logsigmoid(rejected - chosen)
-    losses = (label_smoothing * wrong - (1.0 - label_smoothing) * right) / (1.0 - 2.0 * label_smoothing)
+    losses = (label_smoothing * wrong - (1.0 - label_smoothing) * right) / (
+        1.0 - 2.0 * label_smoothing
+    )
     return _output(losses, chosen, rejected, weights)
 
 
@@ -86,28 +107,49 @@ def exo(
     """
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
     losses = torch.zeros_like(chosen)
-    for margin, label in ((chosen - rejected, 1.0 - epsilon), (rejected - chosen, epsilon)):
+    for margin, label in (
+        (chosen - rejected, 1.0 - epsilon),
+        (rejected - chosen, epsilon),
+    ):
         log_p = logsigmoid(margin)
-        losses = losses + log_p.exp() * (log_p - torch.log(torch.as_tensor(label, dtype=log_p.dtype)))
+        losses = losses + log_p.exp() * (
+            log_p - torch.log(torch.as_tensor(label, dtype=log_p.dtype))
+        )
     return _output(losses, chosen, rejected, weights)
 
 
 @preference_losses.register("nca")
-def nca(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor, *, beta: float = 0.01) -> LossOutput:
+def nca(
+    chosen_log_ratios: Tensor,
+    rejected_log_ratios: Tensor,
+    weights: Tensor,
+    *,
+    beta: float = 0.01,
+) -> LossOutput:
     """Compute noise contrastive alignment of pairs, arXiv 2402.05369, section 4.1 (from memory).
 
-    loss = - log sigmoid(r_w) - 1/2 log sigmoid(-r_w) - 1/2 log sigmoid(-r_l). It also keeps the chosen response likely.
+    loss = - log sigmoid(r_w) - 1/2 log sigmoid(-r_w) - 1/2 log sigmoid(-r_l). It also
+    keeps the chosen response likely.
     """
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
-    losses = -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+    losses = (
+        -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+    )
     return _output(losses, chosen, rejected, weights)
 
 
 @preference_losses.register("sppo")
-def sppo(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor, *, beta: float = 1e-3) -> LossOutput:
+def sppo(
+    chosen_log_ratios: Tensor,
+    rejected_log_ratios: Tensor,
+    weights: Tensor,
+    *,
+    beta: float = 1e-3,
+) -> LossOutput:
     """Compute self-play preference optimization with hard labels, arXiv 2405.00675, section 3 (from memory).
 
-    loss = (h_w - eta (P - 1/2))^2 + (h_l - eta (1 - P - 1/2))^2 with P = 1 and eta = 1 / beta.
+    loss = (h_w - eta (P - 1/2))^2 + (h_l - eta (1 - P - 1/2))^2 with P = 1 and eta = 1
+    / beta.
     """
     chosen, rejected = _rewards(1.0, weights, chosen_log_ratios, rejected_log_ratios)
     losses = (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
@@ -124,11 +166,14 @@ def apo_zero(
 ) -> LossOutput:
     """Compute anchored preference optimization, APO-zero of arXiv 2408.06266, section 4 (from memory).
 
-    loss = - sigmoid(r_w) + sigmoid(r_l). The chosen response becomes likelier and the rejected one less likely. Meant
-    for chosen responses that are better than the policy's own.
+    loss = - sigmoid(r_w) + sigmoid(r_l). The chosen response becomes likelier and the
+    rejected one less likely. Meant for chosen responses that are better than the
+    policy's own.
     """
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
-    return _output(torch.sigmoid(rejected) - torch.sigmoid(chosen), chosen, rejected, weights)
+    return _output(
+        torch.sigmoid(rejected) - torch.sigmoid(chosen), chosen, rejected, weights
+    )
 
 
 @preference_losses.register("apo_down")
@@ -141,11 +186,17 @@ def apo_down(
 ) -> LossOutput:
     """Compute anchored preference optimization, APO-down of arXiv 2408.06266, section 4 (from memory).
 
-    loss = sigmoid(r_w) - sigmoid(r_w - r_l). Both responses become less likely, the rejected one more so. Meant for
-    chosen responses that are worse than the policy's own.
+    loss = sigmoid(r_w) - sigmoid(r_w - r_l). Both responses become less likely, the
+    rejected one more so. Meant for chosen responses that are worse than the policy's
+    own.
     """
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
-    return _output(torch.sigmoid(chosen) - torch.sigmoid(chosen - rejected), chosen, rejected, weights)
+    return _output(
+        torch.sigmoid(chosen) - torch.sigmoid(chosen - rejected),
+        chosen,
+        rejected,
+        weights,
+    )
 
 
 @preference_losses.register("discopop")
@@ -181,14 +232,17 @@ def f_dpo(
     weights: Tensor,
     *,
     beta: float = 0.1,
-    divergence: Literal["reverse_kl", "forward_kl", "jensen_shannon", "alpha"] = "forward_kl",
+    divergence: Literal[
+        "reverse_kl", "forward_kl", "jensen_shannon", "alpha"
+    ] = "forward_kl",
     alpha: float = 0.5,
 ) -> LossOutput:
     """Compute f-DPO, arXiv 2309.16240 (from memory): DPO under another divergence from the reference.
 
-    loss = - log sigmoid(r_w - r_l), r = beta f'(u), u = pi / pi_ref. f'(u) is log u for reverse_kl (DPO itself), -1 / u
-    for forward_kl, log(2 u / (1 + u)) for jensen_shannon and (1 - u^-alpha) / alpha for alpha, each up to a constant,
-    which cancels.
+    loss = - log sigmoid(r_w - r_l), r = beta f'(u), u = pi / pi_ref. f'(u) is log u for
+    reverse_kl (DPO itself), -1 / u for forward_kl, log(2 u / (1 + u)) for
+    jensen_shannon and (1 - u^-alpha) / alpha for alpha, each up to a constant, which
+    cancels.
 
     Args:
         alpha: parameter of the divergence of that name, above 0 and below 1. Log-ratios are limited to +-20 inside
@@ -203,7 +257,10 @@ def f_dpo(
             return logsigmoid(h)
         return -torch.expm1(bounded(-alpha * h)) / alpha if divergence == "alpha" else h
 
-    chosen, rejected = (beta * slope(h) for h in _rewards(1.0, weights, chosen_log_ratios, rejected_log_ratios))
+    chosen, rejected = (
+        beta * slope(h)
+        for h in _rewards(1.0, weights, chosen_log_ratios, rejected_log_ratios)
+    )
     return _output(-logsigmoid(chosen - rejected), chosen, rejected, weights)
 
 
@@ -220,9 +277,10 @@ def wpo(
 ) -> LossOutput:
     """Compute weighted preference optimization, arXiv 2406.11827 (from memory), with its sampled alignment.
 
-    It is DPO's loss times w(y_w) w(y_l), without gradient, so pairs that the policy would not write itself count less.
-    log w(y) = mean over tokens of log pi(y_t) - log sum_v pi(v)^2: the likelihood of a token relative to the average of
-    tokens drawn from the policy.
+    It is DPO's loss times w(y_w) w(y_l), without gradient, so pairs that the policy
+    would not write itself count less. log w(y) = mean over tokens of log pi(y_t) - log
+    sum_v pi(v)^2: the likelihood of a token relative to the average of tokens drawn
+    from the policy.
 
     Args:
         chosen_alignment, rejected_alignment: log w, of the policy at the start of the update.
@@ -235,9 +293,13 @@ def wpo(
     active = weights != 0
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
     log_weight = finite_where(active, chosen_alignment + rejected_alignment).detach()
-    factor = (log_weight if max_weight is None else log_weight.clamp(max=math.log(max_weight))).exp()
+    factor = (
+        log_weight if max_weight is None else log_weight.clamp(max=math.log(max_weight))
+    ).exp()
     result = _output(-factor * logsigmoid(chosen - rejected), chosen, rejected, weights)
-    return LossOutput(result.loss, {**result.metrics, "pair_weight": moments(factor, active)})
+    return LossOutput(
+        result.loss, {**result.metrics, "pair_weight": moments(factor, active)}
+    )
 
 
 @preference_losses.register("aot")
@@ -251,8 +313,9 @@ def aot(
 ) -> LossOutput:
     """Compute alignment by optimal transport, paired, arXiv 2406.05882, section 3 (from memory).
 
-    Over the mini-batch the k-th largest of the policy's log pi(y_w) / pi(y_l) should exceed the k-th largest of the
-    reference's: loss = mean over k of - log sigmoid(beta (policy's k-th - reference's k-th)).
+    Over the mini-batch the k-th largest of the policy's log pi(y_w) / pi(y_l) should
+    exceed the k-th largest of the reference's: loss = mean over k of - log sigmoid(beta
+    (policy's k-th - reference's k-th)).
 
     Args:
         margin_shifts: difference between that and h_w - h_l: the reference's log pi(y_w) / pi(y_l) of this pair, minus
@@ -261,7 +324,9 @@ def aot(
         For the others see the module.
     """
     active = weights != 0
-    margins = finite_where(active, chosen_log_ratios - rejected_log_ratios + margin_shifts.detach())
+    margins = finite_where(
+        active, chosen_log_ratios - rejected_log_ratios + margin_shifts.detach()
+    )
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
     return _output(-logsigmoid(beta * margins), chosen, rejected, weights)
 
@@ -278,8 +343,9 @@ def aot_unpaired(
 ) -> LossOutput:
     """Compute alignment by optimal transport, unpaired, arXiv 2406.05882, section 3 (from memory).
 
-    The k-th largest reward of the mini-batch's chosen responses should exceed the k-th largest of its rejected ones,
-    whatever their prompts: loss = mean over k of - log sigmoid(k-th chosen r - k-th rejected r).
+    The k-th largest reward of the mini-batch's chosen responses should exceed the k-th
+    largest of its rejected ones, whatever their prompts: loss = mean over k of - log
+    sigmoid(k-th chosen r - k-th rejected r).
 
     Args:
         chosen_matched: for each chosen response the log-ratio of the rejected one with the same rank at the start of
@@ -311,7 +377,8 @@ def cpo(
 ) -> LossOutput:
     """Compute contrastive preference optimization, arXiv 2401.08417, section 3 (from memory).
 
-    loss = - log sigmoid(beta log pi(y_w) - beta log pi(y_l)) - lam log pi(y_w). No reference.
+    loss = - log sigmoid(beta log pi(y_w) - beta log pi(y_l)) - lam log pi(y_w). No
+    reference.
 
     Args:
         chosen_log_probs, rejected_log_probs: of whole responses, as in `preference_losses`.
@@ -321,17 +388,24 @@ def cpo(
             all tokens of the mini-batch's chosen responses, as in TRL, whose `cpo_alpha` is lam. That is smaller by the
             factor `mean_chosen_length`.
 
-    Metrics: those of the module, with rewards beta log pi, and `sft_loss`, averaged as `sft_over` says.
+    Metrics: those of the module, with rewards beta log pi, and `sft_loss`, averaged as
+    `sft_over` says.
     """
     active = weights != 0
     chosen, rejected = _rewards(beta, weights, chosen_log_probs, rejected_log_probs)
     likelihood = finite_where(active, chosen_log_probs)
     if sft_over == "token":
         if mean_chosen_length is None:
-            raise DataError("cpo with sft_over='token' reads mean_chosen_length, which was not given.")
+            raise DataError(
+                "cpo with sft_over='token' reads mean_chosen_length, which was not given."
+            )
         likelihood = likelihood / mean_chosen_length.clamp(min=1)
-    result = _output(-logsigmoid(chosen - rejected) - lam * likelihood, chosen, rejected, weights)
-    return LossOutput(result.loss, {**result.metrics, "sft_loss": moments(-likelihood, active)})
+    result = _output(
+        -logsigmoid(chosen - rejected) - lam * likelihood, chosen, rejected, weights
+    )
+    return LossOutput(
+        result.loss, {**result.metrics, "sft_loss": moments(-likelihood, active)}
+    )
 
 
 @preference_losses.register("alphapo")
@@ -377,9 +451,10 @@ def bco(
 ) -> LossOutput:
     """Compute binary classifier optimization, arXiv 2404.04656, section 4 (from memory): single responses with a label.
 
-    loss = sum_i weight_i x - log sigmoid(+- (r_i - delta)), + for desirable ones. delta is the reward shift: the mean
-    of the desirable and the undesirable responses' mean reward. The paper averages delta over steps too, and reweights
-    prompts that have only one kind; here it is that of the mini-batch.
+    loss = sum_i weight_i x - log sigmoid(+- (r_i - delta)), + for desirable ones. delta
+    is the reward shift: the mean of the desirable and the undesirable responses' mean
+    reward. The paper averages delta over steps too, and reweights prompts that have
+    only one kind; here it is that of the mini-batch.
 
     Args:
         reward_shift: scalar, delta / beta (`mean_log_ratio`), equal for all micro-batches.
@@ -412,7 +487,11 @@ def mean_log_ratio(log_ratios: Tensor, desirable: Tensor) -> Tensor:
         A scalar; 0 for no samples.
     """
     kept = log_ratios.detach()
-    means = [kept[is_kind].mean() for is_kind in (desirable, ~desirable) if bool(is_kind.any())]
+    means = [
+        kept[is_kind].mean()
+        for is_kind in (desirable, ~desirable)
+        if bool(is_kind.any())
+    ]
     return torch.stack(means).mean() if means else kept.new_zeros(())
 
 

@@ -14,7 +14,8 @@ from megaverl.user_code import describe, user_code, where_raised
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# (result of a function, its inputs) -> what was found and what is expected, or None if the result is valid.
+# (result of a function, its inputs) -> what was found and what is expected, or None if
+# the result is valid.
 Problem = Callable[[Any, Mapping[str, Any]], str | None]
 
 
@@ -22,9 +23,10 @@ Problem = Callable[[Any, Mapping[str, Any]], str | None]
 class Entry(Generic[T]):
     """Registered function, with the needs that its signature declares.
 
-    Positional parameters are inputs, taken from a batch by name; those with a default may be absent. Keyword-only
-    parameters are options, set from the configuration. So a caller can see before a run that GAE reads `values` and
-    hence needs a critic, without knowing anything else about GAE.
+    Positional parameters are inputs, taken from a batch by name; those with a default
+    may be absent. Keyword-only parameters are options, set from the configuration. So a
+    caller can see before a run that GAE reads `values` and hence needs a critic,
+    without knowing anything else about GAE.
 
     Attributes:
         kind: kind of function, for messages.
@@ -56,13 +58,19 @@ class Entry(Generic[T]):
         """
         missing = [name for name in self.inputs if inputs.get(name) is None]
         if missing:
-            available = sorted(name for name, value in inputs.items() if value is not None)
+            available = sorted(
+                name for name, value in inputs.items() if value is not None
+            )
             raise DataError(
                 f"{self.kind} '{self.name}' needs {_names(missing)}, and was given only {_names(available)}"
             )
         self.check_options(options)
         wanted = {name: inputs[name] for name in self.inputs}
-        wanted |= {name: inputs[name] for name in self.optional_inputs if inputs.get(name) is not None}
+        wanted |= {
+            name: inputs[name]
+            for name in self.optional_inputs
+            if inputs.get(name) is not None
+        }
         if ":" not in self.name:
             return self.function(**wanted, **options)
         with user_code(self._failed, keep=MegaverlError):
@@ -117,7 +125,9 @@ class Registry(Generic[T]):
         self.problem = problem
         self._entries: dict[str, Entry[T]] = {}
 
-    def register(self, name: str, *, of_groups: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    def register(
+        self, name: str, *, of_groups: bool = False
+    ) -> Callable[[Callable[P, T]], Callable[P, T]]:
         """Return a decorator that registers a function under `name` and returns it unchanged.
 
         Args:
@@ -129,8 +139,12 @@ class Registry(Generic[T]):
 
         def file_it(function: Callable[P, T]) -> Callable[P, T]:
             if name in self._entries:
-                raise ConfigError(f"{self.kind} '{name}' is registered twice; give the second another name")
-            self._entries[name] = _entry(self.kind, name, function, self.problem, of_groups)
+                raise ConfigError(
+                    f"{self.kind} '{name}' is registered twice; give the second another name"
+                )
+            self._entries[name] = _entry(
+                self.kind, name, function, self.problem, of_groups
+            )
             return function
 
         return file_it
@@ -178,7 +192,11 @@ def _entry(
     optional_inputs = []
     options = {}
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        if parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+            parameter.POSITIONAL_ONLY,
+        ):
             raise ConfigError(
                 f"{kind} '{name}' must name every parameter: inputs first, options after a '*'; found '{parameter}'"
             )
@@ -188,7 +206,16 @@ def _entry(
             inputs.append(parameter.name)
         else:
             optional_inputs.append(parameter.name)
-    return Entry(kind, name, function, tuple(inputs), tuple(optional_inputs), options, problem, of_groups)
+    return Entry(
+        kind,
+        name,
+        function,
+        tuple(inputs),
+        tuple(optional_inputs),
+        options,
+        problem,
+        of_groups,
+    )
 
 
 def tensor_problem(value: Any, shape: Sequence[int], where: str = "") -> str | None:
@@ -199,14 +226,22 @@ def tensor_problem(value: Any, shape: Sequence[int], where: str = "") -> str | N
     """
     actual = getattr(value, "shape", None)
     if actual is None:
-        return f"{where}{type(value).__name__}; expected a tensor of shape {list(shape)}"
-    return None if tuple(actual) == tuple(shape) else f"{where}shape {list(actual)}; expected {list(shape)}"
+        return (
+            f"{where}{type(value).__name__}; expected a tensor of shape {list(shape)}"
+        )
+    return (
+        None
+        if tuple(actual) == tuple(shape)
+        else f"{where}shape {list(actual)}; expected {list(shape)}"
+    )
 
 
 def _hint(name: str, known: list[str]) -> str:
     """Return a suggestion of similar names, or ""."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f" (did you mean {' or '.join(repr(other) for other in near)}?)" if near else ""
+    return (
+        f" (did you mean {' or '.join(repr(other) for other in near)}?)" if near else ""
+    )
 
 
 def _names(names: list[str]) -> str:

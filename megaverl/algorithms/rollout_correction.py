@@ -1,8 +1,9 @@
 """Corrections for samples from another policy than the trained one, due to the engine's rounding or older weights.
 
-Let rho_t = pi_old(t) / pi_rollout(t), where old are Megatron's log-probs at the start of the update and rollout those
-that the engine reported. Each function returns a factor per token, which multiplies the token's advantage. A log-prob
-of NaN makes the factors that depend on it NaN.
+Let rho_t = pi_old(t) / pi_rollout(t), where old are Megatron's log-probs at the start
+of the update and rollout those that the engine reported. Each function returns a factor
+per token, which multiplies the token's advantage. A log-prob of NaN makes the factors
+that depend on it NaN.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def token_truncate(
 ) -> Correction:
     """Compute truncated importance sampling per token: min(rho_t, high), and at least `low`, which is an addition.
 
-    Source: Espeholt et al., arXiv 1802.01561, section 4.1 (rho-bar); for engine against trainer Yao et al. 2025, "Your
-    efficient RL framework secretly brings you off-policy RL training" (fengyao.notion.site/off-policy-rl).
+    Source: Espeholt et al., arXiv 1802.01561, section 4.1 (rho-bar); for engine against
+    trainer Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
+    RL training" (fengyao.notion.site/off-policy-rl).
 
     Args:
         old_log_probs, rollout_log_probs: `[batch, response]` float. Only values under the mask are read.
@@ -62,7 +64,9 @@ def token_truncate(
     """
     log_rho = _log_rho(old_log_probs, rollout_log_probs, response_mask)
     rho = bounded(log_rho).exp()
-    return _correction(log_rho, response_mask, rho.clamp(low, high), (rho < low) | (rho > high))
+    return _correction(
+        log_rho, response_mask, rho.clamp(low, high), (rho < low) | (rho > high)
+    )
 
 
 @corrections.register("token_mask")
@@ -91,8 +95,9 @@ def sequence_truncate(
 ) -> Correction:
     """Compute truncated importance sampling of whole responses: min(prod_t rho_t, high) at every token.
 
-    Source: Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch"
-    (richardli.xyz/rl-collapse). Arguments as `token_truncate`.
+    Source: Liu et al. 2025, "When speed kills stability: demystifying RL collapse from
+    the training-inference mismatch" (richardli.xyz/rl-collapse). Arguments as
+    `token_truncate`.
     """
     log_rho = _log_rho(old_log_probs, rollout_log_probs, response_mask)
     rho = bounded(log_rho.sum(dim=1, keepdim=True)).exp().expand_as(log_rho)
@@ -110,7 +115,8 @@ def sequence_mask(
 ) -> Correction:
     """Return prod_t rho_t at every token if it is within low..high, else 0, which leaves out the whole response.
 
-    Source: masked importance sampling, as `sequence_truncate`. Arguments as `token_truncate`.
+    Source: masked importance sampling, as `sequence_truncate`. Arguments as
+    `token_truncate`.
     """
     log_rho = _log_rho(old_log_probs, rollout_log_probs, response_mask)
     rho = bounded(log_rho.sum(dim=1, keepdim=True)).exp().expand_as(log_rho)
@@ -129,8 +135,9 @@ def geometric_mask(
 ) -> Correction:
     """Return 1 at every token of a response whose geometric mean of rho_t is within low..high, else 0.
 
-    It only rejects, and is fair to long responses: the product over a thousand tokens leaves every window. Source: Liu
-    and Li 2025, as `sequence_truncate`, its length-normalized form. Arguments as `token_truncate`.
+    It only rejects, and is fair to long responses: the product over a thousand tokens
+    leaves every window. Source: Liu and Li 2025, as `sequence_truncate`, its
+    length-normalized form. Arguments as `token_truncate`.
     """
     log_rho = _log_rho(old_log_probs, rollout_log_probs, response_mask)
     count = response_mask.sum(dim=1, keepdim=True).clamp(min=1)
@@ -154,10 +161,11 @@ def reject(
 ) -> Correction:
     """Return 1 where an estimate of KL(rollout || old), in nats, is within low..high, else 0. It only rejects.
 
-    k1 = - log rho, k2 = (log rho)^2 / 2 and k3 = rho - 1 - log rho are estimates per token. They are compared one by
-    one, or as their sum, mean or maximum over a response, which is then kept or rejected as a whole. k1 by sum limits
-    the ratio of responses, by mean its geometric mean. Source: Schulman's estimators, see `kl`, as limits for whole
-    responses by Liu and Li 2025, as `geometric_mask`.
+    k1 = - log rho, k2 = (log rho)^2 / 2 and k3 = rho - 1 - log rho are estimates per
+    token. They are compared one by one, or as their sum, mean or maximum over a
+    response, which is then kept or rejected as a whole. k1 by sum limits the ratio of
+    responses, by mean its geometric mean. Source: Schulman's estimators, see `kl`, as
+    limits for whole responses by Liu and Li 2025, as `geometric_mask`.
 
     Args:
         old_log_probs, rollout_log_probs, response_mask: as in `token_truncate`.
@@ -165,14 +173,20 @@ def reject(
     """
     log_rho = _log_rho(old_log_probs, rollout_log_probs, response_mask)
     log_ratio = bounded(log_rho)
-    values = {"k1": -log_rho, "k2": 0.5 * log_rho.square(), "k3": torch.expm1(log_ratio) - log_ratio}[estimator]
+    values = {
+        "k1": -log_rho,
+        "k2": 0.5 * log_rho.square(),
+        "k3": torch.expm1(log_ratio) - log_ratio,
+    }[estimator]
     count = response_mask.sum(dim=1, keepdim=True)
     if over == "max":
         masked = torch.where(response_mask, values, -torch.inf)
         # An empty response has no largest value. It has no tokens to drop either.
         values = masked.amax(dim=1, keepdim=True).where(count > 0, 0.0)
     elif over != "token":
-        values = values.sum(dim=1, keepdim=True) / (count.clamp(min=1) if over == "mean" else 1)
+        values = values.sum(dim=1, keepdim=True) / (
+            count.clamp(min=1) if over == "mean" else 1
+        )
     values = values.expand_as(log_rho)
     outside = (values > high) | ((values < low) if low is not None else False)
     # NaN must not become a weight of 1: it goes on into the loss, where it is noticed.
@@ -203,7 +217,8 @@ def off_policy_mask(
     log_rho = _log_rho(log_probs, rollout_log_probs, response_mask)
     num_tokens = response_mask.sum(dim=1, keepdim=True).clamp(min=1)
     left = -log_rho.sum(dim=1, keepdim=True) / num_tokens
-    # Samples with a positive advantage pull the policy towards themselves, so they stay, however far off they are.
+    # Samples with a positive advantage pull the policy towards themselves, so they
+    # stay, however far off they are.
     masked = (left > high) & (advantages < 0)
     # NaN must not become a weight of 1: it goes on into the loss, where it is noticed.
     kept = torch.where(left.isnan(), left, 1.0)
@@ -213,8 +228,8 @@ def off_policy_mask(
 def combined(parts: Sequence[Correction], response_mask: Tensor) -> Correction:
     """Return the product of several corrections. A token rejected by one is rejected; others have all weights.
 
-    Metrics: those of the first correction, with the `correction_factor` of the product, and `rejected_fraction`, its
-    share of zeros.
+    Metrics: those of the first correction, with the `correction_factor` of the product,
+    and `rejected_fraction`, its share of zeros.
     """
     factors = torch.stack([part.factors for part in parts]).prod(dim=0)
     metrics = {
@@ -230,7 +245,9 @@ def _log_rho(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> 
     return torch.where(mask, old_log_probs.detach() - rollout_log_probs.detach(), 0.0)
 
 
-def _correction(log_rho: Tensor, mask: Tensor, factors: Tensor, touched: Tensor) -> Correction:
+def _correction(
+    log_rho: Tensor, mask: Tensor, factors: Tensor, touched: Tensor
+) -> Correction:
     """Return factors with their metrics."""
     factors = torch.where(mask, factors, 0.0)
     log_rho = bounded(log_rho)

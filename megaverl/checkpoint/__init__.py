@@ -1,7 +1,7 @@
 """Checkpoint folders and their manifests: pure file handling, without torch.
 
-A folder is a checkpoint if it has a manifest, which is written last. CRC-32 checksums are computed while files are
-written, and again while they are read.
+A folder is a checkpoint if it has a manifest, which is written last. CRC-32 checksums
+are computed while files are written, and again while they are read.
 
 checkpoints/
     step_00000010/          a complete checkpoint: it gets this name only after all of it was on the disk

@@ -24,7 +24,8 @@ NICENESS = 10  # lower priority for the writing thread, so that training comes f
 def start_writing(write: Callable[[], T], *, in_background: bool = True) -> Future[T]:
     """Call `write` in a thread, or directly, and return a future of its result.
 
-    The thread does not belong to an executor: Python waits for executors at exit, and a disk may hang.
+    The thread does not belong to an executor: Python waits for executors at exit, and a
+    disk may hang.
     """
     future: Future[T] = Future()
 
@@ -57,7 +58,11 @@ class HostBuffers:
         free = self._free.setdefault((tensor.shape, tensor.dtype), [])
         if not free:
             self.num_bytes += tensor.nbytes
-            free.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=platform.is_cuda))
+            free.append(
+                torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=platform.is_cuda
+                )
+            )
         return free.pop().copy_(tensor)
 
     def give_back(self, copy: torch.Tensor) -> None:
@@ -68,9 +73,11 @@ class HostBuffers:
 class PendingTensors(Generic[K]):
     """Tensors that do not change between two updates: weights and optimizer state, for most of a step.
 
-    The writing thread takes one tensor after the other, and may read each until it takes the next. Code that is about
-    to change the tensors calls `settle` first, which copies those that are not written yet. A copy's memory is free
-    again once it is written. So there is only one copy of a GPU tensor at a time, until an update begins.
+    The writing thread takes one tensor after the other, and may read each until it
+    takes the next. Code that is about to change the tensors calls `settle` first, which
+    copies those that are not written yet. A copy's memory is free again once it is
+    written. So there is only one copy of a GPU tensor at a time, until an update
+    begins.
 
         writing thread:    take(a) write   take(b) write   take(c) write copy   close()
         training thread:   ... generation ...        settle(): copy c, wait for b, then step
@@ -82,9 +89,13 @@ class PendingTensors(Generic[K]):
     """
 
     def __init__(
-        self, tensors: Mapping[K, torch.Tensor], changing: Mapping[K, torch.Tensor], buffers: HostBuffers
+        self,
+        tensors: Mapping[K, torch.Tensor],
+        changing: Mapping[K, torch.Tensor],
+        buffers: HostBuffers,
     ) -> None:
-        self._waiting = dict(tensors)  # not copied, and not written or still being written
+        # Not copied, and not written or still being written.
+        self._waiting = dict(tensors)
         self._buffers = buffers
         self._copied = {key: buffers.copy(tensor) for key, tensor in changing.items()}
         self._reading: K | None = None
@@ -117,8 +128,12 @@ class PendingTensors(Generic[K]):
         """
         while True:
             with self._changed:
-                # Start with the last tensor, as the writing thread starts with the first.
-                key = next((key for key in reversed(self._waiting) if key != self._reading), None)
+                # Start with the last tensor, as the writing thread starts with the
+                # first.
+                key = next(
+                    (key for key in reversed(self._waiting) if key != self._reading),
+                    None,
+                )
                 if key is not None:
                     self._copy(key)
                 elif self._waiting:

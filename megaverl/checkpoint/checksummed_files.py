@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# CRC-32 with zlib's polynomial and the processor's own instructions: five times as fast as zlib, and as fast as memory.
+# CRC-32 with zlib's polynomial and the processor's own instructions: five times as fast
+# as zlib, and as fast as memory.
 from isal.isal_zlib import crc32, crc32_combine
 
 from megaverl.errors import CheckpointError
@@ -80,7 +81,9 @@ def crc32_of(path: Path) -> str:
     return f"{value:08x}"
 
 
-def read_into(file: io.FileIO, view: memoryview, offset: int, *, keep_cached: bool = True) -> int:
+def read_into(
+    file: io.FileIO, view: memoryview, offset: int, *, keep_cached: bool = True
+) -> int:
     """Fill `view` with the file's bytes from `offset`, and return their CRC-32.
 
     Args:
@@ -130,7 +133,9 @@ def read_json(path: Path) -> Any:
     try:
         return read_json_file(path, not_finite=True)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}). {USE_ANOTHER}") from error
+        raise CheckpointError(
+            f"{path}: cannot be read ({error}). {USE_ANOTHER}"
+        ) from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -148,4 +153,6 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{folder}: the checkpoint was not written: {error}. {FIX}") from error
+        raise CheckpointError(
+            f"{folder}: the checkpoint was not written: {error}. {FIX}"
+        ) from error

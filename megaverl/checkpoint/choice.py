@@ -55,7 +55,8 @@ def saved_config(folder: Path) -> dict[str, Any] | None:
 def likely_source(resume: str, run_dir: Path) -> Path | None:
     """Return the checkpoint that a run will most likely resume from, or None if it starts anew.
 
-    Checksums are not compared, so the run itself may find this checkpoint damaged and take an older one.
+    Checksums are not compared, so the run itself may find this checkpoint damaged and
+    take an older one.
 
     Args:
         resume: `checkpoint.resume`.

@@ -3,8 +3,9 @@
     all ranks           write files into step_N.tmp, sync them, report their records
     committing rank     write manifest.json -> sync -> rename step_N.tmp to step_N -> sync -> remove old checkpoints
 
-A crash before the rename leaves a partial folder that nobody loads; one after it leaves a complete checkpoint. The
-`Committer` decides which rank commits: the first rank of a run with one role group, otherwise the coordinator.
+A crash before the rename leaves a partial folder that nobody loads; one after it leaves
+a complete checkpoint. The `Committer` decides which rank commits: the first rank of a
+run with one role group, otherwise the coordinator.
 """
 
 from __future__ import annotations
@@ -69,11 +70,11 @@ class Committer:
         return self.rank == self.planner
 
     def conclude(self, report: Any, function: Callable[[list[Any]], Any]) -> Any:
-        """Call `function` with all ranks' reports, in rank order, on the committing rank; return its result on every
-        rank.
+        """Call `function` with all ranks' reports, in rank order, on the committing
+        rank; return its result on every rank.
 
-        Reports and result are JSON. An error of `function` is raised on every rank. Other ranks do not receive the
-        reports.
+        Reports and result are JSON. An error of `function` is raised on every rank.
+        Other ranks do not receive the reports.
         """
         return reduce_json(report, function, self.group, self.planner)
 
@@ -102,22 +103,33 @@ class Retention:
                 f"checkpoint.keep_last_k={self.keep_last_k}: at least 1, for the newest is always kept."
             )
 
-    def dispensable(self, checkpoints: list[tuple[Path, Manifest]], best: str | None) -> list[Path]:
+    def dispensable(
+        self, checkpoints: list[tuple[Path, Manifest]], best: str | None
+    ) -> list[Path]:
         """List the folders that may be removed, from (folder, manifest) pairs, oldest first.
 
         A checkpoint taken inside a step is only useful until the next one.
         """
-        passed = [folder for folder, _ in checkpoints[:-1] if folder.name.endswith(INSIDE_SUFFIX)]
+        passed = [
+            folder
+            for folder, _ in checkpoints[:-1]
+            if folder.name.endswith(INSIDE_SUFFIX)
+        ]
         between = [entry for entry in checkpoints if entry[0] not in passed]
         for folder, manifest in between[: -self.keep_last_k]:
-            every, whole_step = self.milestone_interval, folder.name == f"{PREFIX}{manifest.step:08d}"
+            every, whole_step = (
+                self.milestone_interval,
+                folder.name == f"{PREFIX}{manifest.step:08d}",
+            )
             is_milestone = every and manifest.step % every == 0 and whole_step
             if not is_milestone and not (self.keep_best and folder.name == best):
                 passed.append(folder)
         return passed
 
 
-def prepare_folder(root: Path, partial: Path, num_bytes: int, *, was_there: bool = False) -> None:
+def prepare_folder(
+    root: Path, partial: Path, num_bytes: int, *, was_there: bool = False
+) -> None:
     """Remove partial checkpoints, check free space, and create the folder to write to.
 
     Args:
@@ -130,7 +142,8 @@ def prepare_folder(root: Path, partial: Path, num_bytes: int, *, was_there: bool
         )
     with writing(partial):
         root.mkdir(parents=True, exist_ok=True)
-        # They are of saves that were interrupted; no other save is running, as one run has one committing rank.
+        # They are of saves that were interrupted; no other save is running, as one run
+        # has one committing rank.
         for rest in root.glob(f"{PREFIX}*{PARTIAL_SUFFIX}"):
             shutil.rmtree(rest)
         free = shutil.disk_usage(root).free
@@ -143,7 +156,9 @@ def prepare_folder(root: Path, partial: Path, num_bytes: int, *, was_there: bool
         partial.mkdir()
 
 
-def commit(folder: Path, manifest: Manifest, *, best: bool, phase: Callable[[str], None]) -> None:
+def commit(
+    folder: Path, manifest: Manifest, *, best: bool, phase: Callable[[str], None]
+) -> None:
     """Mark a checkpoint complete whose files are all on the disk under its partial name. Called on one rank.
 
     Args:
@@ -153,15 +168,22 @@ def commit(folder: Path, manifest: Manifest, *, best: bool, phase: Callable[[str
     root, partial = folder.parent, partial_name(folder)
     with writing(partial):
         phase("checkpoint_manifest")
-        # Steps do not order checkpoints: a run that resumed from an older one writes lower steps later.
+        # Steps do not order checkpoints: a run that resumed from an older one writes
+        # lower steps later.
         newest = max((known.serial for _, known in readable(root)), default=0)
         replace(manifest, serial=newest + 1).write(partial)
-        # A rename may reach the disk before the files' contents do, unless these are synced first.
+        # A rename may reach the disk before the files' contents do, unless these are
+        # synced first.
         sync_folder(partial)
         phase("checkpoint_rename")
-        # The run has resumed from an earlier step and reached this one again. Move the old checkpoint aside, so that a
-        # complete one exists until the new one has its name.
-        replaced = _move(folder, folder.with_name(folder.name + OLD_SUFFIX)) if folder.exists() else None
+        # The run has resumed from an earlier step and reached this one again. Move the
+        # old checkpoint aside, so that a complete one exists until the new one has its
+        # name.
+        replaced = (
+            _move(folder, folder.with_name(folder.name + OLD_SUFFIX))
+            if folder.exists()
+            else None
+        )
         partial.rename(folder)
         sync_folder(root)
         phase("checkpoint_marked")
@@ -179,15 +201,20 @@ def prune(root: Path, retention: Retention) -> None:
         try:
             remove(folder)
         except OSError as error:
-            # The new checkpoint is complete, so failing to remove an old one must not fail the save.
-            logger.warning("%s: an old checkpoint could not be removed: %s", folder, error)
+            # The new checkpoint is complete, so failing to remove an old one must not
+            # fail the save.
+            logger.warning(
+                "%s: an old checkpoint could not be removed: %s", folder, error
+            )
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint. It is first renamed to a partial one, so that nobody takes a half-removed folder for
-    complete.
+    """Remove a checkpoint. It is first renamed to a partial one, so that nobody takes a
+    half-removed folder for complete.
     """
-    shutil.rmtree(_move(folder, partial_name(folder.with_name(folder.name + ".removed"))))
+    shutil.rmtree(
+        _move(folder, partial_name(folder.with_name(folder.name + ".removed")))
+    )
 
 
 def best_name(root: Path) -> str | None:

@@ -1,11 +1,12 @@
 """State of a role as its engine holds it: sharded by megatron-core, or by FSDP2.
 
-megatron-core's optimizer state is stored parameter by parameter ("fully reshardable") instead of in buckets, so that a
-checkpoint can be read with another TP, PP, VPP or DP.
+megatron-core's optimizer state is stored parameter by parameter ("fully reshardable")
+instead of in buckets, so that a checkpoint can be read with another TP, PP, VPP or DP.
 
-Under FSDP2 each rank stores its part of weights and moments as boxes of arrays with Hugging Face names: `ROLE.NAME` is
-a weight in float32, as the optimizer updates it, and `ROLE.optimizer.state.exp_avg.NAME` is one of its moments. Shards
-may differ between ranks. Ranks with the same shard each write a share of it (`rank_shards.py`).
+Under FSDP2 each rank stores its part of weights and moments as boxes of arrays with
+Hugging Face names: `ROLE.NAME` is a weight in float32, as the optimizer updates it, and
+`ROLE.optimizer.state.exp_avg.NAME` is one of its moments. Shards may differ between
+ranks. Ranks with the same shard each write a share of it (`rank_shards.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaverl.checkpoint.rank_shards import boxed, optimizer_shards, share_replicas, shares_of
+from megaverl.checkpoint.rank_shards import (
+    boxed,
+    optimizer_shards,
+    share_replicas,
+    shares_of,
+)
 from megaverl.errors import CheckpointError
 from megaverl.platform import platform
 from megaverl.sharding.layout import Layout
@@ -39,7 +45,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # n
 SHARDING_TYPE = "fully_reshardable"
 
 
-def megatron_state(role: str, trainable: MegatronTrainable, loading: bool) -> dict[str, Any]:
+def megatron_state(
+    role: str, trainable: MegatronTrainable, loading: bool
+) -> dict[str, Any]:
     """Return the `sharded_state` of one role on Megatron."""
     groups = trainable.model.grid.pg_collection
     metadata = {
@@ -48,15 +56,26 @@ def megatron_state(role: str, trainable: MegatronTrainable, loading: bool) -> di
         "dp_cp_group": groups.dp_cp,
     }
     if trainable.model.adapters is None:
-        chunks = {name: _chunk_state(chunk, metadata) for name, chunk in _named_chunks(trainable).items()}
+        chunks = {
+            name: _chunk_state(chunk, metadata)
+            for name, chunk in _named_chunks(trainable).items()
+        }
     else:
-        chunks = dict(zip(_named_chunks(trainable), _adapter_states(trainable.model), strict=True))
+        chunks = dict(
+            zip(_named_chunks(trainable), _adapter_states(trainable.model), strict=True)
+        )
     for optimizer in _single_optimizers(trainable.optimizer):
         _allocate(role, optimizer)
     described = chunks if len(chunks) > 1 else next(iter(chunks.values()))
     with _own_shards(trainable.optimizer):
-        optimizer = trainable.optimizer.sharded_state_dict(described, is_loading=loading, metadata=metadata)
-    state = {"model": chunks, "optimizer": optimizer, "scheduler": trainable.scheduler.state_dict()}
+        optimizer = trainable.optimizer.sharded_state_dict(
+            described, is_loading=loading, metadata=metadata
+        )
+    state = {
+        "model": chunks,
+        "optimizer": optimizer,
+        "scheduler": trainable.scheduler.state_dict(),
+    }
     add_prefix_for_sharding(state, f"{role}.")
     if loading:
         _join_in_place(state)
@@ -68,17 +87,28 @@ def megatron_state(role: str, trainable: MegatronTrainable, loading: bool) -> di
 def _join_in_place(state: dict[str, Any]) -> None:
     """Keep parts of a tensor that were read in place (gate and up of a gated MLP) where they are.
 
-    megatron-core would concatenate copies of them, for every weight and both its moments.
+    megatron-core would concatenate copies of them, for every weight and both its
+    moments.
     """
     for factory in nested_values(state):
         if isinstance(factory, ShardedTensorFactory):
-            factory.merge_fn = functools.partial(_joined, factory.data, factory.merge_fn)
+            factory.merge_fn = functools.partial(
+                _joined, factory.data, factory.merge_fn
+            )
 
 
-def _joined(whole: torch.Tensor, join: Callable[[Any], torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(
+    whole: torch.Tensor,
+    join: Callable[[Any], torch.Tensor],
+    parts: Sequence[torch.Tensor],
+) -> torch.Tensor:
     place = whole.data_ptr()
     for part in parts:
-        if part.data_ptr() != place or part.dtype != whole.dtype or not part.is_contiguous():
+        if (
+            part.data_ptr() != place
+            or part.dtype != whole.dtype
+            or not part.is_contiguous()
+        ):
             return join(parts)
         place += part.nbytes
     return whole if place == whole.data_ptr() + whole.nbytes else join(parts)
@@ -89,24 +119,32 @@ def apply_megatron_state(trainable: MegatronTrainable, state: Any) -> None:
     whole = trainable.model.adapters is None
     for name, chunk in _named_chunks(trainable).items():
         chunk.load_state_dict(state["model"][name], strict=whole)
-    # megatron-core restores betas, eps and the like from the checkpoint, but the run's configuration takes precedence.
+    # megatron-core restores betas, eps and the like from the checkpoint, but the run's
+    # configuration takes precedence.
     settings = [_settings_of(group) for group in trainable.optimizer.param_groups]
     _load_optimizer(trainable.optimizer, state["optimizer"])
-    for group, saved_settings in zip(trainable.optimizer.param_groups, settings, strict=True):
+    for group, saved_settings in zip(
+        trainable.optimizer.param_groups, settings, strict=True
+    ):
         group.update(saved_settings)
     take_up_schedule(trainable.scheduler, state["scheduler"])
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a parameter group, without its parameters and its step."""
-    return {name: value for name, value in group.items() if name not in ("params", "step")}
+    return {
+        name: value for name, value in group.items() if name not in ("params", "step")
+    }
 
 
-def take_up_schedule(scheduler: OptimizerParamScheduler, state: Mapping[str, Any]) -> None:
+def take_up_schedule(
+    scheduler: OptimizerParamScheduler, state: Mapping[str, Any]
+) -> None:
     """Move a scheduler to the saved number of updates. Peak, shape and length of the schedule stay its own.
 
-    `OptimizerParamScheduler.load_state_dict` would restore the shape of the schedule too. A run resumed with more steps
-    would then train at the end of the old schedule, at a learning rate of 0.
+    `OptimizerParamScheduler.load_state_dict` would restore the shape of the schedule
+    too. A run resumed with more steps would then train at the end of the old schedule,
+    at a learning rate of 0.
     """
     scheduler.num_steps = 0
     scheduler.step(increment=int(state["num_steps"]))
@@ -114,14 +152,21 @@ def take_up_schedule(scheduler: OptimizerParamScheduler, state: Mapping[str, Any
 
 @contextlib.contextmanager
 def _own_shards(optimizer: Any) -> Iterator[None]:
-    """Let distributed optimizers describe their own shards (`optimizer_shards`) inside, where megatron-core would
-    gather.
+    """Let distributed optimizers describe their own shards (`optimizer_shards`) inside,
+    where megatron-core would gather.
 
-    Names and shapes are those of its "fully_reshardable", in which earlier checkpoints were written.
+    Names and shapes are those of its "fully_reshardable", in which earlier checkpoints
+    were written.
     """
-    single_ones = [single for single in _single_optimizers(optimizer) if isinstance(single, DistributedOptimizer)]
+    single_ones = [
+        single
+        for single in _single_optimizers(optimizer)
+        if isinstance(single, DistributedOptimizer)
+    ]
     for single in single_ones:
-        single.sharded_param_state_fully_reshardable = functools.partial(_shards_of, single)
+        single.sharded_param_state_fully_reshardable = functools.partial(
+            _shards_of, single
+        )
     try:
         yield
     finally:
@@ -129,24 +174,35 @@ def _own_shards(optimizer: Any) -> Iterator[None]:
             del single.sharded_param_state_fully_reshardable
 
 
-def _shards_of(optimizer: Any, described: dict[str, Any], is_loading: bool, *_: Any) -> dict[int, dict[str, Any]]:
+def _shards_of(
+    optimizer: Any, described: dict[str, Any], is_loading: bool, *_: Any
+) -> dict[int, dict[str, Any]]:
     return optimizer_shards(optimizer, described, loading=is_loading)
 
 
 def _named_chunks(trainable: MegatronTrainable) -> dict[str, Any]:
     """Return virtual pipeline stages under the names that megatron-core's optimizers expect."""
     chunks = trainable.model.chunks
-    return {f"model{index}": chunk for index, chunk in enumerate(chunks)} if len(chunks) > 1 else {"model": chunks[0]}
+    return (
+        {f"model{index}": chunk for index, chunk in enumerate(chunks)}
+        if len(chunks) > 1
+        else {"model": chunks[0]}
+    )
 
 
 def _chunk_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    tied_copy = chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process
+    tied_copy = (
+        chunk.share_embeddings_and_output_weights
+        and chunk.post_process
+        and not chunk.pre_process
+    )
     state: dict[str, Any]
     if not tied_copy:
         state = chunk.sharded_state_dict(metadata=metadata)
         return state
-    # For the last stage's copy of tied embeddings, megatron-core (0.16 to 0.19) asks its global process groups,
-    # which do not exist here. So it describes an untied output layer, which then takes the embedding's name.
+    # For the last stage's copy of tied embeddings, megatron-core (0.16 to 0.19) asks
+    # its global process groups, which do not exist here. So it describes an untied
+    # output layer, which then takes the embedding's name.
     chunk.share_embeddings_and_output_weights = False
     try:
         state = chunk.sharded_state_dict(metadata=metadata)
@@ -169,21 +225,32 @@ def _adapter_states(model: MegatronModel) -> list[dict[str, ShardedTensor]]:
     """
     adapters, coords = model.adapters, model.grid.coords
     assert adapters is not None
-    layout, replica = adapters.layout_of(model.grid.rank), dist.get_rank(model.grid.pg_collection.dp_cp)
+    layout, replica = (
+        adapters.layout_of(model.grid.rank),
+        dist.get_rank(model.grid.pg_collection.dp_cp),
+    )
     states: list[dict[str, ShardedTensor]] = [{} for _ in model.chunks]
     for piece in layout.pieces:
         shape = layout.global_shapes[piece.tensor]
         offsets = [
             (axis, low // (high - low), size // (high - low))
-            for axis, (low, high, size) in enumerate(zip(*piece.box, shape, strict=True))
+            for axis, (low, high, size) in enumerate(
+                zip(*piece.box, shape, strict=True)
+            )
             if high - low != size
         ]
-        chunk, _, name = piece.local.partition(".") if len(states) > 1 else ("chunk0", "", piece.local)
-        states[int(chunk.removeprefix("chunk"))][name] = ShardedTensor.from_rank_offsets(
-            piece.tensor,
-            adapters.parameters[piece.local],
-            *offsets,
-            replica_id=(0, 0 if offsets else coords.tp, replica),
+        chunk, _, name = (
+            piece.local.partition(".")
+            if len(states) > 1
+            else ("chunk0", "", piece.local)
+        )
+        states[int(chunk.removeprefix("chunk"))][name] = (
+            ShardedTensor.from_rank_offsets(
+                piece.tensor,
+                adapters.parameters[piece.local],
+                *offsets,
+                replica_id=(0, 0 if offsets else coords.tp, replica),
+            )
         )
     return states
 
@@ -214,7 +281,9 @@ def _allocate(role: str, optimizer: Any) -> None:
 
 def _load_optimizer(optimizer: Any, state: Any) -> None:
     optimizers = _single_optimizers(optimizer)
-    states = [state] if len(optimizers) == 1 else [state[index] for index in sorted(state)]
+    states = (
+        [state] if len(optimizers) == 1 else [state[index] for index in sorted(state)]
+    )
     for single, its_state in zip(optimizers, states, strict=True):
         if single.optimizer is not None:
             _set_settings(its_state.get("optimizer", its_state), single.param_groups)
@@ -223,7 +292,9 @@ def _load_optimizer(optimizer: Any, state: Any) -> None:
         elif single.optimizer is not None:
             if isinstance(single.optimizer, torch.optim.Adam):
                 # megatron-core omits a step count of zero, but torch requires it.
-                its_state.get("optimizer", its_state)["state"].setdefault("common_step", torch.tensor(0.0))
+                its_state.get("optimizer", its_state)["state"].setdefault(
+                    "common_step", torch.tensor(0.0)
+                )
             single.load_state_dict(its_state)
 
 
@@ -231,11 +302,13 @@ def _load_optimizer(optimizer: Any, state: Any) -> None:
 _GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
-def _set_settings(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+def _set_settings(
+    state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> None:
     """Overwrite the hyperparameters of saved parameter groups with the run's own.
 
-    megatron-core 0.19 identifies a saved group by its maximum learning rate, among others, and fails if that has
-    changed.
+    megatron-core 0.19 identifies a saved group by its maximum learning rate, among
+    others, and fails if that has changed.
     """
     by_key = {tuple(group.get(key) for key in _GROUP_KEYS): group for group in groups}
     for saved in state.get("param_groups", ()):
@@ -247,13 +320,18 @@ def _set_settings(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]])
 def _load_distributed(optimizer: Any, state: dict[str, Any]) -> None:
     """Load a distributed optimizer in two halves, because torch's Adam keeps its step beside the moments.
 
-    megatron-core's load in one piece fails on that step (0.16 to 0.19). It also gives all parameters one shared step
-    tensor, which an update would then increment once for each parameter.
+    megatron-core's load in one piece fails on that step (0.16 to 0.19). It also gives
+    all parameters one shared step tensor, which an update would then increment once for
+    each parameter.
     """
     parameters = state.pop("param_state", {})
     optimizer.load_state_dict(state)
     moments = optimizer.optimizer.state
-    steps = {parameter: entry.pop("step") for parameter, entry in moments.items() if "step" in entry}
+    steps = {
+        parameter: entry.pop("step")
+        for parameter, entry in moments.items()
+        if "step" in entry
+    }
     held = {
         number: {name: entry_state["held"] for name, entry_state in entry.items()}
         for number, entry in parameters.items()
@@ -274,11 +352,17 @@ def fsdp_state(role: str, trainable: FSDPTrainable, loading: bool) -> dict[str, 
     last = max(steps.values(), default=0)
     return {
         "tensors": {
-            f"{role}.{prefix}": _shards(trainable.model, f"{role}.{prefix}", tensors, loading)
+            f"{role}.{prefix}": _shards(
+                trainable.model, f"{role}.{prefix}", tensors, loading
+            )
             for prefix, tensors in state_tensors(trainable).items()
         },
-        # Experts that no token has reached have no gradient and skip the step, so their step counts lag behind.
-        "optimizer": {"step": last, "behind": {name: step for name, step in steps.items() if step != last}},
+        # Experts that no token has reached have no gradient and skip the step, so their
+        # step counts lag behind.
+        "optimizer": {
+            "step": last,
+            "behind": {name: step for name, step in steps.items() if step != last},
+        },
         "scheduler": trainable.scheduler.state_dict(),
     }
 
@@ -295,7 +379,10 @@ def state_tensors(trainable: FSDPTrainable) -> dict[str, dict[str, torch.Tensor]
     """Return name prefix -> this rank's tensors by local name: weights (no prefix), and each of their moments."""
     states = _states(trainable)
     moments = {
-        f"{MOMENT_PREFIX}{moment}.": {n: local(state[moment]) for n, state in states.items()} for moment in MOMENTS
+        f"{MOMENT_PREFIX}{moment}.": {
+            n: local(state[moment]) for n, state in states.items()
+        }
+        for moment in MOMENTS
     }
     return {"": dict(_trained(trainable.model)), **moments}
 
@@ -303,12 +390,16 @@ def state_tensors(trainable: FSDPTrainable) -> dict[str, dict[str, torch.Tensor]
 def state_layout(model: FSDPModel) -> Layout:
     """Return the layout of these tensors, equal for weights and moments."""
     adapters = model.adapters
-    return (model.held_layout_of if adapters is None else adapters.layout_of)(model.grid.rank)
+    return (model.held_layout_of if adapters is None else adapters.layout_of)(
+        model.grid.rank
+    )
 
 
 def _trained(model: FSDPModel) -> Mapping[str, torch.Tensor]:
     """Return the model's tensors that a checkpoint holds: all of them, or those that `lora` trains."""
-    return model.held_parameters if model.adapters is None else model.adapters.parameters
+    return (
+        model.held_parameters if model.adapters is None else model.adapters.parameters
+    )
 
 
 def _states(trainable: FSDPTrainable) -> dict[str, dict[str, torch.Tensor]]:
@@ -316,7 +407,9 @@ def _states(trainable: FSDPTrainable) -> dict[str, dict[str, torch.Tensor]]:
 
     State that does not exist yet is created.
     """
-    stepped_on = {local(parameter).data_ptr(): parameter for parameter in trainable.parameters}
+    stepped_on = {
+        local(parameter).data_ptr(): parameter for parameter in trainable.parameters
+    }
     by_name = {}
     for name, tensor in _trained(trainable.model).items():
         parameter = stepped_on.get(tensor.data_ptr()) if tensor.numel() else None
@@ -338,7 +431,16 @@ def _shards(
     shards = list(_whole_shards(model, prefix, tensors))
     if loading:
         return [
-            list(boxed(shard, (0,) * shard.data.ndim, shard.data, shard.key, shard.replica_id)) for shard, _ in shards
+            list(
+                boxed(
+                    shard,
+                    (0,) * shard.data.ndim,
+                    shard.data,
+                    shard.key,
+                    shard.replica_id,
+                )
+            )
+            for shard, _ in shards
         ]
     shards_by_count: dict[int, list[ShardedTensor]] = {}
     for shard, num_holders in shards:
@@ -365,7 +467,8 @@ def _whole_shards(
         if stored not in tensors:
             continue
         data = view(seen[piece.local], piece.local_box).view(piece.box.shape)
-        # Number of neighbouring ranks that together hold the whole tensor, and how many of them hold each part.
+        # Number of neighbouring ranks that together hold the whole tensor, and how many
+        # of them hold each part.
         parts = model.num_shards * tp
         same = 1 if model.is_cut_over_tp(stored) else tp
         # Buffers are not sharded.

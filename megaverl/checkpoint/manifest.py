@@ -10,7 +10,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megaverl.checkpoint.checksummed_files import USE_ANOTHER, crc32_of, crc32_of_json, write_json
+from megaverl.checkpoint.checksummed_files import (
+    USE_ANOTHER,
+    crc32_of,
+    crc32_of_json,
+    write_json,
+)
 from megaverl.errors import CheckpointError, DamagedCheckpoint
 from megaverl.outside import read_json_file
 
@@ -20,7 +25,8 @@ PREFIX = "step_"
 TENSORS_SUFFIX = "_0.distcp"
 OBJECTS_SUFFIX = "_1.distcp"
 PARTIAL_SUFFIX = ".tmp"
-INSIDE_SUFFIX = "_inside"  # suffix of a checkpoint that was taken in the middle of the next step
+# Suffix of a checkpoint that was taken in the middle of the next step.
+INSIDE_SUFFIX = "_inside"
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,9 @@ class Manifest:
         """
         path = folder / MANIFEST_FILE
         if not path.is_file():
-            raise CheckpointError(f"{folder}: not a whole checkpoint: it has no {MANIFEST_FILE}. {USE_ANOTHER}")
+            raise CheckpointError(
+                f"{folder}: not a whole checkpoint: it has no {MANIFEST_FILE}. {USE_ANOTHER}"
+            )
         try:
             content = read_json_file(path, not_finite=True)
             version = int(content["format"])
@@ -63,7 +71,9 @@ class Manifest:
                     raise ValueError("its checksum does not match its contents")
                 return cls(**{field.name: content[field.name] for field in fields(cls)})
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error}). {USE_ANOTHER}") from error
+            raise CheckpointError(
+                f"{path}: damaged ({type(error).__name__}: {error}). {USE_ANOTHER}"
+            ) from error
         age = "a newer" if version > FORMAT_VERSION else "an older"
         raise CheckpointError(
             f"{path}: format {version}, written by {age} megaverl; this one reads format {FORMAT_VERSION}. "
@@ -83,7 +93,9 @@ class Manifest:
             if not path.is_file():
                 wrong.append(f"{name} is missing")
             elif path.stat().st_size != size:
-                wrong.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
+                wrong.append(
+                    f"{name} has {path.stat().st_size} bytes instead of {size}"
+                )
         return wrong
 
     def check_files(self, folder: Path) -> None:
@@ -91,16 +103,21 @@ class Manifest:
         if wrong := self.wrong_sizes(folder):
             raise damaged(folder, wrong)
 
-    def wrong_bytes(self, folder: Path, share: int = 0, shares: int = 1, *, tensors: bool = True) -> list[str]:
+    def wrong_bytes(
+        self, folder: Path, share: int = 0, shares: int = 1, *, tensors: bool = True
+    ) -> list[str]:
         """List every file whose checksum differs from the recorded one, in words, in one of `shares` shares.
 
-        Shares have about the same number of bytes, so that several ranks can check a checkpoint together.
+        Shares have about the same number of bytes, so that several ranks can check a
+        checkpoint together.
 
         Args:
             tensors: whether to check files of tensors, which are nearly everything. Loading checks the tensors that it
                 reads.
         """
-        names = [name for name in self.files if tensors or not name.endswith(TENSORS_SUFFIX)]
+        names = [
+            name for name in self.files if tensors or not name.endswith(TENSORS_SUFFIX)
+        ]
         by_size = sorted(names, key=lambda name: (-int(self.files[name][0]), name))
         wrong = []
         for name in by_size[share::shares]:
@@ -111,7 +128,9 @@ class Manifest:
                 wrong.append(f"{name} cannot be read ({error})")
                 continue
             if checksum != expected:
-                wrong.append(f"{name} has the checksum {checksum} instead of {expected}: its bytes were changed")
+                wrong.append(
+                    f"{name} has the checksum {checksum} instead of {expected}: its bytes were changed"
+                )
         return wrong
 
     def check_roles(self, folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
@@ -122,7 +141,9 @@ class Manifest:
         wrong = []
         for role, description in wanted.items():
             if role not in self.roles:
-                wrong.append(f"it holds {' and '.join(self.roles) or 'nothing'}, but no {role}")
+                wrong.append(
+                    f"it holds {' and '.join(self.roles) or 'nothing'}, but no {role}"
+                )
                 continue
             saved = self.roles[role]
             for key in ("model", "value_head", "lora"):
@@ -165,7 +186,9 @@ def checkpoint_folders(root: Path) -> list[Path]:
     """List the folders in `root` that have a checkpoint's name, without partial ones."""
     if not root.is_dir():
         return []
-    return sorted(p for p in root.glob(PREFIX + "*") if p.is_dir() and p.suffix != PARTIAL_SUFFIX)
+    return sorted(
+        p for p in root.glob(PREFIX + "*") if p.is_dir() and p.suffix != PARTIAL_SUFFIX
+    )
 
 
 def readable(root: Path) -> list[tuple[Path, Manifest]]:
@@ -210,5 +233,7 @@ def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
     """
     checkpoints, problems = newest_first(root)
     if not checkpoints and problems:
-        raise CheckpointError("\n".join([f"{root}: no checkpoint is whole.", *problems]))
+        raise CheckpointError(
+            "\n".join([f"{root}: no checkpoint is whole.", *problems])
+        )
     return checkpoints[0] if checkpoints else None, problems

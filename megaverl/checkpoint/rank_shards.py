@@ -1,13 +1,17 @@
 """Shards that one rank writes: its optimizer state, and its share of what all data-parallel ranks hold.
 
-A rank of megatron-core's distributed optimizer holds flat ranges of its parameters' states. A flat range of a local
-tensor is a few boxes of global arrays, with the names and shapes that the whole would have. So each rank writes what it
-holds and reads what it will hold: nothing is gathered, and files do not depend on which rank wrote which part.
+A rank of megatron-core's distributed optimizer holds flat ranges of its parameters'
+states. A flat range of a local tensor is a few boxes of global arrays, with the names
+and shapes that the whole would have. So each rank writes what it holds and reads what
+it will hold: nothing is gathered, and files do not depend on which rank wrote which
+part.
 
-megatron-core's own sharding types do less (0.16 to 0.19, `DistributedOptimizer.sharded_state_dict`).
-"fully_reshardable" gathers all states of a rank's parameters on every data-parallel rank. "dp_reshardable" writes
-shards of buckets, which cannot be read with another number of data-parallel ranks. "fully_sharded_model_space" makes
-flat `ShardedTensor`s, which these versions refuse. "dp_zero_gather_scatter" gathers, and fixes TP and PP.
+megatron-core's own sharding types do less (0.16 to 0.19,
+`DistributedOptimizer.sharded_state_dict`). "fully_reshardable" gathers all states of a
+rank's parameters on every data-parallel rank. "dp_reshardable" writes shards of
+buckets, which cannot be read with another number of data-parallel ranks.
+"fully_sharded_model_space" makes flat `ShardedTensor`s, which these versions refuse.
+"dp_zero_gather_scatter" gathers, and fixes TP and PP.
 """
 
 from __future__ import annotations
@@ -27,7 +31,10 @@ from megaverl.workers.optimizers import optimizer_tensors
 
 platform.adapt_megatron()
 
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import (  # noqa: E402
+    dict_list_map_inplace,
+    nested_values,
+)  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     LocalNonpersistentObject,
     ShardedTensor,
@@ -37,10 +44,13 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
 )
 
 Described: TypeAlias = ShardedTensor | ShardedTensorFactory
-EXPERTS = ".experts."  # part of the names of weights that are replicated over the expert-data-parallel group
+# Part of the names of weights that are replicated over the expert-data-parallel group.
+EXPERTS = ".experts."
 
 
-def optimizer_shards(optimizer: Any, described: Mapping[str, Any], *, loading: bool) -> dict[int, dict[str, Any]]:
+def optimizer_shards(
+    optimizer: Any, described: Mapping[str, Any], *, loading: bool
+) -> dict[int, dict[str, Any]]:
     """Return this rank's shards of a `DistributedOptimizer`'s state, parameter by parameter in the optimizer's order.
 
     Args:
@@ -55,21 +65,31 @@ def optimizer_shards(optimizer: Any, described: Mapping[str, Any], *, loading: b
         for described_tensor in nested_values(described)
         if isinstance(described_tensor, Described)
     }
-    places = {tensor.untyped_storage().data_ptr() for tensor in optimizer_tensors(optimizer)}
-    # With partial sharding there are several instances of the optimizer; all optimizers of a chain share the number.
+    places = {
+        tensor.untyped_storage().data_ptr() for tensor in optimizer_tensors(optimizer)
+    }
+    # With partial sharding there are several instances of the optimizer; all optimizers
+    # of a chain share the number.
     instance = optimizer.distributed_optimizer_instance_id
     state: dict[int, dict[str, Any]] = {}
     for parameter, start in _held_parameters(optimizer):
         of = of_parameter[id(parameter)]
         entry = state[len(state)] = {}
-        for name, tensor in optimizer._get_main_param_and_optimizer_states(parameter).items():
+        for name, tensor in optimizer._get_main_param_and_optimizer_states(
+            parameter
+        ).items():
             if name == "step" or not isinstance(tensor, torch.Tensor):
                 # Steps are saved with the parameter groups.
                 continue
             if not loading and tensor.untyped_storage().data_ptr() not in places:
-                # An optimizer that stores its state in fewer bits has made this float32 copy for the call.
+                # An optimizer that stores its state in fewer bits has made this float32
+                # copy for the call.
                 tensor = tensor.cpu()
-            boxes = list(boxes_of(of, tensor.detach(), start, f"optimizer.state.{name}.", instance))
+            boxes = list(
+                boxes_of(
+                    of, tensor.detach(), start, f"optimizer.state.{name}.", instance
+                )
+            )
             entry[name] = {"held": LocalNonpersistentObject(tensor), "boxes": boxes}
     return state
 
@@ -83,7 +103,9 @@ def _held_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int]]
                     yield parameter, held["param"].start
 
 
-def boxes_of(of: Described, flat: torch.Tensor, start: int, prefix: str, instance: int) -> Iterator[ShardedTensor]:
+def boxes_of(
+    of: Described, flat: torch.Tensor, start: int, prefix: str, instance: int
+) -> Iterator[ShardedTensor]:
     """Yield the elements of a local tensor from `start` as boxes of global arrays, whose data are views of `flat`.
 
     Args:
@@ -99,7 +121,13 @@ def boxes_of(of: Described, flat: torch.Tensor, start: int, prefix: str, instanc
         for box in flat_boxes(part.local_shape, low - place, high - place):
             data = flat[at : at + box.numel].view(box.shape)
             at += box.numel
-            yield from boxed(part, box.start, data, prefix + part.key, (*part.replica_id[:-1], instance))
+            yield from boxed(
+                part,
+                box.start,
+                data,
+                prefix + part.key,
+                (*part.replica_id[:-1], instance),
+            )
 
 
 def _parts(of: Described, dtype: torch.dtype) -> Iterator[tuple[int, ShardedTensor]]:
@@ -107,8 +135,11 @@ def _parts(of: Described, dtype: torch.dtype) -> Iterator[tuple[int, ShardedTens
     if isinstance(of, ShardedTensor):
         yield 0, of
         return
-    # Build from a meta tensor, which takes no memory: its views have the offsets of the parts.
-    built = replace(of, data=torch.empty(of.data.shape, dtype=dtype, device="meta")).build()
+    # Build from a meta tensor, which takes no memory: its views have the offsets of the
+    # parts.
+    built = replace(
+        of, data=torch.empty(of.data.shape, dtype=dtype, device="meta")
+    ).build()
     for part in nested_values(built):
         if not part.data.is_contiguous():
             raise CheckpointError(
@@ -119,12 +150,16 @@ def _parts(of: Described, dtype: torch.dtype) -> Iterator[tuple[int, ShardedTens
 
 
 def boxed(
-    of: ShardedTensor, start: tuple[int, ...], data: torch.Tensor, key: str, replica: tuple[int, ...]
+    of: ShardedTensor,
+    start: tuple[int, ...],
+    data: torch.Tensor,
+    key: str,
+    replica: tuple[int, ...],
 ) -> Iterator[ShardedTensor]:
     """Yield `data`, which begins at `start` of the local tensor `of`, in boxes of at most `CHUNK_BYTES`.
 
-    This bounds what is copied, or read beyond what is wanted, at one time. An axis of stacked layers becomes an
-    ordinary axis.
+    This bounds what is copied, or read beyond what is wanted, at one time. An axis of
+    stacked layers becomes an ordinary axis.
     """
     stacked = of.prepend_axis_num
     for box in split(whole(data.shape), CHUNK_BYTES // data.itemsize):
@@ -143,11 +178,13 @@ def boxed(
         )
 
 
-def share_replicas(state: dict[str, Any], dense: dist.ProcessGroup, experts: dist.ProcessGroup) -> None:
+def share_replicas(
+    state: dict[str, Any], dense: dist.ProcessGroup, experts: dist.ProcessGroup
+) -> None:
     """Keep only this rank's share of the tensors that all data-parallel ranks hold. Shares have equal bytes.
 
-    Replicas have equal states, so each rank computes all shares itself. A tensor is split only where a share ends,
-    between rows.
+    Replicas have equal states, so each rank computes all shares itself. A tensor is
+    split only where a share ends, between rows.
 
     Args:
         state: a sharded state, changed in place. Tensors of this rank alone (`optimizer_shards`) stay.
@@ -158,22 +195,29 @@ def share_replicas(state: dict[str, Any], dense: dist.ProcessGroup, experts: dis
     shares: dict[int, Any] = {}
     for group, of_experts in ((dense, False), (experts, True)):
         tensors = [tensor for tensor in shared if (EXPERTS in tensor.key) is of_experts]
-        for tensor, share in zip(tensors, shares_of(tensors, group.size()), strict=True):
+        for tensor, share in zip(
+            tensors, shares_of(tensors, group.size()), strict=True
+        ):
             shares[id(tensor)] = share
     dict_list_map_inplace(lambda tensor: shares.get(id(tensor), tensor), state)
 
 
-def shares_of(tensors: Sequence[ShardedTensor], count: int) -> Iterator[list[ShardedTensor | LocalNonpersistentObject]]:
+def shares_of(
+    tensors: Sequence[ShardedTensor], count: int
+) -> Iterator[list[ShardedTensor | LocalNonpersistentObject]]:
     """Yield, for each tensor, the rows in this rank's share, or nothing.
 
-    The last number of a tensor's `replica_id` is the rank's index among the `count` ranks that hold the same.
+    The last number of a tensor's `replica_id` is the rank's index among the `count`
+    ranks that hold the same.
     """
     total, before = sum(tensor.data.nbytes for tensor in tensors), 0
     for tensor in tensors:
         number, data = tensor.replica_id[-1], tensor.data.detach()
         rows = data.shape[0] if data.ndim else 1
         # A row belongs to the share that contains its first byte.
-        ends = (max(0, total * share // count - before) for share in (number, number + 1))
+        ends = (
+            max(0, total * share // count - before) for share in (number, number + 1)
+        )
         low, high = (min(rows, -(-end * rows // data.nbytes)) for end in ends)
         before += data.nbytes
         if low == high:

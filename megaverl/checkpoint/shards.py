@@ -1,7 +1,8 @@
 """Files of a sharded state in megatron-core's `torch_dist` format: planned collectively, written and read by each rank.
 
-`Stager.stage` is the collective half of a save. `StagedShards.write` touches only its own files, so it can run in a
-thread. If one rank fails to read, all fail: torch's checkpointing gathers every rank's outcome at each stage.
+`Stager.stage` is the collective half of a save. `StagedShards.write` touches only its
+own files, so it can run in a thread. If one rank fails to read, all fail: torch's
+checkpointing gathers every rank's outcome at each stage.
 """
 
 from __future__ import annotations
@@ -36,10 +37,21 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
-from megaverl.checkpoint import OBJECTS_SUFFIX, TENSORS_SUFFIX, USE_ANOTHER, ChecksummedFile, write_bytes
+from megaverl.checkpoint import (
+    OBJECTS_SUFFIX,
+    TENSORS_SUFFIX,
+    USE_ANOTHER,
+    ChecksummedFile,
+    write_bytes,
+)
 from megaverl.checkpoint.background import HostBuffers, PendingTensors
 from megaverl.checkpoint.commit import Committer
-from megaverl.checkpoint.tensor_records import frame_of, read_object, read_tensor, write_tensor
+from megaverl.checkpoint.tensor_records import (
+    frame_of,
+    read_object,
+    read_tensor,
+    write_tensor,
+)
 from megaverl.errors import CheckpointError, DamagedCheckpoint
 from megaverl.platform import platform
 from megaverl.weights.torch_dist import COMMON_FILE
@@ -48,7 +60,10 @@ from megaverl.weights.torch_dist_index import FORMAT_FILE, INDEX_FILE, read_inde
 platform.adapt_megatron()
 
 from megatron.core import dist_checkpointing  # noqa: E402
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException  # noqa: E402
+from megatron.core.dist_checkpointing.core import (  # noqa: E402
+    CheckpointingConfig,
+    CheckpointingException,
+)  # noqa: E402
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # noqa: E402
@@ -94,8 +109,12 @@ class StagedShards:
         Raises:
             OSError: the disk is full, or the folder is gone or not writable.
         """
-        tensors = [item for item in self.plan.items if item.type != WriteItemType.BYTE_IO]
-        objects = [item for item in self.plan.items if item.type == WriteItemType.BYTE_IO]
+        tensors = [
+            item for item in self.plan.items if item.type != WriteItemType.BYTE_IO
+        ]
+        objects = [
+            item for item in self.plan.items if item.type == WriteItemType.BYTE_IO
+        ]
         files: Files = {}
         places: list[list[Any]] = []
         try:
@@ -111,7 +130,9 @@ class StagedShards:
             files[FORMAT_FILE] = write_bytes(folder / FORMAT_FILE, config.encode())
         return files, places
 
-    def _write_items(self, path: Path, items: Sequence[WriteItem], places: list[list[Any]]) -> list[Any]:
+    def _write_items(
+        self, path: Path, items: Sequence[WriteItem], places: list[list[Any]]
+    ) -> list[Any]:
         """Write items one by one: `held` regards an item as written when the next one is taken."""
         with ChecksummedFile(path) as file:
             for item in items:
@@ -120,7 +141,9 @@ class StagedShards:
                     write_tensor(file, value)
                 else:
                     file.write(value.getbuffer())
-                places.append(_item_to_json(item.index, path.name, start, file.num_bytes - start))
+                places.append(
+                    _item_to_json(item.index, path.name, start, file.num_bytes - start)
+                )
             os.fsync(file.fileno())
         return file.record
 
@@ -129,7 +152,9 @@ class StagedShards:
 
     def index(self, folder: Path, items: list[list[Any]]) -> Files:
         """Write the index of all items. Called on the first rank, when all ranks have written."""
-        assert self.metadata is not None, "only the rank that planned for all can write the index"
+        assert self.metadata is not None, (
+            "only the rank that planned for all can write the index"
+        )
         storage = dict(_item_from_json(entry) for rank in items for entry in rank)
         whole = replace(self.metadata, storage_data=storage, storage_meta=StorageMeta())
         return {INDEX_FILE: write_bytes(folder / INDEX_FILE, pickle.dumps(whole))}
@@ -158,23 +183,38 @@ class Stager:
                 written.
             committer: its rank plans for all. Ranks outside its role group have other roles.
         """
-        # megatron-core's own check would send all ranks' descriptions to every rank. Instead, one rank checks the
-        # global plan below: torch refuses a plan that omits an element of a tensor, or writes one twice.
+        # megatron-core's own check would send all ranks' descriptions to every rank.
+        # Instead, one rank checks the global plan below: torch refuses a plan that
+        # omits an element of a tensor, or writes one twice.
         sharded, common = save_preprocess(state, False)
-        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded, keep_only_main_replica=True
+        )
         group = committer.group
         ranks = _DistWrapper(group, True, committer.planner)
-        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        planner.set_up_planner(mcore_to_pyt_state_dict(flat, is_loading=False), is_coordinator=ranks.is_coordinator)
+        planner = MCoreSavePlanner(
+            dedup_replicated_tensors=False, flatten_state_dict=False
+        )
+        planner.set_up_planner(
+            mcore_to_pyt_state_dict(flat, is_loading=False),
+            is_coordinator=ranks.is_coordinator,
+        )
         metadata: list[Metadata] = []
         commons: dict[str, Any] = {} if group is not None else common
 
         def for_me() -> tuple[SavePlan, dict[str, Any]]:
-            return planner.create_local_plan(), common if group is not None and dist.get_rank() == 0 else {}
+            return (
+                planner.create_local_plan(),
+                common if group is not None and dist.get_rank() == 0 else {},
+            )
 
-        def for_all(plans_and_dtypes: list[tuple[SavePlan, dict[str, Any]]]) -> list[SavePlan]:
+        def for_all(
+            plans_and_dtypes: list[tuple[SavePlan, dict[str, Any]]],
+        ) -> list[SavePlan]:
             plans: list[SavePlan]
-            plans, whole = planner.create_global_plan([plan for plan, _ in plans_and_dtypes])
+            plans, whole = planner.create_global_plan(
+                [plan for plan, _ in plans_and_dtypes]
+            )
             metadata.append(whole)
             for _, of_world in plans_and_dtypes:
                 commons.update(of_world)
@@ -184,7 +224,11 @@ class Stager:
         items = {item.index: planner.resolve_data(item) for item in plan.items}
         num_bytes = 0
         for item_data in items.values():
-            num_bytes += item_data.nbytes if isinstance(item_data, torch.Tensor) else len(item_data.getbuffer())
+            num_bytes += (
+                item_data.nbytes
+                if isinstance(item_data, torch.Tensor)
+                else len(item_data.getbuffer())
+            )
         # Another thread will read the tensors, so pending device work must be complete.
         platform.synchronize()
         data: dict[MetadataIndex, Any] = {}
@@ -211,7 +255,9 @@ class Stager:
 
 def _place(value: Any) -> int | None:
     """Return the storage address of a tensor; None for an object that was serialised for this save."""
-    return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else None
+    return (
+        value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else None
+    )
 
 
 def _saved(common: dict[str, Any]) -> bytes:
@@ -220,7 +266,9 @@ def _saved(common: dict[str, Any]) -> bytes:
     return stream.getvalue()
 
 
-def _item_to_json(index: MetadataIndex, file: str, start: int, length: int) -> list[Any]:
+def _item_to_json(
+    index: MetadataIndex, file: str, start: int, length: int
+) -> list[Any]:
     offset = None if index.offset is None else list(index.offset)
     return [index.fqn, offset, index.index, file, start, length]
 
@@ -244,7 +292,9 @@ class CheckedReader(FileSystemReader):
         self._keep_cached = not is_alone
         self._described: Mapping[str, Any] = {}
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any
+    ) -> None:
         """Keep the descriptions of all tensors, which torch's reader does not use."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **options)
         self._described = metadata.state_dict_metadata
@@ -255,16 +305,29 @@ class CheckedReader(FileSystemReader):
         Raises:
             DamagedCheckpoint: names the file and the tensor whose bytes have changed.
         """
-        # Disks and network file systems read ahead, which only helps where reads go forward.
-        items = sorted(plan.items, key=lambda item: (self._place(item).relative_path, self._place(item).offset))
-        for name, in_file in groupby(items, lambda item: self._place(item).relative_path):
+        # Disks and network file systems read ahead, which only helps where reads go
+        # forward.
+        items = sorted(
+            plan.items,
+            key=lambda item: (
+                self._place(item).relative_path,
+                self._place(item).offset,
+            ),
+        )
+        for name, in_file in groupby(
+            items, lambda item: self._place(item).relative_path
+        ):
             with open(Path(self.path) / name, "rb", buffering=0) as file:
-                for _, of_item in groupby(in_file, lambda item: self._place(item).offset):
+                for _, of_item in groupby(
+                    in_file, lambda item: self._place(item).offset
+                ):
                     wanted = list(of_item)
                     try:
                         self._read(file, wanted, planner)
                     except DamagedCheckpoint as error:
-                        raise DamagedCheckpoint(f"{name}: {wanted[0].storage_index.fqn}: {error}") from error
+                        raise DamagedCheckpoint(
+                            f"{name}: {wanted[0].storage_index.fqn}: {error}"
+                        ) from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -273,7 +336,9 @@ class CheckedReader(FileSystemReader):
         place: _StorageInfo = self.storage_data[item.storage_index]
         return place
 
-    def _read(self, file: io.FileIO, wanted: list[ReadItem], planner: LoadPlanner) -> None:
+    def _read(
+        self, file: io.FileIO, wanted: list[ReadItem], planner: LoadPlanner
+    ) -> None:
         """Read one stored item, of which the run may want several parts."""
         first, place = wanted[0], self._place(wanted[0])
         if first.type == LoadItemType.BYTE_IO:
@@ -287,17 +352,26 @@ class CheckedReader(FileSystemReader):
         if frame is None or frame.length != place.length:
             data = read_object(file, place.offset, place.length)
             stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        # The usual case on an unchanged grid: the bytes go directly into the parameter, without a copy of the tensor.
-        elif len(wanted) == 1 and _takes_all(target := planner.resolve_tensor(first).detach(), first, shape, dtype):
-            read_tensor(file, place.offset, frame, target, keep_cached=self._keep_cached)
+        # The usual case on an unchanged grid: the bytes go directly into the parameter,
+        # without a copy of the tensor.
+        elif len(wanted) == 1 and _takes_all(
+            target := planner.resolve_tensor(first).detach(), first, shape, dtype
+        ):
+            read_tensor(
+                file, place.offset, frame, target, keep_cached=self._keep_cached
+            )
             planner.commit_tensor(first, target)
             return
         else:
             stored = torch.empty(shape, dtype=dtype)
-            read_tensor(file, place.offset, frame, stored, keep_cached=self._keep_cached)
+            read_tensor(
+                file, place.offset, frame, stored, keep_cached=self._keep_cached
+            )
         for item in wanted:
             target = planner.resolve_tensor(item).detach()
-            target.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
+            target.copy_(
+                narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
+            )
             planner.commit_tensor(item, target)
 
     def _shape_and_dtype(self, index: MetadataIndex) -> tuple[torch.Size, torch.dtype]:
@@ -306,7 +380,9 @@ class CheckedReader(FileSystemReader):
         return chunk.sizes, entry.properties.dtype
 
 
-def _takes_all(target: torch.Tensor, item: ReadItem, shape: torch.Size, dtype: torch.dtype) -> bool:
+def _takes_all(
+    target: torch.Tensor, item: ReadItem, shape: torch.Size, dtype: torch.dtype
+) -> bool:
     """Return whether the stored tensor can be read directly into `target`."""
     return (
         type(target) is torch.Tensor
@@ -324,31 +400,50 @@ class _CheckedLoading(TorchDistLoadShardedStrategy):  # type: ignore[misc]  # me
         super().__init__()
         self._is_alone = is_alone
 
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *_: Any) -> dict[str, Any]:
+    def load(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *_: Any
+    ) -> dict[str, Any]:
         """Load a sharded state.
 
-        Version 0.19 passes a further argument about background writes, which loading ignores.
+        Version 0.19 passes a further argument about background writes, which loading
+        ignores.
         """
-        tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
-        flat, places, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        tensors = [
+            value
+            for value in nested_values(sharded_state_dict)
+            if isinstance(value, ShardedTensor)
+        ]
+        flat, places, names = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict
+        )
         wanted = mcore_to_pyt_state_dict(flat, True)
         torch_checkpoint.load(
             wanted,
             storage_reader=CheckedReader(Path(checkpoint_dir), is_alone=self._is_alone),
             planner=MCoreLoadPlanner(
-                shapes_validation_sharded_tensors=[tensor for tensor in tensors if not tensor.allow_shape_mismatch],
+                shapes_validation_sharded_tensors=[
+                    tensor for tensor in tensors if not tensor.allow_shape_mismatch
+                ],
                 allow_shape_mismatch_sharded_tensors={
-                    tensor.key: tensor for tensor in tensors if tensor.allow_shape_mismatch
+                    tensor.key: tensor
+                    for tensor in tensors
+                    if tensor.allow_shape_mismatch
                 },
             ),
         )
-        values = {name: _unwrap_pyt_sharded_tensor(value) for name, value in wanted.items()}
-        loaded: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(values, places, names)
+        values = {
+            name: _unwrap_pyt_sharded_tensor(value) for name, value in wanted.items()
+        }
+        loaded: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(
+            values, places, names
+        )
         _restore_dict_types(loaded, sharded_state_dict)
         return loaded
 
 
-def read_shards(state: dict[str, Any], folder: Path, *, is_alone: bool = False) -> dict[str, Any]:
+def read_shards(
+    state: dict[str, Any], folder: Path, *, is_alone: bool = False
+) -> dict[str, Any]:
     """Fill a `sharded_state(loading=True)` from a folder. Collective; every rank reads the parts that it needs.
 
     Args:
@@ -370,8 +465,9 @@ def read_shards(state: dict[str, Any], folder: Path, *, is_alone: bool = False) 
 def check_pickles(folder: Path) -> None:
     """Refuse a folder whose pickles name anything but tensors, their layout and plain values.
 
-    torch reads the index and stored objects with an unrestricted unpickler, so they are checked first. The ranks'
-    common state is checked too, for one message instead of one from each rank.
+    torch reads the index and stored objects with an unrestricted unpickler, so they are
+    checked first. The ranks' common state is checked too, for one message instead of
+    one from each rank.
 
     Raises:
         CheckpointError: the index or an object is damaged, or names something that loading must not run.
@@ -398,12 +494,27 @@ def own_errors(doing: str, fix: str) -> Iterator[None]:
         yield
     except CheckpointException as error:
         # torch raises this BaseException with the same contents on every rank.
-        wrong = {str(cause) for cause, _ in error.failures.values() if isinstance(cause, DamagedCheckpoint)}
+        wrong = {
+            str(cause)
+            for cause, _ in error.failures.values()
+            if isinstance(cause, DamagedCheckpoint)
+        }
         if wrong:
-            raise DamagedCheckpoint(f"{doing}: {'; '.join(sorted(wrong))}. {USE_ANOTHER}") from error
-        failures = "; ".join(f"rank {rank}: {_reason(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
+            raise DamagedCheckpoint(
+                f"{doing}: {'; '.join(sorted(wrong))}. {USE_ANOTHER}"
+            ) from error
+        failures = "; ".join(
+            f"rank {rank}: {_reason(cause)}"
+            for rank, (cause, _) in sorted(error.failures.items())
+        )
         raise CheckpointError(f"{doing}: {failures}. {fix}") from error
-    except (CheckpointingException, OSError, RuntimeError, KeyError, ValueError) as error:
+    except (
+        CheckpointingException,
+        OSError,
+        RuntimeError,
+        KeyError,
+        ValueError,
+    ) as error:
         raise CheckpointError(f"{doing}: {_reason(error)}. {fix}") from error
 
 

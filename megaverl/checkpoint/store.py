@@ -28,8 +28,22 @@ from megaverl.checkpoint import (
 )
 from megaverl.checkpoint.background import start_writing
 from megaverl.checkpoint.choice import STATE_FILE, is_finished, kind_of
-from megaverl.checkpoint.commit import Committer, Retention, commit, job_name, prepare_folder, prune
-from megaverl.checkpoint.shards import Files, StagedShards, Stager, check_pickles, own_errors, read_shards
+from megaverl.checkpoint.commit import (
+    Committer,
+    Retention,
+    commit,
+    job_name,
+    prepare_folder,
+    prune,
+)
+from megaverl.checkpoint.shards import (
+    Files,
+    StagedShards,
+    Stager,
+    check_pickles,
+    own_errors,
+    read_shards,
+)
 from megaverl.checkpoint.training_state import (
     apply_state,
     buffer_storages,
@@ -96,7 +110,13 @@ class CheckpointStore:
         self._was_there = False
         self._versions: dict[str, str] = {}
 
-    def save(self, step: int, roles: Mapping[str, TrainableModel], state: Mapping[str, Any], **options: Any) -> Path:
+    def save(
+        self,
+        step: int,
+        roles: Mapping[str, TrainableModel],
+        state: Mapping[str, Any],
+        **options: Any,
+    ) -> Path:
         """Write the checkpoint of `step` and commit it. Arguments as in `start`.
 
         Raises:
@@ -121,7 +141,8 @@ class CheckpointStore:
     ) -> None:
         """Begin to write the state as it is now; `finish` commits it. Waits for an earlier save.
 
-        A background save copies what is not written yet to host memory when an optimizer is about to step.
+        A background save copies what is not written yet to host memory when an
+        optimizer is about to step.
 
         Args:
             roles: role -> model, optimizer and scheduler.
@@ -140,17 +161,24 @@ class CheckpointStore:
         folder = folder_of(self.root, step, inside=inside)
         partial = partial_name(folder)
         self.phase("checkpoint_copy")
-        # Staging comes before the folder: its plan tells how many bytes must fit on the disk.
+        # Staging comes before the folder: its plan tells how many bytes must fit on the
+        # disk.
         with own_errors(f"{partial}: the checkpoint was not written", FIX):
             shards = self._staged(roles, in_background)
         was_there = self._was_there
         self.committer.conclude(
-            shards.num_bytes, lambda sizes: prepare_folder(self.root, partial, sum(sizes), was_there=was_there)
+            shards.num_bytes,
+            lambda sizes: prepare_folder(
+                self.root, partial, sum(sizes), was_there=was_there
+            ),
         )
         self._was_there = True
-        # The random state is taken now, not when the thread writes it: training draws numbers meanwhile.
+        # The random state is taken now, not when the thread writes it: training draws
+        # numbers meanwhile.
         rank_files = {
-            _random_file(self.committer.rank): json.dumps(capture_random_state()).encode(),
+            _random_file(self.committer.rank): json.dumps(
+                capture_random_state()
+            ).encode(),
             **(own_files or {}),
         }
         more: Mapping[str, Callable[[Path], None]] = {}
@@ -169,11 +197,17 @@ class CheckpointStore:
             versions=self._versions,
             files={},
         )
-        written = start_writing(lambda: _write(partial, shards, rank_files, more), in_background=in_background)
+        written = start_writing(
+            lambda: _write(partial, shards, rank_files, more),
+            in_background=in_background,
+        )
         self._pending = _Pending(folder, manifest, shards, written, best)
-        # Set the hook last: if staging fails, nothing is written and nothing need be copied.
+        # Set the hook last: if staging fails, nothing is written and nothing need be
+        # copied.
         for trainable in roles.values():
-            trainable.before_step = lambda: shards.held.settle(lambda: self.phase("checkpoint_write"))
+            trainable.before_step = lambda: shards.held.settle(
+                lambda: self.phase("checkpoint_write")
+            )
 
     def finish(self, *, wait: bool = True) -> Path | None:
         """Commit the save that was started, once every rank has written its part.
@@ -192,22 +226,29 @@ class CheckpointStore:
             return None
         if not wait:
             done = pending.written.done()
-            # All ranks must decide alike whether to commit. A failure ends the wait at once: the others' files are of
-            # no use then.
+            # All ranks must decide alike whether to commit. A failure ends the wait at
+            # once: the others' files are of no use then.
             state = [done, done and pending.written.exception() is not None]
             if not self.committer.conclude(
-                state, lambda states: all(d for d, _ in states) or any(f for _, f in states)
+                state,
+                lambda states: all(d for d, _ in states) or any(f for _, f in states),
             ):
                 return None
         self._pending = None
         self.phase("checkpoint_commit")
         # Blocks until this rank's files are written.
         error = pending.written.exception()
-        report = [pending.written.result(), None] if error is None else [None, f"{type(error).__name__}: {error}"]
+        report = (
+            [pending.written.result(), None]
+            if error is None
+            else [None, f"{type(error).__name__}: {error}"]
+        )
         self.committer.conclude(report, lambda reports: self._commit(pending, reports))
         return pending.folder
 
-    def resume(self, folder: Path, roles: Mapping[str, TrainableModel]) -> tuple[Path, dict[str, Any]]:
+    def resume(
+        self, folder: Path, roles: Mapping[str, TrainableModel]
+    ) -> tuple[Path, dict[str, Any]]:
         """Load the checkpoint that `resolve` found; if it turns out to be damaged, the newest older complete one.
 
         Returns:
@@ -227,7 +268,9 @@ class CheckpointStore:
                 except StopIteration:
                     raise error from None
 
-    def load(self, folder: str | Path, roles: Mapping[str, TrainableModel]) -> dict[str, Any]:
+    def load(
+        self, folder: str | Path, roles: Mapping[str, TrainableModel]
+    ) -> dict[str, Any]:
         """Restore `roles` in place, on any grid, and the random generators; return the trainer's state.
 
         With another number of ranks, the random generators are not restored.
@@ -238,25 +281,41 @@ class CheckpointStore:
         """
         folder = Path(folder)
         described = self._merge_reports(_describe(roles))
-        world_size, engines, state = self.committer.decide(lambda: _open(folder, described))
-        foreign = {role: trained for role, trained in roles.items() if engines[role] != engine_of(trained)}
-        same_engine = {role: trained for role, trained in roles.items() if role not in foreign}
+        world_size, engines, state = self.committer.decide(
+            lambda: _open(folder, described)
+        )
+        foreign = {
+            role: trained
+            for role, trained in roles.items()
+            if engines[role] != engine_of(trained)
+        }
+        same_engine = {
+            role: trained for role, trained in roles.items() if role not in foreign
+        }
         # Each role group loads its own roles; errors are raised on all of them.
         with together(self.committer.group):
             if same_engine:
                 with _present(same_engine):
                     is_alone = all(
-                        role.model.grid.shape.dp * role.model.grid.shape.cp == 1 for role in same_engine.values()
+                        role.model.grid.shape.dp * role.model.grid.shape.cp == 1
+                        for role in same_engine.values()
                     )
                     apply_state(
-                        same_engine, read_shards(sharded_state(same_engine, loading=True), folder, is_alone=is_alone)
+                        same_engine,
+                        read_shards(
+                            sharded_state(same_engine, loading=True),
+                            folder,
+                            is_alone=is_alone,
+                        ),
                     )
             with _present(foreign):
                 for role, trainable in foreign.items():
                     load_from_other_engine(role, trainable, folder)
         if world_size == self.committer.size:
             with together():
-                restore_random_state(read_json(folder / _random_file(self.committer.rank)))
+                restore_random_state(
+                    read_json(folder / _random_file(self.committer.rank))
+                )
         self._was_there = self._was_there or folder.parent == self.root
         return dict(state)
 
@@ -274,8 +333,8 @@ class CheckpointStore:
     def resolve(self, resume: str, *, restarted: bool = False) -> Path | None:
         """Return the checkpoint to resume from, or None to start anew.
 
-        All its files exist, and their bytes are intact. The files of tensors, nearly all of it, are verified by
-        `resume` as it reads them.
+        All its files exist, and their bytes are intact. The files of tensors, nearly
+        all of it, are verified by `resume` as it reads them.
 
         Args:
             resume: `auto` (the newest here, if any), `latest` (the newest here, which must exist), `unfinished` (the
@@ -287,8 +346,8 @@ class CheckpointStore:
             CheckpointError: on every rank: the folder does not exist, or has no complete checkpoint.
         """
         self._search = None
-        # With a named folder, or `never`, a restart would otherwise begin again there and repeat what this job has
-        # saved.
+        # With a named folder, or `never`, a restart would otherwise begin again there
+        # and repeat what this job has saved.
         if restarted and resume not in ("auto", "latest"):
             latest_checkpoint = self.latest(self.committer.decide(job_name))
             if latest_checkpoint is not None:
@@ -299,7 +358,9 @@ class CheckpointStore:
             newest = self.latest()
             if newest is not None:
                 folder = newest
-                anew = resume == "unfinished" and self.committer.decide(lambda: is_finished(folder))
+                anew = resume == "unfinished" and self.committer.decide(
+                    lambda: is_finished(folder)
+                )
                 return None if anew else newest
             if resume == "latest":
                 raise CheckpointError(
@@ -316,13 +377,21 @@ class CheckpointStore:
         root = path / "checkpoints" if kind == "run" else path
         newest = self._newest(root)
         if newest is None:
-            raise CheckpointError(f"checkpoint.resume={resume}: {root} holds no checkpoint ({PREFIX}NNNNNNNN folders).")
+            raise CheckpointError(
+                f"checkpoint.resume={resume}: {root} holds no checkpoint ({PREFIX}NNNNNNNN folders)."
+            )
         return newest
 
-    def _staged(self, roles: Mapping[str, TrainableModel], in_background: bool) -> StagedShards:
+    def _staged(
+        self, roles: Mapping[str, TrainableModel], in_background: bool
+    ) -> StagedShards:
         """Stage the tensors to write. Tensors that training will change or move are copied before that happens."""
         moving = [trainable for trainable in roles.values() if trainable.offloads]
-        staying = [trainable for trainable in roles.values() if in_background and not trainable.offloads]
+        staying = [
+            trainable
+            for trainable in roles.values()
+            if in_background and not trainable.offloads
+        ]
         with _present(roles):
             return self._stager.stage(
                 sharded_state(roles),
@@ -337,17 +406,28 @@ class CheckpointStore:
             return report
         return dict(
             self.committer.conclude(
-                report, lambda reports: {role: value for one_report in reports for role, value in one_report.items()}
+                report,
+                lambda reports: {
+                    role: value
+                    for one_report in reports
+                    for role, value in one_report.items()
+                },
             )
         )
 
     def _commit(self, pending: _Pending, reports: list[Any]) -> None:
         partial = partial_name(pending.folder)
-        failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(reports) if why is not None]
+        failures = [
+            f"rank {rank}: {why}"
+            for rank, (_, why) in enumerate(reports)
+            if why is not None
+        ]
         if failures:
             # Free its space.
             shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(f"{partial}: the checkpoint was not written: {'; '.join(failures)}. {FIX}")
+            raise CheckpointError(
+                f"{partial}: the checkpoint was not written: {'; '.join(failures)}. {FIX}"
+            )
         files: Files = {}
         for (written, _), _ in reports:
             files |= written
@@ -365,7 +445,8 @@ class CheckpointStore:
     def _whole(self, root: Path, job: str) -> Generator[Path, str, None]:
         """Yield the complete checkpoints, newest first, and warn about those that are skipped.
 
-        A value sent to the generator is the problem of the last checkpoint that was yielded.
+        A value sent to the generator is the problem of the last checkpoint that was
+        yielded.
         """
 
         def search() -> list[list[str]]:
@@ -382,7 +463,9 @@ class CheckpointStore:
             warned = len(problems)
             problems.append((yield folder))
         if problems and not job:
-            raise CheckpointError("\n".join([f"{root}: no checkpoint is intact.", *problems]))
+            raise CheckpointError(
+                "\n".join([f"{root}: no checkpoint is intact.", *problems])
+            )
         for problem in problems[warned:]:
             self._warn(f"passed over {problem}")
 
@@ -396,13 +479,20 @@ class CheckpointStore:
             manifest = Manifest.read(folder)
             wrong = manifest.wrong_sizes(folder)
             if not wrong:
-                wrong = manifest.wrong_bytes(folder, self.committer.rank, self.committer.size, tensors=False)
-        problems: list[str] = reduce_json(wrong, lambda ranks: sorted(set().union(*ranks)), self.committer.group)
+                wrong = manifest.wrong_bytes(
+                    folder, self.committer.rank, self.committer.size, tensors=False
+                )
+        problems: list[str] = reduce_json(
+            wrong, lambda ranks: sorted(set().union(*ranks)), self.committer.group
+        )
         return problems
 
 
 def _write(
-    partial: Path, shards: StagedShards, rank_files: Mapping[str, bytes], more: Mapping[str, Callable[[Path], None]]
+    partial: Path,
+    shards: StagedShards,
+    rank_files: Mapping[str, bytes],
+    more: Mapping[str, Callable[[Path], None]],
 ) -> list[Any]:
     """Write all files of one rank; return [records of its files, places of its items]."""
     files, items = shards.write(partial)
@@ -423,7 +513,9 @@ def _present(roles: Mapping[str, TrainableModel]) -> Iterator[None]:
         yield
 
 
-def _open(folder: Path, wanted: dict[str, dict[str, Any]]) -> tuple[int, dict[str, str], Any]:
+def _open(
+    folder: Path, wanted: dict[str, dict[str, Any]]
+) -> tuple[int, dict[str, str], Any]:
     """Check a checkpoint before anything is loaded.
 
     Returns:
@@ -433,7 +525,10 @@ def _open(folder: Path, wanted: dict[str, dict[str, Any]]) -> tuple[int, dict[st
     manifest.check_files(folder)
     manifest.check_roles(folder, wanted)
     check_pickles(folder)
-    engines = {role: described.get("engine", "megatron") for role, described in manifest.roles.items()}
+    engines = {
+        role: described.get("engine", "megatron")
+        for role, described in manifest.roles.items()
+    }
     return manifest.world_size, engines, read_json(folder / STATE_FILE)
 
 
@@ -445,11 +540,22 @@ def _describe(roles: Mapping[str, TrainableModel]) -> dict[str, dict[str, Any]]:
         # Adapters fit only the same layers of a base model with the same weights.
         if model.adapters is not None:
             config = model.adapters.config
-            layers = sorted({low_rank.projection for low_rank in model.adapters.low_ranks.values()})
-            lora = {"rank": config.rank, "alpha": config.alpha, "layers": layers, "base": trainable.base_identity}
+            layers = sorted(
+                {low_rank.projection for low_rank in model.adapters.low_ranks.values()}
+            )
+            lora = {
+                "rank": config.rank,
+                "alpha": config.alpha,
+                "layers": layers,
+                "base": trainable.base_identity,
+            }
         described[role] = {
             "engine": engine_of(trainable),
-            "model": {name: value for name, value in asdict(model.spec).items() if name != "source"},
+            "model": {
+                name: value
+                for name, value in asdict(model.spec).items()
+                if name != "source"
+            },
             "value_head": model.value_head,
             "lora": lora,
             "grid": asdict(model.grid.shape),

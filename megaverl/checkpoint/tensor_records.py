@@ -1,11 +1,11 @@
 """Tensors in files of a checkpoint, written and read without the copies that `torch.save` and `torch.load` make.
 
-torch stores a tensor as a zip archive. Everything around the elements in that zip is known from shape, dtype and
-CRC-32. So a tensor is written directly from its place and read directly into it, and one comparison shows whether every
-byte is intact.
+torch stores a tensor as a zip archive. Everything around the elements in that zip is
+known from shape, dtype and CRC-32. So a tensor is written directly from its place and
+read directly into it, and one comparison shows whether every byte is intact.
 
-Why by hand: reading 512 MiB into its place took 0.41 s and no further memory, checksum included. `torch.load` took
-0.55 s and another 512 MiB. Writing takes equally long.
+Why by hand: reading 512 MiB into its place took 0.41 s and no further memory, checksum
+included. `torch.load` took 0.55 s and another 512 MiB. Writing takes equally long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from megaverl.checkpoint import ChecksummedFile, read_into
 from megaverl.errors import DamagedCheckpoint
 from megaverl.weights.torch_dist import STORAGES, Frame
 
-LARGEST = (1 << 32) - (1 << 20)  # bytes that a zip can hold without its 64-bit extension
+# Bytes that a zip can hold without its 64-bit extension.
+LARGEST = (1 << 32) - (1 << 20)
 
 
 def frame_of(shape: Sequence[int], dtype: torch.dtype) -> Frame | None:
@@ -51,7 +52,14 @@ def write_tensor(file: ChecksummedFile, tensor: torch.Tensor) -> None:
     file.write(frame.tail(checksum))
 
 
-def read_tensor(file: io.FileIO, offset: int, frame: Frame, into: torch.Tensor, *, keep_cached: bool = True) -> None:
+def read_tensor(
+    file: io.FileIO,
+    offset: int,
+    frame: Frame,
+    into: torch.Tensor,
+    *,
+    keep_cached: bool = True,
+) -> None:
     """Read a tensor that `write_tensor` wrote.
 
     Args:
@@ -65,7 +73,9 @@ def read_tensor(file: io.FileIO, offset: int, frame: Frame, into: torch.Tensor, 
     head, tail = bytearray(frame.data_offset), bytearray(len(frame.tail(0)))
     try:
         read_into(file, memoryview(head), offset)
-        checksum = read_into(file, bytes_of(into), offset + frame.data_offset, keep_cached=keep_cached)
+        checksum = read_into(
+            file, bytes_of(into), offset + frame.data_offset, keep_cached=keep_cached
+        )
         read_into(file, memoryview(tail), offset + frame.length - len(tail))
     except EOFError as error:
         raise DamagedCheckpoint(str(error)) from error
@@ -83,12 +93,22 @@ def read_object(file: io.FileIO, offset: int, length: int) -> bytes:
     try:
         read_into(file, memoryview(data), offset)
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            # torch does not compress its records. A compressed one could unpack to any size.
-            if any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist()):
-                raise DamagedCheckpoint("it has compressed records, which torch does not write")
+            # torch does not compress its records. A compressed one could unpack to any
+            # size.
+            if any(
+                record.compress_type != zipfile.ZIP_STORED
+                for record in archive.infolist()
+            ):
+                raise DamagedCheckpoint(
+                    "it has compressed records, which torch does not write"
+                )
             damaged = archive.testzip()
     except (EOFError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise DamagedCheckpoint(f"its bytes are not those that were written ({error})") from error
+        raise DamagedCheckpoint(
+            f"its bytes are not those that were written ({error})"
+        ) from error
     if damaged is not None:
-        raise DamagedCheckpoint(f"its bytes are not those that were written ({damaged})")
+        raise DamagedCheckpoint(
+            f"its bytes are not those that were written ({damaged})"
+        )
     return bytes(data)

@@ -1,11 +1,12 @@
 """State of a run: each role's weights, optimizer and scheduler as its engine shards them, and random generators.
 
-Every tensor is stored under a global name with its place in the whole, so a checkpoint can be read on another grid.
-Every rank stores what it holds (`rank_shards.py`).
+Every tensor is stored under a global name with its place in the whole, so a checkpoint
+can be read on another grid. Every rank stores what it holds (`rank_shards.py`).
 
-This module also loads a checkpoint of one training engine into the other. Both engines' checkpoints are layouts of the
-same Hugging Face arrays, so weights and Adam's moments go directly from the files into their places. If the other
-engine trains in 16 bits, its float32 copies are read instead of its weights. Schedule and step are taken over.
+This module also loads a checkpoint of one training engine into the other. Both engines'
+checkpoints are layouts of the same Hugging Face arrays, so weights and Adam's moments
+go directly from the files into their places. If the other engine trains in 16 bits, its
+float32 copies are read instead of its weights. Schedule and step are taken over.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ from megaverl.workers.trainable import TrainableModel
 
 platform.adapt_megatron()
 
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import (  # noqa: E402
+    dict_list_map_inplace,
+    nested_values,
+)  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     LocalNonpersistentObject,
     ShardedObject,
@@ -53,7 +57,9 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
 
 
-def sharded_state(roles: Mapping[str, TrainableModel], *, loading: bool = False) -> dict[str, Any]:
+def sharded_state(
+    roles: Mapping[str, TrainableModel], *, loading: bool = False
+) -> dict[str, Any]:
     """Return the state of all roles, each tensor wrapped with its global name and place. Names begin with the role.
 
     Tensors are the roles' own, or views of them: nothing is sent or copied.
@@ -88,7 +94,9 @@ def engine_of(trainable: TrainableModel) -> str:
 
 
 def _megatron(trainable: TrainableModel) -> MegatronTrainable:
-    assert isinstance(trainable, MegatronTrainable), "no other engine's state is described here"
+    assert isinstance(trainable, MegatronTrainable), (
+        "no other engine's state is described here"
+    )
     return trainable
 
 
@@ -97,14 +105,22 @@ def trained_storages(roles: Iterable[TrainableModel]) -> set[int]:
 
     State of a role that lies neither here nor in `buffer_storages` was made for a save.
     """
-    return {tensor.untyped_storage().data_ptr() for trainable in roles for tensor in trainable.trained}
+    return {
+        tensor.untyped_storage().data_ptr()
+        for trainable in roles
+        for tensor in trainable.trained
+    }
 
 
 def buffer_storages(roles: Iterable[TrainableModel]) -> set[int]:
-    """Return the addresses of the models' buffers. Forward and backward passes may change them too, such as a router's
-    bias.
+    """Return the addresses of the models' buffers. Forward and backward passes may
+    change them too, such as a router's bias.
     """
-    return {buffer.untyped_storage().data_ptr() for trainable in roles for buffer in trainable.model.buffers}
+    return {
+        buffer.untyped_storage().data_ptr()
+        for trainable in roles
+        for buffer in trainable.model.buffers
+    }
 
 
 def seed_generators(seed: int) -> None:
@@ -120,7 +136,13 @@ def capture_random_state() -> dict[str, Any]:
     name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     return {
         "python": [version, list(internal), gauss],
-        "numpy": [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "numpy": [
+            name,
+            [int(key) for key in keys],
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
         "torch": _encode(torch.get_rng_state()),
         "cuda": _encode(torch.cuda.get_rng_state()) if platform.is_cuda else None,
         "megatron": {name: _encode(state) for name, state in _tracked().items()},
@@ -132,19 +154,27 @@ def restore_random_state(state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
-    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    numpy.random.set_state(
+        (name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached)
+    )
     torch.set_rng_state(_decode(state["torch"]))
     if platform.is_cuda and state["cuda"] is not None:
         torch.cuda.set_rng_state(_decode(state["cuda"]))
     current = _tracked()
-    saved = {name: _decode(data) for name, data in state["megatron"].items() if name in current}
+    saved = {
+        name: _decode(data)
+        for name, data in state["megatron"].items()
+        if name in current
+    }
     get_cuda_rng_tracker().set_states(get_cuda_rng_tracker().get_states() | saved)
 
 
 def _tracked() -> dict[str, torch.Tensor]:
     """Return the tracker's states. With CUDA graphs they are generators, which have no state tensor to save."""
     states = get_cuda_rng_tracker().get_states()
-    return {name: state for name, state in states.items() if isinstance(state, torch.Tensor)}
+    return {
+        name: state for name, state in states.items() if isinstance(state, torch.Tensor)
+    }
 
 
 def _encode(state: torch.Tensor) -> str:
@@ -171,7 +201,9 @@ def load_from_other_engine(role: str, trainable: TrainableModel, folder: Path) -
             "the adapter that the run exported: lora.path."
         )
     if not trainable.model.spec.is_tabled:
-        raise CheckpointError(f"{folder}: {role}'s architecture has no table for Megatron. Resume with engine: fsdp.")
+        raise CheckpointError(
+            f"{folder}: {role}'s architecture has no table for Megatron. Resume with engine: fsdp."
+        )
     index = read_arrays(folder)
     common = torch.load(folder / COMMON_FILE, weights_only=True)[role]
     if isinstance(trainable, FSDPTrainable):
@@ -182,27 +214,49 @@ def load_from_other_engine(role: str, trainable: TrainableModel, folder: Path) -
 
 
 def _megatron_to_fsdp(
-    role: str, trainable: FSDPTrainable, folder: Path, index: Mapping[str, IndexedArray], common: dict[str, Any]
+    role: str,
+    trainable: FSDPTrainable,
+    folder: Path,
+    index: Mapping[str, IndexedArray],
+    common: dict[str, Any],
 ) -> None:
     tensors, layout = state_tensors(trainable), state_layout(trainable.model)
     stepped_on = tensors[f"{MOMENT_PREFIX}{MOMENTS[0]}."]
-    kept = {piece.tensor for piece in layout.pieces if layout.stored_in(piece.local) not in stepped_on}
+    kept = {
+        piece.tensor
+        for piece in layout.pieces
+        if layout.stored_in(piece.local) not in stepped_on
+    }
     weights = trainable.model.held_weights
     for prefix, held in tensors.items():
         of_optimizer = bool(prefix)
-        # First tensors without optimizer state, such as a router's bias; then those that the optimizer updates.
+        # First tensors without optimizer state, such as a router's bias; then those
+        # that the optimizer updates.
         if not of_optimizer:
-            _fill(OpenedCheckpoint(folder, index, f"{role}."), weights, layout, held, trainable)
+            _fill(
+                OpenedCheckpoint(folder, index, f"{role}."),
+                weights,
+                layout,
+                held,
+                trainable,
+            )
             prefix = MASTERS
             if f"{role}.{prefix}{EMBEDDING_KEY}" not in index:
                 continue
         opened = OpenedCheckpoint(folder, index, f"{role}.{prefix}")
         if opened.prefix + EMBEDDING_KEY not in index:
-            raise CheckpointError(f"{folder}: {role} has no {prefix}*: another optimizer than Adam has written it.")
+            raise CheckpointError(
+                f"{folder}: {role} has no {prefix}*: another optimizer than Adam has written it."
+            )
         named = [weight for weight in weights if weight.name not in kept]
         _fill(opened, named, layout.without(kept), held, trainable)
-    step = int(max((float(group.get("step", 0)) for group in _groups(common)), default=0))
-    apply_fsdp_state(trainable, {"optimizer": {"step": step, "behind": {}}, "scheduler": common["scheduler"]})
+    step = int(
+        max((float(group.get("step", 0)) for group in _groups(common)), default=0)
+    )
+    apply_fsdp_state(
+        trainable,
+        {"optimizer": {"step": step, "behind": {}}, "scheduler": common["scheduler"]},
+    )
 
 
 def _fill(
@@ -229,15 +283,27 @@ def _groups(common: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _fsdp_to_megatron(
-    role: str, trainable: MegatronTrainable, folder: Path, index: Mapping[str, IndexedArray], common: dict[str, Any]
+    role: str,
+    trainable: MegatronTrainable,
+    folder: Path,
+    index: Mapping[str, IndexedArray],
+    common: dict[str, Any],
 ) -> None:
     model = trainable.model
-    arrays = {name.removeprefix(f"{role}."): array for name, array in index.items() if name.startswith(f"{role}.")}
+    arrays = {
+        name.removeprefix(f"{role}."): array
+        for name, array in index.items()
+        if name.startswith(f"{role}.")
+    }
     state = megatron_state(role, trainable, loading=True)
     parts = [part for tensor in nested_values(state) for part in _boxes(tensor)]
     described = {_split(role, part.key)[1] for part in parts}
-    # The padding of the vocabulary depends on the grid, so it is read from this role's own embedding.
-    rows = max((part.global_shape[0] for part in parts if part.key.endswith(EMBEDDING_KEY)), default=0)
+    # The padding of the vocabulary depends on the grid, so it is read from this role's
+    # own embedding.
+    rows = max(
+        (part.global_shape[0] for part in parts if part.key.endswith(EMBEDDING_KEY)),
+        default=0,
+    )
     layout = checkpoint_layout(
         model.held_weights,
         model.spec,
@@ -249,16 +315,24 @@ def _fsdp_to_megatron(
         pieces.setdefault(piece.local, []).append(piece)
     stored = locate(arrays)
     for prefix in dict.fromkeys(_split(role, part.key)[0] for part in parts):
-        # FSDP stores no master weights: its parameters are float32, and so are the masters themselves.
+        # FSDP stores no master weights: its parameters are float32, and so are the
+        # masters themselves.
         source = "" if prefix == MASTERS else prefix
         of_prefix = [part for part in parts if _split(role, part.key)[0] == prefix]
         wanted, tensors = _wanted(role, of_prefix, pieces, layout)
         missing = [name for name in wanted.global_shapes if source + name not in arrays]
         if missing:
-            raise CheckpointError(f"{folder}: {role} lacks {', '.join(source + name for name in missing[:8])}.")
+            raise CheckpointError(
+                f"{folder}: {role} lacks {', '.join(source + name for name in missing[:8])}."
+            )
         clear_padding(wanted, tensors)
         source_arrays = {name: stored[source + name] for name in wanted.global_shapes}
-        fill(whole_layout((name, array.shape) for name, array in source_arrays.items()), source_arrays, wanted, tensors)
+        fill(
+            whole_layout((name, array.shape) for name, array in source_arrays.items()),
+            source_arrays,
+            wanted,
+            tensors,
+        )
     dict_list_map_inplace(_as_it_is, state)
     step = float(common["optimizer"]["step"])
     for group in _groups(state):
@@ -285,7 +359,10 @@ def _split(role: str, key: str) -> tuple[str, str]:
 
 
 def _wanted(
-    role: str, parts: list[ShardedTensor], pieces: Mapping[str, list[Piece]], layout: Layout
+    role: str,
+    parts: list[ShardedTensor],
+    pieces: Mapping[str, list[Piece]],
+    layout: Layout,
 ) -> tuple[Layout, dict[str, torch.Tensor]]:
     """Convert boxes of Megatron's arrays to boxes of Hugging Face's."""
     wanted_pieces: list[Piece] = []
@@ -294,15 +371,33 @@ def _wanted(
         assert part.data is not None
         shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
         start = tuple(part.global_offset)
-        box = Box(start, tuple(low + size for low, size in zip(start, shape, strict=True)))
+        box = Box(
+            start, tuple(low + size for low, size in zip(start, shape, strict=True))
+        )
         local, tensors[str(number)] = str(number), part.data.detach().view(shape)
         for piece in pieces.get(_split(role, part.key)[1], ()):
             if common := intersect(piece.local_box, box):
-                moved = (tuple(a - b for a, b in zip(corner, start, strict=True)) for corner in common)
-                wanted_pieces.append(Piece(piece.tensor, carry(common, piece.local_box, piece.box), local, Box(*moved)))
+                moved = (
+                    tuple(a - b for a, b in zip(corner, start, strict=True))
+                    for corner in common
+                )
+                wanted_pieces.append(
+                    Piece(
+                        piece.tensor,
+                        carry(common, piece.local_box, piece.box),
+                        local,
+                        Box(*moved),
+                    )
+                )
     names = {piece.tensor for piece in wanted_pieces}
-    shapes = {name: shape for name, shape in layout.global_shapes.items() if name in names}
-    return Layout(tuple(wanted_pieces), {name: tuple(t.shape) for name, t in tensors.items()}, shapes), tensors
+    shapes = {
+        name: shape for name, shape in layout.global_shapes.items() if name in names
+    }
+    return Layout(
+        tuple(wanted_pieces),
+        {name: tuple(t.shape) for name, t in tensors.items()},
+        shapes,
+    ), tensors
 
 
 def _as_it_is(value: Any) -> Any:

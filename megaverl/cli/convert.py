@@ -1,7 +1,7 @@
 """The command `megaverl convert SOURCE OUTPUT`, which converts a model between formats.
 
-Formats: Hugging Face to and from Megatron's distributed checkpoint, Megatron to another Megatron grid, and GGUF to
-Hugging Face.
+Formats: Hugging Face to and from Megatron's distributed checkpoint, Megatron to another
+Megatron grid, and GGUF to Hugging Face.
 """
 
 from __future__ import annotations
@@ -39,33 +39,66 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("output", type=Path, help="the folder to write")
     parser.add_argument(
-        "--to", choices=("megatron", "hf"), help="default: megatron from a Hugging Face folder, hf from all others"
+        "--to",
+        choices=("megatron", "hf"),
+        help="default: megatron from a Hugging Face folder, hf from all others",
     )
-    grid = parser.add_argument_group("a Megatron target's grid (any other grid can read the checkpoint too)")
+    grid = parser.add_argument_group(
+        "a Megatron target's grid (any other grid can read the checkpoint too)"
+    )
     for name in GRID:
-        grid.add_argument(f"--{name}", type=int, metavar="N", default=None if name in ("etp", "vpp") else 1)
-    grid.add_argument("--prefix", default="", help="prefix of every key, such as actor.")
+        grid.add_argument(
+            f"--{name}",
+            type=int,
+            metavar="N",
+            default=None if name in ("etp", "vpp") else 1,
+        )
+    grid.add_argument(
+        "--prefix", default="", help="prefix of every key, such as actor."
+    )
     grid.add_argument(
         "--layer-spec",
         choices=("transformer_engine", "local"),
         default="transformer_engine",
         help="layer spec whose names the keys use (%(default)s)",
     )
-    parser.add_argument("--role", help="role whose weights to convert from a run's checkpoint (actor, critic)")
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights; default: as stored")
     parser.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="folder with config.json, if it is not in the source"
-    )
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a model on the hub")
-    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="use this tokenizer instead")
-    parser.add_argument(
-        "--shard-size", metavar="SIZE", help="maximum size of a file, such as 5GB; default: as in the source"
+        "--role",
+        help="role whose weights to convert from a run's checkpoint (actor, critic)",
     )
     parser.add_argument(
-        "--verify", action="store_true", help="verify checksums, read the output again and compare every byte"
+        "--dtype", choices=DTYPES, help="dtype of the weights; default: as stored"
     )
-    parser.add_argument("--logits", action="store_true", help="run both models and compare logits (implies --verify)")
-    parser.add_argument("--force", action="store_true", help="replace the output if it exists")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="folder with config.json, if it is not in the source",
+    )
+    parser.add_argument(
+        "--revision", metavar="NAME", help="branch, tag or commit of a model on the hub"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="use this tokenizer instead"
+    )
+    parser.add_argument(
+        "--shard-size",
+        metavar="SIZE",
+        help="maximum size of a file, such as 5GB; default: as in the source",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="verify checksums, read the output again and compare every byte",
+    )
+    parser.add_argument(
+        "--logits",
+        action="store_true",
+        help="run both models and compare logits (implies --verify)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace the output if it exists"
+    )
     parser.add_argument("--quiet", action="store_true", help="print no progress")
 
 
@@ -91,9 +124,16 @@ def _convert(arguments: argparse.Namespace) -> None:
     """Check the arguments, and convert with the converter for the source's format."""
     import torch
 
-    from megaverl.checkpoint.convert.run import ConversionRequest, convert_named, kind_of_name, parse_size, target_grid
+    from megaverl.checkpoint.convert.run import (
+        ConversionRequest,
+        convert_named,
+        kind_of_name,
+        parse_size,
+        target_grid,
+    )
 
-    # torch and the converters are imported here rather than at the top, so that --help is fast.
+    # torch and the converters are imported here rather than at the top, so that --help
+    # is fast.
     kind = kind_of_name(arguments.source)
     to = arguments.to or ("megatron" if kind == "hugging_face" else "hf")
     shard_bytes = parse_size(arguments.shard_size) if arguments.shard_size else None
@@ -145,15 +185,25 @@ def _check(arguments: argparse.Namespace, kind: str, to: str) -> None:
     """
     mistakes = []
     if kind == "gguf" and to == "megatron":
-        mistakes.append("--to megatron from a .gguf file: convert it to hf first, then that folder")
+        mistakes.append(
+            "--to megatron from a .gguf file: convert it to hf first, then that folder"
+        )
     if kind == "gguf" and (arguments.verify or arguments.logits):
-        mistakes.append("--verify, --logits: dequantised weights have nothing to be compared with, leave these out")
+        mistakes.append(
+            "--verify, --logits: dequantised weights have nothing to be compared with, leave these out"
+        )
     if kind == "gguf" and "RANK" in os.environ:
-        mistakes.append("torchrun: a .gguf file is converted by one process, leave it away")
-    megatron_options = [f"--{name}" for name in GRID if getattr(arguments, name) not in (None, 1)]
+        mistakes.append(
+            "torchrun: a .gguf file is converted by one process, leave it away"
+        )
+    megatron_options = [
+        f"--{name}" for name in GRID if getattr(arguments, name) not in (None, 1)
+    ]
     megatron_options += ["--prefix"] if arguments.prefix else []
     if to == "hf" and megatron_options:
-        mistakes.append(f"{', '.join(megatron_options)}: only for a Megatron target (--to megatron)")
+        mistakes.append(
+            f"{', '.join(megatron_options)}: only for a Megatron target (--to megatron)"
+        )
     if mistakes:
         raise ConfigError("\n".join(mistakes))
 

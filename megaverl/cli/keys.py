@@ -1,7 +1,7 @@
 """Commands that list what megaverl accepts.
 
-`keys` lists the configuration's keys, `completion` prints a script with which a shell completes them, and `models`
-lists the models that can be trained.
+`keys` lists the configuration's keys, `completion` prints a script with which a shell
+completes them, and `models` lists the models that can be trained.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ TAKE_KEYS = ("train", "sft", "eval", "generate", "quickstart", "plan", "flow", "
 
 def _keys_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "prefix", nargs="?", default="", help="section or key, such as actor, algorithm.kl or rollout.vllm"
+        "prefix",
+        nargs="?",
+        default="",
+        help="section or key, such as actor, algorithm.kl or rollout.vllm",
     )
 
 
@@ -81,7 +84,10 @@ def _keys(arguments: argparse.Namespace) -> int:
     lines = list(_lines(prefix))
     if not lines:
         known = [key for key, *_ in described_keys(Config)]
-        print(f"megaverl keys: no key begins with `{prefix}`.{did_you_mean(prefix, known)}", file=sys.stderr)
+        print(
+            f"megaverl keys: no key begins with `{prefix}`.{did_you_mean(prefix, known)}",
+            file=sys.stderr,
+        )
         return MISTAKE
     print("\n".join(lines))
     return 0
@@ -90,7 +96,8 @@ def _keys(arguments: argparse.Namespace) -> int:
 def _lines(prefix: str) -> Iterator[str]:
     """Yield one text per key below the prefix: key, type, default and meaning.
 
-    Keys that are passed to another library are listed only if the prefix asks for them: there are hundreds.
+    Keys that are passed to another library are listed only if the prefix asks for them:
+    there are hundreds.
     """
     for key, kind, default, description in described_keys(Config):
         if _below(key, prefix):
@@ -100,7 +107,9 @@ def _lines(prefix: str) -> Iterator[str]:
             for name, field in target.settable().items():
                 if _below(f"{place}.{name}", prefix):
                     summary = _summary(field.description)
-                    default = ast.unparse(field.default) if field.default is not None else "-"
+                    default = (
+                        ast.unparse(field.default) if field.default is not None else "-"
+                    )
                     yield f"{place}.{name}: {field.type_text} = {default}\n    {summary}".rstrip()
 
 
@@ -123,8 +132,14 @@ def _below(key: str, prefix: str) -> bool:
 
 
 def _models_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", help="a Hugging Face folder with config.json")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python files that come with the model")
+    parser.add_argument(
+        "folder", nargs="?", help="a Hugging Face folder with config.json"
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python files that come with the model",
+    )
 
 
 def _models(arguments: argparse.Namespace) -> int:
@@ -132,7 +147,9 @@ def _models(arguments: argparse.Namespace) -> int:
     from megaverl.models.support import ANY, NAMED, support_of
 
     if arguments.folder is not None:
-        supports = support_of(arguments.folder, trust_remote_code=arguments.trust_remote_code)
+        supports = support_of(
+            arguments.folder, trust_remote_code=arguments.trust_remote_code
+        )
         print("\n".join(map(_support, supports)))
         return 0
     width = max(map(len, ARCHITECTURES))
@@ -159,7 +176,8 @@ def _completion_options(parser: argparse.ArgumentParser) -> None:
 def _completion(arguments: argparse.Namespace) -> int:
     """Print a shell's completion script, or the completions that this script asks for (`--words`)."""
     if arguments.words is not None:
-        # `argparse` drops a `--` that was typed, so the arguments before parsing are used.
+        # `argparse` drops a `--` that was typed, so the arguments before parsing are
+        # used.
         print("\n".join(words(arguments.argv[1:])))
     elif arguments.shell is None:
         raise UsageError(f"name a shell: {', '.join(SCRIPTS)}")
@@ -182,9 +200,16 @@ def words(typed: Sequence[str]) -> Iterator[str]:
     elif before[0] not in COMMANDS:
         return
     elif last.startswith("-"):
-        # The options are taken from the printed help, since argparse has no public list of them.
-        lines = [line for line in parser_of(before[0]).format_help().splitlines() if line.startswith("  -")]
-        options = dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", "\n".join(lines)))
+        # The options are taken from the printed help, since argparse has no public list
+        # of them.
+        lines = [
+            line
+            for line in parser_of(before[0]).format_help().splitlines()
+            if line.startswith("  -")
+        ]
+        options = dict.fromkeys(
+            re.findall(r"(?<![\w-])--[a-z][a-z_-]*", "\n".join(lines))
+        )
         yield from (option for option in options if option.startswith(last))
     elif before[0] == "check-plugin" and len(before) == 1:
         from megaverl.trainer.contracts import KINDS
@@ -204,10 +229,13 @@ def _next_parts(begin: str, end: str) -> Iterator[str]:
     """
     completions = set()
     for entry in described_keys(Config):
-        # `.N.` stands for an index into a list of sections. It cannot be typed as it is, so it is not offered.
+        # `.N.` stands for an index into a list of sections. It cannot be typed as it
+        # is, so it is not offered.
         if entry.key.startswith(begin) and ".N." not in entry.key:
             rest = entry.key[len(begin) :]
-            completions.add(begin + rest.partition(".")[0] + ("." if "." in rest else end))
+            completions.add(
+                begin + rest.partition(".")[0] + ("." if "." in rest else end)
+            )
     yield from sorted(completions)
 
 

@@ -1,6 +1,7 @@
 """The entry point `megaverl COMMAND`: finds the command, parses its arguments and runs it.
 
-A command's module is imported only when the command is asked for, so that `megaverl --help` does not wait for torch.
+A command's module is imported only when the command is asked for, so that `megaverl
+--help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -21,30 +22,64 @@ if TYPE_CHECKING:
     from megaverl.cli.options import Subcommand
 
 
-# Maps a command's name to the module of this folder whose `COMMANDS` holds it, and to its line in `megaverl --help`.
+# Maps a command's name to the module of this folder whose `COMMANDS` holds it, and to
+# its line in `megaverl --help`.
 COMMANDS = {
-    "train": ("train", "train by reinforcement learning: PPO, GRPO and similar algorithms"),
+    "train": (
+        "train",
+        "train by reinforcement learning: PPO, GRPO and similar algorithms",
+    ),
     "sft": ("train", "fine-tune on prompt/answer pairs"),
-    "dpo": ("train", "train on pairs of responses: DPO, IPO, KTO, SimPO, ORPO and 15 more"),
+    "dpo": (
+        "train",
+        "train on pairs of responses: DPO, IPO, KTO, SimPO, ORPO and 15 more",
+    ),
     "reward": ("train", "train a reward model on pairs of responses"),
     "init": ("start", "write a configuration for your own model and data"),
-    "recipes": ("start", "list the included recipes, what each shows and where it runs"),
+    "recipes": (
+        "start",
+        "list the included recipes, what each shows and where it runs",
+    ),
     "quickstart": ("train", "train a tiny generated model; downloads nothing"),
     "generate": ("train", "generate responses to prompts"),
-    "eval": ("train", "evaluate on held-out prompts, or on AIME, GPQA, GSM8K, MATH and code"),
-    "plan": ("plan", "predict memory, traffic and time of a configuration, without a cluster"),
-    "convert": ("convert", "convert between Hugging Face, Megatron (any grid) and GGUF"),
+    "eval": (
+        "train",
+        "evaluate on held-out prompts, or on AIME, GPQA, GSM8K, MATH and code",
+    ),
+    "plan": (
+        "plan",
+        "predict memory, traffic and time of a configuration, without a cluster",
+    ),
+    "convert": (
+        "convert",
+        "convert between Hugging Face, Megatron (any grid) and GGUF",
+    ),
     "check-plugin": ("plan", "test a reward, loss, environment, ... of your own"),
     "data": ("plan", "check: list the rows of a data set that cannot be used"),
     "flow": ("plan", "show: print the operators of a training step"),
-    "rollout-pool": ("serve", "add, remove, list: manage the inference servers of a running job"),
-    "serve": ("serve", "start vLLM's server for rollouts, or for a shared reward or judge model"),
+    "rollout-pool": (
+        "serve",
+        "add, remove, list: manage the inference servers of a running job",
+    ),
+    "serve": (
+        "serve",
+        "start vLLM's server for rollouts, or for a shared reward or judge model",
+    ),
     "report": ("report", "write one HTML page about one or several runs"),
-    "watch": ("report", "show a running job in the terminal: curves, stages, waiting ranks"),
-    "trace": ("report", "write one trace of all ranks of a profiled step, for Perfetto"),
+    "watch": (
+        "report",
+        "show a running job in the terminal: curves, stages, waiting ranks",
+    ),
+    "trace": (
+        "report",
+        "write one trace of all ranks of a profiled step, for Perfetto",
+    ),
     "doctor": ("report", "check this machine, and print how to fix what fails"),
     "completion": ("keys", "print shell completion for bash, zsh or fish"),
-    "models": ("keys", "list which models train, generate and convert; or test one folder"),
+    "models": (
+        "keys",
+        "list which models train, generate and convert; or test one folder",
+    ),
     "keys": ("keys", "explain every key of the configuration"),
 }
 
@@ -80,11 +115,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        # Imported here because it loads the whole configuration package, which no other path of this function needs.
+        # Imported here because it loads the whole configuration package, which no other
+        # path of this function needs.
         from megaverl.config.successors import successor_sentence
         from megaverl.config.wording import did_you_mean
 
-        hint = f" {sentence}" if (sentence := successor_sentence(name)) else did_you_mean(name, COMMANDS)
+        hint = (
+            f" {sentence}"
+            if (sentence := successor_sentence(name))
+            else did_you_mean(name, COMMANDS)
+        )
         print(f"megaverl: no command `{name}`.{hint}\n", file=sys.stderr)
         print(usage(), end="", file=sys.stderr)
         return MISTAKE
@@ -95,9 +135,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code == 0:
             note_finished()
     except BrokenPipeError:
-        # The reader of our output, such as `head`, has closed the pipe. It needs no more, so this is success. Python
-        # flushes stdout once more at exit, and would report the same error again. So stdout is pointed at /dev/null
-        # first.
+        # The reader of our output, such as `head`, has closed the pipe. It needs no
+        # more, so this is success. Python flushes stdout once more at exit, and would
+        # report the same error again. So stdout is pointed at /dev/null first.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code
@@ -107,7 +147,10 @@ def usage() -> str:
     """Return the text of `megaverl --help`."""
     width = max(map(len, COMMANDS))
     return _USAGE.format(
-        commands="\n".join(f"  {name:<{width}}  {description}" for name, (_, description) in COMMANDS.items())
+        commands="\n".join(
+            f"  {name:<{width}}  {description}"
+            for name, (_, description) in COMMANDS.items()
+        )
     )
 
 
@@ -130,7 +173,9 @@ def parser_of(name: str, command: Subcommand | None = None) -> argparse.Argument
 
 def _command(name: str) -> Subcommand:
     """Import the module of a command, and return the command."""
-    command: Subcommand = importlib.import_module(f"megaverl.cli.{COMMANDS[name][0]}").COMMANDS[name]
+    command: Subcommand = importlib.import_module(
+        f"megaverl.cli.{COMMANDS[name][0]}"
+    ).COMMANDS[name]
     return command
 
 

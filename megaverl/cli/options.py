@@ -36,7 +36,9 @@ class Subcommand(NamedTuple):
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add `--config` and `key=value`, which together name a configuration."""
-    parser.add_argument("--config", metavar="FILE", help="YAML file; configs/ holds recipes")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file; configs/ holds recipes"
+    )
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -45,15 +47,26 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_nproc(parser: argparse.ArgumentParser, help: str = "processes to start on this machine (run.nproc)") -> None:
+def add_nproc(
+    parser: argparse.ArgumentParser,
+    help: str = "processes to start on this machine (run.nproc)",
+) -> None:
     """Add `--nproc`."""
     parser.add_argument("--nproc", type=int, metavar="N", help=help)
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
     """Add `--dry-run` and the two options that go with it."""
-    parser.add_argument("--dry-run", action="store_true", help="make every check of a start, and start nothing")
-    parser.add_argument("--print", action="store_true", help="with --dry-run: print the resolved configuration")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="make every check of a start, and start nothing",
+    )
+    parser.add_argument(
+        "--print",
+        action="store_true",
+        help="with --dry-run: print the resolved configuration",
+    )
     parser.add_argument(
         "--no-file-checks",
         action="store_true",
@@ -64,11 +77,15 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
 def add_resume(parser: argparse.ArgumentParser) -> None:
     """Add `--resume`."""
     parser.add_argument(
-        "--resume", metavar="WHAT", help="auto, latest, unfinished, never or a folder (checkpoint.resume)"
+        "--resume",
+        metavar="WHAT",
+        help="auto, latest, unfinished, never or a folder (checkpoint.resume)",
     )
 
 
-def add_json(parser: argparse.ArgumentParser, help: str = "the same for machines") -> None:
+def add_json(
+    parser: argparse.ArgumentParser, help: str = "the same for machines"
+) -> None:
     """Add `--json`."""
     parser.add_argument("--json", action="store_true", help=help)
 
@@ -93,12 +110,22 @@ def read_config(
         ConfigError: lists every mistake.
     """
     if getattr(arguments, "no_file_checks", False) and not arguments.dry_run:
-        raise ConfigError("--no-file-checks: use it only with --dry-run; a run needs its files.")
+        raise ConfigError(
+            "--no-file-checks: use it only with --dry-run; a run needs its files."
+        )
     if getattr(arguments, "print", False) and not arguments.dry_run:
-        raise ConfigError("--print: use it only with --dry-run; a run writes its configuration into its folder.")
+        raise ConfigError(
+            "--print: use it only with --dry-run; a run writes its configuration into its folder."
+        )
     overrides = list(arguments.overrides)
     # Added last, so that an option wins over the same key given as key=value.
     for option, key in (("nproc", "run.nproc"), ("resume", "checkpoint.resume")):
         if getattr(arguments, option, None) is not None:
             overrides.append(f"{key}={getattr(arguments, option)}")
-    return load_config(arguments.config, overrides, command=command, check_paths=check_paths, choose=choose)
+    return load_config(
+        arguments.config,
+        overrides,
+        command=command,
+        check_paths=check_paths,
+        choose=choose,
+    )

@@ -1,7 +1,8 @@
 """Commands for the time before a run.
 
-`plan` predicts memory and time of a configuration, and `flow` shows the operators of its training step. `check-plugin`
-tests a user's reward or other plug-in, and `data check` a user's data.
+`plan` predicts memory and time of a configuration, and `flow` shows the operators of
+its training step. `check-plugin` tests a user's reward or other plug-in, and `data
+check` a user's data.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megaverl.cli.options import Subcommand, UsageError, add_config, add_json, add_nproc, read_config
+from megaverl.cli.options import (
+    Subcommand,
+    UsageError,
+    add_config,
+    add_json,
+    add_nproc,
+    read_config,
+)
 from megaverl.config import Config, load_config, smallest_world
 from megaverl.config.errors import InvalidConfig
 from megaverl.config.field_needs import FieldMachine
@@ -65,19 +73,57 @@ what is sent between ranks if roles have ranks of their own (`placement`).
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--model-config", metavar="FILE", help="a config.json, if model.path is not on this machine")
-    parser.add_argument("--nodes", type=int, metavar="N", help="default: run.nproc, or as few ranks as possible")
-    parser.add_argument("--hardware", metavar="NAME", help=f"{', '.join(known())}, or a file: predict a step's time")
-    parser.add_argument("--calibrate", metavar="FILE", help="measure this machine for --hardware FILE; takes minutes")
-    parser.add_argument("--prompt-tokens", type=float, metavar="N", help="mean length; default: half of the limit")
-    parser.add_argument("--response-tokens", type=float, metavar="N", help="mean length; default: 40 %% of the limit")
-    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8, or the hardware's number")
+    parser.add_argument(
+        "--model-config",
+        metavar="FILE",
+        help="a config.json, if model.path is not on this machine",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="default: run.nproc, or as few ranks as possible",
+    )
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME",
+        help=f"{', '.join(known())}, or a file: predict a step's time",
+    )
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="measure this machine for --hardware FILE; takes minutes",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=float,
+        metavar="N",
+        help="mean length; default: half of the limit",
+    )
+    parser.add_argument(
+        "--response-tokens",
+        type=float,
+        metavar="N",
+        help="mean length; default: 40 %% of the limit",
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        metavar="N",
+        help="default: 8, or the hardware's number",
+    )
     for name, meaning in MACHINE.items():
         default = getattr(Machine, name)
         described = "" if name == "disk" else ", or the hardware's"
-        text = meaning if default is None else f"{meaning} ({default / GB:g}{described})"
+        text = (
+            meaning if default is None else f"{meaning} ({default / GB:g}{described})"
+        )
         parser.add_argument(f"--{name}", type=float, metavar="GB", help=text)
-    parser.add_argument("--auto", action="store_true", help="search for the best layouts by predicted time")
+    parser.add_argument(
+        "--auto",
+        action="store_true",
+        help="search for the best layouts by predicted time",
+    )
     parser.add_argument(
         "--staleness",
         type=int,
@@ -86,20 +132,29 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         help="--auto: also try engines on ranks of their own, N steps ahead",
     )
     parser.add_argument(
-        "--write", metavar="FILE", help="--auto: write a configuration with the best layout, based on --config"
+        "--write",
+        metavar="FILE",
+        help="--auto: write a configuration with the best layout, based on --config",
     )
-    parser.add_argument("--picture", metavar="FILE", help="draw placement and traffic as .svg or .png")
+    parser.add_argument(
+        "--picture", metavar="FILE", help="draw placement and traffic as .svg or .png"
+    )
     add_json(parser, "the same for machines: bytes and seconds")
 
 
 def _calibrate(path: Path) -> int:
     """Measure this machine, and write the result for `--hardware`."""
     if path.suffix != ".json":
-        raise UsageError(f"--calibrate: found {path}; expected a file that ends in .json")
+        raise UsageError(
+            f"--calibrate: found {path}; expected a file that ends in .json"
+        )
     from megaverl.planner.calibrate import calibrate
 
     try:
-        calibrate(path.stem, tell=lambda line: print(f"measuring {line}", file=sys.stderr, flush=True)).write(path)
+        calibrate(
+            path.stem,
+            tell=lambda line: print(f"measuring {line}", file=sys.stderr, flush=True),
+        ).write(path)
     except MegaverlError as error:
         print(error, file=sys.stderr)
         return FAILED
@@ -111,33 +166,64 @@ def _plan(arguments: argparse.Namespace) -> int:
     """Print what a configuration needs in memory, bytes and time."""
     if arguments.calibrate is not None:
         return _calibrate(Path(arguments.calibrate))
-    for name in ("nodes", "gpus_per_node", "prompt_tokens", "response_tokens", *MACHINE):
+    for name in (
+        "nodes",
+        "gpus_per_node",
+        "prompt_tokens",
+        "response_tokens",
+        *MACHINE,
+    ):
         value = getattr(arguments, name)
         if value is not None and not (value > 0 or (name == "reserve" and value == 0)):
-            raise UsageError(f"--{name.replace('_', '-')}: found {value:g}; expected a number above 0")
+            raise UsageError(
+                f"--{name.replace('_', '-')}: found {value:g}; expected a number above 0"
+            )
     if arguments.picture is not None and Path(arguments.picture).suffix not in PICTURES:
-        raise UsageError(f"--picture: found {arguments.picture}; expected a file that ends in {' or '.join(PICTURES)}")
+        raise UsageError(
+            f"--picture: found {arguments.picture}; expected a file that ends in {' or '.join(PICTURES)}"
+        )
     if arguments.write is not None and not (arguments.auto and arguments.config):
-        raise UsageError("--write: goes with --auto and --config FILE, over which the choice is laid")
+        raise UsageError(
+            "--write: goes with --auto and --config FILE, over which the choice is laid"
+        )
     from megaverl.planner.report import as_dict, as_text, survey
     from megaverl.planner.simulator import default_lengths
 
-    machine_fields = {name: getattr(arguments, name) * GB for name in MACHINE if getattr(arguments, name) is not None}
-    machine_fields |= {"gpus_per_node": arguments.gpus_per_node} if arguments.gpus_per_node else {}
+    machine_fields = {
+        name: getattr(arguments, name) * GB
+        for name in MACHINE
+        if getattr(arguments, name) is not None
+    }
+    machine_fields |= (
+        {"gpus_per_node": arguments.gpus_per_node} if arguments.gpus_per_node else {}
+    )
     try:
         _refuse_offline(arguments)
         if arguments.auto:
             return _auto(arguments, machine_fields)
         hardware = Hardware.read(arguments.hardware) if arguments.hardware else None
-        machine = hardware.machine(**machine_fields) if hardware else Machine(**machine_fields)
-        # Not checked against a number of ranks here: `survey` judges the layout together with the model.
+        machine = (
+            hardware.machine(**machine_fields)
+            if hardware
+            else Machine(**machine_fields)
+        )
+        # Not checked against a number of ranks here: `survey` judges the layout
+        # together with the model.
         config = read_config(arguments)
         if hardware is not None:
             _check_fields(config, hardware)
         spec = find_spec(config, arguments.model_config, beside=arguments.config)
-        world = (arguments.nodes or 0) * machine.gpus_per_node or config.run.nproc or smallest_world(config)
+        world = (
+            (arguments.nodes or 0) * machine.gpus_per_node
+            or config.run.nproc
+            or smallest_world(config)
+        )
         job = make_job(config, spec, world, machine)
-        capacity = survey(job, hardware, default_lengths(job, arguments.prompt_tokens, arguments.response_tokens))
+        capacity = survey(
+            job,
+            hardware,
+            default_lengths(job, arguments.prompt_tokens, arguments.response_tokens),
+        )
         if arguments.picture is not None:
             from megaverl.planner.picture import draw
 
@@ -145,7 +231,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     except MegaverlError as error:
         print(error, file=sys.stderr)
         return MISTAKE if isinstance(error, ConfigError | ModelError) else FAILED
-    print(json.dumps(as_dict(capacity), indent=2) if arguments.json else as_text(capacity))
+    print(
+        json.dumps(as_dict(capacity), indent=2) if arguments.json else as_text(capacity)
+    )
     if arguments.picture is not None:
         print(f"picture written to {arguments.picture}", file=sys.stderr)
     return 0
@@ -157,7 +245,9 @@ def _check_fields(config: Config, hardware: Hardware) -> None:
     Raises:
         InvalidConfig: lists them.
     """
-    machine = FieldMachine(has_gpu=hardware.cores is None, has_fp8="float8" in hardware.tflops)
+    machine = FieldMachine(
+        has_gpu=hardware.cores is None, has_fp8="float8" in hardware.tflops
+    )
     if mistakes := [*field_mistakes_on(config, "train", machine)]:
         raise InvalidConfig(mistakes, f"what {hardware.name} can compute")
 
@@ -172,15 +262,20 @@ def _refuse_offline(arguments: argparse.Namespace) -> None:
         load_config(arguments.config, arguments.overrides, check_paths=False)
     except InvalidConfig as error:
         if any(mistake.key not in ONLY_TRAIN_NEEDS for mistake in error.mistakes):
-            # Mistakes that have another cause are reported by the caller, together with those of the model and the
-            # ranks.
+            # Mistakes that have another cause are reported by the caller, together with
+            # those of the model and the ranks.
             return
     else:
         return
     commands = []
     for command in OFFLINE:
         with suppress(ConfigError):
-            load_config(arguments.config, arguments.overrides, command=command, check_paths=False)
+            load_config(
+                arguments.config,
+                arguments.overrides,
+                command=command,
+                check_paths=False,
+            )
             commands.append(f"megaverl {command}")
     if commands:
         names = " or ".join(f"`{command}`" for command in commands)
@@ -209,13 +304,29 @@ def _auto(arguments: argparse.Namespace, machine_fields: dict[str, Any]) -> int:
     world = (arguments.nodes or 1) * machine.gpus_per_node
     lengths = likely_lengths(config, arguments.prompt_tokens, arguments.response_tokens)
     began = time.monotonic()
-    search = LayoutSearch(make, spec, world, hardware, machine=machine, lengths=lengths, staleness=arguments.staleness)
+    search = LayoutSearch(
+        make,
+        spec,
+        world,
+        hardware,
+        machine=machine,
+        lengths=lengths,
+        staleness=arguments.staleness,
+    )
     layouts = search.best()
     print(as_text(layouts, time.monotonic() - began, hardware))
     if arguments.write is not None:
-        text = chosen_recipe(layouts, arguments.config, arguments.write, arguments.overrides, hardware, world)
+        text = chosen_recipe(
+            layouts,
+            arguments.config,
+            arguments.write,
+            arguments.overrides,
+            hardware,
+            world,
+        )
         Path(arguments.write).write_text(text, encoding="utf-8")
-        # Loaded again the way a run will load it, so that a recipe that cannot run is reported now.
+        # Loaded again the way a run will load it, so that a recipe that cannot run is
+        # reported now.
         load_config(arguments.write, [], check_paths=False, world_size=world)
         print(f"recipe written to {arguments.write}", file=sys.stderr)
     return 0
@@ -282,16 +393,23 @@ SHOWN = 20
 
 def _plugin_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=tuple(KINDS), metavar="KIND")
-    parser.add_argument("name", metavar="module:object", help="or path/to/file.py:object")
-    parser.add_argument("options", nargs="*", metavar="key=value", help="options to call it with")
+    parser.add_argument(
+        "name", metavar="module:object", help="or path/to/file.py:object"
+    )
+    parser.add_argument(
+        "options", nargs="*", metavar="key=value", help="options to call it with"
+    )
 
 
 def _plugin(arguments: argparse.Namespace) -> int:
     """Run the contract tests of a plug-in, and print one line per promise."""
     broken = 0
     with exits_raise():
-        # User code that calls sys.exit() would otherwise end this check with exit code 0.
-        for kept in check(arguments.kind, arguments.name, _key_values(arguments.options)):
+        # User code that calls sys.exit() would otherwise end this check with exit code
+        # 0.
+        for kept in check(
+            arguments.kind, arguments.name, _key_values(arguments.options)
+        ):
             broken += bool(kept.problem)
             print(f"{'FAIL' if kept.problem else 'ok  '}  {kept.promise}")
             if kept.problem:
@@ -303,7 +421,8 @@ def _plugin(arguments: argparse.Namespace) -> int:
 def _key_values(texts: Sequence[str]) -> Mapping[str, object]:
     """Parse options of the form `key=value`.
 
-    A value may be a number, a boolean, a list, a mapping or text: the types that a plug-in expects are not known here.
+    A value may be a number, a boolean, a list, a mapping or text: the types that a
+    plug-in expects are not known here.
 
     Raises:
         ConfigError: an option without `=`, or a value that is not valid YAML.
@@ -323,17 +442,39 @@ def _key_values(texts: Sequence[str]) -> Mapping[str, object]:
 def _data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("check",))
     parser.add_argument(
-        "sources", nargs="*", help="files, patterns, folders or names on the hub; with --config: key=value"
+        "sources",
+        nargs="*",
+        help="files, patterns, folders or names on the hub; with --config: key=value",
     )
-    parser.add_argument("--config", metavar="FILE", help="configuration of a run, whose data and settings are used")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="model folder or .model file; count in tokens")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="configuration of a run, whose data and settings are used",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="model folder or .model file; count in tokens",
+    )
     parser.add_argument("--prompt-key", default="prompt", metavar="COLUMN")
-    parser.add_argument("--answer-key", default="answer", metavar="COLUMN", help="'' if there is none")
-    parser.add_argument("--max-prompt-tokens", type=int, metavar="N", help="report longer prompts")
-    parser.add_argument("--split", default="train", help="split of a data set on the hub")
+    parser.add_argument(
+        "--answer-key", default="answer", metavar="COLUMN", help="'' if there is none"
+    )
+    parser.add_argument(
+        "--max-prompt-tokens", type=int, metavar="N", help="report longer prompts"
+    )
+    parser.add_argument(
+        "--split", default="train", help="split of a data set on the hub"
+    )
     parser.add_argument("--subset", help="configuration of a data set on the hub")
-    parser.add_argument("--revision", help="commit, tag or branch of a data set on the hub")
-    parser.add_argument("--all", action="store_true", help=f"show all problems instead of the first {SHOWN}")
+    parser.add_argument(
+        "--revision", help="commit, tag or branch of a data set on the hub"
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help=f"show all problems instead of the first {SHOWN}",
+    )
     add_json(parser)
 
 
@@ -355,30 +496,59 @@ def _check_data(arguments: argparse.Namespace) -> int:
     from megaverl.data.sources import open_source
 
     if arguments.config is not None:
-        results = examine_run(load_any(arguments.config, arguments.sources), arguments.tokenizer)
+        results = examine_run(
+            load_any(arguments.config, arguments.sources), arguments.tokenizer
+        )
     elif arguments.sources:
-        data = DataConfig(max_prompt_tokens=arguments.max_prompt_tokens or 2**31 - 1, too_long="drop")
-        encoder, images = encoder_of(data, arguments.tokenizer) if arguments.tokenizer else (None, None)
-        # Without a tokenizer it is not known whether the model takes images, so that column is not checked.
+        data = DataConfig(
+            max_prompt_tokens=arguments.max_prompt_tokens or 2**31 - 1, too_long="drop"
+        )
+        encoder, images = (
+            encoder_of(data, arguments.tokenizer)
+            if arguments.tokenizer
+            else (None, None)
+        )
+        # Without a tokenizer it is not known whether the model takes images, so that
+        # column is not checked.
         ignored = () if encoder else (data.images.key,)
-        columns = Columns(arguments.prompt_key, arguments.answer_key or None, images=images, ignored=ignored)
-        hub_options = {name: getattr(arguments, name) for name in ("split", "subset", "revision")}
+        columns = Columns(
+            arguments.prompt_key,
+            arguments.answer_key or None,
+            images=images,
+            ignored=ignored,
+        )
+        hub_options = {
+            name: getattr(arguments, name) for name in ("split", "subset", "revision")
+        }
         places = [SourceConfig(path=path, **hub_options) for path in arguments.sources]
-        results = {place.path: examine(open_source(place), encoder, columns) for place in places}
+        results = {
+            place.path: examine(open_source(place), encoder, columns)
+            for place in places
+        }
     else:
         raise UsageError("give sources, or --config FILE")
     if arguments.json:
         print(
-            json.dumps({name: examined.as_dict() for name, examined in results.items()}, indent=2, ensure_ascii=False)
+            json.dumps(
+                {name: examined.as_dict() for name, examined in results.items()},
+                indent=2,
+                ensure_ascii=False,
+            )
         )
     else:
         most = None if arguments.all else SHOWN
-        print("\n\n".join(examined.as_text(name, most) for name, examined in results.items()))
+        print(
+            "\n\n".join(
+                examined.as_text(name, most) for name, examined in results.items()
+            )
+        )
     return FAILED if any(examined.errors for examined in results.values()) else 0
 
 
 _WIDTH = max(map(len, KINDS))
-_KINDS = "\n".join(f"  {name:<{_WIDTH}}  {kind.key}: {kind.what}" for name, kind in KINDS.items())
+_KINDS = "\n".join(
+    f"  {name:<{_WIDTH}}  {kind.key}: {kind.what}" for name, kind in KINDS.items()
+)
 COMMANDS = {
     "plan": Subcommand(PLAN, _plan_options, _plan, PLAN_EXAMPLES),
     "flow": Subcommand(FLOW, _flow_options, _flow),

@@ -58,7 +58,13 @@ Exit code: 0 if nothing fails, else 1.
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (run.dir/run.name)")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run (run.dir/run.name)",
+    )
     parser.add_argument(
         "--output",
         "-o",
@@ -66,11 +72,22 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="default: report.html in the (first) run's folder",
     )
-    parser.add_argument("--serve", action="store_true", help="serve the page instead of writing it, and update it")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="with --serve (%(default)s); other addresses need the printed token"
+        "--serve",
+        action="store_true",
+        help="serve the page instead of writing it, and update it",
     )
-    parser.add_argument("--port", type=int, default=8000, help="with --serve (%(default)s; 0: any free port)")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="with --serve (%(default)s); other addresses need the printed token",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        help="with --serve (%(default)s; 0: any free port)",
+    )
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -81,7 +98,9 @@ def _report(arguments: argparse.Namespace) -> int:
         return _serve(arguments)
     name = "report.html" if len(arguments.runs) == 1 else "comparison.html"
     try:
-        written = write_report(arguments.runs, arguments.output or arguments.runs[0] / name)
+        written = write_report(
+            arguments.runs, arguments.output or arguments.runs[0] / name
+        )
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
@@ -94,15 +113,21 @@ def _serve(arguments: argparse.Namespace) -> int:
     from megaverl.monitoring.report import ReportServer
 
     if arguments.output is not None:
-        raise UsageError("--output: a page that is served is not written. Leave one of the two out.")
+        raise UsageError(
+            "--output: a page that is served is not written. Leave one of the two out."
+        )
     token = None if arguments.host in LOOPBACK else secrets.token_urlsafe(24)
     try:
         server = ReportServer(arguments.runs, arguments.host, arguments.port, token)
     except OSError as error:
-        print(f"error: {arguments.host}:{arguments.port}: {error}. Choose another --port.", file=sys.stderr)
+        print(
+            f"error: {arguments.host}:{arguments.port}: {error}. Choose another --port.",
+            file=sys.stderr,
+        )
         return FAILED
     with server:
-        # Building the page once reports a folder that is not a run's before the server starts.
+        # Building the page once reports a folder that is not a run's before the server
+        # starts.
         server.page()
         print(f"{server.address} (Ctrl-C ends it)", flush=True)
         with suppress(KeyboardInterrupt):
@@ -111,9 +136,17 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _watch_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run (run.dir/run.name)")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="folder of a run (run.dir/run.name)"
+    )
     parser.add_argument("--once", action="store_true", help="show it once and exit")
-    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="interval of updates (%(default)s)")
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="interval of updates (%(default)s)",
+    )
 
 
 def _watch(arguments: argparse.Namespace) -> int:
@@ -130,7 +163,11 @@ def _watch(arguments: argparse.Namespace) -> int:
         console.print(view.render(console.width))
         return 0
     seconds = max(0.1, arguments.every)
-    with suppress(KeyboardInterrupt), _single_keys(), Live(console=console, screen=True, auto_refresh=False) as live:
+    with (
+        suppress(KeyboardInterrupt),
+        _single_keys(),
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
         live.update(view.render(console.width), refresh=True)
         while not _is_key_pressed("q", seconds):
             view.update()
@@ -173,8 +210,15 @@ def _is_key_pressed(key: str, seconds: float) -> bool:
 
 
 def _trace_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run (run.dir/run.name)")
-    parser.add_argument("--step", type=int, metavar="N", help="counted from 1; default: the last that was profiled")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="folder of a run (run.dir/run.name)"
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="counted from 1; default: the last that was profiled",
+    )
     parser.add_argument(
         "--output",
         "-o",
@@ -189,41 +233,69 @@ def _trace(arguments: argparse.Namespace) -> int:
     from megaverl.monitoring.profiler import collective_lines, write_step_trace
 
     try:
-        written, skipped = write_step_trace(arguments.run, arguments.step, arguments.output)
+        written, skipped = write_step_trace(
+            arguments.run, arguments.step, arguments.output
+        )
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
-    print(f"{written} ({written.stat().st_size / 1e6:.2f} MB): open it at https://ui.perfetto.dev")
+    print(
+        f"{written} ({written.stat().st_size / 1e6:.2f} MB): open it at https://ui.perfetto.dev"
+    )
     if lines := collective_lines(arguments.run, arguments.step):
         print("\n".join(["what went into collectives:", *lines]))
     for path in skipped:
-        where = "https://pytorch.org/memory_viz" if path.suffix == ".pickle" else "https://www.speedscope.app"
+        where = (
+            "https://pytorch.org/memory_viz"
+            if path.suffix == ".pickle"
+            else "https://www.speedscope.app"
+        )
         print(f"{path}: open it at {where}")
     return 0
 
 
 def _doctor_options(parser: argparse.ArgumentParser) -> None:
     add_json(parser, "the findings as JSON")
-    parser.add_argument("--gpu", action="store_true", help="check GPUs and links, and measure NCCL between them")
-    parser.add_argument("--no-trials", action="store_true", help="start no other processes")
-    parser.add_argument("--no-generation", action="store_true", help="do not try the engine")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="limit for each trial (90)")
     parser.add_argument(
-        "--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="folder in which runs would be written"
+        "--gpu",
+        action="store_true",
+        help="check GPUs and links, and measure NCCL between them",
+    )
+    parser.add_argument(
+        "--no-trials", action="store_true", help="start no other processes"
+    )
+    parser.add_argument(
+        "--no-generation", action="store_true", help="do not try the engine"
+    )
+    parser.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="limit for each trial (90)"
+    )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=Path("runs"),
+        metavar="DIR",
+        help="folder in which runs would be written",
     )
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     """Examine this machine, and print the findings."""
-    # The trials start ranks of their own, which must not take this process's place in a torchrun job for theirs.
+    # The trials start ranks of their own, which must not take this process's place in a
+    # torchrun job for theirs.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
     if importlib.util.find_spec("torch") is None:
-        # `doctor` has to work before the installation does: without torch the modules below cannot be imported.
+        # `doctor` has to work before the installation does: without torch the modules
+        # below cannot be imported.
         fix = "pip install 'megaverl[megatron,vllm]' (without a GPU 'megaverl[cpu]'), or ./launch/bootstrap.sh"
         absent = {"name": "torch", "status": "fail", "found": "absent", "fix": fix}
         report = {"healthy": False, "sections": {"versions": [absent]}}
-        print(json.dumps(report, indent=2) if arguments.json else f"versions\n  FAIL  torch  absent\n    -> {fix}")
+        print(
+            json.dumps(report, indent=2)
+            if arguments.json
+            else f"versions\n  FAIL  torch  absent\n    -> {fix}"
+        )
         return FAILED
     from megaverl.monitoring.doctor import as_dict, as_text
     from megaverl.monitoring.doctor.examine import examine
@@ -234,7 +306,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.timeout is not None:
         options["timeout"] = arguments.timeout
     findings = list(examine(arguments.run_dir, **options))
-    print(json.dumps(as_dict(findings), indent=2) if arguments.json else as_text(findings))
+    print(
+        json.dumps(as_dict(findings), indent=2) if arguments.json else as_text(findings)
+    )
     return FAILED if any(finding.status == "fail" for finding in findings) else 0
 
 

@@ -1,7 +1,7 @@
 """Commands about servers: `megaverl serve` starts vLLM's server, `megaverl rollout-pool` changes the servers of a run.
 
-A server generates for runs, or holds a reward or judge model that several jobs share. `rollout-pool` adds and removes
-generating servers while the run goes on.
+A server generates for runs, or holds a reward or judge model that several jobs share.
+`rollout-pool` adds and removes generating servers while the run goes on.
 """
 
 from __future__ import annotations
@@ -24,15 +24,22 @@ from megaverl.config import RolloutConfig
 from megaverl.errors import FAILED, MegaverlError
 from megaverl.rewards.service import JOB_HEADER
 from megaverl.rollout.server_api import RECEIVER, is_loopback, url_problem
-from megaverl.rollout.serving import MODULE, check_start, default_arguments, watch_server
+from megaverl.rollout.serving import (
+    MODULE,
+    check_start,
+    default_arguments,
+    watch_server,
+)
 
-# Environment variables through which the command configures the middleware in its server's process.
+# Environment variables through which the command configures the middleware in its
+# server's process.
 PER_JOB = "MEGAVERL_PER_JOB"
 TOKEN = "VLLM_API_KEY"
 
 # Default port for each kind of server.
 PORTS = {"rollout": 8000, "reward": 8001}
-# A server that generates for a run gets new weights while it runs, and takes and returns token ids.
+# A server that generates for a run gets new weights while it runs, and takes and
+# returns token ids.
 ROLLOUT_ARGUMENTS = (
     *("--enable-scale-out", "--skip-tokenizer-init"),
     *("--generation-config", "vllm"),
@@ -64,19 +71,49 @@ defaults. Ctrl-C or SIGTERM ends the server.
 
 def _serve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=tuple(PORTS))
-    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder, or org/name; also its name in requests")
-    parser.add_argument("--judge", action="store_true", help="reward: serve a language model with chat/completions")
-    parser.add_argument("--host", default="127.0.0.1", help="address of the interface (127.0.0.1)")
-    parser.add_argument("--port", type=int, help="8000 for rollout, 8001 for reward")
-    parser.add_argument("--token-env", metavar="NAME", help="environment variable with the token that jobs must send")
     parser.add_argument(
-        "--per-job", type=int, default=64, metavar="N", help="reward: concurrent requests of one job (64)"
+        "model",
+        metavar="MODEL",
+        help="Hugging Face folder, or org/name; also its name in requests",
     )
-    parser.add_argument("--log", type=Path, metavar="FILE", help="file for vLLM's output (runs/serve/NAME_PORT.log)")
-    parser.add_argument("--vllm", default="", metavar="ARGUMENTS", help="further arguments of vllm serve, as one text")
+    parser.add_argument(
+        "--judge",
+        action="store_true",
+        help="reward: serve a language model with chat/completions",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address of the interface (127.0.0.1)"
+    )
+    parser.add_argument("--port", type=int, help="8000 for rollout, 8001 for reward")
+    parser.add_argument(
+        "--token-env",
+        metavar="NAME",
+        help="environment variable with the token that jobs must send",
+    )
+    parser.add_argument(
+        "--per-job",
+        type=int,
+        default=64,
+        metavar="N",
+        help="reward: concurrent requests of one job (64)",
+    )
+    parser.add_argument(
+        "--log",
+        type=Path,
+        metavar="FILE",
+        help="file for vLLM's output (runs/serve/NAME_PORT.log)",
+    )
+    parser.add_argument(
+        "--vllm",
+        default="",
+        metavar="ARGUMENTS",
+        help="further arguments of vllm serve, as one text",
+    )
 
 
-def server_command(arguments: argparse.Namespace, environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+def server_command(
+    arguments: argparse.Namespace, environment: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
     """Build the command line of `vllm`, and the environment variables that it needs.
 
     Args:
@@ -89,24 +126,34 @@ def server_command(arguments: argparse.Namespace, environment: Mapping[str, str]
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     # These names stand for all interfaces at once, public ones included.
     if arguments.host in ("", "0.0.0.0", "::", "[::]"):
-        raise UsageError(f"--host {arguments.host or repr('')}: name one interface by its address")
+        raise UsageError(
+            f"--host {arguments.host or repr('')}: name one interface by its address"
+        )
     if arguments.token_env is None and not is_loopback(f"http://{host}:{port}"):
-        raise UsageError(f"--host {arguments.host} is not the loopback: name a variable with a token (--token-env)")
+        raise UsageError(
+            f"--host {arguments.host} is not the loopback: name a variable with a token (--token-env)"
+        )
     if arguments.per_job < 1:
         raise UsageError(f"--per-job {arguments.per_job}: at least 1")
     is_rollout = arguments.what == "rollout"
     if is_rollout and arguments.judge:
         raise UsageError("--judge is an option of `megaverl serve reward`")
-    variables = {"VLLM_SERVER_DEV_MODE": "1"} if is_rollout else {PER_JOB: str(arguments.per_job)}
+    variables = (
+        {"VLLM_SERVER_DEV_MODE": "1"}
+        if is_rollout
+        else {PER_JOB: str(arguments.per_job)}
+    )
     if arguments.token_env is not None:
         if not environment.get(arguments.token_env):
             raise UsageError(f"--token-env: no variable {arguments.token_env} is set")
-        # Arguments of a process can be read by every user of the machine, its environment cannot.
+        # Arguments of a process can be read by every user of the machine, its
+        # environment cannot.
         variables[TOKEN] = environment[arguments.token_env]
     vllm_arguments = shlex.split(arguments.vllm)
     if is_rollout:
         kind = list(ROLLOUT_ARGUMENTS)
-        # Its workers can then receive weights from an actor's ranks (rollout.servers.transfer: direct).
+        # Its workers can then receive weights from an actor's ranks
+        # (rollout.servers.transfer: direct).
         if not any(word.partition("=")[0] == EXTENSION for word in vllm_arguments):
             kind += [EXTENSION, RECEIVER]
     elif arguments.judge:
@@ -117,7 +164,15 @@ def server_command(arguments: argparse.Namespace, environment: Mapping[str, str]
     guard = TokenGuard if is_rollout else JobQueues
     defaults = default_arguments(arguments.model, vllm_arguments)
     middleware = ["--middleware", f"{__name__}.{guard.__name__}"]
-    return ["serve", arguments.model, *kind, *address, *middleware, *defaults, *vllm_arguments], variables
+    return [
+        "serve",
+        arguments.model,
+        *kind,
+        *address,
+        *middleware,
+        *defaults,
+        *vllm_arguments,
+    ], variables
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -133,10 +188,19 @@ def _serve(arguments: argparse.Namespace) -> int:
     def tell() -> None:
         print(f"serving {arguments.model} at {url} (Ctrl-C ends it)", flush=True)
         if service == "rollout":
-            print(f"to add it to a run: megaverl rollout-pool add RUN {url}", flush=True)
+            print(
+                f"to add it to a run: megaverl rollout-pool add RUN {url}", flush=True
+            )
 
     print(f"starting vLLM's server; its log: {log}", flush=True)
-    return watch_server([sys.executable, "-m", MODULE, *command], {**os.environ, **variables}, log, host, port, tell)
+    return watch_server(
+        [sys.executable, "-m", MODULE, *command],
+        {**os.environ, **variables},
+        log,
+        host,
+        port,
+        tell,
+    )
 
 
 # An ASGI application's function that sends one message to the client.
@@ -146,8 +210,8 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 class TokenGuard:
     """ASGI middleware that requires the token on every path but /health.
 
-    vLLM's own check covers only /v1 and /inference. Other paths (/classify, and those that change weights) would be
-    open.
+    vLLM's own check covers only /v1 and /inference. Other paths (/classify, and those
+    that change weights) would be open.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -159,31 +223,50 @@ class TokenGuard:
         if scope["type"] == "lifespan" or scope["path"] == "/health":
             return await self.app(scope, receive, send)
         headers = {name.lower(): value for name, value in scope["headers"]}
-        # `compare_digest` takes the same time for every token, so a wrong one cannot be guessed byte by byte.
+        # `compare_digest` takes the same time for every token, so a wrong one cannot be
+        # guessed byte by byte.
         wanted = f"Bearer {self.token}".encode()
-        if self.token is not None and not hmac.compare_digest(headers.get(b"authorization", b""), wanted):
+        if self.token is not None and not hmac.compare_digest(
+            headers.get(b"authorization", b""), wanted
+        ):
             return await self._refuse(scope, send, 401, "another token is wanted")
         await self.pass_on(scope, headers, receive, send)
 
-    async def pass_on(self, scope: dict[str, Any], headers: Mapping[bytes, bytes], receive: Any, send: Send) -> None:
+    async def pass_on(
+        self,
+        scope: dict[str, Any],
+        headers: Mapping[bytes, bytes],
+        receive: Any,
+        send: Send,
+    ) -> None:
         """Pass a request that has the token to the application."""
         await self.app(scope, receive, send)
 
     @staticmethod
-    async def _refuse(scope: Mapping[str, Any], send: Send, status: int, why: str) -> None:
+    async def _refuse(
+        scope: Mapping[str, Any], send: Send, status: int, why: str
+    ) -> None:
         """Answer a request with an error in the form of the OpenAI API, or close its websocket."""
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008, "reason": why})
         headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": json.dumps({"error": {"message": why}}).encode()})
+        await send(
+            {"type": "http.response.start", "status": status, "headers": headers}
+        )
+        await send(
+            {
+                "type": "http.response.body",
+                "body": json.dumps({"error": {"message": why}}).encode(),
+            }
+        )
 
 
 class JobQueues(TokenGuard):
     """Middleware that also limits how many requests of one job run at the same time.
 
-    Requests name their job in a header; without it, the client's address stands for the job. A request beyond the limit
-    is answered with status 429, and the job tries again later.
+    Requests name their job in a header; without it, the client's address stands for the
+    job. A request beyond the limit is answered with status 429, and the job tries again
+    later.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -191,22 +274,37 @@ class JobQueues(TokenGuard):
         self.most = int(os.environ[PER_JOB])
         self.running: Counter[str] = Counter()
 
-    async def pass_on(self, scope: dict[str, Any], headers: Mapping[bytes, bytes], receive: Any, send: Send) -> None:
+    async def pass_on(
+        self,
+        scope: dict[str, Any],
+        headers: Mapping[bytes, bytes],
+        receive: Any,
+        send: Send,
+    ) -> None:
         """Pass a request to the application, or refuse it if its job has too many."""
         client = scope.get("client") or ("",)
-        job = headers.get(JOB_HEADER.lower().encode(), str(client[0]).encode()).decode(errors="replace")
+        job = headers.get(JOB_HEADER.lower().encode(), str(client[0]).encode()).decode(
+            errors="replace"
+        )
         if self.running[job] >= self.most:
-            return await self._refuse(scope, send, 429, f"{job}: {self.most} requests of this job are in progress")
+            return await self._refuse(
+                scope,
+                send,
+                429,
+                f"{job}: {self.most} requests of this job are in progress",
+            )
         self.running[job] += 1
         try:
             await self.app(scope, receive, send)
         finally:
             self.running[job] -= 1
-            # Adding an empty Counter removes entries that are 0, so that finished jobs take no memory.
+            # Adding an empty Counter removes entries that are 0, so that finished jobs
+            # take no memory.
             self.running += Counter()
 
 
-# Commands that generate, and write their configuration into the run's folder under their own name.
+# Commands that generate, and write their configuration into the run's folder under
+# their own name.
 GENERATING = ("train", "eval", "generate")
 ROLLOUT_POOL = """\
 Manage the inference servers of a running job with rollout.engine=server. An added server receives the current weights
@@ -222,8 +320,12 @@ The command edits the file that the run watches (rollout.servers.file).
 
 def _pool_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("add", "remove", "list"))
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run (run.dir/run.name)")
-    parser.add_argument("urls", nargs="*", metavar="URL", help="base URL of a server, with its port")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="the folder of a run (run.dir/run.name)"
+    )
+    parser.add_argument(
+        "urls", nargs="*", metavar="URL", help="base URL of a server, with its port"
+    )
     add_json(parser)
 
 
@@ -238,12 +340,22 @@ def _pool(arguments: argparse.Namespace) -> int:
     for url in arguments.urls:
         if problem := url_problem(url):
             raise UsageError(problem)
-        if arguments.action == "add" and rollout.servers.token_env is None and not is_loopback(url):
-            raise UsageError(f"{url} is not on the loopback, and the run has no rollout.servers.token_env")
+        if (
+            arguments.action == "add"
+            and rollout.servers.token_env is None
+            and not is_loopback(url)
+        ):
+            raise UsageError(
+                f"{url} is not on the loopback, and the run has no rollout.servers.token_env"
+            )
     if arguments.action == "list":
-        return _list(rollout, addresses_of(rollout.servers, watched), as_json=arguments.json)
+        return _list(
+            rollout, addresses_of(rollout.servers, watched), as_json=arguments.json
+        )
     change(watched, arguments.urls, adds=arguments.action == "add")
-    print(f"{watched}: {', '.join(addresses_of(rollout.servers, watched)) or 'nobody is left'}")
+    print(
+        f"{watched}: {', '.join(addresses_of(rollout.servers, watched)) or 'nobody is left'}"
+    )
     return 0
 
 
@@ -253,14 +365,23 @@ def _rollout(run: Path) -> RolloutConfig:
     Raises:
         UsageError: the folder is not a run's, or the run has no servers.
     """
-    written = [file for command in GENERATING if (file := run / f"{command}.yaml").is_file()]
+    written = [
+        file for command in GENERATING if (file := run / f"{command}.yaml").is_file()
+    ]
     if not written:
-        raise UsageError(f"{run} is not the folder of a run: it has no {' or '.join(GENERATING)}.yaml")
+        raise UsageError(
+            f"{run} is not the folder of a run: it has no {' or '.join(GENERATING)}.yaml"
+        )
     file = written[0]
-    # The run checked its configuration when it started. Loading all of it again would take seconds.
-    rollout = RolloutConfig.model_validate(yaml.safe_load(file.read_text(encoding="utf-8"))["rollout"])
+    # The run checked its configuration when it started. Loading all of it again would
+    # take seconds.
+    rollout = RolloutConfig.model_validate(
+        yaml.safe_load(file.read_text(encoding="utf-8"))["rollout"]
+    )
     if rollout.engine != "server":
-        raise UsageError(f"{file}: rollout.engine is {rollout.engine}, which has no servers")
+        raise UsageError(
+            f"{file}: rollout.engine is {rollout.engine}, which has no servers"
+        )
     return rollout
 
 
@@ -278,14 +399,20 @@ def _list(rollout: RolloutConfig, urls: list[str], *, as_json: bool) -> int:
         server = connect(rollout.servers, url, token)
         try:
             server.healthy()
-            servers.append({"url": url, "answers": True, "weights": server.weight_version()})
+            servers.append(
+                {"url": url, "answers": True, "weights": server.weight_version()}
+            )
         except MegaverlError as error:
             servers.append({"url": url, "answers": False, "why": str(error)})
     if as_json:
         print(json.dumps(servers, indent=2))
     else:
         for entry in servers:
-            state = f"answers, weights {entry['weights']}" if entry["answers"] else entry["why"]
+            state = (
+                f"answers, weights {entry['weights']}"
+                if entry["answers"]
+                else entry["why"]
+            )
             print(f"{entry['url']}  {state}")
     return 0 if all(entry["answers"] for entry in servers) else FAILED
 

@@ -1,6 +1,7 @@
 """Commands for the first minutes with megaverl.
 
-`init` writes a recipe for the user's model and data, and `recipes` lists the recipes that come with the package.
+`init` writes a recipe for the user's model and data, and `recipes` lists the recipes
+that come with the package.
 """
 
 from __future__ import annotations
@@ -45,9 +46,19 @@ List the included recipes, what each shows and where it runs; or print one.
   megaverl recipes gsm8k_smollm2/dapo     print one; use it as `base:` of your own
   megaverl recipes examples/ppo_trainer/run.sh   name what replaces a file of another trainer
 """
-# Column names that are tried for the prompt and the reference answer, the most likely ones first.
+# Column names that are tried for the prompt and the reference answer, the most likely
+# ones first.
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")
-ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "response", "output", "target", "label")
+ANSWERS = (
+    "answer",
+    "solution",
+    "ground_truth",
+    "final_answer",
+    "response",
+    "output",
+    "target",
+    "label",
+)
 # Maps the choices of `--reward` to their meaning.
 JUDGES = {
     "function": "your own function, in rewards.py",
@@ -70,9 +81,11 @@ def score(prompt, response, reference, extra):
 '''
 # Limits in tokens that `init` writes when the model's context is long enough for both.
 LENGTHS = {"data.max_prompt_tokens": 512, "rollout.sampling.max_tokens": 512}
-# Keys that `init` adds on a machine with GPUs, where the engine shares them with training.
+# Keys that `init` adds on a machine with GPUs, where the engine shares them with
+# training.
 ON_GPUS = {"rollout.sleep": True, "rollout.vllm.gpu_memory_utilization": 0.6}
-# Comments for keys that hold lists, or whose own description is written by another library.
+# Comments for keys that hold lists, or whose own description is written by another
+# library.
 MEANINGS = {
     "data.train": "Rows with a prompt and an answer; check them with `megaverl data check`",
     "reward": "Rewards, which are summed",
@@ -83,15 +96,39 @@ MEANINGS = {
 
 
 def _init_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", default=".", help="folder for the files, created if necessary (.)")
-    parser.add_argument("--model", metavar="FOLDER", help="Hugging Face folder, or org/name on the hub")
-    parser.add_argument("--data", metavar="FILE", help="rows of prompts: JSONL, Parquet, a folder, or org/name")
-    parser.add_argument("--prompt-key", metavar="COLUMN", help="column of the prompt, if its name is not a usual one")
-    parser.add_argument("--answer-key", metavar="COLUMN", help="column of the reference answer")
-    parser.add_argument("--reward", choices=tuple(JUDGES), help="reward of a response")
-    parser.add_argument("--algorithm", metavar="NAME", help="grpo, ppo, ... (megaverl keys algorithm.name)")
     parser.add_argument(
-        "--nproc", type=int, metavar="N", help="processes on this machine; default: one per GPU, else 2"
+        "folder",
+        nargs="?",
+        default=".",
+        help="folder for the files, created if necessary (.)",
+    )
+    parser.add_argument(
+        "--model", metavar="FOLDER", help="Hugging Face folder, or org/name on the hub"
+    )
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        help="rows of prompts: JSONL, Parquet, a folder, or org/name",
+    )
+    parser.add_argument(
+        "--prompt-key",
+        metavar="COLUMN",
+        help="column of the prompt, if its name is not a usual one",
+    )
+    parser.add_argument(
+        "--answer-key", metavar="COLUMN", help="column of the reference answer"
+    )
+    parser.add_argument("--reward", choices=tuple(JUDGES), help="reward of a response")
+    parser.add_argument(
+        "--algorithm",
+        metavar="NAME",
+        help="grpo, ppo, ... (megaverl keys algorithm.name)",
+    )
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="processes on this machine; default: one per GPU, else 2",
     )
 
 
@@ -101,7 +138,9 @@ def _init(arguments: argparse.Namespace) -> int:
     recipe_file = folder / "train.yaml"
     rewards_file = folder / "rewards.py"
     if recipe_file.exists():
-        raise UsageError(f"{recipe_file} already exists and is not overwritten. Name another folder, or remove it")
+        raise UsageError(
+            f"{recipe_file} already exists and is not overwritten. Name another folder, or remove it"
+        )
     question = "Model (a Hugging Face folder, or org/name on the hub)"
     model = _ask(arguments.model, "--model", question, wrong=_wrong_model)
     question = "Prompts (a JSONL or Parquet file, a folder, or org/name on the hub)"
@@ -112,16 +151,24 @@ def _init(arguments: argparse.Namespace) -> int:
     question = f"Reward ({', '.join(JUDGES)})"
     judge = _ask(arguments.reward, "--reward", question, likely, wrong=_one_of(JUDGES))
     question = "Algorithm (grpo, ppo, ...)"
-    algorithm = _ask(arguments.algorithm, "--algorithm", question, "grpo", wrong=_one_of(PRESETS))
+    algorithm = _ask(
+        arguments.algorithm, "--algorithm", question, "grpo", wrong=_one_of(PRESETS)
+    )
     ranks = str(count_gpus() or min(2, os.cpu_count() or 1))
     nproc_option = None if arguments.nproc is None else str(arguments.nproc)
-    nproc = _ask(nproc_option, "--nproc", "Processes on this machine", ranks, wrong=_wrong_nproc)
+    nproc = _ask(
+        nproc_option, "--nproc", "Processes on this machine", ranks, wrong=_wrong_nproc
+    )
 
     # Paths in the recipe are absolute, so that it can be used from every folder.
     rewards_path = os.path.abspath(rewards_file)
     model = _absolute_path(model)
     data = _absolute_path(data)
-    reward = {"function": f"{rewards_path}:score"} if judge == "function" else {"name": judge}
+    reward = (
+        {"function": f"{rewards_path}:score"}
+        if judge == "function"
+        else {"name": judge}
+    )
     values: dict[str, Any] = {
         "run.name": folder.resolve().name or "mine",
         "run.nproc": int(nproc),
@@ -149,10 +196,13 @@ def _init(arguments: argparse.Namespace) -> int:
         )
     recipe_file.write_text(text, encoding="utf-8")
     print(f"{recipe_file}: {algorithm} on {nproc} processes. {why}".rstrip())
-    # A recipe that cannot be loaded would be an error of this command, so it is reported now.
+    # A recipe that cannot be loaded would be an error of this command, so it is
+    # reported now.
     load_config(str(recipe_file), [], check_paths=False)
     print(f"\nnext:\n  megaverl data check --config {recipe_file}")
-    print(f"  megaverl train --config {recipe_file} --dry-run\n  megaverl train --config {recipe_file}")
+    print(
+        f"  megaverl train --config {recipe_file} --dry-run\n  megaverl train --config {recipe_file}"
+    )
     return 0
 
 
@@ -203,7 +253,9 @@ def _ask(
 
 def _one_of(known: Collection[str]) -> Callable[[str], str]:
     """Build a check that accepts only the known names."""
-    return lambda value: "" if value in known else f"there is no `{value}`.{did_you_mean(value, known)}"
+    return lambda value: (
+        "" if value in known else f"there is no `{value}`.{did_you_mean(value, known)}"
+    )
 
 
 def _wrong_model(model: str) -> str:
@@ -211,7 +263,9 @@ def _wrong_model(model: str) -> str:
     on_hub = model.count("/") == 1 and not model.startswith((".", "/"))
     if on_hub or (Path(model) / "config.json").is_file():
         return ""
-    return f"{model} is not here. Give a folder with config.json, or org/name on the hub"
+    return (
+        f"{model} is not here. Give a folder with config.json, or org/name on the hub"
+    )
 
 
 def _wrong_data(data: str) -> str:
@@ -229,10 +283,16 @@ def _wrong_data(data: str) -> str:
 
 def _wrong_nproc(number: str) -> str:
     """Return what is wrong with a number of processes, or an empty text."""
-    return "" if number.isdigit() and int(number) else f"found {number}; expected a number of processes, 1 or more"
+    return (
+        ""
+        if number.isdigit() and int(number)
+        else f"found {number}; expected a number of processes, 1 or more"
+    )
 
 
-def _columns(data: str, prompt_key: str | None, answer_key: str | None) -> tuple[dict[str, Any], str]:
+def _columns(
+    data: str, prompt_key: str | None, answer_key: str | None
+) -> tuple[dict[str, Any], str]:
     """Find the prompt and answer columns in the first row of the data.
 
     Returns:
@@ -250,26 +310,39 @@ def _columns(data: str, prompt_key: str | None, answer_key: str | None) -> tuple
     prompt = prompt_key or next((name for name in PROMPTS if name in row), None)
     answer = answer_key or next((name for name in ANSWERS if name in row), None)
     for option, name in (("--prompt-key", prompt), ("--answer-key", answer)):
-        # An answer is optional: without an option and without a likely column, there is none.
+        # An answer is optional: without an option and without a likely column, there is
+        # none.
         is_unclear = name is None and option == "--prompt-key"
         is_missing = name is not None and name not in row
         if is_unclear or is_missing:
-            missing = f"there is no column {name}" if name else "which column holds the prompt is not clear"
-            raise UsageError(f"{option}: {missing} in {data}, which has {', '.join(row)}")
-    return _column_keys(prompt or "", answer or ANSWERS[0]), str(row.get(answer or "", ""))
+            missing = (
+                f"there is no column {name}"
+                if name
+                else "which column holds the prompt is not clear"
+            )
+            raise UsageError(
+                f"{option}: {missing} in {data}, which has {', '.join(row)}"
+            )
+    return _column_keys(prompt or "", answer or ANSWERS[0]), str(
+        row.get(answer or "", "")
+    )
 
 
 def _column_keys(prompt: str, answer: str) -> dict[str, Any]:
     """Return the keys that name the prompt and answer columns, without those that equal the default."""
-    keys = {"data.prompt_key": (prompt, PROMPTS[0]), "data.answer_key": (answer, ANSWERS[0])}
+    keys = {
+        "data.prompt_key": (prompt, PROMPTS[0]),
+        "data.answer_key": (answer, ANSWERS[0]),
+    }
     return {key: name for key, (name, default) in keys.items() if name != default}
 
 
 def _model_keys(model: str) -> dict[str, Any]:
     """Choose the training engine and the token limits that fit a model.
 
-    Models that megatron-core cannot train get `actor.engine: fsdp`. The limits are left out if the model's context is
-    too short for them: megaverl then chooses limits that fit. For a model on a hub only the limits are returned.
+    Models that megatron-core cannot train get `actor.engine: fsdp`. The limits are left
+    out if the model's context is too short for them: megaverl then chooses limits that
+    fit. For a model on a hub only the limits are returned.
     """
     from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
 
@@ -279,7 +352,11 @@ def _model_keys(model: str) -> dict[str, Any]:
     spec = ModelSpec.outline(model)
     # megaverl chooses lengths itself where none are written.
     lengths = LENGTHS if spec.max_positions >= sum(LENGTHS.values()) else {}
-    return lengths if spec.architecture in ARCHITECTURES else {"actor.engine": "fsdp", **lengths}
+    return (
+        lengths
+        if spec.architecture in ARCHITECTURES
+        else {"actor.engine": "fsdp", **lengths}
+    )
 
 
 def _choose_layout(values: Mapping[str, Any], world: int) -> tuple[dict[str, Any], str]:
@@ -300,12 +377,22 @@ def _choose_layout(values: Mapping[str, Any], world: int) -> tuple[dict[str, Any
     try:
         make = layered(None, list({**values, **ON_GPUS}.items()))
         hardware = hardware_of(make({}), world)
-        best = LayoutSearch(make, find_spec(make({})), world, hardware).best(1).choices[0]
+        best = (
+            LayoutSearch(make, find_spec(make({})), world, hardware).best(1).choices[0]
+        )
     except MegaverlError as error:
         reason = str(error).strip().split("\n")[0]
-        return ON_GPUS, f"Cut actor.tp and rollout.tp as the model needs (megaverl plan says what fits): {reason}"
-    chosen = {key: value for key, value in shown(best.settings).items() if value is not None}
-    return {**ON_GPUS, **chosen}, f"{best.grid}: of what fits the fastest, as predicted for {hardware.name}."
+        return (
+            ON_GPUS,
+            f"Cut actor.tp and rollout.tp as the model needs (megaverl plan says what fits): {reason}",
+        )
+    chosen = {
+        key: value for key, value in shown(best.settings).items() if value is not None
+    }
+    return {
+        **ON_GPUS,
+        **chosen,
+    }, f"{best.grid}: of what fits the fastest, as predicted for {hardware.name}."
 
 
 def _format_recipe(values: Mapping[str, Any], why: str) -> str:
@@ -323,7 +410,8 @@ def _format_recipe(values: Mapping[str, Any], why: str) -> str:
         lines.append(f"# {why}")
     open_sections: list[str] = []
     order = list(dict.fromkeys(key.partition(".")[0] for key in values))
-    # `sorted` is stable: keys of one section are brought together, and otherwise keep their order.
+    # `sorted` is stable: keys of one section are brought together, and otherwise keep
+    # their order.
     for key in sorted(values, key=lambda key: order.index(key.partition(".")[0])):
         *sections, name = key.split(".")
         for depth, section in enumerate(sections):
@@ -333,7 +421,11 @@ def _format_recipe(values: Mapping[str, Any], why: str) -> str:
                 lines.append(f"{'  ' * depth}{section}:")
                 open_sections = sections[: depth + 1]
         open_sections = sections
-        value = yaml.safe_dump(values[key], default_flow_style=True, width=200).removesuffix("...\n").strip()
+        value = (
+            yaml.safe_dump(values[key], default_flow_style=True, width=200)
+            .removesuffix("...\n")
+            .strip()
+        )
         meaning = re.split(r"(?<=[.:;])\s", meanings.get(key, ""))[0].rstrip(".:;")
         if not sections:
             lines.append("")
@@ -344,7 +436,10 @@ def _format_recipe(values: Mapping[str, Any], why: str) -> str:
 
 def _recipes_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "name", nargs="?", default="", help="name of one, such as gsm8k_smollm2/dapo, or part of a name"
+        "name",
+        nargs="?",
+        default="",
+        help="name of one, such as gsm8k_smollm2/dapo, or part of a name",
     )
 
 
@@ -360,8 +455,12 @@ def _recipes(arguments: argparse.Namespace) -> int:
         print(f"{arguments.name}: {sentence[0].lower()}{sentence[1:]}")
         return 0
     if not chosen:
-        raise UsageError(f"no recipe has `{arguments.name}` in its name.{did_you_mean(arguments.name, names)}")
-    print(f"in {recipes_folder()}; `megaverl recipes NAME` shows one, with the command that runs it")
+        raise UsageError(
+            f"no recipe has `{arguments.name}` in its name.{did_you_mean(arguments.name, names)}"
+        )
+    print(
+        f"in {recipes_folder()}; `megaverl recipes NAME` shows one, with the command that runs it"
+    )
     print("\n".join(_recipe_lines(chosen)))
     return 0
 
@@ -388,14 +487,17 @@ def _recipe_lines(names: Sequence[str]) -> Iterator[str]:
             heading = f"{above}: {shared}" if shared else above
             yield "\n" + textwrap.fill(heading, columns) if above else ""
         yield textwrap.fill(
-            f"  {last:<{width}}"[:width] + _heading(recipe(name)), columns, subsequent_indent=" " * width
+            f"  {last:<{width}}"[:width] + _heading(recipe(name)),
+            columns,
+            subsequent_indent=" " * width,
         )
 
 
 def _heading(path: Path) -> str:
     """Return the first paragraph of a recipe's leading comment, on one line.
 
-    A last sentence that ends in a colon is left out: it introduces the command that follows.
+    A last sentence that ends in a colon is left out: it introduces the command that
+    follows.
     """
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():

@@ -1,7 +1,7 @@
 """Commands that run on ranks: `train`, `sft`, `dpo`, `reward` and `quickstart` train; `generate` and `eval` do not.
 
-Each command checks the configuration. Under torchrun it then runs this process's rank, otherwise it starts the ranks.
-`train` also runs as `python -m megaverl.cli.train`.
+Each command checks the configuration. Under torchrun it then runs this process's rank,
+otherwise it starts the ranks. `train` also runs as `python -m megaverl.cli.train`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megaverl.cli.options import Subcommand, UsageError, add_config, add_dry_run, add_nproc, add_resume, read_config
+from megaverl.cli.options import (
+    Subcommand,
+    UsageError,
+    add_config,
+    add_dry_run,
+    add_nproc,
+    add_resume,
+    read_config,
+)
 from megaverl.config import Config, load_config, smallest_world
 from megaverl.config.evaluation import SUITE_NAMES
 from megaverl.config.files_and_packages import DATA_SUFFIXES
@@ -24,7 +32,15 @@ from megaverl.config.loader import Command, Make
 from megaverl.config.run import is_hub_name
 from megaverl.config.yaml_source import recipe
 from megaverl.distributed.placement import parse_claims
-from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, STARTS_AGAIN, ConfigError, MegaverlError
+from megaverl.errors import (
+    FAILED,
+    INTERRUPTED,
+    MISTAKE,
+    SAVED_AND_LEFT,
+    STARTS_AGAIN,
+    ConfigError,
+    MegaverlError,
+)
 from megaverl.temporary import remove_temporary_folder
 from megaverl.trainer.code_checks import Preflight
 from megaverl.trainer.preflight import (
@@ -38,14 +54,18 @@ from megaverl.trainer.preflight import (
 )
 from megaverl.trainer.resuming import check_resume
 
-UNDER_TORCHRUN = "Under torchrun the command is one of its ranks; otherwise it starts them itself."
+UNDER_TORCHRUN = (
+    "Under torchrun the command is one of its ranks; otherwise it starts them itself."
+)
 # Commands that write checkpoints and can resume from them.
 RESUMED = ("train", "sft", "dpo", "reward")
-# Number of new objects between two garbage collections, until the training loop sets its own.
+# Number of new objects between two garbage collections, until the training loop sets
+# its own.
 STARTING_THRESHOLD = 100_000
 
 
-# Function that turns a command's own options into overrides. It may return options for `megaverl.trainer.run.main`.
+# Function that turns a command's own options into overrides. It may return options for
+# `megaverl.trainer.run.main`.
 Apply = Callable[[argparse.Namespace], dict[str, Any] | None]
 
 
@@ -80,35 +100,54 @@ def rank_command(
     def run(arguments: argparse.Namespace) -> int:
         return run_command(command, arguments, apply)
 
-    return Subcommand(description, all_options, run, f"examples:\n{examples}\n\n{UNDER_TORCHRUN}{note}")
+    return Subcommand(
+        description,
+        all_options,
+        run,
+        f"examples:\n{examples}\n\n{UNDER_TORCHRUN}{note}",
+    )
 
 
-def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | None) -> int:
+def run_command(
+    command: Command, arguments: argparse.Namespace, apply: Apply | None
+) -> int:
     """Check everything, then run the command.
 
-    Under torchrun this process runs its rank. Otherwise it starts the ranks and waits for them.
+    Under torchrun this process runs its rank. Otherwise it starts the ranks and waits
+    for them.
 
     Returns:
         The exit code of the command.
     """
-    rank = int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+    rank = (
+        int(os.environ["RANK"])
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        else None
+    )
     try:
         if not arguments.dry_run:
             check_builds()
         options = (apply(arguments) if apply else None) or {}
         choose = _choose if command in REINFORCING else None
-        config = read_config(arguments, command, check_paths=not arguments.no_file_checks, choose=choose)
+        config = read_config(
+            arguments, command, check_paths=not arguments.no_file_checks, choose=choose
+        )
         if rank is not None and not arguments.dry_run:
             # Variables such as CUDA's must be set before user code may import torch.
             prepare_environment(config, command)
         if arguments.dry_run:
-            warning = check_dry_run(config, command, with_files=not arguments.no_file_checks)
+            warning = check_dry_run(
+                config, command, with_files=not arguments.no_file_checks
+            )
         else:
             warning = check_before_ranks(config, command, is_rank=rank is not None)
         with_trials = not arguments.no_file_checks and rank is None
-        notes = check_fields(config, command, dry_run=arguments.dry_run, with_trials=with_trials)
+        notes = check_fields(
+            config, command, dry_run=arguments.dry_run, with_trials=with_trials
+        )
         checked = None
-        # Ranks of a torchrun job check code and data after they have connected, once for all of them.
+        # Ranks of a torchrun job check code and data after they have connected, once
+        # for all of them.
         reports = rank is None or (arguments.dry_run and rank == 0)
         if reports and not arguments.no_file_checks:
             checked = check_code_and_data(config, command)
@@ -124,12 +163,22 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
             print(f"note: {note}", file=sys.stderr)
     if arguments.dry_run:
         if not rank:
-            print(config.to_yaml() if arguments.print else f"{summary(config, command, checked)}\n", end="")
-            for line in [*(f"warning: {warning}" for warning in config.warnings), *config.choices]:
+            print(
+                config.to_yaml()
+                if arguments.print
+                else f"{summary(config, command, checked)}\n",
+                end="",
+            )
+            for line in [
+                *(f"warning: {warning}" for warning in config.warnings),
+                *config.choices,
+            ]:
                 print(line, file=sys.stderr)
         return 0
     if rank is not None:
-        return run_rank(config, command, options, rank, checks_files=not arguments.no_file_checks)
+        return run_rank(
+            config, command, options, rank, checks_files=not arguments.no_file_checks
+        )
     from megaverl.trainer.elastic_agent import launch
 
     try:
@@ -145,7 +194,11 @@ def summary(config: Config, command: str, checked: Preflight | None) -> str:
     Args:
         checked: result of the checks of code and data. None: they were skipped.
     """
-    planned = {"sft": config.sft.steps, "dpo": config.preference.steps, "reward": config.preference.steps}
+    planned = {
+        "sft": config.sft.steps,
+        "dpo": config.preference.steps,
+        "reward": config.preference.steps,
+    }
     ranks = config.run.nproc or smallest_world(config, command)
     parts = [f"{ranks:,} rank{'s' if ranks > 1 else ''}"]
     if checked is not None and checked.num_rows is not None:
@@ -153,18 +206,31 @@ def summary(config: Config, command: str, checked: Preflight | None) -> str:
     if command not in ("generate", "eval"):
         parts.append(f"{planned.get(command, config.trainer.steps):,} steps")
     parts += planned_memory(config, command, ranks)
-    left_out = ["prompts in tokens (megaverl data check)", "weights"] if checked is not None else []
+    left_out = (
+        ["prompts in tokens (megaverl data check)", "weights"]
+        if checked is not None
+        else []
+    )
     if is_hub_name(config.model.path):
-        left_out.insert(0, f"whether {config.model.path}, which is no folder here, is on the hub")
-    left_out = [*(checked.not_checked if checked else ["files, code and data (--no-file-checks)"]), *left_out]
+        left_out.insert(
+            0, f"whether {config.model.path}, which is no folder here, is on the hub"
+        )
+    left_out = [
+        *(
+            checked.not_checked
+            if checked
+            else ["files, code and data (--no-file-checks)"]
+        ),
+        *left_out,
+    ]
     return f"{command}: the configuration is good: {', '.join(parts)}. Not looked at: {', '.join(left_out)}."
 
 
 def planned_memory(config: Config, command: str, ranks: int) -> list[str]:
     """Return the predicted memory of the fullest rank, as a list of one phrase.
 
-    The list is empty for other commands than `train`, for a model that is not on this machine, and if the planner
-    fails.
+    The list is empty for other commands than `train`, for a model that is not on this
+    machine, and if the planner fails.
     """
     if command != "train" or not (Path(config.model.path) / "config.json").is_file():
         return []
@@ -176,30 +242,44 @@ def planned_memory(config: Config, command: str, ranks: int) -> list[str]:
         memory = MemoryModel(make_job(config, spec, ranks, builds_engine=False)).ranks()
     except MegaverlError:
         return []
-    # The cache takes whatever its share of a GPU leaves, and the reserve is the driver's.
+    # The cache takes whatever its share of a GPU leaves, and the reserve is the
+    # driver's.
     moments = [used for rank in memory for used in rank.moments.values()]
-    # The KV cache fills whatever its share of the GPU leaves free, and the reserve belongs to the driver. Neither says
-    # anything about the configuration.
-    peak = max(sum(size for part, size in used.items() if part not in ("KV cache", "reserve")) for used in moments)
+    # The KV cache fills whatever its share of the GPU leaves free, and the reserve
+    # belongs to the driver. Neither says anything about the configuration.
+    peak = max(
+        sum(size for part, size in used.items() if part not in ("KV cache", "reserve"))
+        for used in moments
+    )
     return [f"{peak / GB:.3g} GB on the fullest rank besides the engine's cache"]
 
 
-def _choose(make: Make, keys: tuple[str, ...], world: int) -> tuple[dict[str, Any], str]:
+def _choose(
+    make: Make, keys: tuple[str, ...], world: int
+) -> tuple[dict[str, Any], str]:
     """Choose values for keys that are `auto`. The planner is imported only if there are such keys."""
     from megaverl.planner.search import choose
 
     return choose(make, keys, world)
 
 
-def run_rank(config: Config, command: str, options: dict[str, Any], rank: int, *, checks_files: bool = True) -> int:
+def run_rank(
+    config: Config,
+    command: str,
+    options: dict[str, Any],
+    rank: int,
+    *,
+    checks_files: bool = True,
+) -> int:
     """Run `megaverl.trainer.run.main` on this rank, and return only if it succeeds.
 
-    Otherwise the process reports the error and exits at once, without waiting for threads: other ranks may be waiting
-    for this process to end. For a MegaverlError the message is shown. For any other exception the terminal shows the
-    rank, the exception and the log file that has the traceback.
+    Otherwise the process reports the error and exits at once, without waiting for
+    threads: other ranks may be waiting for this process to end. For a MegaverlError the
+    message is shown. For any other exception the terminal shows the rank, the exception
+    and the log file that has the traceback.
     """
-    # Starting imports thousands of modules that stay in memory. Collecting garbage at the usual rate takes a fifth of
-    # the start, and finds almost nothing.
+    # Starting imports thousands of modules that stay in memory. Collecting garbage at
+    # the usual rate takes a fifth of the start, and finds almost nothing.
     gc.set_threshold(STARTING_THRESHOLD)
     try:
         from megaverl.planner.placed_run import check_memory
@@ -210,7 +290,8 @@ def run_rank(config: Config, command: str, options: dict[str, Any], rank: int, *
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
     except BaseException as error:
-        # SystemExit is caught too: whatever code it carries, the run did not reach its end.
+        # SystemExit is caught too: whatever code it carries, the run did not reach its
+        # end.
         _report(config, rank, error)
         _leave(exit_code(error))
     if code:
@@ -226,7 +307,8 @@ def exit_code(error: BaseException) -> int:
 def _report(config: Config, rank: int, error: BaseException) -> None:
     """Report an error through the exception hook of `redirect_output`.
 
-    The hook writes the traceback to the rank's log, and one message per machine to the terminal.
+    The hook writes the traceback to the rank's log, and one message per machine to the
+    terminal.
     """
     if sys.excepthook is sys.__excepthook__:
         # The run failed before it redirected its output, so that is done now.
@@ -235,7 +317,9 @@ def _report(config: Config, rank: int, error: BaseException) -> None:
         try:
             redirect_output(config.run_dir / "logs", rank)
         except OSError as unwritable:
-            print(f"error: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+            print(
+                f"error: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr
+            )
             print(f"(no log of it: {unwritable})", file=sys.stderr)
             return
     if not isinstance(error, MegaverlError) and hasattr(error, "add_note"):
@@ -252,9 +336,20 @@ def _leave(code: int) -> NoReturn:
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; can be given several times")
-    parser.add_argument("--prompts", metavar="FILE", help="JSONL or Parquet; data.prompt_key names the column")
-    parser.add_argument("--output", metavar="FILE", help="JSONL file to write; default: print text")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="a prompt; can be given several times",
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="JSONL or Parquet; data.prompt_key names the column",
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="JSONL file to write; default: print text"
+    )
 
 
 def _generate(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -264,7 +359,9 @@ def _generate(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.prompts is not None:
         path = Path(arguments.prompts)
         if path.suffix not in DATA_SUFFIXES:
-            raise UsageError(f"--prompts: found {path}; expected a file that ends in {' or '.join(DATA_SUFFIXES)}")
+            raise UsageError(
+                f"--prompts: found {path}; expected a file that ends in {' or '.join(DATA_SUFFIXES)}"
+            )
         if not path.is_file():
             raise UsageError(f"--prompts: {path} does not exist")
     return {name: getattr(arguments, name) for name in ("prompt", "prompts", "output")}
@@ -272,15 +369,33 @@ def _generate(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _eval_options(parser: argparse.ArgumentParser) -> None:
     suites = ", ".join(SUITE_NAMES)
-    parser.add_argument("--suite", metavar="NAMES", help=f"published data sets, with commas: {suites}")
-    parser.add_argument("--run", metavar="RUN", help="folder of a run: evaluate the model that it has written")
-    parser.add_argument("--url", metavar="URL", help="evaluate the model that this vLLM or SGLang server serves")
-    parser.add_argument("--against", metavar="RUN", help="folder of an earlier evaluation of suites to compare with")
+    parser.add_argument(
+        "--suite", metavar="NAMES", help=f"published data sets, with commas: {suites}"
+    )
+    parser.add_argument(
+        "--run",
+        metavar="RUN",
+        help="folder of a run: evaluate the model that it has written",
+    )
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help="evaluate the model that this vLLM or SGLang server serves",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="RUN",
+        help="folder of an earlier evaluation of suites to compare with",
+    )
 
 
 def _eval(arguments: argparse.Namespace) -> dict[str, Any]:
     """Turn the options of `eval` into overrides, and return those of the run."""
-    if arguments.against is not None and arguments.suite is None and arguments.config is None:
+    if (
+        arguments.against is not None
+        and arguments.suite is None
+        and arguments.config is None
+    ):
         raise UsageError("--against compares suites; give --suite NAMES too")
     overrides = []
     if arguments.run is not None:
@@ -288,7 +403,10 @@ def _eval(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.suite is not None:
         overrides.append(f"evaluation.suites={json.dumps(arguments.suite.split(','))}")
     if arguments.url is not None:
-        overrides += ["rollout.engine=server", f"rollout.servers.urls={json.dumps([arguments.url])}"]
+        overrides += [
+            "rollout.engine=server",
+            f"rollout.servers.urls={json.dumps([arguments.url])}",
+        ]
     # The user's own key=value stand last, and so win.
     arguments.overrides = [*overrides, *arguments.overrides]
     return {"against": arguments.against}
@@ -298,11 +416,14 @@ def _model_of_run(arguments: argparse.Namespace) -> list[str]:
     """Take the configuration of a run, and return the overrides that name its trained model."""
     folder = Path(arguments.run)
     if not (folder / "hf" / "config.json").is_file():
-        raise UsageError(f"--run: {folder} has no model in {folder / 'hf'}. Give the folder of a finished run")
+        raise UsageError(
+            f"--run: {folder} has no model in {folder / 'hf'}. Give the folder of a finished run"
+        )
     if arguments.config is None:
         files = [folder / f"{command}.yaml" for command in (*RESUMED, "quickstart")]
         arguments.config = next((str(file) for file in files if file.is_file()), None)
-    # The evaluation has a folder of its own inside the run's, where reports look for it.
+    # The evaluation has a folder of its own inside the run's, where reports look for
+    # it.
     return [f"model.path={folder / 'hf'}", f"run.dir={folder}", "run.name=eval"]
 
 
@@ -314,8 +435,16 @@ EXIT_CODES = (
 
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rollout-only", action="store_true", help="generate, score and store without training")
-    parser.add_argument("--replay-rollouts", metavar="PATH", help="train on stored rollouts, without an engine")
+    parser.add_argument(
+        "--rollout-only",
+        action="store_true",
+        help="generate, score and store without training",
+    )
+    parser.add_argument(
+        "--replay-rollouts",
+        metavar="PATH",
+        help="train on stored rollouts, without an engine",
+    )
     parser.add_argument(
         "--track_metrics",
         "--track-metrics",
@@ -345,17 +474,23 @@ def _train(arguments: argparse.Namespace) -> None:
     if arguments.rollout_only:
         arguments.overrides.append("trainer.rollout_only=true")
     if arguments.replay_rollouts is not None:
-        arguments.overrides.append(f"trainer.replay_rollouts={arguments.replay_rollouts}")
+        arguments.overrides.append(
+            f"trainer.replay_rollouts={arguments.replay_rollouts}"
+        )
     if arguments.track_metrics is not None:
         if "=" in arguments.track_metrics:
-            # `--track_metrics key=value`: argparse took the next override for the option's value. So the option was
-            # given alone.
+            # `--track_metrics key=value`: argparse took the next override for the
+            # option's value. So the option was given alone.
             arguments.overrides.append(arguments.track_metrics)
             arguments.track_metrics = "*"
-        arguments.overrides.append(f"run.track_metrics={json.dumps(arguments.track_metrics.split(','))}")
+        arguments.overrides.append(
+            f"run.track_metrics={json.dumps(arguments.track_metrics.split(','))}"
+        )
 
 
-def not_yet(make: Make, keys: tuple[str, ...], world: int) -> tuple[dict[str, Any], str]:
+def not_yet(
+    make: Make, keys: tuple[str, ...], world: int
+) -> tuple[dict[str, Any], str]:
     """Leave keys that are `auto` at their defaults: the quickstart's model does not exist yet."""
     return {}, ""
 
@@ -366,7 +501,8 @@ def _quickstart(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         # The files are made by the run, so a dry run cannot check them.
         arguments.no_file_checks = True
-    # Only the process that starts the ranks makes their files. Under torchrun the ranks would race for them.
+    # Only the process that starts the ranks makes their files. Under torchrun the ranks
+    # would race for them.
     elif "RANK" not in os.environ:
         config = load_config(
             arguments.config,
@@ -377,7 +513,8 @@ def _quickstart(arguments: argparse.Namespace) -> None:
         )
         check_builds()
         check_packages(config, "quickstart")
-        # Checked before the files are made anew: a run that would not be resumed must not replace them.
+        # Checked before the files are made anew: a run that would not be resumed must
+        # not replace them.
         check_resume(config, "quickstart")
         from megaverl.trainer.quickstart import prepare
 

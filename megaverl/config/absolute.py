@@ -14,7 +14,8 @@ from megaverl.config.evaluation import SUITE_PREFIX
 from megaverl.config.schema import Config
 from megaverl.plugins import absolute_name
 
-# Keys that name a file or folder which need not exist yet, so existence cannot tell a path from a name.
+# Keys that name a file or folder which need not exist yet, so existence cannot tell a
+# path from a name.
 PLACES = {
     "run.dir",
     "model.offload_folder",
@@ -24,10 +25,20 @@ PLACES = {
 }
 # Field names that mean such a file or folder in every section.
 PLACE_NAMES = ("folder", "file", "dir")
-# Fields, and options of plug-ins, that hold either a path, a name on a hub, or something else. Only values that exist
-# on disk are treated as paths.
+# Fields, and options of plug-ins, that hold either a path, a name on a hub, or
+# something else. Only values that exist on disk are treated as paths.
 FILE_NAMES = (
-    *("path", "tokenizer", "train", "validation", "tools", "resume", "search", "template", "config"),
+    *(
+        "path",
+        "tokenizer",
+        "train",
+        "validation",
+        "tools",
+        "resume",
+        "search",
+        "template",
+        "config",
+    ),
     *("reward_modules", "modules", "offload_folder", "chat_template"),
 )
 
@@ -48,15 +59,28 @@ def _absolute(value: Any, key: str) -> Any:
     """
     if isinstance(value, BaseModel):
         fields = {name: getattr(value, name) for name in type(value).model_fields}
-        changed = {name: _absolute(field, f"{key}.{name}".lstrip(".")) for name, field in fields.items()}
-        changed = {name: field for name, field in changed.items() if field is not fields[name]}
+        changed = {
+            name: _absolute(field, f"{key}.{name}".lstrip("."))
+            for name, field in fields.items()
+        }
+        changed = {
+            name: field for name, field in changed.items() if field is not fields[name]
+        }
         return value.model_copy(update=changed) if changed else value
     if isinstance(value, Mapping):
         items = {name: _absolute(item, f"{key}.{name}") for name, item in value.items()}
-        return items if any(items[name] is not item for name, item in value.items()) else value
+        return (
+            items
+            if any(items[name] is not item for name, item in value.items())
+            else value
+        )
     if isinstance(value, list | tuple):
         entries = [_absolute(entry, key) for entry in value]
-        return type(value)(entries) if any(a is not b for a, b in zip(entries, value, strict=True)) else value
+        return (
+            type(value)(entries)
+            if any(a is not b for a, b in zip(entries, value, strict=True))
+            else value
+        )
     if not isinstance(value, str) or not value:
         return value
     return _absolute_text(value, key)
@@ -72,7 +96,9 @@ def _absolute_text(value: str, key: str) -> str:
         return _absolute_suite(value)
     if key.startswith("evaluation.data."):
         path, mark, options = value.partition("?")
-        return f"{Path(path).absolute()}{mark}{options}" if Path(path).exists() else value
+        return (
+            f"{Path(path).absolute()}{mark}{options}" if Path(path).exists() else value
+        )
     field = key.rpartition(".")[2]
     if key in PLACES or (field in PLACE_NAMES and ".options" not in key):
         return str(Path(value).absolute())

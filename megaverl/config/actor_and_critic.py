@@ -15,7 +15,8 @@ KEY = "critic.share_backbone"
 def shared_backbone_issues(config: Config) -> Issues:
     """Yield settings that cannot be combined with `critic.share_backbone`.
 
-    These are settings of a separate critic model, and settings that would let a value loss alone move the policy.
+    These are settings of a separate critic model, and settings that would let a value
+    loss alone move the policy.
     """
     critic = config.critic
     if not critic.share_backbone:
@@ -26,13 +27,20 @@ def shared_backbone_issues(config: Config) -> Issues:
         yield ConfigIssue(KEY, text, involves=BY_NAME)
         return
     if critic.path is not None:
-        yield ConfigIssue("critic.path", f"is set, and so is {KEY}: the backbone is the actor's. Use one of the two.")
+        yield ConfigIssue(
+            "critic.path",
+            f"is set, and so is {KEY}: the backbone is the actor's. Use one of the two.",
+        )
     for name in SHARED_BY_CRITIC:
         value = getattr(critic, name)
         actors = getattr(config.actor, name)
         if value != actors:
             text = f"found {yaml_text(value)}, and with {KEY} the critic is the actor's model, whose actor.{name} is "
-            yield ConfigIssue(f"critic.{name}", f"{text}{yaml_text(actors)}. Leave it out.", involves=(KEY,))
+            yield ConfigIssue(
+                f"critic.{name}",
+                f"{text}{yaml_text(actors)}. Leave it out.",
+                involves=(KEY,),
+            )
     for name in critic.changed("lora", "optimizer", "scheduler"):
         text = f"is set, and with {KEY} there is one optimizer: set actor.{name}."
         yield ConfigIssue(f"critic.{name}", text, involves=(KEY,))
@@ -42,4 +50,8 @@ def shared_backbone_issues(config: Config) -> Issues:
     warmup = config.algorithm.critic_warmup_steps
     if warmup:
         text = f"found {warmup}; with {KEY} a value loss alone would move the policy. Leave it out, or give the critic "
-        yield ConfigIssue("algorithm.critic_warmup_steps", f"{text}a model of its own.", involves=(KEY,))
+        yield ConfigIssue(
+            "algorithm.critic_warmup_steps",
+            f"{text}a model of its own.",
+            involves=(KEY,),
+        )

@@ -16,14 +16,17 @@ def teacher_issues(config: Config) -> Issues:
         yield from other_tokenizer_issues(config)
     if algorithm.advantage_name == "distillation":
         text = "distillation has every token judged by a teacher, and this one would teach the actor to stay as it is. "
-        yield from _same_weights_issues(config, f"{text}Name the teacher's folder.", BY_NAME)
+        yield from _same_weights_issues(
+            config, f"{text}Name the teacher's folder.", BY_NAME
+        )
     if divergence is None:
         return
     text = f"{divergence} compares the actor with a teacher, and this one would teach it to stay as it is. Name the "
     text += "teacher's folder; to stay near where training starts, use algorithm.kl."
     involves = ("algorithm.name", "algorithm.distillation.divergence")
     yield from _same_weights_issues(config, text, involves)
-    # Both models compute the same vocabulary part on each rank, so the divergence needs no exchange of logits.
+    # Both models compute the same vocabulary part on each rank, so the divergence needs
+    # no exchange of logits.
     for name in ("engine", "tp", "pp", "cp", "vpp"):
         actors = getattr(config.actor, name)
         teachers = getattr(config.reference, name)
@@ -34,7 +37,9 @@ def teacher_issues(config: Config) -> Issues:
             yield ConfigIssue(f"reference.{name}", text, involves=involves)
 
 
-def _same_weights_issues(config: Config, text: str, involves: tuple[str, ...]) -> Issues:
+def _same_weights_issues(
+    config: Config, text: str, involves: tuple[str, ...]
+) -> Issues:
     """Yield a mistake if the teacher has the weights that training starts from."""
     path = config.reference.path
     if path in (None, config.model.path):
@@ -55,7 +60,10 @@ def other_tokenizer_issues(config: Config) -> Issues:
         text += "model's own tokens. Use algorithm.advantage=distillation, or a reference with the model's tokenizer."
         yield ConfigIssue(key, text, involves=BY_NAME)
     has_top_k = any(entry.top_k for entry in rollout.sampling_rules)
-    reads_pairs = any(entry.update == "preference" for entry in config.mix) and config.preference_needs_reference
+    reads_pairs = (
+        any(entry.update == "preference" for entry in config.mix)
+        and config.preference_needs_reference
+    )
     tokens = "a teacher of other tokens"
     yield from conflict_issues(
         key,
@@ -70,7 +78,11 @@ def other_tokenizer_issues(config: Config) -> Issues:
                 algorithm.kl.place != "none",
                 f"the KL to {tokens} is what distillation learns from",
             ),
-            ("mix", reads_pairs, f"{tokens} has no log-probs of both responses of a pair in the student's tokens"),
+            (
+                "mix",
+                reads_pairs,
+                f"{tokens} has no log-probs of both responses of a pair in the student's tokens",
+            ),
             (
                 "rollout.adaptive_sampling",
                 rollout.adaptive_sampling and has_top_k,
@@ -86,6 +98,10 @@ def other_tokenizer_issues(config: Config) -> Issues:
                 config.environment.name is not None,
                 "what an environment answers is written in the student's tokens and chat template",
             ),
-            ("data.tools", config.data.tools is not None, f"{tokens} is given the messages alone, without tools"),
+            (
+                "data.tools",
+                config.data.tools is not None,
+                f"{tokens} is given the messages alone, without tools",
+            ),
         ),
     )

@@ -45,17 +45,26 @@ from megaverl.config.signatures import Registered, registered
 from megaverl.config.wording import listed, yaml_text
 
 FILTERS = ("best_and_worst", "best_and_random")
-# Keys that choose the estimator, the policy loss and the aggregation: the `involves` of mistakes about them.
+# Keys that choose the estimator, the policy loss and the aggregation: the `involves` of
+# mistakes about them.
 BY_NAME = ("algorithm.name", "algorithm.advantage")
 BY_LOSS = ("algorithm.name", "algorithm.policy_loss")
 BY_AGGREGATION = ("algorithm.name", "algorithm.loss_aggregation")
-# Policy losses without a ratio to the sampling policy, and estimators for which that is no problem: raft learns kept
-# samples like answers, and none has no advantages.
+# Policy losses without a ratio to the sampling policy, and estimators for which that is
+# no problem: raft learns kept samples like answers, and none has no advantages.
 WITHOUT_RATIO = ("policy_gradient", "gpg")
 NOT_OF_SAMPLES = ("raft", "none")
-WITH_RATIO = "Use 1, or a policy loss with a ratio, such as importance_sampling or ppo_clip."
+WITH_RATIO = (
+    "Use 1, or a policy loss with a ratio, such as importance_sampling or ppo_clip."
+)
 # Settings of the value loss, which only an estimator with a critic has.
-OF_CRITIC = ("value_loss", "value_loss_options", "value_loss_coef", "value_clip_range", "critic_warmup_steps")
+OF_CRITIC = (
+    "value_loss",
+    "value_loss_options",
+    "value_loss_coef",
+    "value_clip_range",
+    "critic_warmup_steps",
+)
 
 
 class Preset(NamedTuple):
@@ -145,13 +154,21 @@ class KLConfig(Section):
     @property
     def kind_name(self) -> str:
         """Name of the KL estimator: a registered one, or module:function."""
-        return self.kind or ("k1" if self.place == "reward" or self.score_function else "k3")
+        return self.kind or (
+            "k1" if self.place == "reward" or self.score_function else "k3"
+        )
 
     @property
     def gradient(self) -> str:
         """Kind of gradient that `kl_loss` computes: straight_through, importance, score or value."""
-        chosen = {"straight_through": self.straight_through, "importance": self.importance_weighted}
-        return next((name for name, is_set in chosen.items() if is_set), "score" if self.score_function else "value")
+        chosen = {
+            "straight_through": self.straight_through,
+            "importance": self.importance_weighted,
+        }
+        return next(
+            (name for name, is_set in chosen.items() if is_set),
+            "score" if self.score_function else "value",
+        )
 
     @rule
     def check_place(self, at: str) -> Issues:
@@ -161,40 +178,65 @@ class KLConfig(Section):
             text = f"found none, yet {at}.{name} is set. Use in: reward or in: loss, or leave {name} out."
             yield ConfigIssue(f"{at}.in", text)
         if self.place != "none" and self.coef == 0:
-            yield ConfigIssue(f"{at}.coef", f"found 0.0; with {at}.in={self.place} it must be above 0.")
+            yield ConfigIssue(
+                f"{at}.coef",
+                f"found 0.0; with {at}.in={self.place} it must be above 0.",
+            )
 
     @rule
     def check_kind(self, at: str) -> Issues:
         """Refuse an unknown estimator of the KL, and k1 in a loss, where it has no gradient."""
-        yield from function_issues(f"{at}.kind", "kl_estimators", self.kind_name, KL_INPUTS, ())
+        yield from function_issues(
+            f"{at}.kind", "kl_estimators", self.kind_name, KL_INPUTS, ()
+        )
         if self.place == "loss" and self.kind == "k1" and self.gradient == "value":
             text = f"found 'k1', whose gradient is 0 on average in a loss. Use k2 or k3, or {at}.straight_through, "
-            yield ConfigIssue(f"{at}.kind", f"{text}importance_weighted or score_function.")
+            yield ConfigIssue(
+                f"{at}.kind", f"{text}importance_weighted or score_function."
+            )
 
     @rule
     def check_gradient(self, at: str) -> Issues:
         """Refuse kinds of gradients outside a loss, and more than one of them."""
-        gradients = [*self.changed("straight_through", "importance_weighted", "score_function")]
+        gradients = [
+            *self.changed("straight_through", "importance_weighted", "score_function")
+        ]
         if self.place != "loss":
             for name in gradients:
-                yield ConfigIssue(f"{at}.{name}", f"is about gradients, and {at}.in={self.place} has none.")
+                yield ConfigIssue(
+                    f"{at}.{name}",
+                    f"is about gradients, and {at}.in={self.place} has none.",
+                )
         elif len(gradients) > 1:
-            yield ConfigIssue(f"{at}.{gradients[1]}", f"is set, and so is {gradients[0]}. Use one of them.")
+            yield ConfigIssue(
+                f"{at}.{gradients[1]}",
+                f"is set, and so is {gradients[0]}. Use one of them.",
+            )
         elif self.score_function and self.kind_name != "k1":
             text = f"found {yaml_text(self.kind)}; score_function leaves out the gradient of the estimate itself, "
-            yield ConfigIssue(f"{at}.kind", f"{text}which is 0 on average for k1 alone. Leave it out.")
+            yield ConfigIssue(
+                f"{at}.kind", f"{text}which is 0 on average for k1 alone. Leave it out."
+            )
 
     @rule
     def check_bias(self, at: str) -> Issues:
         """Refuse estimators in the reward whose gradient is not that of the KL, unless they are allowed."""
-        # Only registered kinds are known to be biased. A user's own estimator is the user's decision.
-        biased = self.kind_name != "k1" and self.kind_name in registered("kl_estimators")
+        # Only registered kinds are known to be biased. A user's own estimator is the
+        # user's decision.
+        biased = self.kind_name != "k1" and self.kind_name in registered(
+            "kl_estimators"
+        )
         if self.place == "reward" and biased and not self.allow_biased:
             text = f"found {yaml_text(self.kind_name)}; in the reward only k1 has the gradient of the KL on average: "
             text += "that of others is far too small near the reference, or points elsewhere. Leave it out, use "
-            yield ConfigIssue(f"{at}.kind", f"{text}in: loss, or {at}.allow_biased: true.")
+            yield ConfigIssue(
+                f"{at}.kind", f"{text}in: loss, or {at}.allow_biased: true."
+            )
         if self.place != "reward" and self.allow_biased:
-            yield ConfigIssue(f"{at}.allow_biased", f"is about kinds in the reward, and {at}.in={self.place}.")
+            yield ConfigIssue(
+                f"{at}.allow_biased",
+                f"is about kinds in the reward, and {at}.in={self.place}.",
+            )
 
     @rule
     def check_gain(self, at: str) -> Issues:
@@ -226,17 +268,27 @@ class CorrectionPart(Section):
         if self.kind == "none":
             yield from self.unused(at, f"{at}.kind is none.", "options", "low", "high")
             return
-        yield from function_issues(f"{at}.kind", "corrections", self.kind, CORRECTION_INPUTS)
+        yield from function_issues(
+            f"{at}.kind", "corrections", self.kind, CORRECTION_INPUTS
+        )
         function = find_function("corrections", self.kind)
         if function is None:
             return
         yield from self._limit_issues(at, function)
         limits = ("low", "high")
-        values = {name: value for name, value in self.options.items() if name not in limits}
-        options = {name: option for name, option in function.options.items() if name not in limits}
+        values = {
+            name: value for name, value in self.options.items() if name not in limits
+        }
+        options = {
+            name: option
+            for name, option in function.options.items()
+            if name not in limits
+        }
         required = tuple(name for name in function.required if name not in limits)
         without_limits = replace(function, options=options, required=required)
-        yield from option_issues(f"{at}.options", self.kind, values, without_limits, f"{at}.kind")
+        yield from option_issues(
+            f"{at}.options", self.kind, values, without_limits, f"{at}.kind"
+        )
 
     def _limit_issues(self, at: str, function: Registered) -> Issues:
         """Yield mistakes in `low` and `high`, which are options of the correction with keys of their own."""
@@ -248,11 +300,17 @@ class CorrectionPart(Section):
             yield ConfigIssue(f"{at}.low", f"found {self.low}; a ratio is at least 0.")
         for name, limit in limits.items():
             if limit is not None and name not in function.options:
-                yield ConfigIssue(f"{at}.{name}", f"is set, but {self.kind} has no such limit.")
+                yield ConfigIssue(
+                    f"{at}.{name}", f"is set, but {self.kind} has no such limit."
+                )
             if limit is None and name in function.required:
-                yield ConfigIssue(f"{at}.{name}", f"is not set, and {self.kind} needs it.")
+                yield ConfigIssue(
+                    f"{at}.{name}", f"is not set, and {self.kind} needs it."
+                )
             if name in self.options:
-                yield ConfigIssue(f"{at}.options.{name}", f"is a key of its own: {at}.{name}.")
+                yield ConfigIssue(
+                    f"{at}.options.{name}", f"is a key of its own: {at}.{name}."
+                )
 
 
 class CorrectionConfig(CorrectionPart):
@@ -265,10 +323,15 @@ class CorrectionConfig(CorrectionPart):
     def check_further_corrections(self, at: str) -> Issues:
         """Refuse further corrections without a first one, and entries that correct nothing."""
         if self.also and self.kind == "none":
-            yield ConfigIssue(f"{at}.kind", f"is none, and {at}.also is set. Name the first one here.")
+            yield ConfigIssue(
+                f"{at}.kind", f"is none, and {at}.also is set. Name the first one here."
+            )
         for index, part in enumerate(self.also):
             if part.kind == "none":
-                yield ConfigIssue(f"{at}.also.{index}.kind", "is none. Name one, or leave the entry out.")
+                yield ConfigIssue(
+                    f"{at}.also.{index}.kind",
+                    "is none. Name one, or leave the entry out.",
+                )
 
 
 class DynamicSamplingConfig(Section):
@@ -338,7 +401,9 @@ class AlgorithmConfig(Section):
     against the reference. null: no opponents."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     """Replace groups whose responses all score the same, because they have no gradient."""
-    rollout_filter: Annotated[str, known_or_own(FILTERS, "module:function")] | None = None
+    rollout_filter: Annotated[str, known_or_own(FILTERS, "module:function")] | None = (
+        None
+    )
     """Choose which samples train: best_and_worst or best_and_random of each group (PF-PPO, arXiv 2409.06957), or
     module:function, which gets the batch and its scores and returns a boolean per sample. Every rank then reads the
     whole batch. null: all samples train."""
@@ -436,7 +501,10 @@ class AlgorithmConfig(Section):
     @property
     def wants_on_policy(self) -> bool:
         """Return whether the policy loss is correct only for samples of the current policy."""
-        return self.policy_loss_name in WITHOUT_RATIO and self.advantage_name not in NOT_OF_SAMPLES
+        return (
+            self.policy_loss_name in WITHOUT_RATIO
+            and self.advantage_name not in NOT_OF_SAMPLES
+        )
 
     def estimator(self) -> Registered | None:
         """Return the signature of the advantage estimator, or None if it is unknown."""
@@ -487,18 +555,25 @@ class AlgorithmConfig(Section):
             yield ConfigIssue(f"{at}.group_size", text, involves=BY_NAME)
         if self.dynamic_sampling.metric is not None and size < 2:
             text = f"found {size}; {at}.dynamic_sampling keeps groups whose responses differ, which needs at least 2."
-            yield ConfigIssue(f"{at}.group_size", text, involves=(f"{at}.dynamic_sampling.metric",))
+            yield ConfigIssue(
+                f"{at}.group_size", text, involves=(f"{at}.dynamic_sampling.metric",)
+            )
         if self.rollout_filter in FILTERS and size < 3:
             text = f"found {yaml_text(self.rollout_filter)}, which keeps two responses of each group, and "
             text += f"{at}.group_size={size}: nothing is dropped. Use 3 or more."
-            yield ConfigIssue(f"{at}.rollout_filter", text, involves=(f"{at}.group_size",))
+            yield ConfigIssue(
+                f"{at}.rollout_filter", text, involves=(f"{at}.group_size",)
+            )
 
     @rule
     def check_kept_responses(self, at: str) -> Issues:
         """Refuse an estimator that keeps more responses than a group has, or all of them."""
         estimator = self.estimator()
         size = self.group_size
-        reasons = {"k": "pass@k needs k responses", "keep": "so many responses of a group are kept"}
+        reasons = {
+            "k": "pass@k needs k responses",
+            "keep": "so many responses of a group are kept",
+        }
         for option, reason in reasons.items():
             count = self.advantage_options.get(option)
             is_option = estimator is not None and option in estimator.options
@@ -528,17 +603,25 @@ class AlgorithmConfig(Section):
         if not {"token_rewards", "rewards"} & set(estimator.inputs):
             text = f"found reward, but {name} reads neither rewards nor token_rewards. Use in: loss."
             yield ConfigIssue(f"{at}.kl.in", text, involves=BY_NAME)
-        has_threshold = name == "pass_at_k" or self.advantage_options.get("right_from") is not None
+        has_threshold = (
+            name == "pass_at_k" or self.advantage_options.get("right_from") is not None
+        )
         if "right_from" in estimator.options and has_threshold:
             text = f"found reward, and {name} asks whether a reward reaches right_from: with the penalty in it a right "
-            yield ConfigIssue(f"{at}.kl.in", f"{text}response counts as wrong. Use in: loss.", involves=BY_NAME)
+            yield ConfigIssue(
+                f"{at}.kl.in",
+                f"{text}response counts as wrong. Use in: loss.",
+                involves=BY_NAME,
+            )
 
     @rule
     def check_policy_loss(self, at: str) -> Issues:
         """Refuse an unknown policy loss, and options that it cannot have."""
         name = self.policy_loss_name
         key = f"{at}.policy_loss"
-        yield from function_issues(key, "policy_losses", name, LOSS_INPUTS, optional=OPTIONAL_LOSS_INPUTS)
+        yield from function_issues(
+            key, "policy_losses", name, LOSS_INPUTS, optional=OPTIONAL_LOSS_INPUTS
+        )
         loss = find_function("policy_losses", name)
         if loss is None:
             return
@@ -547,8 +630,12 @@ class AlgorithmConfig(Section):
         both = loss
         if selector is not None:
             required = (*loss.required, *selector.required)
-            both = replace(loss, options=loss.options | selector.options, required=required)
-            yield from option_issues(f"{at}.policy_loss_options", name, self.policy_loss_options, both)
+            both = replace(
+                loss, options=loss.options | selector.options, required=required
+            )
+            yield from option_issues(
+                f"{at}.policy_loss_options", name, self.policy_loss_options, both
+            )
         yield from self._clip_issues(at, both.options)
         yield from self._dual_clip_issues(at, loss)
 
@@ -570,12 +657,17 @@ class AlgorithmConfig(Section):
             text = f"found {yaml_text(name)}, which reads selected, and has no selector of its own. Name one: "
             yield ConfigIssue(f"{at}.policy_loss", f"{text}{at}.token_selector.")
         else:
-            yield from function_issues(f"{at}.token_selector", "token_selectors", name, SELECTOR_INPUTS)
+            yield from function_issues(
+                f"{at}.token_selector", "token_selectors", name, SELECTOR_INPUTS
+            )
 
     def _clip_issues(self, at: str, options: Mapping[str, Any]) -> Issues:
         """Yield mistakes in the clip ranges, which are options of the policy loss with keys of their own."""
         name = self.policy_loss_name
-        ranges = (("clip_range", "clip_low", self.clip_range), ("clip_range_high", "clip_high", self.clip_range_high))
+        ranges = (
+            ("clip_range", "clip_low", self.clip_range),
+            ("clip_range_high", "clip_high", self.clip_range_high),
+        )
         for key, option, value in ranges:
             if value is None:
                 continue
@@ -587,7 +679,10 @@ class AlgorithmConfig(Section):
             if option in self.policy_loss_options:
                 yield _set_twice(at, f"policy_loss_options.{option}", key)
             if expected := out_of_range(option, value):
-                yield ConfigIssue(f"{at}.{key}", f"found {value}; as {option} of {name} expected {expected}.")
+                yield ConfigIssue(
+                    f"{at}.{key}",
+                    f"found {value}; as {option} of {name} expected {expected}.",
+                )
 
     def _dual_clip_issues(self, at: str, loss: Registered) -> Issues:
         """Yield a mistake if the floor of a dual clip cuts off tokens that the upper clip lets through."""
@@ -596,7 +691,11 @@ class AlgorithmConfig(Section):
         options = self.policy_loss_options
         high = options.get("clip_high", self.clip_range_high or self.clip_range or 0.2)
         dual = options.get("clip_dual", 3.0)
-        if isinstance(dual, int | float) and isinstance(high, int | float) and dual <= 1.0 + high:
+        if (
+            isinstance(dual, int | float)
+            and isinstance(high, int | float)
+            and dual <= 1.0 + high
+        ):
             yield ConfigIssue(
                 f"{at}.policy_loss_options.clip_dual",
                 f"found {dual}; expected above 1 + clip_high, {1.0 + high:g}: below it the floor would cut off tokens "
@@ -610,7 +709,9 @@ class AlgorithmConfig(Section):
         if self.wants_on_policy and self.num_epochs > 1:
             text = f"found {self.num_epochs}, but {self.policy_loss_name} has no ratio to the policy that sampled: in "
             text += "a second pass its gradient is no longer that of the expected reward, and nothing bounds how far "
-            yield ConfigIssue(f"{at}.num_epochs", f"{text}it goes. {WITH_RATIO}", involves=BY_LOSS)
+            yield ConfigIssue(
+                f"{at}.num_epochs", f"{text}it goes. {WITH_RATIO}", involves=BY_LOSS
+            )
 
     @rule
     def check_correction(self, at: str) -> Issues:
@@ -621,7 +722,9 @@ class AlgorithmConfig(Section):
         kinds = {part.kind for part in (correction, *correction.also)}
         if reads_engine and kinds - {"none", "off_policy_mask", "reject"}:
             text = f"found {yaml_text(correction.kind)}; the ratio of {self.policy_loss_name} is to the engine's policy"
-            yield ConfigIssue(f"{at}.correction.kind", f"{text} already. Use none.", involves=BY_LOSS)
+            yield ConfigIssue(
+                f"{at}.correction.kind", f"{text} already. Use none.", involves=BY_LOSS
+            )
 
     @rule
     def check_value_loss(self, at: str) -> Issues:
@@ -651,19 +754,31 @@ class AlgorithmConfig(Section):
             yield _set_twice(at, "value_loss_options.clip_range", "value_clip_range")
         elif self.changed("value_clip_range") and "clip_range" not in loss.options:
             text = f"found {yaml_text(self.value_clip_range)}, but {name} has no clip_range. Leave it out."
-            yield ConfigIssue(f"{at}.value_clip_range", text, involves=(f"{at}.value_loss",))
+            yield ConfigIssue(
+                f"{at}.value_clip_range", text, involves=(f"{at}.value_loss",)
+            )
 
     @rule
     def check_aggregation(self, at: str) -> Issues:
         """Refuse an unknown aggregation of token losses, and a length that it does not read."""
         name = self.aggregation_name
         yield from function_issues(
-            f"{at}.loss_aggregation", "aggregations", name, AGGREGATION_INPUTS, settable=("max_tokens",)
+            f"{at}.loss_aggregation",
+            "aggregations",
+            name,
+            AGGREGATION_INPUTS,
+            settable=("max_tokens",),
         )
         aggregation = find_function("aggregations", name)
-        if self.loss_length is not None and aggregation is not None and "max_tokens" not in aggregation.options:
+        if (
+            self.loss_length is not None
+            and aggregation is not None
+            and "max_tokens" not in aggregation.options
+        ):
             text = f"found {self.loss_length}, which {name} does not read. Leave it out, or use loss_aggregation: "
-            yield ConfigIssue(f"{at}.loss_length", f"{text}fixed_length.", involves=BY_AGGREGATION)
+            yield ConfigIssue(
+                f"{at}.loss_length", f"{text}fixed_length.", involves=BY_AGGREGATION
+            )
 
     @rule
     def check_entropy_step(self, at: str) -> Issues:
@@ -679,13 +794,24 @@ class AlgorithmConfig(Section):
         name = self.divergence_name
         options = self.distillation.options
         if name is None:
-            yield from self.distillation.unused(key, f"{key}.divergence is null. Use jensen_shannon.")
+            yield from self.distillation.unused(
+                key, f"{key}.divergence is null. Use jensen_shannon."
+            )
             return
         yield from function_and_option_issues(
-            f"{key}.divergence", "divergences", name, DIVERGENCE_INPUTS, f"{key}.options", options
+            f"{key}.divergence",
+            "divergences",
+            name,
+            DIVERGENCE_INPUTS,
+            f"{key}.options",
+            options,
         )
         beta = options.get("beta")
-        if name == "jensen_shannon" and isinstance(beta, int | float) and not 0 < beta < 1:
+        if (
+            name == "jensen_shannon"
+            and isinstance(beta, int | float)
+            and not 0 < beta < 1
+        ):
             text = f"found {beta}; expected above 0 and below 1. At 0 it is forward_kl, at 1 reverse_kl: name these."
             yield ConfigIssue(f"{key}.options.beta", text)
 
@@ -704,7 +830,9 @@ class AlgorithmConfig(Section):
             yield ConfigIssue(f"{at}.group_size", text, involves=(key,))
         if self.kl.place == "reward":
             text = f"found reward; with {key} the penalty would count in who is preferred. Use in: loss, kind: k1, "
-            yield ConfigIssue(f"{at}.kl.in", f"{text}score_function: true.", involves=(key,))
+            yield ConfigIssue(
+                f"{at}.kl.in", f"{text}score_function: true.", involves=(key,)
+            )
 
     def advice(self, at: str) -> list[str]:
         """Return warnings about settings that run, and whose result is probably not what is wanted."""
@@ -726,4 +854,6 @@ class AlgorithmConfig(Section):
 
 def _set_twice(at: str, option: str, key: str) -> ConfigIssue:
     """Return a mistake for an option that a key of the section sets as well."""
-    return ConfigIssue(f"{at}.{option}", f"is set, and so is {at}.{key}. Use one of the two.")
+    return ConfigIssue(
+        f"{at}.{option}", f"is set, and so is {at}.{key}. Use one of the two."
+    )

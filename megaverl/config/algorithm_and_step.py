@@ -20,7 +20,9 @@ def algorithm_and_step_issues(config: Config) -> Issues:
     if config.algorithm.entropy_target is not None and config.placement.changed():
         text = "is set, and so is placement: its state would not be in checkpoints of roles on ranks of their own. Use "
         key = "algorithm.entropy_target"
-        yield ConfigIssue(key, f"{text}algorithm.entropy_coef alone.", involves=("placement",))
+        yield ConfigIssue(
+            key, f"{text}algorithm.entropy_coef alone.", involves=("placement",)
+        )
 
 
 def _batch_issues(config: Config) -> Issues:
@@ -37,7 +39,9 @@ def _batch_issues(config: Config) -> Issues:
         )
     if algorithm.advantage_name == "reinforce_plus_plus" and samples < 2:
         text = "found 1; reinforce_plus_plus compares a response with the others of its step, and needs at least 2."
-        yield ConfigIssue("data.prompts_per_step", text, involves=("algorithm.group_size", *BY_NAME))
+        yield ConfigIssue(
+            "data.prompts_per_step", text, involves=("algorithm.group_size", *BY_NAME)
+        )
 
 
 def _estimator_issues(config: Config) -> Issues:
@@ -48,10 +52,15 @@ def _estimator_issues(config: Config) -> Issues:
         text = f"found {yaml_text(name)}, which reads turn_ids; without environment.name a response has no turns. Name "
         text += "an environment, or use another estimator."
         yield ConfigIssue(key, text, involves=("algorithm.name", "environment.name"))
-    if config.estimator_reads("greedy_rewards") and config.trainer.replay_rollouts is not None:
+    if (
+        config.estimator_reads("greedy_rewards")
+        and config.trainer.replay_rollouts is not None
+    ):
         text = f"found {yaml_text(name)}, whose baseline is a greedy rollout; trainer.replay_rollouts has no engine to "
         text += "make one. Use another estimator, or generate."
-        yield ConfigIssue(key, text, involves=("algorithm.name", "trainer.replay_rollouts"))
+        yield ConfigIssue(
+            key, text, involves=("algorithm.name", "trainer.replay_rollouts")
+        )
     if config.estimator_reads("greedy_rewards") and config.environment.name is not None:
         text = f"found {yaml_text(config.environment.name)}, but {name} takes a greedy response for its baseline, and "
         text += "there is none of an episode. Use another estimator, such as turn_grpo or grpo."
@@ -83,12 +92,16 @@ def _length_issues(config: Config) -> Issues:
     if algorithm.aggregation_name == "fixed_length" and algorithm.loss_length is None:
         text = "is not set; fixed_length divides by it. Give rollout.sampling.max_tokens: loss_length: "
         longest = config.rollout.sampling["max_tokens"]
-        yield ConfigIssue("algorithm.loss_length", f"{text}{longest}.", involves=BY_AGGREGATION)
+        yield ConfigIssue(
+            "algorithm.loss_length", f"{text}{longest}.", involves=BY_AGGREGATION
+        )
     warmup = algorithm.critic_warmup_steps
     steps = config.trainer.steps
     if config.estimator_reads("values") and warmup >= steps:
         text = f"found {warmup}, and trainer.steps={steps}: the actor would never be updated. Use fewer."
-        yield ConfigIssue("algorithm.critic_warmup_steps", text, involves=("trainer.steps",))
+        yield ConfigIssue(
+            "algorithm.critic_warmup_steps", text, involves=("trainer.steps",)
+        )
 
 
 def _dynamic_sampling_issues(config: Config) -> Issues:
@@ -100,16 +113,28 @@ def _dynamic_sampling_issues(config: Config) -> Issues:
     names = ["accuracy", "reward", *(entry.label for entry in config.reward)]
     if dynamic.metric not in names:
         hint = did_you_mean(dynamic.metric, names)
-        yield ConfigIssue(f"{key}.metric", f"found {yaml_text(dynamic.metric)}; there are: {listed(names)}.{hint}")
+        yield ConfigIssue(
+            f"{key}.metric",
+            f"found {yaml_text(dynamic.metric)}; there are: {listed(names)}.{hint}",
+        )
     wanted = config.data.prompts_per_step
-    if dynamic.prompts_per_round is not None and dynamic.prompts_per_round * dynamic.max_rounds < wanted:
+    if (
+        dynamic.prompts_per_round is not None
+        and dynamic.prompts_per_round * dynamic.max_rounds < wanted
+    ):
         most = dynamic.prompts_per_round * dynamic.max_rounds
         text = f"found {dynamic.prompts_per_round}; in max_rounds={dynamic.max_rounds} rounds that is {most} prompts, "
         text += f"fewer than data.prompts_per_step={wanted}."
-        yield ConfigIssue(f"{key}.prompts_per_round", text, involves=(f"{key}.max_rounds", "data.prompts_per_step"))
+        yield ConfigIssue(
+            f"{key}.prompts_per_round",
+            text,
+            involves=(f"{key}.max_rounds", "data.prompts_per_step"),
+        )
     if config.trainer.replay_rollouts is not None:
         text = f"found {yaml_text(dynamic.metric)}, but trainer.replay_rollouts trains on what was kept before. Leave "
-        yield ConfigIssue(f"{key}.metric", f"{text}it out.", involves=("trainer.replay_rollouts",))
+        yield ConfigIssue(
+            f"{key}.metric", f"{text}it out.", involves=("trainer.replay_rollouts",)
+        )
 
 
 def _greedy_rule_issues(config: Config) -> Issues:
@@ -138,8 +163,16 @@ def _opponent_issues(config: Config) -> Issues:
     yield from conflict_issues(
         "algorithm.opponent_beta",
         (
-            ("rollout.engine", rollout.engine != "hf", f"{rollout.engine} draws from one model. Use hf"),
-            ("rollout.function", rollout.function is not None, "a function of your own draws no opponents"),
+            (
+                "rollout.engine",
+                rollout.engine != "hf",
+                f"{rollout.engine} draws from one model. Use hf",
+            ),
+            (
+                "rollout.function",
+                rollout.function is not None,
+                "a function of your own draws no opponents",
+            ),
             ("environment.name", config.environment.name is not None, own_start),
             ("rollout.partial", rollout.partial is not None, own_start),
             ("rollout.in_flight_updates", rollout.in_flight_updates, own_start),

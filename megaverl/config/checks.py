@@ -1,7 +1,8 @@
 """All checks of a configuration: the rules of its sections, and those that span sections, files and ranks.
 
-A rule about one section's fields stands in the class of that section (`Section.issues`). A rule that spans sections
-stands in a module that is named by what it spans. `cross_mistakes` runs both kinds, for one command.
+A rule about one section's fields stands in the class of that section
+(`Section.issues`). A rule that spans sections stands in a module that is named by what
+it spans. `cross_mistakes` runs both kinds, for one command.
 """
 
 from __future__ import annotations
@@ -10,10 +11,19 @@ from megaverl.config.actor_and_critic import shared_backbone_issues
 from megaverl.config.actor_and_teacher import teacher_issues
 from megaverl.config.algorithm_and_step import algorithm_and_step_issues
 from megaverl.config.errors import ConfigIssue
-from megaverl.config.files_and_packages import file_issues, package_issues, read_model, run_folder_issues
+from megaverl.config.files_and_packages import (
+    file_issues,
+    package_issues,
+    read_model,
+    run_folder_issues,
+)
 from megaverl.config.grids import REINFORCING, grid_mistakes
 from megaverl.config.lengths import length_issues
-from megaverl.config.preference_and_mix import mix_issues, preference_issues, reward_model_issues
+from megaverl.config.preference_and_mix import (
+    mix_issues,
+    preference_issues,
+    reward_model_issues,
+)
 from megaverl.config.rewards_and_modules import reward_issues
 from megaverl.config.roles_and_model import optimizer_issues, role_issues
 from megaverl.config.rollout_and_training import (
@@ -26,7 +36,8 @@ from megaverl.config.section import Issues, Section, entry_issues
 from megaverl.config.wording import yaml_text
 
 ALL_COMMANDS = ("train", "quickstart", "sft", "dpo", "reward", "generate", "eval")
-# Section -> commands that read it, and so apply its rules. `role_issues` applies those of the roles.
+# Section -> commands that read it, and so apply its rules. `role_issues` applies those
+# of the roles.
 READ_BY = {
     "run": ALL_COMMANDS,
     "model": ALL_COMMANDS,
@@ -43,7 +54,9 @@ READ_BY = {
 }
 
 
-def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: int | None) -> list[ConfigIssue]:
+def cross_mistakes(
+    config: Config, command: str, check_paths: bool, world_size: int | None
+) -> list[ConfigIssue]:
     """Return every mistake that shows only when fields, sections, files and the number of ranks are seen together.
 
     Args:
@@ -103,10 +116,14 @@ def _data_issues(config: Config, command: str) -> Issues:
     if command in REINFORCING and not data.train:
         yield ConfigIssue("data.train", f"is empty. {fix} data.train=FILE.")
     if command == "sft" and not (config.sft.train or data.train):
-        yield ConfigIssue("sft.train", f"and data.train are empty. {fix} data.train=FILE.")
+        yield ConfigIssue(
+            "sft.train", f"and data.train are empty. {fix} data.train=FILE."
+        )
     if command == "eval" and not (data.validation or config.evaluation.suites):
         either = "Or name suites: --suite gsm8k,math."
-        yield ConfigIssue("data.validation", f"is empty. {fix} data.validation=FILE. {either}")
+        yield ConfigIssue(
+            "data.validation", f"is empty. {fix} data.validation=FILE. {either}"
+        )
     if command in ("dpo", "reward") and not config.preference.train:
         yield ConfigIssue("preference.train", f"is empty. {fix} preference.train=FILE.")
 
@@ -122,23 +139,38 @@ def _validation_issues(config: Config) -> Issues:
 def _replanning_issues(config: Config) -> Issues:
     """Yield settings without which `run.replan` has no effect."""
     if config.run.replan and not config.trainer.replan_every:
-        yield ConfigIssue("run.replan", "takes what trainer.replan_every finds, which is 0. Set it, such as to 50.")
+        yield ConfigIssue(
+            "run.replan",
+            "takes what trainer.replan_every finds, which is 0. Set it, such as to 50.",
+        )
     if config.run.replan and not config.checkpoint.save_interval:
-        yield ConfigIssue("run.replan", "takes another layout at a checkpoint. Set checkpoint.save_interval.")
+        yield ConfigIssue(
+            "run.replan",
+            "takes another layout at a checkpoint. Set checkpoint.save_interval.",
+        )
 
 
 def _profile_issues(config: Config, command: str, world_size: int | None) -> Issues:
     """Yield profiled steps and ranks that the run does not have."""
     profile = config.run.profile
-    planned = {"sft": config.sft.steps, "dpo": config.preference.steps, "reward": config.preference.steps}
+    planned = {
+        "sft": config.sft.steps,
+        "dpo": config.preference.steps,
+        "reward": config.preference.steps,
+    }
     steps = planned.get(command, config.trainer.steps)
     late = [step for step in profile.steps if step > steps]
     if late:
-        yield ConfigIssue("run.profile.steps", f"found {yaml_text(late)}; the run has {steps} steps.")
+        yield ConfigIssue(
+            "run.profile.steps", f"found {yaml_text(late)}; the run has {steps} steps."
+        )
     if world_size is not None:
         absent = [rank for rank in profile.ranks or () if rank >= world_size]
         if absent:
             text = f"found {yaml_text(absent)}; the ranks are 0 to {world_size - 1}."
             yield ConfigIssue("run.profile.ranks", text)
     if profile.steps and config.trainer.rollout_only:
-        yield ConfigIssue("run.profile.steps", "is set, and trainer.rollout_only trains no step. Leave it out.")
+        yield ConfigIssue(
+            "run.profile.steps",
+            "is set, and trainer.rollout_only trains no step. Leave it out.",
+        )

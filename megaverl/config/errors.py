@@ -35,8 +35,12 @@ class InvalidConfig(ConfigError):
     def __init__(self, mistakes: Iterable[ConfigIssue], source: str) -> None:
         self.mistakes = tuple(mistakes)
         count = len(self.mistakes)
-        lines = [f"{count} mistake{'s' if count > 1 else ''} in the configuration ({source}):"]
-        lines += ["  - " + str(mistake).replace("\n", "\n    ") for mistake in self.mistakes]
+        lines = [
+            f"{count} mistake{'s' if count > 1 else ''} in the configuration ({source}):"
+        ]
+        lines += [
+            "  - " + str(mistake).replace("\n", "\n    ") for mistake in self.mistakes
+        ]
         super().__init__("\n".join(lines))
 
 

@@ -13,10 +13,12 @@ from megaverl.config.wording import yaml_text
 
 SuiteName = Literal["aime", "gpqa", "code", "gsm8k", "math"]
 SUITE_NAMES: tuple[str, ...] = get_args(SuiteName)
-# Scheme of a source of prompts: suite:NAME?path=PATH&split=SPLIT&subset=SUBSET&revision=COMMIT&limit=N&seed=N
+# Scheme of a source of prompts:
+# suite:NAME?path=PATH&split=SPLIT&subset=SUBSET&revision=COMMIT&limit=N&seed=N
 SUITE_PREFIX = "suite:"
 SUITE_OPTIONS = ("path", "split", "subset", "revision", "limit", "seed")
-# Options that evaluation.data may have after the path; the others have keys of their own.
+# Options that evaluation.data may have after the path; the others have keys of their
+# own.
 DATA_OPTIONS = ("split", "subset", "revision")
 
 
@@ -39,7 +41,9 @@ assert SUITE_DEFAULTS.keys() == set(SUITE_NAMES)
 
 def _as_names(value: Any) -> Any:
     """Split `aime,gpqa` at its commas."""
-    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    return (
+        [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    )
 
 
 class EvaluationConfig(Section):
@@ -70,7 +74,11 @@ class EvaluationConfig(Section):
             num_samples = self.num_samples(name)
             if any(k > num_samples for k in self.pass_at):
                 text = f"found {yaml_text(self.pass_at)}; pass@k needs k samples, and {name} draws {num_samples}. Raise"
-                yield ConfigIssue(f"{at}.pass_at", f"{text} {at}.samples.{name}.", involves=(f"{at}.samples",))
+                yield ConfigIssue(
+                    f"{at}.pass_at",
+                    f"{text} {at}.samples.{name}.",
+                    involves=(f"{at}.samples",),
+                )
 
     @rule
     def check_data(self, at: str) -> Issues:
@@ -92,7 +100,11 @@ class EvaluationConfig(Section):
             seed: seed of the order of a question's options.
         """
         text = dict(self.data).get(suite, SUITE_DEFAULTS[suite].data)  # type: ignore[call-overload]
-        options: dict[str, Any] = {"path": text.partition("?")[0], **dict(_options_of(text)), "seed": seed}
+        options: dict[str, Any] = {
+            "path": text.partition("?")[0],
+            **dict(_options_of(text)),
+            "seed": seed,
+        }
         if self.limit is not None:
             options["limit"] = self.limit
         return f"{SUITE_PREFIX}{suite}?{urlencode(options)}"
@@ -120,13 +132,21 @@ def parse_suite_source(text: str) -> SuiteSource:
     """
     name, _, query = text.removeprefix(SUITE_PREFIX).partition("?")
     if name not in SUITE_NAMES:
-        raise ValueError(f"there is no suite {name!r}; there are {', '.join(SUITE_NAMES)}")
+        raise ValueError(
+            f"there is no suite {name!r}; there are {', '.join(SUITE_NAMES)}"
+        )
     options: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True))
     if unknown := [key for key in options if key not in SUITE_OPTIONS]:
-        raise ValueError(f"there is no option {unknown[0]!r}; there are {', '.join(SUITE_OPTIONS)}")
+        raise ValueError(
+            f"there is no option {unknown[0]!r}; there are {', '.join(SUITE_OPTIONS)}"
+        )
     if "path" not in options:
         default = SUITE_DEFAULTS[name].data
-        options = {"path": default.partition("?")[0], **dict(_options_of(default)), **options}
+        options = {
+            "path": default.partition("?")[0],
+            **dict(_options_of(default)),
+            **options,
+        }
     for key in ("limit", "seed"):
         if key in options:
             if not options[key].isdecimal():

@@ -1,8 +1,9 @@
 """Requirements of passed-through fields: values that need a GPU or an optional package.
 
-megaverl accepts the fields of megatron-core's and vLLM's classes under their own names. Some values run only with
-kernels from other packages. Without this check every rank would fail after a minute of startup. The check imports
-neither torch nor these packages.
+megaverl accepts the fields of megatron-core's and vLLM's classes under their own names.
+Some values run only with kernels from other packages. Without this check every rank
+would fail after a minute of startup. The check imports neither torch nor these
+packages.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from megaverl.config.wording import yaml_text
 from megaverl.gpus import has_usable_gpu
 
 ENGINE = "transformer_engine"
-# Package -> where to get it, for messages. None of these is installed on every machine with a GPU.
+# Package -> where to get it, for messages. None of these is installed on every machine
+# with a GPU.
 SOURCES = {
     ENGINE: "Transformer Engine (pip install 'transformer-engine[pytorch]')",
     "deep_ep": "DeepEP (built from github.com/deepseek-ai/DeepEP)",
@@ -71,8 +73,9 @@ class FieldMachine:
 
 _GPU = Need()
 _ENGINE = Need((ENGINE,))
-# Found in the sources of megatron-core 0.16 to 0.19 and tried one by one on a CPU. Each fails there while the model is
-# built or in its first step. `tests/config/test_field_needs.py` repeats the trials.
+# Found in the sources of megatron-core 0.16 to 0.19 and tried one by one on a CPU. Each
+# fails there while the model is built or in its first step.
+# `tests/config/test_field_needs.py` repeats the trials.
 MEGATRON_NEEDS: dict[str, Need] = {
     "attention_backend": Need((ENGINE,), ("flash", "fused"), "Leave it at auto."),
     "apply_rope_fusion": _ENGINE,
@@ -86,7 +89,9 @@ MEGATRON_NEEDS: dict[str, Need] = {
     "fp8": Need((ENGINE,), but="Leave it out on this machine."),
     "fused_single_qkv_rope": _ENGINE,
     "gradient_accumulation_fusion": Need((ENGINE, "fused_weight_gradient_mlp_cuda")),
-    "moe_enable_deepep": Need(("deep_ep",), but="Use moe_token_dispatcher_type: alltoall."),
+    "moe_enable_deepep": Need(
+        ("deep_ep",), but="Use moe_token_dispatcher_type: alltoall."
+    ),
     "moe_grouped_gemm": Need((ENGINE, "grouped_gemm")),
     "moe_permute_fusion": _ENGINE,
     "moe_router_fusion": _ENGINE,
@@ -102,10 +107,16 @@ OPTIMIZER_NEEDS: dict[str, Need] = {
     "use_precision_aware_optimizer": _ENGINE,
 }
 DDP_NEEDS: dict[str, Need] = {"nccl_ub": _GPU}
-NEEDS: dict[str, dict[str, Need]] = {"megatron": MEGATRON_NEEDS, "optimizer": OPTIMIZER_NEEDS, "ddp": DDP_NEEDS}
+NEEDS: dict[str, dict[str, Need]] = {
+    "megatron": MEGATRON_NEEDS,
+    "optimizer": OPTIMIZER_NEEDS,
+    "ddp": DDP_NEEDS,
+}
 
 
-def why_not_there(part: str, name: str, value: Any, machine: FieldMachine, role: str = "actor") -> str:
+def why_not_there(
+    part: str, name: str, value: Any, machine: FieldMachine, role: str = "actor"
+) -> str:
     """Return why the field `name` cannot have this value on `machine`, and what to do instead.
 
     Returns "" if nothing speaks against it.
@@ -123,7 +134,9 @@ def why_not_there(part: str, name: str, value: Any, machine: FieldMachine, role:
         what = f"needs {names}, which needs a GPU" if names else "needs a GPU"
         return f"{what} and is not here. {instead}"
     if name in ("fp8", "fp4") and not machine.has_fp8:
-        return f"needs a GPU that multiplies in 8 bits, which this one does not. {instead}"
+        return (
+            f"needs a GPU that multiplies in 8 bits, which this one does not. {instead}"
+        )
     if not need.packages or machine.has_package is None:
         return ""
     if any(machine.has_package(package) for package in need.packages):
@@ -131,7 +144,9 @@ def why_not_there(part: str, name: str, value: Any, machine: FieldMachine, role:
     return f"needs {names}, which is not installed here. Install it, or: {instead}"
 
 
-def need_mistakes(role: str, parts: Mapping[str, Mapping[str, Any]], machine: FieldMachine) -> Iterator[ConfigIssue]:
+def need_mistakes(
+    role: str, parts: Mapping[str, Mapping[str, Any]], machine: FieldMachine
+) -> Iterator[ConfigIssue]:
     """Yield a mistake for every field of a role that needs something `machine` does not have.
 
     Args:
@@ -140,24 +155,35 @@ def need_mistakes(role: str, parts: Mapping[str, Mapping[str, Any]], machine: Fi
     for part in NEEDS:
         for name, value in parts.get(part, {}).items():
             if why := why_not_there(part, name, value, machine, role):
-                yield ConfigIssue(f"{role}.{part}.{name}", f"found {yaml_text(value)}, which {why}")
+                yield ConfigIssue(
+                    f"{role}.{part}.{name}", f"found {yaml_text(value)}, which {why}"
+                )
 
 
 def fields_of(section: Any) -> dict[str, Mapping[str, Any]]:
     """Return the non-empty mappings of a role's section that `NEEDS` covers, by their key in `NEEDS`."""
-    return {part: getattr(section, part) for part in NEEDS if getattr(section, part, None)}
+    return {
+        part: getattr(section, part) for part in NEEDS if getattr(section, part, None)
+    }
 
 
-def without_repeats(sections: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, Any]]]:
+def without_repeats(
+    sections: Mapping[str, Any],
+) -> dict[str, dict[str, Mapping[str, Any]]]:
     """Return each role's mappings, leaving out those that equal the actor's.
 
-    Other roles inherit from the actor, so a mistake in such a mapping is reported once, for the actor.
+    Other roles inherit from the actor, so a mistake in such a mapping is reported once,
+    for the actor.
     """
     actor = fields_of(sections["actor"]) if "actor" in sections else {}
     roles = {}
     for role, section in sections.items():
         mappings = fields_of(section)
         if role != "actor":
-            mappings = {part: mapping for part, mapping in mappings.items() if mapping != actor.get(part)}
+            mappings = {
+                part: mapping
+                for part, mapping in mappings.items()
+                if mapping != actor.get(part)
+            }
         roles[role] = mappings
     return {role: mappings for role, mappings in roles.items() if mappings}

@@ -23,7 +23,9 @@ from megaverl.sharding.model_spec import ModelSpec
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
-def read_model(config: Config, command: str) -> tuple[ModelSpec | None, list[ConfigIssue]]:
+def read_model(
+    config: Config, command: str
+) -> tuple[ModelSpec | None, list[ConfigIssue]]:
     """Read the model's sizes from its folder.
 
     Returns None for a model on a hub or one that cannot be read, with the mistakes.
@@ -32,12 +34,23 @@ def read_model(config: Config, command: str) -> tuple[ModelSpec | None, list[Con
     if not config.model.path or is_hub_name(config.model.path):
         return None, []
     if not Path(config.model.path).is_dir():
-        kind = "a file" if Path(config.model.path).exists() else "neither a folder nor a model on a hub (org/name)"
-        return None, [ConfigIssue("model.path", f"found {yaml_text(config.model.path)}, which is {kind}.")]
-    roles = [role for role in used_roles(config, command) if getattr(config, role, None)] or ["actor"]
+        kind = (
+            "a file"
+            if Path(config.model.path).exists()
+            else "neither a folder nor a model on a hub (org/name)"
+        )
+        return None, [
+            ConfigIssue(
+                "model.path", f"found {yaml_text(config.model.path)}, which is {kind}."
+            )
+        ]
+    roles = [
+        role for role in used_roles(config, command) if getattr(config, role, None)
+    ] or ["actor"]
     on_megatron = [role for role in roles if getattr(config, role).engine == "megatron"]
     try:
-        # A Megatron role needs an architecture with conversion tables; other engines need only the sizes.
+        # A Megatron role needs an architecture with conversion tables; other engines
+        # need only the sizes.
         read = ModelSpec.from_folder if on_megatron else ModelSpec.outline
         return read(config.model.path), []
     except ModelError as error:
@@ -46,7 +59,10 @@ def read_model(config: Config, command: str) -> tuple[ModelSpec | None, list[Con
 
 def file_issues(config: Config, command: str) -> Issues:
     """Yield data files, model folders, tokenizers and checkpoints that do not exist."""
-    wanted = {"data.train": config.data.train, "data.validation": config.data.validation}
+    wanted = {
+        "data.train": config.data.train,
+        "data.validation": config.data.validation,
+    }
     if command in ("sft", "quickstart"):
         wanted["sft.train"] = config.sft.train
     if command == "eval":
@@ -57,22 +73,48 @@ def file_issues(config: Config, command: str) -> Issues:
     for key, paths in wanted.items():
         for index, source in enumerate(paths):
             if problem := source_problem(source.path):
-                yield ConfigIssue(f"{key}.{index}", f"found {yaml_text(source.path)}, {problem}")
-    models = {role: getattr(config, role).path for role in ("critic", "reference", "reward_model")}
-    models |= {f"reward.{index}": entry.path for index, entry in enumerate(config.reward)}
+                yield ConfigIssue(
+                    f"{key}.{index}", f"found {yaml_text(source.path)}, {problem}"
+                )
+    models = {
+        role: getattr(config, role).path
+        for role in ("critic", "reference", "reward_model")
+    }
+    models |= {
+        f"reward.{index}": entry.path for index, entry in enumerate(config.reward)
+    }
     for key, folder in models.items():
-        if folder is not None and not is_hub_name(folder) and not (Path(folder) / "config.json").is_file():
+        if (
+            folder is not None
+            and not is_hub_name(folder)
+            and not (Path(folder) / "config.json").is_file()
+        ):
             text = f"found {yaml_text(folder)}, which is not a Hugging Face folder with config.json."
             yield ConfigIssue(f"{key}.path", text)
     for role in ("actor", "critic"):
         lora = getattr(config, role).lora
-        if lora is not None and lora.path is not None and not (Path(lora.path) / "adapter_config.json").is_file():
+        if (
+            lora is not None
+            and lora.path is not None
+            and not (Path(lora.path) / "adapter_config.json").is_file()
+        ):
             yield ConfigIssue(
-                f"{role}.lora.path", f"found {yaml_text(lora.path)}, which has no adapter_config.json of peft."
+                f"{role}.lora.path",
+                f"found {yaml_text(lora.path)}, which has no adapter_config.json of peft.",
             )
-    for key, tokenizer in (("model", config.model.tokenizer), ("reference", config.reference.tokenizer)):
-        if tokenizer is not None and not Path(tokenizer).exists() and not is_hub_name(tokenizer):
-            yield ConfigIssue(f"{key}.tokenizer", f"found {yaml_text(tokenizer)}, which does not exist.")
+    for key, tokenizer in (
+        ("model", config.model.tokenizer),
+        ("reference", config.reference.tokenizer),
+    ):
+        if (
+            tokenizer is not None
+            and not Path(tokenizer).exists()
+            and not is_hub_name(tokenizer)
+        ):
+            yield ConfigIssue(
+                f"{key}.tokenizer",
+                f"found {yaml_text(tokenizer)}, which does not exist.",
+            )
     resume = config.checkpoint.resume
     if resume not in RESUME_WORDS and not Path(resume).is_dir():
         kind = ", which is a file" if Path(resume).exists() else ""
@@ -83,7 +125,8 @@ def file_issues(config: Config, command: str) -> Issues:
     replay = config.trainer.replay_rollouts
     if replay is not None and not Path(replay).is_dir():
         yield ConfigIssue(
-            "trainer.replay_rollouts", f"found {yaml_text(replay)}, which is not a folder of stored rollouts."
+            "trainer.replay_rollouts",
+            f"found {yaml_text(replay)}, which is not a folder of stored rollouts.",
         )
 
 
@@ -98,7 +141,8 @@ def _suite_issues(config: Config) -> Issues:
 def suite_problem(path: str) -> str:
     """Return what is wrong with a source `suite:NAME?path=...`, or "".
 
-    A suite without rows on this machine is on a hub, which only the package datasets reads.
+    A suite without rows on this machine is on a hub, which only the package datasets
+    reads.
     """
     try:
         source = parse_suite_source(path)
@@ -113,11 +157,19 @@ def suite_problem(path: str) -> str:
 
 def run_folder_issues(config: Config) -> Issues:
     """Yield a mistake if the run folder cannot be created, judged by its nearest existing parent."""
-    there = next(path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists())
+    there = next(
+        path
+        for path in (config.run_dir, *config.run_dir.absolute().parents)
+        if path.exists()
+    )
     if not there.is_dir():
-        yield ConfigIssue("run.dir", f"found {yaml_text(config.run.dir)}, but {there} is a file. Name another folder.")
+        yield ConfigIssue(
+            "run.dir",
+            f"found {yaml_text(config.run.dir)}, but {there} is a file. Name another folder.",
+        )
         return
-    # Create something for real: os.access returns true for root everywhere, /proc included.
+    # Create something for real: os.access returns true for root everywhere, /proc
+    # included.
     try:
         with tempfile.TemporaryDirectory(prefix=".megaverl-", dir=there):
             pass
@@ -129,7 +181,10 @@ def run_folder_issues(config: Config) -> Issues:
 
 def package_issues(config: Config, command: str) -> Issues:
     """Yield a mistake for each package that the run needs and that is not installed."""
-    generates = command in ("train", "eval", "generate", "quickstart") and config.trainer.replay_rollouts is None
+    generates = (
+        command in ("train", "eval", "generate", "quickstart")
+        and config.trainer.replay_rollouts is None
+    )
     if generates and config.rollout.engine == "vllm" and find_spec("vllm") is None:
         yield ConfigIssue(
             "rollout.engine",
@@ -139,7 +194,8 @@ def package_issues(config: Config, command: str) -> Issues:
     # `find_spec` of a dotted name would import the parent package.
     if find_spec("megatron") is None or source_file("megatron.core") is None:
         yield ConfigIssue(
-            "actor", "is trained by megatron-core, which is not installed here: pip install 'megaverl[megatron]'."
+            "actor",
+            "is trained by megatron-core, which is not installed here: pip install 'megaverl[megatron]'.",
         )
 
 
@@ -155,9 +211,21 @@ def source_problem(path: str) -> str:
         return verifiers.why_no_taskset(path)
     if ":" in path and not Path(path).exists():
         file = Path(path.rpartition(":")[0])
-        return "whose file is not there." if file.suffix == ".py" and not file.is_file() else ""
-    if is_hub_name(path) and Path(path).suffix not in DATA_SUFFIXES and not glob.has_magic(path):
-        return "" if find_spec("datasets") else "a data set on the hub: pip install 'megaverl[datasets]'."
+        return (
+            "whose file is not there."
+            if file.suffix == ".py" and not file.is_file()
+            else ""
+        )
+    if (
+        is_hub_name(path)
+        and Path(path).suffix not in DATA_SUFFIXES
+        and not glob.has_magic(path)
+    ):
+        return (
+            ""
+            if find_spec("datasets")
+            else "a data set on the hub: pip install 'megaverl[datasets]'."
+        )
     return _file_problem(Path(path))
 
 
@@ -170,6 +238,8 @@ def _file_problem(path: Path) -> str:
         return f"whose suffix is not one of {listed(DATA_SUFFIXES)}."
     if not path.is_file():
         return (
-            f"which does not exist (relative to {Path.cwd()})." if not path.is_absolute() else "which does not exist."
+            f"which does not exist (relative to {Path.cwd()})."
+            if not path.is_absolute()
+            else "which does not exist."
         )
     return "which is an empty file." if path.stat().st_size == 0 else ""

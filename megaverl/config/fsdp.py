@@ -14,7 +14,9 @@ TRAINERS = ("megatron", "fsdp")
 class FsdpConfig(Section):
     """`fsdp`: how a role with `engine: fsdp` is sharded over its ranks and computes."""
 
-    sharding_strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard"
+    sharding_strategy: Literal[
+        "full_shard", "shard_grad_op", "hybrid_shard", "no_shard"
+    ] = "full_shard"
     """What is sharded over the ranks. full_shard: weights, gradients and optimizer state; a block's weights are
     gathered for its forward and again for its backward pass (ZeRO-3). shard_grad_op: weights stay gathered from forward
     to backward, and gradients stay whole until the last micro-batch of a step (ZeRO-2); more memory, less
@@ -36,7 +38,14 @@ class FsdpConfig(Section):
     router_aux_loss_coef: NonNegativeFloat | None = None
     """Weight of transformers' load-balancing loss for mixtures of experts. null: the model's own weight if its
     config.json has output_router_logits: true, else 0."""
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
+    attention: Literal[
+        "auto",
+        "eager",
+        "sdpa",
+        "flash_attention_2",
+        "flash_attention_3",
+        "flex_attention",
+    ] = "auto"
     """transformers' attn_implementation; any value but auto pads the rows. auto: megaverl's attention, which uses
     FlashAttention or PyTorch's kernels and also reads packed rows; for models with capped scores or sinks, the choice
     of transformers."""
@@ -62,19 +71,24 @@ _PRECISION = ("param_dtype", "reduce_dtype")
 def from_fsdp_config(value: Any) -> dict[str, Any]:
     """Convert an `fsdp_config`, as torch and other trainers write it, to the section `fsdp`.
 
-    `mixed_precision` may be true (compute in bfloat16, reduce gradients in float32), false (float32), a dtype, or a
-    mapping of param_dtype and reduce_dtype. Keys of `fsdp` itself are accepted beside it and take precedence.
+    `mixed_precision` may be true (compute in bfloat16, reduce gradients in float32),
+    false (float32), a dtype, or a mapping of param_dtype and reduce_dtype. Keys of
+    `fsdp` itself are accepted beside it and take precedence.
 
     Raises:
         ValueError: names the unusable entry and what is allowed.
     """
     if not isinstance(value, Mapping):
-        raise ValueError(f"found {yaml_text(value)}; expected a mapping such as {{sharding_strategy: FULL_SHARD}}.")
+        raise ValueError(
+            f"found {yaml_text(value)}; expected a mapping such as {{sharding_strategy: FULL_SHARD}}."
+        )
     known = ["mixed_precision", *FsdpConfig.model_fields]
     if unknown := [str(key) for key in value if key not in known]:
         hint = did_you_mean(unknown[0], known) or f" Known here: {listed(known)}."
         raise ValueError(f"unknown key {unknown[0]}.{hint}")
-    section = {key: setting for key, setting in value.items() if key != "mixed_precision"}
+    section = {
+        key: setting for key, setting in value.items() if key != "mixed_precision"
+    }
     if isinstance(strategy := value.get("sharding_strategy"), str):
         name = strategy.rpartition(".")[2].upper()
         if name not in STRATEGIES:
@@ -95,18 +109,25 @@ def _precision(value: Any) -> dict[str, str]:
     if value is False:
         return {"param_dtype": "float32", "reduce_dtype": "float32"}
     if isinstance(value, str):
-        return {"param_dtype": _dtype("mixed_precision", value), "reduce_dtype": "float32"}
+        return {
+            "param_dtype": _dtype("mixed_precision", value),
+            "reduce_dtype": "float32",
+        }
     if not isinstance(value, Mapping) or (set(value) - set(_PRECISION)):
         raise ValueError(
             f"mixed_precision: found {yaml_text(value)}; expected true, false, a dtype, or a mapping of param_dtype "
             "and reduce_dtype."
         )
-    return {key: _dtype(f"mixed_precision.{key}", dtype) for key, dtype in value.items()}
+    return {
+        key: _dtype(f"mixed_precision.{key}", dtype) for key, dtype in value.items()
+    }
 
 
 def _dtype(key: str, value: Any) -> str:
     """Return the canonical name of a dtype such as "bf16" or "torch.bfloat16"."""
     name = str(value).removeprefix("torch.")
     if name not in _DTYPES:
-        raise ValueError(f"{key}: found {yaml_text(value)}; allowed: {listed(_DTYPES)}.")
+        raise ValueError(
+            f"{key}: found {yaml_text(value)}; allowed: {listed(_DTYPES)}."
+        )
     return _DTYPES[name]

@@ -8,14 +8,31 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from megaverl.config.errors import ConfigIssue, InvalidConfig
-from megaverl.config.roles import GridConfig, PlacementConfig, RolloutConfig, TrainedConfig
+from megaverl.config.roles import (
+    GridConfig,
+    PlacementConfig,
+    RolloutConfig,
+    TrainedConfig,
+)
 from megaverl.config.schema import Config
 from megaverl.config.wording import divisors, listed
 from megaverl.distributed.grid import Sizes, grid_problem
-from megaverl.distributed.placement import ROLES, Node, PlacementError, ResolvedPlacement
+from megaverl.distributed.placement import (
+    ROLES,
+    Node,
+    PlacementError,
+    ResolvedPlacement,
+)
 from megaverl.distributed.placement_resolver import problems_of, resolve
-from megaverl.distributed.placement_resolver import smallest_world as smallest_placed_world
-from megaverl.sharding.model_spec import ModelSpec, misfits, no_adapters, why_not_in_vllm
+from megaverl.distributed.placement_resolver import (
+    smallest_world as smallest_placed_world,
+)
+from megaverl.sharding.model_spec import (
+    ModelSpec,
+    misfits,
+    no_adapters,
+    why_not_in_vllm,
+)
 
 if TYPE_CHECKING:
     from megaverl.distributed.grid import GridSizes
@@ -27,8 +44,8 @@ REINFORCING = ("train", "quickstart")
 # Commands that train on given data and generate nothing.
 OFFLINE: tuple[Literal["sft", "dpo", "reward"], ...] = ("sft", "dpo", "reward")
 
-# Fields of TransformerConfig that distribute layers unevenly over pipeline stages. With one of them the stage count
-# need not divide the number of layers.
+# Fields of TransformerConfig that distribute layers unevenly over pipeline stages. With
+# one of them the stage count need not divide the number of layers.
 _UNEVEN = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -50,7 +67,11 @@ def used_roles(config: Config, command: str) -> list[str]:
         return ["actor"] + ["reference"] * config.preference_needs_reference
     if command not in REINFORCING:
         return ["actor"] if command == "sft" else []
-    roles = ["actor"] + ["critic"] * config.uses_critic + ["reference"] * config.uses_reference
+    roles = (
+        ["actor"]
+        + ["critic"] * config.uses_critic
+        + ["reference"] * config.uses_reference
+    )
     return roles + ["reward_model"] * config.uses_reward_model
 
 
@@ -68,13 +89,15 @@ def smallest_world(config: Config, command: str = "train") -> int:
     if is_placed(config, command):
         wanted, _ = config.placement.wanted()
         grids = role_grids(config, used_roles(config, command))
-        if size := smallest_placed_world(wanted, grids, islands=config.placement.actor_islands):
+        if size := smallest_placed_world(
+            wanted, grids, islands=config.placement.actor_islands
+        ):
             return size
     sizes = [1 if command in OFFLINE else config.rollout.tp]
     for role in used_roles(config, command):
         grid: GridConfig = getattr(config, role)
-        # The dense grid (tp x cp) and the expert grid (etp x ep) cover the same ranks of a stage, so both must divide
-        # them.
+        # The dense grid (tp x cp) and the expert grid (etp x ep) cover the same ranks
+        # of a stage, so both must divide them.
         dense = grid.tp * grid.cp
         expert = (grid.etp or grid.tp) * grid.ep
         sizes.append(grid.pp * math.lcm(dense, expert))
@@ -95,7 +118,11 @@ def grid_mistakes(
     """
     placed = is_placed(config, command)
     if placed:
-        yield from placement_mistakes(config.placement, role_grids(config, used_roles(config, command)), world_size)
+        yield from placement_mistakes(
+            config.placement,
+            role_grids(config, used_roles(config, command)),
+            world_size,
+        )
         if (placement := _placed(config, command, world_size)) is not None:
             yield from placed_mistakes(config, placement)
     elif command == "train" and config.rollout.async_rollout:
@@ -104,15 +131,29 @@ def grid_mistakes(
             "is set, and the engines share the actor's ranks. Give them ranks of their own: placement.rollout.",
         )
     elif command == "quickstart" and config.placement.is_given:
-        yield ConfigIssue("placement", "is set; the quickstart has all roles on all ranks. Leave it out.")
+        yield ConfigIssue(
+            "placement",
+            "is set; the quickstart has all roles on all ranks. Leave it out.",
+        )
     roles = used_roles(config, command)
     for role in roles:
         grid: GridConfig = getattr(config, role)
         if grid.engine == "fsdp" and world_size and not placed:
-            is_inherited = role != "actor" and "actor" in roles and grid.engine == config.actor.engine
-            yield from _fsdp_against_world(config, role, world_size, is_inherited=is_inherited)
-        # The mistakes of a grid that is the actor's are reported for the actor, if the command builds one.
-        has_actors_grid = role != "actor" and "actor" in roles and _sizes(grid) == _sizes(config.actor)
+            is_inherited = (
+                role != "actor"
+                and "actor" in roles
+                and grid.engine == config.actor.engine
+            )
+            yield from _fsdp_against_world(
+                config, role, world_size, is_inherited=is_inherited
+            )
+        # The mistakes of a grid that is the actor's are reported for the actor, if the
+        # command builds one.
+        has_actors_grid = (
+            role != "actor"
+            and "actor" in roles
+            and _sizes(grid) == _sizes(config.actor)
+        )
         if grid.engine == "fsdp" or has_actors_grid:
             continue
         if spec:
@@ -128,7 +169,8 @@ def grid_mistakes(
         yield from _engine_against_model(config.rollout, spec)
     if config.rollout.engine == "hf" and config.rollout.tp > 1:
         yield ConfigIssue(
-            "rollout.tp", f"found {config.rollout.tp}; rollout.engine=hf has no tensor parallelism: use 1."
+            "rollout.tp",
+            f"found {config.rollout.tp}; rollout.engine=hf has no tensor parallelism: use 1.",
         )
     elif world_size and not placed and world_size % config.rollout.tp:
         yield ConfigIssue(
@@ -139,7 +181,9 @@ def grid_mistakes(
         )
 
 
-def placed_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[ConfigIssue]:
+def placed_mistakes(
+    config: Config, placement: ResolvedPlacement
+) -> Iterator[ConfigIssue]:
     """Yield mistakes in which roles share ranks: roles that read or update the same state must be colocated."""
 
     def shares(role: str) -> bool:
@@ -154,32 +198,58 @@ def placed_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[Co
         yield from _island_mistakes(config, placement)
     if config.trains_reward_model and not placement.is_colocated:
         ranks = placement.ranks["actor"]
-        if problem := grid_problem(config.reward_model, len(ranks), f"{len(ranks)} ranks, which are the actor's"):
+        if problem := grid_problem(
+            config.reward_model,
+            len(ranks),
+            f"{len(ranks)} ranks, which are the actor's",
+        ):
             yield ConfigIssue("reward_model", problem)
-    if config.algorithm.divergence_name is not None and (not shares("reference") or islands > 1):
+    if config.algorithm.divergence_name is not None and (
+        not shares("reference") or islands > 1
+    ):
         message = (
-            "is not where the actor is, as a whole: algorithm.distillation compares the teacher's logits with its."
+            "is not where the actor is, as a whole: algorithm.distillation compares "
+            "the teacher's logits with its."
         )
         yield ConfigIssue(
-            "placement.reference", f"{message} Leave it out.", involves=("algorithm.distillation.divergence",)
+            "placement.reference",
+            f"{message} Leave it out.",
+            involves=("algorithm.distillation.divergence",),
         )
     beside = config.mixes_reward_model and not shares("reward")
     if beside:
         message = "are not the actor's ranks, where `mix` trains the reward model. Set placement.reward: actor."
         yield ConfigIssue("placement.reward", message, involves=("mix",))
-    reads = config.preference_needs_reference and any(entry.update == "preference" for entry in config.mix)
-    # Updates of `mix` run inside the actor's own step, so every role that they involve must be on the actor's ranks.
+    reads = config.preference_needs_reference and any(
+        entry.update == "preference" for entry in config.mix
+    )
+    # Updates of `mix` run inside the actor's own step, so every role that they involve
+    # must be on the actor's ranks.
     for key, refused, reason in (
-        ("critic", config.uses_critic and not shares("critic"), "is decided on together with the actor"),
-        ("reference", reads and not shares("reference"), "is read by the loss of pairs beside the actor"),
+        (
+            "critic",
+            config.uses_critic and not shares("critic"),
+            "is decided on together with the actor",
+        ),
+        (
+            "reference",
+            reads and not shares("reference"),
+            "is read by the loss of pairs beside the actor",
+        ),
         ("actor_islands", islands > 1, "each train on a part of every update"),
     ):
         if config.mix and refused:
             message = f"is set, and so is mix, whose updates are the actor's own; what is placed there {reason}."
-            yield ConfigIssue(f"placement.{key}", f"{message} Leave one of the two out.", involves=("mix",))
+            yield ConfigIssue(
+                f"placement.{key}",
+                f"{message} Leave one of the two out.",
+                involves=("mix",),
+            )
 
 
-def _island_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[ConfigIssue]:
+def _island_mistakes(
+    config: Config, placement: ResolvedPlacement
+) -> Iterator[ConfigIssue]:
     """Yield mistakes that arise only if the actor is split into several islands."""
     count = len(placement.islands)
     if placement.colocated("rollout", "actor"):
@@ -188,7 +258,11 @@ def _island_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[C
             f"is the actor's, which has {count} islands. Give the engines ranks of their own.",
             involves=("placement.actor_islands",),
         )
-    if others := [role for role in placement.roles_of(placement.coordinator) if role != "coordinator"]:
+    if others := [
+        role
+        for role in placement.roles_of(placement.coordinator)
+        if role != "coordinator"
+    ]:
         yield ConfigIssue(
             "placement.coordinator",
             f"rank {placement.coordinator} has {', '.join(others)} as well; with actor_islands={count} it joins "
@@ -197,25 +271,46 @@ def _island_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[C
         )
     if config.trains_reward_model:
         message = "is trained by the run, beside the actor, which has islands. Leave one of the two out."
-        yield ConfigIssue("reward_model", message, involves=("placement.actor_islands",))
+        yield ConfigIssue(
+            "reward_model", message, involves=("placement.actor_islands",)
+        )
     alone = ["actor", "critic"] if config.coordinator.islands_every > 1 else []
     for role in alone:
         for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
             set_here = role in placement.ranks and placement.colocated(role, "actor")
             if set_here and getattr(config, role).optimizer.get(key):
                 message = "is true: such an optimizer has its float32 weights elsewhere than islands average them."
-                message = f"{message} Leave it out, or set coordinator.islands_every to 1."
-                yield ConfigIssue(f"{role}.optimizer.{key}", message, involves=("coordinator.islands_every",))
+                message = (
+                    f"{message} Leave it out, or set coordinator.islands_every to 1."
+                )
+                yield ConfigIssue(
+                    f"{role}.optimizer.{key}",
+                    message,
+                    involves=("coordinator.islands_every",),
+                )
 
 
-def _placed(config: Config, command: str, world_size: int | None) -> ResolvedPlacement | None:
+def _placed(
+    config: Config, command: str, world_size: int | None
+) -> ResolvedPlacement | None:
     """Return which ranks each role will have, or None if that is unknown before the nodes have met, or impossible."""
     wanted, mistakes = config.placement.wanted()
-    unknown = bool(os.environ.get(CLAIMS)) or any(place.nodes or place.num_nodes for place in wanted.values())
+    unknown = bool(os.environ.get(CLAIMS)) or any(
+        place.nodes or place.num_nodes for place in wanted.values()
+    )
     grids = role_grids(config, used_roles(config, command))
     islands = config.placement.actor_islands
-    size = world_size or (None if mistakes or unknown else smallest_placed_world(wanted, grids, islands=islands))
-    if mistakes or unknown or size is None or problems_of(wanted, size, grids, islands=islands):
+    size = world_size or (
+        None
+        if mistakes or unknown
+        else smallest_placed_world(wanted, grids, islands=islands)
+    )
+    if (
+        mistakes
+        or unknown
+        or size is None
+        or problems_of(wanted, size, grids, islands=islands)
+    ):
         return None
     return resolve(wanted, size, grids, islands=islands)
 
@@ -236,15 +331,27 @@ def _fsdp_against_world(
     if world_size % grid.tp:
         text = f"found {grid.tp}, which does not divide the {world_size} ranks. Sizes that fit: "
         if not (is_inherited and grid.tp == config.actor.tp):
-            yield ConfigIssue(f"{role}.tp", f"{text}{listed(divisors(world_size))}.", involves=("run.nproc",))
+            yield ConfigIssue(
+                f"{role}.tp",
+                f"{text}{listed(divisors(world_size))}.",
+                involves=("run.nproc",),
+            )
         return
     size = grid.fsdp.shard_size
     replicas = world_size // grid.tp
-    if size is None or grid.fsdp.sharding_strategy != "hybrid_shard" or replicas % size == 0:
+    if (
+        size is None
+        or grid.fsdp.sharding_strategy != "hybrid_shard"
+        or replicas % size == 0
+    ):
         return
     if not (is_inherited and grid.fsdp == config.actor.fsdp):
         text = f"found {size}, which does not divide the {replicas} data-parallel ranks. Sizes that fit: "
-        yield ConfigIssue(f"{role}.fsdp.shard_size", f"{text}{listed(divisors(replicas))}.", involves=("run.nproc",))
+        yield ConfigIssue(
+            f"{role}.fsdp.shard_size",
+            f"{text}{listed(divisors(replicas))}.",
+            involves=("run.nproc",),
+        )
 
 
 def _sizes(grid: GridConfig) -> tuple[int | None, ...]:
@@ -252,18 +359,28 @@ def _sizes(grid: GridConfig) -> tuple[int | None, ...]:
     return grid.tp, grid.pp, grid.cp, grid.ep, grid.etp, grid.vpp
 
 
-def _against_model(role: str, grid: GridConfig, spec: ModelSpec) -> Iterator[ConfigIssue]:
+def _against_model(
+    role: str, grid: GridConfig, spec: ModelSpec
+) -> Iterator[ConfigIssue]:
     """Yield sizes of a role's grid that do not divide the model's dimensions."""
     misfitting = misfits(spec, tp=grid.tp, etp=grid.etp or grid.tp, ep=grid.ep)
     for misfit in misfitting:
         yield ConfigIssue(
-            f"{role}.{misfit.axis}", f"found {misfit.size}, which {misfit.reason}", involves=("model.path",)
+            f"{role}.{misfit.axis}",
+            f"found {misfit.size}, which {misfit.reason}",
+            involves=("model.path",),
         )
     has_adapters = isinstance(grid, TrainedConfig) and grid.lora is not None
     if has_adapters and (reason := no_adapters(spec, grid.tp)):
-        yield ConfigIssue(f"{role}.lora", f"is set, and {reason}", involves=("model.path", f"{role}.tp"))
+        yield ConfigIssue(
+            f"{role}.lora",
+            f"is set, and {reason}",
+            involves=("model.path", f"{role}.tp"),
+        )
     stages = grid.pp * (grid.vpp or 1)
-    if spec.num_layers % stages and not any(grid.megatron.get(name) for name in _UNEVEN):
+    if spec.num_layers % stages and not any(
+        grid.megatron.get(name) for name in _UNEVEN
+    ):
         product = f"{grid.pp} x vpp={grid.vpp} = {stages}" if grid.vpp else f"{grid.pp}"
         yield ConfigIssue(
             f"{role}.pp",
@@ -274,37 +391,61 @@ def _against_model(role: str, grid: GridConfig, spec: ModelSpec) -> Iterator[Con
         )
 
 
-def _against_world(role: str, grid: GridConfig, world_size: int) -> Iterator[ConfigIssue]:
+def _against_world(
+    role: str, grid: GridConfig, world_size: int
+) -> Iterator[ConfigIssue]:
     """Yield a mistake if the grid does not divide the number of ranks."""
     ranks = f"{world_size} ranks"
-    if problem := grid_problem(grid, world_size, ranks, "the", "start a multiple of {} processes"):
-        # If the dense grid divides the ranks, the expert grid is at fault: name its key.
+    if problem := grid_problem(
+        grid, world_size, ranks, "the", "start a multiple of {} processes"
+    ):
+        # If the dense grid divides the ranks, the expert grid is at fault: name its
+        # key.
         of_experts = world_size % (grid.tp * grid.cp * grid.pp) == 0
         involves = ("run.nproc", f"{role}.etp") if of_experts else ("run.nproc",)
-        yield ConfigIssue(f"{role}.ep" if of_experts else role, problem, involves=involves)
+        yield ConfigIssue(
+            f"{role}.ep" if of_experts else role, problem, involves=involves
+        )
 
 
-def _engine_against_model(rollout: RolloutConfig, spec: ModelSpec) -> Iterator[ConfigIssue]:
+def _engine_against_model(
+    rollout: RolloutConfig, spec: ModelSpec
+) -> Iterator[ConfigIssue]:
     """Yield mistakes in the rollout engine's tensor-parallel size and quantization for this model."""
-    # With expert parallelism vLLM keeps each expert whole on one rank, so tp need not divide an expert's dimensions.
+    # With expert parallelism vLLM keeps each expert whole on one rank, so tp need not
+    # divide an expert's dimensions.
     tp = rollout.tp
     experts_whole = bool(rollout.vllm.get("enable_expert_parallel"))
     for misfit in misfits(spec, tp=tp, etp=1 if experts_whole else tp, engine=True):
-        yield ConfigIssue("rollout.tp", f"found {tp}, which {misfit.reason}", involves=("model.path",))
+        yield ConfigIssue(
+            "rollout.tp", f"found {tp}, which {misfit.reason}", involves=("model.path",)
+        )
     if spec.attention_sinks and (method := rollout.vllm.get("quantization")):
         text = f"found {method!r}; vLLM transposes the model's experts as it loads: they cannot be quantised."
-        yield ConfigIssue("rollout.vllm.quantization", f"{text} Leave it out.", involves=("model.path",))
+        yield ConfigIssue(
+            "rollout.vllm.quantization",
+            f"{text} Leave it out.",
+            involves=("model.path",),
+        )
 
 
-def role_grids(config: Config, megatron_roles: Iterable[str]) -> dict[str, GridSizes | None]:
+def role_grids(
+    config: Config, megatron_roles: Iterable[str]
+) -> dict[str, GridSizes | None]:
     """Return the grid of every role, as `resolve` takes it. None stands for a role without a grid.
 
     Args:
         megatron_roles: the roles that the command builds (`used_roles`).
     """
-    grids: dict[str, GridSizes | None] = {role: getattr(config, role) for role in megatron_roles if role in ROLES}
+    grids: dict[str, GridSizes | None] = {
+        role: getattr(config, role) for role in megatron_roles if role in ROLES
+    }
     models = config.reward_model if config.scores_by_megatron else None
-    return grids | {"rollout": Sizes(tp=config.rollout.tp), "reward": models, "coordinator": None}
+    return grids | {
+        "rollout": Sizes(tp=config.rollout.tp),
+        "reward": models,
+        "coordinator": None,
+    }
 
 
 def placement_mistakes(
@@ -315,7 +456,8 @@ def placement_mistakes(
 ) -> list[ConfigIssue]:
     """Return the mistakes in a placement.
 
-    If the number of ranks is unknown, or the placement names nodes and `nodes` is None, only its syntax is checked.
+    If the number of ranks is unknown, or the placement names nodes and `nodes` is None,
+    only its syntax is checked.
 
     Args:
         grids: from `role_grids`.
@@ -329,7 +471,10 @@ def placement_mistakes(
     try:
         resolve(wanted, size, grids, nodes, islands=placement.actor_islands)
     except PlacementError as error:
-        return [ConfigIssue(placement.written_key(problem.key), problem.message) for problem in error.problems]
+        return [
+            ConfigIssue(placement.written_key(problem.key), problem.message)
+            for problem in error.problems
+        ]
     return []
 
 

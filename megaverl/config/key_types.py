@@ -39,8 +39,8 @@ FLAT_NAMES = {
 def type_at(path: Key) -> Any:
     """Return the type annotation of the value at the key path `path`, or Any if it is unknown.
 
-    A list entry is addressed by its index. A name in that position addresses a key of the only entry, because a list of
-    one may be written without its brackets.
+    A list entry is addressed by its index. A name in that position addresses a key of
+    the only entry, because a list of one may be written without its brackets.
     """
     # A flat key has the type of the key that it stands for.
     for name, key in FLAT_NAMES.items():
@@ -66,12 +66,18 @@ def _inside(kind: Any, part: str) -> Any:
         kind = entry
     section = section_of(kind)
     if section is not None:
-        fields = (field for name, field in section.model_fields.items() if (field.alias or name) == part)
+        fields = (
+            field
+            for name, field in section.model_fields.items()
+            if (field.alias or name) == part
+        )
         field = next(fields, None)
         # `rebuild_annotation` keeps the constraints, which do not matter here.
         return Any if field is None else field.annotation
     # A mapping such as dict[str, float] accepts any key; its values share one type.
-    value_types = [get_args(option)[1] for option in _options(kind) if get_origin(option) is dict]
+    value_types = [
+        get_args(option)[1] for option in _options(kind) if get_origin(option) is dict
+    ]
     return value_types[0] if value_types else Any
 
 

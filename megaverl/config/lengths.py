@@ -22,7 +22,8 @@ DEFAULTS: dict[str, int] = {
     PROMPT: DataConfig.model_fields["max_prompt_tokens"].default,
     RESPONSE: SAMPLING["max_tokens"],
 }
-# Command that learns responses from data -> the key for their length, which takes precedence over RESPONSE.
+# Command that learns responses from data -> the key for their length, which takes
+# precedence over RESPONSE.
 OWN_RESPONSE = {
     "sft": "sft.max_answer_tokens",
     "dpo": "preference.max_response_tokens",
@@ -33,7 +34,8 @@ OWN_RESPONSE = {
 def fitted_lengths(values: dict[str, Any], command: str) -> tuple[dict[str, int], str]:
     """Choose lengths that fit the model's context, for those of PROMPT and RESPONSE that are not set.
 
-    If neither is set, they share the context 2 : 1. If one is set, the other gets the rest, at most its default.
+    If neither is set, they share the context 2 : 1. If one is set, the other gets the
+    rest, at most its default.
 
     Args:
         values: values of the file and the overrides. If they are wrong, or name no folder of a model, nothing is
@@ -45,30 +47,48 @@ def fitted_lengths(values: dict[str, Any], command: str) -> tuple[dict[str, int]
     prompt = _at(values, PROMPT)
     response = _at(values, RESPONSE)
     command_limit = _at(values, OWN_RESPONSE.get(command, RESPONSE))
-    limit = response if command_limit is None or command_limit is MISSING else command_limit
-    known_lengths = [length for length in (prompt, response, limit) if length is not MISSING]
+    limit = (
+        response if command_limit is None or command_limit is MISSING else command_limit
+    )
+    known_lengths = [
+        length for length in (prompt, response, limit) if length is not MISSING
+    ]
     context = _context(_at(values, "model.path"))
-    if context is None or not all(isinstance(length, int) and length > 0 for length in known_lengths):
+    if context is None or not all(
+        isinstance(length, int) and length > 0 for length in known_lengths
+    ):
         return {}, ""
     fitted = {}
     if prompt is MISSING:
         left = context - (0 if limit is MISSING else limit)
         both = limit is MISSING and sum(DEFAULTS.values()) > context
-        fitted[PROMPT] = prompt = context * 2 // 3 if both else min(DEFAULTS[PROMPT], left)
+        fitted[PROMPT] = prompt = (
+            context * 2 // 3 if both else min(DEFAULTS[PROMPT], left)
+        )
     if limit is MISSING:
         fitted[RESPONSE] = min(DEFAULTS[RESPONSE], context - prompt)
     chosen = {key: length for key, length in fitted.items() if length != DEFAULTS[key]}
     if not chosen or min(chosen.values()) < 1:
         return {}, ""
     shown = " and ".join(f"{key}={length}" for key, length in chosen.items())
-    return chosen, f"{shown}, not given, chosen to fit the model's context of {context} tokens"
+    return (
+        chosen,
+        f"{shown}, not given, chosen to fit the model's context of {context} tokens",
+    )
 
 
 def length_issues(config: Config, command: str, spec: ModelSpec | None) -> Issues:
     """Yield a mistake if the longest sample exceeds the model's context or a role's micro-batch."""
     max_tokens = config.rollout.sampling["max_tokens"]
-    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
-        yield ConfigIssue(RESPONSE, f"found {yaml_text(max_tokens)}; expected an integer of at least 1.")
+    if (
+        not isinstance(max_tokens, int)
+        or isinstance(max_tokens, bool)
+        or max_tokens < 1
+    ):
+        yield ConfigIssue(
+            RESPONSE,
+            f"found {yaml_text(max_tokens)}; expected an integer of at least 1.",
+        )
         return
     response = RESPONSE
     length = max_tokens
@@ -89,7 +109,11 @@ def length_issues(config: Config, command: str, spec: ModelSpec | None) -> Issue
     for role in roles:
         cap = getattr(config, role).micro_batch_tokens
         # An inherited cap is reported for the actor alone, if the command builds one.
-        is_inherited = role != "actor" and "actor" in roles and cap == config.actor.micro_batch_tokens
+        is_inherited = (
+            role != "actor"
+            and "actor" in roles
+            and cap == config.actor.micro_batch_tokens
+        )
         if cap < longest and not is_inherited:
             yield ConfigIssue(
                 f"{role}.micro_batch_tokens",
@@ -115,6 +139,10 @@ def _at(values: Any, key: str) -> Any:
 def _context(folder: Any) -> int | None:
     """Return the context length of the model in a folder, or None if there is no readable model."""
     try:
-        return ModelSpec.outline(folder).max_positions if folder and isinstance(folder, str) else None
+        return (
+            ModelSpec.outline(folder).max_positions
+            if folder and isinstance(folder, str)
+            else None
+        )
     except ModelError:
         return None

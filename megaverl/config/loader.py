@@ -1,6 +1,7 @@
 """`load_config`: turn a file and overrides into a checked Config, or raise one error with all mistakes.
 
-Two forms of a configuration are read. The flat form, as other trainers write it, is translated to this project's keys:
+Two forms of a configuration are read. The flat form, as other trainers write it, is
+translated to this project's keys:
 
     algorithm: {name: ppo, clip_range: 0.2, value_loss_coef: 0.5}
     model: {pretrain_model_path: models/small, reward_function: exact_match}
@@ -8,8 +9,9 @@ Two forms of a configuration are read. The flat form, as other trainers write it
     engine: {actor_type: vllm, critic_type: megatron, num_gpus: 4}
     placement: {actor_devices: [0, 1, 2], critic_devices: [3]}
 
-`actor_type` names either the engine that generates (vllm, hf) or the one that trains (megatron, fsdp). `fsdp_config`
-configures FSDP and selects it. Both forms may be mixed in one file, but a key set in both is a mistake.
+`actor_type` names either the engine that generates (vllm, hf) or the one that trains
+(megatron, fsdp). `fsdp_config` configures FSDP and selects it. Both forms may be mixed
+in one file, but a key set in both is a mistake.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ from megaverl.errors import ConfigError
 Command = Literal["train", "sft", "dpo", "reward", "generate", "eval", "quickstart"]
 
 
-# Keys that may be `auto`. Their values are chosen for the run's ranks before the configuration is checked.
+# Keys that may be `auto`. Their values are chosen for the run's ranks before the
+# configuration is checked.
 AUTO_KEYS = (
     *(f"actor.{size}" for size in ("tp", "pp", "vpp", "cp", "ep", "etp")),
     "actor.micro_batch_tokens",
@@ -63,9 +66,11 @@ AUTO_KEYS = (
     "rollout.tp",
 )
 AUTO = "auto"
-# Function that builds the configuration with settings (key -> value) merged in, as if the user had written them.
+# Function that builds the configuration with settings (key -> value) merged in, as if
+# the user had written them.
 Make = Callable[[Mapping[str, Any]], Config]
-# Function that chooses values for `auto` keys: (make, keys, ranks) -> (key -> value, what was chosen and why).
+# Function that chooses values for `auto` keys: (make, keys, ranks) -> (key -> value,
+# what was chosen and why).
 Choose = Callable[[Make, tuple[str, ...], int], tuple[dict[str, Any], str]]
 
 
@@ -117,9 +122,11 @@ def load_config(
     warnings += source.warnings
     mistakes = _first_of_each_key([*source.mistakes, *mistakes, *foreign])
     world_size = world_size or _world_size(config)
-    # Checks across sections run on a configuration in which refused keys have their defaults. Drop what they report
-    # about such keys.
-    mistakes += _not_moot(cross_mistakes(config, command, check_paths, world_size), mistakes, source)
+    # Checks across sections run on a configuration in which refused keys have their
+    # defaults. Drop what they report about such keys.
+    mistakes += _not_moot(
+        cross_mistakes(config, command, check_paths, world_size), mistakes, source
+    )
     if mistakes:
         raise InvalidConfig(mistakes, source.name)
     if command in REINFORCING:
@@ -129,12 +136,21 @@ def load_config(
             "run.replan has no effect because no key is `auto`. Use trainer.replan_every to be told about better "
             "layouts."
         )
-    # Kept in the configuration, for the run that prints them, and for a resumed run that plans its layout again.
-    config.note(warnings, [line for line in (choice, reason) if line], chosen, _make_of(source), source.place)
+    # Kept in the configuration, for the run that prints them, and for a resumed run
+    # that plans its layout again.
+    config.note(
+        warnings,
+        [line for line in (choice, reason) if line],
+        chosen,
+        _make_of(source),
+        source.place,
+    )
     return config
 
 
-def layered(path: str | Path | None, overrides: Sequence[Override] | None = None) -> Make:
+def layered(
+    path: str | Path | None, overrides: Sequence[Override] | None = None
+) -> Make:
     """Return a function that builds the configuration with further settings merged in. Keys set to `auto` are left out.
 
     Raises:
@@ -143,7 +159,13 @@ def layered(path: str | Path | None, overrides: Sequence[Override] | None = None
     source, _ = _read(path, overrides or [], "train")
     _take_auto(source)
     _, mistakes = validate(source)
-    mistakes = _first_of_each_key([*source.mistakes, *mistakes, *passthrough_mistakes(source.values, source.place)[0]])
+    mistakes = _first_of_each_key(
+        [
+            *source.mistakes,
+            *mistakes,
+            *passthrough_mistakes(source.values, source.place)[0],
+        ]
+    )
     if mistakes:
         raise InvalidConfig(mistakes, source.name)
     return _make_of(source)
@@ -163,13 +185,17 @@ def _make_of(source: YamlSource) -> Make:
 
 def _take_auto(source: YamlSource) -> tuple[str, ...]:
     """Remove the keys that are `auto` from the source, and return them."""
-    keys = tuple(key for key in AUTO_KEYS if value_at(source.values, key.split(".")) == AUTO)
+    keys = tuple(
+        key for key in AUTO_KEYS if value_at(source.values, key.split(".")) == AUTO
+    )
     for key in keys:
         take(source.values, key.split("."))
     return keys
 
 
-def _choose(source: YamlSource, choose: Choose | None, world_size: int | None) -> tuple[dict[str, Any], str]:
+def _choose(
+    source: YamlSource, choose: Choose | None, world_size: int | None
+) -> tuple[dict[str, Any], str]:
     """Choose values for `auto` keys and put them into the source.
 
     Returns them by key, and the reason. Mistakes are recorded.
@@ -180,12 +206,19 @@ def _choose(source: YamlSource, choose: Choose | None, world_size: int | None) -
     config, mistakes = validate(source)
     world_size = world_size or _world_size(config)
     if mistakes or source.mistakes:
-        # These mistakes are reported, and the rest of the configuration is checked without a choice.
+        # These mistakes are reported, and the rest of the configuration is checked
+        # without a choice.
         return {}, ""
     if choose is None:
-        source.add(keys[0], "is auto, which `megaverl train` and `megaverl plan --auto` decide on. Give a value here.")
+        source.add(
+            keys[0],
+            "is auto, which `megaverl train` and `megaverl plan --auto` decide on. Give a value here.",
+        )
     elif world_size is None:
-        source.add(keys[0], "is auto, and the number of ranks is not known. Give it: --nproc N, or run.nproc.")
+        source.add(
+            keys[0],
+            "is auto, and the number of ranks is not known. Give it: --nproc N, or run.nproc.",
+        )
     else:
         try:
             settings, reason = choose(_make_of(source), keys, world_size)
@@ -209,11 +242,16 @@ def _read(
         The source, and a sentence about the chosen lengths, empty if none were chosen.
     """
     # Inherited sections have no defaults of their own: their values may be the actor's.
-    defaults = {section: value for section, value in Config().to_dict().items() if section not in INHERITED}
+    defaults = {
+        section: value
+        for section, value in Config().to_dict().items()
+        if section not in INHERITED
+    }
     source = read_source(path, overrides, defaults)
     translate(source)
     lengths, choice = fitted_lengths(source.values, command)
-    # Read again with the chosen lengths as defaults, since a `${...}` elsewhere may refer to one of them.
+    # Read again with the chosen lengths as defaults, since a `${...}` elsewhere may
+    # refer to one of them.
     if lengths:
         for key, length in lengths.items():
             put(defaults, key.split("."), length)
@@ -227,7 +265,8 @@ def _read(
 
 def _world_size(config: Config) -> int | None:
     """Return the number of ranks, or None if it is unknown until all nodes have met."""
-    # Roles are claimed node by node, so the number of ranks is known only after all nodes have connected.
+    # Roles are claimed node by node, so the number of ranks is known only after all
+    # nodes have connected.
     if os.environ.get(CLAIMS):
         return None
     if os.environ.get("WORLD_SIZE", "").isdigit():
@@ -257,9 +296,15 @@ def _not_moot(
     if any(key.startswith("--") or key == BASE for key in wrong):
         return []
     return [
-        ConfigIssue(mistake.key, mistake.message, source.place(mistake.key), mistake.involves)
+        ConfigIssue(
+            mistake.key, mistake.message, source.place(mistake.key), mistake.involves
+        )
         for mistake in mistakes
-        if not any(_overlap(key, bad) for key in (mistake.key, *mistake.involves) for bad in wrong)
+        if not any(
+            _overlap(key, bad)
+            for key in (mistake.key, *mistake.involves)
+            for bad in wrong
+        )
     ]
 
 
@@ -285,39 +330,77 @@ _EXPECTED = {
 PEERS_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("learning_rate", "lr_rate"),
-        ("actor.optimizer.lr", "critic.optimizer.lr", "reward_model.optimizer.lr", "sft.lr", "preference.lr"),
+        (
+            "actor.optimizer.lr",
+            "critic.optimizer.lr",
+            "reward_model.optimizer.lr",
+            "sft.lr",
+            "preference.lr",
+        ),
     ),
     "weight_decay": ("actor.optimizer.weight_decay", "critic.optimizer.weight_decay"),
     **dict.fromkeys(
-        ("max_grad_norm", "grad_clip", "clip_grad_norm"), ("actor.optimizer.clip_grad", "critic.optimizer.clip_grad")
+        ("max_grad_norm", "grad_clip", "clip_grad_norm"),
+        ("actor.optimizer.clip_grad", "critic.optimizer.clip_grad"),
     ),
-    **dict.fromkeys(("lr_scheduler_type", "scheduler_type"), ("actor.scheduler.lr_decay_style", "sft.lr_decay_style")),
+    **dict.fromkeys(
+        ("lr_scheduler_type", "scheduler_type"),
+        ("actor.scheduler.lr_decay_style", "sft.lr_decay_style"),
+    ),
     **dict.fromkeys(("num_generations", "rollout_n"), ("algorithm.group_size",)),
     **dict.fromkeys(("num_iterations", "ppo_epochs"), ("algorithm.num_epochs",)),
     "ppo_mini_batch_size": ("algorithm.num_mini_batches",),
     **dict.fromkeys(("cliprange", "clip_ratio", "epsilon"), ("algorithm.clip_range",)),
-    **dict.fromkeys(("clip_ratio_high", "epsilon_high"), ("algorithm.clip_range_high",)),
-    **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef"), ("algorithm.kl.coef",)),
+    **dict.fromkeys(
+        ("clip_ratio_high", "epsilon_high"), ("algorithm.clip_range_high",)
+    ),
+    **dict.fromkeys(
+        ("kl_coef", "kl_loss_coef", "init_kl_coef"), ("algorithm.kl.coef",)
+    ),
     "entropy_coeff": ("algorithm.entropy_coef",),
     "adv_estimator": ("algorithm.name",),
-    **dict.fromkeys(("train_batch_size", "batch_size"), ("data.prompts_per_step", "sft.batch_size")),
+    **dict.fromkeys(
+        ("train_batch_size", "batch_size"), ("data.prompts_per_step", "sft.batch_size")
+    ),
     **dict.fromkeys(("train_files", "train_file"), ("data.train",)),
     **dict.fromkeys(("val_files", "eval_files"), ("data.validation",)),
     "max_prompt_length": ("data.max_prompt_tokens",),
     **dict.fromkeys(
-        ("max_response_length", "max_new_tokens", "max_completion_length", "response_length"),
+        (
+            "max_response_length",
+            "max_new_tokens",
+            "max_completion_length",
+            "response_length",
+        ),
         ("rollout.sampling.max_tokens",),
     ),
-    **dict.fromkeys(("max_steps", "total_training_steps", "num_train_steps"), ("trainer.steps", "sft.steps")),
+    **dict.fromkeys(
+        ("max_steps", "total_training_steps", "num_train_steps"),
+        ("trainer.steps", "sft.steps"),
+    ),
     **dict.fromkeys(("save_freq", "save_steps"), ("checkpoint.save_interval",)),
-    **dict.fromkeys(("test_freq", "eval_steps"), ("trainer.validate_every", "preference.validate_every")),
+    **dict.fromkeys(
+        ("test_freq", "eval_steps"),
+        ("trainer.validate_every", "preference.validate_every"),
+    ),
     **dict.fromkeys(("experiment_name", "run_name"), ("run.name",)),
     **dict.fromkeys(("model_name_or_path", "model_name"), ("model.path",)),
     **dict.fromkeys(("n_gpus_per_node", "num_processes"), ("run.nproc",)),
-    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size"), ("actor.tp", "critic.tp", "rollout.tp")),
-    **dict.fromkeys(("pipeline_parallel_size", "pipeline_model_parallel_size"), ("actor.pp", "critic.pp")),
     **dict.fromkeys(
-        ("context_parallel_size", "ulysses_sequence_parallel_size", "sequence_parallel_size", "sp_size"),
+        ("tensor_parallel_size", "tensor_model_parallel_size"),
+        ("actor.tp", "critic.tp", "rollout.tp"),
+    ),
+    **dict.fromkeys(
+        ("pipeline_parallel_size", "pipeline_model_parallel_size"),
+        ("actor.pp", "critic.pp"),
+    ),
+    **dict.fromkeys(
+        (
+            "context_parallel_size",
+            "ulysses_sequence_parallel_size",
+            "sequence_parallel_size",
+            "sp_size",
+        ),
         ("actor.cp", "critic.cp"),
     ),
     "use_liger": ("actor.fsdp.liger",),
@@ -330,15 +413,17 @@ _NAME_LETTERS = "letters, digits and . _ + = , @ - only"
 def validate(source: YamlSource) -> tuple[Config, list[ConfigIssue]]:
     """Return the configuration with every refused key at its default, and the mistakes.
 
-    pydantic builds nothing if one value is wrong. Refused values are removed and validation repeats until it succeeds,
-    so that later checks have a configuration to work on.
+    pydantic builds nothing if one value is wrong. Refused values are removed and
+    validation repeats until it succeeds, so that later checks have a configuration to
+    work on.
     """
     values = source.values
     mistakes: list[ConfigIssue] = []
     while True:
         try:
-            # pydantic stops a section's validators at its first refused field. So refused keys are removed and the rest
-            # is validated again, until nothing is refused.
+            # pydantic stops a section's validators at its first refused field. So
+            # refused keys are removed and the rest is validated again, until nothing is
+            # refused.
             return Config.model_validate(values), mistakes
         except ValidationError as error:
             details = error.errors(include_url=False)
@@ -347,7 +432,9 @@ def validate(source: YamlSource) -> tuple[Config, list[ConfigIssue]]:
             path = tuple(str(part) for part in detail["loc"])
             key = ".".join(path)
             if key not in known and _written(detail["loc"], values):
-                mistakes.append(ConfigIssue(key, _message(detail, path), source.place(path)))
+                mistakes.append(
+                    ConfigIssue(key, _message(detail, path), source.place(path))
+                )
         pruned = values
         for detail in details:
             pruned = _without(pruned, detail["loc"])
@@ -380,7 +467,11 @@ def _message(detail: ErrorDetails, path: Key) -> str:
     if kind == "literal_error":
         allowed = str(context["expected"])
         names = [name.strip("'") for name in allowed.replace(" or ", ", ").split(", ")]
-        hint = did_you_mean(detail["input"], names) if isinstance(detail["input"], str) else ""
+        hint = (
+            did_you_mean(detail["input"], names)
+            if isinstance(detail["input"], str)
+            else ""
+        )
         hint = value_hint(path, detail["input"]) or hint
         if path == ("algorithm", "name") and isinstance(detail["input"], str):
             hint = place_of(detail["input"]) or hint
@@ -391,10 +482,18 @@ def _message(detail: ErrorDetails, path: Key) -> str:
         is_function = "[A-Za-z_]" in str(context.get("pattern"))
         return f"{shown}; expected {'module:function or file.py:function' if is_function else _NAME_LETTERS}."
     if kind in _EXPECTED:
-        hint = f" auto is for {', '.join(AUTO_KEYS)}." if detail["input"] == AUTO else ""
+        hint = (
+            f" auto is for {', '.join(AUTO_KEYS)}." if detail["input"] == AUTO else ""
+        )
         return f"{shown}; expected {_EXPECTED[kind]}.{hint}"
-    bounds = [f"{word} {context[name]}" for name, word in BOUNDS.items() if name in context]
-    return f"{shown}; expected {' and '.join(bounds)}." if bounds else f"{shown}: {detail['msg']}."
+    bounds = [
+        f"{word} {context[name]}" for name, word in BOUNDS.items() if name in context
+    ]
+    return (
+        f"{shown}; expected {' and '.join(bounds)}."
+        if bounds
+        else f"{shown}: {detail['msg']}."
+    )
 
 
 def _suggest(path: Key) -> str:
@@ -402,12 +501,19 @@ def _suggest(path: Key) -> str:
     *parents, name = path
     siblings = keys_of(section_at(Config, parents)) + [BASE] * (not parents)
     hint = did_you_mean(name, siblings)
-    # A name from another trainer is no typing error of ours, so it comes before similar spellings.
+    # A name from another trainer is no typing error of ours, so it comes before similar
+    # spellings.
     if meant := PEERS_NAMES.get(name.lower()):
         return f" Did you mean `{_placed(meant, parents)}`?"
     exact = [key for key in all_keys(Config) if key.rsplit(".", 1)[-1] == name]
-    exact += [f"{place}.{name}" for place, target in PLACES.items() if name in target.settable()]
-    nearby = [key for key in exact if parents and key.startswith(parents[0] + ".")] or exact
+    exact += [
+        f"{place}.{name}"
+        for place, target in PLACES.items()
+        if name in target.settable()
+    ]
+    nearby = [
+        key for key in exact if parents and key.startswith(parents[0] + ".")
+    ] or exact
     if nearby:
         return f" Did you mean `{nearby[0]}`?"
     return hint or (f" Known here: {', '.join(siblings)}." if siblings else "")
@@ -415,14 +521,16 @@ def _suggest(path: Key) -> str:
 
 def _placed(meant: tuple[str, ...], parents: Sequence[str]) -> str:
     """Return the first of the keys `meant` that lies in the section of `parents`, else the first of all."""
-    return next((key for key in meant if parents and key.startswith(f"{parents[0]}.")), meant[0])
+    return next(
+        (key for key in meant if parents and key.startswith(f"{parents[0]}.")), meant[0]
+    )
 
 
 def _without(values: dict[str, Any], loc: tuple[int | str, ...]) -> dict[str, Any]:
     """Return a copy of `values` without the key at `loc`, or without the nearest removable key around it.
 
-    List entries are not removed one by one, because other messages refer to entries by index; the whole list is
-    removed.
+    List entries are not removed one by one, because other messages refer to entries by
+    index; the whole list is removed.
     """
     values = copy.deepcopy(values)
     around: Any = values
@@ -434,17 +542,25 @@ def _without(values: dict[str, Any], loc: tuple[int | str, ...]) -> dict[str, An
         elif isinstance(around, list) and isinstance(part, int) and part < len(around):
             around = around[part]
         elif isinstance(around, dict) and loc[0] in INHERITED and len(loc) > 1:
-            # The role inherited this value: it goes away when the actor's own is removed.
+            # The role inherited this value: it goes away when the actor's own is
+            # removed.
             return values
         else:
-            # From here on pydantic's path names what it converted the value to, not what the user wrote.
+            # From here on pydantic's path names what it converted the value to, not
+            # what the user wrote.
             break
     if removable is not None:
         del removable[0][removable[1]]
     return values
 
 
-ENGINES = {"vllm": "vllm", "hf": "hf", "huggingface": "hf", "transformers": "hf", "server": "server"}
+ENGINES = {
+    "vllm": "vllm",
+    "hf": "hf",
+    "huggingface": "hf",
+    "transformers": "hf",
+    "server": "server",
+}
 
 
 class Flat(NamedTuple):
@@ -489,11 +605,15 @@ def _trainer(value: Any) -> Any:
 
 FSDP = "fsdp_config"
 _CONVERTED = {
-    "engine.actor_type": Flat("rollout.engine", _engine, dict.fromkeys(TRAINERS, "actor.engine")),
+    "engine.actor_type": Flat(
+        "rollout.engine", _engine, dict.fromkeys(TRAINERS, "actor.engine")
+    ),
     "engine.critic_type": Flat("critic.engine", _trainer),
     FSDP: Flat("actor.fsdp", from_fsdp_config),
 }
-FLAT: dict[str, Flat] = {name: _CONVERTED.get(name, Flat(key)) for name, key in FLAT_NAMES.items()}
+FLAT: dict[str, Flat] = {
+    name: _CONVERTED.get(name, Flat(key)) for name, key in FLAT_NAMES.items()
+}
 # prompts_per_step is the product of these two.
 PER_GPU = "data.batch_size_per_gpu"
 NUM_GPUS = "engine.num_gpus"
@@ -502,7 +622,8 @@ NUM_GPUS = "engine.num_gpus"
 def translate(source: YamlSource) -> None:
     """Move every flat key of `source.values` to this project's key. Mistakes are recorded, not raised.
 
-    Recorded places move along, so that a later mistake names the line and the word that the user wrote.
+    Recorded places move along, so that a later mistake names the line and the word that
+    the user wrote.
     """
     engine = source.values.get("engine", {})
     _check_engine(source, engine)
@@ -515,15 +636,20 @@ def translate(source: YamlSource) -> None:
             continue
         key = flat.others.get(value, flat.key) if isinstance(value, str) else flat.key
         try:
-            value = _per_gpu(value, num_gpus) if name == PER_GPU else flat.convert(value)
+            value = (
+                _per_gpu(value, num_gpus) if name == PER_GPU else flat.convert(value)
+            )
         except ValueError as error:
             source.add(name, str(error))
             continue
         existing = value_at(source.values, key.split("."))
-        # > 0: the flat key was written in a later layer and wins. 0: both stand in the same file.
+        # > 0: the flat key was written in a later layer and wins. 0: both stand in the
+        # same file.
         over = 1 if existing is MISSING else source.layer(name) - source.layer(key)
         if over == 0:
-            source.add(name, f"is set, and so is {key}, which is the same. Use one of them.")
+            source.add(
+                name, f"is set, and so is {key}, which is the same. Use one of them."
+            )
             continue
         if isinstance(value, dict) and isinstance(existing, dict):
             value = {**existing, **value} if over > 0 else {**value, **existing}
@@ -531,9 +657,13 @@ def translate(source: YamlSource) -> None:
             # A value that was written under the new name has priority.
             continue
         if not put(source.values, key.split("."), value):
-            source.add(name, f"is {key} here, but {key.rpartition('.')[0]} is not a mapping.")
+            source.add(
+                name, f"is {key} here, but {key.rpartition('.')[0]} is not a mapping."
+            )
         else:
-            _move_places(source, tuple(name.split(".")), tuple(key.split(".")), over > 0)
+            _move_places(
+                source, tuple(name.split(".")), tuple(key.split(".")), over > 0
+            )
     if selects_fsdp and value_at(source.values, ("actor", "engine")) is MISSING:
         put(source.values, ("actor", "engine"), "fsdp")
     if source.values.get("engine") in ({}, None):
@@ -543,7 +673,9 @@ def translate(source: YamlSource) -> None:
 def _check_engine(source: YamlSource, engine: Any) -> None:
     """Report unknown keys in `engine`. The section exists in the flat form only, so no schema would refuse them."""
     if "engine" in source.values and not isinstance(engine, dict):
-        source.add("engine", f"found {yaml_text(engine)}; expected a mapping (key: value).")
+        source.add(
+            "engine", f"found {yaml_text(engine)}; expected a mapping (key: value)."
+        )
         source.values.pop("engine")
         return
     known = [name.partition(".")[2] for name in FLAT if name.startswith("engine.")]
@@ -560,7 +692,9 @@ def _per_gpu(value: Any, num_gpus: Any) -> int:
         ValueError: the value is no positive integer, or the number of GPUs is missing.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"found {yaml_text(value)}; expected an integer of at least 1.")
+        raise ValueError(
+            f"found {yaml_text(value)}; expected an integer of at least 1."
+        )
     if not isinstance(num_gpus, int) or isinstance(num_gpus, bool) or num_gpus < 1:
         raise ValueError(
             f"is per GPU, and {NUM_GPUS} does not say how many there are. Set it, or data.prompts_per_step instead."

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def ddp_defaults(overrides: Mapping[str, Any], *, replicas: int, on_gpus: bool) -> dict[str, Any]:
+def ddp_defaults(
+    overrides: Mapping[str, Any], *, replicas: int, on_gpus: bool
+) -> dict[str, Any]:
     """Return the DistributedDataParallelConfig fields of a run: megaverl's defaults, overridden by `overrides`.
 
     - The optimizer is sharded over the data-parallel ranks.

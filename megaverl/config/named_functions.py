@@ -11,7 +11,14 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from megaverl.config.errors import ConfigIssue
-from megaverl.config.section import BOUNDS, Fraction, Issues, NonNegativeFloat, PositiveFloat, is_number
+from megaverl.config.section import (
+    BOUNDS,
+    Fraction,
+    Issues,
+    NonNegativeFloat,
+    PositiveFloat,
+    is_number,
+)
 from megaverl.config.signatures import Registered, registered, user_function_signature
 from megaverl.config.wording import did_you_mean, listed, yaml_text
 
@@ -33,17 +40,41 @@ ESTIMATOR_INPUTS = (
     "response_mask",
 )
 # Tensors that an update can give a policy loss.
-LOSS_INPUTS = ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "weights", "selected")
-# Further inputs that a policy loss may have with the default None; see megaverl.algorithms.policy_losses.
+LOSS_INPUTS = (
+    "log_probs",
+    "old_log_probs",
+    "rollout_log_probs",
+    "ref_log_probs",
+    "advantages",
+    "weights",
+    "selected",
+)
+# Further inputs that a policy loss may have with the default None; see
+# megaverl.algorithms.policy_losses.
 OPTIONAL_LOSS_INPUTS = ("correction_factors", "importance_weights", "trained_tokens")
 SELECTOR_INPUTS = ("log_probs", "advantages", "response_mask", "draws")
 VALUE_LOSS_INPUTS = ("values", "old_values", "returns", "weights")
 AGGREGATION_INPUTS = ("response_mask", "denominators")
-CORRECTION_INPUTS = ("old_log_probs", "rollout_log_probs", "log_probs", "advantages", "response_mask", "weights")
+CORRECTION_INPUTS = (
+    "old_log_probs",
+    "rollout_log_probs",
+    "log_probs",
+    "advantages",
+    "response_mask",
+    "weights",
+)
 KL_INPUTS = ("log_probs", "ref_log_probs")
 DIVERGENCE_INPUTS = ("student_log_probs", "teacher_log_probs")
-# Tensors that the update on single responses can give a loss. A loss may read no others.
-SINGLE_INPUTS = ("log_probs", "ref_log_probs", "desirable", "reference_kl", "reward_shift", "weights")
+# Tensors that the update on single responses can give a loss. A loss may read no
+# others.
+SINGLE_INPUTS = (
+    "log_probs",
+    "ref_log_probs",
+    "desirable",
+    "reference_kl",
+    "reward_shift",
+    "weights",
+)
 # Tensors that the update on pairs can give a loss.
 PAIR_INPUTS = (
     "chosen_log_probs",
@@ -68,12 +99,20 @@ REWARD_INPUTS = ("chosen_rewards", "rejected_rewards", "weights")
 # Option name -> allowed range. An option means the same in every function that has it.
 RANGES: dict[str, Any] = {
     **dict.fromkeys(("beta", "clip_high", "clip_range", "eps", "limit"), PositiveFloat),
-    **dict.fromkeys(("tau", "tau_positive", "tau_negative", "threshold"), PositiveFloat),
+    **dict.fromkeys(
+        ("tau", "tau_positive", "tau_negative", "threshold"), PositiveFloat
+    ),
     **dict.fromkeys(("ratio_max", "max_weight"), PositiveFloat),
-    **dict.fromkeys(("power_positive", "power_negative", "decay_positive", "decay_negative"), PositiveFloat),
+    **dict.fromkeys(
+        ("power_positive", "power_negative", "decay_positive", "decay_negative"),
+        PositiveFloat,
+    ),
     **dict.fromkeys(("gamma", "lam", "penalty", "center_coef"), NonNegativeFloat),
     **dict.fromkeys(("desirable_weight", "undesirable_weight"), NonNegativeFloat),
-    **dict.fromkeys(("alpha", "covariance_low", "covariance_high", "right_from"), Annotated[float, Field()]),
+    **dict.fromkeys(
+        ("alpha", "covariance_low", "covariance_high", "right_from"),
+        Annotated[float, Field()],
+    ),
     **dict.fromkeys(("k", "keep"), Annotated[float, Field(ge=1)]),
     "clip_low": Fraction,
     "clip_dual": Annotated[float, Field(gt=1)],
@@ -107,8 +146,10 @@ def out_of_range(name: str, value: Any) -> str | None:
 def out_of_order(options: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the names of two options whose values are in the wrong order, or None."""
     for low, high in ORDERED:
-        both = options.get(low), options.get(high)
-        if all(isinstance(value, int | float) for value in both) and not both[0] < both[1]:  # type: ignore[operator]
+        lower, upper = options.get(low), options.get(high)
+        if not isinstance(lower, int | float) or not isinstance(upper, int | float):
+            continue
+        if not lower < upper:
             return low, high
     return None
 
@@ -116,7 +157,8 @@ def out_of_order(options: Mapping[str, Any]) -> tuple[str, str] | None:
 def find_function(registry: str, name: str) -> Registered | None:
     """Return the signature of a function that the configuration names.
 
-    Returns None if there is no such function, or if only an import could show its signature.
+    Returns None if there is no such function, or if only an import could show its
+    signature.
 
     Args:
         registry: registry to search, unless `name` is written module:function.
@@ -147,7 +189,9 @@ def function_issues(
         optional: further inputs that the caller supplies to parameters with the default None.
     """
     try:
-        function = user_function_signature(name) if ":" in name else registered(registry)[name]
+        function = (
+            user_function_signature(name) if ":" in name else registered(registry)[name]
+        )
     except KeyError:
         known = registered(registry)
         text = f"found {yaml_text(name)}; known: {listed(sorted(known), most=40)}, or a function of your own as "
@@ -158,12 +202,24 @@ def function_issues(
         return
     if function is None:
         return
-    unknown = [parameter for parameter in function.inputs if available is not None and parameter not in available]
+    unknown = [
+        parameter
+        for parameter in function.inputs
+        if available is not None and parameter not in available
+    ]
     if unknown:
         text = f"found {yaml_text(name)}, which reads {listed(unknown)}; it is given: {listed(available or ())}"
-        further = f"; and, as parameters with the default None: {listed(optional)}" if optional else ""
+        further = (
+            f"; and, as parameters with the default None: {listed(optional)}"
+            if optional
+            else ""
+        )
         yield ConfigIssue(key, f"{text}{further}.")
-    missing = [option for option in function.required if settable is not None and option not in settable]
+    missing = [
+        option
+        for option in function.required
+        if settable is not None and option not in settable
+    ]
     if missing:
         only = f"only {listed(settable or ())}" if settable else "none"
         text = f"found {yaml_text(name)}, which needs the option {listed(missing)}, and {only} can be set."
@@ -188,20 +244,35 @@ def option_issues(
     options = function.options
     for option, value in values.items():
         if option not in options:
-            known = f" It has: {listed(sorted(options))}." if options else " It has none."
-            yield ConfigIssue(f"{key}.{option}", f"{name} has no such option.{did_you_mean(option, options) or known}")
+            known = (
+                f" It has: {listed(sorted(options))}." if options else " It has none."
+            )
+            yield ConfigIssue(
+                f"{key}.{option}",
+                f"{name} has no such option.{did_you_mean(option, options) or known}",
+            )
         elif not options[option].accepts(value):
-            yield ConfigIssue(f"{key}.{option}", f"found {yaml_text(value)}; expected {options[option].type_text}.")
+            yield ConfigIssue(
+                f"{key}.{option}",
+                f"found {yaml_text(value)}; expected {options[option].type_text}.",
+            )
         elif expected := out_of_range(option, value):
-            yield ConfigIssue(f"{key}.{option}", f"found {yaml_text(value)}; expected {expected}.")
+            yield ConfigIssue(
+                f"{key}.{option}", f"found {yaml_text(value)}; expected {expected}."
+            )
     if wrong := out_of_order(values):
         low, high = wrong
         yield ConfigIssue(
-            f"{key}.{low}", f"found {yaml_text(values[low])}; expected below {high}, {yaml_text(values[high])}."
+            f"{key}.{low}",
+            f"found {yaml_text(values[low])}; expected below {high}, {yaml_text(values[high])}.",
         )
     for option in function.required:
         if option not in values:
-            yield ConfigIssue(f"{key}.{option}", f"is not set, and {name} needs it.", involves=(involves,))
+            yield ConfigIssue(
+                f"{key}.{option}",
+                f"is not set, and {name} needs it.",
+                involves=(involves,),
+            )
 
 
 def function_and_option_issues(

@@ -1,6 +1,7 @@
 """Mappings that are passed to megatron-core and vLLM, checked against the installed versions.
 
-The tables list, by class, the fields that megaverl sets itself, each with the reason or the key to use instead.
+The tables list, by class, the fields that megaverl sets itself, each with the reason or
+the key to use instead.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from megaverl.plugins import load_object
 
 _FROM_MODEL = "It comes from the model's config.json."
 _DTYPE = "Use model.dtype."
-_GLOBAL_GROUPS = "megatron-core reads its global process groups for it, which are not made here."
+_GLOBAL_GROUPS = (
+    "megatron-core reads its global process groups for it, which are not made here."
+)
 _STEP_INSTALLS_IT = "The training step installs its own."
 _NO_TEXT = "megaverl hands vLLM token ids and takes token ids back."
 
@@ -33,7 +36,8 @@ _LAYOUT_IS_FIXED = (
     "and up one after the other."
 )
 
-# Fields that define the model. Another value would train another model than the folder holds and the engine runs.
+# Fields that define the model. Another value would train another model than the folder
+# holds and the engine runs.
 _SHAPES_THE_MODEL = (
     "activation_func",
     "activation_func_clamp_value",
@@ -103,7 +107,8 @@ _SHAPES_THE_MODEL = (
     "window_size",
 )
 _CHOOSES_EXPERTS = (
-    "Tokens would go to other experts than in the engine: what is sampled would not be the trained policy."
+    "Tokens would go to other experts than in the engine: what is sampled would not "
+    "be the trained policy."
 )
 _FURTHER_TOKENS = (
     "mtp_num_layers",
@@ -172,19 +177,33 @@ MEGATRON: dict[str, str] = {
     "virtual_pipeline_model_parallel_size": "Use {role}.vpp.",
     "context_parallel_size": "Use {role}.cp.",
     **dict.fromkeys(
-        ("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
+        (
+            "hierarchical_context_parallel_sizes",
+            "hybrid_context_parallel",
+            "max_seqlen_per_dp_cp_rank",
+        ),
         "All micro-batches of a role are cut over the same {role}.cp ranks.",
     ),
     "expert_model_parallel_size": "Use {role}.ep.",
     "expert_tensor_parallel_size": "Use {role}.etp.",
     **dict.fromkeys(_SHAPES_THE_MODEL, _FROM_MODEL),
-    **dict.fromkeys(("moe_router_force_load_balancing", "moe_router_force_biased"), _CHOOSES_EXPERTS),
-    **dict.fromkeys(_FURTHER_TOKENS, "Heads that predict tokens further on are not trained here."),
-    **dict.fromkeys(("qk_clip", "qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit"), _NO_CLIP),
+    **dict.fromkeys(
+        ("moe_router_force_load_balancing", "moe_router_force_biased"), _CHOOSES_EXPERTS
+    ),
+    **dict.fromkeys(
+        _FURTHER_TOKENS, "Heads that predict tokens further on are not trained here."
+    ),
+    **dict.fromkeys(
+        ("qk_clip", "qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit"),
+        _NO_CLIP,
+    ),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), _DTYPE),
     "fp8_param": _PARAMETERS_KEEP_DTYPE,
     **dict.fromkeys(_WEIGHT_SPLITS, _LAYOUT_IS_FIXED),
-    **dict.fromkeys(_MUP, "The engines compute no such scales: what is sampled would not be the trained policy."),
+    **dict.fromkeys(
+        _MUP,
+        "The engines compute no such scales: what is sampled would not be the trained policy.",
+    ),
     "moe_expert_rank_capacity_factor": "Dropped tokens would make the trained policy another one than the sampled.",
     **dict.fromkeys(("config_logger_dir", "test_mode"), _GLOBAL_GROUPS),
     "calculate_per_token_loss": "Losses cover the global batch; see algorithm.loss_aggregation.",
@@ -195,7 +214,9 @@ MEGATRON: dict[str, str] = {
 
 OPTIMIZER: dict[str, str] = {
     **dict.fromkeys(("params_dtype", "bf16", "fp16"), _DTYPE),
-    **dict.fromkeys(("fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), _PARAMETERS_KEEP_DTYPE),
+    **dict.fromkeys(
+        ("fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), _PARAMETERS_KEEP_DTYPE
+    ),
     "timers": _STEP_INSTALLS_IT,
     "config_logger_dir": _GLOBAL_GROUPS,
     "overlap_param_gather_with_optimizer_step": "Steps are whole. Use {role}.ddp.overlap_param_gather.",
@@ -237,7 +258,8 @@ _MEGATRON_FSDP = (
 
 DDP: dict[str, str] = {
     **dict.fromkeys(
-        ("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), _PARAMETERS_KEEP_DTYPE
+        ("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"),
+        _PARAMETERS_KEEP_DTYPE,
     ),
     "num_buckets": "Megatron-LM's training loop alone reads it. Use {role}.ddp.bucket_size.",
     "num_distributed_optimizer_instances": "One optimizer is sharded over all data-parallel ranks.",
@@ -261,11 +283,22 @@ SAMPLING: dict[str, str] = {
     "prompt_logprobs": "The log-probabilities of prompts are not used.",
     "flat_logprobs": "The sampled token's log-probability is always taken.",
     "logprob_token_ids": "The sampled token's log-probability is always taken.",
-    **dict.fromkeys(("stop", "bad_words"), _NO_TEXT + " Use rollout.sampling.stop_token_ids."),
     **dict.fromkeys(
-        ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"), _NO_TEXT
+        ("stop", "bad_words"), _NO_TEXT + " Use rollout.sampling.stop_token_ids."
     ),
-    **dict.fromkeys(("output_kind", "skip_clone", "output_text_buffer_length", "stream_interval"), _NO_TEXT),
+    **dict.fromkeys(
+        (
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "include_stop_str_in_output",
+        ),
+        _NO_TEXT,
+    ),
+    **dict.fromkeys(
+        ("output_kind", "skip_clone", "output_text_buffer_length", "stream_interval"),
+        _NO_TEXT,
+    ),
 }
 
 # Fields of parallelism that vLLM would set up itself.
@@ -307,7 +340,9 @@ VLLM: dict[str, str] = {
         ("hf_overrides", "hf_config_path", "model_class_overrides", "diffusion_config"),
         "The engine has the model that is trained: change config.json in the model's folder.",
     ),
-    **dict.fromkeys(("generation_config", "override_generation_config"), "Use rollout.sampling."),
+    **dict.fromkeys(
+        ("generation_config", "override_generation_config"), "Use rollout.sampling."
+    ),
     "quantization_config": "Use rollout.vllm.quantization: fp8_per_block or fp8_per_tensor.",
     **dict.fromkeys(_VLLM_PARALLELISM, _ONE_ENGINE),
 }
@@ -317,18 +352,35 @@ _OF_ENGINE = "It is the engine's own."
 _OTHER_DRAWS = "Responses are drawn from the model's own distribution."
 SPECULATIVE: dict[str, str] = {
     **dict.fromkeys(
-        ("target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config"), _OF_ENGINE
+        (
+            "target_model_config",
+            "target_parallel_config",
+            "draft_model_config",
+            "draft_parallel_config",
+        ),
+        _OF_ENGINE,
     ),
     "draft_load_config": "A draft's weights are read from its folder.",
-    **dict.fromkeys(("synthetic_acceptance_rates", "synthetic_acceptance_length"), _OTHER_DRAWS),
+    **dict.fromkeys(
+        ("synthetic_acceptance_rates", "synthetic_acceptance_length"), _OTHER_DRAWS
+    ),
     "num_speculative_tokens_per_batch_size": "What is drawn depends on no other response that is written beside it.",
     "suffix_decoding_max_cached_requests": "It is 0: what is drawn depends on no response before it.",
 }
 
-# Allowed values of fields that are annotated as plain text: those that megatron-core (0.16 to 0.19) and vLLM can build
-# in a run. The libraries refuse other values only on started ranks, or in the first step.
+# Allowed values of fields that are annotated as plain text: those that megatron-core
+# (0.16 to 0.19) and vLLM can build in a run. The libraries refuse other values only on
+# started ranks, or in the first step.
 MEGATRON_VALUES: dict[str, tuple[str, ...]] = {
-    "recompute_modules": ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"),
+    "recompute_modules": (
+        "core_attn",
+        "moe_act",
+        "layernorm",
+        "mla_up_proj",
+        "mlp",
+        "moe",
+        "shared_experts",
+    ),
     "offload_modules": (
         "attn_norm",
         "qkv_linear",
@@ -340,10 +392,15 @@ MEGATRON_VALUES: dict[str, tuple[str, ...]] = {
     ),
     "cp_comm_type": ("p2p", "all_gather", "a2a", "a2a+p2p"),
     # sinkhorn would route tokens to other experts than the engine does.
-    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+    "moe_router_load_balancing_type": (
+        "aux_loss",
+        "seq_aux_loss",
+        "global_aux_loss",
+        "none",
+    ),
 }
-# Transformer Engine's FusedAdam stores moments in these dtypes (uint8: scaled to 8 bits). Other dtypes satisfy the
-# annotation and fail when the optimizer is built.
+# Transformer Engine's FusedAdam stores moments in these dtypes (uint8: scaled to 8
+# bits). Other dtypes satisfy the annotation and fail when the optimizer is built.
 _MOMENT_DTYPES = ("float32", "fp32", "float16", "fp16", "bfloat16", "bf16", "uint8")
 OPTIMIZER_VALUES: dict[str, tuple[str, ...]] = {
     "optimizer": ("adam", "sgd"),
@@ -359,7 +416,9 @@ _NO_MUON = (
 )
 OPTIMIZER_REASONS: dict[str, str] = {
     **dict.fromkeys(("muon", "dist_muon", "adaptive_muon"), _NO_MUON),
-    **dict.fromkeys(("adamw", "AdamW"), "megatron-core's adam decays weights as AdamW does."),
+    **dict.fromkeys(
+        ("adamw", "AdamW"), "megatron-core's adam decays weights as AdamW does."
+    ),
 }
 SCHEDULER_VALUES: dict[str, tuple[str, ...]] = {
     "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
@@ -373,7 +432,8 @@ VLLM_VALUES: dict[str, tuple[str, ...]] = {
     "offload_backend": ("auto", "uva", "prefetch"),
 }
 
-# The one value of an owned field that describes what Megatron's own DDP does, and so is accepted.
+# The one value of an owned field that describes what Megatron's own DDP does, and so is
+# accepted.
 _NOTHING_SHARDED = ("data_parallel_sharding_strategy", "no_shard")
 
 _MEGATRON_CORE = ("megatron-core",)
@@ -412,7 +472,11 @@ class PassthroughClass:
     def settable(self) -> dict[str, External]:
         """Return the fields that a user can set."""
         fields = self.fields() or {}
-        return {name: field for name, field in fields.items() if name not in self.owned and name[0] != "_"}
+        return {
+            name: field
+            for name, field in fields.items()
+            if name not in self.owned and name[0] != "_"
+        }
 
 
 _core = "megatron.core."
@@ -445,9 +509,15 @@ TARGETS: dict[str, PassthroughClass] = {
         _MEGATRON_CORE,
         DDP,
     ),
-    "vllm": PassthroughClass("vllm.engine.arg_utils", "EngineArgs", _VLLM, VLLM, VLLM_VALUES),
-    "speculative_config": PassthroughClass("vllm.config.speculative", "SpeculativeConfig", _VLLM, SPECULATIVE),
-    "sampling": PassthroughClass("vllm.sampling_params", "SamplingParams", _VLLM, SAMPLING),
+    "vllm": PassthroughClass(
+        "vllm.engine.arg_utils", "EngineArgs", _VLLM, VLLM, VLLM_VALUES
+    ),
+    "speculative_config": PassthroughClass(
+        "vllm.config.speculative", "SpeculativeConfig", _VLLM, SPECULATIVE
+    ),
+    "sampling": PassthroughClass(
+        "vllm.sampling_params", "SamplingParams", _VLLM, SAMPLING
+    ),
 }
 
 # Key of every mapping that is passed on -> the class that receives it.
@@ -465,7 +535,9 @@ PLACES: dict[str, PassthroughClass] = {
 }
 
 
-def passthrough_mistakes(values: dict[str, Any], place: Callable[[str], str]) -> tuple[list[ConfigIssue], list[str]]:
+def passthrough_mistakes(
+    values: dict[str, Any], place: Callable[[str], str]
+) -> tuple[list[ConfigIssue], list[str]]:
     """Check all passed-through mappings in `values`.
 
     Returns the mistakes, and one warning for each package that is missing.
@@ -487,7 +559,8 @@ def passthrough_mistakes(values: dict[str, Any], place: Callable[[str], str]) ->
             absent.setdefault(target.distributions[0], []).append(key)
         mistakes += _check(key, mapping, target, fields, place)
     warnings = [
-        f"{package} is not installed: {', '.join(keys)} could not be checked" for package, keys in absent.items()
+        f"{package} is not installed: {', '.join(keys)} could not be checked"
+        for package, keys in absent.items()
     ]
     return mistakes, warnings
 
@@ -509,20 +582,35 @@ def _check(
     for name, value in mapping.items():
         key = f"{prefix}.{name}"
         if name in target.owned and (name, value) != _NOTHING_SHARDED:
-            yield ConfigIssue(key, f"is set by megaverl. {target.owned[name].format(role=role)}", place(key))
+            yield ConfigIssue(
+                key,
+                f"is set by megaverl. {target.owned[name].format(role=role)}",
+                place(key),
+            )
         elif fields is not None and (name not in fields or str(name).startswith("_")):
             yield ConfigIssue(
-                key, f"{target.owner} has no such field.{_suggest(prefix, str(name), target)}", place(key)
+                key,
+                f"{target.owner} has no such field.{_suggest(prefix, str(name), target)}",
+                place(key),
             )
         elif fields is not None and not fields[name].accepts(value):
-            yield ConfigIssue(key, f"found {yaml_text(value)}; {_allowed(value, fields[name], target)}", place(key))
+            yield ConfigIssue(
+                key,
+                f"found {yaml_text(value)}; {_allowed(value, fields[name], target)}",
+                place(key),
+            )
         elif expected := field_out_of_range(target.name, str(name), value):
-            yield ConfigIssue(key, f"found {yaml_text(value)}; expected {expected}.", place(key))
+            yield ConfigIssue(
+                key, f"found {yaml_text(value)}; expected {expected}.", place(key)
+            )
         elif (built := target.values.get(name)) is not None:
             choices = value if isinstance(value, list) else [value]
             # A dtype may be written as torch.float32, too.
             if wrong := [
-                choice for choice in choices if choice is not None and str(choice).removeprefix("torch.") not in built
+                choice
+                for choice in choices
+                if choice is not None
+                and str(choice).removeprefix("torch.") not in built
             ]:
                 why = target.reasons.get(str(wrong[0]))
                 hint = did_you_mean(str(wrong[0]), built) if why is None else f" {why}"
@@ -550,13 +638,21 @@ def _suggest(at: str, name: str, target: PassthroughClass) -> str:
     """Return a suggestion for an unknown field: the same name in a sister mapping, or the closest field here."""
     section = at.split(".")[0]
     for key, other in PLACES.items():
-        if key.split(".")[0] == section and other is not target and name in other.settable():
+        if (
+            key.split(".")[0] == section
+            and other is not target
+            and name in other.settable()
+        ):
             return f" Did you mean `{key}.{name}`?"
     if meant := SAME_FIELD.get(name):
         return f" Did you mean `{meant}`?" if meant in target.settable() else ""
-    close = nearest(name, [field for field in target.fields() or {} if not field.startswith("_")])
+    close = nearest(
+        name, [field for field in target.fields() or {} if not field.startswith("_")]
+    )
     if close in target.owned:
-        return f" `{close}` is set by megaverl. {target.owned[close].format(role=section)}"
+        return (
+            f" `{close}` is set by megaverl. {target.owned[close].format(role=section)}"
+        )
     return f" Did you mean `{close}`?" if close else ""
 
 
@@ -564,7 +660,11 @@ def _allowed(value: Any, field: External, target: PassthroughClass) -> str:
     """Return the sentence that describes what a field accepts."""
     if names := [str(name) for name in field.choices]:
         hint = did_you_mean(value, names) if isinstance(value, str) else ""
-        shown = listed(names) if len(names) <= 20 else f"one of {len(names)} names, such as {listed(names[:8])}"
+        shown = (
+            listed(names)
+            if len(names) <= 20
+            else f"one of {len(names)} names, such as {listed(names[:8])}"
+        )
         return f"{target.owner} allows {shown}.{hint}"
     if "torch.dtype" in field.type_text:
         return f"{target.owner} takes a dtype: {listed(DTYPES)}."
@@ -573,14 +673,20 @@ def _allowed(value: Any, field: External, target: PassthroughClass) -> str:
     return f"{target.owner} takes {field.type_text}."
 
 
-_SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+_SHORT_DTYPES = {
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp64": "float64",
+}
 
 
 def coerce(cls: type, values: Mapping[str, Any], key: str = "") -> dict[str, Any]:
     """Convert `values` to keyword arguments of `cls`.
 
-    Text becomes a torch dtype, an enum member or a function (`module:function`) if the annotation asks for one, and a
-    mapping becomes the annotated dataclass. All other values are passed on unchanged.
+    Text becomes a torch dtype, an enum member or a function (`module:function`) if the
+    annotation asks for one, and a mapping becomes the annotated dataclass. All other
+    values are passed on unchanged.
 
     Args:
         key: where the mapping stands in the configuration ("actor.megatron"), for messages.
@@ -589,7 +695,10 @@ def coerce(cls: type, values: Mapping[str, Any], key: str = "") -> dict[str, Any
         ConfigError: a function cannot be imported.
     """
     hints = _hints(cls)
-    return {name: _coerce(value, hints.get(name), f"{key}.{name}".strip(".")) for name, value in values.items()}
+    return {
+        name: _coerce(value, hints.get(name), f"{key}.{name}".strip("."))
+        for name, value in values.items()
+    }
 
 
 def _hints(cls: type) -> dict[str, Any]:
@@ -605,13 +714,18 @@ def _coerce(value: Any, hint: Any, key: str) -> Any:
     """Convert one value to the type that `hint` asks for."""
     options = (hint, *get_args(hint))
     if isinstance(value, str):
-        # Configuration is read without torch. Whoever builds a class that has dtypes has imported it.
+        # Configuration is read without torch. Whoever builds a class that has dtypes
+        # has imported it.
         torch = sys.modules.get("torch")
         if torch is not None and torch.dtype in options:
             name = value.removeprefix("torch.")
             return getattr(torch, _SHORT_DTYPES.get(name, name))
         for option in options:
-            if isinstance(option, type) and issubclass(option, enum.Enum) and value in option.__members__:
+            if (
+                isinstance(option, type)
+                and issubclass(option, enum.Enum)
+                and value in option.__members__
+            ):
                 return option[value]
         if ":" in value and any("Callable" in str(option) for option in options):
             return load_object(value, key)
@@ -622,11 +736,14 @@ def _coerce(value: Any, hint: Any, key: str) -> Any:
     return value
 
 
-def recompute_fields(kind: str, *, dense: bool, experts: bool, fused_attention: bool) -> dict[str, Any]:
+def recompute_fields(
+    kind: str, *, dense: bool, experts: bool, fused_attention: bool
+) -> dict[str, Any]:
     """Return TransformerConfig's fields for an `activation_checkpointing` of none, selective or full.
 
-    Selective recomputes what is large and cheap: gate, up and activation of the MLP, or the routed experts' inputs and
-    outputs. It also recomputes attention's core, unless a fused kernel does so by itself.
+    Selective recomputes what is large and cheap: gate, up and activation of the MLP, or
+    the routed experts' inputs and outputs. It also recomputes attention's core, unless
+    a fused kernel does so by itself.
 
     Args:
         kind: "none", "selective" or "full".
@@ -635,8 +752,14 @@ def recompute_fields(kind: str, *, dense: bool, experts: bool, fused_attention: 
         fused_attention: whether attention runs in a kernel that keeps no scores.
     """
     if kind == "full":
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     if kind == "none":
         return {}
-    modules = ["core_attn"] * (not fused_attention) + ["mlp"] * dense + ["moe"] * experts
+    modules = (
+        ["core_attn"] * (not fused_attention) + ["mlp"] * dense + ["moe"] * experts
+    )
     return {"recompute_granularity": "selective", "recompute_modules": modules}

@@ -1,8 +1,9 @@
 """Decide what happens to settings that were changed between a checkpoint and the run that resumes it.
 
-A resumed run follows its own configuration. `RULES` lists the exceptions: keys whose change is refused, and keys whose
-state comes from the checkpoint, so that a change has no effect. Every other change is used from the next step on. Each
-change is reported, and docs/checkpoints.md shows the same table.
+A resumed run follows its own configuration. `RULES` lists the exceptions: keys whose
+change is refused, and keys whose state comes from the checkpoint, so that a change has
+no effect. Every other change is used from the next step on. Each change is reported,
+and docs/checkpoints.md shows the same table.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ Outcome = Literal["used", "kept", "refused"]
 # Training stages, under the names that checkpoints store.
 STAGES = ("train", "sft", "dpo", "reward_model")
 
-# These keys choose the checkpoint and the output folder. They differ in every resume that is meant.
+# These keys choose the checkpoint and the output folder. They differ in every resume
+# that is meant.
 UNREPORTED = ("checkpoint.resume", "run.name", "run.dir")
 
 _COMMON = ("run", "model", "actor", "data", "rollout", "checkpoint", "alerts")
-# Sections that each stage without rollouts reads. It reads `rollout` only for the longest response.
+# Sections that each stage without rollouts reads. It reads `rollout` only for the
+# longest response.
 _READ = {
     "sft": (*_COMMON, "sft"),
     "dpo": (*_COMMON, "reference", "preference"),
@@ -59,7 +62,9 @@ class ResumeRule:
 
 def _only_adds(before: Any, now: Any) -> bool:
     """Return whether the list `now` keeps every entry of the list `before`. A changed entry counts as removed."""
-    return isinstance(before, list) and isinstance(now, list) and set(before) <= set(now)
+    return (
+        isinstance(before, list) and isinstance(now, list) and set(before) <= set(now)
+    )
 
 
 RULES = (
@@ -133,7 +138,11 @@ RULES = (
         "path, is read from the new place.",
     ),
     ResumeRule(("model.init",), "kept", "Trained weights come from the checkpoint."),
-    ResumeRule(("critic.path", "reward_model.path"), "kept", "Trained weights come from the checkpoint."),
+    ResumeRule(
+        ("critic.path", "reward_model.path"),
+        "kept",
+        "Trained weights come from the checkpoint.",
+    ),
     ResumeRule(
         ("reward.*.path",),
         "kept",
@@ -149,7 +158,9 @@ RULES = (
         "In an RL run only the quickstart's warm-up reads this section, and the warm-up is over.",
         stages=("train",),
         when="unless `mix` has an update sft",
-        holds=lambda config, before, now: all(entry.update != "sft" for entry in config.mix),
+        holds=lambda config, before, now: all(
+            entry.update != "sft" for entry in config.mix
+        ),
     ),
     ResumeRule(
         ("algorithm.kl.coef",),
@@ -175,8 +186,8 @@ RULES = (
     ),
 )
 
-# Keys that affect how responses are generated. Unfinished or stored responses in a checkpoint were generated with the
-# old values.
+# Keys that affect how responses are generated. Unfinished or stored responses in a
+# checkpoint were generated with the old values.
 SHAPES_RESPONSES = (
     "data.*",
     "rollout.sampling*",
@@ -212,7 +223,9 @@ class Change:
     def shapes_responses(self) -> bool:
         """Return whether responses generated before the change differ from those generated after it."""
         is_held_out = self.key.startswith("data.validation")
-        return not is_held_out and any(fnmatchcase(self.key, pattern) for pattern in SHAPES_RESPONSES)
+        return not is_held_out and any(
+            fnmatchcase(self.key, pattern) for pattern in SHAPES_RESPONSES
+        )
 
 
 def changes(before: Mapping[str, Any], config: Config, stage: str) -> list[Change]:
@@ -228,7 +241,9 @@ def changes(before: Mapping[str, Any], config: Config, stage: str) -> list[Chang
     read = _READ.get(stage)
     result = []
     for key, old, new in _differences(before, config.to_dict(), ()):
-        if key in UNREPORTED or (read is not None and key.partition(".")[0] not in read):
+        if key in UNREPORTED or (
+            read is not None and key.partition(".")[0] not in read
+        ):
             continue
         rule = _rule_for(key, old, new, config, stage)
         if rule:
@@ -255,22 +270,32 @@ def refusals(differences: list[Change], checkpoint: str) -> list[ConfigIssue]:
     ]
 
 
-def _rule_for(key: str, before: Any, now: Any, config: Config, stage: str) -> ResumeRule | None:
+def _rule_for(
+    key: str, before: Any, now: Any, config: Config, stage: str
+) -> ResumeRule | None:
     """Return the first rule that applies to a change of `key`, or None."""
     for rule in RULES:
-        matches = stage in rule.stages and any(fnmatchcase(key, pattern) for pattern in rule.keys)
+        matches = stage in rule.stages and any(
+            fnmatchcase(key, pattern) for pattern in rule.keys
+        )
         if matches and rule.holds(config, before, now):
             return rule
     return None
 
 
-def _differences(before: Any, now: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:
+def _differences(
+    before: Any, now: Any, path: tuple[str, ...]
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted key, value before, value now) for every difference between two configurations."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
-        # A section has a fixed set of keys, so a key that `before` lacks is new in this version and no change. A
-        # mapping for another library has arbitrary keys, and each added or removed one is a change.
+        # A section has a fixed set of keys, so a key that `before` lacks is new in this
+        # version and no change. A mapping for another library has arbitrary keys, and
+        # each added or removed one is a change.
         is_section = _section(path) is not None
-        names = [*now, *([] if is_section else [name for name in before if name not in now])]
+        names = [
+            *now,
+            *([] if is_section else [name for name in before if name not in now]),
+        ]
         for name in names:
             if name in before or not is_section:
                 yield from _differences(before.get(name), now.get(name), (*path, name))
@@ -293,12 +318,25 @@ def _as_json(value: Any) -> str:
 
 def table() -> str:
     """Return the rules as a Markdown table, for docs/checkpoints.md."""
-    titles = {"refused": "refused", "kept": "no effect, announced", "used": "used from the next step on, announced"}
+    titles = {
+        "refused": "refused",
+        "kept": "no effect, announced",
+        "used": "used from the next step on, announced",
+    }
     rows = ["| changed key | at a resume | why |", "| --- | --- | --- |"]
     for rule in RULES:
         keys = ", ".join(f"`{key}`" for key in rule.keys)
-        commands = {"train": "train", "sft": "sft", "dpo": "dpo", "reward_model": "reward"}
-        of = "" if rule.stages == STAGES else f" ({', '.join(commands[stage] for stage in rule.stages)})"
+        commands = {
+            "train": "train",
+            "sft": "sft",
+            "dpo": "dpo",
+            "reward_model": "reward",
+        }
+        of = (
+            ""
+            if rule.stages == STAGES
+            else f" ({', '.join(commands[stage] for stage in rule.stages)})"
+        )
         when = f", {rule.when}" if rule.when else ""
         rows.append(f"| {keys}{when}{of} | {titles[rule.outcome]} | {rule.why} |")
     rows.append("| every other key | used from the next step on, announced | |")

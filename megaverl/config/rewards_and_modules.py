@@ -17,10 +17,12 @@ from megaverl.rewards import find_reward, load_modules, reward_names
 def reward_issues(config: Config, check_paths: bool) -> Issues:
     """Yield mistakes in `reward_modules`, and in how the entries of `reward` refer to them and to each other.
 
-    Reward modules register rewards by name, so they must be imported before names are checked. They run the user's
-    code: with `check_paths`, a child process tries the import first.
+    Reward modules register rewards by name, so they must be imported before names are
+    checked. They run the user's code: with `check_paths`, a child process tries the
+    import first.
     """
-    # Only the launching process probes. A rank that torchrun started would repeat the probe in every process.
+    # Only the launching process probes. A rank that torchrun started would repeat the
+    # probe in every process.
     if check_paths and "RANK" not in os.environ:
         # Importing the modules here could end or block this process.
         problems = probe_modules(config.reward_modules)
@@ -36,13 +38,25 @@ def reward_issues(config: Config, check_paths: bool) -> Issues:
         except MegaverlError as error:
             names_are_known = False
             if check_paths:
-                yield ConfigIssue(f"reward_modules.{index}", str(error).removeprefix("reward_modules: "))
+                yield ConfigIssue(
+                    f"reward_modules.{index}",
+                    str(error).removeprefix("reward_modules: "),
+                )
     if not config.reward and config.environment.name is None:
-        yield ConfigIssue("reward", "is empty. Name a built-in reward or a function of your own: reward=exact_match.")
+        yield ConfigIssue(
+            "reward",
+            "is empty. Name a built-in reward or a function of your own: reward=exact_match.",
+        )
     yield from _label_issues(config)
     for index, entry in enumerate(config.reward):
-        is_registered = entry.path is None and entry.function is None and entry.engine == "megatron"
-        if is_registered and entry.name is not None and (names_are_known or entry.name in reward_names()):
+        is_registered = (
+            entry.path is None and entry.function is None and entry.engine == "megatron"
+        )
+        if (
+            is_registered
+            and entry.name is not None
+            and (names_are_known or entry.name in reward_names())
+        ):
             yield from _named(f"reward.{index}", entry.name, entry.options)
 
 
@@ -55,9 +69,20 @@ def _label_issues(config: Config) -> Issues:
             text = f"is {entry.label!r}, and so is reward.{first}'s. Give each a name of its own."
             yield ConfigIssue(f"reward.{index}.name", text)
         earlier = [other.label for other in config.reward[:index] if other.path is None]
-        if entry.only_if is not None and entry.path is None and entry.only_if not in earlier:
-            candidates = f"before it stand {listed(earlier)}" if earlier else "no rule or function stands before it"
-            yield ConfigIssue(f"reward.{index}.only_if", f"found {yaml_text(entry.only_if)}; {candidates}.")
+        if (
+            entry.only_if is not None
+            and entry.path is None
+            and entry.only_if not in earlier
+        ):
+            candidates = (
+                f"before it stand {listed(earlier)}"
+                if earlier
+                else "no rule or function stands before it"
+            )
+            yield ConfigIssue(
+                f"reward.{index}.only_if",
+                f"found {yaml_text(entry.only_if)}; {candidates}.",
+            )
 
 
 def _named(key: str, name: str, options: dict[str, Any]) -> Issues:
@@ -65,8 +90,15 @@ def _named(key: str, name: str, options: dict[str, Any]) -> Issues:
     names = reward_names()
     if name not in names:
         hint = did_you_mean(name, names)
-        own_hint = "" if hint else " One of your own is registered (@register_reward) by a module in reward_modules."
-        yield ConfigIssue(f"{key}.name", f"found {yaml_text(name)}; there are {listed(names)}.{hint}{own_hint}")
+        own_hint = (
+            ""
+            if hint
+            else " One of your own is registered (@register_reward) by a module in reward_modules."
+        )
+        yield ConfigIssue(
+            f"{key}.name",
+            f"found {yaml_text(name)}; there are {listed(names)}.{hint}{own_hint}",
+        )
         return
     try:
         find_reward(name).check_options(options)

@@ -40,20 +40,51 @@ from megaverl.sharding.vllm import QUANTIZATIONS
 
 # Fields that decide which rank holds which part of a model, and how it is computed.
 LAID_OUT_BY = ("engine", "tp", "pp", "cp", "ep", "etp", "vpp", "megatron", "fsdp")
-SHARED_BY_REFERENCE = (*LAID_OUT_BY, "micro_batch_tokens", "pack_samples", "chunked_logits")
-SHARED_BY_CRITIC = (*SHARED_BY_REFERENCE, "ddp", "activation_checkpointing", "gradient_accumulation", "offload")
+SHARED_BY_REFERENCE = (
+    *LAID_OUT_BY,
+    "micro_batch_tokens",
+    "pack_samples",
+    "chunked_logits",
+)
+SHARED_BY_CRITIC = (
+    *SHARED_BY_REFERENCE,
+    "ddp",
+    "activation_checkpointing",
+    "gradient_accumulation",
+    "offload",
+)
 # Role -> fields whose defaults are the actor's values.
-INHERITED = {"critic": SHARED_BY_CRITIC, "reference": SHARED_BY_REFERENCE, "reward_model": SHARED_BY_CRITIC}
-# Fields that only one engine reads. A role does not inherit them from an actor with another engine.
+INHERITED = {
+    "critic": SHARED_BY_CRITIC,
+    "reference": SHARED_BY_REFERENCE,
+    "reward_model": SHARED_BY_CRITIC,
+}
+# Fields that only one engine reads. A role does not inherit them from an actor with
+# another engine.
 OF_ONE_ENGINE = (*LAID_OUT_BY, "ddp")
 ENGINES = ("vllm", "hf", "server")
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 256}
-ACTOR_OPTIMIZER: dict[str, Any] = {"optimizer": "adam", "lr": 1e-6, "weight_decay": 0.0, "clip_grad": 1.0}
+ACTOR_OPTIMIZER: dict[str, Any] = {
+    "optimizer": "adam",
+    "lr": 1e-6,
+    "weight_decay": 0.0,
+    "clip_grad": 1.0,
+}
 CRITIC_OPTIMIZER: dict[str, Any] = {**ACTOR_OPTIMIZER, "lr": 1e-5}
 SCHEDULER: dict[str, Any] = {"lr_decay_style": "constant", "lr_warmup_steps": 0}
 
-# Fields of OptimizerConfig that have an effect with torch's AdamW and gradient clipping.
-ADAMW_FIELDS = ("optimizer", "lr", "min_lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
+# Fields of OptimizerConfig that have an effect with torch's AdamW and gradient
+# clipping.
+ADAMW_FIELDS = (
+    "optimizer",
+    "lr",
+    "min_lr",
+    "weight_decay",
+    "clip_grad",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+)
 # Grid sizes that FSDP does not have, and the groups of ranks that they stand for.
 MEGATRON_SIZES = {
     "pp": "pipeline-parallel",
@@ -62,10 +93,19 @@ MEGATRON_SIZES = {
     "etp": "expert-tensor-parallel",
     "vpp": "virtual pipeline",
 }
-# Sampling fields that mean the same if a response is continued in a second request. Others, such as min_tokens, count
-# within one request.
-CONTINUABLE = {*SAMPLING, "top_k", "min_p", "stop_token_ids", "ignore_eos", "repetition_penalty", "logit_bias"}
-# Sampling fields that SGLang's servers accept. All but SGLANG_SAMPLING are known to vLLM's servers, too.
+# Sampling fields that mean the same if a response is continued in a second request.
+# Others, such as min_tokens, count within one request.
+CONTINUABLE = {
+    *SAMPLING,
+    "top_k",
+    "min_p",
+    "stop_token_ids",
+    "ignore_eos",
+    "repetition_penalty",
+    "logit_bias",
+}
+# Sampling fields that SGLang's servers accept. All but SGLANG_SAMPLING are known to
+# vLLM's servers, too.
 SGLANG_KNOWS = {*SAMPLING, "top_k", "stop_token_ids", "ignore_eos", *SGLANG_SAMPLING}
 
 Place = int | str | list[int | str] | dict[str, Any] | None
@@ -116,7 +156,9 @@ class GridConfig(Section):
         """Refuse settings that the role's engine does not read."""
         if self.engine == "megatron":
             reason = f"{at}.engine is megatron, which does not read it. Leave it out, or set {at}.engine: fsdp."
-            yield from self.fsdp.unused(f"{at}.fsdp", reason, involves=(f"{at}.engine",))
+            yield from self.fsdp.unused(
+                f"{at}.fsdp", reason, involves=(f"{at}.engine",)
+            )
             return
         for name, groups in MEGATRON_SIZES.items():
             size = getattr(self, name)
@@ -128,7 +170,10 @@ class GridConfig(Section):
             yield unread_by_fsdp(at, f"megatron.{name}", "is set", why)
         if self.fsdp.compile and self.tp > 1:
             yield _only_without_tp(at, "fsdp.compile")
-        if self.fsdp.shard_size is not None and self.fsdp.sharding_strategy != "hybrid_shard":
+        if (
+            self.fsdp.shard_size is not None
+            and self.fsdp.sharding_strategy != "hybrid_shard"
+        ):
             text = f"is set, and sharding_strategy is {self.fsdp.sharding_strategy}. Leave it out, or use hybrid_shard."
             key = f"{at}.fsdp.shard_size"
             yield ConfigIssue(key, text, involves=(f"{at}.fsdp.sharding_strategy",))
@@ -136,14 +181,22 @@ class GridConfig(Section):
     @rule
     def check_virtual_stages(self, at: str) -> Issues:
         """Refuse virtual pipeline stages without a pipeline."""
-        if self.engine == "megatron" and self.vpp is not None and self.vpp > 1 and self.pp == 1:
+        if (
+            self.engine == "megatron"
+            and self.vpp is not None
+            and self.vpp > 1
+            and self.pp == 1
+        ):
             text = f"found {self.vpp}; virtual stages need {at}.pp above 1, which is 1."
             yield ConfigIssue(f"{at}.vpp", text, involves=(f"{at}.pp",))
 
     @rule
     def check_fp8_recipe(self, at: str) -> Issues:
         """Refuse scales of 8-bit products that depend on earlier steps."""
-        if self.megatron.get("fp8") is not None and self.megatron.get("fp8_recipe") == "delayed":
+        if (
+            self.megatron.get("fp8") is not None
+            and self.megatron.get("fp8_recipe") == "delayed"
+        ):
             text = "found 'delayed', whose scales come from the steps before: scoring would depend on them, and a "
             text += "checkpoint does not hold them. Use tensorwise (the default here), blockwise or mxfp8."
             yield ConfigIssue(f"{at}.megatron.fp8_recipe", text)
@@ -157,7 +210,9 @@ def unread_by_fsdp(at: str, name: str, what: str, why: str) -> ConfigIssue:
 
 def _only_without_tp(at: str, name: str) -> ConfigIssue:
     """Return a mistake for a field that FSDP combines with no tensor parallelism, which splits weights."""
-    text = f"is set, and engine: fsdp has it with {at}.tp=1 alone. Leave one of both out."
+    text = (
+        f"is set, and engine: fsdp has it with {at}.tp=1 alone. Leave one of both out."
+    )
     return ConfigIssue(f"{at}.{name}", text, involves=(f"{at}.tp",))
 
 
@@ -194,7 +249,11 @@ class OffloadConfig(Section):
 
 def _all_or_some(value: Any) -> Any:
     """Expand `offload: true` (or false) to all its switches."""
-    return {name: value for name in ("parameters", "optimizer", "gradients")} if isinstance(value, bool) else value
+    return (
+        {name: value for name in ("parameters", "optimizer", "gradients")}
+        if isinstance(value, bool)
+        else value
+    )
 
 
 class TrainedConfig(GridConfig):
@@ -243,7 +302,9 @@ class TrainedConfig(GridConfig):
         kind = self.optimizer.get("optimizer", "adam")
         if kind != "adam":
             why = "steps with torch's AdamW: use adam"
-            yield unread_by_fsdp(at, "optimizer.optimizer", f"found {yaml_text(kind)}", why)
+            yield unread_by_fsdp(
+                at, "optimizer.optimizer", f"found {yaml_text(kind)}", why
+            )
         if self.lora is not None and self.tp > 1:
             yield _only_without_tp(at, "lora")
 
@@ -257,7 +318,10 @@ class TrainedConfig(GridConfig):
         lr = self.optimizer.get("lr")
         min_lr = self.optimizer.get("min_lr")
         if lr is None or not (is_number(lr) and lr > 0):
-            yield ConfigIssue(f"{at}.optimizer.lr", f"found {yaml_text(lr)}; expected a number above 0.")
+            yield ConfigIssue(
+                f"{at}.optimizer.lr",
+                f"found {yaml_text(lr)}; expected a number above 0.",
+            )
         elif min_lr is not None and is_number(min_lr) and not 0 <= min_lr <= lr:
             text = f"found {min_lr}; expected from 0 to {at}.optimizer.lr={lr}."
             yield ConfigIssue(f"{at}.optimizer.min_lr", text)
@@ -268,12 +332,20 @@ class TrainedConfig(GridConfig):
             if self.optimizer[name] != self.ddp[name]:
                 shown = yaml_text(self.optimizer[name])
                 text = f"found {yaml_text(self.ddp[name])}, but {at}.optimizer.{name} is {shown}."
-                yield ConfigIssue(f"{at}.ddp.{name}", text, involves=(f"{at}.optimizer.{name}",))
+                yield ConfigIssue(
+                    f"{at}.ddp.{name}", text, involves=(f"{at}.optimizer.{name}",)
+                )
         is_sharded = self.ddp.get("use_distributed_optimizer", True)
-        if self.engine == "megatron" and self.optimizer.get("optimizer") == "sgd" and is_sharded:
+        if (
+            self.engine == "megatron"
+            and self.optimizer.get("optimizer") == "sgd"
+            and is_sharded
+        ):
             text = f"found 'sgd', which megatron-core does not shard. Set {at}.ddp.use_distributed_optimizer: false, "
             involves = (f"{at}.ddp.use_distributed_optimizer",)
-            yield ConfigIssue(f"{at}.optimizer.optimizer", f"{text}or use adam.", involves=involves)
+            yield ConfigIssue(
+                f"{at}.optimizer.optimizer", f"{text}or use adam.", involves=involves
+            )
         yield from self._scheduler_issues(f"{at}.scheduler", num_updates)
 
     def _scheduler_issues(self, at: str, num_updates: int) -> Issues:
@@ -283,11 +355,21 @@ class TrainedConfig(GridConfig):
         decay = scheduler.get("lr_decay_steps", num_updates)
         # `passthrough.py` refuses counts that are no integers.
         if isinstance(warmup, int) and isinstance(decay, int) and 0 < warmup >= decay:
-            source = "lr_decay_steps" if "lr_decay_steps" in scheduler else "the run's optimizer steps"
+            source = (
+                "lr_decay_steps"
+                if "lr_decay_steps" in scheduler
+                else "the run's optimizer steps"
+            )
             text = f"found {warmup}; expected below {source}, {decay}."
-            yield ConfigIssue(f"{at}.lr_warmup_steps", text, involves=("trainer.steps",))
+            yield ConfigIssue(
+                f"{at}.lr_warmup_steps", text, involves=("trainer.steps",)
+            )
         if scheduler.get("lr_decay_style") == "WSD":
-            missing = [name for name in ("wsd_decay_steps", "lr_wsd_decay_style") if scheduler.get(name) is None]
+            missing = [
+                name
+                for name in ("wsd_decay_steps", "lr_wsd_decay_style")
+                if scheduler.get(name) is None
+            ]
             if missing:
                 yield ConfigIssue(at, f"lr_decay_style WSD needs {listed(missing)}.")
         weight_decay = self.optimizer.get("weight_decay", 0.0)
@@ -312,7 +394,8 @@ class ActorConfig(TrainedConfig):
 class CriticConfig(TrainedConfig):
     """`critic`: the value model (ppo), with the actor's architecture and a value head.
 
-    Settings of its engine, grid, `micro_batch_tokens`, `megatron`, `ddp` and `fsdp` default to the actor's.
+    Settings of its engine, grid, `micro_batch_tokens`, `megatron`, `ddp` and `fsdp`
+    default to the actor's.
     """
 
     path: Text | None = None
@@ -342,8 +425,9 @@ class ReferenceConfig(GridConfig):
 class PlacementConfig(Section):
     """`placement`: ranks of each role. Empty: all roles share all ranks.
 
-    An entry may be ranks (8, [0, 1], "0-7", "0-3,8-11"), {nodes: names or numbers}, {num_ranks: N} or {num_nodes: N}
-    from those that no other entry names, the name of another role (its ranks), `rest`, or `all`.
+    An entry may be ranks (8, [0, 1], "0-7", "0-3,8-11"), {nodes: names or numbers},
+    {num_ranks: N} or {num_nodes: N} from those that no other entry names, the name of
+    another role (its ranks), `rest`, or `all`.
     """
 
     actor: Place = None
@@ -391,7 +475,11 @@ class PlacementConfig(Section):
             key = f"placement.{role}"
             if short is not None:
                 if value is not None:
-                    mistakes.append(ConfigIssue(key + _DEVICES, f"is set, and so is {key}. Use one of them."))
+                    mistakes.append(
+                        ConfigIssue(
+                            key + _DEVICES, f"is set, and so is {key}. Use one of them."
+                        )
+                    )
                     continue
                 key = key + _DEVICES
                 value = short
@@ -412,8 +500,9 @@ class PlacementConfig(Section):
 class RewardModelConfig(TrainedConfig):
     """`reward_model`: a model that scores responses and can be trained. Its grid defaults to the actor's.
 
-    `megaverl reward` trains one on pairs of `preference`. PRIME (`algorithm.name: prime`) trains an implicit one on
-    outcomes. `mix` trains one of `reward` on the run's own rollouts.
+    `megaverl reward` trains one on pairs of `preference`. PRIME (`algorithm.name:
+    prime`) trains an implicit one on outcomes. `mix` trains one of `reward` on the
+    run's own rollouts.
     """
 
     path: Text | None = None
@@ -469,7 +558,9 @@ class SamplingRule(Section):
 
     def holds(self, length: int) -> bool:
         """Return whether the rule applies to prompts of `length` tokens."""
-        return (self.under is None or length < self.under) and (self.over is None or length > self.over)
+        return (self.under is None or length < self.under) and (
+            self.over is None or length > self.over
+        )
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -482,8 +573,15 @@ class SamplingRule(Section):
         """Refuse a rule that changes nothing or applies to no prompt."""
         if not self.changes:
             yield ConfigIssue(at, "changes nothing. Give temperature, top_k, or both.")
-        if self.under is not None and self.over is not None and self.under <= self.over + 1:
-            yield ConfigIssue(at, f"holds for no prompt: under {self.under} and over {self.over} tokens.")
+        if (
+            self.under is not None
+            and self.over is not None
+            and self.under <= self.over + 1
+        ):
+            yield ConfigIssue(
+                at,
+                f"holds for no prompt: under {self.under} and over {self.over} tokens.",
+            )
 
 
 class ServersConfig(Section):
@@ -536,7 +634,9 @@ class ServersConfig(Section):
                 yield ConfigIssue(key, problem)
             elif self.token_env is None and not is_loopback(url):
                 text = f"is null, and {url} is not on the loopback: anybody in its network could use the server. Start "
-                text += "it with a token, and name the environment variable that has it."
+                text += (
+                    "it with a token, and name the environment variable that has it."
+                )
                 yield ConfigIssue(f"{at}.token_env", text, involves=(key,))
         if self.dns is not None and urlsplit(self.dns).scheme == "https":
             text = "found https; a certificate is of a name, not of the addresses behind it."
@@ -644,16 +744,26 @@ class RolloutConfig(Section):
     def check_dynamic_batching(self, at: str) -> Issues:
         """Refuse limits of dynamic batching that contradict each other, or that nothing reads."""
         if not self.use_dynamic_batching:
-            reason = f"{at}.use_dynamic_batching is false. Use use_dynamic_batching: true."
-            yield from self.unused(at, reason, "min_sequences", "max_sequences", "memory_budget_mb")
+            reason = (
+                f"{at}.use_dynamic_batching is false. Use use_dynamic_batching: true."
+            )
+            yield from self.unused(
+                at, reason, "min_sequences", "max_sequences", "memory_budget_mb"
+            )
             return
         if self.min_sequences > self.max_sequences:
             text = f"found {self.min_sequences}, more than {at}.max_sequences={self.max_sequences}. Lower it, or raise "
-            yield ConfigIssue(f"{at}.min_sequences", f"{text}the other.", involves=(f"{at}.max_sequences",))
+            yield ConfigIssue(
+                f"{at}.min_sequences",
+                f"{text}the other.",
+                involves=(f"{at}.max_sequences",),
+            )
         if self.engine == "vllm" and self.memory_budget_mb is not None:
             text = f"is set, and vLLM has a cache of its own, of the size that {at}.vllm.gpu_memory_utilization (on a "
             text += "CPU kv_cache_memory_bytes) says. Leave it out."
-            yield ConfigIssue(f"{at}.memory_budget_mb", text, involves=(f"{at}.engine",))
+            yield ConfigIssue(
+                f"{at}.memory_budget_mb", text, involves=(f"{at}.engine",)
+            )
 
     @rule
     def check_adaptive_sampling(self, at: str) -> Issues:
@@ -667,8 +777,12 @@ class RolloutConfig(Section):
             text = f"is empty, and {at}.adaptive_sampling is set. Give rules, or leave both out."
             yield ConfigIssue(f"{at}.sampling_rules", text)
         if self.function is not None:
-            text = f"is set, and {at}.function draws in its own way. Use one of the two."
-            yield ConfigIssue(f"{at}.adaptive_sampling", text, involves=(f"{at}.function",))
+            text = (
+                f"is set, and {at}.function draws in its own way. Use one of the two."
+            )
+            yield ConfigIssue(
+                f"{at}.adaptive_sampling", text, involves=(f"{at}.function",)
+            )
         for index, entry in enumerate(rules[:-1]):
             if entry.under is None and entry.over is None:
                 text = "holds for every prompt, so that no rule after it is looked at. Put it last."
@@ -689,14 +803,18 @@ class RolloutConfig(Section):
             "use_dynamic_batching": "servers choose by themselves; see rollout.servers.max_requests.",
         }
         for name, reason in reasons.items():
-            yield from self.unused(at, f"{at}.engine is server: {reason} Leave it out.", name)
+            yield from self.unused(
+                at, f"{at}.engine is server: {reason} Leave it out.", name
+            )
 
     def sampling_issues(self, at: str, sampling: Passthrough) -> Issues:
         """Yield sampling fields at the key `at` that the engine does not support."""
         if self.engine == "server" and self.servers.kind == "sglang":
             for name in sampling.keys() - SGLANG_KNOWS:
                 text = f"is not among what SGLang's server is asked for: {listed(sorted(SGLANG_KNOWS))}. Leave it out."
-                yield ConfigIssue(f"{at}.{name}", text, involves=("rollout.servers.kind",))
+                yield ConfigIssue(
+                    f"{at}.{name}", text, involves=("rollout.servers.kind",)
+                )
         if self.vllm.get("speculative_config"):
             key = "rollout.vllm.speculative_config"
             for name in ("min_p", "logit_bias"):
@@ -709,11 +827,17 @@ class RolloutConfig(Section):
         """Refuse more groups in progress than `max_staleness` lets finish in time."""
         partial = self.partial
         limit = self.max_staleness
-        if partial is not None and partial.when_stale == "finish" and partial.over_sample > limit + 1:
+        if (
+            partial is not None
+            and partial.when_stale == "finish"
+            and partial.over_sample > limit + 1
+        ):
             text = f"found {partial.over_sample}; a group that begins is to be taken at most {limit} steps later "
             text += f"({at}.max_staleness), so no more than {limit + 1} groups for each of a step can be in progress. "
             text += f"Lower it, or raise {at}.max_staleness."
-            yield ConfigIssue(f"{at}.partial.over_sample", text, involves=(f"{at}.max_staleness",))
+            yield ConfigIssue(
+                f"{at}.partial.over_sample", text, involves=(f"{at}.max_staleness",)
+            )
         if partial is not None:
             yield from self._continuation_issues(at, f"{at}.partial")
 
@@ -722,12 +846,18 @@ class RolloutConfig(Section):
         """Refuse updates in the middle of generation where the engines are not ahead of training."""
         key = f"{at}.in_flight_updates"
         if not self.in_flight_updates:
-            yield from self.unused(at, "in_flight_updates is false. Use true.", "in_flight_tokens")
+            yield from self.unused(
+                at, "in_flight_updates is false. Use true.", "in_flight_tokens"
+            )
             return
         yield from self._continuation_issues(at, key)
         if not self.async_rollout or not self.max_staleness:
             text = "is set, and the engines are not ahead of training. Use async_rollout: true and a max_staleness of "
-            yield ConfigIssue(key, f"{text}at least 1.", involves=(f"{at}.async_rollout", f"{at}.max_staleness"))
+            yield ConfigIssue(
+                key,
+                f"{text}at least 1.",
+                involves=(f"{at}.async_rollout", f"{at}.max_staleness"),
+            )
 
     def _continuation_issues(self, at: str, switch: str) -> Issues:
         """Yield settings whose responses cannot be continued after an update.
@@ -738,8 +868,16 @@ class RolloutConfig(Section):
         """
         has_function = self.function is not None
         conflicts = (
-            (f"{at}.function", has_function, "a function of your own returns whole responses"),
-            (f"{at}.engine", self.engine == "server", "servers are not asked to go on with a response"),
+            (
+                f"{at}.function",
+                has_function,
+                "a function of your own returns whole responses",
+            ),
+            (
+                f"{at}.engine",
+                self.engine == "server",
+                "servers are not asked to go on with a response",
+            ),
         )
         yield from conflict_issues(switch, conflicts, at_switch=True)
         for name in sorted(self.sampling.keys() - CONTINUABLE):
@@ -789,7 +927,8 @@ class EnvironmentConfig(Section):
         if self.name is None:
             yield from self.unused(at, f"{at}.name is null. Name an environment.")
             return
-        # A user's environment is not imported here: its module may need things that only a started rank has.
+        # A user's environment is not imported here: its module may need things that
+        # only a started rank has.
         if ":" in self.name:
             return
         names = environment_names()

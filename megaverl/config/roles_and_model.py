@@ -13,15 +13,24 @@ from megaverl.config.wording import yaml_text
 def role_issues(config: Config, command: str) -> Issues:
     """Yield mistakes in the sections of the roles that a command builds.
 
-    A mistake in values that a role inherits from the actor is reported for the actor alone.
+    A mistake in values that a role inherits from the actor is reported for the actor
+    alone.
     """
     roles = used_roles(config, command)
     for role in roles:
         section: GridConfig = getattr(config, role)
         issues = [*section.issues(role), *_dtype_issues(config, command, role)]
         for issue in issues:
-            fields = {key.split(".")[1] for key in (issue.key, *issue.involves) if key.startswith(f"{role}.")}
-            is_reported_for_actor = role != "actor" and "actor" in roles and _is_inherited(config, section, fields)
+            fields = {
+                key.split(".")[1]
+                for key in (issue.key, *issue.involves)
+                if key.startswith(f"{role}.")
+            }
+            is_reported_for_actor = (
+                role != "actor"
+                and "actor" in roles
+                and _is_inherited(config, section, fields)
+            )
             if not is_reported_for_actor:
                 yield issue
 
@@ -31,7 +40,10 @@ def _is_inherited(config: Config, section: GridConfig, fields: set[str]) -> bool
     if "optimizer" in fields:
         return False
     actor = config.actor
-    return all(getattr(section, name) == getattr(actor, name, None) for name in fields | {"engine"})
+    return all(
+        getattr(section, name) == getattr(actor, name, None)
+        for name in fields | {"engine"}
+    )
 
 
 def _dtype_issues(config: Config, command: str, role: str) -> Issues:
@@ -39,16 +51,24 @@ def _dtype_issues(config: Config, command: str, role: str) -> Issues:
     section: GridConfig = getattr(config, role)
     dtype = config.model.dtype
     fp8 = section.megatron.get("fp8")
-    if section.engine == "megatron" and fp8 is not None and dtype in ("float32", "float16"):
+    if (
+        section.engine == "megatron"
+        and fp8 is not None
+        and dtype in ("float32", "float16")
+    ):
         text = f"found {yaml_text(fp8)}; weights that are quantised for products are bfloat16. Set that."
         yield ConfigIssue(f"{role}.megatron.fp8", text, involves=("model.dtype",))
     param_dtype = section.fsdp.param_dtype
     trains_reward_model = command == "reward" or config.trains_reward_model
-    is_trained = isinstance(section, TrainedConfig) and (role != "reward_model" or trains_reward_model)
+    is_trained = isinstance(section, TrainedConfig) and (
+        role != "reward_model" or trains_reward_model
+    )
     if section.engine == "fsdp" and is_trained and (param_dtype or dtype) == "float16":
         text = "found 'float16'; under engine: fsdp losses are not scaled, as float16 needs. Use bfloat16."
         if param_dtype:
-            yield ConfigIssue(f"{role}.fsdp.param_dtype", text, involves=(f"{role}.engine",))
+            yield ConfigIssue(
+                f"{role}.fsdp.param_dtype", text, involves=(f"{role}.engine",)
+            )
         elif role == "actor":
             yield ConfigIssue("model.dtype", text, involves=(f"{role}.engine",))
 

@@ -25,7 +25,9 @@ def rollout_and_training_issues(config: Config, spec: ModelSpec | None) -> Issue
 
 def validation_sampling_issues(config: Config) -> Issues:
     """Yield fields of `trainer.validation_sampling` that the engine does not support."""
-    yield from config.rollout.sampling_issues("trainer.validation_sampling", config.trainer.validation_sampling)
+    yield from config.rollout.sampling_issues(
+        "trainer.validation_sampling", config.trainer.validation_sampling
+    )
 
 
 def server_issues(config: Config) -> Issues:
@@ -33,7 +35,11 @@ def server_issues(config: Config) -> Issues:
     if config.rollout.engine == "server" and config.environment.agents == "own":
         text = "found 'own'; servers hold one actor's weights. Use agents: shared."
         yield ConfigIssue("environment.agents", text, involves=("rollout.engine",))
-    if config.rollout.engine == "server" and config.rollout.servers.transfer == "direct" and config.actor.lora:
+    if (
+        config.rollout.engine == "server"
+        and config.rollout.servers.transfer == "direct"
+        and config.actor.lora
+    ):
         text = "found 'direct', which sends no adapters. Use transfer: folder, for which they are merged."
         yield ConfigIssue("rollout.servers.transfer", text, involves=("actor.lora",))
 
@@ -56,19 +62,28 @@ def _stored_rollout_issues(config: Config) -> Issues:
     resume = config.checkpoint.resume
     if config.trainer.rollout_only and resume not in ("auto", "unfinished", "never"):
         text = f"found {yaml_text(resume)}; trainer.rollout_only generates with the weights of model.path. "
-        yield ConfigIssue("checkpoint.resume", f"{text}Name a checkpoint's Hugging Face folder there.")
+        yield ConfigIssue(
+            "checkpoint.resume", f"{text}Name a checkpoint's Hugging Face folder there."
+        )
 
 
 def _continuation_issues(config: Config) -> Issues:
     """Yield settings of other sections that rule out continuing unfinished responses after an update."""
     rollout = config.rollout
-    switches = {"rollout.partial": rollout.partial is not None, "rollout.in_flight_updates": rollout.in_flight_updates}
+    switches = {
+        "rollout.partial": rollout.partial is not None,
+        "rollout.in_flight_updates": rollout.in_flight_updates,
+    }
     rounds = config.algorithm.dynamic_sampling.metric is not None
     for switch in (key for key, is_set in switches.items() if is_set):
         yield from conflict_issues(
             switch,
             (
-                ("environment.name", config.environment.name is not None, "an episode's turns go on by themselves"),
+                (
+                    "environment.name",
+                    config.environment.name is not None,
+                    "an episode's turns go on by themselves",
+                ),
                 ("algorithm.dynamic_sampling.metric", rounds, "its rounds end"),
                 (
                     "trainer.rollout_only",
@@ -92,7 +107,8 @@ def _continuation_issues(config: Config) -> Issues:
 def _overlap_issues(config: Config) -> Issues:
     """Yield settings that cannot be combined with `reshard.overlap`.
 
-    With it, engine weights are overwritten while the actor's optimizer step is still running.
+    With it, engine weights are overwritten while the actor's optimizer step is still
+    running.
     """
     if not config.reshard.overlap:
         return
@@ -103,15 +119,31 @@ def _overlap_issues(config: Config) -> Issues:
     yield from conflict_issues(
         "reshard.overlap",
         (
-            ("rollout.async_rollout", rollout.async_rollout, "engines generate with the old weights all the time"),
-            ("rollout.sleep", rollout.sleep, "the engine's memory is for training until both updates are over"),
-            ("rollout.engine", rollout.engine == "server", "servers read their weights from a folder"),
+            (
+                "rollout.async_rollout",
+                rollout.async_rollout,
+                "engines generate with the old weights all the time",
+            ),
+            (
+                "rollout.sleep",
+                rollout.sleep,
+                "the engine's memory is for training until both updates are over",
+            ),
+            (
+                "rollout.engine",
+                rollout.engine == "server",
+                "servers read their weights from a folder",
+            ),
             (
                 "rollout.vllm.quantization",
                 is_quantized,
                 "weights are quantised, and compared, where they land part by part",
             ),
-            ("actor.offload", config.actor.offload.parameters, "the actor's weights leave the device after its update"),
+            (
+                "actor.offload",
+                config.actor.offload.parameters,
+                "the actor's weights leave the device after its update",
+            ),
             ("environment.agents", has_own_agents, "actors take turns on one engine"),
             ("mix", updates_again, "the actor is updated once more"),
         ),
@@ -156,10 +188,26 @@ def _router_replay_issues(config: Config, spec: ModelSpec | None) -> Issues:
     is_drafted = bool(rollout.vllm.get("speculative_config"))
     parts = "experts of a response's parts are not put together"
     for wrong, involved, why in (
-        (config.actor.engine != "megatron", "actor.engine", "routers are told by megatron-core alone"),
-        (rollout.engine != "vllm", "rollout.engine", "vLLM in the run's own processes alone says what it took"),
-        (config.environment.name is not None, "environment.name", "experts of turns are not put together"),
-        (rollout.function is not None, "rollout.function", "a function's responses come without experts"),
+        (
+            config.actor.engine != "megatron",
+            "actor.engine",
+            "routers are told by megatron-core alone",
+        ),
+        (
+            rollout.engine != "vllm",
+            "rollout.engine",
+            "vLLM in the run's own processes alone says what it took",
+        ),
+        (
+            config.environment.name is not None,
+            "environment.name",
+            "experts of turns are not put together",
+        ),
+        (
+            rollout.function is not None,
+            "rollout.function",
+            "a function's responses come without experts",
+        ),
         (
             is_drafted,
             "rollout.vllm.speculative_config",
@@ -169,11 +217,24 @@ def _router_replay_issues(config: Config, spec: ModelSpec | None) -> Issues:
         (rollout.in_flight_updates, "rollout.in_flight_updates", parts),
     ):
         if wrong:
-            yield ConfigIssue(key, f"found {yaml_text(mode)}, and {why}. Leave it out.", involves=(involved,))
+            yield ConfigIssue(
+                key,
+                f"found {yaml_text(mode)}, and {why}. Leave it out.",
+                involves=(involved,),
+            )
             return
     if spec is not None and spec.is_tabled and spec.moe is None:
-        yield ConfigIssue(key, f"found {yaml_text(mode)}, and the model has no routed experts. Leave it out.")
-    is_one_update = config.algorithm.num_epochs == config.algorithm.num_mini_batches == 1
-    if mode == "old_log_probs" and is_one_update and config.algorithm.kl.place != "reward":
+        yield ConfigIssue(
+            key,
+            f"found {yaml_text(mode)}, and the model has no routed experts. Leave it out.",
+        )
+    is_one_update = (
+        config.algorithm.num_epochs == config.algorithm.num_mini_batches == 1
+    )
+    if (
+        mode == "old_log_probs"
+        and is_one_update
+        and config.algorithm.kl.place != "reward"
+    ):
         text = "found old_log_probs, and a step of one update computes none. Use router_replay: update."
         yield ConfigIssue(key, text, involves=("algorithm.num_mini_batches",))

@@ -6,7 +6,13 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 from pydantic_core import PydanticCustomError
 
 from megaverl.config.errors import ConfigIssue, conflict_issues
@@ -38,15 +44,22 @@ Backend = Annotated[str, known_or_own(TRACKERS, "module:object")]
 def _names_a_folder(name: str) -> str:
     """Refuse a run name that is not a new folder's name, or that is too long for a file system."""
     if name in (".", ".."):
-        raise PydanticCustomError("folder_name", "names a folder that exists already. Use a word, such as first_try")
+        raise PydanticCustomError(
+            "folder_name",
+            "names a folder that exists already. Use a word, such as first_try",
+        )
     if len(name.encode("utf-8", "surrogatepass")) > MOST_NAME_BYTES:
-        raise PydanticCustomError("folder_name", f"is longer than {MOST_NAME_BYTES} bytes")
+        raise PydanticCustomError(
+            "folder_name", f"is longer than {MOST_NAME_BYTES} bytes"
+        )
     return name
 
 
 # File systems allow 255 bytes. Files beside the folder add an ending to its name.
 MOST_NAME_BYTES = 200
-RunName = Annotated[str, Field(min_length=1, pattern=r"^[\w.+=,@-]+$"), AfterValidator(_names_a_folder)]
+RunName = Annotated[
+    str, Field(min_length=1, pattern=r"^[\w.+=,@-]+$"), AfterValidator(_names_a_folder)
+]
 
 
 class RunConfig(Section):
@@ -73,7 +86,9 @@ class RunConfig(Section):
     log_with: Annotated[list[Backend], AS_LIST] = ["jsonl", "tensorboard"]
     """Trackers: jsonl (always written), csv, tensorboard, wandb, mlflow, swanlab, or a class of your own as
     module:object. Several can be given. A tracker that fails or hangs does not stop training."""
-    track_metrics: Annotated[list[str], BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)] = ["*"]
+    track_metrics: Annotated[
+        list[str], BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)
+    ] = ["*"]
     """Patterns of the metrics that trackers get, such as reward/*. metrics.jsonl always has all. Also
     --track_metrics."""
     stragglers_every: NonNegative = 0
@@ -113,7 +128,9 @@ class ModelConfig(Section):
     def check_path(self, at: str) -> Issues:
         """Refuse a run without a model."""
         if not self.path:
-            yield ConfigIssue(f"{at}.path", f"is not set. Give a Hugging Face folder: {at}.path=DIR.")
+            yield ConfigIssue(
+                f"{at}.path", f"is not set. Give a Hugging Face folder: {at}.path=DIR."
+            )
 
 
 class SourceConfig(Section):
@@ -154,7 +171,8 @@ def _as_sources(value: Any) -> Any:
     return [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
 
 
-# A single source may stand without the list, and its path without the mapping: `data.train=train.jsonl`.
+# A single source may stand without the list, and its path without the mapping:
+# `data.train=train.jsonl`.
 Sources = Annotated[list[SourceConfig], BeforeValidator(_as_sources)]
 
 
@@ -256,17 +274,32 @@ class RewardConfig(Section):
     @property
     def label(self) -> str:
         """Name of the reward in metrics."""
-        return self.name or ("reward_model" if self.path else str(self.function).rpartition(":")[2])
+        return self.name or (
+            "reward_model" if self.path else str(self.function).rpartition(":")[2]
+        )
 
     @rule
     def check_kind(self, at: str) -> Issues:
         """Refuse an entry that is no rule, function or model, and settings that its kind does not have."""
         if self.path is not None:
-            fields = ("function", "batched", "accuracy", "options", "only_if", "shape", "clip")
+            fields = (
+                "function",
+                "batched",
+                "accuracy",
+                "options",
+                "only_if",
+                "shape",
+                "clip",
+            )
             for name in self.changed(*fields):
-                yield ConfigIssue(f"{at}.{name}", f"is set, and so is {at}.path; a model has none. Leave it out.")
+                yield ConfigIssue(
+                    f"{at}.{name}",
+                    f"is set, and so is {at}.path; a model has none. Leave it out.",
+                )
         elif self.engine != "megatron":
-            text = "is set, and there is no path. It is of a reward model: leave it out."
+            text = (
+                "is set, and there is no path. It is of a reward model: leave it out."
+            )
             yield ConfigIssue(f"{at}.engine", text)
         elif self.name is None and self.function is None:
             text = f"has neither name nor function, and no path. Built in: {listed(reward_names())}."
@@ -289,21 +322,39 @@ class RewardConfig(Section):
 def rewards_as_list(value: Any) -> Any:
     """Return a list of reward mappings for one reward or several, each a text or a mapping."""
     entries = value if isinstance(value, list) else [value]
-    return [named_reward(entry) if isinstance(entry, str) else _with_name(entry) for entry in entries]
+    return [
+        named_reward(entry) if isinstance(entry, str) else _with_name(entry)
+        for entry in entries
+    ]
 
 
 def _with_name(entry: Any) -> Any:
     """Convert {NAME: {options}, ...} to {name: NAME, options: {...}, ...}, and {url: ...} to a served reward model."""
-    if not isinstance(entry, dict) or entry.keys() & {"name", "function", "path", "options"}:
+    if not isinstance(entry, dict) or entry.keys() & {
+        "name",
+        "function",
+        "path",
+        "options",
+    }:
         return entry
     if "url" in entry:
-        reward_keys = {key: value for key, value in entry.items() if key in RewardConfig.model_fields}
+        reward_keys = {
+            key: value
+            for key, value in entry.items()
+            if key in RewardConfig.model_fields
+        }
         return {
             **reward_keys,
             "name": "served",
-            "options": {key: value for key, value in entry.items() if key not in reward_keys},
+            "options": {
+                key: value for key, value in entry.items() if key not in reward_keys
+            },
         }
-    named = [key for key, value in entry.items() if key not in RewardConfig.model_fields and isinstance(value, dict)]
+    named = [
+        key
+        for key, value in entry.items()
+        if key not in RewardConfig.model_fields and isinstance(value, dict)
+    ]
     if len(named) != 1:
         return entry
     others = {key: value for key, value in entry.items() if key != named[0]}
@@ -331,7 +382,9 @@ class LoopConfig(Section):
     """Responses per held-out prompt. pass@k needs at least k."""
     validation_sampling: Passthrough = {}
     """Fields of SamplingParams that differ in validation from rollout.sampling, such as {temperature: 0}."""
-    pass_at: Annotated[list[Positive], BeforeValidator(lambda v: [v] if isinstance(v, int) else v)] = [1]
+    pass_at: Annotated[
+        list[Positive], BeforeValidator(lambda v: [v] if isinstance(v, int) else v)
+    ] = [1]
     """Values of k for which pass@k is reported. None may exceed validation_samples."""
     replan_every: NonNegative = 0
     """Every this many steps, search for a better layout with the measured lengths and times, and report its gain
@@ -361,7 +414,9 @@ class LoopConfig(Section):
         if any(k > self.validation_samples for k in self.pass_at):
             text = f"found {self.pass_at}; pass@k needs k samples, and {at}.validation_samples="
             involves = (f"{at}.validation_samples",)
-            yield ConfigIssue(f"{at}.pass_at", f"{text}{self.validation_samples}.", involves=involves)
+            yield ConfigIssue(
+                f"{at}.pass_at", f"{text}{self.validation_samples}.", involves=involves
+            )
 
     @rule
     def check_program(self, at: str) -> Issues:
@@ -515,7 +570,10 @@ class MixConfig(Section):
     def check_update(self, at: str) -> Issues:
         """Refuse an entry without a kind of update, and a judge of an update that judges nothing."""
         if self.update is None:
-            yield ConfigIssue(f"{at}.update", "is not set. Known: rejection, preference, reward_model, sft.")
+            yield ConfigIssue(
+                f"{at}.update",
+                "is not set. Known: rejection, preference, reward_model, sft.",
+            )
         if self.update == "sft" and self.changed("judge"):
             text = "is set, and sft learns the rows' own answers: nothing is judged. Leave it out."
             yield ConfigIssue(f"{at}.judge", text)

@@ -143,12 +143,22 @@ class Config(Section):
             if isinstance(section, dict):
                 actor_engine = actor.get("engine", "megatron")
                 # Settings of one engine make no sense for a role that runs on another.
-                not_inherited = () if section.get("engine", actor_engine) == actor_engine else OF_ONE_ENGINE
+                not_inherited = (
+                    ()
+                    if section.get("engine", actor_engine) == actor_engine
+                    else OF_ONE_ENGINE
+                )
                 raw[role] = {
-                    **{key: actor[key] for key in shared if key in actor and key not in not_inherited},
+                    **{
+                        key: actor[key]
+                        for key in shared
+                        if key in actor and key not in not_inherited
+                    },
                     **section,
                 }
-        if not _mapping(raw.get("data")).get("validation") and isinstance(raw.get("trainer", {}), dict):
+        if not _mapping(raw.get("data")).get("validation") and isinstance(
+            raw.get("trainer", {}), dict
+        ):
             raw["trainer"] = {"validate_every": 0, **raw.get("trainer", {})}
         return raw
 
@@ -195,7 +205,9 @@ class Config(Section):
 
     def with_vllm(self, fields: Mapping[str, Any], why: str) -> Config:
         """Return a copy with further fields in `rollout.vllm`, and the reason among `choices`."""
-        rollout = self.rollout.model_copy(update={"vllm": {**self.rollout.vllm, **fields}})
+        rollout = self.rollout.model_copy(
+            update={"vllm": {**self.rollout.vllm, **fields}}
+        )
         copied = self.model_copy(update={"rollout": rollout})
         copied._choices = (*self._choices, why)
         return copied
@@ -226,13 +238,19 @@ class Config(Section):
         return (
             self.algorithm.kl.place != "none"
             or any(self.estimator_reads(name) for name in frozen)
-            or (any(entry.update == "preference" for entry in self.mix) and self.preference_needs_reference)
+            or (
+                any(entry.update == "preference" for entry in self.mix)
+                and self.preference_needs_reference
+            )
         )
 
     @property
     def preference_needs_reference(self) -> bool:
         """Return whether `preference.loss` reads values of a frozen policy."""
-        return bool(set(FROZEN) & set(signature_of("preference_losses", self.preference.loss).reads))
+        return bool(
+            set(FROZEN)
+            & set(signature_of("preference_losses", self.preference.loss).reads)
+        )
 
     @property
     def uses_reward_model(self) -> bool:
@@ -252,7 +270,10 @@ class Config(Section):
     @property
     def scores_by_megatron(self) -> bool:
         """Return whether an entry of `reward` is a model on Megatron."""
-        return any(entry.path is not None and entry.engine == "megatron" for entry in self.reward)
+        return any(
+            entry.path is not None and entry.engine == "megatron"
+            for entry in self.reward
+        )
 
     @property
     def reference_is_actor(self) -> bool:
@@ -263,17 +284,30 @@ class Config(Section):
         actor = self.actor
         reference = self.reference
         place = self.placement
-        # A teacher is asked for hidden states, an actor for logits. One pass cannot give both.
+        # A teacher is asked for hidden states, an actor for logits. One pass cannot
+        # give both.
         if self.algorithm.divergence_name is not None:
             return False
-        alike = all(getattr(actor, name) == getattr(reference, name) for name in LAID_OUT_BY)
+        alike = all(
+            getattr(actor, name) == getattr(reference, name) for name in LAID_OUT_BY
+        )
         here = place.reference in (None, "actor", place.actor)
         here = here and place.reference_devices in (None, place.actor_devices)
-        return actor.lora is not None and alike and here and reference.path in (None, self.model.path)
+        return (
+            actor.lora is not None
+            and alike
+            and here
+            and reference.path in (None, self.model.path)
+        )
 
     def estimator_reads(self, name: str) -> bool:
         """Return whether the advantage estimator has an input called `name`."""
-        return name in signature_of("advantage_estimators", self.algorithm.advantage_name).inputs
+        return (
+            name
+            in signature_of(
+                "advantage_estimators", self.algorithm.advantage_name
+            ).inputs
+        )
 
     @property
     def samples_per_step(self) -> int:
@@ -290,7 +324,9 @@ class Config(Section):
         """Number of responses that the engines work on at once: those of a step, or more with `rollout.partial`."""
         partial = self.rollout.partial
         wanted = self.data.prompts_per_step
-        return (wanted if partial is None else partial.num_groups(wanted)) * self.algorithm.group_size
+        return (
+            wanted if partial is None else partial.num_groups(wanted)
+        ) * self.algorithm.group_size
 
     @property
     def total_updates(self) -> int:
@@ -299,8 +335,13 @@ class Config(Section):
 
     def updates_after(self, steps: int) -> int:
         """Return the number of the actor's optimizer steps in the first `steps` training steps."""
-        further = sum(steps // entry.every for entry in self.mix if entry.update != "reward_model")
-        return steps * self.algorithm.num_epochs * self.algorithm.num_mini_batches + further
+        further = sum(
+            steps // entry.every for entry in self.mix if entry.update != "reward_model"
+        )
+        return (
+            steps * self.algorithm.num_epochs * self.algorithm.num_mini_batches
+            + further
+        )
 
     @property
     def run_dir(self) -> Path:
@@ -323,7 +364,13 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         """Return the resolved configuration as YAML. `load_config` of it gives an equal Config."""
-        return yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+        return yaml.dump(
+            self.to_dict(),
+            Dumper=_Dumper,
+            sort_keys=False,
+            allow_unicode=True,
+            width=110,
+        )
 
 
 class _Dumper(yaml.SafeDumper):

@@ -6,7 +6,17 @@ import json
 import types
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -23,8 +33,9 @@ _IS_RULE = "_is_configuration_rule"
 def rule(method: Rule) -> Rule:
     """Mark a method of a Section as a rule about the section's own fields.
 
-    The method takes the dotted key of its section and yields a mistake for everything that is wrong. A rule that needs
-    another section, a file or the number of ranks is a function of `checks.py` or of a module that it names.
+    The method takes the dotted key of its section and yields a mistake for everything
+    that is wrong. A rule that needs another section, a file or the number of ranks is a
+    function of `checks.py` or of a module that it names.
 
     Example:
         class KLConfig(Section):
@@ -42,8 +53,8 @@ def rule(method: Rule) -> Rule:
 class Section(BaseModel):
     """One mapping of the configuration file, as a strict and read-only pydantic model.
 
-    Strict means that text is not converted to a number, nor a number to a boolean, so a slip is reported. Only an
-    integer is accepted for a float.
+    Strict means that text is not converted to a number, nor a number to a boolean, so a
+    slip is reported. Only an integer is accepted for a float.
     """
 
     model_config = ConfigDict(
@@ -64,8 +75,15 @@ class Section(BaseModel):
             names: fields to look at. None given: all fields.
         """
         fields = type(self).model_fields
-        defaults = {name: fields[name].get_default(call_default_factory=True) for name in names or fields}
-        return {name: value for name, other in defaults.items() if (value := getattr(self, name)) != other}
+        defaults = {
+            name: fields[name].get_default(call_default_factory=True)
+            for name in names or fields
+        }
+        return {
+            name: value
+            for name, other in defaults.items()
+            if (value := getattr(self, name)) != other
+        }
 
     def issues(self, at: str) -> Issues:
         """Yield what the rules of this section, and of the sections inside it, find wrong.
@@ -83,7 +101,9 @@ class Section(BaseModel):
             elif isinstance(value, list):
                 yield from entry_issues(value, key)
 
-    def unused(self, at: str, reason: str, *names: str, involves: tuple[str, ...] = ()) -> Issues:
+    def unused(
+        self, at: str, reason: str, *names: str, involves: tuple[str, ...] = ()
+    ) -> Issues:
         """Yield a mistake for each field that is set although another key takes away its effect.
 
         Args:
@@ -93,14 +113,18 @@ class Section(BaseModel):
             involves: keys of other sections that the mistake depends on.
         """
         for name in self.changed(*names):
-            yield ConfigIssue(f"{at}.{name}", f"is set, but {reason}", involves=involves)
+            yield ConfigIssue(
+                f"{at}.{name}", f"is set, but {reason}", involves=involves
+            )
 
 
 @cache
 def _rule_names(section: type[Section]) -> tuple[str, ...]:
     """Return the names of a section's rules, those of its base classes first."""
     names = {name: None for base in reversed(section.__mro__) for name in vars(base)}
-    return tuple(name for name in names if hasattr(getattr(section, name, None), _IS_RULE))
+    return tuple(
+        name for name in names if hasattr(getattr(section, name, None), _IS_RULE)
+    )
 
 
 def entry_issues(entries: Sequence[Any], at: str) -> Issues:
@@ -110,16 +134,19 @@ def entry_issues(entries: Sequence[Any], at: str) -> Issues:
             yield from entry.issues(f"{at}.{index}")
 
 
-# A single text is accepted in place of a list: `data.train=train.jsonl` means `data.train=[train.jsonl]`.
+# A single text is accepted in place of a list: `data.train=train.jsonl` means
+# `data.train=[train.jsonl]`.
 AS_LIST = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 
-# Mapping that is passed to another library under that library's own names; `passthrough.py` checks it.
+# Mapping that is passed to another library under that library's own names;
+# `passthrough.py` checks it.
 Passthrough = dict[str, Any]
 
 # Pydantic's names of constraints -> words for messages.
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
-# Numbers end up in 32-bit tensors, C arguments and durations. Anything above these limits is a slip.
+# Numbers end up in 32-bit tensors, C arguments and durations. Anything above these
+# limits is a slip.
 MOST = 2**31 - 1
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
@@ -127,10 +154,12 @@ NonNegativeFloat = Annotated[float, Field(ge=0, le=1e9)]
 PositiveFloat = Annotated[float, Field(gt=0, le=1e9)]
 # Size of one dimension of a parallel grid.
 GridSize = Annotated[int, Field(ge=1, le=65_536)]
-# Count of things that are each built or run: responses to a prompt, turns, the rank of an adapter.
+# Count of things that are each built or run: responses to a prompt, turns, the rank of
+# an adapter.
 Several = Annotated[int, Field(ge=1, le=65_536)]
 LearningRate = Annotated[float, Field(gt=0, le=10)]
-# Durations from 0.6 s (minutes) or 10 ms (seconds) to one year. A shorter timeout would end a healthy run.
+# Durations from 0.6 s (minutes) or 10 ms (seconds) to one year. A shorter timeout would
+# end a healthy run.
 Minutes = Annotated[float, Field(ge=0.01, le=525_600)]
 Seconds = Annotated[float, Field(ge=0.01, le=31_536_000)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -150,13 +179,16 @@ def over(defaults: dict[str, Any]) -> BeforeValidator:
 
     Other values are left for pydantic to refuse.
     """
-    return BeforeValidator(lambda value: {**defaults, **value} if isinstance(value, dict) else value)
+    return BeforeValidator(
+        lambda value: {**defaults, **value} if isinstance(value, dict) else value
+    )
 
 
 def known_or_own(names: Sequence[str], plugin_form: str) -> AfterValidator:
     """Return a validator that accepts one of `names`, or a user's plug-in with a colon in it.
 
-    Anything else fails with pydantic's error type for a Literal, so messages read alike.
+    Anything else fails with pydantic's error type for a Literal, so messages read
+    alike.
 
     Args:
         plugin_form: how a plug-in is written, such as "module:function", for the message.
@@ -164,7 +196,11 @@ def known_or_own(names: Sequence[str], plugin_form: str) -> AfterValidator:
 
     def check(value: str) -> str:
         if value not in names and not all(value.rpartition(":")[::2]):
-            raise PydanticCustomError("literal_error", "unknown name", {"expected": ", ".join([*names, plugin_form])})
+            raise PydanticCustomError(
+                "literal_error",
+                "unknown name",
+                {"expected": ", ".join([*names, plugin_form])},
+            )
         return value
 
     return AfterValidator(check)
@@ -179,17 +215,28 @@ class KeyDescription(NamedTuple):
     meaning: str
 
 
-def described_keys(section: type[BaseModel], prefix: str = "") -> Iterator[KeyDescription]:
+def described_keys(
+    section: type[BaseModel], prefix: str = ""
+) -> Iterator[KeyDescription]:
     """Yield a description of every key that holds a value. N stands for the index of a list entry."""
     meanings = field_meanings(section)
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         inner = _model_of(field.annotation)
         if inner is not None:
-            yield from described_keys(inner, f"{key}.N." if get_origin(field.annotation) is list else f"{key}.")
+            yield from described_keys(
+                inner,
+                f"{key}.N." if get_origin(field.annotation) is list else f"{key}.",
+            )
         else:
-            default = "(must be given)" if field.is_required() else json.dumps(_default(field))
-            yield KeyDescription(key, type_text(field.annotation), default, meanings[name])
+            default = (
+                "(must be given)"
+                if field.is_required()
+                else json.dumps(_default(field))
+            )
+            yield KeyDescription(
+                key, type_text(field.annotation), default, meanings[name]
+            )
 
 
 def field_meanings(section: type[BaseModel]) -> dict[str, str]:
@@ -220,19 +267,37 @@ def section_at(root: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | 
         if section is None:
             return None
         if not part.isdigit():
-            field = next((f for name, f in section.model_fields.items() if (f.alias or name) == part), None)
+            field = next(
+                (
+                    f
+                    for name, f in section.model_fields.items()
+                    if (f.alias or name) == part
+                ),
+                None,
+            )
             section = _model_of(field.annotation) if field else None
     return section
 
 
 def keys_of(section: type[BaseModel] | None) -> list[str]:
     """Return the keys of a section as the file writes them, or an empty list for None."""
-    return [field.alias or name for name, field in section.model_fields.items()] if section else []
+    return (
+        [field.alias or name for name, field in section.model_fields.items()]
+        if section
+        else []
+    )
 
 
 def type_text(annotation: Any) -> str:
     """Return a type as a user reads it: `int`, `list of text`, `ppo | grpo`, `number or null`."""
-    plain = {int: "int", float: "number", str: "text", bool: "true | false", type(None): "null", Any: "anything"}
+    plain = {
+        int: "int",
+        float: "number",
+        str: "text",
+        bool: "true | false",
+        type(None): "null",
+        Any: "anything",
+    }
     if annotation in plain:
         return plain[annotation]
     origin = get_origin(annotation)
@@ -252,4 +317,6 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
     """Return the first pydantic model inside an annotation, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((model for part in get_args(annotation) if (model := _model_of(part))), None)
+    return next(
+        (model for part in get_args(annotation) if (model := _model_of(part))), None
+    )

@@ -1,7 +1,8 @@
 """Read fields of installed classes and signatures of registered functions from their source, without importing them.
 
-A configuration is checked before megatron-core, vLLM or torch are imported: the imports take half a minute and fail on
-a machine without a GPU's libraries. The annotations found become types that pydantic checks values against.
+A configuration is checked before megatron-core, vLLM or torch are imported: the imports
+take half a minute and fail on a machine without a GPU's libraries. The annotations
+found become types that pydantic checks values against.
 """
 
 from __future__ import annotations
@@ -23,11 +24,25 @@ from pydantic_core import PydanticSerializationError, to_json
 from megaverl.plugins import search_working_folder
 from megaverl.user_code import describe
 
-DTYPES = ("float32", "float16", "bfloat16", "float64", "fp32", "fp16", "bf16", "float8_e4m3fn", "uint8", "int8")
-# Name in an annotation -> type that a value from YAML must have. A function is written module:function.
+DTYPES = (
+    "float32",
+    "float16",
+    "bfloat16",
+    "float64",
+    "fp32",
+    "fp16",
+    "bf16",
+    "float8_e4m3fn",
+    "uint8",
+    "int8",
+)
+# Name in an annotation -> type that a value from YAML must have. A function is written
+# module:function.
 _TYPES: dict[str, Any] = {
     **{kind.__name__: kind for kind in (bool, float, int, str)},
-    **dict.fromkeys(("List", "list", "Sequence", "Iterable", "Set", "set", "frozenset"), list),
+    **dict.fromkeys(
+        ("List", "list", "Sequence", "Iterable", "Set", "set", "frozenset"), list
+    ),
     **dict.fromkeys(("Dict", "dict", "Mapping"), dict),
     **dict.fromkeys(("Tuple", "tuple"), tuple),
     "Callable": Annotated[str, Field(pattern=":")],
@@ -51,7 +66,10 @@ _PLACES = {
     "reward_model_losses": "reward_model.loss",
 }
 # Keys that only one command reads -> that command, for a message.
-_COMMANDS = {"preference.loss": " of `megaverl dpo`", "reward_model.loss": " of `megaverl reward`"}
+_COMMANDS = {
+    "preference.loss": " of `megaverl dpo`",
+    "reward_model.loss": " of `megaverl reward`",
+}
 
 
 @dataclass(frozen=True)
@@ -68,27 +86,40 @@ class SourceModule:
     tree: ast.Module
     is_package: bool
 
-    def resolve(self, name: str, depth: int = 4) -> tuple[ast.expr | ast.ClassDef, SourceModule] | None:
+    def resolve(
+        self, name: str, depth: int = 4
+    ) -> tuple[ast.expr | ast.ClassDef, SourceModule] | None:
         """Return the class or the value that `name` is at module level, with the module that defines it.
 
-        Follows `from module import name` through at most `depth` modules. Returns None if the definition is unclear.
+        Follows `from module import name` through at most `depth` modules. Returns None
+        if the definition is unclear.
         """
         for node in self.tree.body:
             if isinstance(node, ast.ClassDef) and node.name == name:
                 return node, self
             if isinstance(node, ast.Assign):
-                names = {target.id for target in node.targets if isinstance(target, ast.Name)}
+                names = {
+                    target.id for target in node.targets if isinstance(target, ast.Name)
+                }
                 if name in names:
                     return node.value, self
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == name:
+            if (
+                isinstance(node, ast.AnnAssign)
+                and isinstance(node.target, ast.Name)
+                and node.target.id == name
+            ):
                 return (node.value, self) if node.value is not None else None
         package = self.name if self.is_package else self.name.rpartition(".")[0]
-        for imported in (node for node in self.tree.body if isinstance(node, ast.ImportFrom)):
+        for imported in (
+            node for node in self.tree.body if isinstance(node, ast.ImportFrom)
+        ):
             for alias in imported.names:
                 if (alias.asname or alias.name) == name and depth:
                     dotted = "." * imported.level + (imported.module or "")
                     try:
-                        module = source_module(importlib.util.resolve_name(dotted, package))
+                        module = source_module(
+                            importlib.util.resolve_name(dotted, package)
+                        )
                     # A relative import in a file that belongs to no package.
                     except ImportError:
                         return None
@@ -98,12 +129,18 @@ class SourceModule:
     def class_named(self, name: str) -> tuple[ast.ClassDef, SourceModule] | None:
         """Return the class `name` and the module that defines it, or None."""
         resolved = self.resolve(name)
-        return (resolved[0], resolved[1]) if resolved and isinstance(resolved[0], ast.ClassDef) else None
+        return (
+            (resolved[0], resolved[1])
+            if resolved and isinstance(resolved[0], ast.ClassDef)
+            else None
+        )
 
     @property
     def functions(self) -> Iterator[ast.FunctionDef]:
         """Functions at module level."""
-        yield from (node for node in self.tree.body if isinstance(node, ast.FunctionDef))
+        yield from (
+            node for node in self.tree.body if isinstance(node, ast.FunctionDef)
+        )
 
 
 @dataclass(frozen=True)
@@ -135,7 +172,8 @@ class External:
     def accepts(self, value: Any) -> bool:
         """Return whether a value from YAML fits the annotation."""
         adapter = TypeAdapter(self.type, config=ConfigDict(strict=True))
-        # Validate as JSON, where a list stands for a tuple and keys of mappings are text, as in YAML.
+        # Validate as JSON, where a list stands for a tuple and keys of mappings are
+        # text, as in YAML.
         try:
             adapter.validate_json(to_json(value, inf_nan_mode="constants"))
         except (ValidationError, PydanticSerializationError):
@@ -171,7 +209,12 @@ def _generic(name: str, inner: ast.expr, module: SourceModule) -> Any:
     parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
     if name == "Literal":
         # Literal members may be names of enum members, which become texts.
-        one_by_one = [Literal[part.value] if isinstance(part, ast.Constant) else _type(part, module) for part in parts]
+        one_by_one = [
+            Literal[part.value]
+            if isinstance(part, ast.Constant)
+            else _type(part, module)
+            for part in parts
+        ]
         return _TYPES["Union"][tuple(one_by_one)]
     if name == "Annotated":
         return _type(parts[0], module)
@@ -199,9 +242,15 @@ def _members(node: ast.ClassDef) -> list[str]:
     bases = [*node.bases, *(keyword.value for keyword in node.keywords)]
     if not any("Enum" in ast.unparse(base) for base in bases):
         return []
-    assignments = [statement for statement in node.body if isinstance(statement, ast.Assign)]
+    assignments = [
+        statement for statement in node.body if isinstance(statement, ast.Assign)
+    ]
     targets = [target for assignment in assignments for target in assignment.targets]
-    return [target.id for target in targets if isinstance(target, ast.Name) and not target.id.startswith("_")]
+    return [
+        target.id
+        for target in targets
+        if isinstance(target, ast.Name) and not target.id.startswith("_")
+    ]
 
 
 def _choices(kind: Any) -> list[Any]:
@@ -216,7 +265,8 @@ def _choices(kind: Any) -> list[Any]:
 def source_file(module: str) -> tuple[Path, bool] | None:
     """Return the file of a module and whether it is a package, or None if there is no Python source.
 
-    Parent packages are located without executing them, unlike with `find_spec` of a dotted name.
+    Parent packages are located without executing them, unlike with `find_spec` of a
+    dotted name.
     """
     # A file of the user, not a module on the path.
     if module.endswith(".py"):
@@ -265,7 +315,9 @@ def class_fields(module: str, name: str) -> dict[str, External] | None:
     # A field's documentation is the string statement right after it.
     for statement, following in zip(body, [*body[1:], None], strict=True):
         match statement:
-            case ast.AnnAssign(target=ast.Name(id=key)) if "ClassVar" not in ast.unparse(statement.annotation):
+            case ast.AnnAssign(target=ast.Name(id=key)) if (
+                "ClassVar" not in ast.unparse(statement.annotation)
+            ):
                 fields[key] = External(
                     key,
                     statement.annotation,
@@ -274,10 +326,14 @@ def class_fields(module: str, name: str) -> dict[str, External] | None:
                     source,
                 )
     constructors = (
-        statement for statement in body if isinstance(statement, ast.FunctionDef) and statement.name == "__init__"
+        statement
+        for statement in body
+        if isinstance(statement, ast.FunctionDef) and statement.name == "__init__"
     )
     return fields or {
-        key: argument for constructor in constructors for key, argument in _arguments(constructor, source).items()
+        key: argument
+        for constructor in constructors
+        for key, argument in _arguments(constructor, source).items()
     }
 
 
@@ -285,7 +341,11 @@ def _arguments(function: ast.FunctionDef, module: SourceModule) -> dict[str, Ext
     """Return the arguments of a method by name, without `self`."""
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
-    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults + arguments.kw_defaults
+    defaults = (
+        [None] * (len(positional) - len(arguments.defaults))
+        + arguments.defaults
+        + arguments.kw_defaults
+    )
     pairs = zip([*positional, *arguments.kwonlyargs], defaults, strict=True)
     return {
         argument.arg: External(argument.arg, argument.annotation, default, "", module)
@@ -305,8 +365,14 @@ def installed_version(*distributions: str) -> str:
 
 def _default(value: ast.expr | None) -> ast.expr | None:
     """Return the default of a field, also from `field(default=...)`. A default factory counts as unknown."""
-    if isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] == "field":
-        return next((keyword.value for keyword in value.keywords if keyword.arg == "default"), None)
+    if (
+        isinstance(value, ast.Call)
+        and ast.unparse(value.func).rpartition(".")[2] == "field"
+    ):
+        return next(
+            (keyword.value for keyword in value.keywords if keyword.arg == "default"),
+            None,
+        )
     return value
 
 
@@ -349,7 +415,10 @@ def registered(registry: str) -> dict[str, Registered]:
     """
     package = source_file(ALGORITHMS)
     assert package is not None, "megaverl is not installed as source"
-    modules = [source_module(f"{ALGORITHMS}.{path.stem}") for path in sorted(package[0].parent.glob("*.py"))]
+    modules = [
+        source_module(f"{ALGORITHMS}.{path.stem}")
+        for path in sorted(package[0].parent.glob("*.py"))
+    ]
     return {
         name: _signature(function, module)
         for module in modules
@@ -369,15 +438,24 @@ def user_function_signature(path: str) -> Registered | None:
     try:
         module = source_module(module_name)
     except (SyntaxError, ValueError, RecursionError, OSError) as error:
-        raise LookupError(f"module '{module_name}' cannot be read: {describe(error)}") from error
+        raise LookupError(
+            f"module '{module_name}' cannot be read: {describe(error)}"
+        ) from error
     if module is None:
-        raise LookupError(f"module '{module_name}' is not found in {Path.cwd()} or among what is installed")
+        raise LookupError(
+            f"module '{module_name}' is not found in {Path.cwd()} or among what is installed"
+        )
     for function in module.functions:
         if function.name == function_name:
             return _signature(function, module)
-    # A name that is assigned or imported may still be a function. Only a name that does not occur at all is an error.
+    # A name that is assigned or imported may still be a function. Only a name that does
+    # not occur at all is an error.
     names = {node.id for node in ast.walk(module.tree) if isinstance(node, ast.Name)}
-    imported = (node for node in ast.walk(module.tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    imported = (
+        node
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    )
     names |= {alias.asname or alias.name for node in imported for alias in node.names}
     if function_name not in names and "*" not in names:
         raise LookupError(f"module '{module_name}' has no function '{function_name}'")
@@ -390,7 +468,11 @@ def signature_of(registry: str, name: str) -> Registered:
     Unknown functions have an empty one.
     """
     try:
-        signature = user_function_signature(name) if ":" in name else registered(registry).get(name)
+        signature = (
+            user_function_signature(name)
+            if ":" in name
+            else registered(registry).get(name)
+        )
     except LookupError:
         signature = None
     return signature or Registered()
@@ -416,11 +498,17 @@ def _names(function: ast.FunctionDef, registry: str) -> Iterator[str]:
 def _signature(function: ast.FunctionDef, module: SourceModule) -> Registered:
     """Return a function's inputs and options."""
     arguments = function.args
-    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    positional = [
+        argument.arg for argument in (*arguments.posonlyargs, *arguments.args)
+    ]
     needed = len(positional) - len(arguments.defaults)
     options = {
         argument.arg: External(argument.arg, argument.annotation, default, "", module)
-        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        for argument, default in zip(
+            arguments.kwonlyargs, arguments.kw_defaults, strict=True
+        )
     }
     required = tuple(name for name, option in options.items() if option.default is None)
-    return Registered(tuple(positional[:needed]), tuple(positional[needed:]), options, required)
+    return Registered(
+        tuple(positional[:needed]), tuple(positional[needed:]), options, required
+    )

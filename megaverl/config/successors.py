@@ -1,7 +1,8 @@
 """Paths of other trainers' examples, and the recipe, command or page that replaces each.
 
-Articles and scripts name files such as `examples/grpo_trainer/run_qwen2_5_vl-7b.sh`, which exist in verl's repository.
-The command line answers with the replacement, and docs/from_the_articles.md shows the whole table.
+Articles and scripts name files such as `examples/grpo_trainer/run_qwen2_5_vl-7b.sh`,
+which exist in verl's repository. The command line answers with the replacement, and
+docs/from_the_articles.md shows the whole table.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Successor(NamedTuple):
     @property
     def line(self) -> str:
         """Command line that replaces the file."""
-        return f"megaverl {self.command}" + (f" --config configs/{self.recipe}.yaml" if self.recipe else "")
+        return f"megaverl {self.command}" + (
+            f" --config configs/{self.recipe}.yaml" if self.recipe else ""
+        )
 
 
 SMALL = "gsm8k_smollm2"
@@ -38,14 +41,43 @@ SPLIT = "Add run.nproc=4 and placement={actor_devices: [0, 1], critic_devices: [
 AHEAD = "Add run.nproc=4, rollout.async_rollout=true and placement={actor_devices: [0, 1], rollout_devices: [2, 3]}."
 # The first pattern that matches wins, so that special cases come before their folder.
 SUCCESSORS = (
-    Successor("examples/ppo_trainer/*70b*", "train", "llama3_70b/ppo_16_nodes", "Any Llama or Qwen of this size fits."),
-    Successor("examples/ppo_trainer/*", "train", f"{SMALL}/ppo", "Set model.path and data.train to yours."),
-    Successor("examples/grpo_trainer/*vl*", "train", GEOMETRY, "Images need actor.engine: fsdp."),
-    Successor("examples/grpo_trainer/*235b*", "train", "qwen3_235b_a22b/grpo_64_nodes", ""),
+    Successor(
+        "examples/ppo_trainer/*70b*",
+        "train",
+        "llama3_70b/ppo_16_nodes",
+        "Any Llama or Qwen of this size fits.",
+    ),
+    Successor(
+        "examples/ppo_trainer/*",
+        "train",
+        f"{SMALL}/ppo",
+        "Set model.path and data.train to yours.",
+    ),
+    Successor(
+        "examples/grpo_trainer/*vl*",
+        "train",
+        GEOMETRY,
+        "Images need actor.engine: fsdp.",
+    ),
+    Successor(
+        "examples/grpo_trainer/*235b*", "train", "qwen3_235b_a22b/grpo_64_nodes", ""
+    ),
     Successor("examples/grpo_trainer/*70b*", "train", "llama3_70b/grpo_8_nodes", ""),
-    Successor("examples/grpo_trainer/*gpt_oss*", "train", "gpt_oss_20b/grpo_1_node", ""),
-    Successor("examples/grpo_trainer/*megatron*", "train", f"{SMALL}/grpo_pp2", "actor.tp, pp, cp, ep: the grid."),
-    Successor("examples/grpo_trainer/*lora*", "train", "qwen2_5_7b/grpo_fsdp_1_node", "Add actor.lora.rank=16."),
+    Successor(
+        "examples/grpo_trainer/*gpt_oss*", "train", "gpt_oss_20b/grpo_1_node", ""
+    ),
+    Successor(
+        "examples/grpo_trainer/*megatron*",
+        "train",
+        f"{SMALL}/grpo_pp2",
+        "actor.tp, pp, cp, ep: the grid.",
+    ),
+    Successor(
+        "examples/grpo_trainer/*lora*",
+        "train",
+        "qwen2_5_7b/grpo_fsdp_1_node",
+        "Add actor.lora.rank=16.",
+    ),
     Successor("examples/grpo_trainer/*", "train", "qwen2_5_7b/grpo_fsdp_1_node", ""),
     Successor(
         "examples/sft/*sp2*liger*",
@@ -58,8 +90,18 @@ SUCCESSORS = (
     Successor("examples/sft/*", "sft", f"{SMALL}/sft", ""),
     Successor("examples/rloo_trainer/*", "train", f"{SMALL}/rloo", ""),
     Successor("examples/remax_trainer/*", "train", f"{SMALL}/remax", ""),
-    Successor("examples/reinforce_plus_plus_trainer/*baseline*", "train", f"{SMALL}/reinforce_plus_plus_baseline", ""),
-    Successor("examples/reinforce_plus_plus_trainer/*", "train", f"{SMALL}/reinforce_plus_plus", ""),
+    Successor(
+        "examples/reinforce_plus_plus_trainer/*baseline*",
+        "train",
+        f"{SMALL}/reinforce_plus_plus_baseline",
+        "",
+    ),
+    Successor(
+        "examples/reinforce_plus_plus_trainer/*",
+        "train",
+        f"{SMALL}/reinforce_plus_plus",
+        "",
+    ),
     Successor("examples/gpg_trainer/*", "train", f"{SMALL}/gpg", ""),
     Successor("examples/gmpo_trainer/*", "train", f"{SMALL}/gmpo", ""),
     Successor("examples/gspo_trainer/*", "train", f"{SMALL}/gspo", ""),
@@ -68,36 +110,95 @@ SUCCESSORS = (
     Successor("examples/dppo_trainer/*", "train", f"{SMALL}/dppo_tv", ""),
     Successor("examples/gdpo_trainer/*", "train", f"{SMALL}/gdpo", ""),
     Successor("examples/otb_trainer/*", "train", f"{SMALL}/optimal_token_baseline", ""),
-    Successor("examples/sglang_multiturn/*", "train", "games/calculator_tool", "SGLang: rollout.servers.kind: sglang."),
+    Successor(
+        "examples/sglang_multiturn/*",
+        "train",
+        "games/calculator_tool",
+        "SGLang: rollout.servers.kind: sglang.",
+    ),
     Successor("examples/split_placement/*", "train", f"{SMALL}/ppo", SPLIT),
-    Successor("examples/data_preprocess/*", "data check", "", "Rows are read as published: data.train=suite:gsm8k."),
-    Successor("examples/generation/*", "generate", "", "Add model.path=DIR and --prompts FILE."),
-    Successor("examples/tuning/*", "plan", "", "It predicts memory and time of any configuration."),
+    Successor(
+        "examples/data_preprocess/*",
+        "data check",
+        "",
+        "Rows are read as published: data.train=suite:gsm8k.",
+    ),
+    Successor(
+        "examples/generation/*",
+        "generate",
+        "",
+        "Add model.path=DIR and --prompts FILE.",
+    ),
+    Successor(
+        "examples/tuning/*",
+        "plan",
+        "",
+        "It predicts memory and time of any configuration.",
+    ),
     Successor("recipe/dapo*", "train", f"{SMALL}/dapo", ""),
     Successor("recipe/prime*", "train", f"{SMALL}/prime", ""),
     Successor("recipe/entropy/*clip*", "train", f"{SMALL}/clip_cov", ""),
     Successor("recipe/entropy*", "train", f"{SMALL}/kl_cov", ""),
     Successor("recipe/gkd*", "train", f"{SMALL}/gkd", ""),
     Successor("recipe/spin*", "train", f"{SMALL}/online_dpo", ""),
-    Successor("recipe/sppo*", "dpo", "preferences_smollm2/dpo", "Add preference.loss=sppo."),
-    Successor("recipe/retool*", "train", "games/calculator_tool", "Python as a tool: environment.options.tools."),
+    Successor(
+        "recipe/sppo*", "dpo", "preferences_smollm2/dpo", "Add preference.loss=sppo."
+    ),
+    Successor(
+        "recipe/retool*",
+        "train",
+        "games/calculator_tool",
+        "Python as a tool: environment.options.tools.",
+    ),
     Successor("recipe/r1*", "eval", "", "Add --suite aime,gpqa,code,math."),
     Successor("recipe/one_step_off_policy*", "train", f"{SMALL}/ppo", AHEAD),
     Successor("recipe/fully_async_policy*", "train", f"{SMALL}/ppo", AHEAD),
     Successor("recipe/*", "recipes", "", "It lists every recipe."),
-    Successor("scripts/*model_merger*", "convert", "", "It converts between Megatron and Hugging Face folders."),
-    Successor("scripts/*install*", "doctor", "", "launch/bootstrap.sh installs; the doctor checks."),
-    Successor("verl/model_merger*", "convert", "", "It converts between Megatron and Hugging Face folders."),
+    Successor(
+        "scripts/*model_merger*",
+        "convert",
+        "",
+        "It converts between Megatron and Hugging Face folders.",
+    ),
+    Successor(
+        "scripts/*install*",
+        "doctor",
+        "",
+        "launch/bootstrap.sh installs; the doctor checks.",
+    ),
+    Successor(
+        "verl/model_merger*",
+        "convert",
+        "",
+        "It converts between Megatron and Hugging Face folders.",
+    ),
     Successor("*trainer/config/ppo_megatron_trainer.yaml", "train", f"{SMALL}/ppo", ""),
     Successor("*trainer/config/ppo_trainer.yaml", "train", f"{SMALL}/ppo", ""),
     Successor("*trainer/config/sft_trainer*.yaml", "sft", f"{SMALL}/sft", ""),
-    Successor("*trainer/config/generation.yaml", "generate", "", "Add model.path=DIR and --prompts FILE."),
-    Successor("*trainer/config/evaluation.yaml", "eval", "", "Add --suite or --config."),
+    Successor(
+        "*trainer/config/generation.yaml",
+        "generate",
+        "",
+        "Add model.path=DIR and --prompts FILE.",
+    ),
+    Successor(
+        "*trainer/config/evaluation.yaml", "eval", "", "Add --suite or --config."
+    ),
     Successor("verl.trainer.main_ppo", "train", f"{SMALL}/ppo", ""),
-    Successor("verl.trainer.main_generation*", "generate", "", "Add model.path=DIR and --prompts FILE."),
+    Successor(
+        "verl.trainer.main_generation*",
+        "generate",
+        "",
+        "Add model.path=DIR and --prompts FILE.",
+    ),
     Successor("verl.trainer.main_eval", "eval", "", "Add --suite or --config."),
     Successor("verl.trainer.*sft_trainer*", "sft", f"{SMALL}/sft", ""),
-    Successor("verl.model_merger*", "convert", "", "It converts between Megatron and Hugging Face folders."),
+    Successor(
+        "verl.model_merger*",
+        "convert",
+        "",
+        "It converts between Megatron and Hugging Face folders.",
+    ),
 )
 # Folders at which the path inside the other repository begins.
 ROOTS = ("examples/", "recipe/", "scripts/", "verl/")
@@ -106,7 +207,11 @@ ROOTS = ("examples/", "recipe/", "scripts/", "verl/")
 def find_successor(path: str) -> Successor | None:
     """Return the replacement for a path of another trainer's repository, or None."""
     plain = path.lower().replace("\\", "/").removeprefix("./")
-    begins = [plain.find(root) for root in ROOTS if plain.startswith(root) or f"/{root}" in plain]
+    begins = [
+        plain.find(root)
+        for root in ROOTS
+        if plain.startswith(root) or f"/{root}" in plain
+    ]
     # A path may lie inside a clone: clones/verl/examples/ppo_trainer/run.sh.
     inner = [plain[begin:] for begin in sorted(begins, reverse=True)]
     for candidate in [*inner, plain]:
@@ -127,9 +232,15 @@ def successor_sentence(path: str) -> str:
 
 # (Key, value) of another trainer -> the settings that replace it.
 VALUES: dict[tuple[str, str], str] = {
-    ("rollout.engine", "sglang"): "SGLang runs as a server: rollout.engine=server with rollout.servers.kind=sglang and "
+    (
+        "rollout.engine",
+        "sglang",
+    ): "SGLang runs as a server: rollout.engine=server with rollout.servers.kind=sglang and "
     "rollout.servers.urls (docs/servers.md).",
-    ("rollout.engine", "trtllm"): "Use vllm, or rollout.engine=server with a server of vLLM or SGLang.",
+    (
+        "rollout.engine",
+        "trtllm",
+    ): "Use vllm, or rollout.engine=server with a server of vLLM or SGLang.",
     ("actor.engine", "fsdp2"): "Use fsdp, which is FSDP2.",
     ("actor.engine", "deepspeed"): "Use fsdp, which shards like ZeRO-3.",
     ("critic.engine", "fsdp2"): "Use fsdp, which is FSDP2.",
@@ -139,5 +250,7 @@ VALUES: dict[tuple[str, str], str] = {
 
 def value_hint(path: Sequence[str], value: Any) -> str:
     """Return a sentence about a value that another trainer has for this key, or ""."""
-    hint = VALUES.get((".".join(path), value.lower())) if isinstance(value, str) else None
+    hint = (
+        VALUES.get((".".join(path), value.lower())) if isinstance(value, str) else None
+    )
     return f" {hint}" if hint else ""

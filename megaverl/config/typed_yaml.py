@@ -1,8 +1,9 @@
 """YAML whose plain scalars are read by the type of the key that they stand at.
 
-PyYAML implements YAML 1.1, which reads `010` as 8, `1:30` as 90, `no` as false and `8210e54` as a number, whatever the
-key expects. Here a scalar is composed as text, and `read_scalar` decides what it is once the key's type is known.
-Expansion of aliases, nesting and size are bounded, so a hostile file cannot keep the loader busy.
+PyYAML implements YAML 1.1, which reads `010` as 8, `1:30` as 90, `no` as false and
+`8210e54` as a number, whatever the key expects. Here a scalar is composed as text, and
+`read_scalar` decides what it is once the key's type is known. Expansion of aliases,
+nesting and size are bounded, so a hostile file cannot keep the loader busy.
 """
 
 from __future__ import annotations
@@ -27,13 +28,27 @@ TypeAt = Callable[[Key], Any]
 PLAIN = "!plain"
 _CORE = "tag:yaml.org,2002:"
 # Name of a tag, such as `!!int` -> types that a value with this tag may have.
-_TAGGED_TYPES: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "null": type(None)}
+_TAGGED_TYPES: dict[str, Any] = {
+    "int": int,
+    "float": int | float,
+    "bool": bool,
+    "null": type(None),
+}
 _NULLS = ("", "~", "null", "Null", "NULL")
-_TRUE_OR_FALSE = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_TRUE_OR_FALSE = {
+    "true": True,
+    "True": True,
+    "TRUE": True,
+    "false": False,
+    "False": False,
+    "FALSE": False,
+}
 _SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
 _INTEGER = re.compile(r"[-+]?[0-9](?:_?[0-9])*")
 _OTHER_BASE = re.compile(r"([-+]?)0([xob])([0-9a-fA-F](?:_?[0-9a-fA-F])*)")
-_NUMBER = re.compile(r"[-+]?(?:[0-9](?:_?[0-9])*(?:\.(?:[0-9](?:_?[0-9])*)?)?|\.[0-9](?:_?[0-9])*)(?:[eE][-+]?[0-9]+)?")
+_NUMBER = re.compile(
+    r"[-+]?(?:[0-9](?:_?[0-9])*(?:\.(?:[0-9](?:_?[0-9])*)?)?|\.[0-9](?:_?[0-9])*)(?:[eE][-+]?[0-9]+)?"
+)
 _NOT_FINITE = re.compile(r"([-+]?)\.(inf|Inf|INF|nan|NaN|NAN)")
 # Python refuses to convert longer ones.
 _MOST_DIGITS = 4000
@@ -84,7 +99,9 @@ def forms_of(kind: Any) -> Forms:
     if origin is Annotated:
         return forms_of(arguments[0])
     if origin is Literal:
-        return Forms(choices=tuple(choice for choice in arguments if isinstance(choice, str)))
+        return Forms(
+            choices=tuple(choice for choice in arguments if isinstance(choice, str))
+        )
     if origin in (Union, types.UnionType):
         parts = [forms_of(argument) for argument in arguments]
         entries = [part.entry for part in parts if part.entry is not None]
@@ -145,12 +162,17 @@ def read_scalar(text: str, forms: Forms, *, is_argument: bool = False) -> Any:
         BadYaml: the key expects text and YAML reads a number, or the key's type is unknown and YAML 1.1 and 1.2
             disagree.
     """
-    if forms.entry is not None and not (forms.text or forms.switch or forms.integer or forms.mapping or forms.choices):
+    if forms.entry is not None and not (
+        forms.text or forms.switch or forms.integer or forms.mapping or forms.choices
+    ):
         # A single entry may stand for a list of one.
-        return read_scalar(text, forms_of(forms.entry)._replace(null=True), is_argument=is_argument)
+        return read_scalar(
+            text, forms_of(forms.entry)._replace(null=True), is_argument=is_argument
+        )
     value = plain_value(text.strip())
     if forms.anything:
-        # For a key of unknown type, a guess would be wrong for half of the libraries that read it.
+        # For a key of unknown type, a guess would be wrong for half of the libraries
+        # that read it.
         if text.strip().lower() in _SWITCHES:
             raise BadYaml(
                 f"found {text.strip()}, which YAML 1.1 reads as {str(_SWITCHES[text.strip().lower()]).lower()} and "
@@ -160,15 +182,22 @@ def read_scalar(text: str, forms: Forms, *, is_argument: bool = False) -> Any:
     if forms.switch and text.strip().lower() in _SWITCHES:
         return _SWITCHES[text.strip().lower()]
     if forms.text and is_argument:
-        # On a command line the text is what the user typed: only an exact null or a value of another accepted kind is
-        # converted.
+        # On a command line the text is what the user typed: only an exact null or a
+        # value of another accepted kind is converted.
         known = (forms.null and text == "null") or _accepts(forms, value)
         return value if known else text
     if text in forms.choices:
         return text
-    if forms.text and value is not None and not isinstance(value, str) and not _accepts(forms, value):
+    if (
+        forms.text
+        and value is not None
+        and not isinstance(value, str)
+        and not _accepts(forms, value)
+    ):
         kind = "a boolean" if isinstance(value, bool) else "a number"
-        raise BadYaml(f"found {text}, which YAML reads as {kind}; expected text. Put it in quotes.")
+        raise BadYaml(
+            f"found {text}, which YAML reads as {kind}; expected text. Put it in quotes."
+        )
     return _unquoted(text) if is_argument and isinstance(value, str) else value
 
 
@@ -176,7 +205,9 @@ def _accepts(forms: Forms, value: Any) -> bool:
     """Return whether `value`, a boolean or a number, is of a kind that `forms` accepts."""
     if isinstance(value, bool):
         return forms.switch
-    return (forms.integer and isinstance(value, int)) or (forms.number and isinstance(value, float))
+    return (forms.integer and isinstance(value, int)) or (
+        forms.number and isinstance(value, float)
+    )
 
 
 def _unquoted(text: str) -> str:
@@ -208,7 +239,9 @@ def read_argument(text: str, kind: Any, type_at: TypeAt, at: Key) -> Any:
     if not holds_others or (forms.text and not text.lstrip().startswith(("[", "{"))):
         return read_scalar(text, forms, is_argument=True)
     if text.lstrip().startswith(("[", "{")) or (forms.mapping and _opens_mapping(text)):
-        takes_text = forms.text or (forms.entry is not None and forms_of(forms.entry).text)
+        takes_text = forms.text or (
+            forms.entry is not None and forms_of(forms.entry).text
+        )
         node = None
         try:
             node = compose(text)
@@ -216,7 +249,11 @@ def read_argument(text: str, kind: Any, type_at: TypeAt, at: Key) -> Any:
         except BadYaml:
             if not (takes_text or forms.anything):
                 raise
-        if node is not None and not isinstance(node, yaml.ScalarNode) and not _is_template(node, takes_text, forms):
+        if (
+            node is not None
+            and not isinstance(node, yaml.ScalarNode)
+            and not _is_template(node, takes_text, forms)
+        ):
             return _Construction(type_at, is_argument=True).construct(node, at)
     return read_scalar(text, forms, is_argument=True)
 
@@ -230,11 +267,18 @@ def _is_template(node: yaml.Node, takes_text: bool, forms: Forms) -> bool:
     """Return whether the braces of a parsed mapping are part of a text, such as the template `{x}`."""
     if not isinstance(node, yaml.MappingNode):
         return False
-    if takes_text and not forms.mapping and not (forms.entry is not None and forms_of(forms.entry).mapping):
+    if (
+        takes_text
+        and not forms.mapping
+        and not (forms.entry is not None and forms_of(forms.entry).mapping)
+    ):
         return True
-    # For a key of unknown type, `{x}` parses as a mapping whose value is empty and has no colon before it.
+    # For a key of unknown type, `{x}` parses as a mapping whose value is empty and has
+    # no colon before it.
     return forms.anything and any(
-        value.tag == PLAIN and value.value == "" and value.start_mark.index == key.end_mark.index
+        value.tag == PLAIN
+        and value.value == ""
+        and value.start_mark.index == key.end_mark.index
         for key, value in node.value
     )
 
@@ -258,7 +302,9 @@ def compose(text: str) -> yaml.Node | None:
         BadYaml: invalid YAML, or larger or deeper than a configuration may be.
     """
     if len(text) > MAX_BYTES:
-        raise BadYaml(f"holds {len(text):,} characters; a configuration has at most {MAX_BYTES:,}.")
+        raise BadYaml(
+            f"holds {len(text):,} characters; a configuration has at most {MAX_BYTES:,}."
+        )
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=Composer)
         if node is not None:
@@ -284,12 +330,15 @@ def _check_size(root: yaml.Node) -> None:
     inside: set[int] = set()
 
     def size(node: yaml.Node, depth: int) -> int:
-        # An alias is the same node as its anchor, so its size is counted once and added wherever it stands.
+        # An alias is the same node as its anchor, so its size is counted once and added
+        # wherever it stands.
         if id(node) in sizes:
             return sizes[id(node)]
         line = node.start_mark.line + 1
         if id(node) in inside:
-            raise BadYaml(f"line {line}: an anchor (&) stands inside what it names. Write the value out.")
+            raise BadYaml(
+                f"line {line}: an anchor (&) stands inside what it names. Write the value out."
+            )
         if depth > MAX_DEPTH:
             raise BadYaml(f"line {line}: is nested deeper than {MAX_DEPTH} levels.")
         inside.add(id(node))
@@ -297,7 +346,10 @@ def _check_size(root: yaml.Node) -> None:
         if isinstance(node, yaml.SequenceNode):
             total += sum(size(item, depth + 1) for item in node.value)
         elif isinstance(node, yaml.MappingNode):
-            total += sum(size(key, depth + 1) + size(value, depth + 1) for key, value in node.value)
+            total += sum(
+                size(key, depth + 1) + size(value, depth + 1)
+                for key, value in node.value
+            )
         inside.remove(id(node))
         if total > MAX_VALUES:
             raise BadYaml(
@@ -310,7 +362,9 @@ def _check_size(root: yaml.Node) -> None:
     size(root, 0)
 
 
-def construct(node: yaml.Node, type_at: TypeAt, note: Callable[[Key, str], None] | None = None) -> Any:
+def construct(
+    node: yaml.Node, type_at: TypeAt, note: Callable[[Key, str], None] | None = None
+) -> Any:
     """Return the value of a file's root node.
 
     Args:
@@ -355,18 +409,24 @@ class _Construction:
                 return self._mapping(node, at)
             if isinstance(node, yaml.SequenceNode):
                 _check_tag(node, "seq")
-                return [self.construct(item, (*at, str(number))) for number, item in enumerate(node.value)]
+                return [
+                    self.construct(item, (*at, str(number)))
+                    for number, item in enumerate(node.value)
+                ]
             return self._scalar(node, at)
         except BadYaml as error:
             if self._note is None:
                 raise
-            # With a recorder, reading continues, so that one error can list all mistakes of a file.
+            # With a recorder, reading continues, so that one error can list all
+            # mistakes of a file.
             self._note(at, str(error))
             return None
 
     def _scalar(self, node: yaml.Node, at: Key) -> Any:
         if node.tag == PLAIN:
-            return read_scalar(node.value, forms_of(self._type_at(at)), is_argument=self._is_argument)
+            return read_scalar(
+                node.value, forms_of(self._type_at(at)), is_argument=self._is_argument
+            )
         if node.tag == _CORE + "str":
             return node.value
         value = plain_value(node.value)
@@ -385,9 +445,12 @@ class _Construction:
         kind = self._type_at(at)
         is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
         merges = [value for key, value in node.value if _is_merge(key)]
-        # Merged mappings (`<<: *anchor`) have lower priority than keys written beside them, and earlier ones win.
+        # Merged mappings (`<<: *anchor`) have lower priority than keys written beside
+        # them, and earlier ones win.
         for merge in merges:
-            for merged in merge.value if isinstance(merge, yaml.SequenceNode) else [merge]:
+            for merged in (
+                merge.value if isinstance(merge, yaml.SequenceNode) else [merge]
+            ):
                 if not isinstance(merged, yaml.MappingNode):
                     raise BadYaml("merges (<<) something that is no mapping.")
                 values = {**self._mapping(merged, at), **values}
@@ -396,8 +459,11 @@ class _Construction:
                 continue
             if not isinstance(key, yaml.ScalarNode):
                 raise BadYaml("has a key that is a list or a mapping. Keys are text.")
-            # Keys of sections are names, so `on:` and `1:` stay text. Other mappings may have numbers as keys.
-            name = key.value if is_section or key.tag != PLAIN else plain_value(key.value)
+            # Keys of sections are names, so `on:` and `1:` stay text. Other mappings
+            # may have numbers as keys.
+            name = (
+                key.value if is_section or key.tag != PLAIN else plain_value(key.value)
+            )
             values[name] = self.construct(value, (*at, key.value))
         return values
 

@@ -12,11 +12,23 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator
 
 from megaverl.config.errors import ConfigIssue
-from megaverl.config.section import AS_LIST, Issues, NonNegative, Positive, Section, Text, rule
+from megaverl.config.section import (
+    AS_LIST,
+    Issues,
+    NonNegative,
+    Positive,
+    Section,
+    Text,
+    rule,
+)
 from megaverl.config.wording import yaml_text
 
 # A single integer is accepted in place of a list: `run.profile.steps: 5`.
-Numbers = BeforeValidator(lambda value: [value] if isinstance(value, int) and not isinstance(value, bool) else value)
+Numbers = BeforeValidator(
+    lambda value: (
+        [value] if isinstance(value, int) and not isinstance(value, bool) else value
+    )
+)
 
 
 class ProfileConfig(Section):
@@ -26,7 +38,9 @@ class ProfileConfig(Section):
     """Steps to profile, counted from 1. Empty: none; profiling then costs nothing."""
     ranks: Annotated[list[NonNegative] | None, Numbers] = None
     """Ranks to profile. null: all."""
-    tools: Annotated[list[Literal["torch", "memory", "nvtx", "cuda", "py_spy"]], AS_LIST] = ["torch"]
+    tools: Annotated[
+        list[Literal["torch", "memory", "nvtx", "cuda", "py_spy"]], AS_LIST
+    ] = ["torch"]
     """Profilers. torch: operators and kernels (torch.profiler). py_spy: Python stacks (needs py-spy). On GPUs also
     memory: every allocation; nvtx: stages as ranges; cuda: cudaProfilerStart and Stop, for nsys with
     --capture-range=cudaProfilerApi."""
@@ -41,7 +55,10 @@ class ProfileConfig(Section):
     def check_tools(self, at: str) -> Issues:
         """Refuse a profiler that is not installed."""
         if "py_spy" in self.tools and self.steps and py_spy() is None:
-            yield ConfigIssue(f"{at}.tools", "py_spy is not installed: pip install 'megaverl[profile]'.")
+            yield ConfigIssue(
+                f"{at}.tools",
+                "py_spy is not installed: pip install 'megaverl[profile]'.",
+            )
 
 
 class AlertConfig(Section):
@@ -75,10 +92,15 @@ class AlertConfig(Section):
         url = post_address(self.post)
         address = urlsplit(url)
         if is_variable and not url:
-            yield ConfigIssue(f"{at}.post", f"found {yaml_text(self.post)}, which is not set. Export it.")
+            yield ConfigIssue(
+                f"{at}.post",
+                f"found {yaml_text(self.post)}, which is not set. Export it.",
+            )
         elif address.scheme not in ("http", "https") or not address.hostname:
             shown = f"what {self.post} holds" if is_variable else yaml_text(self.post)
-            yield ConfigIssue(f"{at}.post", f"found {shown}; expected http://... or https://...")
+            yield ConfigIssue(
+                f"{at}.post", f"found {shown}; expected http://... or https://..."
+            )
 
 
 class Condition(NamedTuple):
@@ -107,7 +129,8 @@ class Condition(NamedTuple):
         NaN satisfies no comparison except `is nan`, which also matches infinities.
         """
         if self.sign == "nan":
-            # `not <` instead of `>=`: it is true for NaN as well as for both infinities.
+            # `not <` instead of `>=`: it is true for NaN as well as for both
+            # infinities.
             return not abs(value) < float("inf")
         return {
             "<": value < self.value,
@@ -123,9 +146,15 @@ _BYTES = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
 _METRIC = re.compile(
     rf"(?P<metric>[\w./@*?-]+)\s*(?:(?P<sign><=|>=|<|>)\s*(?P<value>{_NUMBER})|is\s+nan)(?:\s+for\s+(?P<records>\d+))?"
 )
-_STALLED = re.compile(rf"stalled\s+for\s+(?P<value>{_NUMBER})\s*(?P<unit>{'|'.join(_SECONDS)})")
-_DISK = re.compile(rf"disk\s*(?P<sign><=|<)\s*(?P<value>{_NUMBER})\s*(?P<unit>{'|'.join(_BYTES)})")
-EXAMPLES = '"reward/mean < 0.1 for 20", "*/loss is nan", "stalled for 10 min", "disk < 5 GB"'
+_STALLED = re.compile(
+    rf"stalled\s+for\s+(?P<value>{_NUMBER})\s*(?P<unit>{'|'.join(_SECONDS)})"
+)
+_DISK = re.compile(
+    rf"disk\s*(?P<sign><=|<)\s*(?P<value>{_NUMBER})\s*(?P<unit>{'|'.join(_BYTES)})"
+)
+EXAMPLES = (
+    '"reward/mean < 0.1 for 20", "*/loss is nan", "stalled for 10 min", "disk < 5 GB"'
+)
 
 
 def read_condition(text: str) -> Condition:
@@ -136,15 +165,28 @@ def read_condition(text: str) -> Condition:
     """
     text = text.strip()
     if (match := _STALLED.fullmatch(text)) and float(match["value"]) > 0:
-        return Condition("stalled", ">=", float(match["value"]) * _SECONDS[match["unit"]])
+        return Condition(
+            "stalled", ">=", float(match["value"]) * _SECONDS[match["unit"]]
+        )
     if match := _DISK.fullmatch(text):
-        return Condition("disk", match["sign"], float(match["value"]) * _BYTES[match["unit"]])
+        return Condition(
+            "disk", match["sign"], float(match["value"]) * _BYTES[match["unit"]]
+        )
     match = _METRIC.fullmatch(text)
-    if match is None or match["metric"] in ("stalled", "disk") or match["records"] == "0":
+    if (
+        match is None
+        or match["metric"] in ("stalled", "disk")
+        or match["records"] == "0"
+    ):
         raise ValueError(f"expected something like {EXAMPLES}")
     if match["sign"] is None:
         return Condition(match["metric"], "nan", 0.0, int(match["records"] or 1))
-    return Condition(match["metric"], match["sign"], float(match["value"]), int(match["records"] or 1))
+    return Condition(
+        match["metric"],
+        match["sign"],
+        float(match["value"]),
+        int(match["records"] or 1),
+    )
 
 
 def post_address(post: str) -> str:

@@ -1,8 +1,9 @@
 """Words that messages about a configuration share: values as YAML, lists, and suggestions for misspelt names.
 
-Suggestions use difflib, and before it a rule for abbreviations. With single typing mistakes in the 186 names of keys
-with six letters or more, difflib finds each of them. With names that are abbreviated part by part (`gpu_mem`), it finds
-60 of 139, and 131 with a lower bar that suggests unrelated names; with the rule, 138 are found.
+Suggestions use difflib, and before it a rule for abbreviations. With single typing
+mistakes in the 186 names of keys with six letters or more, difflib finds each of them.
+With names that are abbreviated part by part (`gpu_mem`), it finds 60 of 139, and 131
+with a lower bar that suggests unrelated names; with the rule, 138 are found.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ def yaml_text(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     text = repr(value)
-    is_path = isinstance(value, str) and "/" in value and not any(map(str.isspace, value))
+    is_path = (
+        isinstance(value, str) and "/" in value and not any(map(str.isspace, value))
+    )
     if len(text) > (LONGEST_PATH if is_path else 80):
         return text[:77] + "..."
     return text
@@ -31,8 +34,8 @@ def yaml_text(value: Any) -> str:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that `name` most likely means, or None.
 
-    Tried in order: an abbreviation part by part, a close spelling, one name contained in the other, a loosely similar
-    spelling.
+    Tried in order: an abbreviation part by part, a close spelling, one name contained
+    in the other, a loosely similar spelling.
     """
     # Sorted, so that the suggestion does not depend on the order of a set.
     known = sorted(set(known))
@@ -46,7 +49,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     containing = []
     # Names of one or two letters occur in many others by chance.
     if len(folded) > 2:
-        containing = [other for other in known if len(other) > 2 and (folded in other or other in folded)]
+        containing = [
+            other
+            for other in known
+            if len(other) > 2 and (folded in other or other in folded)
+        ]
     if containing:
         return min(containing, key=lambda other: abs(len(other) - len(folded)))
     loose = difflib.get_close_matches(folded, known, n=1, cutoff=0.55)
@@ -59,7 +66,9 @@ def _shortens(name: str, other: str) -> bool:
     others = other.lower().replace("-", "_").split("_")
     if len(name) <= 2 or len(parts) > len(others):
         return False
-    return all(whole.startswith(part) for part, whole in zip(parts, others, strict=False))
+    return all(
+        whole.startswith(part) for part, whole in zip(parts, others, strict=False)
+    )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """Read YAML files and `key=value` overrides into one mapping, recording where each key was written; find recipes.
 
-A file may extend another one with `base: FILE`, a path relative to its own folder. Mappings merge, and all other values
-replace.
+A file may extend another one with `base: FILE`, a path relative to its own folder.
+Mappings merge, and all other values replace.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from megaverl.config.errors import ConfigIssue
 from megaverl.config.key_types import list_entry, section_of, type_at
 from megaverl.config.run import named_reward
 from megaverl.config.successors import successor_sentence
-from megaverl.config.typed_yaml import MAX_BYTES, BadYaml, compose, construct, read_argument
+from megaverl.config.typed_yaml import (
+    MAX_BYTES,
+    BadYaml,
+    compose,
+    construct,
+    read_argument,
+)
 from megaverl.config.wording import yaml_text
 from megaverl.errors import ConfigError
 
@@ -40,12 +46,15 @@ Key = tuple[str, ...]
 Override = str | tuple[str, Any]
 
 
-# Sections that may be written as one text -> the key that the text sets: `model: org/name`.
+# Sections that may be written as one text -> the key that the text sets: `model:
+# org/name`.
 SHORT = {"model": "path"}
 # Lists whose entries may be texts -> function that expands such an entry.
 SHORT_ENTRIES: dict[str, Callable[[str], dict[str, Any]]] = {
     "reward": named_reward,
-    **dict.fromkeys(("data.train", "data.validation", "sft.train"), lambda text: {"path": text}),
+    **dict.fromkeys(
+        ("data.train", "data.validation", "sft.train"), lambda text: {"path": text}
+    ),
 }
 
 
@@ -85,15 +94,21 @@ class YamlSource:
         # A key without a place of its own was set with the section around it.
         places = inside or [self.place(path)]
         files = [place.rpartition(", line ")[0] or place for place in places]
-        return max(self.layers.index(file) if file in self.layers else -1 for file in files)
+        return max(
+            self.layers.index(file) if file in self.layers else -1 for file in files
+        )
 
     def forget(self, path: Key) -> None:
         """Remove the places of a replaced key and of everything inside it."""
-        self.places = {at: place for at, place in self.places.items() if at[: len(path)] != path}
+        self.places = {
+            at: place for at, place in self.places.items() if at[: len(path)] != path
+        }
 
     def add(self, key: str, message: str, where: str | None = None) -> None:
         """Record a mistake at `key`. `where` overrides the recorded place."""
-        self.mistakes.append(ConfigIssue(key, message, self.place(key) if where is None else where))
+        self.mistakes.append(
+            ConfigIssue(key, message, self.place(key) if where is None else where)
+        )
 
 
 def read_source(
@@ -120,7 +135,9 @@ def read_source(
         source.values = copy.deepcopy(dict(path))
         _write_out_short(source.values, source.places)
         if source.values.pop(BASE, None) is not None:
-            source.add(BASE, "stands in a file. Give the path of one instead of its content.")
+            source.add(
+                BASE, "stands in a file. Give the path of one instead of its content."
+            )
     elif path:
         source.values = _read_file(source, Path(path), ())
     # Layers in rising priority. The files have been added by `_read_file`.
@@ -129,7 +146,8 @@ def read_source(
         _apply(source, override)
     _check_references(source, source.values, ())
     tree = _tree(source)
-    # References may name keys that nobody set. Their defaults are put in for the resolution, and taken out after it.
+    # References may name keys that nobody set. Their defaults are put in for the
+    # resolution, and taken out after it.
     borrowed = _borrow(tree, defaults or {})
     _drop_unresolvable(source, tree, ())
     source.values = OmegaConf.to_container(tree, resolve=True)  # type: ignore[assignment]
@@ -139,7 +157,9 @@ def read_source(
     return source
 
 
-def _read_file(source: YamlSource, path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+def _read_file(
+    source: YamlSource, path: Path, above: tuple[Path, ...]
+) -> dict[str, Any]:
     """Read a file and merge it over its base, if it names one. Returns an empty mapping if it cannot be read.
 
     Args:
@@ -149,16 +169,23 @@ def _read_file(source: YamlSource, path: Path, above: tuple[Path, ...]) -> dict[
     values: Any = None
     try:
         with path.open(encoding="utf-8") as file:
-            # One more than allowed, so that a larger file is refused without reading all of it.
+            # One more than allowed, so that a larger file is refused without reading
+            # all of it.
             node = compose(file.read(MAX_BYTES + 1))
         if node is not None:
             _locate(source, places, node, (), str(path))
             values = construct(
-                node, type_at, lambda at, text: source.add(".".join(at) or "--config", text, places.get(at, ""))
+                node,
+                type_at,
+                lambda at, text: source.add(
+                    ".".join(at) or "--config", text, places.get(at, "")
+                ),
             )
     except FileNotFoundError:
         similar = " or ".join(similar_recipes(path))
-        hint = f"Did you mean {similar}?" if similar else "Give the path of a YAML file."
+        hint = (
+            f"Did you mean {similar}?" if similar else "Give the path of a YAML file."
+        )
         hint = successor_sentence(str(path)) or hint
         source.add("--config", f"{path} does not exist. {hint}", where="")
     except (OSError, UnicodeDecodeError) as error:
@@ -205,32 +232,51 @@ def _write_out_short(values: dict[str, Any], places: dict[Key, str]) -> None:
             places.setdefault((name, key), places.get((name,), ""))
 
 
-def _read_base(source: YamlSource, name: Any, where: str, files: tuple[Path, ...]) -> dict[str, Any]:
+def _read_base(
+    source: YamlSource, name: Any, where: str, files: tuple[Path, ...]
+) -> dict[str, Any]:
     """Return the values of the base that the last of `files` names, or an empty mapping with a recorded mistake."""
     if not isinstance(name, str) or not name:
-        source.add(BASE, f"found {yaml_text(name)}; expected the path of a YAML file, from this one's folder.", where)
+        source.add(
+            BASE,
+            f"found {yaml_text(name)}; expected the path of a YAML file, from this one's folder.",
+            where,
+        )
         return {}
     folder = files[-1].parent
     base = Path(os.path.normpath(folder / name))
     if not base.is_file():
         source.add(
-            BASE, f"found {yaml_text(name)}, but {base} is not a file. It is named from this file's folder.", where
+            BASE,
+            f"found {yaml_text(name)}, but {base} is not a file. It is named from this file's folder.",
+            where,
         )
         return {}
     # A file that is its own base, directly or through others, would be read forever.
     if base.resolve() in [file.resolve() for file in files]:
         chain = " -> ".join(map(str, (*files, base)))
-        source.add(BASE, f"comes back to a file that is laid over it: {chain}. Leave one of these out.", where)
+        source.add(
+            BASE,
+            f"comes back to a file that is laid over it: {chain}. Leave one of these out.",
+            where,
+        )
         return {}
     values = _read_file(source, base, files)
-    # `model.config` is relative to the file that holds it; make it relative to the extending file.
+    # `model.config` is relative to the file that holds it; make it relative to the
+    # extending file.
     model = values.get("model")
-    if isinstance(model, dict) and isinstance(model.get("config"), str) and base.parent != folder:
+    if (
+        isinstance(model, dict)
+        and isinstance(model.get("config"), str)
+        and base.parent != folder
+    ):
         model["config"] = os.path.relpath(base.parent / model["config"], folder)
     return values
 
 
-def _merged(below: dict[str, Any], above: dict[str, Any], at: Key, replaced: list[Key]) -> dict[str, Any]:
+def _merged(
+    below: dict[str, Any], above: dict[str, Any], at: Key, replaced: list[Key]
+) -> dict[str, Any]:
     """Return `above` merged over `below`. Appends the paths of values that were replaced as a whole to `replaced`."""
     result = dict(below)
     for key, value in above.items():
@@ -243,7 +289,9 @@ def _merged(below: dict[str, Any], above: dict[str, Any], at: Key, replaced: lis
     return result
 
 
-def _locate(source: YamlSource, places: dict[Key, str], node: yaml.Node, at: Key, file: str) -> None:
+def _locate(
+    source: YamlSource, places: dict[Key, str], node: yaml.Node, at: Key, file: str
+) -> None:
     """Record the line of every key below `node`, and report keys that occur twice in one mapping."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
@@ -259,7 +307,9 @@ def _locate(source: YamlSource, places: dict[Key, str], node: yaml.Node, at: Key
         # YAML lets the last one win, which hides a mistake. Several merges are allowed.
         if name in seen and name != "<<":
             source.add(
-                ".".join(path), f"stands twice in {file}, in lines {seen[name]} and {line}. Keep one of them.", where=""
+                ".".join(path),
+                f"stands twice in {file}, in lines {seen[name]} and {line}. Keep one of them.",
+                where="",
             )
         seen[name] = line
         places[path] = f"{file}, line {line}"
@@ -287,20 +337,36 @@ def _apply(source: YamlSource, override: Override) -> None:
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key or key.startswith("-"):
-        source.add(override, "expected key=value, with a dotted key, such as actor.tp=2.", where=COMMAND_LINE)
+        source.add(
+            override,
+            "expected key=value, with a dotted key, such as actor.tp=2.",
+            where=COMMAND_LINE,
+        )
         return
     # `data.train[0].path` is accepted for `data.train.0.path`.
     path = tuple(re.sub(r"\[(\w+)\]", r".\1", key).split("."))
     if not all(path):
-        source.add(key, "has an empty part. Write a dotted key, such as actor.tp=2.", where=COMMAND_LINE)
+        source.add(
+            key,
+            "has an empty part. Write a dotted key, such as actor.tp=2.",
+            where=COMMAND_LINE,
+        )
         return
     if key == BASE:
-        source.add(key, "stands in a file, and names what that is laid over. Here --config names a file.", COMMAND_LINE)
+        source.add(
+            key,
+            "stands in a file, and names what that is laid over. Here --config names a file.",
+            COMMAND_LINE,
+        )
         return
     try:
         value = read_argument(text, type_at(path), type_at, path)
     except BadYaml as error:
-        shown = "" if str(error).startswith("found ") else f"found {yaml_text(text)}, which "
+        shown = (
+            ""
+            if str(error).startswith("found ")
+            else f"found {yaml_text(text)}, which "
+        )
         source.add(key, f"{shown}{error}", where=COMMAND_LINE)
         return
     # The shell removes one pair of quotes, so a second pair is most likely a mistake.
@@ -325,7 +391,11 @@ def _lay(source: YamlSource, path: Key, value: Any) -> str:
         at = path[:depth]
         if isinstance(around, list):
             if not part.isdigit() or int(part) > len(around):
-                last = f"0 to {len(around) - 1}, and {len(around)} adds one" if around else "0"
+                last = (
+                    f"0 to {len(around) - 1}, and {len(around)} adds one"
+                    if around
+                    else "0"
+                )
                 return f"{'.'.join(at)} is a list. Name an entry by its number: {last}."
             if int(part) == len(around):
                 # An index one past the end adds an entry.
@@ -351,11 +421,18 @@ def _lay(source: YamlSource, path: Key, value: Any) -> str:
 def _opened(here: Any, at: Key, following: str) -> Any:
     """Return the value at `at` in a form that can hold the key `following`: short forms are expanded."""
     entry_of_text = SHORT_ENTRIES.get(".".join(at))
-    # `data.train.0.weight=2` addresses the only entry of a list that was written without brackets.
-    if following.isdigit() and list_entry(type_at(at)) is not None and not isinstance(here, list):
+    # `data.train.0.weight=2` addresses the only entry of a list that was written
+    # without brackets.
+    if (
+        following.isdigit()
+        and list_entry(type_at(at)) is not None
+        and not isinstance(here, list)
+    ):
         here = [] if here is None else [here]
     if isinstance(here, list) and entry_of_text and following.isdigit():
-        return [entry_of_text(entry) if isinstance(entry, str) else entry for entry in here]
+        return [
+            entry_of_text(entry) if isinstance(entry, str) else entry for entry in here
+        ]
     if isinstance(here, str) and entry_of_text:
         return entry_of_text(here)
     if here is None or (isinstance(here, bool) and section_of(type_at(at)) is not None):
@@ -366,7 +443,9 @@ def _opened(here: Any, at: Key, following: str) -> Any:
 
 def _check_references(source: YamlSource, values: Any, at: Key) -> None:
     """Report every text with a malformed `${...}`, and set it to null so that the remaining values can be resolved."""
-    for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
+    for key, value in list(
+        values.items() if isinstance(values, dict) else enumerate(values)
+    ):
         path = (*at, str(key))
         if isinstance(value, dict | list):
             _check_references(source, value, path)
@@ -380,7 +459,8 @@ def _check_references(source: YamlSource, values: Any, at: Key) -> None:
 
 
 _HOW_TO_REFER = (
-    "${section.key} is another key, ${oc.env:NAME} an environment variable; a ${ that is meant as text is written \\${."
+    "${section.key} is another key, ${oc.env:NAME} an environment variable; a ${ "
+    "that is meant as text is written \\${."
 )
 
 
@@ -388,7 +468,11 @@ def _drop_empty_sections(values: dict[str, Any], at: Key) -> None:
     """Remove sections that are null, as a YAML key with nothing below it is. They get their defaults."""
     for key, value in list(values.items()):
         path = (*at, str(key))
-        if value is None and isinstance(kind := type_at(path), type) and issubclass(kind, BaseModel):
+        if (
+            value is None
+            and isinstance(kind := type_at(path), type)
+            and issubclass(kind, BaseModel)
+        ):
             del values[key]
         elif isinstance(value, dict) and section_of(type_at(path)) is not None:
             _drop_empty_sections(value, path)
@@ -397,9 +481,12 @@ def _drop_empty_sections(values: dict[str, Any], at: Key) -> None:
 def refuse_impossible(source: YamlSource, values: Any, at: Key = ()) -> None:
     """Report values that no key can hold, and set them to null.
 
-    These are NaN and infinities, integers of more than 64 bits, and text that cannot be encoded or contains NUL.
+    These are NaN and infinities, integers of more than 64 bits, and text that cannot be
+    encoded or contains NUL.
     """
-    for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
+    for key, value in list(
+        values.items() if isinstance(values, dict) else enumerate(values)
+    ):
         path = (*at, str(key))
         if isinstance(value, dict | list):
             refuse_impossible(source, value, path)
@@ -407,11 +494,15 @@ def refuse_impossible(source: YamlSource, values: Any, at: Key = ()) -> None:
             source.add(".".join(path), f"found {value}; expected a finite number.")
             values[key] = None
         elif isinstance(value, int) and abs(value) >= 2**63:
-            source.add(".".join(path), f"found {yaml_text(value)}; expected an integer of at most 64 bits.")
+            source.add(
+                ".".join(path),
+                f"found {yaml_text(value)}; expected an integer of at most 64 bits.",
+            )
             values[key] = None
         elif isinstance(value, str) and _UNUSABLE.search(value):
             source.add(
-                ".".join(path), f"found {yaml_text(value)}, with a character that is no text: NUL or half a pair."
+                ".".join(path),
+                f"found {yaml_text(value)}, with a character that is no text: NUL or half a pair.",
             )
             values[key] = None
 
@@ -471,14 +562,22 @@ def _drop_unresolvable(source: YamlSource, tree: Any, at: Key) -> None:
         path = (*at, str(key))
         try:
             if OmegaConf.is_missing(tree, key):
-                raise ValueError("was left open (???). Give it a value in the file or as key=value")
+                raise ValueError(
+                    "was left open (???). Give it a value in the file or as key=value"
+                )
             value = tree[key]
         except (OmegaConfBaseException, ValueError) as error:
-            hint = f" {_HOW_TO_REFER}" if "${" in str(tree._get_node(key)) or "nterpolation" in str(error) else ""
+            hint = (
+                f" {_HOW_TO_REFER}"
+                if "${" in str(tree._get_node(key)) or "nterpolation" in str(error)
+                else ""
+            )
             source.add(".".join(path), f"{_first_line(error)}.{hint}")
             tree[key] = None
             continue
-        if isinstance(value, DictConfig | ListConfig) and not OmegaConf.is_interpolation(tree, key):
+        if isinstance(
+            value, DictConfig | ListConfig
+        ) and not OmegaConf.is_interpolation(tree, key):
             _drop_unresolvable(source, value, path)
 
 
@@ -508,7 +607,11 @@ def recipe(name: str) -> Path:
 def all_recipes() -> list[Path]:
     """Return every recipe that can be run as it is. Files that only serve as a `base` are left out."""
     files = recipes_folder().rglob("*.yaml")
-    return sorted(path for path in files if path.name != "base.yaml" and path.parent.name != "bases")
+    return sorted(
+        path
+        for path in files
+        if path.name != "base.yaml" and path.parent.name != "bases"
+    )
 
 
 def similar_recipes(path: Path) -> list[str]:
@@ -518,16 +621,25 @@ def similar_recipes(path: Path) -> list[str]:
     """
     words = _words(path.stem)
     words_by_path = {
-        candidate: _words(str(candidate.relative_to(recipes_folder()).with_suffix(""))) for candidate in all_recipes()
+        candidate: _words(str(candidate.relative_to(recipes_folder()).with_suffix("")))
+        for candidate in all_recipes()
     }
     fitting = {
         candidate: len(candidate_words - words)
         for candidate, candidate_words in words_by_path.items()
         if words and words <= candidate_words
     }
-    best = [candidate for candidate, num_other_words in fitting.items() if num_other_words == min(fitting.values())]
+    best = [
+        candidate
+        for candidate, num_other_words in fitting.items()
+        if num_other_words == min(fitting.values())
+    ]
     return [
-        str(candidate.relative_to(Path.cwd()) if candidate.is_relative_to(Path.cwd()) else candidate)
+        str(
+            candidate.relative_to(Path.cwd())
+            if candidate.is_relative_to(Path.cwd())
+            else candidate
+        )
         for candidate in best[:3]
     ]
 

@@ -4,7 +4,8 @@
     run.actor.update(batch)  --->  CallRequest 7 to ranks 0..3, moves first  --->   receive rows, run update()
     await ...                <---  result, once every rank replied    <---   Reply 7
 
-The controller runs in one asyncio event loop: in a thread of the coordinator's rank, or in the simulation.
+The controller runs in one asyncio event loop: in a thread of the coordinator's rank, or
+in the simulation.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ class Controller:
         self._released: dict[int, list[int]] = {}
         self._evidence: list[Evidence] = []
         self._failure: CallFailed | None = None
-        self._failed: asyncio.Future[None] | None = None  # fails when the program must end
+        # Fails when the program must end.
+        self._failed: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._present = set(range(num_ranks))
         self._questions: dict[int, dict[int, Status]] = {}
@@ -151,10 +153,12 @@ class Controller:
         task = asyncio.ensure_future(program)
         reason = "the program failed"
         try:
-            # A program that waits for nothing of the ranks must still end when a rank is lost.
+            # A program that waits for nothing of the ranks must still end when a rank
+            # is lost.
             either: list[asyncio.Future[Any]] = [task, self._failed]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            # A call that the program did not await may have failed just before the program's end.
+            # A call that the program did not await may have failed just before the
+            # program's end.
             if not task.done() or (task.exception() is None and self._evidence):
                 await self._failed
             result = task.result()
@@ -169,7 +173,8 @@ class Controller:
         finally:
             task.cancel()
             if not self._failed.cancel():
-                self._failed.exception()  # the program may have raised the same error first
+                # The program may have raised the same error first.
+                self._failed.exception()
             await self._end(reason)
             reader.cancel()
 
@@ -180,7 +185,8 @@ class Controller:
         while self._present and self._now() < deadline:
             await asyncio.sleep(min(0.01, self.timeouts.leave))
             if self._failure is not None and not reason:
-                # A rank was lost on the way out: what the program returned is whole, and the others are told.
+                # A rank was lost on the way out: what the program returned is whole,
+                # and the others are told.
                 break
         for running in self._running.values():
             _cancel_timers(running)
@@ -215,7 +221,8 @@ class Controller:
         name = f"{role}.{method}"
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        # Every failure is raised by `run`; a call that is never awaited must not also be reported as forgotten.
+        # Every failure is raised by `run`; a call that is never awaited must not also
+        # be reported as forgotten.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         if self._failure is not None:
             future.set_exception(self._failure)
@@ -223,30 +230,53 @@ class Controller:
         id = self._next_call
         self._next_call += 1
         moves = self._plan_moves(ranks, arguments, wanted or {})
-        involved = sorted({*ranks, *(move.source for move in moves), *(move.dest for move in moves)})
+        involved = sorted(
+            {*ranks, *(move.source for move in moves), *(move.dest for move in moves)}
+        )
         seconds = self.timeouts.call if deadline is None else deadline
-        running = _Running(id, name, tuple(ranks), set(involved), finish, future, seconds)
+        running = _Running(
+            id, name, tuple(ranks), set(involved), finish, future, seconds
+        )
         self._running[id] = running
-        pending = PendingCall(name, future, asking, lambda value: self._answer(running, value))
+        pending = PendingCall(
+            name, future, asking, lambda value: self._answer(running, value)
+        )
         running.ask = pending.take_question
-        self._send_call(running, role, method, tuple(map(_encode_argument, arguments)), moves, keeps, involved)
+        self._send_call(
+            running,
+            role,
+            method,
+            tuple(map(_encode_argument, arguments)),
+            moves,
+            keeps,
+            involved,
+        )
         running.timers.append(loop.call_later(seconds, self._pass_deadline, running))
         if self.timeouts.slow < seconds:
-            running.timers.append(loop.call_later(self.timeouts.slow, self._report_slow, running))
+            running.timers.append(
+                loop.call_later(self.timeouts.slow, self._report_slow, running)
+            )
         return pending
 
     def _answer(self, running: _Running, value: object) -> None:
         if running.id in self._running:
-            self._transport.send(running.ranks, encode(ProgramAnswer(running.id, encode_value(value))))
+            self._transport.send(
+                running.ranks, encode(ProgramAnswer(running.id, encode_value(value)))
+            )
 
     def make_reference(self, id: int, replies: Mapping[int, Reply]) -> Ref[Any]:
         """Return a reference to the value that the ranks kept for call `id`."""
-        descriptions = [reply.description for reply in replies.values() if reply.description]
+        descriptions = [
+            reply.description for reply in replies.values() if reply.description
+        ]
         rows = {rank: replies[rank].rows for rank in sorted(replies)}
         return Ref(id, rows, descriptions[0] if descriptions else b"", self._release)
 
     def _plan_moves(
-        self, ranks: Sequence[int], arguments: Sequence[object], wanted: Mapping[int, Wanted]
+        self,
+        ranks: Sequence[int],
+        arguments: Sequence[object],
+        wanted: Mapping[int, Wanted],
     ) -> list[RowTransfer]:
         moves: list[RowTransfer] = []
         planned: set[int] = set()
@@ -261,7 +291,9 @@ class Controller:
             everything = _all_rows(ref)
             for rank, needed in needs.items():
                 rows = everything if needed is None else needed
-                ref.rows[rank] = _union(ref.rows[rank], rows) if rank in ref.rows else rows
+                ref.rows[rank] = (
+                    _union(ref.rows[rank], rows) if rank in ref.rows else rows
+                )
         return moves
 
     def _send_call(
@@ -275,7 +307,9 @@ class Controller:
         involved: Sequence[int],
     ) -> None:
         """Send one message to all ranks that need the same one, and a message of its own to each of the others."""
-        special = {rank for move in moves for rank in (move.source, move.dest)} | self._released.keys()
+        special = {
+            rank for move in moves for rank in (move.source, move.dest)
+        } | self._released.keys()
         common = [rank for rank in running.ranks if rank not in special]
         if common:
             message = CallRequest(running.id, role, method, arguments, keeps=keeps)
@@ -283,7 +317,9 @@ class Controller:
         for rank in involved:
             if rank not in special:
                 continue
-            own_moves = tuple(move for move in moves if rank in (move.source, move.dest))
+            own_moves = tuple(
+                move for move in moves if rank in (move.source, move.dest)
+            )
             releases = tuple(self._released.pop(rank, ()))
             runs = rank in running.ranks
             message = CallRequest(
@@ -312,7 +348,9 @@ class Controller:
             try:
                 message = decode_for_controller(event.message)
             except msgspec.DecodeError as error:
-                self._note_lost(Lost(event.rank, f"it sent a message that cannot be read ({error})"))
+                self._note_lost(
+                    Lost(event.rank, f"it sent a message that cannot be read ({error})")
+                )
                 continue
             if isinstance(message, Reply):
                 self._take_reply(event.rank, message)
@@ -332,7 +370,8 @@ class Controller:
         if running is None or rank not in running.waiting:
             return
         if reply.error is not None:
-            # The rank stays among those that the call waits for, so that an error names its call.
+            # The rank stays among those that the call waits for, so that an error names
+            # its call.
             self._note(RaisedError(rank, running.name, reply.error))
             return
         running.waiting.discard(rank)
@@ -396,7 +435,11 @@ class Controller:
     async def _explain_deadline(self, running: _Running) -> None:
         statuses = await self.ask(sorted(self._unfinished()))
         if running.id in self._running:
-            self._note(PassedDeadline(running.name, running.deadline, self._unfinished(), statuses))
+            self._note(
+                PassedDeadline(
+                    running.name, running.deadline, self._unfinished(), statuses
+                )
+            )
 
     def _unfinished(self) -> dict[int, str]:
         """Return, by rank, the earliest call that the rank has not replied to."""
@@ -419,7 +462,9 @@ class Controller:
         more = f", and {len(waiting) - 4} more ranks" if len(waiting) > 4 else ""
         self._log(f"{running.name} still waits: {'; '.join(lines)}{more}")
         loop = asyncio.get_running_loop()
-        running.timers.append(loop.call_later(self.timeouts.slow, self._report_slow, running))
+        running.timers.append(
+            loop.call_later(self.timeouts.slow, self._report_slow, running)
+        )
 
     async def ask(self, ranks: Sequence[int]) -> dict[int, Status]:
         """Return what ranks say they are doing. A rank that does not answer in time has no entry."""
@@ -473,7 +518,11 @@ def list_references(arguments: Sequence[object]) -> list[Ref[Any]]:
 
 
 def _is_list_of_references(argument: object) -> TypeGuard[list[Ref[Any]]]:
-    return isinstance(argument, list) and bool(argument) and all(isinstance(item, Ref) for item in argument)
+    return (
+        isinstance(argument, list)
+        and bool(argument)
+        and all(isinstance(item, Ref) for item in argument)
+    )
 
 
 def _encode_argument(argument: object) -> Argument:
@@ -495,7 +544,9 @@ def _all_rows(ref: Ref[Any]) -> Rows | None:
 
 
 def _union(held: Rows | None, received: Rows | None) -> Rows | None:
-    return None if held is None or received is None else tuple(sorted({*held, *received}))
+    return (
+        None if held is None or received is None else tuple(sorted({*held, *received}))
+    )
 
 
 def _cancel_timers(running: _Running) -> None:

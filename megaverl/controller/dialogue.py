@@ -4,7 +4,8 @@
     ask(report)  ------ Question 7 ------>    reports = await call.questions(Report)
     returns      <--- ProgramAnswer 7 ----    call.answer(decide(reports))
 
-A question is no call: the calls that the program makes meanwhile wait until this one is over, as always.
+A question is no call: the calls that the program makes meanwhile wait until this one is
+over, as always.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ T = TypeVar("T")
 class ProgramEnded(BaseException):
     """Signal that the program has ended while a call waited for its answer.
 
-    It is no `Exception`, so that a worker's method does not handle it: the call is given up.
+    It is no `Exception`, so that a worker's method does not handle it: the call is
+    given up.
     """
 
 
@@ -82,7 +84,9 @@ class Dialogue:
             ControllerLost: the connection to the controller broke.
         """
         transport, board = self._transport, self._board
-        assert transport is not None and board is not None, "only a call of a program can ask"
+        assert transport is not None and board is not None, (
+            "only a call of a program can ask"
+        )
         if question is not None:
             transport.send(encode(Question(self._call, encode_value(question))))
         board.ask(True)

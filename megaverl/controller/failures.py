@@ -48,7 +48,8 @@ class RaisedError:
 class PassedDeadline:
     """Evidence that a call did not finish in time.
 
-    The cause may be another call: a rank may be late for this one because it still waits inside an earlier one.
+    The cause may be another call: a rank may be late for this one because it still
+    waits inside an earlier one.
 
     Attributes:
         call: the call whose deadline passed. seconds: its deadline.
@@ -68,14 +69,17 @@ Evidence = LostRank | RaisedError | PassedDeadline
 def find_cause(evidence: Sequence[Evidence]) -> Evidence:
     """Return the piece of evidence nearest to the cause. `evidence` is in the order of arrival.
 
-    A rank that dies breaks the connections of its peers, whose errors may arrive before its loss is noticed. So the
-    order is: errors that a rank raised by itself before any loss, lost ranks, errors about broken connections, missed
-    deadlines. A rank that raises and then exits is reported by what it raised.
+    A rank that dies breaks the connections of its peers, whose errors may arrive before
+    its loss is noticed. So the order is: errors that a rank raised by itself before any
+    loss, lost ranks, errors about broken connections, missed deadlines. A rank that
+    raises and then exits is reported by what it raised.
     """
     lost = [item for item in evidence if isinstance(item, LostRank)]
     errors = [item for item in evidence if isinstance(item, RaisedError)]
     own_errors = [item for item in errors if not item.error.is_secondary]
-    if own_errors and (not lost or evidence.index(own_errors[0]) < evidence.index(lost[0])):
+    if own_errors and (
+        not lost or evidence.index(own_errors[0]) < evidence.index(lost[0])
+    ):
         return own_errors[0]
     for candidates in (lost, own_errors, errors):
         if candidates:
@@ -86,14 +90,18 @@ def find_cause(evidence: Sequence[Evidence]) -> Evidence:
 def find_blocking_ranks(missed: PassedDeadline) -> tuple[int, ...]:
     """Return the ranks that hold the others up, of those that have calls to reply to.
 
-    Ranks that do not answer at all come first: their process is frozen or their node is gone. Otherwise the ranks that
-    are furthest behind in the program's calls are the cause, because the others wait for them inside a transfer or a
-    collective. Ranks that wait for the program's answer are not, since the program waits for what another rank asks.
+    Ranks that do not answer at all come first: their process is frozen or their node is
+    gone. Otherwise the ranks that are furthest behind in the program's calls are the
+    cause, because the others wait for them inside a transfer or a collective. Ranks
+    that wait for the program's answer are not, since the program waits for what another
+    rank asks.
     """
     silent = tuple(rank for rank in missed.unfinished if rank not in missed.statuses)
     if silent:
         return silent
-    busy = [rank for rank in missed.unfinished if not missed.statuses[rank].is_asking] or list(missed.unfinished)
+    busy = [
+        rank for rank in missed.unfinished if not missed.statuses[rank].is_asking
+    ] or list(missed.unfinished)
     earliest = min(missed.statuses[rank].call for rank in busy)
     return tuple(rank for rank in busy if missed.statuses[rank].call == earliest)
 
@@ -112,15 +120,23 @@ def explain(cause: Evidence, running: Mapping[int, str]) -> CallFailed:
     if isinstance(cause, LostRank):
         call = running.get(cause.rank, "")
         place = f"in {call}" if call else "between two calls"
-        return CallFailed(f"rank {cause.rank} was lost {place}: {cause.reason}.", [cause.rank], call)
+        return CallFailed(
+            f"rank {cause.rank} was lost {place}: {cause.reason}.", [cause.rank], call
+        )
     blocking = find_blocking_ranks(cause)
-    names = f"rank {blocking[0]}" if len(blocking) == 1 else f"ranks {_list_ranks(blocking)}"
+    names = (
+        f"rank {blocking[0]}"
+        if len(blocking) == 1
+        else f"ranks {_list_ranks(blocking)}"
+    )
     call = cause.unfinished[blocking[0]]
     text = f"{names} did not finish {call} in time"
     if call != cause.call:
         text += f", and held up {cause.call}"
     stages = [describe_status(rank, cause.statuses.get(rank)) for rank in blocking[:4]]
-    return CallFailed(f"{text} ({cause.seconds:g} s): {'; '.join(stages)}.", blocking, call)
+    return CallFailed(
+        f"{text} ({cause.seconds:g} s): {'; '.join(stages)}.", blocking, call
+    )
 
 
 def describe_status(rank: int, status: Status | None) -> str:

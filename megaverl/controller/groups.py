@@ -15,8 +15,8 @@ T = TypeVar("T")
 class WorkerGroup:
     """Handle on the ranks of a role. A subclass has one method for each method of its workers.
 
-    A call goes to all ranks of the group, which run the worker's method of the same name SPMD on their main threads.
-    The method returns at once; await what it returns.
+    A call goes to all ranks of the group, which run the worker's method of the same
+    name SPMD on their main threads. The method returns at once; await what it returns.
 
     Example:
         class ActorGroup(WorkerGroup):

@@ -3,8 +3,8 @@
     controller -> rank:  CallRequest, ProgramAnswer, Where, End
     rank -> controller:  Question, Reply, Status, Left
 
-A message carries small values only: method names, numbers, reports, references. Tensors never travel here; rows move
-from rank to rank as the moves of a call.
+A message carries small values only: method names, numbers, reports, references. Tensors
+never travel here; rows move from rank to rank as the moves of a call.
 """
 
 from __future__ import annotations
@@ -173,7 +173,9 @@ ToController = Question | Reply | Status | Left
 
 _encoder = msgspec.msgpack.Encoder()
 _from_controller: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
-_from_rank: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(ToController)
+_from_rank: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(
+    ToController
+)
 
 
 def encode(message: ToRank | ToController) -> bytes:

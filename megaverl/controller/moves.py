@@ -1,7 +1,8 @@
 """Transfers of rows between ranks before a call, as pure arithmetic on row numbers.
 
-The moves of a call have one order for the whole job, and each rank goes through its own moves in that order. So no two
-ranks can wait for each other, even where a send blocks until the other rank receives.
+The moves of a call have one order for the whole job, and each rank goes through its own
+moves in that order. So no two ranks can wait for each other, even where a send blocks
+until the other rank receives.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def plan_moves(
     """
     if any(rows is None for rows in held.values()):
         return _copy_whole(value, held, wanted, node_of)
-    return _move_rows(value, {rank: rows or () for rank, rows in held.items()}, wanted, node_of)
+    return _move_rows(
+        value, {rank: rows or () for rank, rows in held.items()}, wanted, node_of
+    )
 
 
 def _copy_whole(
@@ -58,17 +61,22 @@ def _copy_whole(
             nodes.add(node_of(rank))
             first_of_nodes.append(rank)
     moves: list[RowTransfer] = []
-    # A value enters each node once. Rounds: every holder serves one rank, then all that hold it serve.
+    # A value enters each node once. Rounds: every holder serves one rank, then all that
+    # hold it serve.
     _spread(value, holders, first_of_nodes, moves)
     by_node: dict[int, list[int]] = {}
     for rank in others:
         by_node.setdefault(node_of(rank), []).append(rank)
     for node, ranks in by_node.items():
-        _spread(value, [rank for rank in holders if node_of(rank) == node], ranks, moves)
+        _spread(
+            value, [rank for rank in holders if node_of(rank) == node], ranks, moves
+        )
     return moves
 
 
-def _spread(value: int, holders: list[int], missing: Sequence[int], moves: list[RowTransfer]) -> None:
+def _spread(
+    value: int, holders: list[int], missing: Sequence[int], moves: list[RowTransfer]
+) -> None:
     """Add transfers in rounds to `moves`; ranks that have received the value join `holders`."""
     rest = list(missing)
     while rest:
@@ -99,12 +107,18 @@ def _move_rows(
             if row in present:
                 continue
             if row not in holders_of:
-                raise DataError(f"rank {dest} needs row {row} of the value of call {value}, which no rank holds")
+                raise DataError(
+                    f"rank {dest} needs row {row} of the value of call {value}, which no rank holds"
+                )
             near = [rank for rank in holders_of[row] if node_of(rank) == node_of(dest)]
             source = min(near or holders_of[row], key=lambda rank: (sent[rank], rank))
             sent[source] += 1
             parts.setdefault((source, dest), []).append(row)
     size = max((*held, *wanted), default=0) + 1
-    # Ordered by distance, so that transfers between different pairs of ranks can run side by side.
+    # Ordered by distance, so that transfers between different pairs of ranks can run
+    # side by side.
     ordered = sorted(parts, key=lambda pair: ((pair[1] - pair[0]) % size, pair[0]))
-    return [RowTransfer(value, source, dest, tuple(sorted(parts[source, dest]))) for source, dest in ordered]
+    return [
+        RowTransfer(value, source, dest, tuple(sorted(parts[source, dest])))
+        for source, dest in ordered
+    ]

@@ -33,8 +33,9 @@ class HoldsRows(Protocol):
 class Ref(Generic[T_co]):
     """Reference to a value of type `T_co` that is held by ranks.
 
-    The program passes it to calls; a rank that needs rows which it does not hold receives them as part of the call.
-    Ranks drop the value once the program has dropped its last reference.
+    The program passes it to calls; a rank that needs rows which it does not hold
+    receives them as part of the call. Ranks drop the value once the program has dropped
+    its last reference.
 
     Attributes:
         id: number of the call that made the value.
@@ -65,7 +66,9 @@ class Ref(Generic[T_co]):
             TypeError: the value describes nothing.
         """
         if not self._description:
-            raise TypeError(f"the value of call {self.id} describes nothing: give its type a describe() method")
+            raise TypeError(
+                f"the value of call {self.id} describes nothing: give its type a describe() method"
+            )
         return decode_value(self._description, kind)
 
     def __repr__(self) -> str:
@@ -103,7 +106,8 @@ class PendingCall(Generic[T]):
         future.add_done_callback(lambda done: self._asked.put_nowait(None))
 
     def __await__(self) -> Generator[Any, None, T]:
-        # Shielded: a program that gives up on waiting must not cancel the call, which the ranks run all the same.
+        # Shielded: a program that gives up on waiting must not cancel the call, which
+        # the ranks run all the same.
         return asyncio.shield(self._future).__await__()
 
     def take_question(self, rank: int, value: bytes) -> None:

@@ -4,8 +4,9 @@
                (ranks 8..15, message)               ---> rank 9
                                                     ---> ...
 
-With 1,024 ranks on 128 nodes the controller has 128 connections in the place of 1,024, and sends a call 128 times. The
-controller's probes pass through the relay, which reports a rank that is gone with an empty message.
+With 1,024 ranks on 128 nodes the controller has 128 connections in the place of 1,024,
+and sends a call 128 times. The controller's probes pass through the relay, which
+reports a rank that is gone with an empty message.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from megaverl.controller.zmq_transport import (
 )
 
 POLL_MILLISECONDS = 100  # until the thread looks whether it is to end
-LEAVE_SECONDS = 10.0  # until a relay that ends gives up on ranks that are still connected
+# Until a relay that ends gives up on ranks that are still connected.
+LEAVE_SECONDS = 10.0
 _NO_CONTROLLER = "the connection of the node's relay to the controller broke"
 
 
@@ -49,7 +51,9 @@ class Relay:
             store.set("controller/node1", relay.address.encode())
     """
 
-    def __init__(self, upstream: Address, host: str, node: int, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, upstream: Address, host: str, node: int, ranks: Sequence[int]
+    ) -> None:
         self._upstream = upstream
         self._node = node
         self._present = set(ranks)
@@ -60,10 +64,14 @@ class Relay:
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         client_keys = (upstream.public_key, upstream.secret_key)
-        self._authenticator.configure_curve_callback(domain="*", credentials_provider=OneKey(client_keys[0]))
+        self._authenticator.configure_curve_callback(
+            domain="*", credentials_provider=OneKey(client_keys[0])
+        )
         self._down = self._context.socket(zmq.ROUTER)
         self.address = bind_router(self._down, host, client_keys)
-        self._thread = threading.Thread(target=self._run, name="megaverl-relay", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="megaverl-relay", daemon=True
+        )
         self._thread.start()
 
     def __enter__(self) -> Relay:
@@ -75,8 +83,8 @@ class Relay:
     def close(self) -> None:
         """End the thread once the node's ranks have disconnected, or after `LEAVE_SECONDS`.
 
-        The goodbyes of ranks that end later than the relay's own rank still pass through it. Messages on their way are
-        delivered for up to two seconds.
+        The goodbyes of ranks that end later than the relay's own rank still pass
+        through it. Messages on their way are delivered for up to two seconds.
         """
         self._close_at = time.monotonic() + LEAVE_SECONDS
         self._is_closing.set()
@@ -94,7 +102,8 @@ class Relay:
         while True:
             ready = dict(poller.poll(POLL_MILLISECONDS))
             if not ready and self._is_closing.is_set():
-                self._pass_down(sorted(self._joined), b"", up)  # a probe: drops ranks that have disconnected
+                # A probe: drops ranks that have disconnected.
+                self._pass_down(sorted(self._joined), b"", up)
                 if not self._joined or time.monotonic() > self._close_at:
                     break
             if down in ready:
@@ -105,7 +114,8 @@ class Relay:
             if monitor in ready:
                 recv_monitor_message(monitor)
                 poller.unregister(monitor)
-                # The ranks learn it as the end of a failed run; a rank that stays in a call ends itself.
+                # The ranks learn it as the end of a failed run; a rank that stays in a
+                # call ends itself.
                 self._pass_down(sorted(self._joined), encode(End(_NO_CONTROLLER)), up)
         up.disable_monitor()
         for socket in (monitor, up, down):
@@ -122,15 +132,20 @@ class Relay:
             self._joined.add(rank)
         up.send_multipart([identity, message])
 
-    def _pass_down(self, ranks: Sequence[int], message: bytes, up: zmq.Socket[bytes]) -> None:
+    def _pass_down(
+        self, ranks: Sequence[int], message: bytes, up: zmq.Socket[bytes]
+    ) -> None:
         for rank in ranks:
             if rank not in self._present:
                 continue
             try:
-                self._down.send_multipart([pack_ranks([rank]), message], flags=zmq.NOBLOCK)
+                self._down.send_multipart(
+                    [pack_ranks([rank]), message], flags=zmq.NOBLOCK
+                )
             except zmq.ZMQError as error:
                 if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise
                 self._present.discard(rank)
                 self._joined.discard(rank)
-                up.send_multipart([pack_ranks([rank]), b""])  # an empty message: the rank is lost
+                # An empty message: the rank is lost.
+                up.send_multipart([pack_ranks([rank]), b""])

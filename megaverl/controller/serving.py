@@ -81,11 +81,24 @@ class StatusBoard:
         """Return the answer to one question."""
         with self._lock:
             seconds = self._clock() - self._since
-            return Status(question, self._call, self._name, self._stage, seconds, self._is_idle, self._is_asking)
+            return Status(
+                question,
+                self._call,
+                self._name,
+                self._stage,
+                seconds,
+                self._is_idle,
+                self._is_asking,
+            )
 
     def _set(self, call: int, name: str, stage: str, is_idle: bool) -> None:
         with self._lock:
-            self._call, self._name, self._stage, self._is_idle = call, name, stage, is_idle
+            self._call, self._name, self._stage, self._is_idle = (
+                call,
+                name,
+                stage,
+                is_idle,
+            )
             self._since = self._clock()
 
 
@@ -100,7 +113,10 @@ class Method:
 def bind_methods(worker: object) -> dict[str, Method]:
     """Return the public methods of a worker by name."""
     kinds = _read_kinds(typing.cast(Any, type(worker)))
-    return {name: Method(getattr(worker, name), parameters) for name, parameters in kinds.items()}
+    return {
+        name: Method(getattr(worker, name), parameters)
+        for name, parameters in kinds.items()
+    }
 
 
 @functools.cache
@@ -111,7 +127,9 @@ def _read_kinds(worker: Any) -> dict[str, tuple[Any, ...]]:
         if not name.startswith("_"):
             kinds = typing.get_type_hints(function)
             _, *parameters = inspect.signature(function).parameters
-            parameter_types[name] = tuple(kinds.get(parameter, Any) for parameter in parameters)
+            parameter_types[name] = tuple(
+                kinds.get(parameter, Any) for parameter in parameters
+            )
     return parameter_types
 
 
@@ -141,11 +159,11 @@ async def serve(
 ) -> Served:
     """Run calls until `End`.
 
-    After a call has raised, the rank runs no further method, so that nothing is saved or trained on top of a failure.
-    It still moves rows, for which other ranks may wait.
+    After a call has raised, the rank runs no further method, so that nothing is saved
+    or trained on top of a failure. It still moves rows, for which other ranks may wait.
 
-    On a rank it is driven by `run_blocking` on the main thread, where nothing in it suspends. In the simulation it is
-    a task, and workers' methods are coroutines.
+    On a rank it is driven by `run_blocking` on the main thread, where nothing in it
+    suspends. In the simulation it is a task, and workers' methods are coroutines.
 
     Args:
         rank: this rank's number in the job.
@@ -177,19 +195,27 @@ async def serve(
             continue
         for value in message.releases:
             values.pop(value, None)
-        board.begin(message.id, f"{message.role}.{message.method}" if message.method else f"rows for {message.role}")
+        board.begin(
+            message.id,
+            f"{message.role}.{message.method}"
+            if message.method
+            else f"rows for {message.role}",
+        )
         dialogue.begin(message.id)
         if has_failed:
             with suppress(Exception):
                 await _move_rows(rank, message, values, mover, board)
             continue
         try:
-            reply = await _run_call(rank, message, methods, values, mover, board, signal)
+            reply = await _run_call(
+                rank, message, methods, values, mover, board, signal
+            )
         except (KeyboardInterrupt, ControllerLost):
             raise
         except ProgramEnded:
             continue  # the next message says why
-        except BaseException as error:  # a worker's SystemExit is an error of this call, too
+        # A worker's SystemExit is an error of this call, too.
+        except BaseException as error:
             has_failed = True
             report = _report_error(error)
             if not report.is_secondary:
@@ -213,7 +239,10 @@ async def _run_call(
         return Reply(call.id, signal=signal())
     board.enter("run")
     method = _find_method(methods, call.role, call.method)
-    arguments = [_decode(argument, kind, values) for argument, kind in zip(call.arguments, method.kinds, strict=True)]
+    arguments = [
+        _decode(argument, kind, values)
+        for argument, kind in zip(call.arguments, method.kinds, strict=True)
+    ]
     result = method.function(*arguments)
     if inspect.isawaitable(result):
         result = await result
@@ -221,11 +250,19 @@ async def _run_call(
         return Reply(call.id, value=encode_value(result), signal=signal())
     values[call.id] = result
     rows = result.held_rows() if isinstance(result, HoldsRows) else None
-    description = encode_value(result.describe()) if isinstance(result, Describes) else b""
+    description = (
+        encode_value(result.describe()) if isinstance(result, Describes) else b""
+    )
     return Reply(call.id, rows=rows, description=description, signal=signal())
 
 
-async def _move_rows(rank: int, call: CallRequest, values: dict[int, object], mover: Mover, board: StatusBoard) -> None:
+async def _move_rows(
+    rank: int,
+    call: CallRequest,
+    values: dict[int, object],
+    mover: Mover,
+    board: StatusBoard,
+) -> None:
     """Send and receive the rows that a call needs, in the order of the call."""
     for move in call.moves:
         if move.source == rank:
@@ -252,11 +289,17 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("a worker's method suspended; on a rank it must block instead")
 
 
-def _find_method(methods: Mapping[str, Mapping[str, Method]], role: str, name: str) -> Method:
+def _find_method(
+    methods: Mapping[str, Mapping[str, Method]], role: str, name: str
+) -> Method:
     if role not in methods:
-        raise LookupError(f"this rank has no worker for the role {role!r}; it has {', '.join(sorted(methods))}")
+        raise LookupError(
+            f"this rank has no worker for the role {role!r}; it has {', '.join(sorted(methods))}"
+        )
     if name not in methods[role]:
-        raise LookupError(f"the worker of {role!r} has no method {name!r}; it has {', '.join(sorted(methods[role]))}")
+        raise LookupError(
+            f"the worker of {role!r} has no method {name!r}; it has {', '.join(sorted(methods[role]))}"
+        )
     return methods[role][name]
 
 
@@ -266,7 +309,8 @@ def _decode(argument: Argument, kind: Any, values: Mapping[int, object]) -> obje
     if isinstance(argument, ValuesArgument):
         return [values[id] for id in argument.ids]
     if argument.data == _NONE:
-        return None  # whatever the parameter's type is, which may be one that msgspec does not know
+        # Whatever the parameter's type is, which may be one that msgspec does not know.
+        return None
     return msgspec.msgpack.decode(argument.data, type=kind, strict=False)
 
 
@@ -278,5 +322,10 @@ def _report_error(error: BaseException) -> ErrorReport:
         text = "(its message cannot be shown)"
     trace = "".join(traceback.format_exception(error))
     kind = type(error).__name__
-    is_secondary = isinstance(error, ConnectionError) or kind in ("DistBackendError", "DistNetworkError")
-    return ErrorReport(kind, text, trace, is_secondary, isinstance(error, MegaverlError))
+    is_secondary = isinstance(error, ConnectionError) or kind in (
+        "DistBackendError",
+        "DistNetworkError",
+    )
+    return ErrorReport(
+        kind, text, trace, is_secondary, isinstance(error, MegaverlError)
+    )

@@ -1,7 +1,8 @@
 """Simulated cluster in virtual time: real controller and programs; ranks, connections and faults are simulated.
 
-Thousands of ranks run in one thread. Nothing sleeps: whenever every task waits, the clock jumps to the next event. All
-randomness comes from one seed, so a run that fails is repeated exactly by its seed.
+Thousands of ranks run in one thread. Nothing sleeps: whenever every task waits, the
+clock jumps to the next event. All randomness comes from one seed, so a run that fails
+is repeated exactly by its seed.
 
 Example:
     cluster = SimulatedCluster(num_ranks=4, seed=7, faults=[Fault("kill", rank=2, event=31)])
@@ -24,7 +25,13 @@ from typing import Any, Literal, TypeVar
 from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.failures import ControllerLost
-from megaverl.controller.messages import End, RowTransfer, Where, decode_for_rank, encode
+from megaverl.controller.messages import (
+    End,
+    RowTransfer,
+    Where,
+    decode_for_rank,
+    encode,
+)
 from megaverl.controller.serving import StatusBoard, serve
 from megaverl.controller.transport import Lost, Received
 
@@ -45,7 +52,9 @@ class _NoSelector(selectors.BaseSelector):
     def __init__(self) -> None:
         self.now = 0.0
 
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+    def register(
+        self, fileobj: Any, events: int, data: Any = None
+    ) -> selectors.SelectorKey:
         return selectors.SelectorKey(fileobj, 0, events, data)
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
@@ -168,7 +177,12 @@ class SimulatedCluster:
     """
 
     def __init__(
-        self, num_ranks: int, seed: int, *, faults: Sequence[Fault] = (), latencies: Latencies | None = None
+        self,
+        num_ranks: int,
+        seed: int,
+        *,
+        faults: Sequence[Fault] = (),
+        latencies: Latencies | None = None,
     ) -> None:
         self.num_ranks = num_ranks
         self.random = random.Random(seed)
@@ -176,7 +190,9 @@ class SimulatedCluster:
         self.num_events = 0
         self._faults = {fault.event: fault for fault in faults}
         self._loop = VirtualTimeLoop()
-        self._ranks = [_Rank(number, StatusBoard(self._loop.time)) for number in range(num_ranks)]
+        self._ranks = [
+            _Rank(number, StatusBoard(self._loop.time)) for number in range(num_ranks)
+        ]
         self._to_controller: asyncio.Queue[Received | Lost] = asyncio.Queue()
         self._arrivals: dict[tuple[int, str], float] = {}
         self._transfers: dict[tuple[int, int], deque[_Waiting]] = {}
@@ -201,7 +217,9 @@ class SimulatedCluster:
             Deadlock: the run does not end.
         """
         try:
-            return self._loop.run_until_complete(self._run(program, make_workers, timeouts))
+            return self._loop.run_until_complete(
+                self._run(program, make_workers, timeouts)
+            )
         finally:
             for task in asyncio.all_tasks(self._loop):
                 task.cancel()
@@ -215,10 +233,19 @@ class SimulatedCluster:
         make_workers: Callable[[SimulatedCluster, int], Mapping[str, object]],
         timeouts: CallTimeouts | None,
     ) -> SimulatedOutcome:
-        controller = Controller(_ControllerEnd(self), self.num_ranks, timeouts=timeouts, log=lambda line: None)
+        controller = Controller(
+            _ControllerEnd(self),
+            self.num_ranks,
+            timeouts=timeouts,
+            log=lambda line: None,
+        )
         for rank in self._ranks:
-            rank.task = asyncio.ensure_future(self._serve(rank, make_workers(self, rank.number)))
-        self._controller_task = asyncio.ensure_future(controller.run(program(controller)))
+            rank.task = asyncio.ensure_future(
+                self._serve(rank, make_workers(self, rank.number))
+            )
+        self._controller_task = asyncio.ensure_future(
+            controller.run(program(controller))
+        )
         await asyncio.wait({self._controller_task})
         self._controller_ends()
         for rank in self._ranks:
@@ -301,11 +328,18 @@ class SimulatedCluster:
             return
         rank.is_gone = True
         self._break_connection(rank, "its process ended")
-        self._loop.call_later(self.random.uniform(*self.latencies.loss), self._break_transfers)
+        self._loop.call_later(
+            self.random.uniform(*self.latencies.loss), self._break_transfers
+        )
 
     def _break_connection(self, rank: _Rank, reason: str) -> None:
         delay = self.random.uniform(*self.latencies.loss)
-        self._deliver_later(rank.number, "up", delay, lambda: self._to_controller.put_nowait(Lost(rank.number, reason)))
+        self._deliver_later(
+            rank.number,
+            "up",
+            delay,
+            lambda: self._to_controller.put_nowait(Lost(rank.number, reason)),
+        )
 
     def _break_transfers(self) -> None:
         """Fail every transfer whose other end's process has ended."""
@@ -313,7 +347,9 @@ class SimulatedCluster:
             for end in list(waiting):
                 other = self._ranks[dest if end.rank == source else source]
                 if other.is_gone and not end.future.done():
-                    end.future.set_exception(ConnectionError(f"rank {other.number} closed the connection"))
+                    end.future.set_exception(
+                        ConnectionError(f"rank {other.number} closed the connection")
+                    )
                     waiting.remove(end)
 
     def _controller_ends(self) -> None:
@@ -323,14 +359,21 @@ class SimulatedCluster:
         self._is_controller_gone = True
         for rank in self._ranks:
             delay = self.random.uniform(*self.latencies.loss)
-            self._deliver_later(rank.number, "down", delay, functools.partial(self._close_at_rank, rank))
+            self._deliver_later(
+                rank.number, "down", delay, functools.partial(self._close_at_rank, rank)
+            )
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def _deliver_later(self, number: int, direction: str, delay: float, deliver: Callable[[], None]) -> None:
+    def _deliver_later(
+        self, number: int, direction: str, delay: float, deliver: Callable[[], None]
+    ) -> None:
         """Deliver after a delay, but never before what was sent earlier on the same connection."""
-        # Strictly later: the event loop's heap does not keep the order of timers with the same time.
-        earliest = math.nextafter(self._arrivals.get((number, direction), 0.0), math.inf)
+        # Strictly later: the event loop's heap does not keep the order of timers with
+        # the same time.
+        earliest = math.nextafter(
+            self._arrivals.get((number, direction), 0.0), math.inf
+        )
         arrival = max(self._loop.time() + delay, earliest)
         self._arrivals[number, direction] = arrival
         self._loop.call_at(arrival, deliver)
@@ -338,7 +381,9 @@ class SimulatedCluster:
     def _send_down(self, number: int, message: bytes) -> None:
         self._count_event()
         delay = self.random.uniform(*self.latencies.message)
-        self._deliver_later(number, "down", delay, lambda: self._arrive_at_rank(number, message))
+        self._deliver_later(
+            number, "down", delay, lambda: self._arrive_at_rank(number, message)
+        )
 
     def _arrive_at_rank(self, number: int, message: bytes) -> None:
         self._count_event()
@@ -347,7 +392,8 @@ class SimulatedCluster:
             return
         decoded = decode_for_rank(message)
         if isinstance(decoded, Where):
-            with contextlib.suppress(_ProcessEnded):  # a fault may end the process at this very event
+            # A fault may end the process at this very event.
+            with contextlib.suppress(_ProcessEnded):
                 self._send_up(rank, encode(rank.board.answer(decoded.question)))
             return
         rank.inbox.put_nowait(message)
@@ -430,7 +476,9 @@ class _RankEnd:
         message = await self._rank.inbox.get()
         await self._cluster._pass_event(self._rank)
         if message is None:
-            raise ControllerLost(f"rank {self._rank.number}: the connection to the controller broke.")
+            raise ControllerLost(
+                f"rank {self._rank.number}: the connection to the controller broke."
+            )
         return message
 
 
@@ -447,7 +495,9 @@ class _SimulatedMover:
 
     async def receive(self, move: RowTransfer, present: Any) -> object:
         part: Any = await self._cluster._meet(self._rank, move.source, move.dest, None)
-        return part if present is None or move.rows is None else present.merge_rows(part)
+        return (
+            part if present is None or move.rows is None else present.merge_rows(part)
+        )
 
 
 def _describe_end(rank: _Rank) -> str:

@@ -41,10 +41,17 @@ class ControllerThread(Generic[T]):
         log: Callable[[str], None] = print,
     ) -> None:
         self._host, self._num_ranks, self._program = host, num_ranks, program
-        self._join_timeout, self._timeouts, self._node_of, self._log = join_timeout, timeouts, node_of, log
+        self._join_timeout, self._timeouts, self._node_of, self._log = (
+            join_timeout,
+            timeouts,
+            node_of,
+            log,
+        )
         self._address: Future[Address] = Future()
         self._result: Future[T] = Future()
-        self._thread = threading.Thread(target=self._run, name="megaverl-program", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="megaverl-program", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -71,7 +78,11 @@ class ControllerThread(Generic[T]):
         try:
             await transport.join(self._join_timeout)
             controller = Controller(
-                transport, self._num_ranks, timeouts=self._timeouts, node_of=self._node_of, log=self._log
+                transport,
+                self._num_ranks,
+                timeouts=self._timeouts,
+                node_of=self._node_of,
+                log=self._log,
             )
             return await controller.run(self._program(controller))
         finally:

@@ -1,7 +1,8 @@
 """Interface of what carries control messages, shared by sockets (`zmq_transport`) and the simulation (`simulation`).
 
-Every transport keeps the order of messages between the controller and one rank, in both directions. Between two ranks
-there is no order. A connection that breaks stays broken: the rank is lost, and the run ends.
+Every transport keeps the order of messages between the controller and one rank, in both
+directions. Between two ranks there is no order. A connection that breaks stays broken:
+the rank is lost, and the run ends.
 """
 
 from __future__ import annotations

@@ -6,12 +6,15 @@
                                    | monitor: connection      | twice a second
                                    | broke
 
-A rank's side thread owns its socket, so a rank answers `Where` while its main thread is in a long call. The ROUTER is
-asked to refuse messages to peers that are gone (ROUTER_MANDATORY), so an empty probe notices a closed connection within
-half a second. ZeroMQ's own heartbeats run in its I/O thread, without Python's interpreter lock: a rank that holds the
-lock for a minute is not taken for lost, and a node that has lost its power is.
+A rank's side thread owns its socket, so a rank answers `Where` while its main thread is
+in a long call. The ROUTER is asked to refuse messages to peers that are gone
+(ROUTER_MANDATORY), so an empty probe notices a closed connection within half a second.
+ZeroMQ's own heartbeats run in its I/O thread, without Python's interpreter lock: a rank
+that holds the lock for a minute is not taken for lost, and a node that has lost its
+power is.
 
-The keys are made by the controller and handed to the ranks over the job's store. A peer without them cannot connect.
+The keys are made by the controller and handed to the ranks over the job's store. A peer
+without them cannot connect.
 """
 
 from __future__ import annotations
@@ -40,12 +43,19 @@ from megaverl.errors import FAILED, TrainingStopped
 
 PROBE_INTERVAL = 0.5  # seconds between two probes of all connections
 HEARTBEAT_INTERVAL = 2_000  # milliseconds between ZeroMQ's heartbeats
-HEARTBEAT_TIMEOUT = 30_000  # milliseconds without an answer after which a connection counts as broken
-LINGER = 2_000  # milliseconds for messages that are on their way when a socket is closed
-_CONNECTION_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+# Milliseconds without an answer after which a connection counts as broken.
+HEARTBEAT_TIMEOUT = 30_000
+# Milliseconds for messages that are on their way when a socket is closed.
+LINGER = 2_000
+_CONNECTION_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+)
 HELLO = b"hello"
 _CLOSE = b"close"
-RANK_BYTES = 4  # of a rank's number, which is its identity as a peer; a relay's identity is longer
+# Of a rank's number, which is its identity as a peer; a relay's identity is longer.
+RANK_BYTES = 4
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -88,15 +98,21 @@ class ZmqController:
     def __init__(self, host: str, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self._context = zmq.asyncio.Context()
-        # A plain context on the same sockets: its thread answers handshakes while the program computes.
-        self._authenticator = ThreadAuthenticator(zmq.Context.shadow(self._context.underlying))
+        # A plain context on the same sockets: its thread answers handshakes while the
+        # program computes.
+        self._authenticator = ThreadAuthenticator(
+            zmq.Context.shadow(self._context.underlying)
+        )
         self._authenticator.start()
         client_keys = zmq.curve_keypair()
-        self._authenticator.configure_curve_callback(domain="*", credentials_provider=OneKey(client_keys[0]))
+        self._authenticator.configure_curve_callback(
+            domain="*", credentials_provider=OneKey(client_keys[0])
+        )
         self._socket = self._context.socket(zmq.ROUTER)
         self.address = bind_router(self._socket, host, client_keys)
         self._events: asyncio.Queue[Received | Lost] = asyncio.Queue()
-        self._routes: dict[int, bytes] = {}  # by rank that has joined: the peer that its messages go to
+        # By rank that has joined: the peer that its messages go to.
+        self._routes: dict[int, bytes] = {}
         self._lost: set[int] = set()
         self._all_joined = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -112,8 +128,12 @@ class ZmqController:
             await asyncio.wait_for(self._all_joined.wait(), timeout)
         except TimeoutError as error:
             absent = sorted(set(range(self.num_ranks)) - self._routes.keys())
-            shown = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-            raise TrainingStopped(f"ranks {shown} did not connect to the controller within {timeout:g} s.") from error
+            shown = ", ".join(map(str, absent[:8])) + (
+                f" and {len(absent) - 8} more" if len(absent) > 8 else ""
+            )
+            raise TrainingStopped(
+                f"ranks {shown} did not connect to the controller within {timeout:g} s."
+            ) from error
         self._tasks.append(asyncio.ensure_future(self._probe()))
 
     def send(self, ranks: Sequence[int], message: bytes) -> None:
@@ -123,14 +143,27 @@ class ZmqController:
             if rank not in self._lost and rank in self._routes:
                 by_peer.setdefault(self._routes[rank], []).append(rank)
         for peer, behind in by_peer.items():
-            frames = [peer, message] if len(peer) == RANK_BYTES else [peer, pack_ranks(behind), message]
-            # The send is tried at once, and the future is done unless the socket is full, which it never is here. A
-            # plain socket would do, but could swallow the event that wakes up the reader of this one.
+            frames = (
+                [peer, message]
+                if len(peer) == RANK_BYTES
+                else [peer, pack_ranks(behind), message]
+            )
+            # The send is tried at once, and the future is done unless the socket is
+            # full, which it never is here. A plain socket would do, but could swallow
+            # the event that wakes up the reader of this one.
             sent: Any = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
             error = sent.exception() if sent.done() else None
-            if isinstance(error, zmq.ZMQError) and error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                # The first rank of a node is the host of its relay, so it is noted first as the cause.
-                self._note_lost(sorted(rank for rank, route in self._routes.items() if route == peer))
+            if isinstance(error, zmq.ZMQError) and error.errno in (
+                zmq.EHOSTUNREACH,
+                zmq.EAGAIN,
+            ):
+                # The first rank of a node is the host of its relay, so it is noted
+                # first as the cause.
+                self._note_lost(
+                    sorted(
+                        rank for rank, route in self._routes.items() if route == peer
+                    )
+                )
             elif error is not None:
                 raise error
 
@@ -152,7 +185,9 @@ class ZmqController:
         for rank in ranks:
             if rank not in self._lost:
                 self._lost.add(rank)
-                self._events.put_nowait(Lost(rank, "its process ended, or its node is not reachable"))
+                self._events.put_nowait(
+                    Lost(rank, "its process ended, or its node is not reachable")
+                )
 
     async def _read(self) -> None:
         while True:
@@ -220,7 +255,9 @@ class ZmqRank:
         self._to_side.linger = LINGER
         self._side_endpoint = f"inproc://rank{rank}"
         self._to_side.bind(self._side_endpoint)
-        self._thread = threading.Thread(target=self._run, args=(address,), name="megaverl-controller", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(address,), name="megaverl-controller", daemon=True
+        )
         self._thread.start()
 
     def __enter__(self) -> ZmqRank:
@@ -276,15 +313,20 @@ class ZmqRank:
                     socket.send(message)
             if socket in ready:
                 self._take(socket.recv(), socket)
-            if monitor in ready and self._is_broken(recv_monitor_message(monitor)["event"]):
-                # A broken connection stays broken: one that came back would hide lost messages.
+            if monitor in ready and self._is_broken(
+                recv_monitor_message(monitor)["event"]
+            ):
+                # A broken connection stays broken: one that came back would hide lost
+                # messages.
                 is_broken = True
                 socket.disconnect(address.endpoint)
                 poller.unregister(monitor)
                 self._inbox.put(None)
                 self._leave_soon("the connection to the controller broke")
             if self._leave_at is not None and time.monotonic() > self._leave_at:
-                self._end_process(f"rank {self.rank} leaves a call that does not end: {self._leave_reason}")
+                self._end_process(
+                    f"rank {self.rank} leaves a call that does not end: {self._leave_reason}"
+                )
                 self._leave_at = None
         socket.disable_monitor()
         for source in (monitor, from_main, socket):
@@ -294,7 +336,11 @@ class ZmqRank:
         """Return whether an event of the connection ends it. Attempts before the first success are repeated."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._is_connected = True
-        return self._is_connected and event == zmq.EVENT_DISCONNECTED or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        return (
+            self._is_connected
+            and event == zmq.EVENT_DISCONNECTED
+            or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
 
     def _take(self, message: bytes, socket: zmq.Socket[bytes]) -> None:
         if not message:  # a probe
@@ -310,7 +356,10 @@ class ZmqRank:
 
     def _leave_soon(self, reason: str) -> None:
         if self._leave_at is None:
-            self._leave_at, self._leave_reason = time.monotonic() + self._leave_after, reason
+            self._leave_at, self._leave_reason = (
+                time.monotonic() + self._leave_after,
+                reason,
+            )
 
     def _poll_milliseconds(self) -> int | None:
         if self._leave_at is None:
@@ -334,9 +383,11 @@ def bind_router(socket: Any, host: str, client_keys: tuple[bytes, bytes]) -> Add
     server_key, server_secret = zmq.curve_keypair()
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = server_key, server_secret
-    socket.router_mandatory = True  # refuse a message to a peer that is gone, so that its loss is noticed
+    # Refuse a message to a peer that is gone, so that its loss is noticed.
+    socket.router_mandatory = True
     socket.linger = LINGER
-    # The controller bounds what is on its way: a call is sent when the program makes it.
+    # The controller bounds what is on its way: a call is sent when the program makes
+    # it.
     socket.sndhwm = socket.rcvhwm = 0
     set_heartbeat(socket)
     endpoint_host = f"[{host}]" if ":" in host else host
@@ -349,7 +400,10 @@ def connect_dealer(socket: Any, address: Address, identity: bytes) -> None:
     """Connect a DEALER socket to a ROUTER."""
     socket.identity = identity
     socket.curve_serverkey = address.server_key
-    socket.curve_publickey, socket.curve_secretkey = address.public_key, address.secret_key
+    socket.curve_publickey, socket.curve_secretkey = (
+        address.public_key,
+        address.secret_key,
+    )
     socket.linger = LINGER
     socket.sndhwm = socket.rcvhwm = 0
     socket.ipv6 = "[" in address.endpoint
@@ -364,7 +418,10 @@ def pack_ranks(ranks: Iterable[int]) -> bytes:
 
 def unpack_ranks(data: bytes) -> list[int]:
     """Return the rank numbers that `pack_ranks` was given."""
-    return [int.from_bytes(data[i : i + RANK_BYTES], "big") for i in range(0, len(data), RANK_BYTES)]
+    return [
+        int.from_bytes(data[i : i + RANK_BYTES], "big")
+        for i in range(0, len(data), RANK_BYTES)
+    ]
 
 
 def set_heartbeat(socket: Any) -> None:

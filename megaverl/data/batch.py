@@ -28,12 +28,14 @@ class MissingField(DataError, AttributeError):
 class RolloutBatch:
     """Tensors by name, with samples as the first dimension, and Python columns with one entry per sample.
 
-    `batch_fields.FIELDS` declares the tensors. Dimensions: B samples, S the longest prompt, R the longest response;
-    prompts and responses are right-padded. Batches are immutable: every method returns a new one that shares unchanged
-    tensors. A tensor is read as an attribute (`batch.values`).
+    `batch_fields.FIELDS` declares the tensors. Dimensions: B samples, S the longest
+    prompt, R the longest response; prompts and responses are right-padded. Batches are
+    immutable: every method returns a new one that shares unchanged tensors. A tensor is
+    read as an attribute (`batch.values`).
 
-    Tokens, lengths, masks and rewards of a run are on the host. Model outputs per token (log-probs, values) and
-    everything derived from them stay on the device that computed them.
+    Tokens, lengths, masks and rewards of a run are on the host. Model outputs per token
+    (log-probs, values) and everything derived from them stay on the device that
+    computed them.
     """
 
     input_ids: Tensor  # [B, S] int64
@@ -61,7 +63,8 @@ class RolloutBatch:
     __slots__ = ("columns", "held", "tensors")
     tensors: dict[str, Tensor]
     columns: dict[str, list[Any]]
-    held: HeldRows | None  # which of a step's samples these are, where this rank has not all of them
+    # Which of a step's samples these are, where this rank has not all of them.
+    held: HeldRows | None
 
     def __init__(
         self,
@@ -74,7 +77,8 @@ class RolloutBatch:
     ) -> None:
         """Check every tensor against the schema. Dtypes are converted between floats and between integers.
 
-        A missing `response_lengths` is derived from `response_mask`, up to its last token.
+        A missing `response_lengths` is derived from `response_mask`, up to its last
+        token.
 
         Args:
             tensors: by the names of the schema.
@@ -97,21 +101,29 @@ class RolloutBatch:
             tensors = own_names(tensors, generated_includes_prompt)
         missing = [name for name in REQUIRED if name not in tensors]
         if missing:
-            raise DataError(f"a batch needs {', '.join(REQUIRED)}; missing: {', '.join(missing)}")
+            raise DataError(
+                f"a batch needs {', '.join(REQUIRED)}; missing: {', '.join(missing)}"
+            )
         sizes = _sizes(tensors)
-        self.tensors = {name: _checked(name, tensor, sizes) for name, tensor in tensors.items()}
+        self.tensors = {
+            name: _checked(name, tensor, sizes) for name, tensor in tensors.items()
+        }
         if "response_lengths" not in self.tensors:
             self.tensors["response_lengths"] = _lengths_of(self.response_mask)
         self.columns = {name: list(column) for name, column in (columns or {}).items()}
         self.held = held
         for name, column in self.columns.items():
             if len(column) != len(self):
-                raise DataError(f"column '{name}' has {len(column)} entries for a batch of {len(self)} samples")
+                raise DataError(
+                    f"column '{name}' has {len(column)} entries for a batch of {len(self)} samples"
+                )
         _check_lengths("prompt_lengths", self.prompt_lengths, sizes["S"])
         _check_lengths("response_lengths", self.response_lengths, sizes["R"])
         beyond = (_lengths_of(self.response_mask) > self.response_lengths).nonzero()
         if len(beyond):
-            raise DataError(f"'response_mask' of sample {int(beyond[0, 0])} goes beyond its response_lengths")
+            raise DataError(
+                f"'response_mask' of sample {int(beyond[0, 0])} goes beyond its response_lengths"
+            )
 
     @classmethod
     def from_generations(
@@ -137,26 +149,45 @@ class RolloutBatch:
             DataError: counts differ, or a generation has another number of log-probs than tokens.
         """
         if len(prompts) != len(generations):
-            raise DataError(f"{len(prompts)} prompts, but {len(generations)} generations")
+            raise DataError(
+                f"{len(prompts)} prompts, but {len(generations)} generations"
+            )
         for i, generation in enumerate(generations):
             if len(generation.token_ids) != len(generation.log_probs):
                 raise DataError(
                     f"generation {i} has {len(generation.token_ids)} tokens, but {len(generation.log_probs)} log-probs"
                 )
         responses = [generation.token_ids for generation in generations]
-        lengths = torch.tensor([len(response) for response in responses], dtype=torch.int64)
+        lengths = torch.tensor(
+            [len(response) for response in responses], dtype=torch.int64
+        )
         generated_ids = _rows(responses, torch.int64, pad_id)
         tensors = {
             "input_ids": _rows(prompts, torch.int64, pad_id),
-            "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
+            "prompt_lengths": torch.tensor(
+                [len(prompt) for prompt in prompts], dtype=torch.int64
+            ),
             "generated_ids": generated_ids,
             "response_lengths": lengths,
-            "response_mask": torch.arange(generated_ids.shape[1]) < lengths.unsqueeze(1),
-            "rollout_log_probs": _rows([generation.log_probs for generation in generations], torch.float32, 0.0),
-            "group_ids": torch.tensor(group_ids if group_ids is not None else range(len(prompts)), dtype=torch.int64),
+            "response_mask": torch.arange(generated_ids.shape[1])
+            < lengths.unsqueeze(1),
+            "rollout_log_probs": _rows(
+                [generation.log_probs for generation in generations], torch.float32, 0.0
+            ),
+            "group_ids": torch.tensor(
+                group_ids if group_ids is not None else range(len(prompts)),
+                dtype=torch.int64,
+            ),
         }
         reasons = [generation.finish_reason for generation in generations]
-        return cls(tensors, {**(columns or {}), "finish_reason": reasons, **experts_column(generations)})
+        return cls(
+            tensors,
+            {
+                **(columns or {}),
+                "finish_reason": reasons,
+                **experts_column(generations),
+            },
+        )
 
     def __len__(self) -> int:
         return len(self.tensors["input_ids"])
@@ -185,9 +216,13 @@ class RolloutBatch:
     def __getitem__(self, name: str) -> Tensor: ...
 
     @overload
-    def __getitem__(self, name: int | slice | Sequence[int] | Tensor) -> RolloutBatch: ...
+    def __getitem__(
+        self, name: int | slice | Sequence[int] | Tensor
+    ) -> RolloutBatch: ...
 
-    def __getitem__(self, name: str | int | slice | Sequence[int] | Tensor) -> Tensor | RolloutBatch:
+    def __getitem__(
+        self, name: str | int | slice | Sequence[int] | Tensor
+    ) -> Tensor | RolloutBatch:
         """Return a tensor by its name, or samples by index, slice, list or boolean mask (see `select`)."""
         if not isinstance(name, str):
             if isinstance(name, Tensor) and name.dtype == torch.bool:
@@ -196,7 +231,9 @@ class RolloutBatch:
         if name not in self.tensors:
             # Raises an error if the schema has no such field at all.
             field_of(name)
-            raise MissingField(f"this batch does not hold '{name}' yet; it holds {', '.join(sorted(self.tensors))}")
+            raise MissingField(
+                f"this batch does not hold '{name}' yet; it holds {', '.join(sorted(self.tensors))}"
+            )
         return self.tensors[name]
 
     def __contains__(self, name: object) -> bool:
@@ -237,14 +274,21 @@ class RolloutBatch:
         Raises:
             DataError: an index is outside the batch.
         """
-        places = range(*indices.indices(len(self))) if isinstance(indices, slice) else indices
+        places = (
+            range(*indices.indices(len(self)))
+            if isinstance(indices, slice)
+            else indices
+        )
         rows = [int(i) for i in places]
         outside = [i for i in rows if not -len(self) <= i < len(self)]
         if outside:
             raise DataError(f"sample {outside[0]} asked for in a batch of {len(self)}")
         index = torch.tensor(rows, dtype=torch.int64)
         return RolloutBatch(
-            {name: tensor[beside(tensor, index)] for name, tensor in self.tensors.items()},
+            {
+                name: tensor[beside(tensor, index)]
+                for name, tensor in self.tensors.items()
+            },
             {name: [column[i] for i in rows] for name, column in self.columns.items()},
         )
 
@@ -262,13 +306,21 @@ class RolloutBatch:
             if (different := other.tensors.keys() ^ first.tensors.keys()) or (
                 different := other.columns.keys() ^ first.columns.keys()
             ):
-                raise DataError(f"batch 0 and batch {i} differ in what they hold: {', '.join(sorted(different))}")
+                raise DataError(
+                    f"batch 0 and batch {i} differ in what they hold: {', '.join(sorted(different))}"
+                )
         prompt = max(batch.input_ids.shape[1] for batch in batches)
         response = max(batch.generated_ids.shape[1] for batch in batches)
         wide = [batch.pad_to(prompt=prompt, response=response) for batch in batches]
         return RolloutBatch(
-            {name: torch.cat([batch.tensors[name] for batch in wide]) for name in first.tensors},
-            {name: [entry for batch in batches for entry in batch.columns[name]] for name in first.columns},
+            {
+                name: torch.cat([batch.tensors[name] for batch in wide])
+                for name in first.tensors
+            },
+            {
+                name: [entry for batch in batches for entry in batch.columns[name]]
+                for name in first.columns
+            },
         )
 
     def pad_to(
@@ -280,15 +332,21 @@ class RolloutBatch:
     ) -> RolloutBatch:
         """Pad to this many rows, prompt tokens or response tokens. None leaves a dimension unchanged.
 
-        A padding row has lengths 0 and an empty response mask, so it has no weight in any loss. Its column entries are
-        None.
+        A padding row has lengths 0 and an empty response mask, so it has no weight in
+        any loss. Its column entries are None.
 
         Raises:
             DataError: the batch is already larger.
         """
-        now = {"B": len(self), "S": self.input_ids.shape[1], "R": self.generated_ids.shape[1]}
+        now = {
+            "B": len(self),
+            "S": self.input_ids.shape[1],
+            "R": self.generated_ids.shape[1],
+        }
         asked = {"B": samples, "S": prompt, "R": response}
-        target = {axis: now[axis] if size is None else size for axis, size in asked.items()}
+        target = {
+            axis: now[axis] if size is None else size for axis, size in asked.items()
+        }
         if any(target[axis] < now[axis] for axis in now):
             raise DataError(f"a batch of {now} cannot be padded to {target}")
         padding: list[Any] = [None] * (target["B"] - now["B"])
@@ -299,12 +357,18 @@ class RolloutBatch:
         """Return this batch with S and R cut to its longest prompt and response."""
         if len(self) == 0:
             return RolloutBatch(self._resized({"B": 0, "S": 0, "R": 0}), self.columns)
-        longest = {"S": int(self.prompt_lengths.max()), "R": int(self.response_lengths.max())}
+        longest = {
+            "S": int(self.prompt_lengths.max()),
+            "R": int(self.response_lengths.max()),
+        }
         return RolloutBatch(self._resized({"B": len(self), **longest}), self.columns)
 
     def to(self, device: torch.device | str) -> RolloutBatch:
         """Return this batch with all tensors on `device`."""
-        return RolloutBatch({name: tensor.to(device) for name, tensor in self.tensors.items()}, self.columns)
+        return RolloutBatch(
+            {name: tensor.to(device) for name, tensor in self.tensors.items()},
+            self.columns,
+        )
 
     def joined(self, *, multiple_of: int = 1) -> Tensor:
         """Return prompt and response of each sample as one sequence, padded with zeros, [B, s] int64.
@@ -317,7 +381,9 @@ class RolloutBatch:
         """
         orphans = ((self.prompt_lengths == 0) & (self.response_lengths > 0)).nonzero()
         if len(orphans):
-            raise DataError(f"sample {int(orphans[0, 0])} has a response but an empty prompt: nothing predicts it")
+            raise DataError(
+                f"sample {int(orphans[0, 0])} has a response but an empty prompt: nothing predicts it"
+            )
         longest = int(self.sequence_lengths.max()) if len(self) else 0
         # At least one column, so that a model can read a batch of padding rows only.
         width = -(-max(longest, 1) // multiple_of) * multiple_of
@@ -330,7 +396,9 @@ class RolloutBatch:
         kept = min(width, prompt.shape[1])
         token_ids[:, :kept] = prompt[:, :kept]
         places = torch.where(present, starts + tokens, 0)
-        return token_ids.scatter_add(1, places, torch.where(present, self.generated_ids, 0))
+        return token_ids.scatter_add(
+            1, places, torch.where(present, self.generated_ids, 0)
+        )
 
     def _resized(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """Return all tensors cut or padded to these sizes."""
@@ -342,13 +410,18 @@ class RolloutBatch:
                 resized[name] = tensor
                 continue
             room = tensor.new_full(shape, field.fill)
-            kept = tuple(slice(0, min(old, new)) for old, new in zip(tensor.shape, shape, strict=True))
+            kept = tuple(
+                slice(0, min(old, new))
+                for old, new in zip(tensor.shape, shape, strict=True)
+            )
             room[kept] = tensor[kept]
             resized[name] = room
         return resized
 
 
-def scatter_rows(num_samples: int, width: int, parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
+def scatter_rows(
+    num_samples: int, width: int, parts: Sequence[tuple[Sequence[int], Tensor]]
+) -> Tensor:
     """Assemble results of micro-batches in batch order.
 
     Args:
@@ -367,7 +440,9 @@ def scatter_rows(num_samples: int, width: int, parts: Sequence[tuple[Sequence[in
     result = parts[0][1].new_zeros(num_samples, width)
     for indices, rows in parts:
         if rows.shape[1] > width or len(rows) < len(indices):
-            raise DataError(f"result {list(rows.shape)} of {len(indices)} samples does not fit a width of {width}")
+            raise DataError(
+                f"result {list(rows.shape)} of {len(indices)} samples does not fit a width of {width}"
+            )
         index = torch.tensor(list(indices), dtype=torch.int64, device=rows.device)
         result[index, : rows.shape[1]] = rows[: len(indices)]
     return result
@@ -376,14 +451,16 @@ def scatter_rows(num_samples: int, width: int, parts: Sequence[tuple[Sequence[in
 def answer_rows(batch: RolloutBatch) -> Tensor:
     """Return for each sample the row in which its episode ends, [B] int64.
 
-    That is the last row of the episode with the same agent. If an episode has one conversation, it is the sample
-    itself.
+    That is the last row of the episode with the same agent. If an episode has one
+    conversation, it is the sample itself.
     """
     rows = torch.arange(len(batch))
     if "episode_ids" not in batch:
         return rows
     agents = batch.agent_ids if "agent_ids" in batch else torch.zeros_like(rows)
-    _, number = torch.stack([batch.episode_ids, agents], dim=1).unique(dim=0, return_inverse=True)
+    _, number = torch.stack([batch.episode_ids, agents], dim=1).unique(
+        dim=0, return_inverse=True
+    )
     return torch.zeros_like(rows).scatter_reduce(0, number, rows, "amax")[number]
 
 
@@ -391,7 +468,9 @@ def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the sizes B, S and R of required tensors."""
     for name in ("input_ids", "generated_ids"):
         if tensors[name].dim() != 2:
-            raise DataError(f"'{name}' must have two dimensions, found shape {list(tensors[name].shape)}")
+            raise DataError(
+                f"'{name}' must have two dimensions, found shape {list(tensors[name].shape)}"
+            )
     batch, prompt = tensors["input_ids"].shape
     return {"B": batch, "S": prompt, "R": tensors["generated_ids"].shape[1]}
 
@@ -401,10 +480,17 @@ def _checked(name: str, tensor: Tensor, sizes: Mapping[str, int]) -> Tensor:
     field = field_of(name)
     expected = [sizes[axis] for axis in "B" + field.axes]
     if list(tensor.shape) != expected:
-        meaning = ", ".join({"B": "samples", "S": "prompt", "R": "response"}[axis] for axis in "B" + field.axes)
-        raise DataError(f"'{name}' ({field.meaning}) has shape {list(tensor.shape)}; expected {expected} = [{meaning}]")
+        meaning = ", ".join(
+            {"B": "samples", "S": "prompt", "R": "response"}[axis]
+            for axis in "B" + field.axes
+        )
+        raise DataError(
+            f"'{name}' ({field.meaning}) has shape {list(tensor.shape)}; expected {expected} = [{meaning}]"
+        )
     if _sort_of(tensor.dtype) != _sort_of(field.dtype):
-        raise DataError(f"'{name}' ({field.meaning}) is {tensor.dtype}; expected {field.dtype}")
+        raise DataError(
+            f"'{name}' ({field.meaning}) is {tensor.dtype}; expected {field.dtype}"
+        )
     return tensor.to(field.dtype)
 
 
@@ -429,18 +515,26 @@ def _check_lengths(name: str, lengths: Tensor, width: int) -> None:
     wrong = ((lengths < 0) | (lengths > width)).nonzero()
     if len(wrong):
         sample = int(wrong[0, 0])
-        raise DataError(f"'{name}' of sample {sample} is {int(lengths[sample])}; expected 0 to {width}")
+        raise DataError(
+            f"'{name}' of sample {sample} is {int(lengths[sample])}; expected 0 to {width}"
+        )
 
 
-def _rows(lists: Sequence[Sequence[Any]], dtype: torch.dtype, fill: int | float) -> Tensor:
+def _rows(
+    lists: Sequence[Sequence[Any]], dtype: torch.dtype, fill: int | float
+) -> Tensor:
     """Return lists as rows of one tensor, padded on the right."""
     lengths = torch.tensor([len(row) for row in lists], dtype=torch.int64)
     width = int(lengths.max()) if len(lists) else 0
     rows = torch.full((len(lists), width), fill, dtype=dtype)
     kind = np.float64 if dtype.is_floating_point else np.int64
     # One conversion of all values is much faster than one tensor per row.
-    values = np.fromiter(itertools.chain.from_iterable(lists), dtype=kind, count=int(lengths.sum()))
-    rows[torch.arange(width) < lengths.unsqueeze(1)] = torch.from_numpy(values).to(dtype)
+    values = np.fromiter(
+        itertools.chain.from_iterable(lists), dtype=kind, count=int(lengths.sum())
+    )
+    rows[torch.arange(width) < lengths.unsqueeze(1)] = torch.from_numpy(values).to(
+        dtype
+    )
     return rows
 
 

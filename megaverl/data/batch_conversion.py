@@ -14,11 +14,14 @@ from megaverl.errors import DataError
 NAMES = {"logprobs": "rollout_log_probs", "generated_mask": "response_mask"}
 
 
-def own_names(tensors: Mapping[str, Tensor], includes_prompt: bool | None = None) -> dict[str, Tensor]:
+def own_names(
+    tensors: Mapping[str, Tensor], includes_prompt: bool | None = None
+) -> dict[str, Tensor]:
     """Return tensors under the schema's names.
 
-    `attention_mask` [B, S] becomes `prompt_lengths`, and left-padded prompts are moved to right padding. Without that
-    mask, prompts have no padding. Without a mask of the response, every generated token is trained.
+    `attention_mask` [B, S] becomes `prompt_lengths`, and left-padded prompts are moved
+    to right padding. Without that mask, prompts have no padding. Without a mask of the
+    response, every generated token is trained.
 
     Args:
         includes_prompt: `generated_includes_prompt` of `RolloutBatch`.
@@ -31,20 +34,30 @@ def own_names(tensors: Mapping[str, Tensor], includes_prompt: bool | None = None
     for theirs, ours in NAMES.items():
         if theirs in renamed:
             if ours in renamed:
-                raise DataError(f"'{theirs}' and '{ours}' are the same, and both are given. Leave one out.")
+                raise DataError(
+                    f"'{theirs}' and '{ours}' are the same, and both are given. Leave one out."
+                )
             renamed[ours] = renamed.pop(theirs)
     if "input_ids" not in renamed or "generated_ids" not in renamed:
         # The constructor of the batch reports missing fields.
         return renamed
-    renamed["response_mask"] = renamed.get("response_mask", torch.ones_like(renamed["generated_ids"])).bool()
+    renamed["response_mask"] = renamed.get(
+        "response_mask", torch.ones_like(renamed["generated_ids"])
+    ).bool()
     prompts = renamed["input_ids"]
     mask = renamed.pop("attention_mask", None)
     if mask is not None:
-        renamed["input_ids"], renamed["prompt_lengths"] = _right_padded(prompts, mask.bool())
+        renamed["input_ids"], renamed["prompt_lengths"] = _right_padded(
+            prompts, mask.bool()
+        )
     elif "prompt_lengths" not in renamed:
-        renamed["prompt_lengths"] = torch.full((len(prompts),), prompts.shape[1], device=prompts.device)
+        renamed["prompt_lengths"] = torch.full(
+            (len(prompts),), prompts.shape[1], device=prompts.device
+        )
     generated = renamed["generated_ids"]
-    is_same_batch = prompts.dim() == generated.dim() == 2 and len(prompts) == len(generated)
+    is_same_batch = prompts.dim() == generated.dim() == 2 and len(prompts) == len(
+        generated
+    )
     # Tensors of different sizes are reported by the constructor of the batch.
     if includes_prompt is not False and is_same_batch:
         begins = _begins(prompts, renamed)
@@ -62,8 +75,8 @@ def own_names(tensors: Mapping[str, Tensor], includes_prompt: bool | None = None
 def _begins(prompts: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return where the response begins in each row of `generated_ids` [B, W], or -1 without a prompt before it.
 
-    What precedes the response is either `prompts` [B, S] as given, padding included, in every row, or each prompt
-    without padding.
+    What precedes the response is either `prompts` [B, S] as given, padding included, in
+    every row, or each prompt without padding.
     """
     generated = tensors["generated_ids"]
     lengths = tensors["prompt_lengths"].long()
@@ -86,23 +99,31 @@ def _cut_prompts(tensors: dict[str, Tensor], begins: Tensor) -> None:
             "its prompt. Leave it out where they are responses alone."
         )
     width = tensors["generated_ids"].shape[1]
-    places = torch.arange(width - int(begins.min()), device=begins.device) + begins.unsqueeze(1)
+    places = torch.arange(
+        width - int(begins.min()), device=begins.device
+    ) + begins.unsqueeze(1)
     inside = places < width
     for name, tensor in tensors.items():
         if name in FIELDS and FIELDS[name].axes == "R" and tensor.shape[1:] == (width,):
             kept = tensor.gather(1, places.clamp(max=width - 1))
-            tensors[name] = torch.where(inside, kept, torch.full_like(kept, FIELDS[name].fill))
+            tensors[name] = torch.where(
+                inside, kept, torch.full_like(kept, FIELDS[name].fill)
+            )
 
 
 def _right_padded(prompts: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return prompts [B, S] with all padding at their ends, zeroed, and their lengths [B]."""
     if mask.shape != prompts.shape:
-        raise DataError(f"'attention_mask' has shape {list(mask.shape)}; 'input_ids' has {list(prompts.shape)}")
+        raise DataError(
+            f"'attention_mask' has shape {list(mask.shape)}; 'input_ids' has {list(prompts.shape)}"
+        )
     lengths = mask.sum(dim=1)
     edges = (mask[:, 1:] != mask[:, :-1]).sum(dim=1)
     padded_twice = (edges > 1).nonzero()
     if len(padded_twice):
-        raise DataError(f"'attention_mask' of sample {int(padded_twice[0, 0])} has holes; prompts are one piece")
+        raise DataError(
+            f"'attention_mask' of sample {int(padded_twice[0, 0])} has holes; prompts are one piece"
+        )
     first = torch.where(lengths > 0, mask.int().argmax(dim=1), 0)
     columns = torch.arange(prompts.shape[1], device=prompts.device)
     places = (columns + first.unsqueeze(1)) % max(1, prompts.shape[1])

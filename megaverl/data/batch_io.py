@@ -36,7 +36,10 @@ def to_json(batch: RolloutBatch) -> str:
         DataError: a column holds a value that JSON cannot.
     """
     columns, shared = taken_out(batch.columns)
-    tensors = {name: _encoded(tensor) for name, tensor in {**batch.tensors, **_named(shared)}.items()}
+    tensors = {
+        name: _encoded(tensor)
+        for name, tensor in {**batch.tensors, **_named(shared)}.items()
+    }
     return f'{{"columns": {_columns_json(columns)}, "tensors": {json.dumps(tensors)}}}'
 
 
@@ -51,7 +54,9 @@ def from_json(text: str) -> RolloutBatch:
         tensors = {name: _decoded(entry) for name, entry in content["tensors"].items()}
         return _batch(tensors, content["columns"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"this is not a batch in JSON: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"this is not a batch in JSON: {type(error).__name__}: {error}"
+        ) from error
 
 
 def save(batch: RolloutBatch, path: str | Path) -> None:
@@ -59,7 +64,9 @@ def save(batch: RolloutBatch, path: str | Path) -> None:
     path = Path(path)
     columns, shared = taken_out(batch.columns)
     stored = {**batch.tensors, **_named(shared)}
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in stored.items()}
+    tensors = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in stored.items()
+    }
     scratch = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         save_file(tensors, scratch, metadata={"columns": _columns_json(columns)})
@@ -79,10 +86,21 @@ def load(path: str | Path) -> RolloutBatch:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            columns = read_json((file.metadata() or {})["columns"], not_finite=True, keeps_texts=True)
+            columns = read_json(
+                (file.metadata() or {})["columns"], not_finite=True, keeps_texts=True
+            )
         return _batch(tensors, columns)
-    except (SafetensorError, OSError, ValueError, KeyError, AttributeError, DataError) as error:
-        raise DataError(f"{path} is not a batch that can be read: {type(error).__name__}: {error}") from error
+    except (
+        SafetensorError,
+        OSError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        DataError,
+    ) as error:
+        raise DataError(
+            f"{path} is not a batch that can be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _named(shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -90,10 +108,18 @@ def _named(shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {_SHARED + name: tensor for name, tensor in shared.items()}
 
 
-def _batch(tensors: Mapping[str, Tensor], columns: Mapping[str, list[Any]]) -> RolloutBatch:
+def _batch(
+    tensors: Mapping[str, Tensor], columns: Mapping[str, list[Any]]
+) -> RolloutBatch:
     """Return a batch from the tensors and columns of a file."""
-    shared = {name.removeprefix(_SHARED): tensor for name, tensor in tensors.items() if name.startswith(_SHARED)}
-    per_sample = {name: tensor for name, tensor in tensors.items() if not name.startswith(_SHARED)}
+    shared = {
+        name.removeprefix(_SHARED): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(_SHARED)
+    }
+    per_sample = {
+        name: tensor for name, tensor in tensors.items() if not name.startswith(_SHARED)
+    }
     return RolloutBatch(per_sample, put_back(columns, shared))
 
 
@@ -107,7 +133,9 @@ def _columns_json(columns: Mapping[str, list[Any]]) -> str:
         try:
             json.dumps(column)
         except (TypeError, ValueError) as error:
-            raise DataError(f"column '{name}' cannot be written as JSON: {error}") from error
+            raise DataError(
+                f"column '{name}' cannot be written as JSON: {error}"
+            ) from error
     return json.dumps(columns)
 
 

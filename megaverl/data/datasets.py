@@ -1,7 +1,8 @@
 """Data set of prompts, and the order in which steps take its rows.
 
-Every row is checked and tokenized before the first step, then read by number. The order of one source, or of several
-with weights, is arithmetic on (seed, step), so nothing about it needs saving.
+Every row is checked and tokenized before the first step, then read by number. The order
+of one source, or of several with weights, is arithmetic on (seed, step), so nothing
+about it needs saving.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from megaverl.errors import DataError
 class PromptSampler:
     """Steps of `prompts_per_step` rows, taken from one endless stream of epochs.
 
-    Every epoch is a permutation of all rows, drawn from (seed, epoch), or the rows in order without shuffling. A step
-    may cross the end of an epoch, so no row is ever left out.
+    Every epoch is a permutation of all rows, drawn from (seed, epoch), or the rows in
+    order without shuffling. A step may cross the end of an epoch, so no row is ever
+    left out.
 
     Args:
         num_rows: rows of the data set, at least 1.
@@ -53,9 +55,13 @@ class PromptSampler:
         digests: Sequence[tuple[str, str]] = (),
     ) -> None:
         if num_rows < 1:
-            raise DataError("the data set is empty: there are no rows to take prompts from.")
+            raise DataError(
+                "the data set is empty: there are no rows to take prompts from."
+            )
         if prompts_per_step < 1:
-            raise DataError(f"data.prompts_per_step is {prompts_per_step}; it must be at least 1.")
+            raise DataError(
+                f"data.prompts_per_step is {prompts_per_step}; it must be at least 1."
+            )
         self.num_rows = num_rows
         self.prompts_per_step = prompts_per_step
         self.seed = seed
@@ -72,8 +78,8 @@ class PromptSampler:
         chosen: list[int] = []
         end = position + count
         while position < end:
-            # The stream is computed from the position alone, so a resumed run and every rank agree without a saved
-            # state.
+            # The stream is computed from the position alone, so a resumed run and every
+            # rank agree without a saved state.
             epoch, offset = divmod(position, self.num_rows)
             taken = min(self.num_rows - offset, end - position)
             chosen.extend(self.epoch_order(epoch)[offset : offset + taken].tolist())
@@ -110,13 +116,19 @@ class PromptSampler:
         current = self.state_dict()
         current_rows = current.pop("rows")
         changed = [
-            f"{key}: was {state.get(key)!r}, is {current[key]!r}" for key in current if state.get(key) != current[key]
+            f"{key}: was {state.get(key)!r}, is {current[key]!r}"
+            for key in current
+            if state.get(key) != current[key]
         ]
         # Checkpoints of earlier versions do not store this entry.
         saved = state.get("rows", current_rows)
         if len(saved) == len(self.digests):
             pairs = zip(self.digests, saved, strict=True)
-            changed += [f"{name}: its rows are others" for (name, digest), was in pairs if digest != was]
+            changed += [
+                f"{name}: its rows are others"
+                for (name, digest), was in pairs
+                if digest != was
+            ]
         if changed:
             raise DataError(
                 "the checkpoint was made with other prompts, so the run cannot go on exactly: "
@@ -142,8 +154,8 @@ BLOCK = 4096
 class Mixture:
     """Choice of a source at each position of an endless stream.
 
-    In every `BLOCK` positions a source has the number of turns that its weight gives it, rounded, and at least one.
-    Their order is drawn from (seed, block).
+    In every `BLOCK` positions a source has the number of turns that its weight gives
+    it, rounded, and at least one. Their order is drawn from (seed, block).
 
     Args:
         weights: above 0, at most `BLOCK` of them. Only their ratios matter.
@@ -181,9 +193,18 @@ class MixedSampler(PromptSampler):
         fingerprint: str = "",
         digests: Sequence[tuple[str, str]] = (),
     ) -> None:
-        super().__init__(sum(sizes), prompts_per_step, seed, shuffle=shuffle, fingerprint=fingerprint, digests=digests)
+        super().__init__(
+            sum(sizes),
+            prompts_per_step,
+            seed,
+            shuffle=shuffle,
+            fingerprint=fingerprint,
+            digests=digests,
+        )
         if empty := [number for number, size in enumerate(sizes) if not size]:
-            raise DataError(f"source {empty[0] + 1} has a weight but no rows left. Remove it.")
+            raise DataError(
+                f"source {empty[0] + 1} has a weight but no rows left. Remove it."
+            )
         self.sizes = tuple(sizes)
         self.weights = tuple(weights)
         self.mixture = Mixture(weights, seed)
@@ -195,13 +216,24 @@ class MixedSampler(PromptSampler):
         for place in range(position, position + count):
             source, turn = self.mixture.at(place)
             epoch, offset = divmod(turn, self.sizes[source])
-            order = _source_order(self.sizes[source], self.seed, source, epoch) if self.shuffle else None
-            chosen.append(self._starts[source] + (int(order[offset]) if order is not None else offset))
+            order = (
+                _source_order(self.sizes[source], self.seed, source, epoch)
+                if self.shuffle
+                else None
+            )
+            chosen.append(
+                self._starts[source]
+                + (int(order[offset]) if order is not None else offset)
+            )
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the order depends on, including the sources' sizes and weights."""
-        return {**super().state_dict(), "sizes": list(self.sizes), "weights": list(self.weights)}
+        return {
+            **super().state_dict(),
+            "sizes": list(self.sizes),
+            "weights": list(self.weights),
+        }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Check that the order is the one that a checkpoint was made with.
@@ -217,7 +249,8 @@ def _apportion(weights: tuple[float, ...]) -> tuple[int, ...]:
     if not weights or min(weights) <= 0 or len(weights) > BLOCK:
         raise DataError(f"weights {weights}: expected 1 to {BLOCK} numbers above 0.")
     exact = np.asarray(weights) / sum(weights) * BLOCK
-    # A source with a tiny weight still gets one turn in every block, and so is not forgotten.
+    # A source with a tiny weight still gets one turn in every block, and so is not
+    # forgotten.
     turns = np.maximum(1, np.floor(exact).astype(int))
     while turns.sum() < BLOCK:
         turns[int(np.argmax(exact - turns))] += 1
@@ -227,10 +260,13 @@ def _apportion(weights: tuple[float, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4)
-def _order(turns: tuple[int, ...], seed: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+def _order(
+    turns: tuple[int, ...], seed: int, block: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the source of each position in a block, and how often it occurred before in the block, [BLOCK] each."""
     order = np.repeat(np.arange(len(turns)), turns)
-    # The 1 keeps these numbers apart from those of the sources' own orders, which use 2.
+    # The 1 keeps these numbers apart from those of the sources' own orders, which use
+    # 2.
     np.random.Generator(np.random.PCG64([seed, 1, block])).shuffle(order)
     before = np.zeros(BLOCK, dtype=np.int64)
     for source in range(len(turns)):
@@ -242,7 +278,9 @@ def _order(turns: tuple[int, ...], seed: int, block: int) -> tuple[np.ndarray, n
 @lru_cache(maxsize=64)
 def _source_order(size: int, seed: int, source: int, epoch: int) -> np.ndarray:
     """Return the permutation of one source's rows in one epoch."""
-    return np.random.Generator(np.random.PCG64([seed, 2, source, epoch])).permutation(size)
+    return np.random.Generator(np.random.PCG64([seed, 2, source, epoch])).permutation(
+        size
+    )
 
 
 @dataclass(frozen=True)
@@ -303,8 +341,9 @@ class PromptReport:
 class PromptDataset:
     """Prompts by number.
 
-    All rows are read once at construction, so a bad one fails the run before it starts, not hours later. Afterwards a
-    row is read again from its file when it is needed. Memory: 8 bytes per row.
+    All rows are read once at construction, so a bad one fails the run before it starts,
+    not hours later. Afterwards a row is read again from its file when it is needed.
+    Memory: 8 bytes per row.
 
     Args:
         rows: source of the rows.
@@ -355,10 +394,16 @@ class PromptDataset:
             num_truncated=num_truncated,
             num_short=num_short,
         )
-        self._digests = [(name, digest.value()) for (name, _), digest in zip(sources, digests, strict=True)]
+        self._digests = [
+            (name, digest.value())
+            for (name, _), digest in zip(sources, digests, strict=True)
+        ]
         self._weights = tuple(weights)
         kept_before = [bisect_left(self._kept, end) for end in ends]
-        self._sizes = [end - start for start, end in zip([0, *kept_before], kept_before, strict=False)]
+        self._sizes = [
+            end - start
+            for start, end in zip([0, *kept_before], kept_before, strict=False)
+        ]
 
     @classmethod
     def load(
@@ -368,14 +413,23 @@ class PromptDataset:
         columns: Columns | None = None,
     ) -> PromptDataset:
         """Load prompts from files, folders, data sets on the hub, or the user's code (see `sources.open_source`)."""
-        entry_list: Sequence[Entry] = [entries] if isinstance(entries, SourceConfig | str | Path) else entries
+        entry_list: Sequence[Entry] = (
+            [entries] if isinstance(entries, SourceConfig | str | Path) else entries
+        )
         entry_sources = [as_source(entry) for entry in entry_list]
         if not entry_sources:
-            raise DataError("no data file is named. Give at least one .jsonl or .parquet file.")
+            raise DataError(
+                "no data file is named. Give at least one .jsonl or .parquet file."
+            )
         opened = [open_source(source) for source in entry_sources]
         rows = opened[0] if len(opened) == 1 else RowChain(opened)
-        sources = [(source.path, len(source_rows)) for source, source_rows in zip(entry_sources, opened, strict=True)]
-        return cls(rows, encoder, columns, sources=sources, weights=weights_of(entry_sources))
+        sources = [
+            (source.path, len(source_rows))
+            for source, source_rows in zip(entry_sources, opened, strict=True)
+        ]
+        return cls(
+            rows, encoder, columns, sources=sources, weights=weights_of(entry_sources)
+        )
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -385,9 +439,13 @@ class PromptDataset:
             raise IndexError(f"prompt {index} of a data set of {len(self._kept)}")
         number = self._kept[index]
         where = self._rows.where(number)
-        record = make_record(self._columns.read(self._rows[number], where), self._encoder, index, where)
+        record = make_record(
+            self._columns.read(self._rows[number], where), self._encoder, index, where
+        )
         if record is None:
-            raise DataError(f"{where}: too long, although it was not at the start. Was the file changed?")
+            raise DataError(
+                f"{where}: too long, although it was not at the start. Was the file changed?"
+            )
         return record
 
     @property
@@ -395,15 +453,25 @@ class PromptDataset:
         """Digest that changes if the files change, or if other rows are dropped because of their length."""
         return f"{self._rows.fingerprint}-{len(self._kept)}"
 
-    def sampler(self, prompts_per_step: int, seed: int, *, shuffle: bool = True) -> PromptSampler:
+    def sampler(
+        self, prompts_per_step: int, seed: int, *, shuffle: bool = True
+    ) -> PromptSampler:
         """Return the order in which steps take these prompts."""
-        facts: dict[str, Any] = {"shuffle": shuffle, "fingerprint": self.fingerprint, "digests": self._digests}
+        facts: dict[str, Any] = {
+            "shuffle": shuffle,
+            "fingerprint": self.fingerprint,
+            "digests": self._digests,
+        }
         if self._weights:
-            return MixedSampler(self._sizes, self._weights, prompts_per_step, seed, **facts)
+            return MixedSampler(
+                self._sizes, self._weights, prompts_per_step, seed, **facts
+            )
         return PromptSampler(len(self), prompts_per_step, seed, **facts)
 
 
-def make_record(read: RowColumns, encoder: PromptEncoder, index: int, where: str) -> PromptRecord | None:
+def make_record(
+    read: RowColumns, encoder: PromptEncoder, index: int, where: str
+) -> PromptRecord | None:
     """Return a row's prompt, ready to use, or None if it is dropped because of its length."""
     if encoder.is_short(read.prompt, where, read.tools):
         return None
@@ -413,7 +481,17 @@ def make_record(read: RowColumns, encoder: PromptEncoder, index: int, where: str
     text = encoded.text
     ids = encoded.token_ids
     messages = encoder.messages(read.prompt)
-    return PromptRecord(index, read.prompt, text, ids, read.reference, read.extra, where, messages, read.images)
+    return PromptRecord(
+        index,
+        read.prompt,
+        text,
+        ids,
+        read.reference,
+        read.extra,
+        where,
+        messages,
+        read.images,
+    )
 
 
 def weights_of(sources: Sequence[SourceConfig]) -> list[float]:
@@ -424,7 +502,9 @@ def weights_of(sources: Sequence[SourceConfig]) -> list[float]:
     """
     without = [source.path for source in sources if source.weight is None]
     if without and len(without) < len(sources):
-        raise DataError(f"{without[0]}: it has no weight, and other sources have. Give every source one, or none.")
+        raise DataError(
+            f"{without[0]}: it has no weight, and other sources have. Give every source one, or none."
+        )
     return [source.weight for source in sources if source.weight is not None]
 
 

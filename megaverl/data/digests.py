@@ -53,14 +53,19 @@ def digest_of_rows(rows: Iterable[Any]) -> str:
 
 def _shortened(value: Any) -> str:
     """Return a text for a value that JSON cannot hold. Bytes are replaced by their digest."""
-    return hashlib.blake2b(value, digest_size=8).hexdigest() if isinstance(value, bytes) else repr(value)
+    return (
+        hashlib.blake2b(value, digest_size=8).hexdigest()
+        if isinstance(value, bytes)
+        else repr(value)
+    )
 
 
 def digest_of_files(files: Sequence[Path]) -> str:
     """Return a digest of files that reads at most about 20 MiB of each.
 
-    It covers the size of every file, all bytes of files up to `WHOLE_FILE`, and `NUM_SAMPLES` samples of larger ones.
-    For Parquet files it also covers the footer, with the statistics of every column chunk, and samples of every chunk.
+    It covers the size of every file, all bytes of files up to `WHOLE_FILE`, and
+    `NUM_SAMPLES` samples of larger ones. For Parquet files it also covers the footer,
+    with the statistics of every column chunk, and samples of every chunk.
     """
     digest = hashlib.blake2b(digest_size=8)
     for path in files:

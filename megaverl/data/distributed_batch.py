@@ -17,7 +17,9 @@ from megaverl.distributed.worlds import JobContext
 from megaverl.sharding.rows import Rows, join_rows
 
 
-def move_batch(context: JobContext, moving: Moving, batch: RolloutBatch | None) -> RolloutBatch | None:
+def move_batch(
+    context: JobContext, moving: Moving, batch: RolloutBatch | None
+) -> RolloutBatch | None:
     """Move rows of a batch to the ranks that want them. Results are padded to the widest sender.
 
     Every rank with a message must call it. Other ranks may skip the call.
@@ -67,13 +69,23 @@ class RowSelection:
         """Return what each rank holds of a batch: the samples that it works on, and the groups that it reports for."""
         ranks = self.context.world.ranks
         groups = dict(zip(ranks, groups_of_ranks(group_ids, len(ranks)), strict=True))
-        return HeldRows(self.context, lengths, group_ids, join_rows([groups, self.rows(lengths)]), groups)
+        return HeldRows(
+            self.context,
+            lengths,
+            group_ids,
+            join_rows([groups, self.rows(lengths)]),
+            groups,
+        )
 
     def of_whole(self, batch: RolloutBatch) -> RolloutBatch:
         """Return this rank's samples of a batch that every rank has. With several agents, all samples."""
         if "agent_ids" in batch:
             return batch
-        groups = batch.group_ids.tolist() if "group_ids" in batch else list(range(len(batch)))
+        groups = (
+            batch.group_ids.tolist()
+            if "group_ids" in batch
+            else list(range(len(batch)))
+        )
         held = self.held(sequence_lengths(batch), groups)
         return as_held(batch.select(held.rows), held)
 
@@ -84,7 +96,8 @@ def as_held(batch: RolloutBatch, held: HeldRows) -> RolloutBatch:
     If every rank holds all samples, the result is an ordinary batch.
     """
     lengths = held.lengths
-    # All ranks pad to the same widths, as results of all ranks are joined column by column.
+    # All ranks pad to the same widths, as results of all ranks are joined column by
+    # column.
     longest_prompt = max(lengths.prompt_lengths, default=0)
     longest_response = max(lengths.response_lengths, default=0)
     wide = batch.trim().pad_to(prompt=longest_prompt, response=longest_response)

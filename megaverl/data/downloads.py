@@ -15,7 +15,9 @@ from urllib.parse import urlsplit
 PLAIN = ("application/octet-stream", "binary/octet-stream")
 
 
-def fetch(url: str, max_bytes: int, allowed: bool | Sequence[str], seconds: float) -> bytes:
+def fetch(
+    url: str, max_bytes: int, allowed: bool | Sequence[str], seconds: float
+) -> bytes:
     """Return the bytes at an http(s) URL.
 
     Args:
@@ -36,8 +38,14 @@ def fetch(url: str, max_bytes: int, allowed: bool | Sequence[str], seconds: floa
     try:
         request = urllib.request.Request(url, headers={"Accept": "image/*"})
         connections.check(request)
-        with urllib.request.build_opener(*connections.handlers).open(request, timeout=seconds) as answer:
-            kind = answer.headers.get_content_type() if "Content-Type" in answer.headers else PLAIN[0]
+        with urllib.request.build_opener(*connections.handlers).open(
+            request, timeout=seconds
+        ) as answer:
+            kind = (
+                answer.headers.get_content_type()
+                if "Content-Type" in answer.headers
+                else PLAIN[0]
+            )
             if not kind.startswith("image/") and kind not in PLAIN:
                 raise ValueError(f"it is {kind}, and no image")
             length = int(answer.headers.get("Content-Length") or 0)
@@ -63,18 +71,24 @@ class _Connections:
     """Opens connections to allowed hosts only, and shuts them all down at the deadline."""
 
     def __init__(self, allowed: bool | Sequence[str]) -> None:
-        self.hosts = None if isinstance(allowed, bool) else {host.lower() for host in allowed}
+        self.hosts = (
+            None if isinstance(allowed, bool) else {host.lower() for host in allowed}
+        )
         self.ended = False
         self._open: list[socket.socket] = []
         outer = self
 
         class Plain(urllib.request.HTTPHandler):
             def http_open(self, request: urllib.request.Request) -> Any:
-                return self.do_open(outer.connector(http.client.HTTPConnection, request), request)
+                return self.do_open(
+                    outer.connector(http.client.HTTPConnection, request), request
+                )
 
         class Secure(urllib.request.HTTPSHandler):
             def https_open(self, request: urllib.request.Request) -> Any:
-                return self.do_open(outer.connector(http.client.HTTPSConnection, request), request)
+                return self.do_open(
+                    outer.connector(http.client.HTTPSConnection, request), request
+                )
 
         class Redirect(urllib.request.HTTPRedirectHandler):
             def redirect_request(self, *args: Any) -> Any:
@@ -93,20 +107,30 @@ class _Connections:
         """
         parts = urlsplit(request.full_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"it leads to {request.full_url!r:.80}, and only http and https are followed")
+            raise ValueError(
+                f"it leads to {request.full_url!r:.80}, and only http and https are followed"
+            )
         if self.hosts is not None and parts.hostname not in self.hosts:
-            raise ValueError(f"{parts.hostname} is not among the hosts of data.images.allow_urls")
+            raise ValueError(
+                f"{parts.hostname} is not among the hosts of data.images.allow_urls"
+            )
 
     def connector(self, kind: Any, request: urllib.request.Request) -> Any:
         """Return a connection factory for a request, which checks each address once it is resolved, before connecting.
 
-        Checking the resolved address, not the name, protects against names that resolve to private addresses.
+        Checking the resolved address, not the name, protects against names that resolve
+        to private addresses.
         """
         parts = urlsplit(request.full_url)
-        proxied = request.has_proxy() or getattr(request, "_tunnel_host", None) is not None
+        proxied = (
+            request.has_proxy() or getattr(request, "_tunnel_host", None) is not None
+        )
 
         def connect(address: tuple[str, int], *args: Any) -> socket.socket:
-            addresses = [resolved[4][0] for resolved in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
+            addresses = [
+                resolved[4][0]
+                for resolved in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+            ]
             for resolved in addresses if self.hosts is None and not proxied else ():
                 if not ipaddress.ip_address(str(resolved).partition("%")[0]).is_global:
                     raise ValueError(
@@ -114,7 +138,9 @@ class _Connections:
                     )
             for number, resolved in enumerate(addresses, 1):
                 try:
-                    opened = socket.create_connection((str(resolved), address[1]), *args)
+                    opened = socket.create_connection(
+                        (str(resolved), address[1]), *args
+                    )
                 except OSError:
                     if number == len(addresses):
                         raise

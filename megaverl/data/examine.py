@@ -13,7 +13,14 @@ from megaverl.config import Config
 from megaverl.config.run import DataConfig
 from megaverl.data.images import Images
 from megaverl.data.preferences import Judged, PreferenceColumns
-from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat, RowColumns, load_tools, value_at
+from megaverl.data.prompts import (
+    Columns,
+    PromptEncoder,
+    PromptFormat,
+    RowColumns,
+    load_tools,
+    value_at,
+)
 from megaverl.data.row_source import RowSource
 from megaverl.data.row_values import is_converted
 from megaverl.data.sources import RowChain, as_source, open_source
@@ -92,7 +99,10 @@ class Examined:
             "converted_columns": dict(self.converted),
             "images": self.num_images,
             "pairs": self.num_pairs,
-            "single_responses": {"desirable": self.num_desirable, "undesirable": self.num_undesirable},
+            "single_responses": {
+                "desirable": self.num_desirable,
+                "undesirable": self.num_undesirable,
+            },
             "problems": [vars(problem) for problem in self.problems],
         }
 
@@ -106,18 +116,38 @@ class Examined:
         if self.num_pairs:
             lines.append(f"  pairs of responses: {self.num_pairs}")
         if self.num_desirable + self.num_undesirable:
-            lines.append(f"  single responses: {self.num_desirable} desirable, {self.num_undesirable} undesirable")
-        for what, values in (("prompt tokens", self.lengths), ("answer characters", self.answer_lengths)):
+            lines.append(
+                f"  single responses: {self.num_desirable} desirable, {self.num_undesirable} undesirable"
+            )
+        for what, values in (
+            ("prompt tokens", self.lengths),
+            ("answer characters", self.answer_lengths),
+        ):
             if values:
-                numbers = "   ".join(f"{word} {value}" for word, value in quantiles(values).items())
+                numbers = "   ".join(
+                    f"{word} {value}" for word, value in quantiles(values).items()
+                )
                 lines.append(f"  {what}: {numbers}")
-        lines.append(f"  columns: {', '.join(f'{key} ({count})' for key, count in self.keys.items())}")
+        lines.append(
+            f"  columns: {', '.join(f'{key} ({count})' for key, count in self.keys.items())}"
+        )
         if self.converted:
-            columns = ", ".join(f"{key} ({kind})" for key, kind in self.converted.items())
-            lines.append(f"  read as text or numbers, as JSON has no such values: {columns}")
+            columns = ", ".join(
+                f"{key} ({kind})" for key, kind in self.converted.items()
+            )
+            lines.append(
+                f"  read as text or numbers, as JSON has no such values: {columns}"
+            )
         if self.example:
-            example = self.example if len(self.example) <= 400 else self.example[:400] + " ..."
-            lines += ["  the first prompt, as the model sees it:", *(f"    | {line}" for line in example.splitlines())]
+            example = (
+                self.example
+                if len(self.example) <= 400
+                else self.example[:400] + " ..."
+            )
+            lines += [
+                "  the first prompt, as the model sees it:",
+                *(f"    | {line}" for line in example.splitlines()),
+            ]
         shown = self.problems[:most]
         lines += [f"  {problem}" for problem in shown]
         if len(shown) < len(self.problems):
@@ -145,17 +175,25 @@ def examine(
         where = rows.where(number)
         try:
             row = rows[number]
-            examined.keys.update(_printable(key) for key, value in row.items() if value is not None)
+            examined.keys.update(
+                _printable(key) for key, value in row.items() if value is not None
+            )
             examined.converted.update(
-                (_printable(key), type(value).__name__) for key, value in row.items() if is_converted(value)
+                (_printable(key), type(value).__name__)
+                for key, value in row.items()
+                if is_converted(value)
             )
             judged = preferences or _usual(row, columns)
-            read = (replace(columns, answer=None) if judged else columns).read(row, where)
+            read = (replace(columns, answer=None) if judged else columns).read(
+                row, where
+            )
             responses = judged.read(row, where) if judged else []
             if _usable(examined, read, encoder, where, repeats=judged is not None):
                 _judged(examined, responses, where)
         except DataError as error:
-            examined.problems.append(DataProblem(where, "error", str(error).removeprefix(f"{where}: ")))
+            examined.problems.append(
+                DataProblem(where, "error", str(error).removeprefix(f"{where}: "))
+            )
     examined.problems += _about_the_whole(examined, encoder)
     return examined
 
@@ -179,9 +217,13 @@ def examine_run(config: Config, tokenizer: str | None = None) -> dict[str, Exami
     tools = load_tools(data.tools) if data.tools else None
     columns = Columns(data.prompt_key, data.answer_key, data.tools_key, tools, images)
     for section in ("data", "preference"):
-        judged = PreferenceColumns.of(config.preference) if section == "preference" else None
+        judged = (
+            PreferenceColumns.of(config.preference) if section == "preference" else None
+        )
         for part in ("train", "validation"):
-            sources = [as_source(entry) for entry in getattr(getattr(config, section), part)]
+            sources = [
+                as_source(entry) for entry in getattr(getattr(config, section), part)
+            ]
             if sources:
                 rows = RowChain([open_source(source) for source in sources])
                 results[f"{section}.{part}"] = examine(rows, encoder, columns, judged)
@@ -205,7 +247,9 @@ def encoder_of(
     """
     loaded = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
     images = Images.of(data.images, model or tokenizer, loaded)
-    return PromptEncoder(loaded, PromptFormat.of(data), images.processor.token_id if images else None), images
+    return PromptEncoder(
+        loaded, PromptFormat.of(data), images.processor.token_id if images else None
+    ), images
 
 
 def _printable(key: Any) -> str:
@@ -225,7 +269,9 @@ def _judged(examined: Examined, responses: Sequence[Judged], where: str) -> None
     examined.answer_lengths += [len(response.value) for response in responses]
     examined.num_pairs += len(responses) == 2
     examined.num_desirable += [response.desirable for response in responses] == [True]
-    examined.num_undesirable += [response.desirable for response in responses] == [False]
+    examined.num_undesirable += [response.desirable for response in responses] == [
+        False
+    ]
     if len(responses) == 2 and responses[0].value == responses[1].value:
         problem = "the better and the worse response are the same: it teaches nothing."
         examined.problems.append(DataProblem(where, "warning", problem))
@@ -233,11 +279,17 @@ def _judged(examined: Examined, responses: Sequence[Judged], where: str) -> None
 
 def overlap(training: Examined, held_out: Examined) -> list[DataProblem]:
     """Return a warning if held-out prompts occur in training, since measurements on them are meaningless."""
-    both = [where for digest, where in held_out.prompts.items() if digest in training.prompts]
+    both = [
+        where
+        for digest, where in held_out.prompts.items()
+        if digest in training.prompts
+    ]
     if not both:
         return []
     more = f", and {len(both) - 1} others" if len(both) > 1 else ""
-    first = training.prompts[next(d for d, where in held_out.prompts.items() if where == both[0])]
+    first = training.prompts[
+        next(d for d, where in held_out.prompts.items() if where == both[0])
+    ]
     what = f"this held-out prompt is a training prompt too ({first}){more}. Leave it out of one of the two."
     return [DataProblem(both[0], "warning", what)]
 
@@ -253,7 +305,14 @@ def quantiles(values: Sequence[int]) -> dict[str, int]:
     }
 
 
-def _usable(examined: Examined, read: RowColumns, encoder: PromptEncoder | None, where: str, *, repeats: bool) -> bool:
+def _usable(
+    examined: Examined,
+    read: RowColumns,
+    encoder: PromptEncoder | None,
+    where: str,
+    *,
+    repeats: bool,
+) -> bool:
     """Count one row, and return whether its length allows training on it.
 
     Args:
@@ -281,43 +340,96 @@ def _usable(examined: Examined, read: RowColumns, encoder: PromptEncoder | None,
     if isinstance(read.reference, str):
         examined.answer_lengths.append(len(read.reference))
         if not read.reference.strip():
-            examined.problems.append(DataProblem(where, "warning", "the answer is empty."))
-    text = json.dumps([read.prompt, *(image.key for image in read.images or ())], sort_keys=True, ensure_ascii=False)
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+            examined.problems.append(
+                DataProblem(where, "warning", "the answer is empty.")
+            )
+    text = json.dumps(
+        [read.prompt, *(image.key for image in read.images or ())],
+        sort_keys=True,
+        ensure_ascii=False,
+    )
+    digest = hashlib.blake2b(
+        text.encode("utf-8", "surrogatepass"), digest_size=8
+    ).digest()
     if digest in examined.prompts and not repeats:
-        examined.problems.append(DataProblem(where, "warning", f"the same prompt as {examined.prompts[digest]}."))
+        examined.problems.append(
+            DataProblem(
+                where, "warning", f"the same prompt as {examined.prompts[digest]}."
+            )
+        )
     examined.prompts.setdefault(digest, where)
     if "\N{REPLACEMENT CHARACTER}" in text:
         examined.problems.append(
-            DataProblem(where, "warning", "the prompt holds � (a wrong encoding, somewhere before).")
+            DataProblem(
+                where,
+                "warning",
+                "the prompt holds � (a wrong encoding, somewhere before).",
+            )
         )
     return True
 
 
-def _about_the_whole(examined: Examined, encoder: PromptEncoder | None) -> Iterator[DataProblem]:
+def _about_the_whole(
+    examined: Examined, encoder: PromptEncoder | None
+) -> Iterator[DataProblem]:
     """Yield problems of the whole data set."""
     if not examined.num_usable:
-        reasons = [f"{examined.num_long} are longer than data.max_prompt_tokens: raise it"] if examined.num_long else []
-        reasons += (
-            [f"{examined.num_short} are shorter than data.min_prompt_tokens: lower it"] if examined.num_short else []
+        reasons = (
+            [f"{examined.num_long} are longer than data.max_prompt_tokens: raise it"]
+            if examined.num_long
+            else []
         )
-        yield DataProblem("", "error", f"no row can be used{': ' if reasons else ''}{'; '.join(reasons)}.")
+        reasons += (
+            [f"{examined.num_short} are shorter than data.min_prompt_tokens: lower it"]
+            if examined.num_short
+            else []
+        )
+        yield DataProblem(
+            "",
+            "error",
+            f"no row can be used{': ' if reasons else ''}{'; '.join(reasons)}.",
+        )
         return
-    if examined.num_pairs + examined.num_desirable + examined.num_undesirable not in (0, examined.num_usable):
-        yield DataProblem("", "warning", "some rows have judged responses, and others an answer.")
-    elif not examined.num_pairs and bool(examined.num_desirable) != bool(examined.num_undesirable):
+    if examined.num_pairs + examined.num_desirable + examined.num_undesirable not in (
+        0,
+        examined.num_usable,
+    ):
+        yield DataProblem(
+            "", "warning", "some rows have judged responses, and others an answer."
+        )
+    elif not examined.num_pairs and bool(examined.num_desirable) != bool(
+        examined.num_undesirable
+    ):
         which = "desirable" if examined.num_desirable else "undesirable"
-        yield DataProblem("", "warning", f"every single response is {which}: kto and bco need both to tell them apart.")
+        yield DataProblem(
+            "",
+            "warning",
+            f"every single response is {which}: kto and bco need both to tell them apart.",
+        )
     odd = [key for key, count in examined.keys.items() if count < examined.num_rows]
     if examined.num_pairs and examined.num_desirable + examined.num_undesirable:
         # Pairs and single responses have different columns.
         odd = []
     if odd:
-        yield DataProblem("", "warning", f"columns that only some rows have: {', '.join(sorted(odd)[:8])}.")
+        yield DataProblem(
+            "",
+            "warning",
+            f"columns that only some rows have: {', '.join(sorted(odd)[:8])}.",
+        )
     if examined.num_long > 0.1 * examined.num_rows:
         share = examined.num_long / examined.num_rows
-        yield DataProblem("", "warning", f"{share:.0%} of the rows are too long: raise data.max_prompt_tokens.")
-    if encoder is not None and not encoder.uses_chat_template and encoder.tokenizer.chat_template is not None:
         yield DataProblem(
-            "", "warning", "the tokenizer has a chat template, and data.chat_template=none leaves it out."
+            "",
+            "warning",
+            f"{share:.0%} of the rows are too long: raise data.max_prompt_tokens.",
+        )
+    if (
+        encoder is not None
+        and not encoder.uses_chat_template
+        and encoder.tokenizer.chat_template is not None
+    ):
+        yield DataProblem(
+            "",
+            "warning",
+            "the tokenizer has a chat template, and data.chat_template=none leaves it out.",
         )

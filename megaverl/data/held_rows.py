@@ -1,8 +1,10 @@
 """Samples of a step's batch that one rank holds, and exchanges between the ranks that hold parts of it.
 
-A rank's samples follow from the lengths of all samples, by arithmetic that every rank repeats. Results that one rank
-computes go row by row to the other ranks with the same samples. Sums over all samples are sums of what each rank
-contributes for its own groups. So a rank's traffic and work grow with its samples and not with the number of ranks.
+A rank's samples follow from the lengths of all samples, by arithmetic that every rank
+repeats. Results that one rank computes go row by row to the other ranks with the same
+samples. Sums over all samples are sums of what each rank contributes for its own
+groups. So a rank's traffic and work grow with its samples and not with the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ class HeldRows:
     @cached_property
     def own(self) -> Tensor:
         """Indices of the samples that this rank reports for, [k] int64."""
-        return torch.tensor([self.place[row] for row in self.groups_by_rank[self.context.rank]], dtype=torch.int64)
+        return torch.tensor(
+            [self.place[row] for row in self.groups_by_rank[self.context.rank]],
+            dtype=torch.int64,
+        )
 
     def places_of(self, samples: Sequence[int]) -> list[int]:
         """Return the indices in this rank's batch of those `samples` that it holds."""
@@ -77,7 +82,9 @@ class HeldRows:
         dist.all_reduce(total, group=default_group())
         return total.to(values.device)
 
-    def spread(self, name: str, tensors: Mapping[str, Tensor], source: Rows) -> dict[str, Tensor]:
+    def spread(
+        self, name: str, tensors: Mapping[str, Tensor], source: Rows
+    ) -> dict[str, Tensor]:
         """Send results from the ranks that computed them to all ranks that hold the samples.
 
         Collective over the role group.
@@ -92,17 +99,22 @@ class HeldRows:
         # Every rank of the group takes part, also one that computed nothing.
         source = {rank: source.get(rank, ()) for rank in self.context.world.ranks}
         computed_rows = source[self.context.rank]
-        places = torch.tensor([self.place[row] for row in computed_rows], dtype=torch.int64)
+        places = torch.tensor(
+            [self.place[row] for row in computed_rows], dtype=torch.int64
+        )
         rows = {key: tensor[beside(tensor, places)] for key, tensor in tensors.items()}
         response_lengths = self.lengths.response_lengths
         longest = max(response_lengths, default=0)
-        computed_lengths = torch.tensor([response_lengths[row] for row in computed_rows]).long()
+        computed_lengths = torch.tensor(
+            [response_lengths[row] for row in computed_rows]
+        ).long()
         axes: dict[str, str] = {}
         lengths: dict[str, Tensor] = {}
         for key, tensor in rows.items():
             if tensor.dim() < 2:
                 continue
-            # A response has one value per token, or one more. Other widths are sent whole.
+            # A response has one value per token, or one more. Other widths are sent
+            # whole.
             surplus = tensor.shape[1] - longest
             if surplus in (0, 1):
                 axis = f"{surplus} more"

@@ -50,7 +50,9 @@ class ImageProcessor:
         written: an image in the text of a prompt. Its token is repeated later for every part of the image.
     """
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer, options: Mapping[str, Any]
+    ) -> None:
         """Load the processor of a model.
 
         Args:
@@ -71,20 +73,33 @@ class ImageProcessor:
 
         try:
             check_sizes(Path(folder).glob("*processor_config.json"))
-            self._process: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", **options)
+            self._process: Any = AutoImageProcessor.from_pretrained(
+                folder, backend="pil", **options
+            )
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise DataError(
                 f"{folder}: no image processor can be made of it ({type(error).__name__}: {error}). Copy "
                 "preprocessor_config.json from the model's source, and correct data.images.processor if you set it."
             ) from error
         self.token_id = int(config["image_token_id"])
-        ids = (config["vision_start_token_id"], self.token_id, config["vision_end_token_id"])
+        ids = (
+            config["vision_start_token_id"],
+            self.token_id,
+            config["vision_end_token_id"],
+        )
         self.written = "".join(tokenizer.backend.convert_ids_to_tokens(list(ids)))
-        # Part of every image's key: another processor makes other tensors of the same bytes.
+        # Part of every image's key: another processor makes other tensors of the same
+        # bytes.
         facts = json.dumps(self._process.to_dict(), sort_keys=True, default=str)
         self._identity = hashlib.blake2b(facts.encode(), digest_size=8).digest()
 
-    def item(self, data: bytes, size: tuple[int, int], decode: Callable[[], Image], described: str) -> SharedItem:
+    def item(
+        self,
+        data: bytes,
+        size: tuple[int, int],
+        decode: Callable[[], Image],
+        described: str,
+    ) -> SharedItem:
         """Return an image in the model's form: `pixel_values` [patches, values] float32 and `image_grid_thw` [3] int64.
 
         Both are computed on first use.
@@ -108,7 +123,10 @@ class ImageProcessor:
 
         def tensors() -> Mapping[str, Tensor]:
             processed = self._process(images=[decode()], return_tensors="pt")
-            return {"pixel_values": processed["pixel_values"], "image_grid_thw": processed["image_grid_thw"][0]}
+            return {
+                "pixel_values": processed["pixel_values"],
+                "image_grid_thw": processed["image_grid_thw"][0],
+            }
 
         return SharedItem(key, patches // self._process.merge_size**2, tensors)
 
@@ -121,7 +139,9 @@ class Images:
         self.processor = processor
 
     @classmethod
-    def of(cls, config: ImagesConfig, folder: str | Path, tokenizer: Tokenizer) -> Images | None:
+    def of(
+        cls, config: ImagesConfig, folder: str | Path, tokenizer: Tokenizer
+    ) -> Images | None:
         """Return the reader for a model that takes images, or None if its config.json has no `vision_config`."""
         path = Path(folder) / "config.json"
         if not path.is_file() or "vision_config" not in _model_config(path.parent):
@@ -160,7 +180,10 @@ class Images:
 
         def put(text: str) -> str:
             nonlocal written
-            pieces = re.split(f"({re.escape(MARK)}|{IN_TEXT})" if images else f"({re.escape(MARK)})", text)
+            pieces = re.split(
+                f"({re.escape(MARK)}|{IN_TEXT})" if images else f"({re.escape(MARK)})",
+                text,
+            )
             for place, piece in enumerate(pieces):
                 if place % 2:
                     value = next(waiting) if piece == MARK else None
@@ -174,7 +197,9 @@ class Images:
         if isinstance(prompt, str):
             prompt = put(prompt)
         else:
-            prompt = [{**message, "content": put(message["content"])} for message in prompt]
+            prompt = [
+                {**message, "content": put(message["content"])} for message in prompt
+            ]
         if written != len(images):
             raise DataError(
                 f"{where}: {written} places for images of {key!r} in the prompt, and {len(images)} images. Write "
@@ -185,7 +210,10 @@ class Images:
                 f"{where}: {len(values)} images, and at most {self.config.max_per_prompt} are allowed. Raise "
                 "data.images.max_per_prompt, or shorten the row."
             )
-        return prompt, [self.read(value, f"{where}: image {n}", where) for n, value in enumerate(values, 1)]
+        return prompt, [
+            self.read(value, f"{where}: image {n}", where)
+            for n, value in enumerate(values, 1)
+        ]
 
     def read(self, value: Any, what: str, where: str) -> SharedItem:
         """Read one image. Only its header is parsed until its pixels are needed.
@@ -202,10 +230,13 @@ class Images:
 
         if isinstance(value, pil.Image):
             self._check_pixels(value.size, what)
-            # An image that is decoded already has no bytes to hash. Its pixels stand for them.
+            # An image that is decoded already has no bytes to hash. Its pixels stand
+            # for them.
             image: Image = value
             head = f"{value.mode} {value.size}".encode()
-            return self.processor.item(head + value.tobytes(), value.size, lambda: image.convert("RGB"), what)
+            return self.processor.item(
+                head + value.tobytes(), value.size, lambda: image.convert("RGB"), what
+            )
         data = self._bytes(value, what, where)
         if len(data) > self.config.max_bytes:
             raise DataError(
@@ -214,7 +245,8 @@ class Images:
             )
         with _opened(data, what) as opened:
             self._check_pixels(opened.size, what)
-            # Pixels are decoded upright, and the number of tokens depends on the size after that.
+            # Pixels are decoded upright, and the number of tokens depends on the size
+            # after that.
             size = opened.size[::-1] if _orientation(opened) >= TURNED else opened.size
         return self.processor.item(data, size, lambda: _pixels(data, what), what)
 
@@ -235,7 +267,11 @@ class Images:
                 if value.get(key) is not None:
                     inner = value[key]
                     is_encoded = key in ("bytes", "base64") and isinstance(inner, str)
-                    return _decoded(inner, what) if is_encoded else self._bytes(inner, what, where)
+                    return (
+                        _decoded(inner, what)
+                        if is_encoded
+                        else self._bytes(inner, what, where)
+                    )
         if not isinstance(value, str):
             raise DataError(
                 f"{what} is {type(value).__name__}; expected a path, a data: URL, bytes, or a mapping with one of them "
@@ -245,7 +281,9 @@ class Images:
         if scheme.startswith("data:"):
             header, comma, body = value.partition(",")
             if not comma or not header.endswith(";base64"):
-                raise DataError(f"{what}: a data: URL must be like data:image/png;base64,...; found {value!r:.40}.")
+                raise DataError(
+                    f"{what}: a data: URL must be like data:image/png;base64,...; found {value!r:.40}."
+                )
             return _decoded(body, what)
         if scheme.startswith(("http://", "https://")):
             if not self.config.allow_urls:
@@ -262,18 +300,24 @@ class Images:
         except OSError as error:
             # A longer text that is no path may be base64, which is tried below.
             if path.is_absolute() or len(value) < 256:
-                raise DataError(f"{what}: {value!r:.200} cannot be read ({error.strerror or error}).") from error
+                raise DataError(
+                    f"{what}: {value!r:.200} cannot be read ({error.strerror or error})."
+                ) from error
         # Too long for a file's name, and made of base64's characters.
         if len(value) >= 64 and re.fullmatch(r"[A-Za-z0-9+/\s]+={0,2}\s*", value):
             return _decoded(value, what)
-        raise DataError(f"{what}: {value!r:.200} is not there (looked in {base.resolve()}). Correct the path.")
+        raise DataError(
+            f"{what}: {value!r:.200} is not there (looked in {base.resolve()}). Correct the path."
+        )
 
     def _download(self, url: str, what: str) -> bytes:
         """Return the bytes at a URL, within the limits."""
         try:
             return fetch(url, self.config.max_bytes, self.config.allow_urls, SECONDS)
         except (OSError, ValueError, HTTPException) as error:
-            raise DataError(f"{what}: {url!r:.120} cannot be fetched ({error or type(error).__name__}).") from error
+            raise DataError(
+                f"{what}: {url!r:.120} cannot be fetched ({error or type(error).__name__})."
+            ) from error
 
 
 # Stands for an image in the text of a message until the image is written.
@@ -283,9 +327,9 @@ MARK = "\N{OBJECT REPLACEMENT CHARACTER}\0"
 def text_of_parts(content: Sequence[Any], where: str) -> tuple[str, list[Any]]:
     """Return the text of a message's parts, with `MARK` for each image, and the images.
 
-    A part is {"type": "text", "text": ...}, {"type": "image_url", "image_url": {"url": ...}} or {"type": "image",
-    "image": ...}, as OpenAI writes them. A part of type image without an image stands for the next one of the row's
-    column.
+    A part is {"type": "text", "text": ...}, {"type": "image_url", "image_url": {"url":
+    ...}} or {"type": "image", "image": ...}, as OpenAI writes them. A part of type
+    image without an image stands for the next one of the row's column.
 
     Raises:
         DataError: a part is of another kind.
@@ -297,7 +341,11 @@ def text_of_parts(content: Sequence[Any], where: str) -> tuple[str, list[Any]]:
         if kind == "text" and isinstance(part.get("text"), str):
             texts.append(part["text"])
         elif kind in ("image", "image_url"):
-            rest = {key: value for key, value in part.items() if key != "type" and value is not None}
+            rest = {
+                key: value
+                for key, value in part.items()
+                if key != "type" and value is not None
+            }
             texts.append(MARK)
             images.append(rest["image"] if set(rest) == {"image"} else rest or None)
         else:
@@ -308,14 +356,21 @@ def text_of_parts(content: Sequence[Any], where: str) -> tuple[str, list[Any]]:
     return "".join(texts), images
 
 
-def image_column(of_prompts: Iterable[Sequence[SharedItem] | None]) -> dict[str, list[list[SharedItem]]]:
+def image_column(
+    of_prompts: Iterable[Sequence[SharedItem] | None],
+) -> dict[str, list[list[SharedItem]]]:
     """Return the batch column of these prompts' images, or an empty dictionary for a model without images."""
     with_images = [images for images in of_prompts if images is not None]
-    return {COLUMN: [list(prompt_images) for prompt_images in with_images]} if with_images else {}
+    return (
+        {COLUMN: [list(prompt_images) for prompt_images in with_images]}
+        if with_images
+        else {}
+    )
 
 
 def images_of_rows(
-    column: Sequence[Sequence[SharedItem] | None] | None, prompts: Sequence[int] | None = None
+    column: Sequence[Sequence[SharedItem] | None] | None,
+    prompts: Sequence[int] | None = None,
 ) -> list[SharedItem]:
     """Return all images of a batch, row after row.
 
@@ -336,14 +391,20 @@ def images_of_rows(
 
 def _text(prompt: str | list[Message]) -> str:
     """Return all text of a prompt."""
-    return prompt if isinstance(prompt, str) else "".join(message["content"] for message in prompt)
+    return (
+        prompt
+        if isinstance(prompt, str)
+        else "".join(message["content"] for message in prompt)
+    )
 
 
 def _before(prompt: str | list[Message], text: str) -> str | list[Message]:
     """Return the prompt with `text` before the user's first message."""
     if isinstance(prompt, str):
         return text + prompt
-    first = next((n for n, message in enumerate(prompt) if message["role"] == "user"), 0)
+    first = next(
+        (n for n, message in enumerate(prompt) if message["role"] == "user"), 0
+    )
     changed = {**prompt[first], "content": text + prompt[first]["content"]}
     return [*prompt[:first], changed, *prompt[first + 1 :]]
 
@@ -366,7 +427,9 @@ def _opened(data: bytes, what: str) -> Image:
             warnings.simplefilter("ignore", pil.DecompressionBombWarning)
             return pil.open(io.BytesIO(data), formats=FORMATS)
     except pil.DecompressionBombError as error:
-        raise DataError(f"{what} is too large to be decoded: {error} Make it smaller.") from error
+        raise DataError(
+            f"{what} is too large to be decoded: {error} Make it smaller."
+        ) from error
     except (OSError, ValueError, SyntaxError) as error:
         raise DataError(
             f"{what} is no image that is read here ({', '.join(FORMATS)}); it begins with {data[:16]!r}. Fix the row."
@@ -389,9 +452,13 @@ def _pixels(data: bytes, what: str) -> Image:
 
     with _opened(data, what) as opened:
         try:
-            return (ImageOps.exif_transpose(opened) if _orientation(opened) > 1 else opened).convert("RGB")
+            return (
+                ImageOps.exif_transpose(opened) if _orientation(opened) > 1 else opened
+            ).convert("RGB")
         except (OSError, ValueError, SyntaxError, IndexError) as error:
-            raise DataError(f"{what} is damaged or cut off ({error}). Copy the file again from its source.") from error
+            raise DataError(
+                f"{what} is damaged or cut off ({error}). Copy the file again from its source."
+            ) from error
 
 
 def _model_config(folder: Path) -> dict[str, Any]:
@@ -400,7 +467,11 @@ def _model_config(folder: Path) -> dict[str, Any]:
     try:
         config = read_json_file(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error}). Copy the file again from its source.") from error
+        raise DataError(
+            f"{path}: cannot be read ({error}). Copy the file again from its source."
+        ) from error
     if not isinstance(config, dict):
-        raise DataError(f"{path}: expected a JSON object, found {type(config).__name__}. Copy the file again.")
+        raise DataError(
+            f"{path}: expected a JSON object, found {type(config).__name__}. Copy the file again."
+        )
     return config

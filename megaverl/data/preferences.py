@@ -50,11 +50,20 @@ class PreferenceColumns:
     @classmethod
     def of(cls, config: PreferenceConfig) -> PreferenceColumns:
         """Return the names in the section `preference`."""
-        return cls(config.chosen_key, config.rejected_key, config.completion_key, config.label_key, config.margin_key)
+        return cls(
+            config.chosen_key,
+            config.rejected_key,
+            config.completion_key,
+            config.label_key,
+            config.margin_key,
+        )
 
     def fit(self, row: Mapping[str, Any]) -> bool:
         """Return whether a row has any of the columns."""
-        return any(value_at(row, name) is not None for name in (self.chosen, self.rejected, self.completion))
+        return any(
+            value_at(row, name) is not None
+            for name in (self.chosen, self.rejected, self.completion)
+        )
 
     def read(self, row: Mapping[str, Any], where: str) -> list[Judged]:
         """Return the row's pair, the better response first, or its single response.
@@ -69,8 +78,13 @@ class PreferenceColumns:
                 f"{where}: it has {self.completion!r}, of a single response, and a pair as well. Leave one out."
             )
         if single is not None:
-            return [self._text(Judged("single", single, self._label(row, where)), where)]
-        for name, setting in ((self.chosen, "chosen_key"), (self.rejected, "rejected_key")):
+            return [
+                self._text(Judged("single", single, self._label(row, where)), where)
+            ]
+        for name, setting in (
+            (self.chosen, "chosen_key"),
+            (self.rejected, "rejected_key"),
+        ):
             if pair[name] is None:
                 raise DataError(
                     f"{where}: no {name!r} in this row; its keys: {', '.join(map(repr, row)) or 'none'}. A row has a "
@@ -79,7 +93,11 @@ class PreferenceColumns:
                 )
         better, worse = pair.values()
         return [
-            self._text(judged, where) for judged in (Judged("chosen", better, True), Judged("rejected", worse, False))
+            self._text(judged, where)
+            for judged in (
+                Judged("chosen", better, True),
+                Judged("rejected", worse, False),
+            )
         ]
 
     def read_margin(self, row: Mapping[str, Any], where: str) -> float:
@@ -89,7 +107,11 @@ class PreferenceColumns:
             DataError: the margin is not a number of at least 0.
         """
         value = value_at(row, str(self.margin))
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_MARGIN:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 <= value <= MOST_MARGIN
+        ):
             raise DataError(
                 f"{where}: {self.margin!r} is {value!r:.60}; a margin is a number of at least 0 and at most "
                 f"{MOST_MARGIN:g}. Correct the row, or leave preference.margin_key out."
@@ -153,27 +175,38 @@ class PreferenceReader:
     def batch(self, records: Sequence[PromptRecord]) -> RolloutBatch:
         """Return the responses of these rows as a batch, with a pair's better one first.
 
-        `desirable` [responses] is the label of each. With margins, `margins` [2 x pairs] repeats each pair's.
-        `group_ids` are the rows.
+        `desirable` [responses] is the label of each. With margins, `margins` [2 x
+        pairs] repeats each pair's. `group_ids` are the rows.
 
         Raises:
             DataError: a row has no response, or one that is too long. Names the row.
         """
         read_rows = [self._read(record) for record in records]
-        record_of_response = [record for record, responses in zip(records, read_rows, strict=True) for _ in responses]
+        record_of_response = [
+            record
+            for record, responses in zip(records, read_rows, strict=True)
+            for _ in responses
+        ]
         batch = responses_of(
             [record.token_ids for record in record_of_response],
             [tokens for responses in read_rows for tokens, _ in responses],
             [row for row, responses in enumerate(read_rows) for _ in responses],
         ).with_(
             desirable=torch.tensor(
-                [desirable for responses in read_rows for _, desirable in responses], dtype=torch.bool
+                [desirable for responses in read_rows for _, desirable in responses],
+                dtype=torch.bool,
             )
         )
-        batch = batch.with_columns(**image_column(record.images for record in record_of_response))
+        batch = batch.with_columns(
+            **image_column(record.images for record in record_of_response)
+        )
         if self.columns.margin is None:
             return batch
-        margins = [self.columns.read_margin(record.extra, record.where) for record in records for _ in range(2)]
+        margins = [
+            self.columns.read_margin(record.extra, record.where)
+            for record in records
+            for _ in range(2)
+        ]
         return batch.with_(margins=torch.tensor(margins))
 
     def _read(self, record: PromptRecord) -> list[tuple[list[int], bool]]:
@@ -198,9 +231,13 @@ class PreferenceReader:
         return encoded
 
 
-def pairs_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> RolloutBatch:
+def pairs_of(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+) -> RolloutBatch:
     """Return a batch of given responses, in which two consecutive ones with the same prompt are a pair."""
-    return responses_of(prompts, responses, [number // 2 for number in range(len(responses))])
+    return responses_of(
+        prompts, responses, [number // 2 for number in range(len(responses))]
+    )
 
 
 def responses_of(
@@ -210,8 +247,14 @@ def responses_of(
 ) -> RolloutBatch:
     """Return a batch of given responses, as if an engine had generated them."""
     lengths = torch.tensor([len(response) for response in responses])
-    ids = torch.zeros(len(responses), int(lengths.max()) if len(responses) else 0, dtype=torch.int64)
-    inputs = torch.zeros(len(prompts), max((len(prompt) for prompt in prompts), default=0), dtype=torch.int64)
+    ids = torch.zeros(
+        len(responses), int(lengths.max()) if len(responses) else 0, dtype=torch.int64
+    )
+    inputs = torch.zeros(
+        len(prompts),
+        max((len(prompt) for prompt in prompts), default=0),
+        dtype=torch.int64,
+    )
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         inputs[row, : len(prompt)] = torch.tensor(list(prompt))
         ids[row, : len(response)] = torch.tensor(list(response))
@@ -239,7 +282,10 @@ def best_and_worst(scores: torch.Tensor, group_ids: torch.Tensor) -> list[int]:
         members = ((group_ids == group) & ~scores.isnan()).nonzero()[:, 0]
         group_scores = scores[members]
         if len(group_scores) and bool(group_scores.max() > group_scores.min()):
-            rows += [int(members[group_scores.argmax()]), int(members[group_scores.argmin()])]
+            rows += [
+                int(members[group_scores.argmax()]),
+                int(members[group_scores.argmin()]),
+            ]
     return rows
 
 

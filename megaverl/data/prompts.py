@@ -71,7 +71,9 @@ class PromptFormat:
         )
 
 
-def check_prompt(prompt: Any, where: str, key: str, parts: list[Any]) -> str | list[Message]:
+def check_prompt(
+    prompt: Any, where: str, key: str, parts: list[Any]
+) -> str | list[Message]:
     """Return the prompt of one row, after checking that it is text or a list of chat messages.
 
     Args:
@@ -84,7 +86,9 @@ def check_prompt(prompt: Any, where: str, key: str, parts: list[Any]) -> str | l
     """
     if isinstance(prompt, str):
         if not prompt.strip():
-            raise DataError(f"{where}: {key!r} is empty. Write a prompt, or remove the row.")
+            raise DataError(
+                f"{where}: {key!r} is empty. Write a prompt, or remove the row."
+            )
         return prompt
     if not isinstance(prompt, list):
         raise DataError(
@@ -92,11 +96,15 @@ def check_prompt(prompt: Any, where: str, key: str, parts: list[Any]) -> str | l
             '[{"role": "user", "content": "..."}].'
         )
     if not prompt:
-        raise DataError(f"{where}: {key!r} is an empty list of messages. Write a message, or remove the row.")
+        raise DataError(
+            f"{where}: {key!r} is an empty list of messages. Write a message, or remove the row."
+        )
     messages = [
-        _check_message(message, f"{where}: message {n} of {key!r}", parts) for n, message in enumerate(prompt, 1)
+        _check_message(message, f"{where}: message {n} of {key!r}", parts)
+        for n, message in enumerate(prompt, 1)
     ]
-    # A conversation that ends with the assistant has its answer in the prompt: the model would continue it.
+    # A conversation that ends with the assistant has its answer in the prompt: the
+    # model would continue it.
     if messages[-1]["role"] == "assistant":
         raise DataError(
             f"{where}: the last message of {key!r} is the assistant's, so there is nothing to answer. "
@@ -111,22 +119,29 @@ def _check_message(message: Any, where: str, parts: list[Any]) -> Message:
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys() | (
         {"content"} if calls else set()
     ):
-        raise DataError(f'{where} must be like {{"role": "user", "content": "..."}}; found {message!r:.80}.')
+        raise DataError(
+            f'{where} must be like {{"role": "user", "content": "..."}}; found {message!r:.80}.'
+        )
     role = message["role"]
     content = message.get("content")
     # OpenAI's format has a null content in messages that only call tools.
     if calls and content is None:
         content = ""
     if role not in ROLES:
-        raise DataError(f"{where} has the role {role!r}; known roles: {', '.join(ROLES)}.")
+        raise DataError(
+            f"{where} has the role {role!r}; known roles: {', '.join(ROLES)}."
+        )
     if isinstance(content, list):
         content, images = text_of_parts(content, where)
         parts += images
     if not isinstance(content, str):
-        raise DataError(f"{where} has content of type {type(content).__name__}; it must be text, or a list of parts.")
+        raise DataError(
+            f"{where} has content of type {type(content).__name__}; it must be text, or a list of parts."
+        )
     more = {key: message[key] for key in OF_TOOLS if message.get(key) is not None}
     if isinstance(more.get("tool_calls"), list):
-        # Parquet fills every field that any row has with null, and templates write what is not missing.
+        # Parquet fills every field that any row has with null, and templates write what
+        # is not missing.
         more["tool_calls"] = [without_nulls(call) for call in more["tool_calls"]]
     return {"role": role, "content": content, **more}
 
@@ -148,9 +163,16 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.image_token = image_token
         self.format = prompt_format or PromptFormat()
-        self.uses_chat_template = self.format.chat_template == "auto" and tokenizer.chat_template is not None
+        self.uses_chat_template = (
+            self.format.chat_template == "auto" and tokenizer.chat_template is not None
+        )
 
-    def render(self, prompt: str | Sequence[Message], where: str = "prompt", tools: Tools | None = None) -> str:
+    def render(
+        self,
+        prompt: str | Sequence[Message],
+        where: str = "prompt",
+        tools: Tools | None = None,
+    ) -> str:
         """Return the text to tokenize.
 
         Args:
@@ -160,7 +182,9 @@ class PromptEncoder:
             DataError: there are chat messages or tools but no chat template, or the template refuses them.
         """
         if self.uses_chat_template:
-            return self.tokenizer.render_chat(self.messages(prompt), where=where, tools=tools)
+            return self.tokenizer.render_chat(
+                self.messages(prompt), where=where, tools=tools
+            )
         if tools:
             raise DataError(
                 f"{where}: the row has tools, and no chat template writes them (tokenizer {self.tokenizer.source}, "
@@ -185,12 +209,20 @@ class PromptEncoder:
         Text becomes a user's message, after the system prompt if there is one.
         """
         if isinstance(prompt, str):
-            messages = [{"role": "user", "content": f"{self.format.prefix}{prompt}{self.format.suffix}"}]
+            messages = [
+                {
+                    "role": "user",
+                    "content": f"{self.format.prefix}{prompt}{self.format.suffix}",
+                }
+            ]
         else:
             messages = list(prompt)
         # A row's own system message has priority.
         if self.format.system_prompt and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.format.system_prompt}, *messages]
+            messages = [
+                {"role": "system", "content": self.format.system_prompt},
+                *messages,
+            ]
         return messages
 
     def encode(
@@ -210,13 +242,23 @@ class PromptEncoder:
                 images; also see `render`.
         """
         text = self.render(prompt, where, tools)
-        # A chat template writes the special tokens itself. On plain text the tokenizer adds its own, such as a BOS.
-        token_ids = self.tokenizer.encode(text, add_special_tokens=not self.uses_chat_template)
-        if not self.uses_chat_template and token_ids and token_ids[-1] == self.tokenizer.eos_token_id:
-            # Some tokenizers add an end-of-sequence token to every text. A prompt must stay open for the response.
+        # A chat template writes the special tokens itself. On plain text the tokenizer
+        # adds its own, such as a BOS.
+        token_ids = self.tokenizer.encode(
+            text, add_special_tokens=not self.uses_chat_template
+        )
+        if (
+            not self.uses_chat_template
+            and token_ids
+            and token_ids[-1] == self.tokenizer.eos_token_id
+        ):
+            # Some tokenizers add an end-of-sequence token to every text. A prompt must
+            # stay open for the response.
             token_ids = token_ids[:-1]
         if not token_ids:
-            raise DataError(f"{where}: the prompt {text!r:.60} becomes no tokens at all. Remove the row.")
+            raise DataError(
+                f"{where}: the prompt {text!r:.60} becomes no tokens at all. Remove the row."
+            )
         if self.image_token is not None:
             token_ids = self._expanded(token_ids, images, where)
         limit = self.format.max_tokens
@@ -225,15 +267,23 @@ class PromptEncoder:
         if self.format.too_long == "drop":
             return None
         if self.format.too_long == "truncate_left" and not images:
-            return EncodedPrompt(text, token_ids[-limit:], num_truncated=len(token_ids) - limit)
+            return EncodedPrompt(
+                text, token_ids[-limit:], num_truncated=len(token_ids) - limit
+            )
         raise DataError(
             f"{where}: the prompt is {len(token_ids)} tokens long, and at most {limit} fit. Raise "
             "data.max_prompt_tokens (as far as the model's context and rollout.sampling.max_tokens leave "
             "room), shorten the row, or set data.too_long to drop or truncate_left."
-            + (" (One with images is not cut; data.images.processor.max_pixels makes them smaller.)" if images else "")
+            + (
+                " (One with images is not cut; data.images.processor.max_pixels makes them smaller.)"
+                if images
+                else ""
+            )
         )
 
-    def _expanded(self, token_ids: list[int], images: Sequence[SharedItem], where: str) -> list[int]:
+    def _expanded(
+        self, token_ids: list[int], images: Sequence[SharedItem], where: str
+    ) -> list[int]:
         """Repeat the image token for every part of each image."""
         places = token_ids.count(self.image_token)  # type: ignore[arg-type]  # asked for where there is one
         if places != len(images):
@@ -245,15 +295,28 @@ class PromptEncoder:
         return [
             token
             for token_id in token_ids
-            for token in [token_id] * (next(sizes) if token_id == self.image_token else 1)
+            for token in [token_id]
+            * (next(sizes) if token_id == self.image_token else 1)
         ]
 
-    def is_short(self, prompt: str | Sequence[Message], where: str = "prompt", tools: Tools | None = None) -> bool:
+    def is_short(
+        self,
+        prompt: str | Sequence[Message],
+        where: str = "prompt",
+        tools: Tools | None = None,
+    ) -> bool:
         """Return whether `prompt` has fewer tokens than required. An image counts as one token."""
         if self.format.min_tokens <= 1:
             return False
         text = self.render(prompt, where, tools)
-        return len(self.tokenizer.encode(text, add_special_tokens=not self.uses_chat_template)) < self.format.min_tokens
+        return (
+            len(
+                self.tokenizer.encode(
+                    text, add_special_tokens=not self.uses_chat_template
+                )
+            )
+            < self.format.min_tokens
+        )
 
     def num_cut(
         self,
@@ -264,12 +327,16 @@ class PromptEncoder:
     ) -> int | None:
         """Return how many tokens `encode` would cut off, or None if it would drop the prompt. Raises the same errors.
 
-        Only prompts that might be too long are tokenized: no token is shorter than a byte. That is much faster.
+        Only prompts that might be too long are tokenized: no token is shorter than a
+        byte. That is much faster.
         """
         limit = self.format.max_tokens
         if self.image_token is None and (
-            # A token covers at least one byte, so a text of few bytes fits without being tokenized. Most prompts do.
-            limit is None or len(self.render(prompt, where, tools).encode()) + NUM_ADDED_TOKENS <= limit
+            # A token covers at least one byte, so a text of few bytes fits without
+            # being tokenized. Most prompts do.
+            limit is None
+            or len(self.render(prompt, where, tools).encode()) + NUM_ADDED_TOKENS
+            <= limit
         ):
             return 0
         encoded = self.encode(prompt, where, tools, images)
@@ -317,33 +384,51 @@ class Columns:
             DataError: a required column is missing or has a wrong type.
         """
         parts: list[Any] = []
-        prompt = check_prompt(_column(row, self.prompt, where, "data.prompt_key"), where, self.prompt, parts)
+        prompt = check_prompt(
+            _column(row, self.prompt, where, "data.prompt_key"),
+            where,
+            self.prompt,
+            parts,
+        )
         prompt = plain_value(prompt, where, self.prompt)
         reference = None
         if self.answer is not None:
-            reference = plain_value(_column(row, self.answer, where, "data.answer_key"), where, self.answer)
+            reference = plain_value(
+                _column(row, self.answer, where, "data.answer_key"), where, self.answer
+            )
         tools = self.default_tools
         if row.get(self.tools):
             tools = check_tools(row[self.tools], f"{where}: {self.tools!r}")
-        read_keys: list[str | None] = [self.prompt, self.answer, self.tools, *self.ignored]
+        read_keys: list[str | None] = [
+            self.prompt,
+            self.answer,
+            self.tools,
+            *self.ignored,
+        ]
         rest: Mapping[str, Any] = row
         images: list[SharedItem] | None = None
         if self.images is not None:
             key = self.images.config.key
             read_keys.append(key)
-            prompt, images = self.images.write_images(prompt, parts, value_at(row, key), where)
+            prompt, images = self.images.write_images(
+                prompt, parts, value_at(row, key), where
+            )
             rest = _without(row, key)
         elif parts:
-            raise DataError(f"{where}: the prompt has images, and the model takes none (no vision_config there).")
-        extra = plain_columns({key: rest[key] for key in rest if key not in read_keys}, where)
+            raise DataError(
+                f"{where}: the prompt has images, and the model takes none (no vision_config there)."
+            )
+        extra = plain_columns(
+            {key: rest[key] for key in rest if key not in read_keys}, where
+        )
         return RowColumns(prompt, reference, tools, extra, images)
 
 
 def check_tools(value: Any, where: str) -> Tools:
     """Return tools as chat templates take them, a list of JSON schemas of functions, from such a list or its JSON text.
 
-    Null fields are removed: Parquet and `datasets` give every tool the fields of all the others. Only `default` and
-    `const` of a schema may be null.
+    Null fields are removed: Parquet and `datasets` give every tool the fields of all
+    the others. Only `default` and `const` of a schema may be null.
 
     Raises:
         DataError: the value is not a list of tools.
@@ -382,7 +467,9 @@ def _schema_without_nulls(value: Any, *, of_properties: bool = False) -> Any:
     if not isinstance(value, Mapping):
         return value
     return {
-        key: _schema_without_nulls(item, of_properties=key == "properties" and not of_properties)
+        key: _schema_without_nulls(
+            item, of_properties=key == "properties" and not of_properties
+        )
         for key, item in value.items()
         if item is not None or (key in NULL_IN_SCHEMA and not of_properties)
     }
@@ -425,7 +512,9 @@ def _column(row: Mapping[str, Any], key: str, where: str, setting: str) -> Any:
     """Return the value of `key`, or of the path `a.b`, which must exist and not be null."""
     value = value_at(row, key)
     if value is None and key in row:
-        raise DataError(f"{where}: {key!r} is null. Fill it in, remove the row, or name another column with {setting}.")
+        raise DataError(
+            f"{where}: {key!r} is null. Fill it in, remove the row, or name another column with {setting}."
+        )
     if value is None:
         raise DataError(
             f"{where}: no {key!r} in this row; its keys: {', '.join(map(repr, row)) or 'none'}. "

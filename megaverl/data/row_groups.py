@@ -1,7 +1,8 @@
 """In-memory cache of Parquet row groups, so that shuffled prompts do not decode a group for every row.
 
-A row group is decoded as a whole. A small file can decode to more bytes than there is memory, because pages are
-compressed and repeated values are stored once. `GroupBound` limits the decoded bytes.
+A row group is decoded as a whole. A small file can decode to more bytes than there is
+memory, because pages are compressed and repeated values are stored once. `GroupBound`
+limits the decoded bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import psutil
 SHARE = 4
 # One row group may take half of it.
 MOST_OF_MEMORY = 2
-# Prompts compress to a tenth or a hundredth of their size. A group that is large and grows 500 times holds no prompts.
+# Prompts compress to a tenth or a hundredth of their size. A group that is large and
+# grows 500 times holds no prompts.
 MAX_UNSUSPICIOUS_BYTES = 2**30
 MAX_EXPANSION = 500
 
@@ -41,7 +43,9 @@ class GroupBound:
     def __init__(self, stored: int, free_bytes: int | None = None) -> None:
         self._stored = stored
         self._num_bytes = 0
-        self._most = (_free_at_first() if free_bytes is None else free_bytes) // MOST_OF_MEMORY
+        self._most = (
+            _free_at_first() if free_bytes is None else free_bytes
+        ) // MOST_OF_MEMORY
 
     def add(self, num_bytes: int) -> None:
         """Count bytes that were decoded. Raise ValueError, see `check`."""
@@ -54,7 +58,10 @@ class GroupBound:
         Raises:
             ValueError: names the limit that it exceeds, and how to write a smaller group.
         """
-        if num_bytes > MAX_UNSUSPICIOUS_BYTES and num_bytes > MAX_EXPANSION * self._stored:
+        if (
+            num_bytes > MAX_UNSUSPICIOUS_BYTES
+            and num_bytes > MAX_EXPANSION * self._stored
+        ):
             raise ValueError(
                 f"its row group decodes to more than {num_bytes:,} bytes from {self._stored:,} in the file; at most "
                 f"{MAX_EXPANSION} times as many are read. Remove the repeating column, or write the file with "
@@ -85,7 +92,8 @@ class RowGroupCache:
         self._budget = budget
         self._tables: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._num_bytes = 0
-        # Reentrant: garbage collection may call `forget` in the thread that is inside `get`.
+        # Reentrant: garbage collection may call `forget` in the thread that is inside
+        # `get`.
         self._lock = threading.RLock()
 
     def get(self, key: tuple[int, int], load: Callable[[], Any]) -> Any:
@@ -125,7 +133,9 @@ def _free_at_first() -> int:
 
 def _free_memory() -> int:
     """Return the free bytes of the host divided by the number of ranks on it."""
-    return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return int(psutil.virtual_memory().available) // int(
+        os.environ.get("LOCAL_WORLD_SIZE", 1)
+    )
 
 
 SHARED = RowGroupCache()

@@ -1,9 +1,10 @@
 """Bounded samples of a source's rows, for checks before a run starts.
 
-Small sources are sampled by row number: the first rows, and some spread over the others. Counting the rows of large
-files would take as long as starting the run, so these are sampled by position: the front of the first file, then rows
-after some byte positions (JSONL) or at the beginning of some row groups (Parquet). Of a data set on the hub the first
-rows are streamed.
+Small sources are sampled by row number: the first rows, and some spread over the
+others. Counting the rows of large files would take as long as starting the run, so
+these are sampled by position: the front of the first file, then rows after some byte
+positions (JSONL) or at the beginning of some row groups (Parquet). Of a data set on the
+hub the first rows are streamed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from pathlib import Path
 from megaverl.config.run import SourceConfig
 from megaverl.data.row_groups import RowGroupCache
 from megaverl.data.row_values import parse_row
-from megaverl.data.sources import ParquetFile, Place, expand_paths, folder_files, kind_of, open_source
+from megaverl.data.sources import (
+    ParquetFile,
+    Place,
+    expand_paths,
+    folder_files,
+    kind_of,
+    open_source,
+)
 from megaverl.data.streaming import FilesReader, HubReader, Row
 from megaverl.errors import DataError
 
@@ -45,17 +53,31 @@ class RowSample:
         self.num_rows: int | None = None
         kind = kind_of(source.path)
         if kind in ("files", "folder"):
-            files = folder_files(Path(source.path)) if kind == "folder" else expand_paths(source.path)
+            files = (
+                folder_files(Path(source.path))
+                if kind == "folder"
+                else expand_paths(source.path)
+            )
             if is_large(files):
                 self._rows = _by_place(files, source.limit)
                 return
-        if kind == "hub" and os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("1", "true", "yes", "on"):
+        if kind == "hub" and os.environ.get("HF_HUB_OFFLINE", "0").lower() not in (
+            "1",
+            "true",
+            "yes",
+            "on",
+        ):
             reader = HubReader(source)
-            self._rows = islice(iter(reader.read, None), min(FIRST_ROWS, source.limit or FIRST_ROWS))
+            self._rows = islice(
+                iter(reader.read, None), min(FIRST_ROWS, source.limit or FIRST_ROWS)
+            )
             return
         rows = open_source(source)
         self.num_rows = len(rows)
-        self._rows = (Row(rows[number], rows.where(number)) for number in sampled_numbers(self.num_rows))
+        self._rows = (
+            Row(rows[number], rows.where(number))
+            for number in sampled_numbers(self.num_rows)
+        )
 
     def __iter__(self) -> Iterator[Row]:
         return self._rows
@@ -69,7 +91,9 @@ def is_large(files: Sequence[Path]) -> bool:
 def sampled_numbers(count: int) -> list[int]:
     """Return the numbers of the first rows and of some spread over the others, including the last one."""
     first = range(min(FIRST_ROWS, count))
-    further = {count - 1 - number * count // SPREAD_ROWS for number in range(SPREAD_ROWS)}
+    further = {
+        count - 1 - number * count // SPREAD_ROWS for number in range(SPREAD_ROWS)
+    }
     return [*first, *sorted(number for number in further if number >= FIRST_ROWS)]
 
 
@@ -87,7 +111,11 @@ def _by_place(files: Sequence[Path], limit: int | None) -> Iterator[Row]:
     total = sum(file.stat().st_size for file in files)
     for number in range(1, SPREAD_ROWS + 1):
         file, position = _place_of(files, number * total // (SPREAD_ROWS + 1))
-        row = _group_row(file, position) if file.suffix == ".parquet" else _row_after(file, position)
+        row = (
+            _group_row(file, position)
+            if file.suffix == ".parquet"
+            else _row_after(file, position)
+        )
         if row is not None:
             yield row
 
@@ -106,7 +134,10 @@ def _front(file: Path) -> Iterator[Row]:
     """Yield the rows of a file in order, reading only as far as needed."""
     if file.suffix == ".parquet":
         rows = ParquetFile(file, RowGroupCache(0))
-        yield from (Row(row, rows.where(number)) for number, row in enumerate(rows.front(0, FIRST_ROWS)))
+        yield from (
+            Row(row, rows.where(number))
+            for number, row in enumerate(rows.front(0, FIRST_ROWS))
+        )
     else:
         yield from iter(FilesReader([file]).read, None)
 
@@ -129,7 +160,9 @@ def _row_after(file: Path, position: int) -> Row | None:
             if stream.tell() - position < LONGEST_LINE:
                 # No whole line follows: this is the last one.
                 return None
-            raise DataError(f"{file}: the line at byte {position} has more than {LONGEST_LINE:,} bytes. Shorten it.")
+            raise DataError(
+                f"{file}: the line at byte {position} has more than {LONGEST_LINE:,} bytes. Shorten it."
+            )
         begin = stream.tell()
         line = stream.readline(LONGEST_LINE)
     if not line.strip():

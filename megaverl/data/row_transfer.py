@@ -1,7 +1,7 @@
 """Transfer of rows and whole tensors between ranks, of one role or of two.
 
-Data on the host, such as tokens, go from host to host. Results that were computed on a device go from device to device
-(`JobContext.rows`).
+Data on the host, such as tokens, go from host to host. Results that were computed on a
+device go from device to device (`JobContext.rows`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Moving:
     def plan(cls, context: JobContext, name: str, source: Rows, dest: Rows) -> Moving:
         """Return this rank's part of a transfer. Arguments must be equal on every rank.
 
-        A rank of `dest` that wants no rows and holds none still gets one header, from which it builds an empty batch.
+        A rank of `dest` that wants no rows and holds none still gets one header, from
+        which it builds an empty batch.
 
         Args:
             source: rows that each rank holds.
@@ -81,7 +82,9 @@ class Moving:
 
 
 def as_ragged(
-    tensors: Mapping[str, Tensor], batch: NamedTensors, columns: Mapping[str, Sequence[object]] | None = None
+    tensors: Mapping[str, Tensor],
+    batch: NamedTensors,
+    columns: Mapping[str, Sequence[object]] | None = None,
 ) -> RaggedBatch:
     """Return fields of a batch without their padding."""
     axes = {}
@@ -106,20 +109,29 @@ class Heard(NamedTuple):
     payload: Tensor
 
 
-def move_ragged(context: JobContext, moving: Moving, ragged: RaggedBatch | None) -> RaggedBatch | None:
+def move_ragged(
+    context: JobContext, moving: Moving, ragged: RaggedBatch | None
+) -> RaggedBatch | None:
     """Move rows of any tensors, like `move_batch`."""
     _check_held(moving, ragged)
-    # All host messages are sent before any is awaited, so two ranks that send to each other do not deadlock.
+    # All host messages are sent before any is awaited, so two ranks that send to each
+    # other do not deadlock.
     sent, device_data = _send_from_host(context, moving, ragged)
     heard, device_buffers = _hear(context, moving)
     if context.rows is not None:
-        Channel(context, moving.name).exchange(context.rows, device_data, device_buffers)
+        Channel(context, moving.name).exchange(
+            context.rows, device_data, device_buffers
+        )
     sent.wait()
     return _merged(context, moving, ragged, heard, device_buffers)
 
 
 def send_whole(
-    context: JobContext, name: str, dest: Sequence[int], head: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    context: JobContext,
+    name: str,
+    dest: Sequence[int],
+    head: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
 ) -> PendingSends:
     """Start sending whole tensors to several ranks, after a JSON header.
 
@@ -127,7 +139,8 @@ def send_whole(
     """
     sent = PendingSends()
     channel = Channel(context, name)
-    # Receivers that are reached through the same device get the same bytes, which are packed once.
+    # Receivers that are reached through the same device get the same bytes, which are
+    # packed once.
     ranks_by_device: dict[torch.device | None, list[int]] = {}
     for rank in dest:
         device = context.device_between(context.rank, rank)
@@ -151,7 +164,9 @@ def send_whole(
     return sent
 
 
-def receive_whole(context: JobContext, name: str, source: int, head: Mapping[str, Any]) -> dict[str, Tensor]:
+def receive_whole(
+    context: JobContext, name: str, source: int, head: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """Return the tensors that `send_whole` sent with this header, on the host or device where they were."""
     channel = Channel(context, name)
     (host_payload,) = channel.receive_from(source)
@@ -160,7 +175,9 @@ def receive_whole(context: JobContext, name: str, source: int, head: Mapping[str
     device_parts = head["on_device"]
     if device_parts and context.rows is not None:
         device = context.device_between(source, context.rank)
-        device_payload = torch.empty(num_bytes(device_parts), dtype=torch.uint8, device=device)
+        device_payload = torch.empty(
+            num_bytes(device_parts), dtype=torch.uint8, device=device
+        )
         channel.receive(context.rows, {source: device_payload})
         context.traffic.received += device_payload.numel()
         tensors |= unpack_tensors(device_parts, device_payload)
@@ -170,7 +187,9 @@ def receive_whole(context: JobContext, name: str, source: int, head: Mapping[str
 def _check_held(moving: Moving, ragged: RaggedBatch | None) -> None:
     """Raise DataError if a rank gave other rows than it holds."""
     if moving.held and ragged is None:
-        raise DataError(f"{moving.name}: this rank holds {len(moving.held)} rows, and gave none")
+        raise DataError(
+            f"{moving.name}: this rank holds {len(moving.held)} rows, and gave none"
+        )
     if ragged is None:
         return
     count = len(moving.held)
@@ -197,15 +216,30 @@ def _merged(
     parts: list[tuple[Sequence[int], RaggedBatch, Sequence[int]]] = []
     if ragged is not None:
         kept = [row for row in moving.wanted if row in place_held]
-        parts.append(([place_wanted[row] for row in kept], ragged, [place_held[row] for row in kept]))
+        parts.append(
+            (
+                [place_wanted[row] for row in kept],
+                ragged,
+                [place_held[row] for row in kept],
+            )
+        )
     for move in moving.moves:
         if move.dest == context.rank:
             message = heard[move.source]
-            received = RaggedBatch.unpack(message.header, message.payload, _fills(), on_device.get(move.source))
-            parts.append(([place_wanted[row] for row in move.rows], received, range(len(move.rows))))
+            received = RaggedBatch.unpack(
+                message.header, message.payload, _fills(), on_device.get(move.source)
+            )
+            parts.append(
+                (
+                    [place_wanted[row] for row in move.rows],
+                    received,
+                    range(len(move.rows)),
+                )
+            )
     if not parts:
         return None
-    # Parts without rows must not widen the result. If all are empty, they still say which tensors an empty batch has.
+    # Parts without rows must not widen the result. If all are empty, they still say
+    # which tensors an empty batch has.
     parts_with_rows = [part for part in parts if part[0]]
     return merge(len(moving.wanted), parts_with_rows or parts)
 
@@ -239,7 +273,9 @@ def _send_from_host(
     return sent, device_data
 
 
-def _hear(context: JobContext, moving: Moving) -> tuple[dict[int, Heard], dict[int, Tensor]]:
+def _hear(
+    context: JobContext, moving: Moving
+) -> tuple[dict[int, Heard], dict[int, Tensor]]:
     """Receive headers and host data from every sender. Returns them, and buffers for the device data that follows."""
     channel = Channel(context, moving.name)
     heard: dict[int, Heard] = {}
@@ -250,7 +286,9 @@ def _hear(context: JobContext, moving: Moving) -> tuple[dict[int, Heard], dict[i
         source = move.source
         parts = channel.receive_from(source)
         if len(parts) != 2:
-            raise DataError(f"{moving.name}: {context.describe(source)} sent data that are not rows")
+            raise DataError(
+                f"{moving.name}: {context.describe(source)} sent data that are not rows"
+            )
         header, payload = parts
         message = Heard(header.numpy().tobytes(), payload)
         heard[source] = message
@@ -258,6 +296,8 @@ def _hear(context: JobContext, moving: Moving) -> tuple[dict[int, Heard], dict[i
         num_device_bytes = num_bytes_on_device(message.header)
         if num_device_bytes is not None:
             device = context.device_between(source, context.rank)
-            device_buffers[source] = torch.empty(num_device_bytes, dtype=torch.uint8, device=device)
+            device_buffers[source] = torch.empty(
+                num_device_bytes, dtype=torch.uint8, device=device
+            )
             context.traffic.received += num_device_bytes
     return heard, device_buffers

@@ -1,8 +1,9 @@
 """Convert values from JSON text, Arrow and users' code to values that JSON can hold.
 
-Rows travel as JSON: between ranks, to rewards in other processes, and into checkpoints. So every value is converted
-when its row is read, or refused with its row and column. A value that cannot travel must fail a run at its start, not
-when the first reward runs on another node.
+Rows travel as JSON: between ranks, to rewards in other processes, and into checkpoints.
+So every value is converted when its row is read, or refused with its row and column. A
+value that cannot travel must fail a run at its start, not when the first reward runs on
+another node.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
 def plain_value(value: Any, where: str, name: str) -> Any:
     """Return `value` as JSON can hold it: text, numbers, true/false, null, lists and mappings with text keys.
 
-    Dates, times and UUIDs become ISO 8601 text, decimals text with all their digits, durations seconds, tuples lists,
-    integer keys text, and scalars and arrays of numpy or torch plain numbers and lists.
+    Dates, times and UUIDs become ISO 8601 text, decimals text with all their digits,
+    durations seconds, tuples lists, integer keys text, and scalars and arrays of numpy
+    or torch plain numbers and lists.
 
     Args:
         where: the row, for messages.
@@ -79,7 +81,8 @@ def plain_columns(columns: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     try:
         return {
-            _plain_key(name, ("the name of a column",)): _plain(value, (str(name),)) for name, value in columns.items()
+            _plain_key(name, ("the name of a column",)): _plain(value, (str(name),))
+            for name, value in columns.items()
         }
     except _NotPlain as error:
         raise DataError(f"{where}: {error}") from error
@@ -97,8 +100,8 @@ class _NotPlain(ValueError):
         super().__init__(f"{name!r} {problem}")
 
 
-# (name of the column,), or (path of the parent, key or index). Nested, so that building a path costs nothing until a
-# message needs it.
+# (name of the column,), or (path of the parent, key or index). Nested, so that building
+# a path costs nothing until a message needs it.
 _Path = tuple[Any, ...]
 
 
@@ -116,18 +119,26 @@ def _plain(value: Any, path: _Path, depth: int = 0) -> Any:
             for key, item in value.items():
                 plain[_plain_key(key, path)] = _plain(item, (path, key), depth + 1)
             return plain
-        return [_plain(item, (path, place), depth + 1) for place, item in enumerate(value)]
-    # Arrays of numpy and torch become lists; their scalars become plain numbers or dates.
+        return [
+            _plain(item, (path, place), depth + 1) for place, item in enumerate(value)
+        ]
+    # Arrays of numpy and torch become lists; their scalars become plain numbers or
+    # dates.
     if hasattr(value, "tolist"):
         return _plain(value.tolist(), path, depth + 1)
     if isinstance(value, int):
         if not -_TOO_LARGE < value < _TOO_LARGE:
-            raise _NotPlain(path, f"is a number of more than {MAX_DIGITS} digits. Write it as text.")
+            raise _NotPlain(
+                path, f"is a number of more than {MAX_DIGITS} digits. Write it as text."
+            )
         return int(value)
     if isinstance(value, float | Decimal):
         if not math.isfinite(value):
             word = "NaN" if math.isnan(value) else "infinite"
-            raise _NotPlain(path, f"is {word}, which JSON cannot hold. Write null or a number, or remove the row.")
+            raise _NotPlain(
+                path,
+                f"is {word}, which JSON cannot hold. Write null or a number, or remove the row.",
+            )
         return float(value) if isinstance(value, float) else format(value, "f")
     return _plain_object(value, path)
 
@@ -184,13 +195,20 @@ def _plain_key(key: Any, path: _Path) -> str:
         return str(key)
     if isinstance(key, datetime.date | datetime.time | Decimal | UUID):
         return str(_plain(key, path))
-    raise _NotPlain(path, f"has the key {key!r:.60}, and keys of mappings are text in JSON. Write text.")
+    raise _NotPlain(
+        path,
+        f"has the key {key!r:.60}, and keys of mappings are text in JSON. Write text.",
+    )
 
 
 def without_null_fields(value: Any) -> Any:
     """Remove fields of mappings that are None, at every level. Lists keep their Nones."""
     if isinstance(value, Mapping):
-        return {key: without_null_fields(item) for key, item in value.items() if item is not None}
+        return {
+            key: without_null_fields(item)
+            for key, item in value.items()
+            if item is not None
+        }
     if isinstance(value, list | tuple):
         return [without_null_fields(item) for item in value]
     return value
@@ -214,8 +232,9 @@ def parse_text(text: str) -> Any:
 def arrow_conversion(arrow_type: Any) -> Conversion | None:
     """Return a function that restores what a value's writer meant from its Arrow type, or None for no change.
 
-    Arrow stores a missing field as a null field of its struct. Such fields are removed again, so a row reads the same
-    from Parquet and from JSONL. A map becomes a mapping. Nulls in maps and lists were written, and stay.
+    Arrow stores a missing field as a null field of its struct. Such fields are removed
+    again, so a row reads the same from Parquet and from JSONL. A map becomes a mapping.
+    Nulls in maps and lists were written, and stay.
 
     Raises:
         DataError: a map has keys that are lists, structs or maps.
@@ -228,9 +247,13 @@ def arrow_conversion(arrow_type: Any) -> Conversion | None:
         return lambda value: None if value is None else _convert_struct(value, fields)
     if types.is_map(arrow_type):
         if types.is_nested(arrow_type.key_type):
-            raise DataError(f"a map with keys of type {arrow_type.key_type}; keys must be text in JSON")
+            raise DataError(
+                f"a map with keys of type {arrow_type.key_type}; keys must be text in JSON"
+            )
         of_item = arrow_conversion(arrow_type.item_type) or _unchanged
-        return lambda value: None if value is None else {key: of_item(item) for key, item in value}
+        return lambda value: (
+            None if value is None else {key: of_item(item) for key, item in value}
+        )
     if types.is_dictionary(arrow_type):
         return arrow_conversion(arrow_type.value_type)
     # Covers lists, large lists, list views and lists of fixed size.
@@ -238,11 +261,15 @@ def arrow_conversion(arrow_type: Any) -> Conversion | None:
         of_element = arrow_conversion(arrow_type.value_type)
         if of_element is None:
             return None
-        return lambda value: None if value is None else [of_element(item) for item in value]
+        return lambda value: (
+            None if value is None else [of_element(item) for item in value]
+        )
     return None
 
 
-def _convert_struct(value: Mapping[str, Any], fields: Mapping[str, Conversion | None]) -> dict[str, Any]:
+def _convert_struct(
+    value: Mapping[str, Any], fields: Mapping[str, Conversion | None]
+) -> dict[str, Any]:
     """Return a struct's fields that are not null, converted."""
     converted = {}
     for name, item in value.items():
@@ -264,5 +291,12 @@ def _too_nested() -> str:
 
 def _kind(value: Any) -> str:
     """Return the kind of a JSON value in words."""
-    names = {list: "a list", str: "text", int: "a number", float: "a number", bool: "true/false", type(None): "null"}
+    names = {
+        list: "a list",
+        str: "text",
+        int: "a number",
+        float: "a number",
+        bool: "true/false",
+        type(None): "null",
+    }
     return names.get(type(value), type(value).__name__)

@@ -27,7 +27,8 @@ class SequenceLengths(_Columns):
     def plans(self) -> dict[Hashable, list[list[list[int]]]]:
         """Cache of planned micro-batches, by the other arguments of a plan.
 
-        Roles often plan alike, and each one plans twice: once to announce its samples and once to compute.
+        Roles often plan alike, and each one plans twice: once to announce its samples
+        and once to compute.
         """
         return {}
 
@@ -37,4 +38,9 @@ class SequenceLengths(_Columns):
     @cached_property
     def lengths(self) -> list[int]:
         """Tokens of prompt and response together, per sample."""
-        return [prompt + response for prompt, response in zip(self.prompt_lengths, self.response_lengths, strict=True)]
+        return [
+            prompt + response
+            for prompt, response in zip(
+                self.prompt_lengths, self.response_lengths, strict=True
+            )
+        ]

@@ -23,7 +23,12 @@ from megaverl.config.evaluation import SUITE_PREFIX, parse_suite_source
 from megaverl.config.run import SourceConfig, is_hub_name
 from megaverl.data.row_groups import SHARED, GroupBound, RowGroupCache
 from megaverl.data.row_source import RowSource
-from megaverl.data.row_values import Conversion, arrow_conversion, parse_row, without_null_fields
+from megaverl.data.row_values import (
+    Conversion,
+    arrow_conversion,
+    parse_row,
+    without_null_fields,
+)
 from megaverl.data.suites import SUITES, CsvRows, SuiteRows
 from megaverl.errors import DataError
 from megaverl.plugins import load_object
@@ -45,18 +50,25 @@ def as_source(entry: Entry) -> SourceConfig:
 def kind_of(path: str) -> str:
     """Return the kind of a source, consulting only the local disk.
 
-    It is `files` (or a pattern), `folder`, `saved` by datasets, `hub`, `reasoning_gym`, `verifiers`, `suite`, or `own`
-    code.
+    It is `files` (or a pattern), `folder`, `saved` by datasets, `hub`, `reasoning_gym`,
+    `verifiers`, `suite`, or `own` code.
     """
     if path.startswith((PREFIX, verifiers.PREFIX, SUITE_PREFIX)):
         return path.partition(":")[0]
     if OWN.fullmatch(path):
         return "own"
     if Path(path).is_dir():
-        is_saved = any(Path(path, f"dataset_{name}.json").is_file() for name in ("info", "dict"))
+        is_saved = any(
+            Path(path, f"dataset_{name}.json").is_file() for name in ("info", "dict")
+        )
         return "saved" if is_saved else "folder"
     # `org/name` may also be a relative path, which comes first.
-    if not Path(path).exists() and not glob.has_magic(path) and not path.endswith(SUFFIXES) and is_hub_name(path):
+    if (
+        not Path(path).exists()
+        and not glob.has_magic(path)
+        and not path.endswith(SUFFIXES)
+        and is_hub_name(path)
+    ):
         return "hub"
     return "files"
 
@@ -71,8 +83,14 @@ def open_source(entry: Entry) -> RowSource:
     check_revision(source)
     rows = _open(source)
     if len(rows) == 0:
-        raise DataError(f"{source.path}: the data set is empty. Put at least one row into it, or leave it out.")
-    return rows if source.limit is None or source.limit >= len(rows) else FirstRows(rows, source.limit)
+        raise DataError(
+            f"{source.path}: the data set is empty. Put at least one row into it, or leave it out."
+        )
+    return (
+        rows
+        if source.limit is None or source.limit >= len(rows)
+        else FirstRows(rows, source.limit)
+    )
 
 
 def check_revision(source: SourceConfig) -> None:
@@ -101,7 +119,9 @@ def _open(source: SourceConfig) -> RowSource:
         return _suite(source.path)
     if kind in ("saved", "hub"):
         return HubRows(source)
-    return open_rows(folder_files(Path(source.path)) if kind == "folder" else source.path)
+    return open_rows(
+        folder_files(Path(source.path)) if kind == "folder" else source.path
+    )
 
 
 def _suite(text: str) -> RowSource:
@@ -126,9 +146,13 @@ def folder_files(folder: Path) -> list[Path]:
     Raises:
         DataError: there are none.
     """
-    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    files = sorted(
+        path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file()
+    )
     if not files:
-        raise DataError(f"{folder}: no file in this folder ends in {' or '.join(SUFFIXES)}. Name another one.")
+        raise DataError(
+            f"{folder}: no file in this folder ends in {' or '.join(SUFFIXES)}. Name another one."
+        )
     return files
 
 
@@ -136,7 +160,11 @@ class HubRows:
     """Split of a data set of Hugging Face's `datasets`, from the hub or from save_to_disk, memory-mapped."""
 
     def __init__(self, source: SourceConfig) -> None:
-        self._name = source.path + (f", {source.subset}" if source.subset else "") + f", {source.split}"
+        self._name = (
+            source.path
+            + (f", {source.subset}" if source.subset else "")
+            + f", {source.split}"
+        )
         self._rows = load_hub(source, streaming=False)
         self.fingerprint = str(self._rows._fingerprint)
 
@@ -152,10 +180,14 @@ class HubRows:
             return hub_row(self._rows[index], self._rows.features)
         # `datasets` passes on errors of several libraries for damaged files and values.
         except Exception as error:
-            raise DataError(f"{self.where(index)}: it cannot be read ({type(error).__name__}: {error}).") from error
+            raise DataError(
+                f"{self.where(index)}: it cannot be read ({type(error).__name__}: {error})."
+            ) from error
 
 
-def hub_row(row: Mapping[str, Any], features: Mapping[str, Any] | None) -> dict[str, Any]:
+def hub_row(
+    row: Mapping[str, Any], features: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Return a row of `datasets` without the null fields that Arrow adds to structs.
 
     Args:
@@ -170,7 +202,11 @@ def hub_row(row: Mapping[str, Any], features: Mapping[str, Any] | None) -> dict[
 
 def _without_null_fields_inside(value: Any) -> Any:
     """Remove null fields inside `value`, if it is a container."""
-    return without_null_fields(value) if isinstance(value, Mapping | list | tuple) else value
+    return (
+        without_null_fields(value)
+        if isinstance(value, Mapping | list | tuple)
+        else value
+    )
 
 
 def load_hub(source: SourceConfig, *, streaming: bool) -> Any:
@@ -180,7 +216,9 @@ def load_hub(source: SourceConfig, *, streaming: bool) -> Any:
         DataError: the package is missing, or cannot load the data set.
     """
     if importlib.util.find_spec("datasets") is None:
-        raise DataError(f"{source.path}: reading it needs the package datasets: {HOW_TO_INSTALL}.")
+        raise DataError(
+            f"{source.path}: reading it needs the package datasets: {HOW_TO_INSTALL}."
+        )
     import datasets
 
     check_revision(source)
@@ -200,8 +238,11 @@ def load_hub(source: SourceConfig, *, streaming: bool) -> Any:
             )
         )
     except KeyError as error:
-        raise DataError(f"{source.path}: no split {error}; it has {', '.join(saved)}. Set split.") from error
-    # `datasets` passes on errors of several libraries: network, names, files and columns.
+        raise DataError(
+            f"{source.path}: no split {error}; it has {', '.join(saved)}. Set split."
+        ) from error
+    # `datasets` passes on errors of several libraries: network, names, files and
+    # columns.
     except Exception as error:
         raise DataError(
             f"{source.path}: datasets cannot load it: {type(error).__name__}: {error}. Look at the name and at the "
@@ -221,7 +262,9 @@ def _encoded_images(rows: Any) -> Any:
         inner = getattr(feature, "feature", feature)
         if isinstance(inner, datasets.Image):
             encoded = datasets.Image(decode=False)
-            rows = rows.cast_column(name, encoded if inner is feature else datasets.List(encoded))
+            rows = rows.cast_column(
+                name, encoded if inner is feature else datasets.List(encoded)
+            )
     return rows
 
 
@@ -246,7 +289,9 @@ def _own(name: str) -> RowSource:
     function = load_object(name, "data")
     with raised_by(name):
         rows = function() if callable(function) else function
-        is_source = all(hasattr(rows, method) for method in (*ROW_METHODS, "fingerprint"))
+        is_source = all(
+            hasattr(rows, method) for method in (*ROW_METHODS, "fingerprint")
+        )
     if is_source:
         return OwnRows(rows, name)
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
@@ -256,13 +301,17 @@ def _own(name: str) -> RowSource:
         )
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DataError(f"{name}, row {number + 1}: found {type(row).__name__}; expected a mapping of columns.")
+            raise DataError(
+                f"{name}, row {number + 1}: found {type(row).__name__}; expected a mapping of columns."
+            )
     return RowList(rows, name)
 
 
 def raised_by(name: str) -> AbstractContextManager[None]:
     """Return the context for calls of a user's data function or rows, which may raise anything."""
-    return user_code(lambda error: DataError(f"{name}: it raised {describe(error)}"), keep=DataError)
+    return user_code(
+        lambda error: DataError(f"{name}: it raised {describe(error)}"), keep=DataError
+    )
 
 
 class OwnRows:
@@ -280,7 +329,9 @@ class OwnRows:
         with raised_by(f"{self._name}, row {index + 1}"):
             row = self._rows[index]
         if not isinstance(row, Mapping):
-            raise DataError(f"{self.where(index)}: found {type(row).__name__}; expected a mapping of columns.")
+            raise DataError(
+                f"{self.where(index)}: found {type(row).__name__}; expected a mapping of columns."
+            )
         return dict(row)
 
     def where(self, index: int) -> str:
@@ -367,18 +418,28 @@ class ParquetFile:
             raise DataError(
                 f"{path}: not a whole Parquet file ({error}). Copy the file again from its source."
             ) from error
-        # A row is a mapping, in which the last of two columns would silently replace the first.
-        if repeated := sorted({name for name in schema.names if schema.names.count(name) > 1}):
-            raise DataError(f"{path}: more than one column has the name {repeated[0]!r}. Rename or remove the others.")
+        # A row is a mapping, in which the last of two columns would silently replace
+        # the first.
+        if repeated := sorted(
+            {name for name in schema.names if schema.names.count(name) > 1}
+        ):
+            raise DataError(
+                f"{path}: more than one column has the name {repeated[0]!r}. Rename or remove the others."
+            )
         self._conversions = _arrow_conversions(path, schema)
         metadata = self._file.metadata
-        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        sizes = [
+            metadata.row_group(group).num_rows
+            for group in range(metadata.num_row_groups)
+        ]
         self._ends = _running_sum(sizes)
         self._cache = SHARED if cache is None else cache
-        # The cache knows files by number, since an id may be reused after a file is gone.
+        # The cache knows files by number, since an id may be reused after a file is
+        # gone.
         self._number = next(self._numbers)
         weakref.finalize(self, self._cache.forget, self._number)
-        # The footer stands for the rows. Reading them all would take as long as an epoch.
+        # The footer stands for the rows. Reading them all would take as long as an
+        # epoch.
         facts = f"{path.stat().st_size} {sizes} {schema}"
         self.fingerprint = hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
 
@@ -409,7 +470,9 @@ class ParquetFile:
         """
         import pyarrow
 
-        return pyarrow.Table.from_batches(list(self._bounded_batches(group, DECODED_ROWS)))
+        return pyarrow.Table.from_batches(
+            list(self._bounded_batches(group, DECODED_ROWS))
+        )
 
     def _bounded_batches(self, group: int, num_rows: int) -> Iterator[Any]:
         """Yield a row group in batches of so many rows, as far as its size has bounds.
@@ -420,7 +483,8 @@ class ParquetFile:
         metadata = self._file.metadata.row_group(group)
         columns = [metadata.column(number) for number in range(metadata.num_columns)]
         bound = GroupBound(sum(column.total_compressed_size for column in columns))
-        # A page is decompressed whole. The footer says how large pages are; what values repeat only batches show.
+        # A page is decompressed whole. The footer says how large pages are; what values
+        # repeat only batches show.
         bound.check(sum(column.total_uncompressed_size for column in columns))
         for batch in self._file.iter_batches(num_rows, row_groups=[group]):
             bound.add(batch.nbytes)
@@ -457,7 +521,9 @@ class ParquetFile:
 
     def _damaged(self, index: int, error: Exception) -> DataError:
         """Return the error for a row that cannot be decoded."""
-        return DataError(f"{self.where(index)}: the file is damaged ({error}). Copy the file again from its source.")
+        return DataError(
+            f"{self.where(index)}: the file is damaged ({error}). Copy the file again from its source."
+        )
 
     def _row(self, table: Any, number: int, index: int) -> dict[str, Any]:
         """Return one row of a decoded table.
@@ -488,7 +554,9 @@ def _arrow_conversions(path: Path, schema: Any) -> dict[str, Conversion]:
         try:
             conversion = arrow_conversion(column.type)
         except DataError as error:
-            raise DataError(f"{path}: the column {column.name!r} has {error}. Convert it, or remove it.") from error
+            raise DataError(
+                f"{path}: the column {column.name!r} has {error}. Convert it, or remove it."
+            ) from error
         if conversion is not None:
             conversions[column.name] = conversion
     return conversions
@@ -560,11 +628,17 @@ def expand_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
             names = sorted(glob.glob(str(entry), recursive=True))
             matches = [Path(name) for name in names if Path(name).is_file()]
             if not matches:
-                raise DataError(f"{entry}: no file matches this pattern (looked in {Path.cwd()}). Correct the path.")
+                raise DataError(
+                    f"{entry}: no file matches this pattern (looked in {Path.cwd()}). Correct the path."
+                )
         elif Path(entry).is_dir():
-            raise DataError(f"{entry}: is a folder. Name its files, for example {Path(entry) / '*.jsonl'}.")
+            raise DataError(
+                f"{entry}: is a folder. Name its files, for example {Path(entry) / '*.jsonl'}."
+            )
         else:
-            raise DataError(f"{entry}: not found (looked in {Path.cwd()}). Correct the path.")
+            raise DataError(
+                f"{entry}: not found (looked in {Path.cwd()}). Correct the path."
+            )
         for file in matches:
             if file.suffix not in SUFFIXES:
                 raise DataError(
@@ -583,11 +657,18 @@ def open_rows(paths: str | Path | Sequence[str | Path]) -> RowSource:
     """
     files = expand_paths(paths)
     if not files:
-        raise DataError("no data file is named. Give at least one .jsonl or .parquet file.")
-    sources: list[RowSource] = [ParquetFile(path) if path.suffix == ".parquet" else JsonlFile(path) for path in files]
+        raise DataError(
+            "no data file is named. Give at least one .jsonl or .parquet file."
+        )
+    sources: list[RowSource] = [
+        ParquetFile(path) if path.suffix == ".parquet" else JsonlFile(path)
+        for path in files
+    ]
     for source, path in zip(sources, files, strict=True):
         if len(source) == 0:
-            raise DataError(f"{path}: the data set is empty. Put at least one row into it, or leave it out.")
+            raise DataError(
+                f"{path}: the data set is empty. Put at least one row into it, or leave it out."
+            )
     return sources[0] if len(sources) == 1 else RowChain(sources)
 
 

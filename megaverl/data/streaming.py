@@ -1,9 +1,10 @@
 """Prompts from sources that are read as needed: rows are not examined in advance, and the position is exact.
 
-Readers yield one row after the other, from a position that can be saved and restored. Rows are taken in blocks of
-`shuffle_buffer`, and every block is shuffled by (seed, number of the block). A checkpoint stores the readers' positions
-at the beginning of the block, and how many of its rows were taken. A resumed run reads that block again, and continues
-with the same rows.
+Readers yield one row after the other, from a position that can be saved and restored.
+Rows are taken in blocks of `shuffle_buffer`, and every block is shuffled by (seed,
+number of the block). A checkpoint stores the readers' positions at the beginning of the
+block, and how many of its rows were taken. A resumed run reads that block again, and
+continues with the same rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megaverl.config.run import SourceConfig
-from megaverl.data.datasets import Mixture, PromptDataset, PromptRecord, PromptSampler, make_record, weights_of
+from megaverl.data.datasets import (
+    Mixture,
+    PromptDataset,
+    PromptRecord,
+    PromptSampler,
+    make_record,
+    weights_of,
+)
 from megaverl.data.digests import digest_of_files, digest_of_rows, written_times
 from megaverl.data.prompts import Columns, PromptEncoder
 from megaverl.data.row_groups import RowGroupCache
@@ -58,7 +66,11 @@ def open_reader(source: SourceConfig) -> SourceReader:
     elif kind in ("hub", "saved"):
         reader = HubReader(source)
     else:
-        reader = FilesReader(folder_files(Path(source.path)) if kind == "folder" else expand_paths(source.path))
+        reader = FilesReader(
+            folder_files(Path(source.path))
+            if kind == "folder"
+            else expand_paths(source.path)
+        )
     return reader if source.limit is None else FirstReader(reader, source.limit)
 
 
@@ -77,7 +89,11 @@ class FilesReader:
         """Return the next row, or None once after the last one."""
         while self._file < len(self.files):
             path = self.files[self._file]
-            row = self._parquet_row(path) if path.suffix == ".parquet" else self._line_of(path)
+            row = (
+                self._parquet_row(path)
+                if path.suffix == ".parquet"
+                else self._line_of(path)
+            )
             if row is not None:
                 return row
             self._file = self._file + 1
@@ -105,7 +121,8 @@ class FilesReader:
     def _line_of(self, path: Path) -> Row | None:
         """Return the next row of a JSONL file, or None at its end."""
         with path.open("rb") as stream:
-            # The file is opened for every row, since an open file could not be stored in a checkpoint.
+            # The file is opened for every row, since an open file could not be stored
+            # in a checkpoint.
             stream.seek(self._place)
             for line in stream:
                 self._place += len(line)
@@ -169,11 +186,13 @@ class HubReader:
         self._name = f"{source.path}, {source.split}"
         self._folder = Path(source.path)
         self._data = load_hub(source, streaming=True)
-        # The state at the start, to begin again after the last row: iterating anew would continue from the last state.
+        # The state at the start, to begin again after the last row: iterating anew
+        # would continue from the last state.
         self._beginning = copy.deepcopy(self._data.state_dict())
         self._rows: Iterator[dict[str, Any]] = iter(self._data)
         self._next = 0
-        # Until the first row after a restore is read, the data set reports its state from before the restore.
+        # Until the first row after a restore is read, the data set reports its state
+        # from before the restore.
         self._restored: dict[str, Any] | None = None
 
     def read(self) -> Row | None:
@@ -184,9 +203,12 @@ class HubReader:
         except StopIteration:
             self.restore({"next": 0, "stream": self._beginning})
             return None
-        # `datasets` passes on errors of several libraries: network, damaged files and values.
+        # `datasets` passes on errors of several libraries: network, damaged files and
+        # values.
         except Exception as error:
-            raise DataError(f"{where}: it cannot be read ({type(error).__name__}: {error}).") from error
+            raise DataError(
+                f"{where}: it cannot be read ({type(error).__name__}: {error})."
+            ) from error
         self._next += 1
         self._restored = None
         return Row(row, where)
@@ -206,7 +228,8 @@ class HubReader:
 
     def state(self) -> dict[str, Any]:
         """Return the position as JSON values."""
-        # `datasets` changes the dictionary in place, so it is copied on the way out and on the way in.
+        # `datasets` changes the dictionary in place, so it is copied on the way out and
+        # on the way in.
         stream = self._data.state_dict() if self._restored is None else self._restored
         return {"next": self._next, "stream": copy.deepcopy(stream)}
 
@@ -258,7 +281,8 @@ class FirstReader:
         self._reader.restore(state["inner"])
 
 
-# A reader returns None at the end of its source and then starts again. Its state, the position, is a small JSON value.
+# A reader returns None at the end of its source and then starts again. Its state, the
+# position, is a small JSON value.
 SourceReader = FilesReader | NumberedReader | HubReader | FirstReader
 # Limit of consecutive dropped rows, after which something must be wrong.
 MOST_DROPPED = 100_000
@@ -292,7 +316,9 @@ class StreamedPrompts:
         self._mixture = Mixture(self._weights, seed) if self._weights else None
         self._readers: list[SourceReader] = [open_reader(source) for source in sources]
         self._fingerprints = [reader.fingerprint for reader in self._readers]
-        self._written = written_times([path for reader in self._readers for path in reader.files])
+        self._written = written_times(
+            [path for reader in self._readers for path in reader.files]
+        )
         self.notes: list[str] = []
         self._encoder = encoder
         self._columns = columns
@@ -328,7 +354,9 @@ class StreamedPrompts:
                 self.num_dropped += 1
                 dropped += 1
                 if dropped > MOST_DROPPED:
-                    raise DataError(f"{row.where}: {dropped} rows in a row are dropped for their length. Correct data.")
+                    raise DataError(
+                        f"{row.where}: {dropped} rows in a row are dropped for their length. Correct data."
+                    )
                 continue
             dropped = 0
             taken.append(record)
@@ -341,7 +369,8 @@ class StreamedPrompts:
         Raises:
             DataError: the row cannot be used.
         """
-        # The reader is put back afterwards, so this row is still the first one that is read.
+        # The reader is put back afterwards, so this row is still the first one that is
+        # read.
         beginning = reader.state()
         row = reader.read()
         if row is not None:
@@ -351,15 +380,21 @@ class StreamedPrompts:
     @property
     def losses(self) -> str:
         """Number of rows dropped so far, in words; empty if there are none."""
-        return f"{self.position} prompts; {self.num_dropped} dropped for their length" if self.num_dropped else ""
+        return (
+            f"{self.position} prompts; {self.num_dropped} dropped for their length"
+            if self.num_dropped
+            else ""
+        )
 
     def seek(self, position: int) -> None:
         """Advance to a position, by taking prompts."""
         if position < self.position:
-            raise DataError(f"prompt {position} of a stream is behind: {self.position} have been taken.")
+            raise DataError(
+                f"prompt {position} of a stream is behind: {self.position} have been taken."
+            )
         while self.position < position:
-            # Positions are not byte offsets: rows may be dropped for their length, so only taking them shows where a
-            # position is.
+            # Positions are not byte offsets: rows may be dropped for their length, so
+            # only taking them shows where a position is.
             self.take(min(self._buffer, position - self.position))
 
     @property
@@ -393,13 +428,19 @@ class StreamedPrompts:
         current = self.state_dict()
         keys = ("sources", "weights", "seed", "shuffle_buffer")
         changed = [
-            f"{key}: was {state.get(key)!r}, is {current[key]!r}" for key in keys if state.get(key) != current[key]
+            f"{key}: was {state.get(key)!r}, is {current[key]!r}"
+            for key in keys
+            if state.get(key) != current[key]
         ]
         # Checkpoints of earlier versions do not store this entry.
         before = state.get("fingerprints", self._fingerprints)
         if len(before) == len(self._names):
             facts = zip(self._names, self._fingerprints, before, strict=True)
-            changed += [f"{name}: its data are others" for name, digest, was in facts if digest != was]
+            changed += [
+                f"{name}: its data are others"
+                for name, digest, was in facts
+                if digest != was
+            ]
         if changed:
             raise DataError(
                 "the checkpoint was made with other prompts, so the run cannot go on exactly: "
@@ -410,8 +451,8 @@ class StreamedPrompts:
         self.num_dropped = int(state["dropped"])
         self._block = int(state["block"])
         self._restore(state["begin"])
-        # The checkpoint stores where the block begins, not its rows. They are read and shuffled again in the same
-        # order.
+        # The checkpoint stores where the block begins, not its rows. They are read and
+        # shuffled again in the same order.
         if state["within"]:
             self._fill()
             if self._block_digest != state.get("block_rows", self._block_digest):
@@ -424,10 +465,16 @@ class StreamedPrompts:
 
     def _compare_times(self, before: Mapping[str, int]) -> list[str]:
         """Return a note about large files that were written since the checkpoint although their samples are equal."""
-        newer = [path for path, written in self._written.items() if path in before and written != before[path]]
+        newer = [
+            path
+            for path, written in self._written.items()
+            if path in before and written != before[path]
+        ]
         if not newer:
             return []
-        names = ", ".join(newer[:4]) + (f" and {len(newer) - 4} more" if len(newer) > 4 else "")
+        names = ", ".join(newer[:4]) + (
+            f" and {len(newer) - 4} more" if len(newer) > 4 else ""
+        )
         return [
             f"written again since the checkpoint: {names}. Their sizes and samples of them are the same; rows between "
             "the samples are not compared. If rows have changed, the run does not go on exactly."
@@ -447,8 +494,11 @@ class StreamedPrompts:
         self._begin = self._place()
         rows = [self._read_one() for _ in range(self._buffer)]
         self._block_digest = digest_of_rows(row.columns for row in rows)
-        # Seeded by the number of the block, so that a resumed run can shuffle any block without those before it.
-        order = np.random.Generator(np.random.PCG64([self._seed, self._block])).permutation(len(rows))
+        # Seeded by the number of the block, so that a resumed run can shuffle any block
+        # without those before it.
+        order = np.random.Generator(
+            np.random.PCG64([self._seed, self._block])
+        ).permutation(len(rows))
         self._rows = [rows[number] for number in order] if self._buffer > 1 else rows
         self._within = 0
 
@@ -462,7 +512,8 @@ class StreamedPrompts:
             if row is None:
                 raise DataError(f"{self._names[source]}: has no row. Remove it.")
             return row
-        # One more than there are readers: the current one may be at its end, and all others empty.
+        # One more than there are readers: the current one may be at its end, and all
+        # others empty.
         for _ in range(len(self._readers) + 1):
             row = self._readers[self._current].read()
             if row is not None:
@@ -495,7 +546,8 @@ class StreamedPrompts:
 class PromptStream:
     """Endless stream of a sampler's prompts.
 
-    A step takes `prompts_per_step`, or more if groups are refilled (`algorithm.dynamic_sampling`).
+    A step takes `prompts_per_step`, or more if groups are refilled
+    (`algorithm.dynamic_sampling`).
 
     Attributes:
         position: number of prompts taken so far.
@@ -512,7 +564,8 @@ class PromptStream:
     def take(self, count: int) -> list[PromptRecord]:
         """Return the next `count` prompts.
 
-        They are read in the order of the files, so each row group is decoded at most once.
+        They are read in the order of the files, so each row group is decoded at most
+        once.
         """
         rows = self.sampler.rows(self.position, count)
         self.position += count
@@ -524,7 +577,11 @@ class PromptStream:
     def losses(self) -> str:
         """Numbers of rows dropped or cut because of their length, in words; empty if there are none."""
         report = self.dataset.report
-        return str(report) if report.num_dropped + report.num_truncated + report.num_short else ""
+        return (
+            str(report)
+            if report.num_dropped + report.num_truncated + report.num_short
+            else ""
+        )
 
     def seek(self, position: int) -> None:
         """Set the position."""
@@ -550,7 +607,9 @@ class PromptStream:
             DataError: the checkpoint was made with other prompts or in another order.
         """
         self.sampler.check_state(state)
-        self.position = int(state.get("position", next_step * self.sampler.prompts_per_step))
+        self.position = int(
+            state.get("position", next_step * self.sampler.prompts_per_step)
+        )
 
 
 # An endless stream of prompts.

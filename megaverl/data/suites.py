@@ -1,7 +1,8 @@
 """Published evaluation data sets as rows of prompt and answer: AIME, GPQA, GSM8K, MATH, and programming contests.
 
-Each suite reads the columns under which its data set is published, and writes the prompt that papers quote results
-with. `suite:NAME?path=FILE` is a source of prompts like any other (see `data/sources.py`).
+Each suite reads the columns under which its data set is published, and writes the
+prompt that papers quote results with. `suite:NAME?path=FILE` is a source of prompts
+like any other (see `data/sources.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from megaverl.rewards.choices import extract_choice
 from megaverl.rewards.rules import final_number
 
 Row = dict[str, Any]
-# Row, place of the row for messages, and seed -> row of prompt, answer and further columns.
+# Row, place of the row for messages, and seed -> row of prompt, answer and further
+# columns.
 Convert = Callable[[Mapping[str, Any], str, int], Row]
 
 # Columns of a converted row that rewards read.
@@ -37,7 +39,8 @@ CHOICES, CHECKER, SECONDS, MEMORY = "choices", "checker", "time_limit", "memory_
 # Column with a digest of the row, by which two evaluations of the same data are paired.
 IDENTITY = "prompt_id"
 
-# LiveCodeBench's private tests are pickled texts. Operations of a pickle that make a text, and those around it.
+# LiveCodeBench's private tests are pickled texts. Operations of a pickle that make a
+# text, and those around it.
 TEXT_OPERATIONS = ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE")
 FRAME_OPERATIONS = ("PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP")
 LONGEST_TESTS = 1 << 30  # bytes of one problem's unpacked test cases
@@ -80,13 +83,22 @@ def _column(row: Mapping[str, Any], where: str, *names: str) -> Any:
     for name in names:
         if by_name.get(name.casefold()) is not None:
             return by_name[name.casefold()]
-    raise DataError(f"{where}: expected a column {' or '.join(map(repr, names))}; found {', '.join(row) or 'none'}.")
+    raise DataError(
+        f"{where}: expected a column {' or '.join(map(repr, names))}; found {', '.join(row) or 'none'}."
+    )
 
 
 def _optional(row: Mapping[str, Any], *names: str) -> Any:
     """Return the first of the columns `names` that has a value, ignoring case, or None."""
     by_name = {name.casefold(): value for name, value in row.items()}
-    return next((by_name[name.casefold()] for name in names if by_name.get(name.casefold()) is not None), None)
+    return next(
+        (
+            by_name[name.casefold()]
+            for name in names
+            if by_name.get(name.casefold()) is not None
+        ),
+        None,
+    )
 
 
 def last_boxed(text: str) -> str | None:
@@ -107,7 +119,9 @@ def convert_aime(row: Mapping[str, Any], where: str, seed: int) -> Row:
     """Convert a row of AIME: a problem, and an answer from 0 to 999, perhaps with leading zeros."""
     answer = str(_column(row, where, "answer")).strip()
     if not answer.isdecimal():
-        raise DataError(f"{where}: the answer is {answer!r}; an answer of AIME is a whole number from 0 to 999.")
+        raise DataError(
+            f"{where}: the answer is {answer!r}; an answer of AIME is a whole number from 0 to 999."
+        )
     problem = str(_column(row, where, "problem", "question"))
     return {"prompt": f"{problem}\n\n{BOXED}", "answer": str(int(answer))}
 
@@ -118,7 +132,9 @@ def convert_math(row: Mapping[str, Any], where: str, seed: int) -> Row:
     if answer is None:
         answer = last_boxed(str(_column(row, where, "answer", "solution")))
     if answer is None:
-        raise DataError(f"{where}: the solution has no \\boxed{{...}}, and there is no column 'answer'.")
+        raise DataError(
+            f"{where}: the solution has no \\boxed{{...}}, and there is no column 'answer'."
+        )
     problem = str(_column(row, where, "problem", "question"))
     return {"prompt": f"{problem}\n\n{BOXED}", "answer": str(answer)}
 
@@ -126,31 +142,46 @@ def convert_math(row: Mapping[str, Any], where: str, seed: int) -> Row:
 def convert_gsm8k(row: Mapping[str, Any], where: str, seed: int) -> Row:
     """Convert a row of GSM8K: a question, and a solution that ends in `#### N`."""
     question = str(_column(row, where, "question"))
-    return {"prompt": f"{question}\n\n{AFTER_HASHES}", "answer": str(_column(row, where, "answer"))}
+    return {
+        "prompt": f"{question}\n\n{AFTER_HASHES}",
+        "answer": str(_column(row, where, "answer")),
+    }
 
 
 def convert_gpqa(row: Mapping[str, Any], where: str, seed: int) -> Row:
     """Convert a row of GPQA, or of a data set with the columns question, choices and answer, as MMLU has.
 
-    The options are permuted by (seed, question), since GPQA always lists the right one first.
+    The options are permuted by (seed, question), since GPQA always lists the right one
+    first.
     """
     question = str(_column(row, where, "question")).strip()
     listed = _optional(row, "choices", "options")
     if listed is None:
         right = str(_column(row, where, "correct answer")).strip()
-        wrong = [str(_column(row, where, f"incorrect answer {number}")).strip() for number in (1, 2, 3)]
+        wrong = [
+            str(_column(row, where, f"incorrect answer {number}")).strip()
+            for number in (1, 2, 3)
+        ]
         options = [right, *wrong]
         right_place = 0
     else:
         options = [str(option).strip() for option in listed]
-        right_place = _place_of_answer(_column(row, where, "answer", "answer_index"), options, where)
+        right_place = _place_of_answer(
+            _column(row, where, "answer", "answer_index"), options, where
+        )
     order = list(range(len(options)))
     random.Random(f"choices/{seed}/{question}").shuffle(order)
     shown = [options[place] for place in order]
     letters = string.ascii_uppercase[: len(shown)]
-    lines = [f"{letter}) {option}" for letter, option in zip(letters, shown, strict=True)]
+    lines = [
+        f"{letter}) {option}" for letter, option in zip(letters, shown, strict=True)
+    ]
     prompt = "\n\n".join([LETTERED.format(letters=letters), question, "\n".join(lines)])
-    return {"prompt": prompt, "answer": letters[order.index(right_place)], CHOICES: shown}
+    return {
+        "prompt": prompt,
+        "answer": letters[order.index(right_place)],
+        CHOICES: shown,
+    }
 
 
 def _place_of_answer(answer: Any, options: list[str], where: str) -> int:
@@ -163,7 +194,9 @@ def _place_of_answer(answer: Any, options: list[str], where: str) -> int:
     letter = text.strip("()[].")
     if len(letter) == 1 and letter in string.ascii_uppercase[: len(options)]:
         return string.ascii_uppercase.index(letter)
-    raise DataError(f"{where}: the answer {text[:60]!r} is neither an index, a letter nor the text of an option.")
+    raise DataError(
+        f"{where}: the answer {text[:60]!r} is neither an index, a letter nor the text of an option."
+    )
 
 
 def convert_code(row: Mapping[str, Any], where: str, seed: int) -> Row:
@@ -181,7 +214,9 @@ def _limits_of(row: Mapping[str, Any]) -> Row:
     """Return the row's limits and checker, as far as it has them."""
     limits = {name: _optional(row, name) for name in (SECONDS, MEMORY)}
     checker = _optional(row, "generated_checker", "checker")
-    columns = {name: float(value) for name, value in limits.items() if value is not None}
+    columns = {
+        name: float(value) for name, value in limits.items() if value is not None
+    }
     return columns if checker is None else {**columns, CHECKER: str(checker)}
 
 
@@ -189,12 +224,19 @@ def _livecodebench(row: Mapping[str, Any], where: str) -> Row:
     """Convert a row of livecodebench/code_generation_lite."""
     starter = str(_optional(row, "starter_code") or "")
     metadata = _optional(row, "metadata") or "{}"
-    function = (read_json(metadata) if isinstance(metadata, str) else dict(metadata)).get("func_name")
+    function = (
+        read_json(metadata) if isinstance(metadata, str) else dict(metadata)
+    ).get("func_name")
     tests = []
     for column in ("public_test_cases", "private_test_cases"):
-        tests += [_livecodebench_test(test, function, where) for test in _test_cases(_optional(row, column), where)]
+        tests += [
+            _livecodebench_test(test, function, where)
+            for test in _test_cases(_optional(row, column), where)
+        ]
     if not tests:
-        raise DataError(f"{where}: it has no tests in public_test_cases and private_test_cases.")
+        raise DataError(
+            f"{where}: it has no tests in public_test_cases and private_test_cases."
+        )
     question = str(_column(row, where, "question_content"))
     how = "Read the input from standard input and write the answer to standard output."
     if starter:
@@ -202,14 +244,24 @@ def _livecodebench(row: Mapping[str, Any], where: str) -> Row:
     return {"prompt": "\n\n".join([question, how, FENCED]), "answer": tests}
 
 
-def _livecodebench_test(test: Mapping[str, Any], function: str | None, where: str) -> Row:
+def _livecodebench_test(
+    test: Mapping[str, Any], function: str | None, where: str
+) -> Row:
     """Convert a test: a script's input and output, or one line of JSON for each argument of a function."""
     if test.get("testtype") != "functional":
         return {"input": str(test["input"]), "output": str(test["output"])}
     if not function:
-        raise DataError(f"{where}: it has a functional test, and its metadata names no func_name.")
-    arguments = [read_json(line) for line in str(test["input"]).splitlines() if line.strip()]
-    return {"call": function, "args": arguments, "expected": read_json(str(test["output"]))}
+        raise DataError(
+            f"{where}: it has a functional test, and its metadata names no func_name."
+        )
+    arguments = [
+        read_json(line) for line in str(test["input"]).splitlines() if line.strip()
+    ]
+    return {
+        "call": function,
+        "args": arguments,
+        "expected": read_json(str(test["output"])),
+    }
 
 
 def _pickled_text(packed: str) -> str:
@@ -227,7 +279,9 @@ def _pickled_text(packed: str) -> str:
         if operation.name in TEXT_OPERATIONS:
             texts.append(str(argument))
         elif operation.name not in FRAME_OPERATIONS:
-            raise ValueError(f"a pickle with the operation {operation.name}; expected one text")
+            raise ValueError(
+                f"a pickle with the operation {operation.name}; expected one text"
+            )
     if len(texts) != 1:
         raise ValueError(f"a pickle of {len(texts)} texts; expected one")
     return texts[0]
@@ -241,28 +295,44 @@ def _test_cases(value: Any, where: str) -> list[Mapping[str, Any]]:
         try:
             value = _pickled_text(value)
         except (binascii.Error, zlib.error, ValueError) as error:
-            raise DataError(f"{where}: its test cases cannot be read ({error}). Copy the file again.") from error
+            raise DataError(
+                f"{where}: its test cases cannot be read ({error}). Copy the file again."
+            ) from error
     parsed = read_json(value) if isinstance(value, str) else value
-    if not isinstance(parsed, list) or not all(isinstance(test, Mapping) for test in parsed):
-        raise DataError(f"{where}: expected a list of test cases; found {type(parsed).__name__}.")
+    if not isinstance(parsed, list) or not all(
+        isinstance(test, Mapping) for test in parsed
+    ):
+        raise DataError(
+            f"{where}: expected a list of test cases; found {type(parsed).__name__}."
+        )
     return parsed
 
 
 def _codeforces(row: Mapping[str, Any], where: str) -> Row:
     """Convert a row of open-r1/codeforces."""
     if _optional(row, "interaction_format"):
-        raise DataError(f"{where}: it is interactive, which is not supported. Use the subset verifiable.")
+        raise DataError(
+            f"{where}: it is interactive, which is not supported. Use the subset verifiable."
+        )
     tests = _optional(row, "official_tests") or _optional(row, "examples")
     parts = [str(_column(row, where, "description"))]
-    for title, name in (("Input", "input_format"), ("Output", "output_format"), ("Note", "note")):
+    for title, name in (
+        ("Input", "input_format"),
+        ("Output", "output_format"),
+        ("Note", "note"),
+    ):
         if text := _optional(row, name):
             parts.append(f"{title}\n{text}")
     for example in _optional(row, "examples") or ():
-        parts.append(f"Example input\n{example['input']}\nExample output\n{example['output']}")
+        parts.append(
+            f"Example input\n{example['input']}\nExample output\n{example['output']}"
+        )
     limits = _limits_of(row)
     if SECONDS in limits:
         parts.append(f"Time limit: {limits[SECONDS]:g} s")
-    answer = [{"input": str(test["input"]), "output": str(test["output"])} for test in tests]
+    answer = [
+        {"input": str(test["input"]), "output": str(test["output"])} for test in tests
+    ]
     return {"prompt": "\n\n".join([*parts, FENCED]), "answer": answer, **limits}
 
 
@@ -275,7 +345,14 @@ def number_answer(response: str, extra: Mapping[str, Any]) -> str | None:
 
 
 # Spellings in formulas that change nothing.
-SPELLINGS = (("\\dfrac", "\\frac"), ("\\tfrac", "\\frac"), ("\\left", ""), ("\\right", ""), ("\\!", ""), ("$", ""))
+SPELLINGS = (
+    ("\\dfrac", "\\frac"),
+    ("\\tfrac", "\\frac"),
+    ("\\left", ""),
+    ("\\right", ""),
+    ("\\!", ""),
+    ("$", ""),
+)
 
 
 def formula_answer(response: str, extra: Mapping[str, Any]) -> str | None:
@@ -298,7 +375,13 @@ SUITES = {
     suite.name: suite
     for suite in (
         Suite("aime", convert_aime, "math_verify", {}, number_answer),
-        Suite("gpqa", convert_gpqa, "multiple_choice", {"choices_key": CHOICES}, choice_answer),
+        Suite(
+            "gpqa",
+            convert_gpqa,
+            "multiple_choice",
+            {"choices_key": CHOICES},
+            choice_answer,
+        ),
         Suite("gsm8k", convert_gsm8k, "gsm8k", {"method": "flexible"}, number_answer),
         Suite("math", convert_math, "math_verify", {}, formula_answer),
         Suite(
@@ -353,7 +436,9 @@ class CsvRows:
             text = content.decode("utf-8-sig")
             self._rows = list(_rows_of_csv(io.StringIO(text, newline="")))
         except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise DataError(f"{path}: cannot be read as CSV ({error}). Copy the file again.") from error
+            raise DataError(
+                f"{path}: cannot be read as CSV ({error}). Copy the file again."
+            ) from error
         self.fingerprint = hashlib.blake2b(content, digest_size=8).hexdigest()
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """Small generated tasks for the quickstart and for tests: nothing to download, and easy to check.
 
-A transformer of a few layers learns them partly from worked examples, and the rest by reinforcement learning. Held-out
-prompts never occur in training.
+A transformer of a few layers learns them partly from worked examples, and the rest by
+reinforcement learning. Held-out prompts never occur in training.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def make_task(
     draw = random.Random(f"{name}/{num_digits}/{seed}")
     wanted = num_train + num_held_out
     possible = 10**width
-    # With few problems, go through all of them in random order. With many, draw: duplicates are rare.
+    # With few problems, go through all of them in random order. With many, draw:
+    # duplicates are rare.
     numbers = (
         iter(draw.sample(range(possible), possible))
         if possible < 4 * wanted
@@ -161,5 +162,8 @@ def make_task(
             )
         problem = str(number).zfill(width)
         chosen.setdefault(task.key(problem), problem)
-    rows = [{"prompt": task.prompt(problem), "answer": task.answer(problem)} for problem in chosen.values()]
+    rows = [
+        {"prompt": task.prompt(problem), "answer": task.answer(problem)}
+        for problem in chosen.values()
+    ]
     return TaskData(name, train=rows[num_held_out:], held_out=rows[:num_held_out])

@@ -14,10 +14,14 @@ from typing import NoReturn
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeoutError in the block after `seconds`.
 
-    Only the main thread can be interrupted, and not within one call of C code. In other threads there is no limit. A
-    timer that is already set, such as a test runner's, is left alone.
+    Only the main thread can be interrupted, and not within one call of C code. In other
+    threads there is no limit. A timer that is already set, such as a test runner's, is
+    left alone.
     """
-    is_free = threading.current_thread() is threading.main_thread() and signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+    is_free = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+    )
     if not is_free:
         yield
         return

@@ -1,7 +1,8 @@
 """Tokenizers: one small class for Hugging Face folders and sentencepiece `.model` files, and training of small models.
 
-A sentencepiece model is converted to a Hugging Face tokenizer. The conversion is verified: on texts made of the model's
-own pieces, both must give the same ids and texts. So training, the exported folder and AutoTokenizer tokenize alike.
+A sentencepiece model is converted to a Hugging Face tokenizer. The conversion is
+verified: on texts made of the model's own pieces, both must give the same ids and
+texts. So training, the exported folder and AutoTokenizer tokenize alike.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ def train_sentencepiece(
 ) -> Path:
     """Train a sentencepiece model on `texts`, write it to `path` (`.model`), and return the path.
 
-    Ids: 0 padding, 1 unknown, 2 begin, 3 end of sequence, then `symbols` (never split), bytes if `byte_fallback`, and
-    pieces. Digits are single tokens. Spaces and line ends are kept and nothing is normalized, so decoding restores the
-    text. Equal texts give equal models.
+    Ids: 0 padding, 1 unknown, 2 begin, 3 end of sequence, then `symbols` (never split),
+    bytes if `byte_fallback`, and pieces. Digits are single tokens. Spaces and line ends
+    are kept and nothing is normalized, so decoding restores the text. Equal texts give
+    equal models.
 
     Args:
         vocab_size: total number of ids. Fewer are created if the texts do not yield as many.
@@ -102,11 +104,13 @@ def train_sentencepiece(
     try:
         train(vocab_size)
     except (RuntimeError, OSError) as error:
-        # A small text has fewer pieces than were asked for, and sentencepiece names the largest number that is
-        # possible.
+        # A small text has fewer pieces than were asked for, and sentencepiece names the
+        # largest number that is possible.
         most = re.search(r"set it to a value <= (\d+)", str(error))
         if most is None:
-            raise DataError(f"cannot train a tokenizer of {vocab_size} ids: {error}") from error
+            raise DataError(
+                f"cannot train a tokenizer of {vocab_size} ids: {error}"
+            ) from error
         train(int(most.group(1)))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +148,9 @@ def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
         proto = sentencepiece_model_pb2.ModelProto.FromString(data)  # type: ignore[attr-defined]
     # protobuf and the C++ library raise several unrelated types.
     except Exception as error:
-        raise DataError(f"{path}: not a sentencepiece model ({error}). Copy the file again from its source.") from error
+        raise DataError(
+            f"{path}: not a sentencepiece model ({error}). Copy the file again from its source."
+        ) from error
     if proto.trainer_spec.model_type not in (UNIGRAM, BPE):
         raise DataError(
             f"{path}: only sentencepiece models of the type unigram or bpe can be used; this one is of type "
@@ -157,7 +163,9 @@ def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
         for role, number in _special_ids(processor).items()
         if number >= 0
     }
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names
+    )
 
 
 def _special_ids(processor: Any) -> dict[str, int]:
@@ -172,16 +180,31 @@ def _special_ids(processor: Any) -> dict[str, int]:
 
 def _to_tokenizers(proto: Any) -> FastTokenizer:
     """Build a Hugging Face tokenizer from a sentencepiece model."""
-    from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
     from tokenizers import Tokenizer as FastTokenizer
 
     # Symbols defined by the user match in the text before spaces are replaced.
-    kept = {piece.piece: piece.piece.replace(SPACE, " ") for piece in proto.pieces if piece.type == USER_DEFINED}
-    pieces = [(kept.get(piece.piece, piece.piece), piece.score) for piece in proto.pieces]
+    kept = {
+        piece.piece: piece.piece.replace(SPACE, " ")
+        for piece in proto.pieces
+        if piece.type == USER_DEFINED
+    }
+    pieces = [
+        (kept.get(piece.piece, piece.piece), piece.score) for piece in proto.pieces
+    ]
     rules = proto.normalizer_spec
     trained = proto.trainer_spec
     if trained.model_type == UNIGRAM:
-        model: Any = models.Unigram(pieces, unk_id=trained.unk_id, byte_fallback=trained.byte_fallback)
+        model: Any = models.Unigram(
+            pieces, unk_id=trained.unk_id, byte_fallback=trained.byte_fallback
+        )
     else:
         vocab = {piece: number for number, (piece, _) in enumerate(pieces)}
         model = models.BPE(
@@ -198,28 +221,43 @@ def _to_tokenizers(proto: Any) -> FastTokenizer:
     if rules.remove_extra_whitespaces:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     steps.append(normalizers.Replace(" ", SPACE))
-    # Three ways to add a leading space differ: sentencepiece adds one to the whole text, a normalizer one after every
-    # added token, and Metaspace only if the text does not begin with a space.
+    # Three ways to add a leading space differ: sentencepiece adds one to the whole
+    # text, a normalizer one after every added token, and Metaspace only if the text
+    # does not begin with a space.
     scheme = "never"
-    if rules.add_dummy_prefix and any(piece.type == USER_DEFINED for piece in proto.pieces):
+    if rules.add_dummy_prefix and any(
+        piece.type == USER_DEFINED for piece in proto.pieces
+    ):
         scheme = "first"
     elif rules.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     tokenizer.normalizer = normalizers.Sequence(steps)
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement=SPACE, prepend_scheme=scheme, split=False
+    )
     tail = [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *tail]
     )
-    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in kept.values()])
-    special = [AddedToken(piece.piece, normalized=False) for piece in proto.pieces if piece.type == CONTROL]
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False, special=False) for text in kept.values()]
+    )
+    special = [
+        AddedToken(piece.piece, normalized=False)
+        for piece in proto.pieces
+        if piece.type == CONTROL
+    ]
     tokenizer.add_special_tokens(special)
     return tokenizer
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
     """Return all pairs of pieces that form a third, best first: BPE merges the pair that gives the best piece."""
-    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type not in NOT_MERGED}
+    scores = {
+        piece.piece: piece.score
+        for piece in proto.pieces
+        if piece.type not in NOT_MERGED
+    }
     ranked = [
         (-score, len(piece[:cut]), piece[:cut], piece[cut:])
         for piece, score in scores.items()
@@ -229,7 +267,9 @@ def _merges(proto: Any) -> list[tuple[str, str]]:
     return [(left, right) for _, _, left, right in sorted(ranked)]
 
 
-def _check_same(tokenizer: FastTokenizer, processor: Any, proto: Any, path: Path) -> None:
+def _check_same(
+    tokenizer: FastTokenizer, processor: Any, proto: Any, path: Path
+) -> None:
     """Raise DataError if the two tokenizers differ on a sample text."""
     for text in _sample_texts(proto):
         expected = processor.encode(text)
@@ -240,9 +280,12 @@ def _check_same(tokenizer: FastTokenizer, processor: Any, proto: Any, path: Path
                 f"{text!r:.60} gives {converted[:20]} instead of {expected[:20]}. Use the Hugging Face "
                 "tokenizer folder of the model instead."
             )
-        # sentencepiece writes an unknown piece as a question mark, Hugging Face by its name.
+        # sentencepiece writes an unknown piece as a question mark, Hugging Face by its
+        # name.
         known = processor.unk_id() not in expected
-        if known and processor.decode(expected) != tokenizer.decode(converted, skip_special_tokens=False):
+        if known and processor.decode(expected) != tokenizer.decode(
+            converted, skip_special_tokens=False
+        ):
             raise DataError(
                 f"{path}: this sentencepiece model cannot be turned into a Hugging Face tokenizer: "
                 f"{text!r:.60} decodes differently. Use the Hugging Face tokenizer folder of the model "
@@ -254,7 +297,11 @@ def _sample_texts(proto: Any) -> Iterator[str]:
     """Yield texts of up to 1,000 of the model's own pieces in fixed random order, and some with unknown characters."""
     # A fixed seed, so that a model is accepted or refused the same way every time.
     draw = random.Random(0)
-    pieces = [piece.piece.replace(SPACE, " ") for piece in proto.pieces if piece.type not in (UNKNOWN, CONTROL, BYTE)]
+    pieces = [
+        piece.piece.replace(SPACE, " ")
+        for piece in proto.pieces
+        if piece.type not in (UNKNOWN, CONTROL, BYTE)
+    ]
     pieces = draw.sample(pieces, min(len(pieces), 1000))
     for start in range(0, len(pieces), 5):
         yield "".join(pieces[start : start + 5])
@@ -269,8 +316,9 @@ def _sample_texts(proto: Any) -> Iterator[str]:
     )
 
 
-# Class names of tokenizers that are defined by their tokenizer.json alone. In a Qwen2 folder transformers 5 replaces
-# them by Qwen2Tokenizer, which splits and normalizes differently, so they are loaded by class.
+# Class names of tokenizers that are defined by their tokenizer.json alone. In a Qwen2
+# folder transformers 5 replaces them by Qwen2Tokenizer, which splits and normalizes
+# differently, so they are loaded by class.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -288,14 +336,21 @@ class Tokenizer:
         chat_template: Jinja text, or None.
     """
 
-    def __init__(self, backend: PreTrainedTokenizerBase, source: str, *, stop_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        backend: PreTrainedTokenizerBase,
+        source: str,
+        *,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
         if backend.eos_token_id is None:
             raise DataError(
                 f"{source}: the tokenizer has no end-of-sequence token, so a response could never end. "
                 "Name one as eos_token in its tokenizer_config.json."
             )
         if len(backend) <= len(backend.all_special_tokens):
-            # transformers 5 makes an empty tokenizer for a folder without tokenizer files
+            # transformers 5 makes an empty tokenizer for a folder without tokenizer
+            # files
             raise DataError(
                 f"{source}: the tokenizer holds no tokens but special ones. Copy tokenizer.json and "
                 "tokenizer_config.json from the model's source, or name another tokenizer with model.tokenizer."
@@ -304,7 +359,11 @@ class Tokenizer:
         self.source = source
         self.vocab_size: int = max(backend.get_vocab().values()) + 1
         self.eos_token_id: int = backend.eos_token_id
-        self.pad_token_id: int = backend.eos_token_id if backend.pad_token_id is None else backend.pad_token_id
+        self.pad_token_id: int = (
+            backend.eos_token_id
+            if backend.pad_token_id is None
+            else backend.pad_token_id
+        )
         self.bos_token_id: int | None = backend.bos_token_id
         self.stop_token_ids: list[int] = sorted({self.eos_token_id, *stop_token_ids})
         self.chat_template: str | None = backend.chat_template
@@ -317,9 +376,13 @@ class Tokenizer:
         """
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens))
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
         """Return the text of `token_ids`, by default without special tokens such as the end of sequence."""
-        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        text: str = self.backend.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens
+        )
         return text
 
     def render_chat(
@@ -331,7 +394,8 @@ class Tokenizer:
     ) -> str:
         """Return a conversation as the chat template writes it.
 
-        The text ends where the assistant's answer begins, or after the last message if that is an answer.
+        The text ends where the assistant's answer begins, or after the last message if
+        that is an answer.
 
         Args:
             where: the row, for messages.
@@ -341,11 +405,16 @@ class Tokenizer:
             DataError: the tokenizer has no chat template, or the template refuses the messages.
         """
         if self.chat_template is None:
-            raise DataError(f"{where}: the tokenizer {self.source} has no chat template to write chat messages with.")
+            raise DataError(
+                f"{where}: the tokenizer {self.source} has no chat template to write chat messages with."
+            )
         try:
             with time_limit(MAX_TEMPLATE_SECONDS):
-                return self._render(list(messages), list(tools) if tools else None, where)
-        # A template is a program: it may raise jinja2's errors, TypeError, KeyError and others.
+                return self._render(
+                    list(messages), list(tools) if tools else None, where
+                )
+        # A template is a program: it may raise jinja2's errors, TypeError, KeyError and
+        # others.
         except Exception as error:
             raise DataError(
                 f"{where}: the chat template of {self.source} refuses these messages "
@@ -353,12 +422,18 @@ class Tokenizer:
                 "template."
             ) from error
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, where: str) -> str:
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        where: str,
+    ) -> str:
         """Render with arguments of tool calls in the form that the template expects.
 
-        OpenAI writes arguments as JSON text, which some templates take. Others take a mapping and encode it themselves,
-        so text would be encoded twice. Text that the template does not write verbatim is therefore parsed first.
-        Mappings that make the template fail are converted to text.
+        OpenAI writes arguments as JSON text, which some templates take. Others take a
+        mapping and encode it themselves, so text would be encoded twice. Text that the
+        template does not write verbatim is therefore parsed first. Mappings that make
+        the template fail are converted to text.
         """
 
         def render(conversation: list[dict[str, Any]]) -> str:
@@ -372,7 +447,11 @@ class Tokenizer:
 
         arguments = tool_arguments(messages)
         texts = [argument for argument in arguments if isinstance(argument, str)]
-        other_form = with_arguments(messages, where, as_text=not texts) if arguments else messages
+        other_form = (
+            with_arguments(messages, where, as_text=not texts)
+            if arguments
+            else messages
+        )
         if other_form == messages:
             return render(messages)
         try:
@@ -380,14 +459,18 @@ class Tokenizer:
         # The template may raise anything if it does not know this form.
         except Exception:
             return render(other_form)
-        encoded_once = all(text in rendered and json.dumps(text, ensure_ascii=False) not in rendered for text in texts)
+        encoded_once = all(
+            text in rendered and json.dumps(text, ensure_ascii=False) not in rendered
+            for text in texts
+        )
         return rendered if encoded_once else render(other_form)
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer's files into `folder`, for AutoTokenizer of transformers 4 and 5.
 
-        One pitfall remains: for a custom tokenizer in a Qwen2 folder, AutoTokenizer of transformers 5 ignores how it
-        splits text. `load_tokenizer` does not. Llama and Qwen3 folders are not affected.
+        One pitfall remains: for a custom tokenizer in a Qwen2 folder, AutoTokenizer of
+        transformers 5 ignores how it splits text. `load_tokenizer` does not. Llama and
+        Qwen3 folders are not affected.
         """
         save_backend(self.backend, folder)
 
@@ -399,13 +482,21 @@ def save_backend(backend: PreTrainedTokenizerBase, folder: str | Path) -> None:
     config = read_json_file(path)
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    # These entries tell how the tokenizer was loaded, and would be read again as settings.
+    # These entries tell how the tokenizer was loaded, and would be read again as
+    # settings.
     for leftover in ("is_local", "local_files_only"):
         config.pop(leftover, None)
-    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
-def load_tokenizer(path: str | Path, *, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+def load_tokenizer(
+    path: str | Path,
+    *,
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+) -> Tokenizer:
     """Load a tokenizer.
 
     Args:
@@ -441,7 +532,9 @@ def _tokenizer_folder(source: str, trust_remote_code: bool) -> Path:
         DataError: there is no such folder or model, or a file is larger than any tokenizer.
     """
     folder = Path(source)
-    if not folder.is_dir() and (folder.exists() or source.count("/") > 1 or source[:1] in "./~"):
+    if not folder.is_dir() and (
+        folder.exists() or source.count("/") > 1 or source[:1] in "./~"
+    ):
         raise DataError(
             f"{source}: not a folder (looked in {os.getcwd()}). model.tokenizer must name a Hugging Face "
             "folder, a sentencepiece .model file, or a model on a hub, such as Qwen/Qwen3-0.6B."
@@ -449,13 +542,21 @@ def _tokenizer_folder(source: str, trust_remote_code: bool) -> Path:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        suffixes = (*TOKENIZER_SUFFIXES, ".py") if trust_remote_code else TOKENIZER_SUFFIXES
+        suffixes = (
+            (*TOKENIZER_SUFFIXES, ".py") if trust_remote_code else TOKENIZER_SUFFIXES
+        )
         patterns = [f"*{suffix}" for suffix in suffixes]
         endpoint = os.environ.get("HF_ENDPOINT")
         # huggingface_hub passes on any error of its HTTP library and of caches.
         with user_code(partial(_not_loaded, source)):
-            folder = Path(snapshot_download(source, allow_patterns=patterns, endpoint=endpoint))
-    _check_sizes(file for file in folder.iterdir() if file.suffix in TOKENIZER_SUFFIXES and file.is_file())
+            folder = Path(
+                snapshot_download(source, allow_patterns=patterns, endpoint=endpoint)
+            )
+    _check_sizes(
+        file
+        for file in folder.iterdir()
+        if file.suffix in TOKENIZER_SUFFIXES and file.is_file()
+    )
     return folder
 
 
@@ -467,7 +568,9 @@ def _not_loaded(source: str, error: BaseException) -> DataError:
     )
 
 
-def _load_hugging_face(source: str, folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def _load_hugging_face(
+    source: str, folder: Path, trust_remote_code: bool
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer in a folder, whose files have bounds.
 
     Args:
@@ -487,8 +590,8 @@ def _load_hugging_face(source: str, folder: Path, trust_remote_code: bool) -> Pr
         loader = transformers.AutoTokenizer
         options["trust_remote_code"] = trust_remote_code
 
-    # transformers raises OSError, ValueError, KeyError or bare Exception for bad files. Code in a folder may raise
-    # anything.
+    # transformers raises OSError, ValueError, KeyError or bare Exception for bad files.
+    # Code in a folder may raise anything.
     with user_code(partial(_not_loaded, source)):
         return loader.from_pretrained(str(folder), **options)
 
@@ -503,7 +606,9 @@ def _check_sizes(files: Iterable[Path]) -> None:
     try:
         check_sizes(files)
     except (OSError, ValueError) as error:
-        raise DataError(f"{files[0].parent}: {error}. Copy the tokenizer's files again from their source.") from error
+        raise DataError(
+            f"{files[0].parent}: {error}. Copy the tokenizer's files again from their source."
+        ) from error
 
 
 def _stop_tokens(folder: Path) -> list[int]:
@@ -522,10 +627,14 @@ def _read_json(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = read_json_file(path)
         return content
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not valid JSON ({error}). Copy the file again from its source.") from error
+        raise DataError(
+            f"{path}: not valid JSON ({error}). Copy the file again from its source."
+        ) from error
 
 
-def check_fits(tokenizer: Tokenizer, vocab_size: int, *, model: str | Path = "the model") -> None:
+def check_fits(
+    tokenizer: Tokenizer, vocab_size: int, *, model: str | Path = "the model"
+) -> None:
     """Check that every id of the tokenizer has a row in the model's embedding.
 
     Raises:

@@ -18,16 +18,24 @@ def without_nulls(call: Any) -> Any:
         return call
     kept = {key: value for key, value in call.items() if value is not None}
     if isinstance(kept.get("function"), Mapping):
-        kept["function"] = {key: value for key, value in kept["function"].items() if value is not None}
+        kept["function"] = {
+            key: value for key, value in kept["function"].items() if value is not None
+        }
     return kept
 
 
 def tool_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return the arguments of all tool calls in a conversation."""
-    return [_function_of(call).get("arguments") for message in messages for call in _calls_of(message)]
+    return [
+        _function_of(call).get("arguments")
+        for message in messages
+        for call in _calls_of(message)
+    ]
 
 
-def with_arguments(messages: Sequence[dict[str, Any]], where: str, *, as_text: bool) -> list[dict[str, Any]]:
+def with_arguments(
+    messages: Sequence[dict[str, Any]], where: str, *, as_text: bool
+) -> list[dict[str, Any]]:
     """Return the conversation with arguments of tool calls as JSON text, or as the mappings that such text holds.
 
     Text that is not a JSON object stays unchanged.
@@ -40,7 +48,12 @@ def with_arguments(messages: Sequence[dict[str, Any]], where: str, *, as_text: b
         DataError: the text holds what JSON cannot, such as half of a surrogate pair.
     """
     return [
-        {**message, "tool_calls": [_changed_call(call, where, as_text) for call in message["tool_calls"]]}
+        {
+            **message,
+            "tool_calls": [
+                _changed_call(call, where, as_text) for call in message["tool_calls"]
+            ],
+        }
         if any(_calls_of(message))
         else message
         for message in messages
@@ -57,7 +70,11 @@ def _changed_call(call: Any, where: str, as_text: bool) -> Any:
         function["arguments"] = json.dumps(arguments, ensure_ascii=False)
     elif not as_text and isinstance(arguments, str):
         function["arguments"] = _parsed(arguments, where)
-    return {**call, "function": function} if isinstance(call.get("function"), Mapping) else function
+    return (
+        {**call, "function": function}
+        if isinstance(call.get("function"), Mapping)
+        else function
+    )
 
 
 def _parsed(arguments: str, where: str) -> Any:
@@ -66,13 +83,21 @@ def _parsed(arguments: str, where: str) -> Any:
         parsed = parse_text(arguments)
     except ValueError:
         return arguments
-    return plain_value(parsed, where, "arguments") if isinstance(parsed, dict) else arguments
+    return (
+        plain_value(parsed, where, "arguments")
+        if isinstance(parsed, dict)
+        else arguments
+    )
 
 
 def _calls_of(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Return the well-formed tool calls of a message."""
     calls = message.get("tool_calls")
-    return (call for call in calls if isinstance(call, Mapping)) if isinstance(calls, list) else iter(())
+    return (
+        (call for call in calls if isinstance(call, Mapping))
+        if isinstance(calls, list)
+        else iter(())
+    )
 
 
 def _function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:

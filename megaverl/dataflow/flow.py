@@ -14,8 +14,8 @@ from megaverl.errors import ConfigError
 class DataFlow:
     """Set of operators that are connected by the names of their inputs and outputs.
 
-    Operators can be added in any order. A compiled flow can run any number of times. All ranks of a job run their flows
-    in the same order, from their main threads.
+    Operators can be added in any order. A compiled flow can run any number of times.
+    All ranks of a job run their flows in the same order, from their main threads.
 
     Example:
         flow = DataFlow([Operator("double", lambda x: 2 * x), Operator("total", lambda x, double: x + double)])
@@ -33,11 +33,16 @@ class DataFlow:
             self.add_operator(operator)
 
     def add_operator(
-        self, operator: Operator, *, before: str | Iterable[str] = (), after: str | Iterable[str] = ()
+        self,
+        operator: Operator,
+        *,
+        before: str | Iterable[str] = (),
+        after: str | Iterable[str] = (),
     ) -> DataFlow:
         """Add an operator with a new name. Return the flow.
 
-        An operator whose inputs and outputs share a value replaces that value for all operators after it.
+        An operator whose inputs and outputs share a value replaces that value for all
+        operators after it.
 
         Args:
             before, after: names of operators before or after which it must run, beyond the order that values imply.
@@ -46,15 +51,26 @@ class DataFlow:
             ConfigError: the name is already used, or an operator in `before` or `after` does not exist.
         """
         if not isinstance(operator, Operator):
-            raise ConfigError(f"found {operator!r}; expected an Operator(name=..., func=...)")
+            raise ConfigError(
+                f"found {operator!r}; expected an Operator(name=..., func=...)"
+            )
         names = [other.name for other in self._operators]
         if operator.name in names:
-            raise ConfigError(f"two operators are named '{operator.name}'; give one of them another name")
-        later, earlier = ([names] if isinstance(names, str) else list(names) for names in (before, after))
+            raise ConfigError(
+                f"two operators are named '{operator.name}'; give one of them another name"
+            )
+        later, earlier = (
+            [names] if isinstance(names, str) else list(names)
+            for names in (before, after)
+        )
         if unknown := [name for name in (*later, *earlier) if name not in names]:
-            raise ConfigError(f"no operator '{unknown[0]}' to put '{operator.name}' beside: {', '.join(names)}")
+            raise ConfigError(
+                f"no operator '{unknown[0]}' to put '{operator.name}' beside: {', '.join(names)}"
+            )
         self._operators.append(operator)
-        self._after += [(operator.name, name) for name in later] + [(name, operator.name) for name in earlier]
+        self._after += [(operator.name, name) for name in later] + [
+            (name, operator.name) for name in earlier
+        ]
         # The flow must be compiled again.
         self._plan = None
         return self
@@ -75,7 +91,9 @@ class DataFlow:
         """Return the names of the operators in execution order."""
         return [operator.name for operator in self.plan.operators]
 
-    def compile(self, given: Iterable[str] = (), *, places: Places | None = None) -> DataFlow:
+    def compile(
+        self, given: Iterable[str] = (), *, places: Places | None = None
+    ) -> DataFlow:
         """Order the operators so that each runs after its inputs are made. Ties keep the order of adding.
 
         Args:
@@ -87,7 +105,9 @@ class DataFlow:
                 names a cycle.
         """
         self._given, self._places = frozenset(given), places
-        self._plan = make_plan(self._operators, self._given, after=self._after, places=places)
+        self._plan = make_plan(
+            self._operators, self._given, after=self._after, places=places
+        )
         return self
 
     def run(
@@ -98,9 +118,10 @@ class DataFlow:
     ) -> Result:
         """Run every operator of this rank. Return all values on this rank, by name.
 
-        If the flow was compiled with places, all ranks of the job must call this. The coordinator's rank runs the flow
-        as a program (`on_ranks.run_flow`), and values are transferred to the ranks that need them. A single process
-        runs all operators itself.
+        If the flow was compiled with places, all ranks of the job must call this. The
+        coordinator's rank runs the flow as a program (`on_ranks.run_flow`), and values
+        are transferred to the ranks that need them. A single process runs all operators
+        itself.
 
         Args:
             span: opens a named context around every operator, for a timeline, and "wait" around waits for values.
@@ -114,7 +135,9 @@ class DataFlow:
         """
         plan = self.plan
         if set(given) != self._given:
-            raise ConfigError(f"the flow was compiled for {sorted(self._given)}, and is given {sorted(given)}")
+            raise ConfigError(
+                f"the flow was compiled for {sorted(self._given)}, and is given {sorted(given)}"
+            )
         runner = OperatorRunner(plan, given, done or {}, span)
         if self._places is not None:
             # Imports torch, which a flow in a single process may not need.

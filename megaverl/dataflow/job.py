@@ -70,10 +70,19 @@ def _join(places: Places) -> JobContext:
     store, rank, size = job_store(TIMEOUT)
     nodes = introduce(store, rank, size, NodeInfo(), TIMEOUT)
     every = tuple(range(size))
-    roles = {"coordinator": (0,)} | {role: tuple(ranks) for role, ranks in places.items()}
-    node_of = tuple(number for number, node in enumerate(nodes) for _ in range(node.size))
+    roles = {"coordinator": (0,)} | {
+        role: tuple(ranks) for role, ranks in places.items()
+    }
+    node_of = tuple(
+        number for number, node in enumerate(nodes) for _ in range(node.size)
+    )
     world = World("flow on ranks " + ranks_text(every), every, tuple(roles))
-    context = join(ResolvedPlacement(size, roles, (world,), (every,), nodes, node_of), store, rank, TIMEOUT)
+    context = join(
+        ResolvedPlacement(size, roles, (world,), (every,), nodes, node_of),
+        store,
+        rank,
+        TIMEOUT,
+    )
     atexit.register(_leave)
     return context
 

@@ -70,16 +70,22 @@ class FlowWorker:
         return outputs[name]
 
 
-async def run_flow(plan: CompiledFlow, given: Sequence[str], controller: Controller) -> None:
+async def run_flow(
+    plan: CompiledFlow, given: Sequence[str], controller: Controller
+) -> None:
     """Run the operators of a flow in order, each on its ranks.
 
-    An operator without outputs is not awaited. Later operators on other ranks then run in parallel with it.
+    An operator without outputs is not awaited. Later operators on other ranks then run
+    in parallel with it.
 
     Args:
         given: names of values that every rank has from the start.
     """
     everyone = range(controller.num_ranks)
-    values = {name: await FlowGroup("flow", everyone, controller).given(name) for name in given}
+    values = {
+        name: await FlowGroup("flow", everyone, controller).given(name)
+        for name in given
+    }
     for operator in plan.operators:
         ranks = plan.ranks[operator.name]
         group = FlowGroup("flow", everyone if ranks is None else ranks, controller)

@@ -1,6 +1,7 @@
 """Operators, and the plan of a flow: execution order, parallel stages and transfers.
 
-The plan depends only on the declarations of the operators. This module runs and transfers nothing.
+The plan depends only on the declarations of the operators. This module runs and
+transfers nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from megaverl.user_code import describe, user_code, where_raised
 # Maps a role to its ranks in the job.
 Places = Mapping[str, Sequence[int]]
 GIVEN = ""  # stands for the maker of values that the caller passes
-# Sizes of a tensor's dimensions: numbers, or names. A name has the same size wherever a flow uses it.
+# Sizes of a tensor's dimensions: numbers, or names. A name has the same size wherever a
+# flow uses it.
 Shape = tuple[int | str, ...]
 
 
@@ -49,7 +51,9 @@ class Operator:
 
     def __post_init__(self) -> None:
         if not callable(self.func):
-            raise ConfigError(f"operator '{self.name}': func is {self.func!r}; expected a function")
+            raise ConfigError(
+                f"operator '{self.name}': func is {self.func!r}; expected a function"
+            )
         for attribute, names in (("inputs", self.inputs), ("outputs", self.outputs)):
             if isinstance(names, str):
                 raise ConfigError(
@@ -68,8 +72,13 @@ class Operator:
         try:
             parameters = inspect.signature(self.func).parameters.values()
         except ValueError as error:  # some functions written in C have no signature
-            raise ConfigError(f"operator '{self.name}': name what it takes: inputs=(...)") from error
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            raise ConfigError(
+                f"operator '{self.name}': name what it takes: inputs=(...)"
+            ) from error
+        named = (
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            inspect.Parameter.KEYWORD_ONLY,
+        )
         return tuple(
             parameter.name
             for parameter in parameters
@@ -102,7 +111,9 @@ class Operator:
         """
 
         def ended(error: BaseException) -> MegaverlError:
-            return MegaverlError(f"operator '{self.name}' raised {describe(error)}{where_raised(error)}.")
+            return MegaverlError(
+                f"operator '{self.name}' raised {describe(error)}{where_raised(error)}."
+            )
 
         with user_code(ended, keep=Exception):
             result = self.func(**{name: values[name] for name in self.takes})
@@ -111,8 +122,12 @@ class Operator:
         if len(self.gives) == 1:
             return {self.gives[0]: result}
         if not isinstance(result, Mapping) or set(result) != set(self.gives):
-            returned = sorted(result) if isinstance(result, Mapping) else type(result).__name__
-            raise ConfigError(f"operator '{self.name}' declares the outputs {list(self.gives)}; it returned {returned}")
+            returned = (
+                sorted(result) if isinstance(result, Mapping) else type(result).__name__
+            )
+            raise ConfigError(
+                f"operator '{self.name}' declares the outputs {list(self.gives)}; it returned {returned}"
+            )
         return dict(result)
 
 
@@ -171,11 +186,21 @@ def make_plan(
     """
     given = frozenset(given)
     chains, mistakes = _chains(operators, given)
-    mistakes += _unknown(operators, chains, given) + _shape_mistakes(operators) + _without_place(operators, places)
+    mistakes += (
+        _unknown(operators, chains, given)
+        + _shape_mistakes(operators)
+        + _without_place(operators, places)
+    )
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    makers = {op.name: {value: _maker_for(op, chains[value], operators) for value in op.takes} for op in operators}
-    before = {op.name: {maker for maker in makers[op.name].values() if maker != GIVEN} for op in operators}
+    makers = {
+        op.name: {value: _maker_for(op, chains[value], operators) for value in op.takes}
+        for op in operators
+    }
+    before = {
+        op.name: {maker for maker in makers[op.name].values() if maker != GIVEN}
+        for op in operators
+    }
     for earlier, later in after:
         before[later].add(earlier)
     order = _sorted(operators, before, makers)
@@ -184,11 +209,18 @@ def make_plan(
     # An operator's stage follows the latest stage of its predecessors.
     for op in order:
         level[op.name] = 1 + max((level[name] for name in before[op.name]), default=-1)
-    stages = [tuple(op.name for op in order if level[op.name] == n) for n in range(max(level.values(), default=-1) + 1)]
-    return CompiledFlow(tuple(order), makers, ranks, tuple(_edges(order, makers, ranks)), tuple(stages))
+    stages = [
+        tuple(op.name for op in order if level[op.name] == n)
+        for n in range(max(level.values(), default=-1) + 1)
+    ]
+    return CompiledFlow(
+        tuple(order), makers, ranks, tuple(_edges(order, makers, ranks)), tuple(stages)
+    )
 
 
-def _chains(operators: Sequence[Operator], given: frozenset[str]) -> tuple[dict[str, list[str]], list[str]]:
+def _chains(
+    operators: Sequence[Operator], given: frozenset[str]
+) -> tuple[dict[str, list[str]], list[str]]:
     """Return the maker of each value, followed by the operators that change it. Also report values with two makers."""
     chains: dict[str, list[str]] = {name: [GIVEN] for name in given}
     mistakes = []
@@ -196,8 +228,14 @@ def _chains(operators: Sequence[Operator], given: frozenset[str]) -> tuple[dict[
         # An operator that changes a value is not its maker.
         for value in [value for value in op.gives if value not in op.changes]:
             if value in chains:
-                first = f"operator '{chains[value][0]}'" if chains[value][0] else "what the flow is given"
-                mistakes.append(f"'{value}' is made by operator '{op.name}' and by {first}")
+                first = (
+                    f"operator '{chains[value][0]}'"
+                    if chains[value][0]
+                    else "what the flow is given"
+                )
+                mistakes.append(
+                    f"'{value}' is made by operator '{op.name}' and by {first}"
+                )
             chains.setdefault(value, [op.name])
     # Operators that change a value follow its maker, in the order of adding.
     for op in operators:
@@ -206,14 +244,24 @@ def _chains(operators: Sequence[Operator], given: frozenset[str]) -> tuple[dict[
     return chains, mistakes
 
 
-def _unknown(operators: Sequence[Operator], chains: Mapping[str, list[str]], given: frozenset[str]) -> list[str]:
+def _unknown(
+    operators: Sequence[Operator],
+    chains: Mapping[str, list[str]],
+    given: frozenset[str],
+) -> list[str]:
     known, mistakes = sorted({*chains, *given}), []
     for op in operators:
         for name in op.takes:
             if name not in chains:
                 near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean '{near[0]}'?" if near else f"; there are: {', '.join(known) or 'none'}"
-                mistakes.append(f"operator '{op.name}' takes '{name}', which nothing makes{hint}")
+                hint = (
+                    f"; did you mean '{near[0]}'?"
+                    if near
+                    else f"; there are: {', '.join(known) or 'none'}"
+                )
+                mistakes.append(
+                    f"operator '{op.name}' takes '{name}', which nothing makes{hint}"
+                )
     return mistakes
 
 
@@ -252,7 +300,9 @@ def _without_place(operators: Sequence[Operator], places: Places | None) -> list
     ]
 
 
-def _maker_for(taker: Operator, chain: Sequence[str], operators: Sequence[Operator]) -> str:
+def _maker_for(
+    taker: Operator, chain: Sequence[str], operators: Sequence[Operator]
+) -> str:
     """Return the last operator that makes or changes a value and does not itself depend on `taker`."""
     if taker.name in chain:
         return chain[chain.index(taker.name) - 1]
@@ -269,7 +319,9 @@ def _rests_on(op: Operator, other: Operator, operators: Sequence[Operator]) -> b
     while waiting:
         taken = waiting.pop().takes
         makers = [
-            operator for operator in operators if any(v in operator.gives and v not in operator.changes for v in taken)
+            operator
+            for operator in operators
+            if any(v in operator.gives and v not in operator.changes for v in taken)
         ]
         waiting += [maker for maker in makers if maker.name not in seen]
         seen |= {maker.name for maker in makers}
@@ -279,7 +331,9 @@ def _rests_on(op: Operator, other: Operator, operators: Sequence[Operator]) -> b
 
 
 def _sorted(
-    operators: Sequence[Operator], before: Mapping[str, set[str]], makers: Mapping[str, Mapping[str, str]]
+    operators: Sequence[Operator],
+    before: Mapping[str, set[str]],
+    makers: Mapping[str, Mapping[str, str]],
 ) -> list[Operator]:
     order: list[Operator] = []
     done: set[str] = set()
@@ -287,7 +341,10 @@ def _sorted(
     while waiting:
         ready = next((op for op in waiting if done.issuperset(before[op.name])), None)
         if ready is None:
-            waits = ", ".join(f"'{op.name}' waits for {_missing(op, before, done, makers)}" for op in waiting)
+            waits = ", ".join(
+                f"'{op.name}' waits for {_missing(op, before, done, makers)}"
+                for op in waiting
+            )
             raise ConfigError(f"the operators wait for each other: {waits}")
         order.append(ready)
         done.add(ready.name)
@@ -296,31 +353,48 @@ def _sorted(
 
 
 def _missing(
-    op: Operator, before: Mapping[str, set[str]], done: set[str], makers: Mapping[str, Mapping[str, str]]
+    op: Operator,
+    before: Mapping[str, set[str]],
+    done: set[str],
+    makers: Mapping[str, Mapping[str, str]],
 ) -> list[str]:
     """Return the values that an operator waits for, and otherwise the operators that must run before it."""
-    values = {value for value, maker in makers[op.name].items() if maker and maker not in done}
-    others = {name for name in before[op.name] - done if name not in makers[op.name].values()}
+    values = {
+        value for value, maker in makers[op.name].items() if maker and maker not in done
+    }
+    others = {
+        name for name in before[op.name] - done if name not in makers[op.name].values()
+    }
     return sorted(values | others)
 
 
 def _ranks(
-    order: Sequence[Operator], makers: Mapping[str, Mapping[str, str]], places: Places | None
+    order: Sequence[Operator],
+    makers: Mapping[str, Mapping[str, str]],
+    places: Places | None,
 ) -> dict[str, tuple[int, ...] | None]:
     ranks: dict[str, tuple[int, ...] | None] = {}
     for op in order:
-        input_makers = [makers[op.name][value] for value in op.takes if makers[op.name][value] != GIVEN]
+        input_makers = [
+            makers[op.name][value]
+            for value in op.takes
+            if makers[op.name][value] != GIVEN
+        ]
         if places is None:
             ranks[op.name] = None
         elif op.roles:
-            ranks[op.name] = tuple(sorted({rank for role in op.roles for rank in places[role]}))
+            ranks[op.name] = tuple(
+                sorted({rank for role in op.roles for rank in places[role]})
+            )
         else:
             ranks[op.name] = ranks[input_makers[-1]] if input_makers else None
     return ranks
 
 
 def _edges(
-    order: Sequence[Operator], makers: Mapping[str, Mapping[str, str]], ranks: Mapping[str, tuple[int, ...] | None]
+    order: Sequence[Operator],
+    makers: Mapping[str, Mapping[str, str]],
+    ranks: Mapping[str, tuple[int, ...] | None],
 ) -> list[Edge]:
     """Return a transfer for every value that a rank needs and does not make. Each rank receives a value once."""
     place = {op.name: number for number, op in enumerate(order)}
@@ -332,8 +406,13 @@ def _edges(
                 # Every rank already has the value, or makes it itself.
                 continue
             sent = takers_of.setdefault((value, maker), {})
-            # Leave out ranks that have the value or already receive it for an earlier operator.
-            missing = tuple(rank for rank in dest if rank not in source and not any(rank in to for to in sent))
+            # Leave out ranks that have the value or already receive it for an earlier
+            # operator.
+            missing = tuple(
+                rank
+                for rank in dest
+                if rank not in source and not any(rank in to for to in sent)
+            )
             # The operator shares a transfer that already brings the value to its ranks.
             for to, takers in sent.items():
                 if not set(to).isdisjoint(dest):
@@ -358,13 +437,20 @@ def as_dict(plan: CompiledFlow) -> dict[str, Any]:
                 "roles": list(operator.roles),
                 "takes": list(operator.takes),
                 "gives": list(operator.gives),
-                "ranks": None if plan.ranks[operator.name] is None else list(plan.ranks[operator.name] or ()),
+                "ranks": None
+                if plan.ranks[operator.name] is None
+                else list(plan.ranks[operator.name] or ()),
             }
             for operator in plan.operators
         ],
         "stages": [list(stage) for stage in plan.stages],
         "moves": [
-            {"value": edge.value, "from": list(edge.source), "to": list(edge.dest), "for": list(edge.takers)}
+            {
+                "value": edge.value,
+                "from": list(edge.source),
+                "to": list(edge.dest),
+                "for": list(edge.takers),
+            }
             for edge in plan.edges
         ],
     }
@@ -381,10 +467,15 @@ def as_text(plan: CompiledFlow) -> str:
             if ranks is not None:
                 where += f" (ranks {ranks_text(ranks)})"
             takes, gives = ", ".join(operator.takes), ", ".join(operator.gives) or "-"
-            rows.append((str(number) if place == 0 else "", name, where, f"{takes} -> {gives}"))
+            rows.append(
+                (str(number) if place == 0 else "", name, where, f"{takes} -> {gives}")
+            )
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows
+        "  ".join(
+            f"{cell:<{width}}" for cell, width in zip(row, [*widths, 0], strict=True)
+        ).rstrip()
+        for row in rows
     ]
     moves = [
         f"  {edge.value}: ranks {ranks_text(edge.source)} -> {ranks_text(edge.dest)}, for {', '.join(edge.takers)}"
@@ -397,7 +488,11 @@ def as_mermaid(plan: CompiledFlow) -> str:
     """Return the flow as a Mermaid chart, which GitHub and MkDocs render."""
     lines = ["flowchart LR"]
     for operator in plan.operators:
-        label = f"{operator.name}<br/><small>{', '.join(operator.roles)}</small>" if operator.roles else operator.name
+        label = (
+            f"{operator.name}<br/><small>{', '.join(operator.roles)}</small>"
+            if operator.roles
+            else operator.name
+        )
         lines.append(f'    {operator.name}["{label}"]')
     for operator in plan.operators:
         for value, maker in plan.makers[operator.name].items():

@@ -22,8 +22,9 @@ from megaverl.distributed.store import own_address
 from megaverl.distributed.worlds import JobContext
 from megaverl.errors import TrainingStopped
 
-# Number of ranks from which each node has a relay. The controller then has one connection per node instead of one per
-# rank. Below it, direct connections take less time (`tools/bench_controller.py`).
+# Number of ranks from which each node has a relay. The controller then has one
+# connection per node instead of one per rank. Below it, direct connections take less
+# time (`tools/bench_controller.py`).
 RELAYED_FROM = 128
 
 
@@ -72,19 +73,34 @@ def run_program(
         )
     # The other ranks need the controller's address to connect to it.
     encoded = broadcast_json(
-        thread.address.encode().hex() if thread is not None else None, coordinator, context.control
+        thread.address.encode().hex() if thread is not None else None,
+        coordinator,
+        context.control,
     )
     controller = Address.decode(bytes.fromhex(encoded))
     nearest = node_address(controller, context.placement, context.rank, context.control)
     with nearest as address, ZmqRank(address, context.rank, board) as transport:
         try:
-            served = run_blocking(serve(context.rank, transport, workers, mover, board, signal, waiting, dialogue))
+            served = run_blocking(
+                serve(
+                    context.rank,
+                    transport,
+                    workers,
+                    mover,
+                    board,
+                    signal,
+                    waiting,
+                    dialogue,
+                )
+            )
         except ControllerLost as error:
             raise TrainingStopped(explain(str(error))) from None
     _finish(served, thread, explain)
 
 
-def _finish(served: Served, thread: ControllerThread[None] | None, explain: Callable[[str], str]) -> None:
+def _finish(
+    served: Served, thread: ControllerThread[None] | None, explain: Callable[[str], str]
+) -> None:
     """Raise the error that is closest to the cause on this rank, if the program failed."""
     if served.error is not None:
         raise served.error
@@ -99,11 +115,15 @@ def _finish(served: Served, thread: ControllerThread[None] | None, explain: Call
 
 @contextmanager
 def node_address(
-    controller: Address, placement: ResolvedPlacement, rank: int, group: dist.ProcessGroup | None
+    controller: Address,
+    placement: ResolvedPlacement,
+    rank: int,
+    group: dist.ProcessGroup | None,
 ) -> Iterator[Address]:
     """Yield the address that a rank connects to: the controller's, or that of its node's relay in a large job.
 
-    The first rank of each node hosts the relay until the context ends. Collective over all ranks of the job.
+    The first rank of each node hosts the relay until the context ends. Collective over
+    all ranks of the job.
 
     Args:
         rank: this rank in the job.
@@ -113,10 +133,18 @@ def node_address(
         yield controller
         return
     node = placement.node_of(rank)
-    node_ranks = [other for other in range(placement.size) if placement.node_of(other) == node]
-    relay = Relay(controller, own_address(), node, node_ranks) if rank == node_ranks[0] else None
+    node_ranks = [
+        other for other in range(placement.size) if placement.node_of(other) == node
+    ]
+    relay = (
+        Relay(controller, own_address(), node, node_ranks)
+        if rank == node_ranks[0]
+        else None
+    )
     try:
-        of_this_rank = {} if relay is None else {str(node): relay.address.encode().hex()}
+        of_this_rank = (
+            {} if relay is None else {str(node): relay.address.encode().hex()}
+        )
         addresses = reduce_json(of_this_rank, _merge, group)
         yield Address.decode(bytes.fromhex(addresses[str(node)]))
     finally:

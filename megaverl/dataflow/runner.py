@@ -84,18 +84,31 @@ class ShapeChecker:
         self._check(operator, outputs, operator.gives)
         return outputs
 
-    def _check(self, operator: Operator, values: Mapping[str, Any], names: Iterable[str]) -> None:
+    def _check(
+        self, operator: Operator, values: Mapping[str, Any], names: Iterable[str]
+    ) -> None:
         for name in names:
-            shape, declared = getattr(values.get(name), "shape", None), operator.shapes.get(name)
+            shape, declared = (
+                getattr(values.get(name), "shape", None),
+                operator.shapes.get(name),
+            )
             if shape is None or declared is None:
                 continue
             wrong = len(shape) != len(declared)
             for size, expected in zip(shape, declared, strict=False):
-                # The first tensor with a dimension name defines its size for the rest of the step.
-                known = (expected, "") if isinstance(expected, int) else self._sizes.setdefault(expected, (size, name))
+                # The first tensor with a dimension name defines its size for the rest
+                # of the step.
+                known = (
+                    (expected, "")
+                    if isinstance(expected, int)
+                    else self._sizes.setdefault(expected, (size, name))
+                )
                 wrong = wrong or size != known[0]
             if wrong:
-                sizes = ", ".join(f"{key}={size} (of '{of}')" for key, (size, of) in self._sizes.items())
+                sizes = ", ".join(
+                    f"{key}={size} (of '{of}')"
+                    for key, (size, of) in self._sizes.items()
+                )
                 raise ConfigError(
                     f"operator '{operator.name}': '{name}' has the shape {list(shape)}; declared is {list(declared)}"
                     + (f", with {sizes}" if sizes else "")

@@ -12,8 +12,19 @@ from megaverl.controller.messages import RowTransfer
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
 from megaverl.data.row_transfer import as_ragged, receive_whole, send_whole
-from megaverl.distributed.ragged import RaggedBatch, flattened, num_bytes_on_device, put_together
-from megaverl.distributed.worlds import Channel, JobContext, PendingSends, receive_json, send_json
+from megaverl.distributed.ragged import (
+    RaggedBatch,
+    flattened,
+    num_bytes_on_device,
+    put_together,
+)
+from megaverl.distributed.worlds import (
+    Channel,
+    JobContext,
+    PendingSends,
+    receive_json,
+    send_json,
+)
 
 _FILLS: dict[str, float | bool] = {name: field.fill for name, field in FIELDS.items()}
 _IS_BATCH = {"is": "batch"}  # header of a batch
@@ -22,8 +33,9 @@ _IS_BATCH = {"is": "batch"}  # header of a batch
 class ValueMover:
     """Mover that transfers whole values.
 
-    Tensors on devices are transferred from device to device if the context connects both. Everything else goes through
-    host memory. Sends do not block, and nothing is pickled.
+    Tensors on devices are transferred from device to device if the context connects
+    both. Everything else goes through host memory. Sends do not block, and nothing is
+    pickled.
 
     Args:
         known: dataclasses that may be transferred.
@@ -45,7 +57,9 @@ class ValueMover:
         self._sent.forget_done()
         if isinstance(value, RolloutBatch):
             self._sent.add(send_json(context, name, move.dest, _IS_BATCH))
-            self._send_rows(move, as_ragged(value.tensors, value, value.columns), range(len(value)))
+            self._send_rows(
+                move, as_ragged(value.tensors, value, value.columns), range(len(value))
+            )
             return
         tensors: dict[str, Tensor] = {}
         head: Mapping[str, Any] = {"value": flattened(value, tensors, self._known)}
@@ -70,7 +84,9 @@ class ValueMover:
         """
         self._sent.wait()
 
-    def _send_rows(self, move: RowTransfer, ragged: RaggedBatch, places: Sequence[int]) -> None:
+    def _send_rows(
+        self, move: RowTransfer, ragged: RaggedBatch, places: Sequence[int]
+    ) -> None:
         context = self._context
         device = context.device_between(move.source, move.dest)
         if device is None:
@@ -91,7 +107,11 @@ class ValueMover:
         on_device: Tensor | None = None
         size = num_bytes_on_device(header)
         if size is not None and context.rows is not None:
-            on_device = torch.empty(size, dtype=torch.uint8, device=context.device_between(move.source, context.rank))
+            on_device = torch.empty(
+                size,
+                dtype=torch.uint8,
+                device=context.device_between(move.source, context.rank),
+            )
             channel.receive(context.rows, {move.source: on_device})
             num_bytes += size
         return RaggedBatch.unpack(header, payload, _FILLS, on_device), num_bytes

@@ -1,18 +1,20 @@
 """Collectives of small JSON values between hosts. Nothing is pickled, and an error on one rank is raised on all.
 
-No device takes part, whatever the group's backend, so no rank blocks on a device. Only `gather_rows` moves tensors on a
-device. Messages go up a tree to the root rank and back. It is the binomial tree of MPI's broadcasts: a rank talks to at
-most log2(N) + 1 others. If each node has the same power of two of consecutive ranks, only the first rank of a node
-talks to other nodes.
+No device takes part, whatever the group's backend, so no rank blocks on a device. Only
+`gather_rows` moves tensors on a device. Messages go up a tree to the root rank and
+back. It is the binomial tree of MPI's broadcasts: a rank talks to at most log2(N) + 1
+others. If each node has the same power of two of consecutive ranks, only the first rank
+of a node talks to other nodes.
 
     rank 0  <- 1           a rank sends its own values and those of the ranks below it to its parent
             <- 2 <- 3      rank 0 computes the result, and sends it down the same edges
             <- 4 <- 5
                  <- 6 <- 7
 
-Under NCCL the messages use gloo connections that are opened when two ranks first talk (`TORCH_GLOO_LAZY_INIT` of torch
-2.7 and newer; otherwise a gloo group connects every pair of ranks at creation). The first message between two ranks
-blocks the sender until the receiver expects it, which it does in these collectives.
+Under NCCL the messages use gloo connections that are opened when two ranks first talk
+(`TORCH_GLOO_LAZY_INIT` of torch 2.7 and newer; otherwise a gloo group connects every
+pair of ranks at creation). The first message between two ranks blocks the sender until
+the receiver expects it, which it does in these collectives.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ from megaverl.outside import clean
 from megaverl.platform import platform
 from megaverl.user_code import describe
 
-FRAME = 2048  # bytes of the first message, including the length; the rest of longer data is a second message
+# Bytes of the first message, including the length; the rest of longer data is a second
+# message.
+FRAME = 2048
 _LENGTH = 8  # bytes of an encoded length
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 
@@ -51,7 +55,11 @@ def parent(place: int) -> int:
 def children(place: int, size: int) -> list[int]:
     """Return the places whose parent is `place`. The subtree below a place is a contiguous range of places."""
     reach = place & -place or size
-    return [place + (1 << bit) for bit in range((reach - 1).bit_length()) if place + (1 << bit) < size]
+    return [
+        place + (1 << bit)
+        for bit in range((reach - 1).bit_length())
+        if place + (1 << bit) < size
+    ]
 
 
 def conclude(
@@ -63,8 +71,9 @@ def conclude(
 ) -> bytes:
     """Apply `function` to every rank's bytes on the rank `root`, and return the result on every rank. Collective.
 
-    `function` gets the bytes in rank order. It must not raise, because the other ranks would block. Collectives of
-    different `kind` do not receive each other's messages: ranks in different ones block, and liveness reports where.
+    `function` gets the bytes in rank order. It must not raise, because the other ranks
+    would block. Collectives of different `kind` do not receive each other's messages:
+    ranks in different ones block, and liveness reports where.
 
     Raises:
         TrainingStopped: a rank died or did not arrive within the group's timeout; names its rank in the group.
@@ -76,7 +85,8 @@ def conclude(
     # Places are ranks rotated so that the root has place 0.
     place = (ranks.rank() - root) % size
     below = [(child + root) % size for child in children(place, size)]
-    # A tag of its own separates these messages from point-to-point ones of the same group.
+    # A tag of its own separates these messages from point-to-point ones of the same
+    # group.
     tag = zlib.crc32(f"megaverl.host_tree {kind}".encode()) & 0x7FFFFFFF
     # The subtrees are contiguous ranges of places, so this concatenates in order.
     subtrees = [_chunk(mine), *(_receive(ranks, child, tag) for child in below)]
@@ -84,13 +94,18 @@ def conclude(
         above = (parent(place) + root) % size
         sent = _send(ranks, above, b"".join(subtrees), tag)
         result = _receive(ranks, above, tag)
-        # The result comes after the parent has read this message, so this does not block.
+        # The result comes after the parent has read this message, so this does not
+        # block.
         _finish(sent)
     else:
         of_places = _split(b"".join(subtrees))
         result = function(of_places[size - root :] + of_places[: size - root])
     _finish(
-        [sending for child in reversed(below) for sending in _send(ranks, child, result, tag)]
+        [
+            sending
+            for child in reversed(below)
+            for sending in _send(ranks, child, result, tag)
+        ]
     )  # largest subtree first
     return result
 
@@ -104,8 +119,14 @@ def _hosts_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if dist.get_backend(group) == "gloo":
         return group
     if group not in _hosts:
-        rank, size, gloo = group.rank(), group.size(), dist.ProcessGroup.BackendType.GLOO
-        store = dist.PrefixStore("hosts", dist.distributed_c10d._get_process_group_store(group))
+        rank, size, gloo = (
+            group.rank(),
+            group.size(),
+            dist.ProcessGroup.BackendType.GLOO,
+        )
+        store = dist.PrefixStore(
+            "hosts", dist.distributed_c10d._get_process_group_store(group)
+        )
         hosts = dist.ProcessGroup(store, rank, size)
         with connects_lazily():
             backend = dist.ProcessGroupGloo(store, rank, size, _timeout_of(group))
@@ -132,7 +153,11 @@ def connects_lazily() -> Iterator[None]:
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of a group, or torch's default if its backend, such as a fake one, has none."""
     options = group._get_backend(platform.device).options
-    return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
+    return (
+        dist.distributed_c10d.default_pg_timeout
+        if options is None
+        else options._timeout
+    )
 
 
 def _chunk(data: bytes) -> bytes:
@@ -143,7 +168,9 @@ def _split(chunks: bytes) -> list[bytes]:
     """Split joined `_chunk`s."""
     values, start = [], 0
     while start < len(chunks):
-        end = start + _LENGTH + int.from_bytes(chunks[start : start + _LENGTH], "little")
+        end = (
+            start + _LENGTH + int.from_bytes(chunks[start : start + _LENGTH], "little")
+        )
         values.append(chunks[start + _LENGTH : end])
         start = end
     return values
@@ -154,11 +181,14 @@ _Pending = tuple[dist.Work, Tensor, int]
 
 def _send(ranks: dist.ProcessGroup, peer: int, data: bytes, tag: int) -> list[_Pending]:
     """Begin to send `data`. The result holds the tensors until the messages are sent."""
-    framed = torch.frombuffer(bytearray(_chunk(data).ljust(FRAME, b"\0")), dtype=torch.uint8)
+    framed = torch.frombuffer(
+        bytearray(_chunk(data).ljust(FRAME, b"\0")), dtype=torch.uint8
+    )
     parts = [part for part in (framed[:FRAME], framed[FRAME:]) if part.numel()]
     try:
         return [(ranks.send([part], peer, tag), part, peer) for part in parts]
-    except RuntimeError as error:  # the first message opens the connection, which may fail
+    # The first message opens the connection, which may fail.
+    except RuntimeError as error:
         raise _lost(peer, error) from error
 
 
@@ -166,7 +196,11 @@ def _receive(ranks: dist.ProcessGroup, peer: int, tag: int) -> bytes:
     head = _receive_some(ranks, peer, FRAME, tag)
     length = int.from_bytes(head[:_LENGTH], "little")
     rest = length - (FRAME - _LENGTH)
-    return head[_LENGTH:] + _receive_some(ranks, peer, rest, tag) if rest > 0 else head[_LENGTH : _LENGTH + length]
+    return (
+        head[_LENGTH:] + _receive_some(ranks, peer, rest, tag)
+        if rest > 0
+        else head[_LENGTH : _LENGTH + length]
+    )
 
 
 def _receive_some(ranks: dist.ProcessGroup, peer: int, count: int, tag: int) -> bytes:
@@ -212,18 +246,26 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     if dist.get_world_size(group) == 1:
         return [value]
     values: list[Any] = json.loads(
-        conclude(_encode(value), lambda every: b"[" + b",".join(every) + b"]", group, "gather")
+        conclude(
+            _encode(value),
+            lambda every: b"[" + b",".join(every) + b"]",
+            group,
+            "gather",
+        )
     )
     return values
 
 
 def reduce_json(
-    value: Any, function: Callable[[list[Any]], Any], group: dist.ProcessGroup | None = None, root: int = 0
+    value: Any,
+    function: Callable[[list[Any]], Any],
+    group: dist.ProcessGroup | None = None,
+    root: int = 0,
 ) -> Any:
     """Apply `function` to every rank's `value` on the rank `root`, and return the result on every rank. Collective.
 
-    `function` gets the values in rank order. Values and result are JSON. An error of `function` is raised on every
-    rank.
+    `function` gets the values in rank order. Values and result are JSON. An error of
+    `function` is raised on every rank.
     """
     if dist.get_world_size(group) == 1:
         return function([value])
@@ -232,20 +274,28 @@ def reduce_json(
     def answer(every: list[bytes]) -> bytes:
         nonlocal error
         try:
-            return _encode({"result": function([json.loads(encoded) for encoded in every])})
+            return _encode(
+                {"result": function([json.loads(encoded) for encoded in every])}
+            )
         except Exception as caught:  # passed on to every rank, this one included
             error = caught
             return _encode({"error": _report(caught)})
 
-    return _result(json.loads(conclude(_encode(value), answer, group, "reduce", root)), "", error)
+    return _result(
+        json.loads(conclude(_encode(value), answer, group, "reduce", root)), "", error
+    )
 
 
-def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
+def broadcast_json(
+    value: Any, source: int, group: dist.ProcessGroup | None = None
+) -> Any:
     """Return the `value` of the rank `source` of `group` on every rank. Collective."""
     if dist.get_world_size(group) == 1:
         return value
     encoded = _encode(value) if dist.get_rank(group) == source else b""
-    return json.loads(conclude(encoded, lambda every: every[source], group, "broadcast"))
+    return json.loads(
+        conclude(encoded, lambda every: every[source], group, "broadcast")
+    )
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
@@ -262,12 +312,16 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     if dist.get_world_size(group) == 1:
         return rows
     counts = gather_json(rows.shape[0], group)
-    padded = torch.zeros((max(counts), *rows.shape[1:]), dtype=rows.dtype, device=device_of(group))
+    padded = torch.zeros(
+        (max(counts), *rows.shape[1:]), dtype=rows.dtype, device=device_of(group)
+    )
     # all_gather needs equal shapes, so every rank pads to the longest.
     padded[: rows.shape[0]] = rows
     received = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(received, padded, group=group)
-    return torch.cat([rows[:count] for rows, count in zip(received, counts, strict=True)])
+    return torch.cat(
+        [rows[:count] for rows, count in zip(received, counts, strict=True)]
+    )
 
 
 def gather_host_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -275,17 +329,26 @@ def gather_host_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Te
     if dist.get_world_size(group) == 1:
         return rows
     joined = conclude(rows.contiguous().numpy().tobytes(), b"".join, group, "rows")
-    flat = torch.frombuffer(bytearray(joined), dtype=rows.dtype) if joined else rows.new_empty(0)
+    flat = (
+        torch.frombuffer(bytearray(joined), dtype=rows.dtype)
+        if joined
+        else rows.new_empty(0)
+    )
     return flat.reshape(-1, *rows.shape[1:])
 
 
-def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+def raise_together(
+    error: Exception | None, group: dist.ProcessGroup | None = None
+) -> None:
     """Raise on every rank if any rank has an error, so that no rank waits for one that has left. Collective.
 
-    All ranks raise the error of the lowest failing rank, with its class if it is one of megaverl's. The message names
-    that rank, unless all ranks failed with the same error.
+    All ranks raise the error of the lowest failing rank, with its class if it is one of
+    megaverl's. The message names that rank, unless all ranks failed with the same
+    error.
     """
-    failure = reduce_json(None if error is None else _report(error), _first_failure, group)
+    failure = reduce_json(
+        None if error is None else _report(error), _first_failure, group
+    )
     if failure is not None:
         prefix, report = failure
         raise _error(report, prefix) from error
@@ -293,7 +356,9 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
 
 def _first_failure(reports: list[list[str] | None]) -> tuple[str, list[str]] | None:
     """Return the prefix that names the lowest failing rank, and its report; None if no rank failed."""
-    rank = next((rank for rank, report in enumerate(reports) if report is not None), None)
+    rank = next(
+        (rank for rank, report in enumerate(reports) if report is not None), None
+    )
     if rank is None:
         return None
     alike = all(report == reports[rank] for report in reports)
@@ -318,7 +383,9 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     raise_together(error, group)
 
 
-def on_rank(function: Callable[[], Any], rank: int, group: dist.ProcessGroup | None = None) -> Any:
+def on_rank(
+    function: Callable[[], Any], rank: int, group: dist.ProcessGroup | None = None
+) -> Any:
     """Call `function` on one rank of `group`, and return its JSON result on every rank. Collective.
 
     An error is raised on every rank and names the rank.
@@ -334,7 +401,9 @@ def on_rank(function: Callable[[], Any], rank: int, group: dist.ProcessGroup | N
     return _result(broadcast_json(outcome, rank, group), prefix, error)
 
 
-def on_first_rank(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+def on_first_rank(
+    function: Callable[[], Any], group: dist.ProcessGroup | None = None
+) -> Any:
     """Call `on_rank` with rank 0."""
     return on_rank(function, 0, group)
 
@@ -352,7 +421,10 @@ def _result(outcome: dict[str, Any], who: str, error: Exception | None) -> Any:
 def _report(error: Exception) -> list[str]:
     """Return [class name, text] of an error. The class name is empty unless the class is one of megaverl's."""
     is_expected = isinstance(error, MegaverlError)
-    return [type(error).__name__ if is_expected else "", clean(str(error)) if is_expected else describe(error)]
+    return [
+        type(error).__name__ if is_expected else "",
+        clean(str(error)) if is_expected else describe(error),
+    ]
 
 
 def _error(report: list[str], who: str) -> MegaverlError:

@@ -1,7 +1,7 @@
 """Waits with a deadline, and search for the rank at the root of a failure.
 
-A rank that times out reports which rank it was waiting for. Following these reports leads to the rank that waits for
-none, which every rank then names in its error.
+A rank that times out reports which rank it was waiting for. Following these reports
+leads to the rank that waits for none, which every rank then names in its error.
 
     rank 2 waits for 1, rank 1 waits for 0, rank 0 has no report  ->  rank 0 is at fault
 """
@@ -23,11 +23,13 @@ import torch.distributed as dist
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
 
-# How long a rank waits for a report from the rank that it blames, which may itself have waited for another.
+# How long a rank waits for a report from the rank that it blames, which may itself have
+# waited for another.
 GRACE_SECONDS = 2.0
 POLL_SECONDS, DEVICE_POLL_SECONDS = 0.05, 1e-4
 
-_made: Counter[str] = Counter()  # counts resharders per group, so that all ranks use the same store keys
+# Counts resharders per group, so that all ranks use the same store keys.
+_made: Counter[str] = Counter()
 
 
 def wait(work: dist.Work, timeout: timedelta | None) -> None:
@@ -83,7 +85,8 @@ class Report(NamedTuple):
 class Failures:
     """Failure reports of one resharder's ranks, in the store of the process group. They are read only after a failure.
 
-    If the lost rank hosts the store (rank 0 without torchrun), each rank reports only what it knows itself.
+    If the lost rank hosts the store (rank 0 without torchrun), each rank reports only
+    what it knows itself.
 
     Args:
         group: the ranks. None: all.
@@ -91,7 +94,9 @@ class Failures:
         timeout: how long ranks wait for each other.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, timeout: timedelta | None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, rank: int, timeout: timedelta | None
+    ) -> None:
         name = "" if group is None else group.group_name
         self._prefix = f"megaverl/reshard/{name}/{_made[name]}"
         _made[name] += 1
@@ -100,7 +105,9 @@ class Failures:
         self._world = dist.get_world_size(group) if dist.is_initialized() else 1
         self._seconds = None if timeout is None else timeout.total_seconds()
 
-    def blame(self, version: int, peer: int, what: str, error: Exception) -> ReshardError:
+    def blame(
+        self, version: int, peer: int, what: str, error: Exception
+    ) -> ReshardError:
         """Return an error that names the rank at the root of this rank's failure.
 
         Args:
@@ -112,7 +119,8 @@ class Failures:
         reports = [Report(peer, what, self._rank)]
 
         def ask() -> None:
-            # Use the group's store, because a group over several worlds has ranks that the default group's store lacks.
+            # Use the group's store, because a group over several worlds has ranks that
+            # the default group's store lacks.
             group = self._group or dist.distributed_c10d._get_default_group()
             store = dist.distributed_c10d._get_process_group_store(group)
             store = dist.PrefixStore(f"{self._prefix}/{version}", store)
@@ -123,13 +131,16 @@ class Failures:
             elif culprit := self._missing(store, what):
                 reports[0] = culprit
 
-        # A rank that waited for all ranks waits once more for their timeouts, after which they report whom they lack.
+        # A rank that waited for all ranks waits once more for their timeouts, after
+        # which they report whom they lack.
         patience = (self._seconds or 0.0) if peer < 0 else 0.0
         _within(patience + 3 * GRACE_SECONDS, ask)
         root = reports[0]
         culprit_name = f"rank {root.culprit}" if root.culprit >= 0 else "some rank"
         waited = "in time" if self._seconds is None else f"within {self._seconds:g} s"
-        own_part = "" if root.reporter == self._rank else f" Rank {self._rank} was {what}."
+        own_part = (
+            "" if root.reporter == self._rank else f" Rank {self._rank} was {what}."
+        )
         return ReshardError(
             f"{culprit_name} died or stalled while the weights of version {version} moved: rank {root.reporter}, "
             f"{root.doing}, got no answer {waited}.{own_part} ({type(error).__name__}: {cause_of(error)})"
@@ -138,7 +149,8 @@ class Failures:
     def _missing(self, store: dist.Store, what: str) -> Report | None:
         """Find the root of a failure if this rank knows only that some rank is missing.
 
-        Either another rank's report leads to it, or exactly one rank is silent. Otherwise return None.
+        Either another rank's report leads to it, or exactly one rank is silent.
+        Otherwise return None.
         """
         store.set(f"present/{self._rank}", "")
         store.add("num_present", 1)
@@ -149,7 +161,9 @@ class Failures:
             if store.add("num_present", 0) >= self._world - 1:
                 break
             time.sleep(POLL_SECONDS)
-        silent = [rank for rank in range(self._world) if not store.check([f"present/{rank}"])]
+        silent = [
+            rank for rank in range(self._world) if not store.check([f"present/{rank}"])
+        ]
         return Report(silent[0], what, self._rank) if len(silent) == 1 else None
 
 
@@ -177,7 +191,8 @@ def _within(seconds: float, function: Callable[[], None]) -> None:
         try:
             function()
         except RuntimeError:
-            # The store was lost together with its host. This rank falls back to what it knows.
+            # The store was lost together with its host. This rank falls back to what it
+            # knows.
             return
 
     thread = threading.Thread(target=run, daemon=True, name="reshard-failure")

@@ -8,7 +8,8 @@ from typing import NamedTuple, Protocol
 
 from megaverl.errors import GridError
 
-# Fastest-varying dimension first: tensor-parallel ranks are adjacent, pipeline stages farthest apart.
+# Fastest-varying dimension first: tensor-parallel ranks are adjacent, pipeline stages
+# farthest apart.
 DIMS = ("tp", "cp", "dp", "pp")
 # Dimensions of expert layers over the same ranks: etp x ep x edp equals tp x cp x dp.
 EXPERT_DIMS = ("etp", "ep", "edp", "pp")
@@ -76,9 +77,19 @@ class GridShape:
             GridError: the sizes do not divide the world size; the message lists sizes that would fit.
         """
         sizes, ranks = Sizes(tp, cp, pp, ep, etp), f"{world_size} ranks"
-        if problem := grid_problem(sizes, world_size, ranks, "the world of", "start a multiple of {} processes"):
+        if problem := grid_problem(
+            sizes, world_size, ranks, "the world of", "start a multiple of {} processes"
+        ):
             raise GridError(f"{role}: {problem}")
-        return cls(tp=tp, cp=cp, ep=ep, pp=pp, dp=world_size // (tp * cp * pp), vpp=vpp, etp=etp)
+        return cls(
+            tp=tp,
+            cp=cp,
+            ep=ep,
+            pp=pp,
+            dp=world_size // (tp * cp * pp),
+            vpp=vpp,
+            etp=etp,
+        )
 
     @property
     def expert_tp(self) -> int:
@@ -104,9 +115,13 @@ class GridShape:
             GridError: the rank is outside the grid.
         """
         if not 0 <= rank < self.world_size:
-            raise GridError(f"rank {rank} is outside the grid of {self.world_size} ranks.")
+            raise GridError(
+                f"rank {rank} is outside the grid of {self.world_size} ranks."
+            )
         dense = dict(zip(DIMS, _unravel(rank, self.sizes(DIMS)), strict=True))
-        expert = dict(zip(EXPERT_DIMS, _unravel(rank, self.sizes(EXPERT_DIMS)), strict=True))
+        expert = dict(
+            zip(EXPERT_DIMS, _unravel(rank, self.sizes(EXPERT_DIMS)), strict=True)
+        )
         expert.pop("pp")
         return Coords(**dense, **expert)
 
@@ -125,14 +140,20 @@ class GridShape:
             for dim in dims:
                 other_dims = [name for name in dims if name != dim]
                 place = [getattr(every[rank], name) for name in other_dims]
-                alike = [n for n, it in enumerate(every) if [getattr(it, name) for name in other_dims] == place]
+                alike = [
+                    n
+                    for n, it in enumerate(every)
+                    if [getattr(it, name) for name in other_dims] == place
+                ]
                 if len(alike) > 1:
                     groups.setdefault(dim, tuple(alike))
         return groups
 
     def __str__(self) -> str:
         extra = "".join(
-            f" {name}{size}" for name, size in (("cp", self.cp), ("ep", self.ep), ("vpp", self.vpp or 1)) if size > 1
+            f" {name}{size}"
+            for name, size in (("cp", self.cp), ("ep", self.ep), ("vpp", self.vpp or 1))
+            if size > 1
         )
         return f"tp{self.tp} pp{self.pp} dp{self.dp}{extra}"
 
@@ -166,7 +187,11 @@ class Sizes(NamedTuple):
 
 
 def grid_problem(
-    grid: GridSizes, num_ranks: int, ranks: str, whose: str = "its", fix: str = "give it a multiple of {} ranks"
+    grid: GridSizes,
+    num_ranks: int,
+    ranks: str,
+    whose: str = "its",
+    fix: str = "give it a multiple of {} ranks",
 ) -> str:
     """Return the reason why a grid does not fit a number of ranks, or "".
 
@@ -185,7 +210,11 @@ def grid_problem(
         )
     stage, expert = num_ranks // grid.pp, grid.etp or grid.tp
     if stage % (expert * grid.ep):
-        fitting = _divisors(stage // expert) if stage % expert == 0 else f"none with etp={expert}"
+        fitting = (
+            _divisors(stage // expert)
+            if stage % expert == 0
+            else f"none with etp={expert}"
+        )
         return (
             f"etp={expert} x ep={grid.ep} does not divide the {stage} ranks of a pipeline stage ({ranks} / "
             f"pp={grid.pp}). Sizes of ep that fit: {fitting}."

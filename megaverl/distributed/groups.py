@@ -1,7 +1,8 @@
 """Process groups of grids. Every distinct group is created once.
 
-Groups belong to the manager instead of megatron-core's global `parallel_state`, because actor and critic may use
-different grids over the same ranks. Grids share groups of the same ranks.
+Groups belong to the manager instead of megatron-core's global `parallel_state`, because
+actor and critic may use different grids over the same ranks. Grids share groups of the
+same ranks.
 """
 
 from __future__ import annotations
@@ -47,11 +48,25 @@ EXPERT_GROUPS = {
     "intra_expt_dp": ("edp",),
 }
 
-# Dimension and field of the groups whose bytes are counted. The first name of a group counts, as grids of fewer
-# dimensions use one group for several fields. Megatron reduces gradients over dp and cp together.
+# Dimension and field of the groups whose bytes are counted. The first name of a group
+# counts, as grids of fewer dimensions use one group for several fields. Megatron
+# reduces gradients over dp and cp together.
 COUNTED_GROUPS = (
-    *(("tp", "tp"), ("cp", "cp"), ("pp", "pp"), ("pp", "embd"), ("ep", "ep"), ("tp", "expt_tp")),
-    *(("ep", "tp_ep"), ("dp", "dp"), ("dp", "dp_cp"), ("dp", "expt_dp"), ("dp", "intra_dist_opt")),
+    *(
+        ("tp", "tp"),
+        ("cp", "cp"),
+        ("pp", "pp"),
+        ("pp", "embd"),
+        ("ep", "ep"),
+        ("tp", "expt_tp"),
+    ),
+    *(
+        ("ep", "tp_ep"),
+        ("dp", "dp"),
+        ("dp", "dp_cp"),
+        ("dp", "expt_dp"),
+        ("dp", "intra_dist_opt"),
+    ),
 )
 
 
@@ -122,8 +137,11 @@ class ProcessGroupManager:
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         self._timeout = timeout
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(dist.get_world_size())): default_group()}
-        # Megatron-core's sequence-parallel layers need this buffer even without the global state.
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {
+            tuple(range(dist.get_world_size())): default_group()
+        }
+        # Megatron-core's sequence-parallel layers need this buffer even without the
+        # global state.
         if parallel_state._GLOBAL_MEMORY_BUFFER is None:
             parallel_state._set_global_memory_buffer()
 
@@ -135,14 +153,17 @@ class ProcessGroupManager:
     def group(self, enumeration: Iterable[Iterable[int]]) -> dist.ProcessGroup | None:
         """Create the missing groups of `enumeration`, and return the one that contains this rank, or None.
 
-        Every rank of the world must call this in the same order, also for groups that it is not in. torch names a group
-        by the number of groups created before it, so ranks with different counts would never connect.
+        Every rank of the world must call this in the same order, also for groups that
+        it is not in. torch names a group by the number of groups created before it, so
+        ranks with different counts would never connect.
         """
         own_group = None
         for ranks in enumeration:
             key = tuple(sorted(ranks))
             if key not in self._groups:
-                self._groups[key] = dist.new_group(list(key), timeout=self._timeout, group_desc=f"megaverl{key}")
+                self._groups[key] = dist.new_group(
+                    list(key), timeout=self._timeout, group_desc=f"megaverl{key}"
+                )
             if dist.get_rank() in key:
                 own_group = self._groups[key]
         return own_group
@@ -164,10 +185,20 @@ class ProcessGroupManager:
             enumeration = HyperCommGrid(list(shape.sizes(dims)), list(dims))
             for field, spanned in fields.items():
                 groups[field] = self.group(enumeration.get_rank_enum(list(spanned)))
-        pipelines = [range(first, world, world // shape.pp) for first in range(world // shape.pp)]
-        # Tied embeddings live on the first and last stage; only those ranks share a gradient group.
+        pipelines = [
+            range(first, world, world // shape.pp) for first in range(world // shape.pp)
+        ]
+        # Tied embeddings live on the first and last stage; only those ranks share a
+        # gradient group.
         groups["embd"] = self.group({stages[0], stages[-1]} for stages in pipelines)
         groups["pos_embd"] = self.group([stages[0]] for stages in pipelines)
-        # Optimizer shards are not replicated over several instances, so each of these groups has one rank.
+        # Optimizer shards are not replicated over several instances, so each of these
+        # groups has one rank.
         groups["inter_dist_opt"] = self.group([rank] for rank in range(world))
-        return Grid(shape, rank, shape.coords(rank), ProcessGroupCollection(**groups), default_group())
+        return Grid(
+            shape,
+            rank,
+            shape.coords(rank),
+            ProcessGroupCollection(**groups),
+            default_group(),
+        )

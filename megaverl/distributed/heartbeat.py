@@ -27,8 +27,20 @@ _WAITS = (
     "megaverl/controller/dialogue.py",
 )
 _CALLS = (".wait(", "barrier(", "batch_isend_irecv(")
-# Calls that block until the device has finished, including the collectives launched before.
-_READS = (".item(", ".tolist(", ".cpu(", ".numpy(", ".to(", ".copy_(", "synchronize(", "float(", "int(", "bool(")
+# Calls that block until the device has finished, including the collectives launched
+# before.
+_READS = (
+    ".item(",
+    ".tolist(",
+    ".cpu(",
+    ".numpy(",
+    ".to(",
+    ".copy_(",
+    "synchronize(",
+    "float(",
+    "int(",
+    "bool(",
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,10 @@ def process_is_gone(beat: Heartbeat) -> bool:
     if beat.host != this_host():
         return False
     try:
-        return psutil.Process(beat.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return psutil.Process(beat.pid).status() in (
+            psutil.STATUS_ZOMBIE,
+            psutil.STATUS_DEAD,
+        )
     except psutil.NoSuchProcess:
         return True
 
@@ -126,7 +141,9 @@ def who_is_gone(
         if is_gone(beat):
             texts.append(f"{name(rank)} is gone: {beat}")
         elif silent.get(rank, 0.0) > lost_after:
-            texts.append(f"{name(rank)} has not been heard of for {silent[rank]:.0f} s: {beat}")
+            texts.append(
+                f"{name(rank)} has not been heard of for {silent[rank]:.0f} s: {beat}"
+            )
     return "; ".join(texts)
 
 
@@ -136,45 +153,61 @@ def is_behind(beat: Heartbeat, other: Heartbeat) -> bool:
         return False
     if beat.step != other.step:
         return beat.step < other.step
-    # A stage that only one of the two runs, such as writing metrics, puts neither behind.
+    # A stage that only one of the two runs, such as writing metrics, puts neither
+    # behind.
     return beat.begun[-1] in other.begun and other.begun[-1] not in beat.begun
 
 
-def blame(beats: Mapping[int, Heartbeat], stalled_after: float) -> tuple[list[int], int] | None:
+def blame(
+    beats: Mapping[int, Heartbeat], stalled_after: float
+) -> tuple[list[int], int] | None:
     """Find the ranks that block the others, and the rank that has waited longest for them.
 
-    First, only ranks that are not ahead of another rank of their world are suspects. Among these, suspicion goes in
-    this order:
+    First, only ranks that are not ahead of another rank of their world are suspects.
+    Among these, suspicion goes in this order:
 
         1. ranks that are working
         2. ranks that read from their device, which may wait for others
         3. ranks that wait for other ranks although others have passed them: they wait for something else, such as a
         disk
 
-    A rank that began a stage within `stalled_after` is not blamed: it may have several stages to run while others wait
-    for the last of them.
+    A rank that began a stage within `stalled_after` is not blamed: it may have several
+    stages to run while others wait for the last of them.
 
     Returns:
         The ranks to blame (empty if several ranks all wait for each other) and the rank that has waited, or None if no
         rank has waited for longer than `stalled_after` seconds.
     """
     present = {rank: beat for rank, beat in sorted(beats.items()) if not beat.left}
-    places = {beat.reached: beat for beat in present.values()}  # few entries even with many ranks
-    is_last = {where: not any(is_behind(other, beat) for other in places.values()) for where, beat in places.items()}
-    is_passed = {where: any(is_behind(beat, other) for other in places.values()) for where, beat in places.items()}
+    # Few entries even with many ranks.
+    places = {beat.reached: beat for beat in present.values()}
+    is_last = {
+        where: not any(is_behind(other, beat) for other in places.values())
+        for where, beat in places.items()
+    }
+    is_passed = {
+        where: any(is_behind(beat, other) for other in places.values())
+        for where, beat in places.items()
+    }
     last = [rank for rank, beat in present.items() if is_last[beat.reached]]
     at_work = [rank for rank in last if not present[rank].waits_for]
     reading = [rank for rank in last if present[rank].waits_for == "device"]
     passed = [rank for rank in last if is_passed[present[rank].reached]]
     suspects = at_work or reading or passed
     to_blame = [rank for rank in suspects if present[rank].seconds > stalled_after]
-    # If every rank is a suspect and has waited, no single rank is at fault: all wait for each other.
-    if len(to_blame) == len(present) > 1 and all(present[rank].waited > stalled_after for rank in to_blame):
+    # If every rank is a suspect and has waited, no single rank is at fault: all wait
+    # for each other.
+    if len(to_blame) == len(present) > 1 and all(
+        present[rank].waited > stalled_after for rank in to_blame
+    ):
         to_blame = []
     elif suspects and not to_blame:
         return None
-    waited = {rank: beat.waited for rank, beat in present.items() if rank not in to_blame}
-    # A rank that is ahead of a blamed rank counts as waiting, even if its call does not show it.
+    waited = {
+        rank: beat.waited for rank, beat in present.items() if rank not in to_blame
+    }
+    # A rank that is ahead of a blamed rank counts as waiting, even if its call does not
+    # show it.
     for rank in waited:
         if any(is_behind(present[other], present[rank]) for other in to_blame):
             waited[rank] = present[rank].seconds
@@ -182,15 +215,22 @@ def blame(beats: Mapping[int, Heartbeat], stalled_after: float) -> tuple[list[in
     return (to_blame, longest) if waited.get(longest, 0.0) > stalled_after else None
 
 
-def who_stalls(beats: Mapping[int, Heartbeat], stalled_after: float, name: Callable[[int], str]) -> str:
+def who_stalls(
+    beats: Mapping[int, Heartbeat], stalled_after: float, name: Callable[[int], str]
+) -> str:
     """Return a text about the ranks that `blame` finds, or "" if none stalls."""
     blamed = blame(beats, stalled_after)
     if blamed is None:
         return ""
     to_blame, witness = blamed
-    texts = [f"{name(rank)} stalls: {beats[rank]}, at {beats[rank].where}" for rank in to_blame]
+    texts = [
+        f"{name(rank)} stalls: {beats[rank]}, at {beats[rank].where}"
+        for rank in to_blame
+    ]
     if not texts:
-        present = [(name(rank), beat) for rank, beat in sorted(beats.items()) if not beat.left]
+        present = [
+            (name(rank), beat) for rank, beat in sorted(beats.items()) if not beat.left
+        ]
         texts = [
             "all ranks wait for each other",
             *(f"{rank_name}: {beat}, at {beat.where}" for rank_name, beat in present),
@@ -215,14 +255,17 @@ def place(frame: FrameType | None) -> tuple[str, Wait]:
     for _ in range(_DEPTH):
         if outer is None:
             break
-        if any(part in outer.f_code.co_filename for part in _WAITS) or any(call in _line(outer) for call in _CALLS):
+        if any(part in outer.f_code.co_filename for part in _WAITS) or any(
+            call in _line(outer) for call in _CALLS
+        ):
             return _text(outer), "ranks"
         outer = outer.f_back
     return where, "device" if reads else ""
 
 
 def _line(frame: FrameType) -> str:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)  # None while a call begins or ends
+    # None while a call begins or ends.
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
 
 
 def _text(frame: FrameType) -> str:

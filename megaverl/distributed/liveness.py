@@ -7,13 +7,15 @@
             reason and the coordinator's
             heartbeat
 
-A rank reads only the coordinator's heartbeat, so its work does not grow with the job. The first failure reason that is
-published stands. Every rank then shows it and ends, unless its main thread ends earlier.
+A rank reads only the coordinator's heartbeat, so its work does not grow with the job.
+The first failure reason that is published stands. Every rank then shows it and ends,
+unless its main thread ends earlier.
 
-The collective that a rank blocks in comes from torch's flight recorder, as JSON. torch keeps the last collectives of a
-process, with one recorder for NCCL and one for gloo (torch 2.13: `torch/csrc/distributed/c10d/FlightRecorder.hpp` and
-`FlightRecorderDetail.hpp`). NCCL's point-to-point messages are recorded too, gloo's are not.
-`TORCH_NCCL_TRACE_BUFFER_SIZE` sets the number of entries; 0 disables it.
+The collective that a rank blocks in comes from torch's flight recorder, as JSON. torch
+keeps the last collectives of a process, with one recorder for NCCL and one for gloo
+(torch 2.13: `torch/csrc/distributed/c10d/FlightRecorder.hpp` and
+`FlightRecorderDetail.hpp`). NCCL's point-to-point messages are recorded too, gloo's are
+not. `TORCH_NCCL_TRACE_BUFFER_SIZE` sets the number of entries; 0 disables it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,14 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from megaverl.distributed.heartbeat import Heartbeat, Wait, place, this_host, who_is_gone, who_stalls
+from megaverl.distributed.heartbeat import (
+    Heartbeat,
+    Wait,
+    place,
+    this_host,
+    who_is_gone,
+    who_stalls,
+)
 from megaverl.errors import FAILED
 from megaverl.user_code import describe
 
@@ -46,7 +55,8 @@ _WRITES_TO = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 def write_flight_record(folder: Path, world: str = "") -> None:
     """Make torch write its flight record into an existing folder when one of its own timeouts expires.
 
-    It writes one file per rank for torch's `torchfrtrace`. Paths that the environment already sets are kept.
+    It writes one file per rank for torch's `torchfrtrace`. Paths that the environment
+    already sets are kept.
 
     Args:
         world: name of this rank's world, if there are several with ranks from 0.
@@ -59,14 +69,17 @@ def write_flight_record(folder: Path, world: str = "") -> None:
 def waits_in() -> str:
     """Return a description of the oldest unfinished collective of this process.
 
-    It is "" if there is none, or if the recorder is off. The call does not block: it only queries the device's
-    progress.
+    It is "" if there is none, or if the recorder is off. The call does not block: it
+    only queries the device's progress.
     """
     entries: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
     for name in _DUMPS:
         if dump := getattr(_distributed_c10d, name, None):
             trace = json.loads(dump())
-            entries += [(entry, trace.get("pg_config", {})) for entry in unfinished(trace.get("entries", ()))]
+            entries += [
+                (entry, trace.get("pg_config", {}))
+                for entry in unfinished(trace.get("entries", ()))
+            ]
     if not entries:
         return ""
     entry, groups = min(entries, key=lambda item: item[0]["time_created_ns"])
@@ -75,10 +88,16 @@ def waits_in() -> str:
 
 def unfinished(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the unfinished entries. NCCL's finished ones are "completed", gloo's are only "retired"."""
-    return [entry for entry in entries if entry["state"] != "completed" and not entry["retired"]]
+    return [
+        entry
+        for entry in entries
+        if entry["state"] != "completed" and not entry["retired"]
+    ]
 
 
-def describe_collective(entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, str]], now: int) -> str:
+def describe_collective(
+    entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, str]], now: int
+) -> str:
     """Describe an entry as "all_reduce 17 of the group tp (ranks [0, 1]), BFloat16 [4096, 1024], begun 312 s ago".
 
     Args:
@@ -121,7 +140,8 @@ class Collectives(NamedTuple):
 def recorded_collectives(since: int) -> tuple[list[Collectives], bool]:
     """Return the collectives that this process began after `since`, and whether the list is complete.
 
-    The recorder keeps only the last ones. Point-to-point messages are recorded only under NCCL.
+    The recorder keeps only the last ones. Point-to-point messages are recorded only
+    under NCCL.
 
     Args:
         since: nanoseconds since 1970.
@@ -133,24 +153,48 @@ def recorded_collectives(since: int) -> tuple[list[Collectives], bool]:
             continue
         trace = json.loads(dump())
         entries, groups = trace.get("entries", ()), trace.get("pg_config", {})
-        if entries and entries[0]["record_id"] > 0 and entries[0]["time_created_ns"] >= since:
+        if (
+            entries
+            and entries[0]["record_id"] > 0
+            and entries[0]["time_created_ns"] >= since
+        ):
             is_whole = False
         for entry in entries:
             if entry["time_created_ns"] < since:
                 continue
             number, description = entry["process_group"]
-            ranks = re.findall(r"\d+", groups.get(number, {}).get("ranks", "") or description.partition("(")[2])
-            operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+            ranks = re.findall(
+                r"\d+",
+                groups.get(number, {}).get("ranks", "")
+                or description.partition("(")[2],
+            )
+            operation = (
+                entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+            )
             sums = sums_by_kind.setdefault((tuple(map(int, ranks)), operation), [0, 0])
             sums[0] += 1
             sums[1] += sum(
-                _BYTES_OF.get(t, 1) * prod(n) for t, n in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+                _BYTES_OF.get(t, 1) * prod(n)
+                for t, n in zip(
+                    entry["input_dtypes"], entry["input_sizes"], strict=False
+                )
             )
-    return [Collectives(*key, *sums) for key, sums in sorted(sums_by_kind.items())], is_whole
+    return [
+        Collectives(*key, *sums) for key, sums in sorted(sums_by_kind.items())
+    ], is_whole
 
 
-# torch's names of dtypes in records. Others (8-bit floats and integers, booleans) count as one byte.
-_BYTES_OF = {"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2}
+# torch's names of dtypes in records. Others (8-bit floats and integers, booleans) count
+# as one byte.
+_BYTES_OF = {
+    "Float": 4,
+    "Double": 8,
+    "Half": 2,
+    "BFloat16": 2,
+    "Long": 8,
+    "Int": 4,
+    "Short": 2,
+}
 
 
 _REASON = "liveness/failure_reason"
@@ -227,15 +271,19 @@ class Liveness:
         self._found = threading.Event()
         self._stop = threading.Event()
         self._world = world
-        self._position: tuple[int, tuple[str, ...]] = (0, ("start",))  # the step, and the stages begun in it
+        # The step, and the stages begun in it.
+        self._position: tuple[int, tuple[str, ...]] = (0, ("start",))
         self._doing, self._since = "start", time.monotonic()
         self._left = False
         self._rounds = 0  # iterations of the thread that uses the store
         self._main = threading.get_ident()
-        self._call: tuple[int, int, Wait] = (0, 0, "")  # the main thread's current call, and `_called` its start
+        # The main thread's current call, and `_called` its start.
+        self._call: tuple[int, int, Wait] = (0, 0, "")
         self._called = 0.0
-        self._collective: str | None = None  # None: the flight recorder has not been read yet
-        self._seen: dict[int, tuple[Heartbeat, float]] = {}  # rank -> its last heartbeat, and when it changed
+        # None: the flight recorder has not been read yet.
+        self._collective: str | None = None
+        # rank -> its last heartbeat, and when it changed.
+        self._seen: dict[int, tuple[Heartbeat, float]] = {}
         connection: Any = store  # torch's annotations lack `clone`
         self._store: dist.Store = connection.clone()
         self._publish()
@@ -243,22 +291,31 @@ class Liveness:
         if self._store.add("liveness/count", 1) == size:
             self._store.set(_REASON, "")
         self._store.wait([_REASON])  # from here on every rank's key exists
-        self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name="liveness", daemon=True
+        )
         self._thread.start()
         threading.Thread(target=self._guard, name="liveness-guard", daemon=True).start()
 
     def status(self, stage: str, step: int | None = None) -> None:
         """Publish that this rank begins a stage of a step.
 
-        It is published immediately, so that it is known if the rank dies in it. Calls from other threads, such as a
-        writer's, do not change the rank's position.
+        It is published immediately, so that it is known if the rank dies in it. Calls
+        from other threads, such as a writer's, do not change the rank's position.
         """
         if threading.get_ident() == self._main:
             before, begun = self._position
             now = before if step is None else step
-            earlier = (earlier_stage for earlier_stage in begun if earlier_stage != stage) if now == before else ()
+            earlier = (
+                (earlier_stage for earlier_stage in begun if earlier_stage != stage)
+                if now == before
+                else ()
+            )
             self._position = (now, (*earlier, stage))
-        self._doing, self._since = stage if step is None else f"step {step}: {stage}", time.monotonic()
+        self._doing, self._since = (
+            stage if step is None else f"step {step}: {stage}",
+            time.monotonic(),
+        )
         self._try_to_publish()
 
     def leave(self) -> None:
@@ -286,50 +343,65 @@ class Liveness:
     def settle(self, seconds: float, otherwise: str) -> str:
         """Wait up to `seconds` for a failure reason, and return it. If there is none, `otherwise` becomes the reason.
 
-        The caller is a main thread that lost contact and then ends by itself with this text.
+        The caller is a main thread that lost contact and then ends by itself with this
+        text.
         """
         self._found.wait(seconds)
         self._stop.set()
         reason = self.failure_reason or self.report_failure(otherwise)
         if self._store_ends_with_me():
-            time.sleep(3 * self.timeouts.interval)  # let the others read the reason first
+            # Let the others read the reason first.
+            time.sleep(3 * self.timeouts.interval)
         return reason
 
     def _store_ends_with_me(self) -> bool:
         """Return whether the other ranks lose the store when this rank ends.
 
-        That is the case if this rank hosts the store. If torchrun's agent hosts it, the agent of the first of several
-        nodes ends with its ranks.
+        That is the case if this rank hosts the store. If torchrun's agent hosts it, the
+        agent of the first of several nodes ends with its ranks.
         """
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             return self.rank == 0
-        return os.environ.get("GROUP_RANK") == "0" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+        return (
+            os.environ.get("GROUP_RANK") == "0"
+            and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+        )
 
     def explain(self, error: BaseException) -> str | None:
         """Return the failure reason if another rank's end caused `error`, else None.
 
-        Without a failure reason, the error becomes the reason, for ranks that wait for this one.
+        Without a failure reason, the error becomes the reason, for ranks that wait for
+        this one.
         """
         if self.size == 1:
             return None
         if isinstance(error, KeyboardInterrupt):
-            self.settle(0.0, f"{self.name(self.rank)} was in {self._doing} and {_interrupted_here()}")
+            self.settle(
+                0.0,
+                f"{self.name(self.rank)} was in {self._doing} and {_interrupted_here()}",
+            )
             return None
         error_text = describe(error)
         own_reason = f"{self.name(self.rank)} failed in {self._doing}: {error_text}"
         silent = _SILENCE.search(_chain(error)) is not None
-        reason = self.settle(self.timeouts.lost_after + 3 * self.timeouts.interval if silent else 0.0, own_reason)
-        return None if reason.endswith(error_text) else reason  # each rank reports an error that all ranks have
+        reason = self.settle(
+            self.timeouts.lost_after + 3 * self.timeouts.interval if silent else 0.0,
+            own_reason,
+        )
+        # Each rank reports an error that all ranks have.
+        return None if reason.endswith(error_text) else reason
 
     def _guard(self) -> None:
         """End a rank that is cut off: a call to a store behind a dead link may never return, whatever its timeout.
 
-        The guard counts its own iterations instead of reading a clock, so that a busy interpreter does not count as
-        silence.
+        The guard counts its own iterations instead of reading a clock, so that a busy
+        interpreter does not count as silence.
         """
         rounds, seen = 0, self._rounds
         while not self._stop.wait(self.timeouts.interval):
-            rounds, seen = (0, self._rounds) if seen != self._rounds else (rounds + 1, seen)
+            rounds, seen = (
+                (0, self._rounds) if seen != self._rounds else (rounds + 1, seen)
+            )
             if rounds * self.timeouts.interval > self.timeouts.lost_after:
                 self._end(self._without_a_store(silent=rounds * self.timeouts.interval))
 
@@ -345,13 +417,20 @@ class Liveness:
             if not self._stop.is_set():
                 self._end(self._without_a_store(error))
 
-    def _without_a_store(self, error: Exception | None = None, silent: float = 0.0) -> str:
+    def _without_a_store(
+        self, error: Exception | None = None, silent: float = 0.0
+    ) -> str:
         """Return a text about the host of the store, which is gone or has been silent for `silent` seconds.
 
-        The host is torchrun's agent or the first rank, whose last heartbeat may be known here.
+        The host is torchrun's agent or the first rank, whose last heartbeat may be
+        known here.
         """
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        condition = "is gone" if error is not None else f"has not been heard of for {silent:.0f} s"
+        condition = (
+            "is gone"
+            if error is not None
+            else f"has not been heard of for {silent:.0f} s"
+        )
         keeper = "torchrun's agent" if agent else self.name(0)
         text = f"{keeper}, which keeps the job's store, {condition}"
         if agent:
@@ -360,8 +439,12 @@ class Liveness:
 
     def _look(self) -> str:
         """Return the failure reason, after looking for lost and (on the coordinator) stalled ranks."""
-        ranks = range(self.size) if self.rank == self.coordinator else [self.coordinator]
-        data = self._store.multi_get([_REASON, *(f"liveness/beat/{rank}" for rank in ranks)])
+        ranks = (
+            range(self.size) if self.rank == self.coordinator else [self.coordinator]
+        )
+        data = self._store.multi_get(
+            [_REASON, *(f"liveness/beat/{rank}" for rank in ranks)]
+        )
         if data[0]:
             return bytes(data[0]).decode()
         now = time.monotonic()
@@ -386,7 +469,9 @@ class Liveness:
             return
         # After an interrupt on this machine, the launcher already reports it.
         if not reason.endswith(_interrupted_here()):
-            self._say(f"{reason}. {self.name(self.rank)} was in {self._doing}; the run ends.")
+            self._say(
+                f"{reason}. {self.name(self.rank)} was in {self._doing}; the run ends."
+            )
         sys.stdout.flush()
         sys.stderr.flush()
         self._end_rank(FAILED)
@@ -398,12 +483,14 @@ class Liveness:
             return
 
     def _publish(self) -> None:
-        # Reading the main thread's frame from outside works even while that thread is blocked.
+        # Reading the main thread's frame from outside works even while that thread is
+        # blocked.
         frame = sys._current_frames().get(self._main or 0)
         where, waits_for = place(frame)
         now = time.monotonic()
         call = (id(frame), frame.f_lasti if frame else 0, waits_for)
-        # The same frame at the same instruction means that the thread is still in the same call.
+        # The same frame at the same instruction means that the thread is still in the
+        # same call.
         if call != self._call:
             self._call, self._called, self._collective = call, now, None
         asks_after = min(ASKS_AFTER, self.timeouts.stalled_after / 2)

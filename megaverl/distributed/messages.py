@@ -1,17 +1,19 @@
 """Point-to-point messages between the hosts of any two ranks of a job, over connections that are opened on first use.
 
-A sender never blocks. A thread of the receiver reads incoming messages, keeps them until `receive` asks for them, and
-then acknowledges them; a message counts as sent once it is acknowledged. A gloo group with lazy connections would block
-the first send to a rank until that rank receives.
+A sender never blocks. A thread of the receiver reads incoming messages, keeps them
+until `receive` asks for them, and then acknowledges them; a message counts as sent once
+it is acknowledged. A gloo group with lazy connections would block the first send to a
+rank until that rank receives.
 
     sender                              receiver
     send() -> Future     --message-->   thread reads and keeps it
                                         receive() returns it
     Future is done       <-number----   and acknowledges it
 
-A connection carries messages in one direction and acknowledgements in the other. A rank that waits for another one
-opens a connection as well, without sending anything: it breaks immediately when the other process ends. Beyond
-`MOST_IDLE`, unused connections are closed, so the number of sockets does not grow with the number of ranks ever
+A connection carries messages in one direction and acknowledgements in the other. A rank
+that waits for another one opens a connection as well, without sending anything: it
+breaks immediately when the other process ends. Beyond `MOST_IDLE`, unused connections
+are closed, so the number of sockets does not grow with the number of ranks ever
 contacted.
 """
 
@@ -38,7 +40,8 @@ from torch import Tensor
 
 from megaverl.distributed.store import family_of, own_address
 
-MOST_IDLE = 64  # number of unused connections that stay open: the most recently used ones
+# Number of unused connections that stay open: the most recently used ones.
+MOST_IDLE = 64
 _TOKEN = 16  # bytes of the token that a connection begins with
 _HELLO = struct.Struct(f"<{_TOKEN}sI")  # the receiver's token, the sender's rank
 _HEAD = struct.Struct("<QI")  # number of a message, bytes of its name and sizes
@@ -69,7 +72,8 @@ class _Message(NamedTuple):
     def say_taken(self) -> None:
         """Acknowledge the message at once, because this process may end next."""
         data, ready = _NUMBER.pack(self.number), select.poll()
-        with suppress(OSError, ValueError), self.one:  # a rank that is gone needs no acknowledgement
+        # A rank that is gone needs no acknowledgement.
+        with suppress(OSError, ValueError), self.one:
             ready.register(self.link, select.POLLOUT)
             while data:
                 ready.poll()
@@ -117,9 +121,13 @@ class HostMessages:
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank = rank
-        self._changed = threading.Condition()  # guards all attributes below, except those of the loop's thread
-        self._arrived: defaultdict[tuple[int, str], deque[_Message]] = defaultdict(deque)
-        self._connections: dict[int, _Connection] = {}  # by rank, in the order of last use
+        # Guards all attributes below, except those of the loop's thread.
+        self._changed = threading.Condition()
+        self._arrived: defaultdict[tuple[int, str], deque[_Message]] = defaultdict(
+            deque
+        )
+        # By rank, in the order of last use.
+        self._connections: dict[int, _Connection] = {}
         self._gone: dict[int, str] = {}
         self._addresses: dict[int, list[str]] = {}
         self._number = 0
@@ -127,7 +135,8 @@ class HostMessages:
         self._token = secrets.token_bytes(_TOKEN)
         self._thread: threading.Thread | None = None
         if size > 1:
-            # A counter in the key keeps ranks that reuse a store from reading outdated addresses.
+            # A counter in the key keeps ranks that reuse a store from reading outdated
+            # addresses.
             times = store.add(f"messages/{rank}", 1)
             self._store = dist.PrefixStore(f"messages/{times}", store)
             self._open()
@@ -142,7 +151,9 @@ class HostMessages:
             self._addresses[rank] = self._store.get(str(rank)).decode().split()
         return self._addresses[rank]
 
-    def send(self, dest: int, name: str, parts: Sequence[Tensor | bytes]) -> Future[None]:
+    def send(
+        self, dest: int, name: str, parts: Sequence[Tensor | bytes]
+    ) -> Future[None]:
         """Begin to send bytes or host tensors as one message. The future is done when the receiver has taken it.
 
         Raises:
@@ -157,7 +168,10 @@ class HostMessages:
                 sent.set_exception(ConnectionError(self._gone[dest]))
                 return sent
             self._number += 1
-            chunks: list[bytes | memoryview] = [_HEAD.pack(self._number, len(head)) + head, *data]
+            chunks: list[bytes | memoryview] = [
+                _HEAD.pack(self._number, len(head)) + head,
+                *data,
+            ]
             if sum(map(len, chunks)) <= _SMALL:
                 chunks = [b"".join(chunks)]
             connection = self._to(dest)
@@ -180,10 +194,16 @@ class HostMessages:
             if not arrived and source not in self._gone:
                 connection = self._to(source)
                 connection.waiting += 1
-                self._changed.wait_for(lambda: arrived or source in self._gone, timeout.total_seconds())
+                self._changed.wait_for(
+                    lambda: arrived or source in self._gone, timeout.total_seconds()
+                )
                 connection.waiting -= 1
             if not arrived:
-                raise ConnectionError(self._gone[source]) if source in self._gone else TimeoutError("timed out")
+                raise (
+                    ConnectionError(self._gone[source])
+                    if source in self._gone
+                    else TimeoutError("timed out")
+                )
             message = arrived.popleft()
             if not arrived:
                 del self._arrived[source, name]
@@ -198,13 +218,18 @@ class HostMessages:
 
     def _open(self) -> None:
         address = own_address()
-        listening = socket.create_server((address, 0), family=family_of(address), backlog=4096)
+        listening = socket.create_server(
+            (address, 0), family=family_of(address), backlog=4096
+        )
         listening.setblocking(False)
         self._loop = asyncio.SelectorEventLoop()
         self._serving = self._loop.create_task(self._serve(listening))
         self._thread = threading.Thread(target=self._run, name="messages", daemon=True)
         self._thread.start()
-        self._store.set(str(self.rank), f"{address} {listening.getsockname()[1]} {self._token.hex()}")
+        self._store.set(
+            str(self.rank),
+            f"{address} {listening.getsockname()[1]} {self._token.hex()}",
+        )
 
     def _to(self, rank: int) -> _Connection:
         """Return the connection to a rank, opening one if needed, and close idle ones."""
@@ -232,7 +257,8 @@ class HostMessages:
                 while True:
                     try:
                         link, _ = await self._loop.sock_accept(listening)
-                    # The peer has already left, or the process is out of file descriptors. Try again later.
+                    # The peer has already left, or the process is out of file
+                    # descriptors. Try again later.
                     except OSError:
                         await asyncio.sleep(_RETRY_SECONDS)
                         continue
@@ -253,14 +279,18 @@ class HostMessages:
                 link.setblocking(False)
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 await self._loop.sock_connect(link, (host, int(port)))
-                await self._loop.sock_sendall(link, _HELLO.pack(bytes.fromhex(token), self.rank))
+                await self._loop.sock_sendall(
+                    link, _HELLO.pack(bytes.fromhex(token), self.rank)
+                )
                 with self._changed:
                     connection.link = link
                 async with asyncio.TaskGroup() as both:
                     both.create_task(self._write(link, connection))
                     both.create_task(self._note_taken(link, connection))
         except* OSError as errors:
-            why = f"Connection closed by peer {host}:{port} ({errors.exceptions[0]})".removesuffix(" ()")
+            why = f"Connection closed by peer {host}:{port} ({errors.exceptions[0]})".removesuffix(
+                " ()"
+            )
             if reading := self._reading.get(rank):
                 await asyncio.wait(reading, timeout=_LAST_WORDS)
             with self._changed:
@@ -296,7 +326,9 @@ class HostMessages:
                     for part in parts:
                         await self._fill(link, part.numpy().data)
                     with self._changed:
-                        self._arrived[source, name].append(_Message(parts, number, link, lock))
+                        self._arrived[source, name].append(
+                            _Message(parts, number, link, lock)
+                        )
                         self._changed.notify_all()
             finally:
                 self._reading[source].discard(task)
@@ -311,7 +343,8 @@ class HostMessages:
             if not (count := await self._loop.sock_recv_into(link, data)):
                 raise ConnectionError
             if data := data[count:]:
-                await asyncio.sleep(0)  # let other connections proceed during a large message
+                # Let other connections proceed during a large message.
+                await asyncio.sleep(0)
 
     async def _write(self, link: socket.socket, connection: _Connection) -> None:
         while True:
@@ -321,15 +354,20 @@ class HostMessages:
                 connection.queued -= 1
 
 
-def _sent_at_once(connection: _Connection, chunks: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
+def _sent_at_once(
+    connection: _Connection, chunks: Sequence[bytes | memoryview]
+) -> Sequence[bytes | memoryview]:
     """Send a small message directly if nothing is queued before it, and return what is left to send.
 
     This saves the event loop's thread a wake-up.
     """
     if connection.link is None or connection.queued or len(chunks) > 1:
         return chunks
-    with suppress(OSError):  # the loop notices the error, and reports it to all waiting threads
-        chunks = [left] if (left := chunks[0][connection.link.send(chunks[0]) :]) else []
+    # The loop notices the error, and reports it to all waiting threads.
+    with suppress(OSError):
+        chunks = (
+            [left] if (left := chunks[0][connection.link.send(chunks[0]) :]) else []
+        )
     return chunks
 
 

@@ -15,12 +15,14 @@ from megaverl.errors import ConfigError
 
 # Roles in the order in which counts are assigned and world names are composed.
 ROLES = ("actor", "critic", "reference", "reward", "rollout", "coordinator")
-# Name in `--role` -> role. `train` is the actor with all roles that have no place of their own.
+# Name in `--role` -> role. `train` is the actor with all roles that have no place of
+# their own.
 CLAIMS = {"train": "actor", **{role: role for role in ROLES}}
 REST, ALL = "rest", "all"
 
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
-_MOST = 1 << 20  # limit of rank numbers; a larger one is a typo, and its range would exhaust the memory
+# Limit of rank numbers; a larger one is a typo, and its range would exhaust the memory.
+_MOST = 1 << 20
 FORMS = (
     "ranks (8, [0, 1], '0-7', '0-3,8-11'), {nodes: NAMES or NUMBERS}, {num_ranks: N}, {num_nodes: N}, "
     "another role's name (its ranks), rest, or all"
@@ -58,11 +60,15 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         if match is None:
-            raise ValueError(f"found '{text}'; expected numbers and ranges such as '0-7' or '0-3,8'.")
+            raise ValueError(
+                f"found '{text}'; expected numbers and ranges such as '0-7' or '0-3,8'."
+            )
         first = int(match[1])
         last = int(match[2] or first)
         if last < first:
-            raise ValueError(f"found '{part.strip()}', a range that ends before it begins; write {last}-{first}.")
+            raise ValueError(
+                f"found '{part.strip()}', a range that ends before it begins; write {last}-{first}."
+            )
         if last >= _MOST:
             raise ValueError(f"found '{part.strip()}'; ranks go up to {_MOST - 1}.")
         numbers.extend(range(first, last + 1))
@@ -88,8 +94,14 @@ def parse_wanted(value: Any) -> Wanted:
         if word in ROLES:
             return Wanted(role=word)
         if not value[:1].isdigit():
-            near = difflib.get_close_matches(value, [*ROLES, REST, ALL], n=1, cutoff=0.6)
-            hint = f" Did you mean `{near[0]}`?" if near else f" A node is named as {{nodes: {value}}}."
+            near = difflib.get_close_matches(
+                value, [*ROLES, REST, ALL], n=1, cutoff=0.6
+            )
+            hint = (
+                f" Did you mean `{near[0]}`?"
+                if near
+                else f" A node is named as {{nodes: {value}}}."
+            )
             raise ValueError(f"found {value!r}; expected {FORMS}.{hint}")
     return Wanted(ranks=_numbers(value))
 
@@ -103,25 +115,40 @@ def parse_claims(text: str) -> tuple[str, ...]:
     names = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [part for part in names if part not in CLAIMS]
     if unknown or not names:
-        raise ValueError(f"found {text!r}; expected one or more of {', '.join(CLAIMS)}, with commas between them.")
+        raise ValueError(
+            f"found {text!r}; expected one or more of {', '.join(CLAIMS)}, with commas between them."
+        )
     return tuple(dict.fromkeys(CLAIMS[part] for part in names))
 
 
 def _parse_mapping(value: Mapping[str, Any]) -> Wanted:
-    if len(value) != 1 or not set(value) <= {"ranks", "nodes", "num_ranks", "num_nodes"}:
+    if len(value) != 1 or not set(value) <= {
+        "ranks",
+        "nodes",
+        "num_ranks",
+        "num_nodes",
+    }:
         raise ValueError(f"found {dict(value)!r}; expected {FORMS}.")
     ((key, inner),) = value.items()
     if key in ("num_ranks", "num_nodes"):
         if not isinstance(inner, int) or isinstance(inner, bool) or inner < 1:
-            raise ValueError(f"found {key}: {inner!r}; expected an integer of at least 1.")
-        return Wanted(num_ranks=inner) if key == "num_ranks" else Wanted(num_nodes=inner)
+            raise ValueError(
+                f"found {key}: {inner!r}; expected an integer of at least 1."
+            )
+        return (
+            Wanted(num_ranks=inner) if key == "num_ranks" else Wanted(num_nodes=inner)
+        )
     if key == "ranks":
         return Wanted(ranks=_numbers(inner))
     return Wanted(nodes=_node_names(inner))
 
 
 def _parts(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    return (
+        list(value)
+        if isinstance(value, Sequence) and not isinstance(value, str)
+        else [value]
+    )
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
@@ -142,9 +169,18 @@ def _node_names(value: Any) -> tuple[str | int, ...]:
     """Return node names unchanged, and node numbers; "0-3" is four numbers."""
     names: list[str | int] = []
     for part in _parts(value):
-        if isinstance(part, bool) or not isinstance(part, int | str) or part == "" or part == -1:
-            raise ValueError(f"found nodes: {value!r}; expected names or numbers of nodes.")
-        if isinstance(part, str) and all(_RANGE.fullmatch(piece) for piece in part.split(",")):
+        if (
+            isinstance(part, bool)
+            or not isinstance(part, int | str)
+            or part == ""
+            or part == -1
+        ):
+            raise ValueError(
+                f"found nodes: {value!r}; expected names or numbers of nodes."
+            )
+        if isinstance(part, str) and all(
+            _RANGE.fullmatch(piece) for piece in part.split(",")
+        ):
             names.extend(parse_ranks(part))
         else:
             names.append(part)
@@ -189,8 +225,9 @@ class World:
         return len(self.ranks)
 
 
-# Roles that may run ahead of training -> number of roles that process a sample before them. The critic may compute
-# values for a step while the actor is still in the previous step, but its own update waits.
+# Roles that may run ahead of training -> number of roles that process a sample before
+# them. The critic may compute values for a step while the actor is still in the
+# previous step, but its own update waits.
 HANDS = {"rollout": 0, "reward": 1, "reference": 1}
 
 
@@ -253,8 +290,12 @@ class ResolvedPlacement:
         makers = ("rollout", "reward")
         if not in_rounds or not {*makers} & set(self.roles_of(rank)):
             return own_lag(rank)
-        # Engines and rewards of a round begin together, so the smaller of their lags holds for both.
-        return min(own_lag(maker) for maker in (rank, *(self.ranks[role][0] for role in makers)))
+        # Engines and rewards of a round begin together, so the smaller of their lags
+        # holds for both.
+        return min(
+            own_lag(maker)
+            for maker in (rank, *(self.ranks[role][0] for role in makers))
+        )
 
     @property
     def coordinator(self) -> int:
@@ -268,7 +309,9 @@ class ResolvedPlacement:
         A coordinator after them may lack a GPU.
         """
         has_gpus = any(node.memory for node in self.nodes)
-        return self.size - sum(node.size for node in self.nodes if has_gpus and not node.memory)
+        return self.size - sum(
+            node.size for node in self.nodes if has_gpus and not node.memory
+        )
 
     @property
     def is_colocated(self) -> bool:
@@ -279,17 +322,25 @@ class ResolvedPlacement:
         """Return a readable description: one line for each role, then the notes."""
         width = max(len(ranks_text(ranks)) for ranks in self.ranks.values())
         roles = [
-            f"{role:<12} ranks {ranks_text(ranks):<{width}}  {self._where(ranks)}" for role, ranks in self.ranks.items()
+            f"{role:<12} ranks {ranks_text(ranks):<{width}}  {self._where(ranks)}"
+            for role, ranks in self.ranks.items()
         ]
         return [*roles, *self.notes]
 
     def _where(self, ranks: tuple[int, ...]) -> str:
-        names = [self.nodes[number].name for number in dict.fromkeys(self.node_of(rank) for rank in ranks)]
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        names = [
+            self.nodes[number].name
+            for number in dict.fromkeys(self.node_of(rank) for rank in ranks)
+        ]
+        shown = ", ".join(names[:4]) + (
+            f" and {len(names) - 4} more" if len(names) > 4 else ""
+        )
         return f"on {shown}"
 
 
-def ranks_named(ranks: Iterable[int], one: str = "", several: str = "", what: str = "rank") -> str:
+def ranks_named(
+    ranks: Iterable[int], one: str = "", several: str = "", what: str = "rank"
+) -> str:
     """Return "rank 3" or "ranks 0-3,8", followed by `one` for a single rank or `several` for more."""
     text = ranks_text(ranks)
     return f"{what} {text}{one}" if text.isdigit() else f"{what}s {text}{several}"
@@ -304,7 +355,9 @@ def ranks_text(ranks: Iterable[int]) -> str:
             parts[-1][-1:] = [rank] if len(parts[-1]) > 1 else [parts[-1][-1], rank]
         else:
             parts.append([rank])
-    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+    return ",".join(
+        f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts
+    )
 
 
 class PlacementProblem(NamedTuple):

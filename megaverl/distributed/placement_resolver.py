@@ -18,7 +18,13 @@ from megaverl.distributed.placement import (
 )
 
 # Role -> role whose ranks it shares by default. The actor takes the remaining ranks.
-DEFAULTS = {"critic": "actor", "reference": "actor", "rollout": "actor", "reward": "rollout", "coordinator": "actor"}
+DEFAULTS = {
+    "critic": "actor",
+    "reference": "actor",
+    "rollout": "actor",
+    "reward": "rollout",
+    "coordinator": "actor",
+}
 # Roles that some node must claim if any node claims a role.
 MUST_BE_CLAIMED = ("actor", "rollout")
 
@@ -33,9 +39,10 @@ def resolve(
 ) -> ResolvedPlacement:
     """Assign ranks to every role. The result depends only on the arguments.
 
-    Roles without an entry get defaults: critic, reference and rollout share the actor's ranks, the reward shares the
-    rollout's, the coordinator is the actor's first rank, and the actor takes the remaining ranks. If nodes claim roles
-    but none claims the actor, the actor shares the ranks of the nodes that claim the rollout.
+    Roles without an entry get defaults: critic, reference and rollout share the actor's
+    ranks, the reward shares the rollout's, the coordinator is the actor's first rank,
+    and the actor takes the remaining ranks. If nodes claim roles but none claims the
+    actor, the actor shares the ranks of the nodes that claim the rollout.
 
     Args:
         wanted: role -> its requested place. The other roles follow the defaults or the nodes' claims.
@@ -51,7 +58,9 @@ def resolve(
         placement = resolve({"rollout": Wanted(num_ranks=4)}, 8, {"actor": Sizes(tp=2), "rollout": Sizes(tp=4)})
         placement.ranks["actor"]  # (4, 5, 6, 7)
     """
-    return _Resolving(dict(wanted), size, grids, tuple(nodes or (Node("node 0", size),)), islands).run()
+    return _Resolving(
+        dict(wanted), size, grids, tuple(nodes or (Node("node 0", size),)), islands
+    ).run()
 
 
 def problems_of(
@@ -71,11 +80,21 @@ def problems_of(
 
 
 def smallest_world(
-    wanted: Mapping[str, Wanted], grids: Mapping[str, GridSizes | None], *, islands: int = 1, most: int = 4096
+    wanted: Mapping[str, Wanted],
+    grids: Mapping[str, GridSizes | None],
+    *,
+    islands: int = 1,
+    most: int = 4096,
 ) -> int | None:
     """Return the smallest job size on one node that satisfies a placement, or None up to `most` ranks."""
-    least = 1 + max((rank for place in wanted.values() for rank in place.ranks or ()), default=0)
-    fitting = (size for size in range(least, most + 1) if not problems_of(wanted, size, grids, islands=islands))
+    least = 1 + max(
+        (rank for place in wanted.values() for rank in place.ranks or ()), default=0
+    )
+    fitting = (
+        size
+        for size in range(least, most + 1)
+        if not problems_of(wanted, size, grids, islands=islands)
+    )
     return next(fitting, None)
 
 
@@ -90,10 +109,20 @@ class _Resolving:
         nodes: tuple[Node, ...],
         islands: int,
     ) -> None:
-        self.wanted, self.size, self.grids, self.nodes, self.islands = wanted, size, grids, nodes, islands
-        self.roles = [role for role in ROLES if role in grids or role in ("actor", "coordinator")]
+        self.wanted, self.size, self.grids, self.nodes, self.islands = (
+            wanted,
+            size,
+            grids,
+            nodes,
+            islands,
+        )
+        self.roles = [
+            role for role in ROLES if role in grids or role in ("actor", "coordinator")
+        ]
         ends = accumulate(node.size for node in nodes)
-        self.node_ranks = [range(end - node.size, end) for node, end in zip(nodes, ends, strict=True)]
+        self.node_ranks = [
+            range(end - node.size, end) for node, end in zip(nodes, ends, strict=True)
+        ]
         self.ranks: dict[str, tuple[int, ...]] = {}
         self.problems: list[PlacementProblem] = []
         self.notes: list[str] = []
@@ -104,10 +133,15 @@ class _Resolving:
         self._take_claims()
         self._check_roles()
         for role in self.roles:
-            if role in self.wanted and (ranks := self._named_ranks(role, self.wanted[role])) is not None:
+            if (
+                role in self.wanted
+                and (ranks := self._named_ranks(role, self.wanted[role])) is not None
+            ):
                 self.ranks[role] = ranks
         self._settle_counts(self.node_ranks, "num_nodes", "whole nodes")
-        self._settle_counts([range(rank, rank + 1) for rank in range(self.size)], "num_ranks", "ranks")
+        self._settle_counts(
+            [range(rank, rank + 1) for rank in range(self.size)], "num_ranks", "ranks"
+        )
         self._settle_rest()
         self._settle_shared()
         self._raise_problems()
@@ -124,12 +158,18 @@ class _Resolving:
             tuple(self._worlds()),
             self._islands_of(self.ranks["actor"]),
             self.nodes,
-            tuple(number for number, node in enumerate(self.nodes) for _ in range(node.size)),
+            tuple(
+                number
+                for number, node in enumerate(self.nodes)
+                for _ in range(node.size)
+            ),
             tuple(self.notes),
         )
 
     def _refuse(self, role: str, message: str) -> None:
-        self.problems.append(PlacementProblem(f"placement.{role}" if role else "placement", message))
+        self.problems.append(
+            PlacementProblem(f"placement.{role}" if role else "placement", message)
+        )
 
     def _raise_problems(self) -> None:
         if self.problems:
@@ -140,11 +180,19 @@ class _Resolving:
     def _check_nodes(self) -> None:
         total = sum(node.size for node in self.nodes)
         if self.size < 1 or total != self.size:
-            self._refuse("", f"the nodes have {total} ranks together, and the job has {self.size}.")
+            self._refuse(
+                "",
+                f"the nodes have {total} ranks together, and the job has {self.size}.",
+            )
         names = [node.name for node in self.nodes]
         for name in sorted({name for name in names if names.count(name) > 1}):
-            numbers = [str(number) for number, other in enumerate(names) if other == name]
-            self._refuse("", f"nodes {', '.join(numbers)} are all called '{name}'; names must differ.")
+            numbers = [
+                str(number) for number, other in enumerate(names) if other == name
+            ]
+            self._refuse(
+                "",
+                f"nodes {', '.join(numbers)} are all called '{name}'; names must differ.",
+            )
 
     def _take_claims(self) -> None:
         """Turn the nodes' claims into entries of the placement. A different entry of the configuration is a problem."""
@@ -153,7 +201,9 @@ class _Resolving:
             for role in node.claims:
                 self.claimed.setdefault(role, []).append(number)
         for role, numbers in self.claimed.items():
-            claimed_ranks = tuple(rank for number in numbers for rank in self.node_ranks[number])
+            claimed_ranks = tuple(
+                rank for number in numbers for rank in self.node_ranks[number]
+            )
             claiming_nodes = self._nodes_named(numbers)
             if role == "coordinator" and len(numbers) > 1:
                 self._refuse(
@@ -161,7 +211,10 @@ class _Resolving:
                     f"{claiming_nodes} all claim it (--role coordinator); one rank coordinates: start one of them.",
                 )
                 self.wanted.pop(role, None)
-            elif role in self.wanted and (wanted_ranks := self._named_quietly(role)) != claimed_ranks:
+            elif (
+                role in self.wanted
+                and (wanted_ranks := self._named_quietly(role)) != claimed_ranks
+            ):
                 where = ranks_named(wanted_ranks) if wanted_ranks else "another place"
                 claim = "claims" if len(numbers) == 1 else "claim"
                 self._refuse(
@@ -174,22 +227,32 @@ class _Resolving:
                 self.wanted[role] = Wanted(ranks=claimed_ranks)
 
     def _nodes_named(self, numbers: Sequence[int]) -> str:
-        return "node" + ("s " if len(numbers) > 1 else " ") + ", ".join(f"'{self.nodes[n].name}'" for n in numbers)
+        return (
+            "node"
+            + ("s " if len(numbers) > 1 else " ")
+            + ", ".join(f"'{self.nodes[n].name}'" for n in numbers)
+        )
 
     def _check_roles(self) -> None:
         for role in [role for role in self.wanted if role not in self.roles]:
             problem = "is placed" if role in ROLES else "is no role"
             self._refuse(
-                role, f"{problem}, and the run has no such role; it has {', '.join(self.roles)}. Leave it out."
+                role,
+                f"{problem}, and the run has no such role; it has {', '.join(self.roles)}. Leave it out.",
             )
             del self.wanted[role]
         if "rollout" in self.claimed and "actor" not in self.wanted:
             self.wanted["actor"] = Wanted(role="rollout")
-            self.notes.append("actor shares the ranks of rollout: no node took it (--role train)")
+            self.notes.append(
+                "actor shares the ranks of rollout: no node took it (--role train)"
+            )
         for role in MUST_BE_CLAIMED if self.claimed else ():
             if role in self.roles and role not in self.wanted:
                 name = "train" if role == "actor" else role
-                self._refuse(role, f"no node took it. Start one with --role {name}, or place it here.")
+                self._refuse(
+                    role,
+                    f"no node took it. Start one with --role {name}, or place it here.",
+                )
         if self.islands < 1:
             self._refuse("actor_islands", f"found {self.islands}; expected at least 1.")
 
@@ -198,21 +261,35 @@ class _Resolving:
     def _named_ranks(self, role: str, place: Wanted) -> tuple[int, ...] | None:
         """Return the ranks that an entry names, or None if it is wrong or names none."""
         before = len(self.problems)
-        ranks = list(range(self.size)) if place.word == "all" else list(place.ranks or ())
+        ranks = (
+            list(range(self.size)) if place.word == "all" else list(place.ranks or ())
+        )
         for name in place.nodes or ():
-            named = [n for n, node in enumerate(self.nodes) if name == (n if isinstance(name, int) else node.name)]
+            named = [
+                n
+                for n, node in enumerate(self.nodes)
+                if name == (n if isinstance(name, int) else node.name)
+            ]
             if named:
                 ranks += self.node_ranks[named[0]]
             else:
-                known = ", ".join(f"{n}: {node.name}" for n, node in enumerate(self.nodes[:16]))
+                known = ", ".join(
+                    f"{n}: {node.name}" for n, node in enumerate(self.nodes[:16])
+                )
                 self._refuse(role, f"there is no node {name!r}; there are {known}.")
         if len(set(ranks)) < len(ranks):
             twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-            self._refuse(role, f"{ranks_named(twice, ' stands', ' stand')} there more than once.")
+            self._refuse(
+                role, f"{ranks_named(twice, ' stands', ' stand')} there more than once."
+            )
         if beyond := [rank for rank in ranks if rank >= self.size]:
             missing = ranks_named(beyond, " is not there", " are not there")
-            self._refuse(role, f"{missing}: the job has {ranks_named(range(self.size))}.")
-        return None if len(self.problems) > before or not ranks else tuple(sorted(ranks))
+            self._refuse(
+                role, f"{missing}: the job has {ranks_named(range(self.size))}."
+            )
+        return (
+            None if len(self.problems) > before or not ranks else tuple(sorted(ranks))
+        )
 
     def _named_quietly(self, role: str) -> tuple[int, ...] | None:
         before = len(self.problems)
@@ -232,23 +309,41 @@ class _Resolving:
             taken = self._taken()
             free = [ranks for ranks in units if taken.isdisjoint(ranks)]
             if len(free) < count:
-                self._refuse(role, f"asks for {count} {what}, and {len(free)} are left of the job's {self.size} ranks.")
+                self._refuse(
+                    role,
+                    f"asks for {count} {what}, and {len(free)} are left of the job's {self.size} ranks.",
+                )
             else:
-                self.ranks[role] = tuple(rank for ranks in free[:count] for rank in ranks)
+                self.ranks[role] = tuple(
+                    rank for ranks in free[:count] for rank in ranks
+                )
 
     def _settle_rest(self) -> None:
-        rest = [role for role in self.roles if role in self.wanted and self.wanted[role].word == "rest"]
+        rest = [
+            role
+            for role in self.roles
+            if role in self.wanted and self.wanted[role].word == "rest"
+        ]
         if "actor" not in self.wanted and not self.claimed:
             rest.insert(0, "actor")
         if len(rest) > 1:
-            why = " (the actor does where it is not placed)" if "actor" not in self.wanted else ""
-            self._refuse(rest[1], f"takes the rest, and so does {rest[0]}{why}. Give one of them ranks of its own.")
+            why = (
+                " (the actor does where it is not placed)"
+                if "actor" not in self.wanted
+                else ""
+            )
+            self._refuse(
+                rest[1],
+                f"takes the rest, and so does {rest[0]}{why}. Give one of them ranks of its own.",
+            )
         elif rest and self.problems:  # the remaining ranks are unknown
             self.ranks[rest[0]] = ()
         elif rest:
             self.ranks[rest[0]] = tuple(sorted(set(range(self.size)) - self._taken()))
             if not self.ranks[rest[0]]:
-                self._refuse(rest[0], "nothing is left for it: the other roles take all ranks.")
+                self._refuse(
+                    rest[0], "nothing is left for it: the other roles take all ranks."
+                )
 
     def _settle_shared(self) -> None:
         """Assign ranks to roles that share another role's ranks, by their entry or by default."""
@@ -260,22 +355,34 @@ class _Resolving:
                 if other is None:  # already reported above
                     break
                 if other in chain:
-                    self._refuse(role, f"{' -> '.join([*chain, other])}: these share each other's ranks; place one.")
+                    self._refuse(
+                        role,
+                        f"{' -> '.join([*chain, other])}: these share each other's ranks; place one.",
+                    )
                     break
                 if other not in self.roles:
-                    self._refuse(role, f"shares the ranks of {other}, and the run has no such role.")
+                    self._refuse(
+                        role,
+                        f"shares the ranks of {other}, and the run has no such role.",
+                    )
                     break
                 chain.append(other)
             else:
                 shared = self.ranks[chain[-1]]
-                self.ranks |= {name: shared[:1] if name == "coordinator" else shared for name in chain[:-1]}
+                self.ranks |= {
+                    name: shared[:1] if name == "coordinator" else shared
+                    for name in chain[:-1]
+                }
 
     # --- checks ------------------------------------------------------------------------------------------------------
 
     def _check_coordinator(self) -> None:
         ranks = self.ranks["coordinator"]
         if len(ranks) != 1:
-            self._refuse("coordinator", f"has the {ranks_named(ranks)}; it is one rank, for example {ranks[0]}.")
+            self._refuse(
+                "coordinator",
+                f"has the {ranks_named(ranks)}; it is one rank, for example {ranks[0]}.",
+            )
 
     def _sharing(self) -> dict[tuple[int, ...], list[str]]:
         """Return ranks -> the roles on them, without the coordinator, which may be on any rank."""
@@ -300,7 +407,8 @@ class _Resolving:
         if self.islands > 1 and count % self.islands:
             fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             self._refuse(
-                "actor_islands", f"found {self.islands}; the actor's {count} ranks can be split into {fitting}."
+                "actor_islands",
+                f"found {self.islands}; the actor's {count} ranks can be split into {fitting}.",
             )
         if self.islands > 1 and coordinator in self.ranks["actor"]:
             self._refuse(
@@ -311,7 +419,9 @@ class _Resolving:
 
     def _islands_of(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         island_size = len(ranks) // self.islands
-        return tuple(ranks[i * island_size : (i + 1) * island_size] for i in range(self.islands))
+        return tuple(
+            ranks[i * island_size : (i + 1) * island_size] for i in range(self.islands)
+        )
 
     def _check_grids(self) -> None:
         for role in self.roles:
@@ -328,10 +438,17 @@ class _Resolving:
 
     def _check_unused(self) -> None:
         unused = set(range(self.size)) - self._taken()
-        silent = [n for n, ranks in enumerate(self.node_ranks) if unused.issuperset(ranks) and len(ranks)]
+        silent = [
+            n
+            for n, ranks in enumerate(self.node_ranks)
+            if unused.issuperset(ranks) and len(ranks)
+        ]
         if self.claimed and silent:
             silent_nodes = self._nodes_named(silent)
-            self._refuse("", f"{silent_nodes} took no role. Start it with --role, or start the job without it.")
+            self._refuse(
+                "",
+                f"{silent_nodes} took no role. Start it with --role, or start the job without it.",
+            )
             unused -= {rank for number in silent for rank in self.node_ranks[number]}
         if unused:
             self._refuse(
@@ -348,7 +465,11 @@ class _Resolving:
         for number, node in enumerate(self.nodes):
             if node.memory or not any(other.memory for other in self.nodes):
                 continue
-            roles = [role for role in self.roles if set(self.ranks[role]) & set(self.node_ranks[number])]
+            roles = [
+                role
+                for role in self.roles
+                if set(self.ranks[role]) & set(self.node_ranks[number])
+            ]
             if roles != ["coordinator"] or number + 1 < len(self.nodes):
                 self._refuse(
                     "",

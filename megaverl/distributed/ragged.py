@@ -1,6 +1,7 @@
 """Serialisation of rows of tensors: a JSON header, bytes in host memory, and bytes that stay on a device.
 
-Column entries that hold tensors, such as images, are shared by rows. They are stored and sent once.
+Column entries that hold tensors, such as images, are shared by rows. They are stored
+and sent once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from megaverl.platform import page_locked
 MARK = "\0shared"  # key of the JSON object that represents an item
 
 
-def taken_out(columns: Mapping[str, Sequence[Any]]) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
+def taken_out(
+    columns: Mapping[str, Sequence[Any]],
+) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
     """Replace the items in columns by their keys, and return the tensors of all items, each once.
 
     The tensors' names are "KEY/NAME".
@@ -31,10 +34,13 @@ def taken_out(columns: Mapping[str, Sequence[Any]]) -> tuple[dict[str, list[Any]
     tensors: dict[str, Tensor] = {}
 
     def name_of(entry: Any) -> Any:
-        if not isinstance(entry, list) or not any(isinstance(item, SharedItem) for item in entry):
+        if not isinstance(entry, list) or not any(
+            isinstance(item, SharedItem) for item in entry
+        ):
             return entry
         for item in entry:
-            # Rows with the same image have items with the same key, so the tensors are stored once.
+            # Rows with the same image have items with the same key, so the tensors are
+            # stored once.
             for name, tensor in item.tensors.items():
                 tensors[f"{item.key}/{name}"] = tensor
         return {MARK: [[item.key, item.size] for item in entry]}
@@ -45,7 +51,9 @@ def taken_out(columns: Mapping[str, Sequence[Any]]) -> tuple[dict[str, list[Any]
     return named, tensors
 
 
-def put_back(columns: Mapping[str, Sequence[Any]], tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+def put_back(
+    columns: Mapping[str, Sequence[Any]], tensors: Mapping[str, Tensor]
+) -> dict[str, list[Any]]:
     """Undo `taken_out`.
 
     Raises:
@@ -95,22 +103,38 @@ def flattened(value: Any, tensors: dict[str, Tensor], known: Mapping[str, type])
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [flattened(part, tensors, known) for part in value]}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: flattened(part, tensors, known) for key, part in value.items()}}
+        return {
+            "dict": {
+                key: flattened(part, tensors, known) for key, part in value.items()
+            }
+        }
     if isinstance(value, Mapping) and all(type(key) is int for key in value):
         # JSON keys are strings, so integer keys become pairs.
-        return {"by number": [[key, flattened(part, tensors, known)] for key, part in value.items()]}
+        return {
+            "by number": [
+                [key, flattened(part, tensors, known)] for key, part in value.items()
+            ]
+        }
     name = type(value).__name__
-    # Only listed classes are sent: the receiver constructs nothing that a header alone names.
+    # Only listed classes are sent: the receiver constructs nothing that a header alone
+    # names.
     if known.get(name) is type(value) and is_dataclass(value):
-        attributes = {attribute.name: getattr(value, attribute.name) for attribute in fields(value)}
-        parts = {key: flattened(part, tensors, known) for key, part in attributes.items()}
+        attributes = {
+            attribute.name: getattr(value, attribute.name)
+            for attribute in fields(value)
+        }
+        parts = {
+            key: flattened(part, tensors, known) for key, part in attributes.items()
+        }
         return {"of": name, "dict": parts}
     raise DataError(
         f"a {name} cannot go to other ranks: give tensors, batches, plain values, or lists and mappings of them"
     )
 
 
-def put_together(value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type]) -> Any:
+def put_together(
+    value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type]
+) -> Any:
     """Undo `flattened`."""
     if not isinstance(value, dict):
         return value
@@ -121,8 +145,12 @@ def put_together(value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, 
     if "tuple" in value:
         return tuple(put_together(part, tensors, known) for part in value["tuple"])
     if "by number" in value:
-        return {key: put_together(part, tensors, known) for key, part in value["by number"]}
-    entries = {key: put_together(part, tensors, known) for key, part in value["dict"].items()}
+        return {
+            key: put_together(part, tensors, known) for key, part in value["by number"]
+        }
+    entries = {
+        key: put_together(part, tensors, known) for key, part in value["dict"].items()
+    }
     if "of" in value:
         return known[value["of"]](**entries)
     return entries
@@ -181,7 +209,9 @@ def num_bytes(entries: Sequence[Sequence[Any]]) -> int:
     return sum(math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in entries)
 
 
-def unpack_tensors(entries: Sequence[Sequence[Any]], payload: Tensor) -> dict[str, Tensor]:
+def unpack_tensors(
+    entries: Sequence[Sequence[Any]], payload: Tensor
+) -> dict[str, Tensor]:
     """Undo `pack_tensors`: return views of the payload by name.
 
     Raises:
@@ -195,11 +225,15 @@ def unpack_tensors(entries: Sequence[Sequence[Any]], payload: Tensor) -> dict[st
         stop = start + math.prod(shape) * dtype.itemsize
         # Slicing beyond the end would silently give fewer bytes.
         if stop > payload.numel():
-            raise ValueError(f"the message ends at byte {payload.numel()}, within '{name}'")
+            raise ValueError(
+                f"the message ends at byte {payload.numel()}, within '{name}'"
+            )
         tensors[name] = payload[start:stop].view(dtype).reshape(shape)
         start = stop
     if start != payload.numel():
-        raise ValueError(f"the message has {payload.numel()} bytes, and its header describes {start}")
+        raise ValueError(
+            f"the message has {payload.numel()} bytes, and its header describes {start}"
+        )
     return tensors
 
 
@@ -225,17 +259,25 @@ class RaggedBatch:
     fills: Mapping[str, float | bool] = field(default_factory=dict)
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
-    def pack(self, places: Sequence[int], device: torch.device | None = None) -> tuple[bytes, Tensor, Tensor]:
+    def pack(
+        self, places: Sequence[int], device: torch.device | None = None
+    ) -> tuple[bytes, Tensor, Tensor]:
         """Serialise the rows at `places`: a header, bytes in host memory, and bytes on `device`.
 
-        Tensors on `device` stay there, and the host does not wait for them. None: all tensors are in host memory.
+        Tensors on `device` stay there, and the host does not wait for them. None: all
+        tensors are in host memory.
 
         Raises:
             DataError: a dtype or a column cannot be sent.
         """
         index = torch.tensor(places, dtype=torch.int64)
-        lengths = {axis: values.cpu()[index].to(torch.int64) for axis, values in self.lengths.items()}
-        rows = {name: tensor[beside(tensor, index)] for name, tensor in self.tensors.items()}
+        lengths = {
+            axis: values.cpu()[index].to(torch.int64)
+            for axis, values in self.lengths.items()
+        }
+        rows = {
+            name: tensor[beside(tensor, index)] for name, tensor in self.tensors.items()
+        }
         ragged = {}
         for name, axis in self.axes.items():
             padded = rows[name]
@@ -244,9 +286,13 @@ class RaggedBatch:
             used = _tokens(lengths[axis], padded.shape[1])
             rows[name] = padded.flatten(0, 1)[beside(padded, used)]
         columns, shared = taken_out(
-            {name: [column[place] for place in places] for name, column in self.columns.items()}
+            {
+                name: [column[place] for place in places]
+                for name, column in self.columns.items()
+            }
         )
-        # Lengths are packed with the host's tensors, because the receiver needs them to unpack.
+        # Lengths are packed with the host's tensors, because the receiver needs them to
+        # unpack.
         host_tensors = {_length_of(axis): values for axis, values in lengths.items()}
         device_tensors = {}
         for name, tensor in rows.items():
@@ -257,7 +303,12 @@ class RaggedBatch:
         host_tensors |= {_SHARED + key: tensor for key, tensor in shared.items()}
         parts, payload = pack_tensors(host_tensors)
         on_device_parts, on_device = pack_tensors(device_tensors)
-        content = {"axes": list(lengths), "parts": parts, "ragged": ragged, "columns": columns}
+        content = {
+            "axes": list(lengths),
+            "parts": parts,
+            "ragged": ragged,
+            "columns": columns,
+        }
         # The receiver waits for a second message if this entry is present.
         if on_device_parts:
             content["on_device"] = on_device_parts
@@ -271,7 +322,9 @@ class RaggedBatch:
 
     def on_host(self) -> RaggedBatch:
         """Return the batch with all tensors in host memory, each copied from its device at once."""
-        return replace(self, tensors={name: tensor.cpu() for name, tensor in self.tensors.items()})
+        return replace(
+            self, tensors={name: tensor.cpu() for name, tensor in self.tensors.items()}
+        )
 
     def gather(self, group: dist.ProcessGroup | None = None) -> RaggedBatch:
         """Return the rows of all ranks of the group in rank order, in host memory. Collective."""
@@ -283,7 +336,9 @@ class RaggedBatch:
         count = 0
         for (rank_header, _), rank_payload in zip(headers, payloads, strict=True):
             # A copy is aligned for wide elements, unlike a slice of the payload.
-            part = RaggedBatch.unpack(rank_header.encode(), rank_payload.clone(), self.fills)
+            part = RaggedBatch.unpack(
+                rank_header.encode(), rank_payload.clone(), self.fills
+            )
             num_rows = part._num_rows
             parts.append((range(count, count + num_rows), part, range(num_rows)))
             count += num_rows
@@ -295,7 +350,11 @@ class RaggedBatch:
 
     @classmethod
     def unpack(
-        cls, header: bytes, payload: Tensor, fills: Mapping[str, float | bool], on_device: Tensor | None = None
+        cls,
+        header: bytes,
+        payload: Tensor,
+        fills: Mapping[str, float | bool],
+        on_device: Tensor | None = None,
     ) -> RaggedBatch:
         """Undo `pack`. The rows lie where their bytes are.
 
@@ -330,12 +389,16 @@ def beside(like: Tensor, values: Tensor) -> Tensor:
     if like.device == values.device:
         return values
     # Only copies from page-locked memory are asynchronous.
-    return like.new_empty(values.shape, dtype=values.dtype).copy_(page_locked(values), non_blocking=True)
+    return like.new_empty(values.shape, dtype=values.dtype).copy_(
+        page_locked(values), non_blocking=True
+    )
 
 
 def on_one_device(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Move all tensors to the device that any of them is on, or keep them if all are in host memory."""
-    like = next((tensor for tensor in tensors.values() if tensor.device.type != "cpu"), None)
+    like = next(
+        (tensor for tensor in tensors.values() if tensor.device.type != "cpu"), None
+    )
     if like is None:
         return dict(tensors)
     return {name: beside(like, tensor) for name, tensor in tensors.items()}
@@ -351,7 +414,9 @@ def _tokens(lengths: Tensor, width: int) -> Tensor:
     return is_used.flatten().nonzero()[:, 0]
 
 
-def merge(count: int, parts: Sequence[tuple[Sequence[int], RaggedBatch, Sequence[int]]]) -> RaggedBatch:
+def merge(
+    count: int, parts: Sequence[tuple[Sequence[int], RaggedBatch, Sequence[int]]]
+) -> RaggedBatch:
     """Merge parts of several batches into one batch of `count` rows.
 
     A tensor lies on the device if any part has it there, else in host memory.
@@ -365,10 +430,15 @@ def merge(count: int, parts: Sequence[tuple[Sequence[int], RaggedBatch, Sequence
     """
     first = parts[0][1]
     for _, part, _ in parts:
-        different = (first.tensors.keys() ^ part.tensors.keys()) | (first.columns.keys() ^ part.columns.keys())
+        different = (first.tensors.keys() ^ part.tensors.keys()) | (
+            first.columns.keys() ^ part.columns.keys()
+        )
         if different:
-            raise DataError(f"the ranks' rows differ in what they hold: {', '.join(sorted(different))}")
-    # Ranks pad their rows to their own longest one, so the result is as wide as the widest part.
+            raise DataError(
+                f"the ranks' rows differ in what they hold: {', '.join(sorted(different))}"
+            )
+    # Ranks pad their rows to their own longest one, so the result is as wide as the
+    # widest part.
     widths: dict[str, int] = {}
     for _, part, _ in parts:
         for name, axis in part.axes.items():
@@ -380,10 +450,16 @@ def merge(count: int, parts: Sequence[tuple[Sequence[int], RaggedBatch, Sequence
         else:
             shape = (count, *example.shape[1:])
         of_all_parts = (part.tensors[name] for _, part, _ in parts)
-        # The result lies on the device if one part does: a copy to it need not block, one from it would.
-        like = next((tensor for tensor in of_all_parts if tensor.device.type != "cpu"), example)
+        # The result lies on the device if one part does: a copy to it need not block,
+        # one from it would.
+        like = next(
+            (tensor for tensor in of_all_parts if tensor.device.type != "cpu"), example
+        )
         tensors[name] = like.new_full(shape, first.fills.get(name, 0))
-    lengths = {axis: torch.zeros(count, dtype=values.dtype) for axis, values in first.lengths.items()}
+    lengths = {
+        axis: torch.zeros(count, dtype=values.dtype)
+        for axis, values in first.lengths.items()
+    }
     columns: dict[str, list[Any]] = {name: [None] * count for name in first.columns}
     for dest_rows, part, part_rows in parts:
         if not dest_rows:

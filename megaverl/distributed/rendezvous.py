@@ -1,7 +1,8 @@
 """Rendezvous before any process group exists: first the agents of all nodes meet, then all ranks introduce themselves.
 
-Every participant learns whether they fit together, and which ones are missing. torch's own rendezvous blocks for ten
-minutes in a call that no signal interrupts, logs nothing meanwhile, and then shows a traceback.
+Every participant learns whether they fit together, and which ones are missing. torch's
+own rendezvous blocks for ten minutes in a call that no signal interrupts, logs nothing
+meanwhile, and then shows a traceback.
 
     meet():       nodes write who they are -> node 0 decides -> all nodes read the verdict
     introduce():  ranks write NodeInfo     -> rank 0 decides -> all ranks read the verdict
@@ -28,11 +29,17 @@ from megaverl.distributed.placement import Node, ranks_named
 from megaverl.distributed.store import keep_store, patiently, reach_store
 from megaverl.errors import ConfigError, TrainingStopped
 
-# Extra seconds that the others wait for the verdict of the first node or rank, after it has stopped waiting for them.
+# Extra seconds that the others wait for the verdict of the first node or rank, after it
+# has stopped waiting for them.
 NODE_GRACE, RANK_GRACE = 5.0, 10.0
 STRANGER = 10.0  # seconds within which the host of a store identifies its job
 _CALL = timedelta(seconds=10)
-_WRONG, _VERDICT, _HEARD, _JOB = "agents/wrong", "agents/verdict", "agents/heard", "agents/job"
+_WRONG, _VERDICT, _HEARD, _JOB = (
+    "agents/wrong",
+    "agents/verdict",
+    "agents/heard",
+    "agents/job",
+)
 
 
 def meet(host: str, port: int, node: int, count: int, patience: float) -> dist.Store:
@@ -52,12 +59,21 @@ def meet(host: str, port: int, node: int, count: int, patience: float) -> dist.S
         TrainingStopped: nodes are missing, two nodes have the same number, or the port is taken. All nodes that reached
             the first node's store raise the same message; nodes that find another program there raise within seconds.
     """
-    end, me = time.monotonic() + patience, f"process {os.getpid()} on {socket.gethostname()}"
+    end, me = (
+        time.monotonic() + patience,
+        f"process {os.getpid()} on {socket.gethostname()}",
+    )
     if node == 0:
         store: dist.Store = keep_store(host, port, _CALL)
     else:
         try:
-            store = reach_store(host, port, _CALL, end, lambda seen: _tell(f"node 0 at {host}:{port} ({seen})", end))
+            store = reach_store(
+                host,
+                port,
+                _CALL,
+                end,
+                lambda seen: _tell(f"node 0 at {host}:{port} ({seen})", end),
+            )
         except TimeoutError as error:
             raise TrainingStopped(
                 f"node 0 did not come within {patience:g} s (JOIN_MINUTES) at {host}:{port} (MASTER_ADDR, "
@@ -72,13 +88,21 @@ def meet(host: str, port: int, node: int, count: int, patience: float) -> dist.S
             verdict = _verdict_on_nodes(store, count, end, patience)
             store.set(_VERDICT, verdict)
         else:
-            _until(lambda: store.check([_VERDICT]), end + NODE_GRACE, lambda: _tell(_waiting(store, count), end))
+            _until(
+                lambda: store.check([_VERDICT]),
+                end + NODE_GRACE,
+                lambda: _tell(_waiting(store, count), end),
+            )
             verdict = store.get(_VERDICT).decode()
-        # Node 0 hosts the store, and must not end before the others have read a bad verdict.
+        # Node 0 hosts the store, and must not end before the others have read a bad
+        # verdict.
         store.add(_HEARD, 1)
         if node == 0 and verdict:
             num_present = count - len(_missing(store, count))
-            _until(lambda: store.add(_HEARD, 0) >= num_present, time.monotonic() + NODE_GRACE)
+            _until(
+                lambda: store.add(_HEARD, 0) >= num_present,
+                time.monotonic() + NODE_GRACE,
+            )
     except dist.DistError as error:
         raise TrainingStopped(
             f"node 0 at {host}:{port} has ended, or cannot be reached any more ({cause_of(error)})"
@@ -88,7 +112,9 @@ def meet(host: str, port: int, node: int, count: int, patience: float) -> dist.S
     return store
 
 
-def _find_others(store: dist.Store, address: str, node: int, count: int, me: str, end: float) -> None:
+def _find_others(
+    store: dist.Store, address: str, node: int, count: int, me: str, end: float
+) -> None:
     """Check that the store belongs to this job, and that no other node has this number.
 
     Raises:
@@ -114,19 +140,29 @@ def _find_others(store: dist.Store, address: str, node: int, count: int, me: str
     if wrong:
         store.compare_set(_WRONG, "", wrong)
         with suppress(dist.DistError):  # node 0 may have read it and ended
-            _until(lambda: store.check([_VERDICT]), min(end, time.monotonic() + NODE_GRACE))
+            _until(
+                lambda: store.check([_VERDICT]), min(end, time.monotonic() + NODE_GRACE)
+            )
         raise TrainingStopped(wrong)
 
 
-def _verdict_on_nodes(store: dist.Store, count: int, end: float, patience: float) -> str:
+def _verdict_on_nodes(
+    store: dist.Store, count: int, end: float, patience: float
+) -> str:
     """Return the first node's verdict: what is wrong, or "" if all nodes are here."""
     everyone = [_who(node) for node in range(count)]
-    _until(lambda: store.check(everyone) or store.check([_WRONG]), end, lambda: _tell(_waiting(store, count), end))
+    _until(
+        lambda: store.check(everyone) or store.check([_WRONG]),
+        end,
+        lambda: _tell(_waiting(store, count), end),
+    )
     if store.check([_WRONG]):
         return store.get(_WRONG).decode()
     if not (absent := _missing(store, count)):
         return ""
-    present = [store.get(_who(node)).decode() for node in range(count) if node not in absent]
+    present = [
+        store.get(_who(node)).decode() for node in range(count) if node not in absent
+    ]
     return (
         f"{ranks_named(absent, what='node')} of {count} did not come within {patience:g} s (JOIN_MINUTES). Here: "
         f"{', '.join(present)}. Look at what is missing (NODE_RANK counts from 0), or start the job with fewer "
@@ -149,10 +185,16 @@ def _waiting(store: dist.Store, count: int) -> str:
 
 def _tell(what: str, end: float) -> None:
     left = max(0.0, end - time.monotonic())
-    print(f"waiting for {what}, for {left:.0f} s more at most (JOIN_MINUTES)", file=sys.stderr, flush=True)
+    print(
+        f"waiting for {what}, for {left:.0f} s more at most (JOIN_MINUTES)",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
-def _until(holds: Callable[[], bool], end: float, tell: Callable[[], None] = lambda: None) -> bool:
+def _until(
+    holds: Callable[[], bool], end: float, tell: Callable[[], None] = lambda: None
+) -> bool:
     return any(holds() for _ in patiently(end, tell))
 
 
@@ -195,13 +237,21 @@ def digests(sections: Mapping[str, Any], versions: Mapping[str, str]) -> dict[st
     """
 
     def digest(value: Any) -> str:
-        return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=6).hexdigest()
+        return hashlib.blake2b(
+            json.dumps(value, sort_keys=True).encode(), digest_size=6
+        ).hexdigest()
 
-    section_digests = {_SECTION + name: digest(value) for name, value in sections.items()}
-    return section_digests | {f"version of {name}": version for name, version in versions.items()}
+    section_digests = {
+        _SECTION + name: digest(value) for name, value in sections.items()
+    }
+    return section_digests | {
+        f"version of {name}": version for name, version in versions.items()
+    }
 
 
-def introduce(store: dist.Store, rank: int, size: int, facts: NodeInfo, timeout: timedelta) -> tuple[Node, ...]:
+def introduce(
+    store: dist.Store, rank: int, size: int, facts: NodeInfo, timeout: timedelta
+) -> tuple[Node, ...]:
     """Publish this rank's description, and return the job's nodes in the order of their ranks. Collective over the job.
 
     Raises:
@@ -210,11 +260,16 @@ def introduce(store: dist.Store, rank: int, size: int, facts: NodeInfo, timeout:
             rank.
     """
     store = dist.PrefixStore("introductions", store)
-    # A counter detects two processes with one rank, which happens if two jobs use the same store.
+    # A counter detects two processes with one rank, which happens if two jobs use the
+    # same store.
     if (times := store.add(f"here/{rank}", 1)) > 1:
         raise TrainingStopped(_stop_two_jobs(store, rank, times, facts, timeout))
-    sections = {f"sections/{facts.agreed[_SECTION + name]}": section for name, section in facts.sections.items()}
-    if sections and not store.check(list(sections)):  # only the first rank with these digests writes its sections
+    sections = {
+        f"sections/{facts.agreed[_SECTION + name]}": section
+        for name, section in facts.sections.items()
+    }
+    # Only the first rank with these digests writes its sections.
+    if sections and not store.check(list(sections)):
         for key, section in sections.items():
             store.set(key, json.dumps(section))
     store.set(f"facts/{rank}", json.dumps(asdict(replace(facts, sections={}))))
@@ -231,12 +286,20 @@ def introduce(store: dist.Store, rank: int, size: int, facts: NodeInfo, timeout:
         ) from error
     # The store may end with this rank, so wait until all ranks have read the verdict.
     if rank == 0:
-        _until(lambda: store.add("heard", 0) >= verdict["here"], time.monotonic() + RANK_GRACE)
+        _until(
+            lambda: store.add("heard", 0) >= verdict["here"],
+            time.monotonic() + RANK_GRACE,
+        )
     if verdict["stop"]:
         raise TrainingStopped(verdict["stop"])
     if verdict["mistakes"]:
-        raise ConfigError("\n  - ".join(["the nodes do not fit together:", *verdict["mistakes"]]))
-    return tuple(Node(name, count, tuple(claims), memory) for name, count, claims, memory in verdict["nodes"])
+        raise ConfigError(
+            "\n  - ".join(["the nodes do not fit together:", *verdict["mistakes"]])
+        )
+    return tuple(
+        Node(name, count, tuple(claims), memory)
+        for name, count, claims, memory in verdict["nodes"]
+    )
 
 
 def _hear(store: dist.Store, timeout: timedelta) -> dict[str, Any]:
@@ -246,14 +309,17 @@ def _hear(store: dist.Store, timeout: timedelta) -> dict[str, Any]:
     return verdict
 
 
-def _stop_two_jobs(store: dist.Store, rank: int, times: int, facts: NodeInfo, timeout: timedelta) -> str:
+def _stop_two_jobs(
+    store: dist.Store, rank: int, times: int, facts: NodeInfo, timeout: timedelta
+) -> str:
     """Return the message for all ranks of two jobs that use one store.
 
     A job that has already begun does not read it, and continues.
     """
     first = json.loads(store.get(f"facts/{rank}"))
     earlier, later = (
-        f"process {process_facts['process']} on {process_facts['node']}" for process_facts in (first, asdict(facts))
+        f"process {process_facts['process']} on {process_facts['node']}"
+        for process_facts in (first, asdict(facts))
     )
     text = (
         f"{_twice(f'rank {rank}', times, earlier, later)} Two jobs use this rendezvous: end the other one, or "
@@ -268,14 +334,18 @@ def _stop_two_jobs(store: dist.Store, rank: int, times: int, facts: NodeInfo, ti
         return text
 
 
-def _verdict_on_ranks(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]:
+def _verdict_on_ranks(
+    store: dist.Store, size: int, timeout: timedelta
+) -> dict[str, Any]:
     """Return rank 0's verdict: the nodes or what is wrong, and the number of ranks that will read it."""
     try:
         store.wait(["complete"], timeout)
     except dist.DistError:
         present = [rank for rank in range(size) if store.check([f"facts/{rank}"])]
         missing = sorted(set(range(size)) - set(present))
-        nodes = sorted({json.loads(store.get(f"facts/{rank}"))["node"] for rank in present})
+        nodes = sorted(
+            {json.loads(store.get(f"facts/{rank}"))["node"] for rank in present}
+        )
         text = (
             f"{ranks_named(missing)} of {size} did not come within {timeout.total_seconds():g} s "
             f"(run.timeout_minutes); here: {ranks_named(present)} on {', '.join(nodes)}. Look at the node that "
@@ -284,12 +354,22 @@ def _verdict_on_ranks(store: dist.Store, size: int, timeout: timedelta) -> dict[
         return {"stop": text, "here": len(present)}
     if store.check(["twice"]):
         return {"stop": store.get("twice").decode(), "here": int(store.add("count", 0))}
-    rank_facts = [json.loads(data) for data in store.multi_get([f"facts/{rank}" for rank in range(size)])]
+    rank_facts = [
+        json.loads(data)
+        for data in store.multi_get([f"facts/{rank}" for rank in range(size)])
+    ]
     nodes_found, mistakes = _nodes_of(rank_facts)
-    return {"stop": "", "mistakes": [*mistakes, *_differences(rank_facts, store)], "nodes": nodes_found, "here": size}
+    return {
+        "stop": "",
+        "mistakes": [*mistakes, *_differences(rank_facts, store)],
+        "nodes": nodes_found,
+        "here": size,
+    }
 
 
-def _nodes_of(found: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, int, list[str], float]], list[str]]:
+def _nodes_of(
+    found: Sequence[Mapping[str, Any]],
+) -> tuple[list[tuple[str, int, list[str], float]], list[str]]:
     """Return (name, ranks, claims, memory) of every node, and what is wrong.
 
     Nodes with the same name are told apart by agent.
@@ -297,10 +377,16 @@ def _nodes_of(found: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, int, 
     nodes: list[tuple[tuple[str, int], int, list[str], float]] = []
     mistakes = []
     for rank, facts in enumerate(found):
-        key, claims, memory = (facts["node"], facts["agent"]), list(facts["claims"]), float(facts["memory"])
+        key, claims, memory = (
+            (facts["node"], facts["agent"]),
+            list(facts["claims"]),
+            float(facts["memory"]),
+        )
         if nodes and nodes[-1][0] == key:
             if claims != nodes[-1][2]:
-                mistakes.append(f"node {key[0]}: rank {rank} claims {claims}, and the ranks before it {nodes[-1][2]}.")
+                mistakes.append(
+                    f"node {key[0]}: rank {rank} claims {claims}, and the ranks before it {nodes[-1][2]}."
+                )
             nodes[-1] = (key, nodes[-1][1] + 1, nodes[-1][2], min(nodes[-1][3], memory))
         elif any(key == other[0] for other in nodes):
             mistakes.append(
@@ -327,7 +413,9 @@ def _differences(found: Sequence[Mapping[str, Any]], store: dist.Store) -> list[
         for value, ranks in others.items():
             if value != first.get(name):
                 on = ", ".join(dict.fromkeys(found[rank]["node"] for rank in ranks))
-                for setting, other_value, firsts in _inside(store, name, value, first.get(name)):
+                for setting, other_value, firsts in _inside(
+                    store, name, value, first.get(name)
+                ):
                     mistakes.append(
                         f"{setting} differs: {other_value} on {ranks_named(ranks)} ({on}), {firsts} on rank 0 "
                         f"({found[0]['node']}). All nodes need the same."
@@ -335,16 +423,26 @@ def _differences(found: Sequence[Mapping[str, Any]], store: dist.Store) -> list[
     return mistakes
 
 
-def _inside(store: dist.Store, name: str, value: str | None, first: str | None) -> list[tuple[str, Any, Any]]:
+def _inside(
+    store: dist.Store, name: str, value: str | None, first: str | None
+) -> list[tuple[str, Any, Any]]:
     """Return (key, their value, rank 0's value) of the differing keys of a section, if both sections are known."""
     keys = [f"sections/{digest}" for digest in (value, first)]
     if not name.startswith(_SECTION) or not all(store.check([key]) for key in keys):
         return [(name, value, first)]
-    other_leaves, firsts = (dict(_leaves(name.removeprefix(_SECTION), json.loads(store.get(key)))) for key in keys)
+    other_leaves, firsts = (
+        dict(_leaves(name.removeprefix(_SECTION), json.loads(store.get(key))))
+        for key in keys
+    )
     differing = [
-        key for key in {**firsts, **other_leaves} if other_leaves.get(key, "nothing") != firsts.get(key, "nothing")
+        key
+        for key in {**firsts, **other_leaves}
+        if other_leaves.get(key, "nothing") != firsts.get(key, "nothing")
     ]
-    return [(key, other_leaves.get(key, "nothing"), firsts.get(key, "nothing")) for key in differing]
+    return [
+        (key, other_leaves.get(key, "nothing"), firsts.get(key, "nothing"))
+        for key in differing
+    ]
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,9 @@ class SharedItem:
 
     __slots__ = ("_make", "_tensors", "key", "size")
 
-    def __init__(self, key: str, size: int, make: Callable[[], Mapping[str, Tensor]]) -> None:
+    def __init__(
+        self, key: str, size: int, make: Callable[[], Mapping[str, Tensor]]
+    ) -> None:
         self.key, self.size = key, size
         self._make: Callable[[], Mapping[str, Tensor]] | None = make
         self._tensors: Mapping[str, Tensor] = {}

@@ -1,7 +1,8 @@
 """The job's store: the first node hosts it, and the others connect to it or report what they find in its place.
 
-torch's own client blocks forever, in a call that no signal interrupts, if a program accepts the connection and sends
-nothing. If a program sends something else, it blocks until its timeout.
+torch's own client blocks forever, in a call that no signal interrupts, if a program
+accepts the connection and sends nothing. If a program sends something else, it blocks
+until its timeout.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from megaverl.processes import raise_open_files
 LOOPBACK = "127.0.0.1"
 EVERY = 0.1  # seconds between two attempts
 GREETING = 10.0  # seconds that a store may take to answer; two attempts are made
-_FIRST_WORD, _NEXT_WORD = 5.0, 60.0  # seconds until a wait is first reported, and between reports
+# Seconds until a wait is first reported, and between reports.
+_FIRST_WORD, _NEXT_WORD = 5.0, 60.0
 _CONNECT = 2.0
 
 
@@ -51,25 +53,46 @@ def keep_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
         own = LOOPBACK if own == "::" or own == "0.0.0.0" else own
         fd = listening.detach()
         return dist.TCPStore(
-            own, port, None, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd
+            own,
+            port,
+            None,
+            True,
+            timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=fd,
         )
     except (OSError, dist.DistError) as error:
         taken = getattr(error, "errno", None) == errno.EADDRINUSE
         cause = f"cannot be opened for {host} ({cause_of(error)})"
-        cause = "is taken: another job or program uses it. Choose another MASTER_PORT." if taken else cause
+        cause = (
+            "is taken: another job or program uses it. Choose another MASTER_PORT."
+            if taken
+            else cause
+        )
         raise TrainingStopped(f"port {port} of this node {cause}") from error
 
 
 def _listening(host: str, port: int) -> socket.socket:
     """Return a socket that listens at the first of the host's addresses that belongs to this machine.
 
-    If none does (a load balancer, address translation), it listens at the first interface in GLOO_SOCKET_IFNAME.
-    Without that variable it listens at all interfaces and warns. A name that resolves to the loopback only here
-    (Debian's 127.0.1.1) is treated the same way, because it has another address elsewhere.
+    If none does (a load balancer, address translation), it listens at the first
+    interface in GLOO_SOCKET_IFNAME. Without that variable it listens at all interfaces
+    and warns. A name that resolves to the loopback only here (Debian's 127.0.1.1) is
+    treated the same way, because it has another address elsewhere.
     """
-    found = [(family, address) for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    found = [
+        (family, address)
+        for family, *_, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )
+    ]
     if host not in ("localhost", *(address[0] for _, address in found)):
-        found = [(family, address) for family, address in found if not ip_address(address[0]).is_loopback]
+        found = [
+            (family, address)
+            for family, address in found
+            if not ip_address(address[0]).is_loopback
+        ]
     if found:
         for each in _named_interface():
             found.append((family_of(each), (each, port)))
@@ -86,24 +109,41 @@ def _listening(host: str, port: int) -> socket.socket:
         flush=True,
     )
     both = socket.has_dualstack_ipv6()
-    return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
+    return socket.create_server(
+        ("", port),
+        family=socket.AF_INET6 if both else socket.AF_INET,
+        dualstack_ipv6=both,
+    )
 
 
 def own_address() -> str:
     """Return the address at which other ranks reach this one.
 
-    It is the first interface in GLOO_SOCKET_IFNAME, as in a gloo group. Otherwise it is the address on the route to
-    MASTER_ADDR, or the address of this machine's name. The loopback address is the last resort.
+    It is the first interface in GLOO_SOCKET_IFNAME, as in a gloo group. Otherwise it is
+    the address on the route to MASTER_ADDR, or the address of this machine's name. The
+    loopback address is the last resort.
     """
     found = _named_interface()
     with suppress(OSError):
         if host := os.environ.get("MASTER_ADDR"):
-            for family, *_, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-                with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            for family, *_, address in socket.getaddrinfo(
+                host, 9, type=socket.SOCK_DGRAM
+            ):
+                with (
+                    suppress(OSError),
+                    socket.socket(family, socket.SOCK_DGRAM) as probe,
+                ):
                     probe.connect(address)  # selects a route without sending anything
                     own = str(probe.getsockname()[0])
-                    found += [own] if host in ("localhost", own) or not ip_address(own).is_loopback else []
-        named = {str(address[0]) for *_, address in socket.getaddrinfo(socket.gethostname(), 9)}
+                    found += (
+                        [own]
+                        if host in ("localhost", own) or not ip_address(own).is_loopback
+                        else []
+                    )
+        named = {
+            str(address[0])
+            for *_, address in socket.getaddrinfo(socket.gethostname(), 9)
+        }
         found += sorted(each for each in named if not ip_address(each).is_loopback)
     return [*found, LOOPBACK][0]
 
@@ -123,20 +163,31 @@ def address_towards(host: str) -> str:
     return own_address()
 
 
-def family_of(address: str) -> Literal[socket.AddressFamily.AF_INET, socket.AddressFamily.AF_INET6]:
+def family_of(
+    address: str,
+) -> Literal[socket.AddressFamily.AF_INET, socket.AddressFamily.AF_INET6]:
     """Return the address family of a numeric address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _named_interface() -> list[str]:
     """Return the addresses of the first interface in GLOO_SOCKET_IFNAME, which connects the job's nodes."""
-    interface = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], [])
+    interface = psutil.net_if_addrs().get(
+        os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], []
+    )
     families = (socket.AF_INET, socket.AF_INET6)
-    addresses = [each.address for family in families for each in interface if each.family == family]
+    addresses = [
+        each.address
+        for family in families
+        for each in interface
+        if each.family == family
+    ]
     return [each for each in addresses if not ip_address(each).is_link_local]
 
 
-def reach_store(host: str, port: int, timeout: timedelta, end: float, tell: Callable[[str], None]) -> dist.Store:
+def reach_store(
+    host: str, port: int, timeout: timedelta, end: float, tell: Callable[[str], None]
+) -> dist.Store:
     """Connect to the first node's store as soon as it exists.
 
     Args:
@@ -177,7 +228,13 @@ def job_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
         elif rank == 0:
             store = keep_store(host, port, timeout)
         else:
-            store = reach_store(host, port, timeout, time.monotonic() + timeout.total_seconds(), lambda seen: None)
+            store = reach_store(
+                host,
+                port,
+                timeout,
+                time.monotonic() + timeout.total_seconds(),
+                lambda seen: None,
+            )
     except (dist.DistError, OSError, ValueError, KeyError) as error:
         cause = f"is the first node up, and reachable? ({cause_of(error)})"
         raise TrainingStopped(f"no store at {address}: {cause}") from error
@@ -223,9 +280,12 @@ def _greeted(host: str, port: int) -> dist.Store | None:
 
     def connect() -> None:
         try:
-            # torch takes up to 1.5 times this timeout, and blocks forever without an answer.
+            # torch takes up to 1.5 times this timeout, and blocks forever without an
+            # answer.
             seconds = timedelta(seconds=GREETING / 2)
-            found.append(dist.TCPStore(host, port, None, False, seconds, wait_for_workers=False))
+            found.append(
+                dist.TCPStore(host, port, None, False, seconds, wait_for_workers=False)
+            )
         except dist.DistError:
             return
 
@@ -254,7 +314,8 @@ def _what_answers(host: str, port: int) -> str:
 def _without_errors_of_torch() -> Iterator[None]:
     """Return a context that discards stderr.
 
-    torch's C++ code prints a stack trace of every failed attempt, at any log level, and the raised error says enough.
+    torch's C++ code prints a stack trace of every failed attempt, at any log level, and
+    the raised error says enough.
     """
     sys.stderr.flush()
     kept = os.dup(2)

@@ -1,13 +1,17 @@
 """Bytes that this rank receives in collectives, by the dimensions of the roles' grids: tp, cp, ep, pp and dp.
 
-torch has no hook that every backend calls, so the methods of `ProcessGroup` through which torch.distributed runs its
-collectives are wrapped once. A wrapped call adds a few numbers and then runs unchanged. Collectives that torch runs in
-C++ are not counted: DTensor's (tensor parallelism under FSDP2), and those of an inference engine. Control messages
-between hosts (`collectives.conclude`) are not counted either, even where they share a grid's group.
+torch has no hook that every backend calls, so the methods of `ProcessGroup` through
+which torch.distributed runs its collectives are wrapped once. A wrapped call adds a few
+numbers and then runs unchanged. Collectives that torch runs in C++ are not counted:
+DTensor's (tensor parallelism under FSDP2), and those of an inference engine. Control
+messages between hosts (`collectives.conclude`) are not counted either, even where they
+share a grid's group.
 
-Roles may share a group under different dimensions, so bytes are counted by group and named by `by_dimension`.
+Roles may share a group under different dimensions, so bytes are counted by group and
+named by `by_dimension`.
 
-Bytes are those that a bandwidth-optimal algorithm receives, whichever one the backend runs. For n ranks:
+Bytes are those that a bandwidth-optimal algorithm receives, whichever one the backend
+runs. For n ranks:
 
     all-reduce of B bytes                2 (n - 1) / n B
     all-gather, reduce-scatter, B whole    (n - 1) / n B
@@ -26,7 +30,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-# Function of the group and the arguments of a collective -> bytes that this rank receives.
+# Function of the group and the arguments of a collective -> bytes that this rank
+# receives.
 Count = Callable[..., float]
 # Kind of the bytes of gradients between islands, beside the names of groups.
 ISLANDS = "islands"
@@ -96,17 +101,25 @@ def _all_gather(group: dist.ProcessGroup, output: Any, *rest: Any) -> float:
     return _others_share(group) * _bytes_of(output)
 
 
-def _reduce_scatter(group: dist.ProcessGroup, output: Any, whole: Any, *rest: Any) -> float:
+def _reduce_scatter(
+    group: dist.ProcessGroup, output: Any, whole: Any, *rest: Any
+) -> float:
     return _others_share(group) * _bytes_of(whole)
 
 
-def _all_to_all(group: dist.ProcessGroup, output: Sequence[Tensor], *rest: Any) -> float:
+def _all_to_all(
+    group: dist.ProcessGroup, output: Sequence[Tensor], *rest: Any
+) -> float:
     own = _bytes_of(output[group.rank()])
     return _bytes_of(output) - own
 
 
 def _all_to_all_single(
-    group: dist.ProcessGroup, output: Tensor, whole: Tensor, output_sizes: Sequence[int] = (), *rest: Any
+    group: dist.ProcessGroup,
+    output: Tensor,
+    whole: Tensor,
+    output_sizes: Sequence[int] = (),
+    *rest: Any,
 ) -> float:
     # megatron-core's dispatcher of experts hands over an array of NumPy.
     sizes = [int(size) for size in output_sizes]
@@ -117,12 +130,16 @@ def _all_to_all_single(
     return _bytes_of(output) * (rows - own) / rows if rows else 0.0
 
 
-def _broadcast(group: dist.ProcessGroup, tensors: Any, options: Any = None, *rest: Any) -> float:
+def _broadcast(
+    group: dist.ProcessGroup, tensors: Any, options: Any = None, *rest: Any
+) -> float:
     root = getattr(options, "rootRank", 0)
     return 0.0 if group.rank() == root else _bytes_of(tensors)
 
 
-def _reduce(group: dist.ProcessGroup, tensors: Any, options: Any = None, *rest: Any) -> float:
+def _reduce(
+    group: dist.ProcessGroup, tensors: Any, options: Any = None, *rest: Any
+) -> float:
     root = getattr(options, "rootRank", 0)
     return _bytes_of(tensors) if group.rank() == root else 0.0
 
@@ -131,7 +148,9 @@ def _gather(group: dist.ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> 
     return _others_share(group) * _bytes_of(outputs)
 
 
-def _scatter(group: dist.ProcessGroup, outputs: Any, inputs: Any, options: Any = None, *rest: Any) -> float:
+def _scatter(
+    group: dist.ProcessGroup, outputs: Any, inputs: Any, options: Any = None, *rest: Any
+) -> float:
     root = getattr(options, "rootRank", 0)
     return 0.0 if group.rank() == root else _bytes_of(outputs)
 
@@ -145,15 +164,27 @@ def _others_share(group: dist.ProcessGroup) -> float:
     return (group.size() - 1) / group.size()
 
 
-# Method of ProcessGroup -> bytes that one call receives. torch 2.13 and older versions name some differently.
+# Method of ProcessGroup -> bytes that one call receives. torch 2.13 and older versions
+# name some differently.
 COUNTED: dict[str, Count] = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced"), _all_reduce),
     **dict.fromkeys(
-        ("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"), _all_gather
+        (
+            "allgather",
+            "allgather_coalesced",
+            "_allgather_base",
+            "allgather_into_tensor_coalesced",
+        ),
+        _all_gather,
     ),
     **dict.fromkeys(("all_gather_single", "all_gather_single_coalesced"), _all_gather),
-    **dict.fromkeys(("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"), _reduce_scatter),
-    **dict.fromkeys(("reduce_scatter_single", "reduce_scatter_single_coalesced"), _reduce_scatter),
+    **dict.fromkeys(
+        ("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+        _reduce_scatter,
+    ),
+    **dict.fromkeys(
+        ("reduce_scatter_single", "reduce_scatter_single_coalesced"), _reduce_scatter
+    ),
     **dict.fromkeys(("alltoall_base", "all_to_all_single"), _all_to_all_single),
     "alltoall": _all_to_all,
     "broadcast": _broadcast,
@@ -169,7 +200,11 @@ def _wrap_collectives() -> None:
     """Wrap the collectives of torch's ProcessGroup, once in a process."""
     for name, count in COUNTED.items():
         if hasattr(dist.ProcessGroup, name):
-            setattr(dist.ProcessGroup, name, _counted(getattr(dist.ProcessGroup, name), count))
+            setattr(
+                dist.ProcessGroup,
+                name,
+                _counted(getattr(dist.ProcessGroup, name), count),
+            )
 
 
 def _counted(method: Callable[..., Any], count: Count) -> Callable[..., Any]:

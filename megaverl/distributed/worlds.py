@@ -1,14 +1,16 @@
 """Process groups of a job with several worlds, and point-to-point messages between its ranks.
 
-Each world has its own default group, and a context connects all worlds. Messages are sent without blocking, and every
-wait has a deadline.
+Each world has its own default group, and a context connects all worlds. Messages are
+sent without blocking, and every wait has a deadline.
 
-NCCL messages are sent in batches (`batch_isend_irecv`). For a single message torch creates a communicator for each pair
-of ranks, with its own buffers and a rendezvous that blocks both ranks; batches share the group's communicator
-(`pointToPoint` in torch 2.11's and 2.13's ProcessGroupNCCL.cpp). A communicator has one stream, on which a message
-waits for all earlier ones, whatever their destination. So messages that may be received late, such as samples that are
-sent while they are generated, go through host memory (`HostMessages`). Rows on devices go through NCCL only if all
-ranks send and receive them in the same order (`dataflow.in_one_order`).
+NCCL messages are sent in batches (`batch_isend_irecv`). For a single message torch
+creates a communicator for each pair of ranks, with its own buffers and a rendezvous
+that blocks both ranks; batches share the group's communicator (`pointToPoint` in torch
+2.11's and 2.13's ProcessGroupNCCL.cpp). A communicator has one stream, on which a
+message waits for all earlier ones, whatever their destination. So messages that may be
+received late, such as samples that are sent while they are generated, go through host
+memory (`HostMessages`). Rows on devices go through NCCL only if all ranks send and
+receive them in the same order (`dataflow.in_one_order`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from megaverl.distributed.collectives import barrier, connects_lazily, device_of, reduce_json
+from megaverl.distributed.collectives import (
+    barrier,
+    connects_lazily,
+    device_of,
+    reduce_json,
+)
 from megaverl.distributed.failures import cause_of
 from megaverl.distributed.messages import HostMessages
 from megaverl.distributed.placement import Node, ResolvedPlacement, World
@@ -47,9 +54,10 @@ class ReceivedBytes:
 class JobContext:
     """This rank's place in the job, and the groups that connect all ranks.
 
-    torch's default group is this rank's world, so Megatron and vLLM do not see other worlds. `group` and `control` work
-    with every function of torch.distributed, and use the ranks of the job. They have no global ranks in torch's sense:
-    address peers by `group_src`, `group_dst` or `group_peer`.
+    torch's default group is this rank's world, so Megatron and vLLM do not see other
+    worlds. `group` and `control` work with every function of torch.distributed, and use
+    the ranks of the job. They have no global ranks in torch's sense: address peers by
+    `group_src`, `group_dst` or `group_peer`.
 
     Attributes:
         rank: rank in the job.
@@ -79,7 +87,9 @@ class JobContext:
 
     def device_between(self, source: int, dest: int) -> torch.device | None:
         """Return the device of rows between two ranks in `rows`, or None if they go through host memory."""
-        reached = self.rows is not None and self.has_device(source) and self.has_device(dest)
+        reached = (
+            self.rows is not None and self.has_device(source) and self.has_device(dest)
+        )
         return device_of(self.rows) if reached else None
 
     @property
@@ -106,11 +116,13 @@ class JobContext:
         return f"rank {rank} ({'+'.join(placement.roles_of(rank))}, {placement.nodes[placement.node_of(rank)].name})"
 
 
-def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: timedelta) -> JobContext:
+def join(
+    placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: timedelta
+) -> JobContext:
     """Make this rank's world torch's default group, and create the groups of all ranks. Collective over the job.
 
-    Sets RANK, WORLD_SIZE and LOCAL_WORLD_SIZE to the world's values, which libraries in it read. LOCAL_RANK, which
-    selects the device, is unchanged.
+    Sets RANK, WORLD_SIZE and LOCAL_WORLD_SIZE to the world's values, which libraries in
+    it read. LOCAL_RANK, which selects the device, is unchanged.
 
     Args:
         store: the job's store (`job_store`).
@@ -125,7 +137,9 @@ def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: ti
     here = placement.node_of(rank)
     # Megatron and vLLM read these, and must see only this world.
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(own), str(world.size)
-    os.environ["LOCAL_WORLD_SIZE"] = str(sum(placement.node_of(other) == here for other in world.ranks))
+    os.environ["LOCAL_WORLD_SIZE"] = str(
+        sum(placement.node_of(other) == here for other in world.ranks)
+    )
     with _deadline(f"the world {world.name}", timeout):
         dist.init_process_group(
             platform.backend,
@@ -142,16 +156,28 @@ def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: ti
     if not placement.is_colocated:
         with connects_lazily():
             group = control = joined("gloo", "control", placement.size)
-        # Open the tree's connections now, while all ranks are here. A rank that is lost later breaks them.
+        # Open the tree's connections now, while all ranks are here. A rank that is lost
+        # later breaks them.
         with _deadline("the coordinator's tree", timeout):
             reduce_json(None, lambda every: None, control, placement.coordinator)
-            # Look up the coordinator now: lost ranks are reported to it even after the store is gone.
+            # Look up the coordinator now: lost ranks are reported to it even after the
+            # store is gone.
             messages.find(placement.coordinator)
         if rank < (count := placement.num_with_device):
             group = joined(platform.backend, "context", count)
     elif platform.backend != "gloo":  # a single world on gloo needs no second group
         control = _hosts_of_all(timeout)
-    return JobContext(placement, rank, world, group, control, store, timeout, messages, rows=_for_rows(group))
+    return JobContext(
+        placement,
+        rank,
+        world,
+        group,
+        control,
+        store,
+        timeout,
+        messages,
+        rows=_for_rows(group),
+    )
 
 
 def of_default_group(roles: Sequence[str], timeout: timedelta) -> JobContext:
@@ -160,11 +186,23 @@ def of_default_group(roles: Sequence[str], timeout: timedelta) -> JobContext:
     every, group = tuple(range(size)), default_group()
     world = World("the default group", every, tuple(roles))
     nodes = (Node("this job", size),)
-    placement = ResolvedPlacement(size, dict.fromkeys(roles, every), (world,), (every,), nodes, (0,) * size)
+    placement = ResolvedPlacement(
+        size, dict.fromkeys(roles, every), (world,), (every,), nodes, (0,) * size
+    )
     control = group if platform.backend == "gloo" else _hosts_of_all(timeout)
     store = distributed_c10d._get_default_store()
     messages = HostMessages(store, rank, size)
-    return JobContext(placement, rank, world, group, control, store, timeout, messages, rows=_for_rows(group))
+    return JobContext(
+        placement,
+        rank,
+        world,
+        group,
+        control,
+        store,
+        timeout,
+        messages,
+        rows=_for_rows(group),
+    )
 
 
 def _for_rows(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
@@ -179,14 +217,17 @@ def _for_rows(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
 def _hosts_of_all(timeout: timedelta) -> dist.ProcessGroup:
     """Create a gloo group of the default group's ranks, in which two ranks connect when they first talk.
 
-    The first message blocks the sender until the receiver calls too, which both do in a collective along a tree.
+    The first message blocks the sender until the receiver calls too, which both do in a
+    collective along a tree.
     """
     with connects_lazily():
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         return group
 
 
-def join_some(context: JobContext, name: str, members: Sequence[int]) -> dist.ProcessGroup:
+def join_some(
+    context: JobContext, name: str, members: Sequence[int]
+) -> dist.ProcessGroup:
     """Return a group of some ranks of the job, of any worlds. Collective over these ranks only.
 
     Ranks in the group are indices in `members`.
@@ -201,11 +242,19 @@ def join_some(context: JobContext, name: str, members: Sequence[int]) -> dist.Pr
 
 
 def join_processes(
-    backend: str, name: str, store: dist.Store, rank: int, size: int, timeout: timedelta, *, key: str
+    backend: str,
+    name: str,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    *,
+    key: str,
 ) -> dist.ProcessGroup:
     """Return a group of processes of several jobs, such as an actor's ranks and the workers of inference servers.
 
-    Collective over these processes, each of which has a default group of its own. End the group with `leave`.
+    Collective over these processes, each of which has a default group of its own. End
+    the group with `leave`.
 
     Args:
         store: reached by all of them.
@@ -234,7 +283,9 @@ def default_group() -> dist.ProcessGroup:
 
 
 @contextmanager
-def _deadline(what: str, timeout: timedelta, key: str = "run.timeout_minutes") -> Iterator[None]:
+def _deadline(
+    what: str, timeout: timedelta, key: str = "run.timeout_minutes"
+) -> Iterator[None]:
     """Return a context that turns torch's errors about missing ranks into `TrainingStopped`."""
     try:
         yield
@@ -254,27 +305,39 @@ def _joined(
 ) -> dist.ProcessGroup:
     """Create a group of ranks of the job, besides the default group of this rank's world. Collective over these ranks.
 
-    torch only creates groups of ranks of the default group. This calls torch's own constructor with another store.
-    torch then looks up each member's number in the default group. No other rank sees these numbers: this rank's is its
-    real one, so that `dist.get_rank(group)` is right, and the others' are arbitrary but distinct.
+    torch only creates groups of ranks of the default group. This calls torch's own
+    constructor with another store. torch then looks up each member's number in the
+    default group. No other rank sees these numbers: this rank's is its real one, so
+    that `dist.get_rank(group)` is right, and the others' are arbitrary but distinct.
 
     Args:
         ranks: this rank's number in the new group, the size of that group, and this rank's number in its world.
     """
     rank, size, own = ranks
-    name_of_group: Any = f"megaverl_{name}"  # newer versions of torch have a type for it
+    # Newer versions of torch have a type for it.
+    name_of_group: Any = f"megaverl_{name}"
     with _deadline(f"the group '{name}'", timeout, key):
         group: dist.ProcessGroup
         group, _ = distributed_c10d._new_process_group_helper(
-            size, rank, [], backend, dist.PrefixStore(name, store), group_name=name_of_group, timeout=timeout
+            size,
+            rank,
+            [],
+            backend,
+            dist.PrefixStore(name, store),
+            group_name=name_of_group,
+            timeout=timeout,
         )
-        # Swap this rank's number in the group with its number in the world; see the docstring.
+        # Swap this rank's number in the group with its number in the world; see the
+        # docstring.
         names = list(range(size))
         if own < size:
             names[own] = rank
         names[rank] = own
-        distributed_c10d._world.pg_group_ranks[group] = {called: number for number, called in enumerate(names)}
-        # NCCL's first operation in a group needs all ranks. It also checks that they reach each other.
+        distributed_c10d._world.pg_group_ranks[group] = {
+            called: number for number, called in enumerate(names)
+        }
+        # NCCL's first operation in a group needs all ranks. It also checks that they
+        # reach each other.
         if backend == "gloo":
             barrier(group)
         else:
@@ -381,13 +444,25 @@ class Channel:
         sent = PendingSends()
         for rank in dest:
             with self.waiting_for(rank):
-                sent.add(PendingSends([ToHost(self, rank, self.context.messages.send(rank, self.name, parts))]))
+                sent.add(
+                    PendingSends(
+                        [
+                            ToHost(
+                                self,
+                                rank,
+                                self.context.messages.send(rank, self.name, parts),
+                            )
+                        ]
+                    )
+                )
         return sent
 
     def receive_from(self, source: int) -> list[Tensor]:
         """Wait for the message that `send_to` sent from `source`, and return the bytes of its parts, [n] uint8 each."""
         with self.waiting_for(source):
-            return self.context.messages.receive(source, self.name, self.context.timeout)
+            return self.context.messages.receive(
+                source, self.name, self.context.timeout
+            )
 
     def send(self, group: dist.ProcessGroup, out: Mapping[int, Tensor]) -> PendingSends:
         """Start sending tensors through a group, by receiver. Empty tensors are not sent."""
@@ -397,25 +472,47 @@ class Channel:
         """Receive tensors through a group, by sender, all in one batch. Empty tensors are skipped."""
         self._begin(group, {}, into).wait(host=False)
 
-    def exchange(self, group: dist.ProcessGroup, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
+    def exchange(
+        self,
+        group: dist.ProcessGroup,
+        out: Mapping[int, Tensor],
+        into: Mapping[int, Tensor],
+    ) -> None:
         """Send `out` by receiver and receive `into` by sender, in one batch.
 
-        Separate NCCL calls could deadlock, because each rank could wait for the other one to receive first.
+        Separate NCCL calls could deadlock, because each rank could wait for the other
+        one to receive first.
         """
         self._begin(group, out, into).wait(host=False)
 
-    def _begin(self, group: dist.ProcessGroup, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Batch:
+    def _begin(
+        self,
+        group: dist.ProcessGroup,
+        out: Mapping[int, Tensor],
+        into: Mapping[int, Tensor],
+    ) -> Batch:
         moving: list[tuple[Callable[..., dist.Work | None], int, Tensor]]
-        moving = [(dist.irecv, peer, tensor) for peer, tensor in into.items() if tensor.numel()]
-        moving += [(dist.isend, peer, tensor) for peer, tensor in out.items() if tensor.numel()]
+        moving = [
+            (dist.irecv, peer, tensor)
+            for peer, tensor in into.items()
+            if tensor.numel()
+        ]
+        moving += [
+            (dist.isend, peer, tensor) for peer, tensor in out.items() if tensor.numel()
+        ]
         if not moving:
             return Batch(self, (), ())
-        operations = [dist.P2POp(move, tensor, None, group, self._tag, peer) for move, peer, tensor in moving]
+        operations = [
+            dist.P2POp(move, tensor, None, group, self._tag, peer)
+            for move, peer, tensor in moving
+        ]
         with self.waiting_for(moving[0][1]):
             works = dist.batch_isend_irecv(operations)
         return Batch(self, works, [(peer, tensor) for _, peer, tensor in moving])
 
-    def wait(self, work: dist.Work, peer: int, tensor: Tensor, *, host: bool = True) -> None:
+    def wait(
+        self, work: dist.Work, peer: int, tensor: Tensor, *, host: bool = True
+    ) -> None:
         """Wait until a message from or to a peer is received or sent; see `Batch.wait`."""
         with self.waiting_for(peer):
             if tensor.is_cuda:

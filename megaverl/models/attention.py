@@ -16,7 +16,9 @@ from megaverl.platform import flash_attention, platform
 
 platform.adapt_megatron()
 
-from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region  # noqa: E402
+from megatron.core.tensor_parallel.mappings import (  # noqa: E402
+    all_gather_last_dim_from_tensor_parallel_region,
+)  # noqa: E402
 from megatron.core.transformer.attention import SelfAttention  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # noqa: E402
@@ -31,12 +33,13 @@ from megatron.core.transformer.utils import (  # noqa: E402
 class CausalAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v under a causal mask (arXiv 1706.03762, eq. 1), without materializing [s, s] matrices.
 
-    With sinks (`softmax_offset`, [heads / tp]) the softmax of each head has one more score, whose value is zero (arXiv
-    2508.10925, section 2.2).
+    With sinks (`softmax_offset`, [heads / tp]) the softmax of each head has one more
+    score, whose value is zero (arXiv 2508.10925, section 2.2).
 
-    megatron-core's own `DotProductAttention` stores the scores of all heads, masks and normalizes them in separate
-    passes, and repeats keys and values for grouped queries. At 288 tokens on a CPU that takes four times as long, which
-    is more than the linear layers beside it.
+    megatron-core's own `DotProductAttention` stores the scores of all heads, masks and
+    normalizes them in separate passes, and repeats keys and values for grouped queries.
+    At 288 tokens on a CPU that takes four times as long, which is more than the linear
+    layers beside it.
     """
 
     def __init__(
@@ -53,7 +56,9 @@ class CausalAttention(nn.Module):
         super().__init__()
         # None stands for 1 / sqrt(head_dim).
         self.softmax_scale = softmax_scale
-        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        has_window = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
         # Number of keys that a query sees, its own included.
         self.window = config.window_size[0] + 1 if has_window else None
         self._tp_group = None if pg_collection is None else pg_collection.tp
@@ -62,7 +67,9 @@ class CausalAttention(nn.Module):
         if config.softmax_type != "vanilla":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             offset = torch.zeros(heads, dtype=config.params_dtype)
-            self.softmax_offset = nn.Parameter(offset) if config.softmax_type == "learnable" else offset
+            self.softmax_offset = (
+                nn.Parameter(offset) if config.softmax_type == "learnable" else offset
+            )
 
     def forward(
         self,
@@ -92,22 +99,29 @@ class CausalAttention(nn.Module):
         if packed_seq_params is not None:
             assert attention_mask is None
             q, k, v = (x.squeeze(1) for x in (query, key, value))
-            # megaverl's packed rows are one row, so the batch axis is removed and added back.
+            # megaverl's packed rows are one row, so the batch axis is removed and added
+            # back.
             return self._attend_packed_row(q, k, v, packed_seq_params).unsqueeze(1)
         look = None if attention_mask is None else ~attention_mask
         # [b, heads, s, head_dim]: views without copies.
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         return self._attend_rows(q, k, v, look).permute(2, 0, 1, 3).flatten(2)
 
-    def _whole_row(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _whole_row(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of all tokens that the queries may attend to.
 
         Context parallelism gathers them here.
         """
         return key, value
 
-    def _attend_packed_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
-        return attend_packed(q, k, v, packing, self.softmax_scale, self.window, self.softmax_offset)
+    def _attend_packed_row(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing
+    ) -> torch.Tensor:
+        return attend_packed(
+            q, k, v, packing, self.softmax_scale, self.window, self.softmax_offset
+        )
 
     def _attend_rows(
         self,
@@ -116,7 +130,9 @@ class CausalAttention(nn.Module):
         v: torch.Tensor,
         look: torch.Tensor | None,
     ) -> torch.Tensor:
-        return attend_rows(q, k, v, look, self.softmax_scale, self.window, self.softmax_offset)
+        return attend_rows(
+            q, k, v, look, self.softmax_scale, self.window, self.softmax_offset
+        )
 
     def sharded_state_dict(
         self,
@@ -170,7 +186,9 @@ def attend_packed(
             window=window,
         ).flatten(1)
     assert isinstance(packing, DensePacking)
-    return packing.attend(functools.partial(_attend, scale=scale, sinks=sinks), q, k, v, window)
+    return packing.attend(
+        functools.partial(_attend, scale=scale, sinks=sinks), q, k, v, window
+    )
 
 
 def attend_rows(
@@ -219,10 +237,12 @@ def _attend(
     """
     dtype = q.dtype
     if sinks is not None:
-        # The fused kernel has no sinks. They become one more key, which every query sees.
+        # The fused kernel has no sinks. They become one more key, which every query
+        # sees.
         q, k, v, look, scale = _with_sinks(q, k, v, look, scale, sinks)
     if q.device.type == "cpu" and dtype == torch.bfloat16:
-        # On CPUs the backward kernel for bfloat16 takes up to four times as long as that for float32.
+        # On CPUs the backward kernel for bfloat16 takes up to four times as long as
+        # that for float32.
         q = q.float()
         k = k.float()
         v = v.float()
@@ -248,15 +268,18 @@ def _with_sinks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float]:
     """Return arguments for `_attend` that express the sinks without its `sinks`.
 
-    One more key, visible to all queries, has the value zero. Heads get one more dimension in which only this key is not
-    zero, so its score is the sink for every query.
+    One more key, visible to all queries, has the value zero. Heads get one more
+    dimension in which only this key is not zero, so its score is the sink for every
+    query.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if look is None:
-        look = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        look = torch.ones(
+            q.shape[2], k.shape[2], dtype=torch.bool, device=q.device
+        ).tril()
     per_head = (sinks.to(q.dtype) / scale).view(1, -1, 1, 1)
-    # One more dimension carries the sink's score: 1 in the added key, 0 in all others. The added value is 0, so that
-    # the sink only takes weight away.
+    # One more dimension carries the sink's score: 1 in the added key, 0 in all others.
+    # The added value is 0, so that the sink only takes weight away.
     score = per_head.expand(q.shape[0], -1, q.shape[2], 1)
     at_sink = k.new_zeros(*k.shape[:2], 1, k.shape[-1] + 1)
     at_sink[..., -1] = 1.0
@@ -271,20 +294,27 @@ def _with_sinks(
 
 def _inside_window(length: int, window: int, device: torch.device) -> torch.Tensor:
     """Return a [length, length] mask in which a query sees its own key and the `window` - 1 before it."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
+    return (
+        torch.ones(length, length, dtype=torch.bool, device=device)
+        .tril()
+        .triu(1 - window)
+    )
 
 
 def is_plain(config: TransformerConfig) -> bool:
     """Return whether `CausalAttention` supports `config`: no dropout, and no window that looks ahead."""
-    return config.attention_dropout == 0.0 and (config.window_size is None or config.window_size[1] == 0)
+    return config.attention_dropout == 0.0 and (
+        config.window_size is None or config.window_size[1] == 0
+    )
 
 
 class SharedKVAttention(SelfAttention):
     """megatron-core's attention for the case that several tensor-parallel ranks share a key-value head.
 
-    The rows of `linear_qkv`, [q heads of group 0, k 0, v 0, q heads of group 1, ...], are split evenly over the ranks.
-    The projections are gathered, and each rank takes its query heads and the key-value head that they share.
-    megatron-core would take the process group from the global `parallel_state`, which megaverl does not set up.
+    The rows of `linear_qkv`, [q heads of group 0, k 0, v 0, q heads of group 1, ...],
+    are split evenly over the ranks. The projections are gathered, and each rank takes
+    its query heads and the key-value head that they share. megatron-core would take the
+    process group from the global `parallel_state`, which megaverl does not set up.
     """
 
     def get_query_key_value_tensors(
@@ -299,8 +329,8 @@ class SharedKVAttention(SelfAttention):
         num_groups = self.config.num_query_groups
         ranks_per_group = group.size() // num_groups
         group_number, place_in_group = divmod(group.rank(), ranks_per_group)
-        # Shared heads do not fit megatron-core's split of the projection's rows, so the output is gathered and split
-        # again here.
+        # Shared heads do not fit megatron-core's split of the projection's rows, so the
+        # output is gathered and split again here.
         all_heads = all_gather_last_dim_from_tensor_parallel_region(mixed, group=group)
         group_heads = all_heads.chunk(num_groups, dim=-1)[group_number].unflatten(
             -1, (-1, self.hidden_size_per_attention_head)
@@ -316,18 +346,21 @@ class SharedKVAttention(SelfAttention):
         return query, key if self.k_layernorm is None else self.k_layernorm(key), value
 
 
-# transformers normalizes DeepSeek-V3's latents with this eps, whatever `rms_norm_eps` is (modeling_deepseek_v3.py).
+# transformers normalizes DeepSeek-V3's latents with this eps, whatever `rms_norm_eps`
+# is (modeling_deepseek_v3.py).
 LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttention(MLASelfAttention):
     """megatron-core's latent attention with positions of packed rows, and with explicit process groups.
 
-    megatron-core applies rotary embeddings inside this module, so the positions must be set here. It also takes some
-    process groups from the global `parallel_state`, which megaverl does not set up: for the query projection without a
-    latent, which it would not split, and for the down-projections that Transformer Engine keeps whole on every rank.
-    Transformer Engine marks every linear weight as split (0.16 to 0.19). Each copy of a down-projection would then be
-    saved as the first, and all copies would count in the gradient norm.
+    megatron-core applies rotary embeddings inside this module, so the positions must be
+    set here. It also takes some process groups from the global `parallel_state`, which
+    megaverl does not set up: for the query projection without a latent, which it would
+    not split, and for the down-projections that Transformer Engine keeps whole on every
+    rank. Transformer Engine marks every linear weight as split (0.16 to 0.19). Each
+    copy of a down-projection would then be saved as the first, and all copies would
+    count in the gradient norm.
     """
 
     def __init__(
@@ -338,33 +371,49 @@ class LatentAttention(MLASelfAttention):
         pg_collection: Any,
         **kwargs: Any,
     ) -> None:
-        queries = ModuleSpec(submodules.linear_q_proj, params={"tp_group": pg_collection.tp})
+        queries = ModuleSpec(
+            submodules.linear_q_proj, params={"tp_group": pg_collection.tp}
+        )
         submodules = dataclasses.replace(submodules, linear_q_proj=queries)
-        super().__init__(config, submodules, *args, pg_collection=pg_collection, **kwargs)
+        super().__init__(
+            config, submodules, *args, pg_collection=pg_collection, **kwargs
+        )
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if (linear := getattr(self, name, None)) is not None:
                 linear._tp_group = pg_collection.tp
                 linear.weight.tensor_model_parallel = False
-        # Transformer Engine keeps these norms inside the linear layers that follow them.
-        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+        # Transformer Engine keeps these norms inside the linear layers that follow
+        # them.
+        for name in (
+            "q_layernorm",
+            "kv_layernorm",
+            "linear_q_up_proj",
+            "linear_kv_up_proj",
+        ):
             module = getattr(self, name, None)
             if module is not None and hasattr(module, "eps"):
                 module.eps = LATENT_NORM_EPS
         self._positions = AtPositions()
         self._positions.attach(self.rotary_pos_emb)
-        # The fused kernels read these tables of cosines and sines in place of the embedding.
-        if (original := getattr(self.rotary_pos_emb, "get_cached_cos_sin", None)) is not None:
+        # The fused kernels read these tables of cosines and sines in place of the
+        # embedding.
+        if (
+            original := getattr(self.rotary_pos_emb, "get_cached_cos_sin", None)
+        ) is not None:
 
             def at_positions(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-                return tuple(self._positions(None, None, table) for table in original(*args, **kwargs))
+                return tuple(
+                    self._positions(None, None, table)
+                    for table in original(*args, **kwargs)
+                )
 
             self.rotary_pos_emb.get_cached_cos_sin = at_positions
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Resolve the norms of queries and keys from the specification, as megatron-core 0.19 does.
 
-        For queries without a latent it would add a norm fused with their projection, which no published model has, or
-        fail without Transformer Engine.
+        For queries without a latent it would add a norm fused with their projection,
+        which no published model has, or fail without Transformer Engine.
         """
         if self.config.q_lora_rank is not None:
             return super()._resolve_qk_norm_config(submodules)
@@ -373,7 +422,11 @@ class LatentAttention(MLASelfAttention):
         resolver = QKNormConfigResolver(self.config, submodules)
         # With this set it decides about keys and values only.
         resolver.has_q_lora = True
-        queries = {"linear_q_proj": submodules.linear_q_proj, "linear_q_up_proj": IdentityOp, "q_layernorm": IdentityOp}
+        queries = {
+            "linear_q_proj": submodules.linear_q_proj,
+            "linear_q_up_proj": IdentityOp,
+            "q_layernorm": IdentityOp,
+        }
         return {**resolver.resolve(), **queries}
 
     def get_query_key_value_tensors(
@@ -387,19 +440,21 @@ class LatentAttention(MLASelfAttention):
     ) -> tuple[torch.Tensor, ...]:
         """Project [s, b, hidden] to query, key and value [s, b, heads / tp, ...], and the latents.
 
-        megatron-core treats a packed row as one sequence with other positions. They come with the row, so recomputed
-        layers have them too.
+        megatron-core treats a packed row as one sequence with other positions. They
+        come with the row, so recomputed layers have them too.
         """
         positions = None if packed_seq_params is None else packed_seq_params.positions
         with self._positions.at(positions):
-            return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, **kwargs)
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, position_ids, **kwargs
+            )
 
 
 class LocalLatentAttention(LatentAttention):
     """`LatentAttention` of the local layer spec, with whole down-projections on every rank, as in Transformer Engine.
 
-    In the local spec megatron-core splits the latents over tensor-parallel ranks and gathers them right away, over a
-    group from the global `parallel_state`.
+    In the local spec megatron-core splits the latents over tensor-parallel ranks and
+    gathers them right away, over a group from the global `parallel_state`.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -408,19 +463,25 @@ class LocalLatentAttention(LatentAttention):
         hidden = config.hidden_size
         self.linear_kv_down_proj = ReplicatedLinear(config, hidden, latent)
         if config.q_lora_rank is not None:
-            self.linear_q_down_proj = ReplicatedLinear(config, hidden, config.q_lora_rank)
+            self.linear_q_down_proj = ReplicatedLinear(
+                config, hidden, config.q_lora_rank
+            )
 
 
 class ReplicatedLinear(nn.Module):
     """Linear map whose weight [out, in] is the same on every tensor-parallel rank.
 
-    Each rank maps its own part of the sequence. The weight is marked so that `finalize_model_grads` sums its gradient
-    over the ranks.
+    Each rank maps its own part of the sequence. The weight is marked so that
+    `finalize_model_grads` sums its gradient over the ranks.
     """
 
-    def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
+    def __init__(
+        self, config: TransformerConfig, input_size: int, output_size: int
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        self.weight = nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype)
+        )
         config.init_method(self.weight.data)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

@@ -17,9 +17,19 @@ from megaverl.models.attention import (
     SharedKVAttention,
     is_plain,
 )
-from megaverl.models.context_attention import ContextAttention, Part, pack_for_engine, pack_part, pack_part_varlen
+from megaverl.models.context_attention import (
+    ContextAttention,
+    Part,
+    pack_for_engine,
+    pack_part,
+    pack_part_varlen,
+)
 from megaverl.models.layers import BiasedRouter, RMSNorm, ValueHead, ValuesBesideLogits
-from megaverl.models.options import padded_vocab_size, rope_options, uses_transformer_engine
+from megaverl.models.options import (
+    padded_vocab_size,
+    rope_options,
+    uses_transformer_engine,
+)
 from megaverl.models.packing import Pack, pack, pack_varlen
 from megaverl.platform import flash_attention, platform
 from megaverl.sharding.layout import Layout
@@ -56,8 +66,9 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the layer specification of one chunk.
 
-    Layers are Transformer Engine's if it can be used, else megatron-core's local ones with parts of this package.
-    `config.moe_layer_freq` decides which layers have experts.
+    Layers are Transformer Engine's if it can be used, else megatron-core's local ones
+    with parts of this package. `config.moe_layer_freq` decides which layers have
+    experts.
     """
     with_engine = uses_transformer_engine()
     block = get_gpt_decoder_block_spec(
@@ -67,10 +78,13 @@ def block_spec(
         vp_stage=vp_stage,
         pp_rank=pp_rank,
     )
-    # Layers of one kind share one specification object, so setting a part twice is harmless.
+    # Layers of one kind share one specification object, so setting a part twice is
+    # harmless.
     for layer in block.layer_specs:
         if config.multi_latent_attention:
-            layer.submodules.self_attention.module = LatentAttention if with_engine else LocalLatentAttention
+            layer.submodules.self_attention.module = (
+                LatentAttention if with_engine else LocalLatentAttention
+            )
         elif shares_kv_heads(spec, config.tensor_model_parallel_size):
             layer.submodules.self_attention.module = SharedKVAttention
         if not with_engine:
@@ -102,12 +116,15 @@ def _use_our_parts(layer: ModuleSpec, config: TransformerConfig) -> None:
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     if is_plain(config):
-        attention.core_attention = CausalAttention if config.context_parallel_size == 1 else ContextAttention
+        attention.core_attention = (
+            CausalAttention if config.context_parallel_size == 1 else ContextAttention
+        )
     if config.multi_latent_attention:
         attention.q_layernorm = RMSNorm
         attention.kv_layernorm = RMSNorm
     elif config.qk_layernorm:
-        # A norm per head normalizes one head at a time, so on every rank its weight sees the whole sequence.
+        # A norm per head normalizes one head at a time, so on every rank its weight
+        # sees the whole sequence.
         attention.q_layernorm = _HeadNorm
         attention.k_layernorm = _HeadNorm
 
@@ -124,7 +141,9 @@ class _Scale:
 
     def __call__(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         # The factor is rounded to the dtype before the product, as transformers does.
-        return output * torch.tensor(self.factor, dtype=output.dtype, device=output.device)
+        return output * torch.tensor(
+            self.factor, dtype=output.dtype, device=output.device
+        )
 
 
 def build_model(
@@ -146,8 +165,8 @@ def build_model(
         seed: seed of megatron-core's random state for initialization and dropout, equal on every rank.
     """
     coords = grid.coords
-    # Parts of one tensor must differ between ranks, and replicas must agree: megatron-core keeps a random state for
-    # each case.
+    # Parts of one tensor must differ between ranks, and replicas must agree:
+    # megatron-core keeps a random state for each case.
     model_parallel_cuda_manual_seed(
         seed,
         force_reset_rng=True,
@@ -168,14 +187,18 @@ def build_model(
             pre_process=grid.is_first_stage and index == 0,
             post_process=is_last,
             parallel_output=True,
-            # A critic's head has another shape than the embeddings, so nothing can be shared with it.
-            share_embeddings_and_output_weights=spec.tie_embeddings and (beside_logits or not value_head),
+            # A critic's head has another shape than the embeddings, so nothing can be
+            # shared with it.
+            share_embeddings_and_output_weights=spec.tie_embeddings
+            and (beside_logits or not value_head),
             pg_collection=grid.pg_collection,
             vp_stage=vp_stage,
             **rope_options(spec),
         )
         if beside_logits and is_last:
-            model.value_head = ValuesBesideLogits(config, grid.tp_group, model.output_layer, int(value_head))
+            model.value_head = ValuesBesideLogits(
+                config, grid.tp_group, model.output_layer, int(value_head)
+            )
         elif value_head and is_last:
             model.output_layer = ValueHead(config, grid.tp_group, int(value_head))
         if spec.activation == "clamped_swiglu":
@@ -193,12 +216,15 @@ def build_model(
 def _normalize_outputs(model: GPTModel) -> None:
     """Add norms over the outputs of attention and MLP to every layer, which megatron-core's layers lack (0.16 to 0.19).
 
-    A layer adds the output of its `self_attention`, and later that of its `mlp`, to the hidden states. Hooks normalize
-    these outputs. The norms are modules of the layer, so that checkpoints and the optimizer know them.
+    A layer adds the output of its `self_attention`, and later that of its `mlp`, to the
+    hidden states. Hooks normalize these outputs. The norms are modules of the layer, so
+    that checkpoints and the optimizer know them.
     """
 
     def normalize_by(norm: RMSNorm) -> Callable[..., tuple[torch.Tensor, None]]:
-        def normalize(module: Any, args: Any, output: tuple[torch.Tensor, None]) -> tuple[torch.Tensor, None]:
+        def normalize(
+            module: Any, args: Any, output: tuple[torch.Tensor, None]
+        ) -> tuple[torch.Tensor, None]:
             hidden, bias = output
             assert bias is None, "a bias would have to be added before the norm"
             return norm(hidden), None
@@ -207,9 +233,15 @@ def _normalize_outputs(model: GPTModel) -> None:
 
     config = model.config
     for layer in model.decoder.layers:
-        layer.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
-        layer.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
-        layer.self_attention.register_forward_hook(normalize_by(layer.post_self_attn_layernorm))
+        layer.post_self_attn_layernorm = RMSNorm(
+            config, config.hidden_size, config.layernorm_epsilon
+        )
+        layer.post_mlp_layernorm = RMSNorm(
+            config, config.hidden_size, config.layernorm_epsilon
+        )
+        layer.self_attention.register_forward_hook(
+            normalize_by(layer.post_self_attn_layernorm)
+        )
         layer.mlp.register_forward_hook(normalize_by(layer.post_mlp_layernorm))
 
 
@@ -219,8 +251,11 @@ def _take_gates_in_turn(model: torch.nn.Module) -> None:
     gpt-oss's files store them this way.
     """
 
-    # A hook on the output needs no other weights: exports and layouts keep the order of the files.
-    def gates_first(module: Any, args: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    # A hook on the output needs no other weights: exports and layouts keep the order of
+    # the files.
+    def gates_first(
+        module: Any, args: Any, output: tuple[torch.Tensor, Any]
+    ) -> tuple[torch.Tensor, Any]:
         outputs, bias = output
         return _gates_first(outputs), None if bias is None else _gates_first(bias)
 
@@ -237,33 +272,42 @@ def _gates_first(x: torch.Tensor) -> torch.Tensor:
 def _mark_cut_weights(model: GPTModel) -> None:
     """Mark every weight that tensor parallelism splits, so that the gradient norm counts all its parts.
 
-    megatron-core (0.16 to 0.19) marks a weight when it initializes it, and so not with `perform_initialization: false`.
+    megatron-core (0.16 to 0.19) marks a weight when it initializes it, and so not with
+    `perform_initialization: false`.
     """
     for module in model.modules():
-        if isinstance(module, RowParallelLinear | ColumnParallelLinear | VocabParallelEmbedding):
+        if isinstance(
+            module, RowParallelLinear | ColumnParallelLinear | VocabParallelEmbedding
+        ):
             weight = module.weight
             if weight is not None and not hasattr(weight, "tensor_model_parallel"):
                 dim = 1 if isinstance(module, RowParallelLinear) else 0
-                set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
+                set_tensor_model_parallel_attributes(
+                    weight, is_parallel=True, dim=dim, stride=1
+                )
         # megatron-core never marks the sinks.
         sinks = getattr(module, "softmax_offset", None)
         if isinstance(sinks, torch.nn.Parameter):
             # Transformer Engine (2.8 to 2.20) creates the sinks in float32.
             sinks.data = sinks.data.to(model.config.params_dtype)
-            set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
+            set_tensor_model_parallel_attributes(
+                sinks, is_parallel=True, dim=0, stride=1
+            )
 
 
 def _mark_experts(model: torch.nn.Module, shape: GridShape) -> None:
     """Mark parameters of routed experts with the ranks that reduce their gradients.
 
-    If the expert-tensor-parallel size differs from the tensor-parallel size, megatron-core (0.16 to 0.19) treats
-    experts like layers split by tensor parallelism, unless `ep` is above 1. It also marks biases as shared by
-    tensor-parallel ranks, though each rank has its own experts.
+    If the expert-tensor-parallel size differs from the tensor-parallel size,
+    megatron-core (0.16 to 0.19) treats experts like layers split by tensor parallelism,
+    unless `ep` is above 1. It also marks biases as shared by tensor-parallel ranks,
+    though each rank has its own experts.
     """
     apart = shape.ep > 1 or shape.expert_tp != shape.tp
     for name, module in model.named_modules():
         if ".experts." in name and isinstance(module, RowParallelLinear):
-            # With a bias, the output of the implicit path is a view that megatron-core cannot add the bias to in place.
+            # With a bias, the output of the implicit path is a view that megatron-core
+            # cannot add the bias to in place.
             module.explicit_expert_comm |= apart or module.bias is not None
     for name, parameter in model.named_parameters():
         if ".experts." in name:
@@ -315,7 +359,11 @@ def packer(config: TransformerConfig, part: Part = WHOLE) -> Pack:
     # FlashAttention 2 supports no values with another head size than the keys.
     latent = config.multi_latent_attention
     sinks = config.softmax_type != "vanilla"
-    varlen = engine or not (latent or sinks or flash_attention.why_not_for(config.params_dtype, config.kv_channels))
+    varlen = engine or not (
+        latent
+        or sinks
+        or flash_attention.why_not_for(config.params_dtype, config.kv_channels)
+    )
     if part.size == 1:
         return pack_varlen if varlen else pack
     if engine:
@@ -327,7 +375,8 @@ def packer(config: TransformerConfig, part: Part = WHOLE) -> Pack:
 def _bind_part(pack_rows: Pack, part: Part) -> Pack:
     """Return the packing function of a context-parallel rank.
 
-    Cached: equal arguments give the same object, by which models find out that they read rows the same way.
+    Cached: equal arguments give the same object, by which models find out that they
+    read rows the same way.
     """
     return partial(pack_rows, part=part)
 
@@ -368,8 +417,14 @@ def why_padded(config: TransformerConfig) -> str:
     return engine_attention.why_padded(config)
 
 
-def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+def named_parameters(
+    chunks: Sequence[torch.nn.Module],
+) -> dict[str, torch.nn.Parameter]:
     """Return parameters by their names in the layout, which start with `chunk{i}.` if there are several chunks."""
     if len(chunks) == 1:
         return dict(chunks[0].named_parameters())
-    return {f"chunk{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+    return {
+        f"chunk{i}.{name}": p
+        for i, chunk in enumerate(chunks)
+        for name, p in chunk.named_parameters()
+    }

@@ -1,18 +1,20 @@
 """Context parallelism: the tokens of a row that each rank holds, and their attention over the whole row.
 
-A row is cut into 2 cp chunks, and rank i holds chunks i and 2 cp - 1 - i. In a causal sequence every rank then has the
-same amount of attention to compute (Llama 3, arXiv 2407.21783, section 3.3.2; ring attention's "zigzag"):
+A row is cut into 2 cp chunks, and rank i holds chunks i and 2 cp - 1 - i. In a causal
+sequence every rank then has the same amount of attention to compute (Llama 3, arXiv
+2407.21783, section 3.3.2; ring attention's "zigzag"):
 
     cp = 2, chunks of a row:   0 | 1 | 2 | 3
     rank that holds the chunk: 0 | 1 | 1 | 0
 
-All layers except attention treat tokens independently. Attention gathers the keys and values of the whole row, and a
-rank's queries attend to earlier tokens of their sequences. In the backward pass each rank receives the sum over all
-ranks of the gradients of its keys and values. A packed row is cut regardless of where sequences begin, so a shared
-prompt stays in the row once.
+All layers except attention treat tokens independently. Attention gathers the keys and
+values of the whole row, and a rank's queries attend to earlier tokens of their
+sequences. In the backward pass each rank receives the sum over all ranks of the
+gradients of its keys and values. A packed row is cut regardless of where sequences
+begin, so a shared prompt stays in the row once.
 
-Transformer Engine's attention exchanges keys and values itself (`engine_attention.py`). It needs each sequence of a
-packed row cut separately, and supports no shared prompts.
+Transformer Engine's attention exchanges keys and values itself (`engine_attention.py`).
+It needs each sequence of a packed row cut separately, and supports no shared prompts.
 """
 
 from __future__ import annotations
@@ -25,7 +27,15 @@ import torch
 import torch.distributed as dist
 
 from megaverl.models.attention import CausalAttention, attend_packed, attend_rows
-from megaverl.models.packing import DensePacking, Packing, Segment, VarlenPacking, laid_out, pack_segments, spans
+from megaverl.models.packing import (
+    DensePacking,
+    Packing,
+    Segment,
+    VarlenPacking,
+    laid_out,
+    pack_segments,
+    spans,
+)
 from megaverl.platform import platform
 
 platform.adapt_megatron()
@@ -53,7 +63,8 @@ def _halves(length: int, part: Part) -> list[tuple[int, int]]:
     """Return (begin, end) of the rank's two chunks."""
     num_chunks = 2 * part.size
     chunk = length // num_chunks
-    # One from the front and one from the back: early tokens see few others and late ones many.
+    # One from the front and one from the back: early tokens see few others and late
+    # ones many.
     numbers = (part.rank, num_chunks - 1 - part.rank)
     return [(number * chunk, (number + 1) * chunk) for number in numbers]
 
@@ -61,8 +72,8 @@ def _halves(length: int, part: Part) -> list[tuple[int, int]]:
 class ContextAttention(CausalAttention):
     """`CausalAttention` of a context-parallel rank's queries, [s / cp, ...], over the whole row.
 
-    A packed row is given as a `CutPacking`, or as a `VarlenPacking` if FlashAttention computes it. Collective over the
-    context-parallel group.
+    A packed row is given as a `CutPacking`, or as a `VarlenPacking` if FlashAttention
+    computes it. Collective over the context-parallel group.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -70,12 +81,19 @@ class ContextAttention(CausalAttention):
         self._group: dist.ProcessGroup = options["pg_collection"].cp
         self._part = Part(self._group.rank(), self._group.size())
 
-    def _attend_packed_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
+    def _attend_packed_row(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing
+    ) -> torch.Tensor:
         if not isinstance(packing, CutPacking):
             return super()._attend_packed_row(q, k, v, packing)
         query_halves = zip(packing.halves, q.chunk(2), strict=True)
         options = self.softmax_scale, self.window, self.softmax_offset
-        return torch.cat([attend_packed(queries, k, v, half, *options) for half, queries in query_halves])
+        return torch.cat(
+            [
+                attend_packed(queries, k, v, half, *options)
+                for half, queries in query_halves
+            ]
+        )
 
     def _attend_rows(
         self,
@@ -88,8 +106,8 @@ class ContextAttention(CausalAttention):
         outputs = []
         halves = _halves(k.shape[2], self._part)
         for half, (begin, end) in zip(q.chunk(2, dim=2), halves, strict=True):
-            # The first chunk of a row sees itself alone, so the kernel's own causal mask does. Later queries see
-            # earlier keys too.
+            # The first chunk of a row sees itself alone, so the kernel's own causal
+            # mask does. Later queries see earlier keys too.
             if begin:
                 query_places = torch.arange(begin, end, device=k.device)
                 key_places = torch.arange(end, device=k.device)
@@ -97,13 +115,27 @@ class ContextAttention(CausalAttention):
                 look = (distance >= 0) & (distance < (self.window or end))
             keys = k[:, :, :end]
             values = v[:, :, :end]
-            outputs.append(attend_rows(half, keys, values, look, self.softmax_scale, self.window, self.softmax_offset))
+            outputs.append(
+                attend_rows(
+                    half,
+                    keys,
+                    values,
+                    look,
+                    self.softmax_scale,
+                    self.window,
+                    self.softmax_offset,
+                )
+            )
         return torch.cat(outputs, dim=2)
 
-    def _whole_row(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _whole_row(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather keys and values of all ranks, in the row's order: [s / cp, b, kv_heads, d] -> [s, b, kv_heads, d]."""
         both = gather_from_sequence_parallel_region(
-            torch.cat([key, value], dim=-1), tensor_parallel_output_grad=True, group=self._group
+            torch.cat([key, value], dim=-1),
+            tensor_parallel_output_grad=True,
+            group=self._group,
         )
         # The second chunks are held in reverse order of ranks; see the drawing above.
         first, second = both.unflatten(0, (self._part.size, 2, -1)).unbind(1)
@@ -123,10 +155,14 @@ class CutPacking(Packing):
 
     def to(self, device: torch.device) -> Self:
         """Return a copy on another device."""
-        return replace(super().to(device), halves=tuple(half.to(device) for half in self.halves))
+        return replace(
+            super().to(device), halves=tuple(half.to(device) for half in self.halves)
+        )
 
 
-def _pieces(segments: Sequence[Segment], begin: int, end: int) -> tuple[list[Segment], list[int]]:
+def _pieces(
+    segments: Sequence[Segment], begin: int, end: int
+) -> tuple[list[Segment], list[int]]:
     """Return the segments with queries between `begin` and `end`, cut at `end`, and their numbers of queries."""
     pieces = []
     counts = []
@@ -156,15 +192,24 @@ def pack_part(
     tensors, chunks = _cut(lengths, shared, groups, width, multiple_of, part)
     longest = int(tensors["positions"].max()) + 1
     halves = []
-    for (begin, end), (pieces, counts) in zip(_halves(len(tensors["source"]), part), chunks, strict=True):
+    for (begin, end), (pieces, counts) in zip(
+        _halves(len(tensors["source"]), part), chunks, strict=True
+    ):
         keys, _ = spans([(*piece, False) for piece in pieces], len(tensors["source"]))
         ends = [place + length - begin for _, _, place, length in pieces]
         queries, query_mask = spans(
-            [(0, 0, last - count, count, False) for last, count in zip(ends, counts, strict=True)], end - begin
+            [
+                (0, 0, last - count, count, False)
+                for last, count in zip(ends, counts, strict=True)
+            ],
+            end - begin,
         )
         place = torch.zeros(end - begin, dtype=torch.int64)
         place[queries[query_mask]] = query_mask.flatten().nonzero()[:, 0]
-        offsets = [common + length - count for (_, common, _, length), count in zip(pieces, counts, strict=True)]
+        offsets = [
+            common + length - count
+            for (_, common, _, length), count in zip(pieces, counts, strict=True)
+        ]
         halves.append(
             DensePacking(
                 wholes=torch.zeros(0, 0, dtype=torch.int64),
@@ -174,7 +219,13 @@ def pack_part(
                 place=place,
             )
         )
-    return CutPacking(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, **tensors, halves=tuple(halves))
+    return CutPacking(
+        qkv_format="sbhd",
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        **tensors,
+        halves=tuple(halves),
+    )
 
 
 def pack_part_varlen(
@@ -188,7 +239,9 @@ def pack_part_varlen(
 ) -> VarlenPacking:
     """Pack sequences like `pack_part`, for kernels that take sequences of any lengths."""
     tensors, chunks = _cut(lengths, shared, groups, width, multiple_of, part)
-    return pack_segments(tensors, *(first + second for first, second in zip(*chunks, strict=True)))
+    return pack_segments(
+        tensors, *(first + second for first, second in zip(*chunks, strict=True))
+    )
 
 
 def _cut(
@@ -200,11 +253,15 @@ def _cut(
     part: Part,
 ) -> tuple[dict[str, torch.Tensor], list[tuple[list[Segment], list[int]]]]:
     """Return `Packing`'s fields for a rank, and the result of `_pieces` for each of its two chunks."""
-    tensors, segments = laid_out(lengths, shared, groups, width=width, multiple_of=multiple_of)
+    tensors, segments = laid_out(
+        lengths, shared, groups, width=width, multiple_of=multiple_of
+    )
     total = len(tensors["source"])
     tensors["local_places"] = own_places(total, part)
     tensors["positions"] = tensors["positions"][tensors["local_places"]]
-    return tensors, [_pieces(segments, begin, end) for begin, end in _halves(total, part)]
+    return tensors, [
+        _pieces(segments, begin, end) for begin, end in _halves(total, part)
+    ]
 
 
 def pack_for_engine(
@@ -218,11 +275,14 @@ def pack_for_engine(
 ) -> VarlenPacking:
     """Pack sequences for Transformer Engine's context parallelism.
 
-    Sequences share nothing. Each is padded to a multiple of 2 cp and cut by itself; lengths are those of the whole row.
-    Padding follows a sequence's own tokens, which therefore never see it.
+    Sequences share nothing. Each is padded to a multiple of 2 cp and cut by itself;
+    lengths are those of the whole row. Padding follows a sequence's own tokens, which
+    therefore never see it.
     """
     multiple = 2 * part.size
-    filled = [-(-length // multiple) * multiple for length in lengths if length] or [multiple]
+    filled = [-(-length // multiple) * multiple for length in lengths if length] or [
+        multiple
+    ]
     total = sum(filled)
     filled += [-total % multiple_of] if total % multiple_of else []
     begins = [sum(filled[:number]) for number in range(len(filled))]
@@ -244,7 +304,10 @@ def pack_for_engine(
         positions=torch.cat([own_places(length, part) for length in filled]),
         starts=torch.tensor(starts, dtype=torch.int64),
         local_places=torch.cat(
-            [begin + own_places(length, part) for begin, length in zip(begins, filled, strict=True)]
+            [
+                begin + own_places(length, part)
+                for begin, length in zip(begins, filled, strict=True)
+            ]
         ),
     )
 

@@ -1,6 +1,7 @@
 """Read config.json of a model's folder, and write that of a classifier. No weights are read.
 
-Reward models and critics are stored as Hugging Face classifiers with one label on a language model's backbone.
+Reward models and critics are stored as Hugging Face classifiers with one label on a
+language model's backbone.
 """
 
 from __future__ import annotations
@@ -34,12 +35,19 @@ def read_model(folder: Path) -> tuple[dict[str, Any], ModelSpec, bool]:
         return config, ModelSpec.from_folder(folder), False
     labels = config.get("num_labels", len(config.get("id2label") or {"0": "", "1": ""}))
     if labels != 1:
-        raise ModelError(f"{path}: a classifier with {labels} labels; only a reward or value head (one) is known here.")
-    described = {**config, "architectures": [architecture.removesuffix(CLASSIFIER) + CAUSAL]}
+        raise ModelError(
+            f"{path}: a classifier with {labels} labels; only a reward or value head (one) is known here."
+        )
+    described = {
+        **config,
+        "architectures": [architecture.removesuffix(CLASSIFIER) + CAUSAL],
+    }
     return config, ModelSpec.from_config(described, source=str(path)), True
 
 
-def classifier_config(config: dict[str, Any], *, pad_token_id: int | None) -> dict[str, Any]:
+def classifier_config(
+    config: dict[str, Any], *, pad_token_id: int | None
+) -> dict[str, Any]:
     """Return config.json of a classifier with one label on the same backbone.
 
     Args:
@@ -55,4 +63,6 @@ def classifier_config(config: dict[str, Any], *, pad_token_id: int | None) -> di
         "label2id": {"LABEL_0": 0},
         "tie_word_embeddings": False,
     }
-    return changed if pad_token_id is None else {**changed, "pad_token_id": pad_token_id}
+    return (
+        changed if pad_token_id is None else {**changed, "pad_token_id": pad_token_id}
+    )

@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 
 # Name under which transformers selects this attention (`attn_implementation`).
 NAME = "megaverl"
-# Arguments of transformers' attention functions that `attend` does not support -> reason for a message.
-NOT_COMPUTED = {"softcap": "attention's scores are capped", "s_aux": "attention has sinks"}
+# Arguments of transformers' attention functions that `attend` does not support ->
+# reason for a message.
+NOT_COMPUTED = {
+    "softcap": "attention's scores are capped",
+    "s_aux": "attention has sinks",
+}
 # Names of layer kinds in transformers' `layer_types`.
 SLIDING = "sliding_attention"
 FULL = "full_attention"
@@ -40,7 +44,8 @@ class _Call:
 class _Current:
     """State of this process's current forward or backward pass. One model runs at a time.
 
-    A context variable would not do: autograd recomputes checkpointed layers in a thread of its own.
+    A context variable would not do: autograd recomputes checkpointed layers in a thread
+    of its own.
     """
 
     packing: Packing | None = None
@@ -82,16 +87,28 @@ def attend(
     Returns:
         [b, s, heads, d], and None in place of attention weights.
     """
-    # Trial pass of `row_reading` on the meta device: record the request and return the right shape.
+    # Trial pass of `row_reading` on the meta device: record the request and return the
+    # right shape.
     if _current.calls is not None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        problem = next((text for name, text in NOT_COMPUTED.items() if more.get(name) is not None), "")
-        problem = problem or ("" if causal and attention_mask is None else "attention is not causal")
+        problem = next(
+            (text for name, text in NOT_COMPUTED.items() if more.get(name) is not None),
+            "",
+        )
+        problem = problem or (
+            "" if causal and attention_mask is None else "attention is not causal"
+        )
         problem = problem or ("attention has dropout" if dropout else "")
-        _current.calls.append(_Call(problem, sliding_window, (query.shape[-1], value.shape[-1])))
-        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+        _current.calls.append(
+            _Call(problem, sliding_window, (query.shape[-1], value.shape[-1]))
+        )
+        return query.new_empty(
+            query.shape[0], query.shape[2], query.shape[1], value.shape[-1]
+        ), None
     if _current.packing is None:
-        return attend_rows(query, key, value, None, scaling, sliding_window).transpose(1, 2), None
+        return attend_rows(query, key, value, None, scaling, sliding_window).transpose(
+            1, 2
+        ), None
     # [t, heads, d]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = attend_packed(q, k, v, _current.packing, scaling, sliding_window)
@@ -120,10 +137,13 @@ class RowReading:
     pack: Pack | None = None
 
 
-def row_reading(model: PreTrainedModel, num_blocks: int, dtype: torch.dtype) -> RowReading:
+def row_reading(
+    model: PreTrainedModel, num_blocks: int, dtype: torch.dtype
+) -> RowReading:
     """Find out how a model reads rows, by a forward pass without data.
 
-    Packed rows require that layers mix tokens only in attention, and only in the way that `attend` computes.
+    Packed rows require that layers mix tokens only in attention, and only in the way
+    that `attend` computes.
 
     Args:
         model: on the meta device, built with the attention implementation `NAME`.
@@ -140,9 +160,15 @@ def row_reading(model: PreTrainedModel, num_blocks: int, dtype: torch.dtype) -> 
     model.train()
     try:
         tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-        # A model's own code may raise anything. An AttributeError would be raised with data too, so it is passed on.
-        with torch.no_grad(), user_code(lambda error: ModelError(describe(error)), keep=AttributeError):
-            model(input_ids=tokens, position_ids=torch.zeros_like(tokens), use_cache=False)
+        # A model's own code may raise anything. An AttributeError would be raised with
+        # data too, so it is passed on.
+        with (
+            torch.no_grad(),
+            user_code(lambda error: ModelError(describe(error)), keep=AttributeError),
+        ):
+            model(
+                input_ids=tokens, position_ids=torch.zeros_like(tokens), use_cache=False
+            )
     except ModelError as error:
         return RowReading(f"its forward pass does not run without data ({error})", None)
     finally:
@@ -150,10 +176,16 @@ def row_reading(model: PreTrainedModel, num_blocks: int, dtype: torch.dtype) -> 
         model.train(was_training)
     problem = next((call.problem for call in calls if call.problem), "")
     if problem:
-        return RowReading(problem, None if problem == "attention has dropout" else "eager")
+        return RowReading(
+            problem, None if problem == "attention has dropout" else "eager"
+        )
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []
-    if any(kind not in (SLIDING, FULL) for kind in kinds) or len(calls) != num_blocks or _has_state(model):
+    if (
+        any(kind not in (SLIDING, FULL) for kind in kinds)
+        or len(calls) != num_blocks
+        or _has_state(model)
+    ):
         return RowReading("its layers mix tokens in other ways than attention", None)
     if sum(call.window is not None for call in calls) < kinds.count(SLIDING):
         return RowReading("its layers do not say how far their attention looks", None)

@@ -21,12 +21,27 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from megaverl.errors import ConfigError, ModelError
 from megaverl.models.hf_attention import NAME, RowReading, register, row_reading
-from megaverl.models.hf_shards import VALUE_HEAD, VALUE_WEIGHT, not_built, weights_of_module
-from megaverl.models.vision import VisionInputs, VisionReader, auto_class_of, tower_of, without_image
+from megaverl.models.hf_shards import (
+    VALUE_HEAD,
+    VALUE_WEIGHT,
+    not_built,
+    weights_of_module,
+)
+from megaverl.models.vision import (
+    VisionInputs,
+    VisionReader,
+    auto_class_of,
+    tower_of,
+    without_image,
+)
 from megaverl.platform import platform
 from megaverl.sharding.model_config import instead_of
 from megaverl.user_code import describe, user_code
@@ -62,18 +77,26 @@ class PolicyModule(nn.Module):
         self.model = model
         self.gives_hidden = gives_hidden
         backbone = model.base_model
-        # transformers returns the model itself where a class names no `base_model_prefix`.
+        # transformers returns the model itself where a class names no
+        # `base_model_prefix`.
         if backbone is model and (num_values or gives_hidden):
-            raise ModelError(f"{type(model).__name__}: transformers does not say which of its modules is the backbone.")
+            raise ModelError(
+                f"{type(model).__name__}: transformers does not say which of its modules is the backbone."
+            )
         # Some architectures compute positions themselves and refuse the argument.
-        self._positions = "position_ids" in inspect.signature(type(backbone).forward).parameters
+        self._positions = (
+            "position_ids" in inspect.signature(type(backbone).forward).parameters
+        )
         self._seen: torch.Tensor | None = None
         if num_values:
             # Zero: an untrained critic predicts 0, whatever the scale of the backbone.
-            head = nn.Linear(model.config.get_text_config().hidden_size, num_values, bias=False)
+            head = nn.Linear(
+                model.config.get_text_config().hidden_size, num_values, bias=False
+            )
             nn.init.zeros_(head.weight)
             self.add_module(VALUE_HEAD, head.to(dtype))
-        # The value head and the router loss need the hidden states, whichever module is called.
+        # The value head and the router loss need the hidden states, whichever module is
+        # called.
         if num_values or (router_loss and gives_hidden):
             backbone.register_forward_hook(self._look)
         self._takes_images = tower_of(model) is not None
@@ -81,8 +104,11 @@ class PolicyModule(nn.Module):
         self._sees_none = False
         if self._takes_images:
             model.get_input_embeddings().register_forward_pre_hook(self._embed_drawn)
-            # FSDP gathers the tower's weights collectively, so every rank must run the tower the same number of times.
-            model.base_model.language_model.register_forward_pre_hook(self._look_at_none, with_kwargs=True)
+            # FSDP gathers the tower's weights collectively, so every rank must run the
+            # tower the same number of times.
+            model.base_model.language_model.register_forward_pre_hook(
+                self._look_at_none, with_kwargs=True
+            )
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
         """Keep the backbone's hidden states."""
@@ -95,7 +121,9 @@ class PolicyModule(nn.Module):
         """
         return args if self._drawn is None else (self._drawn,)
 
-    def _look_at_none(self, module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
+    def _look_at_none(
+        self, module: nn.Module, args: Any, options: dict[str, Any]
+    ) -> Any:
         """Run the vision tower on a micro-batch without images, at the point where other ranks run it on theirs."""
         if self._sees_none:
             embedded = options["inputs_embeds"]
@@ -130,7 +158,8 @@ class PolicyModule(nn.Module):
             tokens = seen.places
         self._sees_none = "pixel_values" not in options
         loss = None
-        # Only the whole model computes the router loss, and it insists on logits: one position is the fewest.
+        # Only the whole model computes the router loss, and it insists on logits: one
+        # position is the fewest.
         if router_loss:
             module, options["output_router_logits"] = self.model, True
             options |= {"logits_to_keep": 1} if self.gives_hidden else {}
@@ -149,7 +178,9 @@ class PolicyModule(nn.Module):
         return output, nn.functional.linear(hidden.float(), weight.float()), loss
 
 
-def read_config(folder: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+def read_config(
+    folder: str | Path, *, trust_remote_code: bool = False
+) -> PretrainedConfig:
     """Return transformers' configuration of a folder.
 
     Raises:
@@ -159,7 +190,9 @@ def read_config(folder: str | Path, *, trust_remote_code: bool = False) -> Pretr
 
     # Code that comes with a model may raise anything.
     with user_code(lambda error: not_built(folder, error)):
-        config: PretrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code
+        )
     return config
 
 
@@ -189,10 +222,13 @@ def build_module(
     register()
     config = read_config(folder, trust_remote_code=trust_remote_code)
     if quantised := getattr(config, QUANTISED, None):
-        problem = "its weights are quantised, and what is trained are floating-point numbers."
+        problem = (
+            "its weights are quantised, and what is trained are floating-point numbers."
+        )
         raise ModelError(f"{folder}: {problem} {instead_of(QUANTISED, quantised)}")
     with torch.device("meta"):
-        # A copy on the meta device shows how the model reads rows. It takes no memory, and any dtype will do.
+        # A copy on the meta device shows how the model reads rows. It takes no memory,
+        # and any dtype will do.
         model = _from_config(folder, config, NAME, torch.float32, trust_remote_code)
     reading = RowReading(f"attention is {attention}", attention)
     if attention == "auto":
@@ -201,13 +237,18 @@ def build_module(
         except AttributeError as error:
             raise not_built(folder, error, in_forward=True) from error
     if seed is not None:
-        # The seed decides the initial weights only: random numbers of the process go on as before.
+        # The seed decides the initial weights only: random numbers of the process go on
+        # as before.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = _from_config(folder, config, reading.attention, dtype, trust_remote_code)
+            model = _from_config(
+                folder, config, reading.attention, dtype, trust_remote_code
+            )
     else:
         with torch.device("meta"):
-            model = _from_config(folder, config, reading.attention, dtype, trust_remote_code)
+            model = _from_config(
+                folder, config, reading.attention, dtype, trust_remote_code
+            )
         with user_code(lambda error: not_built(folder, error), keep=ModelError):
             _fill_buffers(model)
     if liger:
@@ -222,13 +263,19 @@ def _use_liger(model: PreTrainedModel) -> None:
     """
     key = "fsdp.liger"
     if not platform.is_cuda:
-        raise ConfigError(f"{key}: Liger's kernels need a GPU, and there is none. Leave it out.")
+        raise ConfigError(
+            f"{key}: Liger's kernels need a GPU, and there is none. Leave it out."
+        )
     try:
         monkey_patch = importlib.import_module("liger_kernel.transformers.monkey_patch")
     except ImportError as error:
-        raise ConfigError(f"{key}: liger-kernel is not installed ({error}). pip install liger-kernel.") from error
+        raise ConfigError(
+            f"{key}: liger-kernel is not installed ({error}). pip install liger-kernel."
+        ) from error
     if model.config.model_type not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ConfigError(f"{key}: Liger has no kernels for {model.config.model_type} models. Leave it out.")
+        raise ConfigError(
+            f"{key}: Liger has no kernels for {model.config.model_type} models. Leave it out."
+        )
     monkey_patch._apply_liger_kernel_to_instance(
         model=model,
         cross_entropy=False,
@@ -246,7 +293,8 @@ def _from_config(
 ) -> PreTrainedModel:
     """Build the model with random or no data, depending on the current default device."""
     kinds: Any = attention
-    # Patches of one image all see each other, which the kernel's causal mask would forbid.
+    # Patches of one image all see each other, which the kernel's causal mask would
+    # forbid.
     if VisionReader.of(config) is not None:
         kinds = {"text_config": attention or "sdpa", "vision_config": "sdpa"}
     # Code that comes with a model may raise anything.
@@ -264,7 +312,8 @@ def _fill_buffers(model: PreTrainedModel) -> None:
     """Initialize buffers that no folder stores (rotary frequencies, scales), as `from_pretrained` does."""
     saved = model.state_dict(keep_vars=True)
     for tensor in saved.values():
-        # transformers skips tensors with this mark, so that only the missing buffers are initialized.
+        # transformers skips tensors with this mark, so that only the missing buffers
+        # are initialized.
         tensor._is_hf_initialized = True
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -280,13 +329,20 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
         ModelError: there is no such list.
     """
     named = set(getattr(model, "_no_split_modules", None) or ())
-    # In a model with images, the vision tower has a list of blocks too, which may be longer.
+    # In a model with images, the vision tower has a list of blocks too, which may be
+    # longer.
     text = getattr(model.base_model, "language_model", model)
-    module_lists = [list(module) for module in text.modules() if isinstance(module, nn.ModuleList)]
+    module_lists = [
+        list(module) for module in text.modules() if isinstance(module, nn.ModuleList)
+    ]
     block_lists = [modules for modules in module_lists if modules]
-    named_lists = [modules for modules in block_lists if type(modules[0]).__name__ in named]
+    named_lists = [
+        modules for modules in block_lists if type(modules[0]).__name__ in named
+    ]
     if not block_lists:
-        raise ModelError(f"{type(model).__name__}: no list of decoder layers was found in it.")
+        raise ModelError(
+            f"{type(model).__name__}: no list of decoder layers was found in it."
+        )
     return max(named_lists or block_lists, key=len)
 
 
@@ -303,12 +359,18 @@ def freeze_weights(model: PreTrainedModel, patterns: Sequence[str], role: str) -
         ConfigError: a pattern matches nothing, or no weight is left to train.
     """
     renamed = weights_of_module(model).renamed if patterns else {}
-    names = {renamed.get(name, name): parameter for name, parameter in model.named_parameters()}
+    names = {
+        renamed.get(name, name): parameter
+        for name, parameter in model.named_parameters()
+    }
     for pattern in patterns:
         matching = [
             name
             for name in names
-            if any(fnmatchcase(candidate, pattern) for candidate in (name, name.removeprefix("model.")))
+            if any(
+                fnmatchcase(candidate, pattern)
+                for candidate in (name, name.removeprefix("model."))
+            )
         ]
         if not matching:
             raise ConfigError(
@@ -336,8 +398,16 @@ def router_loss_coef(model: PreTrainedModel, wanted: float | None, role: str) ->
     if wanted is None:
         config = model.config.get_text_config()
         makes = getattr(config, "output_router_logits", False)
-        wanted = float(getattr(config, "router_aux_loss_coef", None) or 0.0) if makes else 0.0
-    if wanted and "output_router_logits" not in inspect.signature(type(model).forward).parameters:
+        wanted = (
+            float(getattr(config, "router_aux_loss_coef", None) or 0.0)
+            if makes
+            else 0.0
+        )
+    if (
+        wanted
+        and "output_router_logits"
+        not in inspect.signature(type(model).forward).parameters
+    ):
         raise ConfigError(
             f"{role}.fsdp.router_aux_loss_coef={wanted:g}: transformers' {type(model).__name__} makes no loss of "
             "routers. Set it to 0."
@@ -348,13 +418,14 @@ def router_loss_coef(model: PreTrainedModel, wanted: float | None, role: str) ->
 def logits_are_plain(model: PreTrainedModel) -> bool:
     """Return whether logits are exactly the last hidden states times the output layer's weight.
 
-    Found by a forward pass in which backbone and output layer return made-up tensors. A model that scales or caps its
-    logits changes them.
+    Found by a forward pass in which backbone and output layer return made-up tensors. A
+    model that scales or caps its logits changes them.
     """
     head: nn.Module = model.get_output_embeddings()  # type: ignore[assignment]
     if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         return False
-    # Values that a soft cap, a scale or a norm between the hidden states and the logits would change.
+    # Values that a soft cap, a scale or a norm between the hidden states and the logits
+    # would change.
     hidden = torch.linspace(-3.0, 3.0, 2 * head.in_features).view(1, 2, -1)
     logits = torch.linspace(-50.0, 50.0, 2 * 8).view(1, 2, -1)
     seen: list[torch.Tensor] = []
@@ -374,11 +445,15 @@ def logits_are_plain(model: PreTrainedModel) -> bool:
     with _forwards({model.base_model: backbone, head: output_layer}):
         try:
             with user_code(lambda error: ModelError(describe(error))):
-                result = model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
+                result = model(
+                    input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False
+                ).logits
         # Code that comes with a model may need more than these inputs.
         except ModelError:
             return False
-    return len(seen) == 1 and torch.equal(seen[0], hidden) and torch.equal(result, logits)
+    return (
+        len(seen) == 1 and torch.equal(seen[0], hidden) and torch.equal(result, logits)
+    )
 
 
 @contextmanager
@@ -390,12 +465,13 @@ def _forwards(functions: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[Non
         yield
     finally:
         for module in functions:
-            # The instance's attribute hides the class's method, which shows again once it is deleted.
+            # The instance's attribute hides the class's method, which shows again once
+            # it is deleted.
             del module.forward
 
 
-# Operators whose results selective activation checkpointing keeps: matrix products and attention. All others are cheap
-# to recompute.
+# Operators whose results selective activation checkpointing keeps: matrix products and
+# attention. All others are cheap to recompute.
 KEPT = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -412,7 +488,11 @@ def checkpoint_block(block: nn.Module, kind: str) -> None:
     forward = block.forward
 
     def kept(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if operator in KEPT
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         # Without a backward pass there is nothing to recompute.
@@ -421,7 +501,9 @@ def checkpoint_block(block: nn.Module, kind: str) -> None:
         if kind == "full":
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         context = lambda: create_selective_checkpoint_contexts(kept)  # noqa: E731
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=context, **kwargs)
+        return checkpoint(
+            forward, *args, use_reentrant=False, context_fn=context, **kwargs
+        )
 
     block.forward = checkpointed  # type: ignore[method-assign]
 
@@ -437,16 +519,21 @@ def shard_module(
 ) -> FSDPModule:
     """Apply `fully_shard` in place to each decoder block, to embeddings that are not tied, and to the rest.
 
-    Gradients are summed over the ranks, not averaged. Parameters on the meta device get uninitialized memory, which the
-    caller may fill right away.
+    Gradients are summed over the ranks, not averaged. Parameters on the meta device get
+    uninitialized memory, which the caller may fill right away.
     """
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
-        "offload_policy": CPUOffloadPolicy(pin_memory=platform.is_cuda) if cpu_offload else OffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=reduce_dtype
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=platform.is_cuda)
+        if cpu_offload
+        else OffloadPolicy(),
     }
     model = module.model
-    # Inner modules first: `fully_shard` leaves parameters of units inside a module to them.
+    # Inner modules first: `fully_shard` leaves parameters of units inside a module to
+    # them.
     for block in [*vision_blocks_of(model), *blocks_of(model)]:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     embeddings = model.get_input_embeddings()
@@ -454,35 +541,45 @@ def shard_module(
     # A tied weight belongs to two modules, so only the root may own it.
     if getattr(head, "weight", None) is not embeddings.weight:
         fully_shard(embeddings, reshard_after_forward=reshard_after_forward, **options)
-    # The rest (norms, heads) is gathered first and used last, so it stays gathered from the forward to the backward
-    # pass.
+    # The rest (norms, heads) is gathered first and used last, so it stays gathered from
+    # the forward to the backward pass.
     fully_shard(module, reshard_after_forward=False, **options)
     place = torch.device("cpu") if cpu_offload else platform.device
-    # `to_empty` would allocate buffers anew that have values already, such as rotary frequencies.
-    module._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
+    # `to_empty` would allocate buffers anew that have values already, such as rotary
+    # frequencies.
+    module._apply(
+        lambda tensor: (
+            torch.empty_like(tensor, device=place) if tensor.is_meta else tensor
+        )
+    )
     for unit in sharded(module):
-        # Losses are normalized over the global batch, so FSDP must not divide by the number of ranks.
+        # Losses are normalized over the global batch, so FSDP must not divide by the
+        # number of ranks.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        # The first unshard fixes where the parameters lie in memory; layouts and the optimizer refer to that place.
+        # The first unshard fixes where the parameters lie in memory; layouts and the
+        # optimizer refer to that place.
         unit.unshard()
         unit.reshard()
     if cpu_offload:
-        # unshard() copies pinned parameters to the device asynchronously, and the caller overwrites them next.
+        # unshard() copies pinned parameters to the device asynchronously, and the
+        # caller overwrites them next.
         platform.synchronize()
     return module  # type: ignore[return-value]  # `fully_shard` has changed its class
 
 
 def sharded(module: nn.Module) -> list[FSDPModule]:
     """Return all FSDP units inside a module, the module itself first."""
-    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
+    return [
+        submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)
+    ]
 
 
 def local_tensors(module: PolicyModule) -> dict[str, torch.Tensor]:
     """Return this rank's shards of parameters and its saved buffers, each once, by transformers' names.
 
-    A parameter with fewer rows than ranks has empty shards on some of them. These are left out, as in layouts
-    (`Layout.local_shapes`).
+    A parameter with fewer rows than ranks has empty shards on some of them. These are
+    left out, as in layouts (`Layout.local_shapes`).
     """
     return {name: shard for name, shard in all_shards(module).items() if shard.numel()}
 
@@ -498,5 +595,7 @@ def all_shards(module: PolicyModule) -> dict[str, torch.Tensor]:
         # A tied parameter appears under several names; its first name stands for all.
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            shards[name] = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            shards[name] = (
+                tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            ).detach()
     return shards

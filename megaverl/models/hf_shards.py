@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 TRUST = "If you trust the Python files that come with the model, set model.trust_remote_code=true."
 
 
-def module_without_data(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def module_without_data(
+    folder: str | Path, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """Build the model of a folder's config.json on the meta device: parameters have shapes and no elements.
 
     Raises:
@@ -44,13 +46,19 @@ def module_without_data(folder: str | Path, *, trust_remote_code: bool = False) 
 
     # Code that comes with a model may raise anything.
     with user_code(lambda error: not_built(folder, error)):
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code
+        )
         with torch.device("meta"):
-            model: PreTrainedModel = auto_class_of(config).from_config(config, trust_remote_code=trust_remote_code)
+            model: PreTrainedModel = auto_class_of(config).from_config(
+                config, trust_remote_code=trust_remote_code
+            )
     return model
 
 
-def not_built(folder: str | Path, error: BaseException, *, in_forward: bool = False) -> ModelError:
+def not_built(
+    folder: str | Path, error: BaseException, *, in_forward: bool = False
+) -> ModelError:
     """Return the error for a model that transformers, or code in its folder, cannot build.
 
     Args:
@@ -61,7 +69,11 @@ def not_built(folder: str | Path, error: BaseException, *, in_forward: bool = Fa
         if in_forward
         else "does not build a causal language model of it"
     )
-    reason = str(error) if isinstance(error, Exception) else f"its code raised {describe(error)}"
+    reason = (
+        str(error)
+        if isinstance(error, Exception)
+        else f"its code raised {describe(error)}"
+    )
     message = f"{folder}: transformers {failure}: {reason}"
     if "trust_remote_code=True" in reason:
         message += f" {TRUST}"
@@ -105,8 +117,9 @@ def sharded_weights(
 ) -> ShardedWeights:
     """Return the weights of an unsharded module and their shards. The module may be on the meta device.
 
-    Rank r holds shard r modulo `num_shards` of every parameter, and whole copies of saved buffers. With `cuts`, that
-    applies to the part of tensor-parallel rank r modulo their size, and as many adjacent ranks have the same shard.
+    Rank r holds shard r modulo `num_shards` of every parameter, and whole copies of
+    saved buffers. With `cuts`, that applies to the part of tensor-parallel rank r
+    modulo their size, and as many adjacent ranks have the same shard.
 
     Args:
         value_head: number of values per position. Above 0, a value head replaces the output layer.
@@ -117,26 +130,44 @@ def sharded_weights(
     """
     described = weights_of_module(model)
     full = described.layout
-    # A critic has no logits, so its output layer is left out unless it is the embedding as well.
-    absent = set() if beside_logits or not value_head else _output_layer_parameters(model)
-    full = full.shard({name: whole(shape) for name, shape in full.local_shapes.items() if name not in absent})
+    # A critic has no logits, so its output layer is left out unless it is the embedding
+    # as well.
+    absent = (
+        set() if beside_logits or not value_head else _output_layer_parameters(model)
+    )
+    full = full.shard(
+        {
+            name: whole(shape)
+            for name, shape in full.local_shapes.items()
+            if name not in absent
+        }
+    )
     if value_head:
         shape = (int(value_head), model.config.get_text_config().hidden_size)
         full = join_layouts(full, whole_layout([(VALUE_WEIGHT, shape)]))
     # FSDP2 splits parameters only. Buffers are whole on every rank.
-    sharded = {name for name, _ in model.named_parameters(remove_duplicate=False)} | {VALUE_WEIGHT}
+    sharded = {name for name, _ in model.named_parameters(remove_duplicate=False)} | {
+        VALUE_WEIGHT
+    }
     parts = cuts or TensorCuts()
 
     @cache
     def layout_of_shard(index: int, tp_rank: int) -> Layout:
         # Tensor parallelism splits first, and FSDP splits the part that remains.
         boxes = {
-            name: shard_box(parts.box(name, shape, tp_rank), index, num_shards) if name in sharded else whole(shape)
+            name: shard_box(parts.box(name, shape, tp_rank), index, num_shards)
+            if name in sharded
+            else whole(shape)
             for name, shape in full.local_shapes.items()
         }
         return full.shard(boxes)
 
-    weights = _weights(full.global_shapes, spec, value_head=int(value_head), beside_logits=beside_logits)
+    weights = _weights(
+        full.global_shapes,
+        spec,
+        value_head=int(value_head),
+        beside_logits=beside_logits,
+    )
 
     def layout_of(rank: int) -> Layout:
         return layout_of_shard(rank // parts.size % num_shards, rank % parts.size)
@@ -154,7 +185,11 @@ def _output_layer_parameters(model: PreTrainedModel) -> set[str]:
         for parameter in module.parameters(recurse=False)
     }
     head_only = {id(parameter) for parameter in head.parameters()} - used_elsewhere
-    return {name for name, parameter in model.named_parameters() if id(parameter) in head_only}
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) in head_only
+    }
 
 
 def _weights(
@@ -167,13 +202,18 @@ def _weights(
     """Return the global arrays of a module. If the architecture has a table, they are described as in the table."""
     known: dict[str, Weight] = {}
     if spec.is_tabled:
-        # The table lacks some variants, such as biases that Megatron's model cannot have.
+        # The table lacks some variants, such as biases that Megatron's model cannot
+        # have.
         with suppress(ModelError):
-            described = weights_of(spec, value_head=value_head, beside_logits=beside_logits)
+            described = weights_of(
+                spec, value_head=value_head, beside_logits=beside_logits
+            )
             known = {weight.name: weight for weight in described}
     return [
         # A table describes a weight only if its shape is the same: the folder decides.
-        known[name] if name in known and known[name].shape == tuple(shape) else _described(name, tuple(shape))
+        known[name]
+        if name in known and known[name].shape == tuple(shape)
+        else _described(name, tuple(shape))
         for name, shape in shapes.items()
     ]
 
@@ -181,12 +221,21 @@ def _weights(
 def _described(name: str, shape: tuple[int, ...]) -> Weight:
     """Return a weight without a table: replicated, in the layer that its name says."""
     layer = LAYER_NUMBER.search(f".{name}")
-    return Weight(name, shape, Split.REPLICATED, int(layer.group(1)) if layer else "first", "", None)
+    return Weight(
+        name,
+        shape,
+        Split.REPLICATED,
+        int(layer.group(1)) if layer else "first",
+        "",
+        None,
+    )
 
 
-# transformers' styles of linear layers (5.19, `distributed/tensor_parallel.py`) -> axis of the weight that is split.
+# transformers' styles of linear layers (5.19, `distributed/tensor_parallel.py`) -> axis
+# of the weight that is split.
 AXES = {"colwise": 0, "rowwise": 1}
-# Norms of each head: every rank holds the whole weight and the gradient of its own heads only.
+# Norms of each head: every rank holds the whole weight and the gradient of its own
+# heads only.
 PARTIAL = "replicated_with_grad_allreduce"
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
@@ -195,8 +244,8 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 class TensorCuts:
     """Split of a module's parameters over tensor-parallel ranks. Parameters that are not named are whole on every rank.
 
-    Embeddings and output layer are whole as well. transformers would split tied ones into two parameters, and gather
-    all logits.
+    Embeddings and output layer are whole as well. transformers would split tied ones
+    into two parameters, and gather all logits.
 
     Attributes:
         size: number of ranks.
@@ -228,17 +277,30 @@ def tensor_cuts(model: PreTrainedModel, size: int, role: str) -> TensorCuts:
         return TensorCuts()
     name = type(model).__name__
     key = f"{role}.tp={size}"
-    # Only entries of decoder layers are followed. Embeddings and the output layer stay whole on every rank.
-    inner = {part: style for part, style in (getattr(model, "tp_plan", None) or {}).items() if ".*." in part}
+    # Only entries of decoder layers are followed. Embeddings and the output layer stay
+    # whole on every rank.
+    inner = {
+        part: style
+        for part, style in (getattr(model, "tp_plan", None) or {}).items()
+        if ".*." in part
+    }
     other = sorted({style for style in inner.values() if style not in (*AXES, PARTIAL)})
     if not inner or other or VisionReader.of(model.config) is not None:
-        why = f"has parts that are not tried here ({', '.join(other)})" if other else "is of no use here"
-        raise ConfigError(f"{key}: transformers' tensor-parallel plan for {name} {why}. Set {role}.tp=1.")
+        why = (
+            f"has parts that are not tried here ({', '.join(other)})"
+            if other
+            else "is of no use here"
+        )
+        raise ConfigError(
+            f"{key}: transformers' tensor-parallel plan for {name} {why}. Set {role}.tp=1."
+        )
     config = model.config.get_text_config()
     # transformers would cut a head in two without a word.
     for heads in HEADS:
         if (count := getattr(config, heads, None)) and count % size:
-            raise ConfigError(f"{key}: it does not divide the model's {count} {heads}. Choose one that does.")
+            raise ConfigError(
+                f"{key}: it does not divide the model's {count} {heads}. Choose one that does."
+            )
     axes = {}
     partial = set()
     for parameter, tensor in model.named_parameters():
@@ -246,7 +308,8 @@ def tensor_cuts(model: PreTrainedModel, size: int, role: str) -> TensorCuts:
         style = inner.get(layer)
         if style == PARTIAL:
             partial.add(parameter)
-        # A row-wise layer's bias is added once, after the sum over ranks, so it stays whole.
+        # A row-wise layer's bias is added once, after the sum over ranks, so it stays
+        # whole.
         elif style == "colwise" or (style == "rowwise" and kind == "weight"):
             axis = AXES[style] if tensor.ndim > 1 else 0
             if tensor.shape[axis] % size:
@@ -259,7 +322,9 @@ def tensor_cuts(model: PreTrainedModel, size: int, role: str) -> TensorCuts:
     return TensorCuts(size, plan, axes, frozenset(partial))
 
 
-def cut_over_tensor_ranks(model: PreTrainedModel, cuts: TensorCuts, mesh: DeviceMesh) -> None:
+def cut_over_tensor_ranks(
+    model: PreTrainedModel, cuts: TensorCuts, mesh: DeviceMesh
+) -> None:
     """Split a whole module in place. Every rank keeps its own part of the data that it has."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 

@@ -1,8 +1,8 @@
 """Locate a model's files: a local folder, or a hub (`org/name`) whose weights are downloaded while others are read.
 
-Small files come first, then the safetensors files one after the other in the background. The first rank of each machine
-downloads, and the others read its files. Files in the hub's cache are not downloaded again, and with HF_HUB_OFFLINE=1
-nothing is.
+Small files come first, then the safetensors files one after the other in the
+background. The first rank of each machine downloads, and the others read its files.
+Files in the hub's cache are not downloaded again, and with HF_HUB_OFFLINE=1 nothing is.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class ModelFiles:
                 with together():
                     if future is not None and there:
                         future.result()
-                # Ranks communicate at least every WAIT_SECONDS. A longer silence during a download would look like a
-                # lost rank.
+                # Ranks communicate at least every WAIT_SECONDS. A longer silence during
+                # a download would look like a lost rank.
                 if reduce_json(there, all):
                     break
             yield self.folder / name
@@ -126,15 +126,28 @@ def find_model(
         return ModelFiles(folder)
     with together():
         if not is_hub_name(path):
-            what = "a file, not a folder" if folder.exists() else f"no such folder (looked in {os.getcwd()})"
+            what = (
+                "a file, not a folder"
+                if folder.exists()
+                else f"no such folder (looked in {os.getcwd()})"
+            )
             raise ModelError(
                 f"model.path: {path}: {what}. Name a folder, or a model on a hub as org/name, such as Qwen/Qwen3-0.6B."
             )
     if trust_remote_code:
         _warn_of_code(path)
-    local_dir = Path(offload_folder) / path.replace("/", "--") if offload_folder is not None else None
+    local_dir = (
+        Path(offload_folder) / path.replace("/", "--")
+        if offload_folder is not None
+        else None
+    )
     open_hub = ModelScopeHub if hub == "modelscope" else HuggingFaceHub
-    return _fetch(path, lambda: open_hub(path, revision, local_dir, endpoint), trust_remote_code, with_weights)
+    return _fetch(
+        path,
+        lambda: open_hub(path, revision, local_dir, endpoint),
+        trust_remote_code,
+        with_weights,
+    )
 
 
 def _fetch(
@@ -156,23 +169,35 @@ def _fetch(
             names = hub.list_files()
             # Without this file transformers cannot know the architecture.
             if CONFIG_FILE not in names:
-                raise ModelError(f"model.path: {path}: has no {CONFIG_FILE} on the hub. Name a model for transformers.")
-            small = {name: hub.fetch(name) for name in _small_files(names, trust_remote_code)}
+                raise ModelError(
+                    f"model.path: {path}: has no {CONFIG_FILE} on the hub. Name a model for transformers."
+                )
+            small = {
+                name: hub.fetch(name) for name in _small_files(names, trust_remote_code)
+            }
             folder = small[CONFIG_FILE].parent
             shards = _shards(path, folder, names) if with_weights else []
-            # Machines may have their caches in different folders, so each rank takes the entry of its own machine.
+            # Machines may have their caches in different folders, so each rank takes
+            # the entry of its own machine.
             local_files[1:] = [str(folder), shards]
             futures = _in_background(hub.fetch, shards)
     all_files = gather_json(local_files)
     machine = local_files[0]
-    folder, shards = next((place, names) for group, place, names in all_files if group == machine and place)
+    folder, shards = next(
+        (place, names)
+        for group, place, names in all_files
+        if group == machine and place
+    )
     if rank == 0 and shards:
         logger.info("%s: %d weight files on their way to %s", path, len(shards), folder)
-    # Small files are complete here. Weights follow in the background while the model is built.
+    # Small files are complete here. Weights follow in the background while the model is
+    # built.
     return ModelFiles(Path(folder), shards, futures, not shards)
 
 
-def _in_background(fetch: Callable[[str], Path], names: Sequence[str]) -> dict[str, Future[Path]]:
+def _in_background(
+    fetch: Callable[[str], Path], names: Sequence[str]
+) -> dict[str, Future[Path]]:
     """Download files one after the other in a thread. The thread does not keep the process alive."""
     futures: dict[str, Future[Path]] = {name: Future() for name in names}
 
@@ -194,7 +219,9 @@ def _in_background(fetch: Callable[[str], Path], names: Sequence[str]) -> dict[s
 
 def _small_files(names: Sequence[str], trust_remote_code: bool) -> list[str]:
     """Return the files of a model that are no weights. Python files are included only with `trust_remote_code`."""
-    suffixes = tuple(suffix for suffix in COPIED_SUFFIXES if suffix != ".py" or trust_remote_code)
+    suffixes = tuple(
+        suffix for suffix in COPIED_SUFFIXES if suffix != ".py" or trust_remote_code
+    )
     return [name for name in names if "/" not in name and name.endswith(suffixes)]
 
 
@@ -244,7 +271,13 @@ class HuggingFaceHub:
     Its cache, tokens (HF_TOKEN, `hf auth login`) and offline mode apply.
     """
 
-    def __init__(self, path: str, revision: str | None, local_dir: Path | None, endpoint: str | None) -> None:
+    def __init__(
+        self,
+        path: str,
+        revision: str | None,
+        local_dir: Path | None,
+        endpoint: str | None,
+    ) -> None:
         self._path = path
         self._revision = revision
         self._local_dir = local_dir
@@ -258,13 +291,17 @@ class HuggingFaceHub:
         from huggingface_hub.errors import OfflineModeIsEnabled
 
         try:
-            info = HfApi(endpoint=self._endpoint).model_info(self._path, revision=self._revision)
+            info = HfApi(endpoint=self._endpoint).model_info(
+                self._path, revision=self._revision
+            )
         except OfflineModeIsEnabled:
             return self._list_cached("HF_HUB_OFFLINE is set")
         # huggingface_hub passes on any error of its HTTP library.
         except Exception as error:
             if _is_no_connection(error):
-                return self._list_cached(f"the hub cannot be reached ({type(error).__name__}: {error})")
+                return self._list_cached(
+                    f"the hub cannot be reached ({type(error).__name__}: {error})"
+                )
             raise self._explained(error) from error
         # From here on a branch that moves during the download cannot mix two revisions.
         self._commit = info.sha or self._revision
@@ -274,7 +311,8 @@ class HuggingFaceHub:
         """Return the path of a file in the cache, downloading it if needed."""
         from huggingface_hub import hf_hub_download
 
-        # Request one file by branch name. Otherwise the cache would not know offline which commit the branch was.
+        # Request one file by branch name. Otherwise the cache would not know offline
+        # which commit the branch was.
         revision = self._revision if name == CONFIG_FILE else self._commit
         try:
             return Path(
@@ -301,7 +339,12 @@ class HuggingFaceHub:
 
         try:
             folder = Path(
-                snapshot_download(self._path, revision=self._revision, local_dir=self._local_dir, local_files_only=True)
+                snapshot_download(
+                    self._path,
+                    revision=self._revision,
+                    local_dir=self._local_dir,
+                    local_files_only=True,
+                )
             )
         except Exception as error:
             raise ModelError(
@@ -311,7 +354,11 @@ class HuggingFaceHub:
         self._cached_only = True
         logger.warning("%s: %s; taken from the cache: %s", self._path, why, folder)
         names = [file.name for file in folder.iterdir() if file.is_file()]
-        shards = set(read_weight_map(folder / INDEX_FILE).values()) if INDEX_FILE in names else {SINGLE_FILE}
+        shards = (
+            set(read_weight_map(folder / INDEX_FILE).values())
+            if INDEX_FILE in names
+            else {SINGLE_FILE}
+        )
         missing = sorted(shards.difference(names))
         if missing:
             raise ModelError(
@@ -338,14 +385,26 @@ class HuggingFaceHub:
                 "Look at the spelling, or log in with `hf auth login` or HF_TOKEN."
             )
         if isinstance(error, errors.RevisionNotFoundError):
-            return ModelError(f"{what}: no revision {self._revision!r}. Fix model.revision (branch, tag or commit).")
-        if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
-            return ModelError(f"{what}: not found{at}. Choose another revision (model.revision), or tell its owner.")
+            return ModelError(
+                f"{what}: no revision {self._revision!r}. Fix model.revision (branch, tag or commit)."
+            )
+        if isinstance(error, errors.EntryNotFoundError) and not isinstance(
+            error, errors.LocalEntryNotFoundError
+        ):
+            return ModelError(
+                f"{what}: not found{at}. Choose another revision (model.revision), or tell its owner."
+            )
         if isinstance(error, errors.HFValidationError):
-            return ModelError(f"{what}: not a name of the hub ({error}). Name it as org/name.")
+            return ModelError(
+                f"{what}: not a name of the hub ({error}). Name it as org/name."
+            )
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:
-            fix = "Log in with `hf auth login` or HF_TOKEN." if status in (401, 403) else "Try again later."
+            fix = (
+                "Log in with `hf auth login` or HF_TOKEN."
+                if status in (401, 403)
+                else "Try again later."
+            )
             return ModelError(f"{what}: the hub answered {status}. {fix}")
         reason = (str(error).strip().splitlines() or [""])[0]
         return ModelError(
@@ -360,20 +419,36 @@ def _is_no_connection(error: Exception) -> bool:
     Compared by name, since the library differs by version.
     """
     # Compared by name, since huggingface_hub has used both requests and httpx.
-    return type(error).__name__ in ("ConnectError", "ConnectTimeout", "ConnectionError", "ReadTimeout", "ProxyError")
+    return type(error).__name__ in (
+        "ConnectError",
+        "ConnectTimeout",
+        "ConnectionError",
+        "ReadTimeout",
+        "ProxyError",
+    )
 
 
 class ModelScopeHub:
     """Access to ModelScope with the optional package `modelscope`."""
 
-    def __init__(self, path: str, revision: str | None, local_dir: Path | None, endpoint: str | None) -> None:
+    def __init__(
+        self,
+        path: str,
+        revision: str | None,
+        local_dir: Path | None,
+        endpoint: str | None,
+    ) -> None:
         self._path = path
         self._revision = revision
         self._local_dir = local_dir
         self._endpoint = endpoint
         try:
-            self._api = importlib.import_module("modelscope.hub.api").HubApi(endpoint=endpoint)
-            self._download = importlib.import_module("modelscope.hub.file_download").model_file_download
+            self._api = importlib.import_module("modelscope.hub.api").HubApi(
+                endpoint=endpoint
+            )
+            self._download = importlib.import_module(
+                "modelscope.hub.file_download"
+            ).model_file_download
         except ImportError:
             raise ModelError(
                 "model.hub=modelscope needs the package modelscope. Run: pip install modelscope, or set "
@@ -383,7 +458,9 @@ class ModelScopeHub:
     def list_files(self) -> Sequence[str]:
         """Return the names of all files of the revision."""
         try:
-            files = self._api.get_model_files(self._path, revision=self._revision or "master", recursive=True)
+            files = self._api.get_model_files(
+                self._path, revision=self._revision or "master", recursive=True
+            )
         # modelscope passes on any error of the libraries below it.
         except Exception as error:
             raise ModelError(
@@ -394,10 +471,20 @@ class ModelScopeHub:
 
     def fetch(self, name: str) -> Path:
         """Return the path of a file, downloading it if needed."""
-        options: dict[str, Any] = {"local_dir": str(self._local_dir)} if self._local_dir else {}
+        options: dict[str, Any] = (
+            {"local_dir": str(self._local_dir)} if self._local_dir else {}
+        )
         revision = self._revision or "master"
         try:
-            return Path(self._download(self._path, name, revision=revision, endpoint=self._endpoint, **options))
+            return Path(
+                self._download(
+                    self._path,
+                    name,
+                    revision=revision,
+                    endpoint=self._endpoint,
+                    **options,
+                )
+            )
         # modelscope passes on any error of the libraries below it.
         except Exception as error:
             raise ModelError(

@@ -1,7 +1,8 @@
 """Check once, before ranks start, that the models which a configuration names exist.
 
-`org/name` looks like a relative path, and a missing folder looks like a model on a hub. Without this check every rank
-would find out after its start. The module imports neither torch nor transformers.
+`org/name` looks like a relative path, and a missing folder looks like a model on a hub.
+Without this check every rank would find out after its start. The module imports neither
+torch nor transformers.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 5.0
 
 
-def missing_models(config: Config, *, on_this_machine: bool = True) -> list[ConfigIssue]:
+def missing_models(
+    config: Config, *, on_this_machine: bool = True
+) -> list[ConfigIssue]:
     """Return an issue for every model that is neither a local folder, nor in the hub's cache, nor on the hub.
 
-    No answer within `ANSWER_SECONDS` is not an issue: the ranks ask again and wait longer.
+    No answer within `ANSWER_SECONDS` is not an issue: the ranks ask again and wait
+    longer.
 
     Args:
         on_this_machine: the run starts on this machine, so an unreachable hub is an issue too.
@@ -32,8 +36,13 @@ def missing_models(config: Config, *, on_this_machine: bool = True) -> list[Conf
     if config.model.hub != "huggingface":
         return []
     named = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
-    named |= {f"{role}.path": getattr(config, role).path for role in ("critic", "reference", "reward_model")}
-    named |= {f"reward.{index}.path": entry.path for index, entry in enumerate(config.reward)}
+    named |= {
+        f"{role}.path": getattr(config, role).path
+        for role in ("critic", "reference", "reward_model")
+    }
+    named |= {
+        f"reward.{index}.path": entry.path for index, entry in enumerate(config.reward)
+    }
     issues = []
     for key, name in named.items():
         revision = config.model.revision if key == "model.path" else None
@@ -51,7 +60,9 @@ def _cache_of(config: Config, name: str) -> Path | None:
     return None if folder is None else Path(folder) / name.replace("/", "--")
 
 
-def _why_missing(name: str, revision: str | None, local_dir: Path | None) -> tuple[str, bool]:
+def _why_missing(
+    name: str, revision: str | None, local_dir: Path | None
+) -> tuple[str, bool]:
     """Return why a model cannot be found and what to do, and whether that answer came from the hub.
 
     The reason is "" if the model was found or its existence is unknown.
@@ -65,20 +76,32 @@ def _why_missing(name: str, revision: str | None, local_dir: Path | None) -> tup
     )
 
     try:
-        snapshot_download(name, revision=revision, local_dir=local_dir, local_files_only=True)
+        snapshot_download(
+            name, revision=revision, local_dir=local_dir, local_files_only=True
+        )
         return "", False
     except LocalEntryNotFoundError:
         # The usual case of a model that was never downloaded: the hub is asked.
         pass
-    # A damaged cache may raise anything. The hub is asked as well, and the ranks may stumble over the same damage.
+    # A damaged cache may raise anything. The hub is asked as well, and the ranks may
+    # stumble over the same damage.
     except Exception as error:
-        logger.warning("%s: the cache of the hub cannot be read (%s), so the hub is asked.", name, describe(error))
+        logger.warning(
+            "%s: the cache of the hub cannot be read (%s), so the hub is asked.",
+            name,
+            describe(error),
+        )
     here = f"no such folder in {os.getcwd()}"
     try:
-        HfApi(endpoint=os.environ.get("HF_ENDPOINT")).model_info(name, revision=revision, timeout=ANSWER_SECONDS)
+        HfApi(endpoint=os.environ.get("HF_ENDPOINT")).model_info(
+            name, revision=revision, timeout=ANSWER_SECONDS
+        )
     except OfflineModeIsEnabled:
         fix = "Correct the path, or fetch the model first."
-        return f"{here}, not in the hub's cache, and HF_HUB_OFFLINE is set. {fix}", False
+        return (
+            f"{here}, not in the hub's cache, and HF_HUB_OFFLINE is set. {fix}",
+            False,
+        )
     except GatedRepoError:
         # The model exists. The ranks report how to get access when they download it.
         return "", False
@@ -90,5 +113,8 @@ def _why_missing(name: str, revision: str | None, local_dir: Path | None) -> tup
         if type(error).__name__ not in ("ConnectError", "ConnectionError"):
             return "", False
         fix = "Correct the path, or fetch the model where there is a connection."
-        return f"{here}, not in the hub's cache, and the hub is not reached ({error}). {fix}", False
+        return (
+            f"{here}, not in the hub's cache, and the hub is not reached ({error}). {fix}",
+            False,
+        )
     return "", False

@@ -24,13 +24,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 class RMSNorm(nn.Module):
     """Root-mean-square normalization over the last dimension (arXiv 1910.07467, eq. 4).
 
-    megatron-core's own wrapper refuses sequence parallelism. This one marks its weight so that `finalize_model_grads`
-    sums the gradient over tensor-parallel ranks, each of which saw a part of the sequence. With
-    `layernorm_zero_centered_gamma` (Gemma) the factor is 1 + weight, added in float32: in 16 bits a small weight would
-    vanish beside the one.
+    megatron-core's own wrapper refuses sequence parallelism. This one marks its weight
+    so that `finalize_model_grads` sums the gradient over tensor-parallel ranks, each of
+    which saw a part of the sequence. With `layernorm_zero_centered_gamma` (Gemma) the
+    factor is 1 + weight, added in float32: in 16 bits a small weight would vanish
+    beside the one.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.hidden_size = (hidden_size,)
@@ -45,7 +48,9 @@ class RMSNorm(nn.Module):
         if hidden.device.type == "cpu":
             return rms_norm(hidden, factor, self.eps)
         if self.zero_centred:
-            return F.rms_norm(hidden.float(), self.hidden_size, factor, self.eps).to(hidden.dtype)
+            return F.rms_norm(hidden.float(), self.hidden_size, factor, self.eps).to(
+                hidden.dtype
+            )
         return F.rms_norm(hidden, self.hidden_size, factor, self.eps)
 
 
@@ -69,13 +74,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 class _RMSNorm(torch.autograd.Function):
     """Autograd function of RMSNorm, with half the operators that PyTorch would run on a CPU.
 
-    With n = x / rms(x) and h = dL/dy * weight: dL/dx = (h - n mean(h n)) / rms(x), and dL/dweight = sum dL/dy n.
-    PyTorch has no fused CPU kernel and runs eight operators forward and more backward. Here most operators write in
-    place.
+    With n = x / rms(x) and h = dL/dy * weight: dL/dx = (h - n mean(h n)) / rms(x), and
+    dL/dweight = sum dL/dy n. PyTorch has no fused CPU kernel and runs eight operators
+    forward and more backward. Here most operators write in place.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
         inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x))
         inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
@@ -83,12 +90,16 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
         normed = _scaled(x, inverse)
         wide = grad.to(_wide(grad))
         product = (wide * normed).reshape(-1, x.shape[-1])
-        by_weight = product.sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        by_weight = (
+            product.sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        )
         mean = product.mv(weight.to(product.dtype)).div_(x.shape[-1]).view_as(inverse)
         by_x = (wide * weight).sub_(normed.mul_(mean)).mul_(inverse)
         return by_x.to(x.dtype), by_weight, None
@@ -107,9 +118,10 @@ def _scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 class BiasedRouter(TopKRouter):
     """megatron-core's router with DeepSeek-V3's bias (arXiv 2412.19437, eq. 16).
 
-    The bias affects the choice of experts, but not their weights. megatron-core keeps it as a buffer and adjusts it
-    after every batch by the load. Here it is a frozen weight that is loaded, resharded and saved like the others: the
-    engine samples with the same bias, and the loss does not depend on it.
+    The bias affects the choice of experts, but not their weights. megatron-core keeps
+    it as a buffer and adjusts it after every batch by the load. Here it is a frozen
+    weight that is loaded, resharded and saved like the others: the engine samples with
+    the same bias, and the loss does not depend on it.
     """
 
     def __init__(self, config: TransformerConfig, **others: Any) -> None:
@@ -126,16 +138,23 @@ class BiasedRouter(TopKRouter):
 class ValueHead(nn.Module):
     """Linear map from hidden states to values at every position, in place of GPTModel's output layer.
 
-    It gives one value, or one for each of several agents. Its weight [num_values, hidden] is the same on every
-    tensor-parallel rank, and it computes in float32.
+    It gives one value, or one for each of several agents. Its weight [num_values,
+    hidden] is the same on every tensor-parallel rank, and it computes in float32.
     """
 
-    def __init__(self, config: TransformerConfig, tp_group: dist.ProcessGroup, num_values: int = 1) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        tp_group: dist.ProcessGroup,
+        num_values: int = 1,
+    ) -> None:
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
         self.tp_group = tp_group
         # Zero: an untrained critic predicts 0, whatever the scale of the backbone.
-        self.weight = nn.Parameter(torch.zeros(num_values, config.hidden_size, dtype=config.params_dtype))
+        self.weight = nn.Parameter(
+            torch.zeros(num_values, config.hidden_size, dtype=config.params_dtype)
+        )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(
@@ -180,7 +199,9 @@ class ValuesBesideLogits(ValueHead):
 
     def take(self) -> torch.Tensor:
         """Return the values of the last forward pass, [b, s, num_values] float32. Can be called once per pass."""
-        assert self._seen is not None, "there was no forward pass, or its values were taken"
+        assert self._seen is not None, (
+            "there was no forward pass, or its values were taken"
+        )
         hidden = self._seen
         self._seen = None
         return self(hidden)[0].transpose(0, 1)
@@ -190,7 +211,9 @@ class _SumGradients(torch.autograd.Function):
     """Identity in the forward pass; all-reduce in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, values: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
         ctx.group = group
         return values.view_as(values)
 
@@ -205,8 +228,9 @@ class _SumGradients(torch.autograd.Function):
 def sum_gradients(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return `values` unchanged; in the backward pass their gradients are summed over the group.
 
-    `values` must be equal on all ranks. megatron-core's `copy_to_tensor_model_parallel_region` (0.16) silently skips
-    the sum for a gradient that is not contiguous, such as that of a transposed tensor.
+    `values` must be equal on all ranks. megatron-core's
+    `copy_to_tensor_model_parallel_region` (0.16) silently skips the sum for a gradient
+    that is not contiguous, such as that of a transposed tensor.
     """
     summed: torch.Tensor = _SumGradients.apply(values, group)
     return summed
@@ -216,7 +240,9 @@ class _SumValues(torch.autograd.Function):
     """All-reduce in the forward pass; identity in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, values: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
         total = values.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
@@ -229,7 +255,8 @@ class _SumValues(torch.autograd.Function):
 def sum_values(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum of `values` over the group.
 
-    In the backward pass every rank gets the gradient of the sum, which is equal on all ranks.
+    In the backward pass every rank gets the gradient of the sum, which is equal on all
+    ranks.
     """
     if dist.get_world_size(group) == 1:
         return values
@@ -240,7 +267,8 @@ def sum_values(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 class HiddenHead:
     """Replacement for an output layer's `forward` that returns the hidden states and keeps the weight for later.
 
-    In the backward pass the gradient is summed over tensor-parallel ranks, as the layer itself would do.
+    In the backward pass the gradient is summed over tensor-parallel ranks, as the layer
+    itself would do.
     """
 
     def __init__(self, layer: Any, group: dist.ProcessGroup) -> None:
@@ -267,7 +295,9 @@ class HiddenHead:
         """
         self._tied = weight
         if self._layer.sequence_parallel:
-            whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self._group)
+            whole = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=self._group
+            )
         else:
             whole = sum_gradients(hidden, self._group)
         return whole, None
@@ -289,12 +319,16 @@ class AtPositions:
         rotary.register_forward_pre_hook(self._whole, with_kwargs=True)
         rotary.register_forward_hook(self)
 
-    def _whole(self, module: object, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def _whole(
+        self, module: object, args: Any, options: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
         """Keep megatron-core from splitting the embeddings over context-parallel ranks.
 
         It would split them as for a row of one sequence.
         """
-        return None if self.positions is None else (args, {**options, "packed_seq": True})
+        return (
+            None if self.positions is None else (args, {**options, "packed_seq": True})
+        )
 
     @contextmanager
     def at(self, positions: torch.Tensor | None) -> Iterator[None]:
@@ -317,7 +351,7 @@ class AtPositions:
 def as_one_row(module: object, args: object, output: torch.Tensor) -> torch.Tensor:
     """Forward hook of embeddings that gives [t, 1, hidden] the strides of a tensor created with that shape.
 
-    A transposed [1, t, hidden] is contiguous with other strides. If the following weights are frozen, `torch.matmul`
-    would then multiply token by token.
+    A transposed [1, t, hidden] is contiguous with other strides. If the following
+    weights are frozen, `torch.matmul` would then multiply token by token.
     """
     return output.squeeze(1).unsqueeze(1) if output.shape[1] == 1 else output

@@ -22,7 +22,10 @@ platform.adapt_megatron()
 
 from megatron.core.fusions.fused_bias_geglu import quick_gelu  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import (  # noqa: E402
+    MLATransformerConfig,
+    TransformerConfig,
+)  # noqa: E402
 
 # These kernels and fusions exist on CUDA only.
 CPU_OPTIONS = {
@@ -35,7 +38,8 @@ CPU_OPTIONS = {
     "persist_layer_norm": False,
 }
 
-# Values of `ModelSpec.activation` with a fused kernel in megatron-core. The tanh approximation of gelu has none.
+# Values of `ModelSpec.activation` with a fused kernel in megatron-core. The tanh
+# approximation of gelu has none.
 FUSED_ACTIVATIONS = ("silu", "clamped_swiglu")
 
 
@@ -49,10 +53,14 @@ def fused_options(spec: ModelSpec, overrides: Mapping[str, Any]) -> dict[str, An
     # Transformer Engine's activation replaces the function that the fusion would fuse.
     own_activation = bool(overrides.get("use_te_activation_func"))
     return {
-        "bias_activation_fusion": spec.activation in FUSED_ACTIVATIONS and not own_activation,
+        "bias_activation_fusion": spec.activation in FUSED_ACTIVATIONS
+        and not own_activation,
         "bias_dropout_fusion": not spec.linear_bias,
         "apply_rope_fusion": (
-            uses_transformer_engine() and spec.mla is None and yarn_factor(spec) == 1.0 and not spec.rotary_pairs
+            uses_transformer_engine()
+            and spec.mla is None
+            and yarn_factor(spec) == 1.0
+            and not spec.rotary_pairs
         ),
     }
 
@@ -71,8 +79,9 @@ def yarn_factor(spec: ModelSpec) -> float:
 def check_fused_rope(spec: ModelSpec, options: Mapping[str, Any]) -> None:
     """Refuse the fused rotary embedding for models that it would compute wrongly.
 
-    megatron-core 0.16 to 0.19 (models/common/embeddings/rope_utils.py, `apply_rotary_pos_emb`) passes neither a factor
-    nor the order of a head's dimensions to Transformer Engine's kernel for packed rows. YaRN's factor would be lost
+    megatron-core 0.16 to 0.19 (models/common/embeddings/rope_utils.py,
+    `apply_rotary_pos_emb`) passes neither a factor nor the order of a head's dimensions
+    to Transformer Engine's kernel for packed rows. YaRN's factor would be lost
     silently, and other dimensions would be rotated together.
 
     Raises:
@@ -91,9 +100,14 @@ def check_fused_rope(spec: ModelSpec, options: Mapping[str, Any]) -> None:
         )
 
 
-# Parts of a layer that CUDA graphs capture. An empty list means all of it. That is the default too, but megatron-core
-# warns about the default on every rank (0.16 to 0.19, under two names).
-GRAPHED = "cuda_graph_modules" if hasattr(TransformerConfig, "cuda_graph_modules") else "cuda_graph_scope"
+# Parts of a layer that CUDA graphs capture. An empty list means all of it. That is the
+# default too, but megatron-core warns about the default on every rank (0.16 to 0.19,
+# under two names).
+GRAPHED = (
+    "cuda_graph_modules"
+    if hasattr(TransformerConfig, "cuda_graph_modules")
+    else "cuda_graph_scope"
+)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +120,11 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "silu": {"activation_func": F.silu},
     # megatron-core has a fused kernel only for the exact gelu.
     "gelu_tanh": {"activation_func": gelu_tanh, "bias_activation_fusion": False},
-    "clamped_swiglu": {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0},
+    "clamped_swiglu": {
+        "activation_func": quick_gelu,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 7.0,
+    },
 }
 
 
@@ -121,7 +139,9 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 def uses_transformer_engine() -> bool:
     """Return whether Transformer Engine's layers are used: it is installed and there is a GPU."""
-    return platform.is_cuda and importlib.util.find_spec("transformer_engine") is not None
+    return (
+        platform.is_cuda and importlib.util.find_spec("transformer_engine") is not None
+    )
 
 
 def check_divides(spec: ModelSpec, shape: GridShape, role: str) -> None:
@@ -133,10 +153,14 @@ def check_divides(spec: ModelSpec, shape: GridShape, role: str) -> None:
     misfitting = misfits(spec, tp=shape.tp, etp=shape.expert_tp, ep=shape.ep)
     mistakes = [f"{role}.{misfit}" for misfit in misfitting]
     if spec.moe is None and shape.ep > 1:
-        mistakes.append(f"{role}.ep={shape.ep}, but the model has no experts; leave ep at 1")
+        mistakes.append(
+            f"{role}.ep={shape.ep}, but the model has no experts; leave ep at 1"
+        )
     stages = shape.pp * (shape.vpp or 1)
     if spec.num_layers < stages:
-        mistakes.append(f"{role}.pp={shape.pp} x vpp={shape.vpp or 1} is more than the {spec.num_layers} layers")
+        mistakes.append(
+            f"{role}.pp={shape.pp} x vpp={shape.vpp or 1} is more than the {spec.num_layers} layers"
+        )
     if mistakes:
         raise ModelError("\n".join(mistakes))
 
@@ -167,13 +191,20 @@ def transformer_config(
         "layernorm_epsilon": spec.norm_eps,
         "gated_linear_unit": True,
         "layernorm_zero_centered_gamma": spec.norm_plus_one,
-        # megatron-core's window excludes the query's own position, and Hugging Face's includes it.
-        "window_size": None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
+        # megatron-core's window excludes the query's own position, and Hugging Face's
+        # includes it.
+        "window_size": None
+        if spec.sliding_window is None
+        else (spec.sliding_window - 1, 0),
         # Per layer: 1 attends within the window, 0 to all tokens.
-        "window_attn_skip_freq": [int(has_window) for has_window in spec.windowed_layers] or None,
+        "window_attn_skip_freq": [
+            int(has_window) for has_window in spec.windowed_layers
+        ]
+        or None,
         "rotary_interleaved": spec.rotary_pairs,
         # Per layer: 1 has no rotary embeddings.
-        "no_rope_freq": [int(has_none) for has_none in spec.layers_without_rope] or None,
+        "no_rope_freq": [int(has_none) for has_none in spec.layers_without_rope]
+        or None,
         "softmax_type": "learnable" if spec.attention_sinks else "vanilla",
         "add_bias_linear": spec.linear_bias,
         "add_qkv_bias": spec.qkv_bias,
@@ -184,19 +215,22 @@ def transformer_config(
         "fp16": dtype == torch.float16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        # Micro-batches are cut to their longest sample, so stages must send each other the shape.
+        # Micro-batches are cut to their longest sample, so stages must send each other
+        # the shape.
         "variable_seq_lengths": shape.pp > 1,
         # The allgather dispatcher needs micro-batches of equal length.
         "moe_token_dispatcher_type": "alltoall",
         # The default synchronizes the host after every exchange between stages, to work around a bug of PyTorch before
         # 2.0.
         "batch_p2p_sync": False,
-        # Losses are already normalized over the global batch, so gradients must be summed and never averaged.
+        # Losses are already normalized over the global batch, so gradients must be
+        # summed and never averaged.
         "calculate_per_token_loss": True,
         GRAPHED: [],
     }
     if shape.vpp and shape.pp == 2:
-        # With two stages both neighbours are the same rank, so messages of the two directions must not share a batch.
+        # With two stages both neighbours are the same rank, so messages of the two
+        # directions must not share a batch.
         options |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if spec.moe is not None:
         options |= expert_options(spec.moe, spec.num_layers, shape)
@@ -217,7 +251,8 @@ def transformer_config(
         "expert_tensor_parallel_size": shape.etp,
     }
     if shape.tp == 1 and options.get("sequence_parallel"):
-        # A sequence split over one rank is whole. Roles inherit the actor's fields, and may have a smaller tp.
+        # A sequence split over one rank is whole. Roles inherit the actor's fields, and
+        # may have a smaller tp.
         options["sequence_parallel"] = False
     if spec.moe is not None:
         _check_expert_options(options, shape)
@@ -228,7 +263,9 @@ def transformer_config(
         # megatron-core checks combinations when the object is created.
         config = config_class(**options)
     except (AssertionError, ValueError, TypeError) as error:
-        raise ModelError(f"megatron-core's TransformerConfig refuses these options: {error}") from error
+        raise ModelError(
+            f"megatron-core's TransformerConfig refuses these options: {error}"
+        ) from error
     # GPTModel reads these attributes, though they are no fields of the configuration.
     for name, value in yarn_options(spec).items():
         setattr(config, name, value)
@@ -240,7 +277,9 @@ def _check_needs(overrides: Mapping[str, Any]) -> None:
 
     Users of the Python API have no earlier check.
     """
-    machine = FieldMachine(platform.is_cuda, lambda name: importlib.util.find_spec(name) is not None)
+    machine = FieldMachine(
+        platform.is_cuda, lambda name: importlib.util.find_spec(name) is not None
+    )
     for name, value in overrides.items():
         if why := why_not_there("megatron", name, value, machine):
             raise ModelError(f"megatron.{name}={value} {why}")
@@ -248,18 +287,24 @@ def _check_needs(overrides: Mapping[str, Any]) -> None:
 
 def _check_attention_backend(backend: AttnBackend) -> None:
     """Refuse FlashAttention under Transformer Engine if it cannot run. Otherwise the first batch would fail."""
-    if backend is not AttnBackend.flash or importlib.util.find_spec("flash_attn_3") is not None:
+    if (
+        backend is not AttnBackend.flash
+        or importlib.util.find_spec("flash_attn_3") is not None
+    ):
         return
     if reason := flash_attention.why_not():
-        raise ModelError(f"megatron.attention_backend={backend.name}: {reason}. Leave it at auto.")
+        raise ModelError(
+            f"megatron.attention_backend={backend.name}: {reason}. Leave it at auto."
+        )
 
 
 def token_multiple(config: TransformerConfig, shape: GridShape) -> int:
     """Return the multiple that rows of tokens are padded to, so that kernels support every rank's part.
 
-    Context parallelism cuts a row into 2 cp chunks, two for each rank. 8-bit matrix products need rows of 16 tokens, or
-    32 under the recipe mxfp8 (megatron-core 0.16 to 0.19, `fp8_utils.py`, `get_fp8_align_size`), both before and after
-    a sequence is split over ranks.
+    Context parallelism cuts a row into 2 cp chunks, two for each rank. 8-bit matrix
+    products need rows of 16 tokens, or 32 under the recipe mxfp8 (megatron-core 0.16 to
+    0.19, `fp8_utils.py`, `get_fp8_align_size`), both before and after a sequence is
+    split over ranks.
     """
     cut = shape.tp if config.sequence_parallel else 1
     if not config.fp8:
@@ -271,7 +316,9 @@ def recompute_options(kind: str, spec: ModelSpec) -> dict[str, Any]:
     """Return TransformerConfig's fields for `activation_checkpointing` of this model."""
     dense = spec.moe is None or bool(spec.moe.num_dense_layers)
     engine = uses_transformer_engine()
-    return recompute_fields(kind, dense=dense, experts=spec.moe is not None, fused_attention=engine)
+    return recompute_fields(
+        kind, dense=dense, experts=spec.moe is not None, fused_attention=engine
+    )
 
 
 def expert_options(moe: MoESpec, num_layers: int, shape: GridShape) -> dict[str, Any]:
@@ -279,11 +326,12 @@ def expert_options(moe: MoESpec, num_layers: int, shape: GridShape) -> dict[str,
     options: dict[str, Any] = {
         "num_moe_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
-        "moe_layer_freq": [0] * moe.num_dense_layers + [1] * (num_layers - moe.num_dense_layers),
+        "moe_layer_freq": [0] * moe.num_dense_layers
+        + [1] * (num_layers - moe.num_dense_layers),
         "moe_router_topk": moe.experts_per_token,
         "moe_router_score_function": moe.router,
-        # The softmax over the chosen experts' scores equals the softmax over all experts, divided by its sum over the
-        # chosen ones.
+        # The softmax over the chosen experts' scores equals the softmax over all
+        # experts, divided by its sum over the chosen ones.
         "moe_router_pre_softmax": moe.router == "softmax" and not moe.normalize_weights,
         "moe_router_topk_scaling_factor": moe.scaling if moe.scaling != 1.0 else None,
         "moe_router_dtype": "fp32",
@@ -295,7 +343,10 @@ def expert_options(moe: MoESpec, num_layers: int, shape: GridShape) -> dict[str,
     }
     # If a token may choose experts from all groups, groups have no effect.
     if moe.groups_per_token < moe.num_groups:
-        options |= {"moe_router_num_groups": moe.num_groups, "moe_router_group_topk": moe.groups_per_token}
+        options |= {
+            "moe_router_num_groups": moe.num_groups,
+            "moe_router_group_topk": moe.groups_per_token,
+        }
     if moe.shared_ffn_hidden_size:
         options["moe_shared_expert_intermediate_size"] = moe.shared_ffn_hidden_size
         options["moe_shared_expert_gate"] = moe.shared_gate
@@ -305,7 +356,9 @@ def expert_options(moe: MoESpec, num_layers: int, shape: GridShape) -> dict[str,
 def _check_expert_options(options: Mapping[str, Any], shape: GridShape) -> None:
     """Refuse expert settings that change the policy, or that megatron-core would refuse only in the first batch."""
     if shape.tp > 1 and not options["sequence_parallel"]:
-        raise ModelError("megatron.sequence_parallel=false: experts with tp above 1 need it. Leave it out, or tp=1.")
+        raise ModelError(
+            "megatron.sequence_parallel=false: experts with tp above 1 need it. Leave it out, or tp=1."
+        )
     if options.get("moe_expert_capacity_factor") is not None:
         raise ModelError(
             "megatron.moe_expert_capacity_factor: dropped tokens would make the trained policy another one than the "
@@ -338,7 +391,9 @@ def latent_attention_options(spec: ModelSpec, mla: MLASpec) -> dict[str, Any]:
     return options | {
         "rope_type": "yarn",
         "rotary_scaling_factor": float(scaling["factor"]),
-        "original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
+        "original_max_position_embeddings": int(
+            scaling["original_max_position_embeddings"]
+        ),
         "beta_fast": float(scaling.get("beta_fast") or 32),
         "beta_slow": float(scaling.get("beta_slow") or 1),
         "mscale": float(scaling.get("mscale") or 1.0),
@@ -348,7 +403,10 @@ def latent_attention_options(spec: ModelSpec, mla: MLASpec) -> dict[str, Any]:
 
 def rope_options(spec: ModelSpec) -> dict[str, Any]:
     """Return `GPTModel`'s arguments for the rotary embedding. `sharding/model_config.py` refuses other scalings."""
-    options: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": spec.rope_theta}
+    options: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": spec.rope_theta,
+    }
     if spec.rotary_fraction != 1.0:
         options["rotary_percent"] = spec.rotary_fraction
     scaling = spec.rope_scaling
@@ -359,7 +417,10 @@ def rope_options(spec: ModelSpec) -> dict[str, Any]:
     if kind == "linear":
         return options | {"seq_len_interpolation_factor": float(scaling["factor"])}
     if kind == "llama3":
-        return options | {"rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
+        return options | {
+            "rope_scaling": True,
+            "rope_scaling_factor": float(scaling["factor"]),
+        }
     assert kind == "yarn", f"model_config.py lets {kind} pass"
     return options | {"position_embedding_type": "yarn"}
 
@@ -373,7 +434,8 @@ def yarn_options(spec: ModelSpec) -> dict[str, Any]:
     mscale = scaling.get("mscale")
     mscale_all_dim = scaling.get("mscale_all_dim")
     if scaling.get("attention_factor") is not None and factor > 1:
-        # megatron-core multiplies queries and keys by (0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1).
+        # megatron-core multiplies queries and keys by (0.1 mscale ln factor + 1) / (0.1
+        # mscale_all_dim ln factor + 1).
         mscale = (scaling["attention_factor"] - 1.0) / (0.1 * math.log(factor))
         mscale_all_dim = 0.0
     # transformers reads these two only if both are set.
@@ -381,10 +443,14 @@ def yarn_options(spec: ModelSpec) -> dict[str, Any]:
         mscale = mscale_all_dim = None
     return {
         "yarn_rotary_scaling_factor": factor,
-        "yarn_original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
+        "yarn_original_max_position_embeddings": int(
+            scaling["original_max_position_embeddings"]
+        ),
         "yarn_beta_fast": float(scaling.get("beta_fast") or 32),
         "yarn_beta_slow": float(scaling.get("beta_slow") or 1),
         "yarn_correction_range_round_to_int": bool(scaling.get("truncate", True)),
         "yarn_mscale": None if mscale is None else float(mscale),
-        "yarn_mscale_all_dim": None if mscale_all_dim is None else float(mscale_all_dim),
+        "yarn_mscale_all_dim": None
+        if mscale_all_dim is None
+        else float(mscale_all_dim),
     }

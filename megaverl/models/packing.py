@@ -15,27 +15,32 @@ platform.adapt_megatron()
 
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 
-# A shared prompt longer than this times the longest response of its group is attended from once, and looked back at. A
-# shorter one is recomputed with each response.
+# A shared prompt longer than this times the longest response of its group is attended
+# from once, and looked back at. A shorter one is recomputed with each response.
 LONG_BEGINNING = 1.5
 
-# Kernel: (queries [n, heads, q, d], keys and values [n, kv_heads, k, d], mask [n, 1, q, k] bool, None for causal).
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+# Kernel: (queries [n, heads, q, d], keys and values [n, kv_heads, k, d], mask [n, 1, q,
+# k] bool, None for causal).
+Attend = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor
+]
 
 
 @dataclass
 class Packing(PackedSeqParams):
     """Layout of several sequences in one row of `t` tokens.
 
-    All layers except attention treat tokens independently, so a shared prompt costs them once. Attention (arXiv
-    1706.03762, eq. 1) sees the keys and values that each sequence would have by itself, and gradients of shared ones
-    add up. The subclass decides the kernel: `DensePacking` for PyTorch's, `VarlenPacking` for those of FlashAttention
-    and Transformer Engine.
+    All layers except attention treat tokens independently, so a shared prompt costs
+    them once. Attention (arXiv 1706.03762, eq. 1) sees the keys and values that each
+    sequence would have by itself, and gradients of shared ones add up. The subclass
+    decides the kernel: `DensePacking` for PyTorch's, `VarlenPacking` for those of
+    FlashAttention and Transformer Engine.
 
-    It travels through megatron-core in place of `PackedSeqParams`, also into recomputed layers. Its format is "sbhd",
-    for which megatron-core does nothing. For "thd" megatron-core would rotate queries and keys by positions in
-    sequences that share nothing. Instead `AtPositions` gives each token its own position, in the fused kernels as well,
-    which take an embedding per token.
+    It travels through megatron-core in place of `PackedSeqParams`, also into recomputed
+    layers. Its format is "sbhd", for which megatron-core does nothing. For "thd"
+    megatron-core would rotate queries and keys by positions in sequences that share
+    nothing. Instead `AtPositions` gives each token its own position, in the fused
+    kernels as well, which take an embedding per token.
 
     Attributes:
         source: [t] int64: index of each token in the flattened padded sequences [b, s].
@@ -54,7 +59,12 @@ class Packing(PackedSeqParams):
         """Return a copy on another device."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(
-            self, **{name: to_device(x, device) for name, x in values.items() if isinstance(x, torch.Tensor)}
+            self,
+            **{
+                name: to_device(x, device)
+                for name, x in values.items()
+                if isinstance(x, torch.Tensor)
+            },
         )
 
 
@@ -62,8 +72,9 @@ class Packing(PackedSeqParams):
 class DensePacking(Packing):
     """Packing for a kernel of equally long sequences, causal or with a mask (`scaled_dot_product_attention`).
 
-    A short prompt is recomputed with each of its responses, because the causal kernel is fast and duplicate outputs are
-    dropped. A long one is computed once as a sequence of its own, and its responses look back at it with a mask.
+    A short prompt is recomputed with each of its responses, because the causal kernel
+    is fast and duplicate outputs are dropped. A long one is computed once as a sequence
+    of its own, and its responses look back at it with a mask.
 
     Attributes:
         wholes: [m, a] int64: places of the tokens of whole sequences and of long prompts. Short rows repeat a token.
@@ -101,23 +112,40 @@ class DensePacking(Packing):
         outputs = []
         if len(self.wholes):
             width = self.wholes.shape[1]
-            mask = None if window is None or window >= width else self._mask(width, width, None, window)
+            mask = (
+                None
+                if window is None or window >= width
+                else self._mask(width, width, None, window)
+            )
             keys = _gather(key, self.wholes)
             values = _gather(value, self.wholes)
             outputs.append(attend(_gather(query, self.wholes), keys, values, mask))
         if len(self.later_queries):
-            mask = self._mask(self.later_queries.shape[1], self.later_keys.shape[1], self.later_offsets, window)
+            mask = self._mask(
+                self.later_queries.shape[1],
+                self.later_keys.shape[1],
+                self.later_offsets,
+                window,
+            )
             keys = _gather(key, self.later_keys)
             values = _gather(value, self.later_keys)
-            outputs.append(attend(_gather(query, self.later_queries), keys, values, mask))
-        flat = torch.cat([out.transpose(1, 2).flatten(2).flatten(0, 1) for out in outputs])
+            outputs.append(
+                attend(_gather(query, self.later_queries), keys, values, mask)
+            )
+        flat = torch.cat(
+            [out.transpose(1, 2).flatten(2).flatten(0, 1) for out in outputs]
+        )
         return flat.index_select(0, self.place)
 
-    def _mask(self, queries: int, keys: int, offsets: torch.Tensor | None, window: int | None) -> torch.Tensor:
+    def _mask(
+        self, queries: int, keys: int, offsets: torch.Tensor | None, window: int | None
+    ) -> torch.Tensor:
         """Return a [n, 1, queries, keys] mask, in which query i of segment n sees keys up to `offsets[n]` + i."""
         device = self.place.device
         last_seen = torch.arange(queries, device=device)[:, None]
-        last_seen = last_seen[None] if offsets is None else last_seen + offsets[:, None, None]
+        last_seen = (
+            last_seen[None] if offsets is None else last_seen + offsets[:, None, None]
+        )
         columns = torch.arange(keys, device=device)
         seen = columns <= last_seen
         if window is not None:
@@ -129,19 +157,21 @@ class DensePacking(Packing):
 class VarlenPacking(Packing):
     """Packing for a kernel of sequences of any lengths (FlashAttention's "varlen", Transformer Engine's "thd").
 
-    The row is cut into segments: a shared prompt, then each of its responses. A segment's queries are its tokens as
-    they lie in the row. Its keys are those of the prompt, if there is one, and its own:
+    The row is cut into segments: a shared prompt, then each of its responses. A
+    segment's queries are its tokens as they lie in the row. Its keys are those of the
+    prompt, if there is one, and its own:
 
         row:       [ prompt ][ response 1 ][ response 2 ]
         segment 0: queries prompt,     keys prompt
         segment 1: queries response 1, keys prompt + response 1
         segment 2: queries response 2, keys prompt + response 2
 
-    So a prompt is computed once whatever its length, and only its keys and values are repeated. A segment with more
-    keys than queries needs the causal mask aligned at its last query and key ("bottom right").
+    So a prompt is computed once whatever its length, and only its keys and values are
+    repeated. A segment with more keys than queries needs the causal mask aligned at its
+    last query and key ("bottom right").
 
-    Everything is built on the host, and longest lengths are plain numbers. Kernels without them would read lengths from
-    the device, which synchronizes.
+    Everything is built on the host, and longest lengths are plain numbers. Kernels
+    without them would read lengths from the device, which synchronizes.
 
     Attributes:
         cu_seqlens_q, cu_seqlens_kv: [segments + 1] int32, of the base class: offsets of the segments' queries and keys.
@@ -156,7 +186,8 @@ class VarlenPacking(Packing):
         return rows if self.keys is None else rows.index_select(0, self.keys)
 
 
-# Packing function: (lengths, shared, groups, width=..., multiple_of=...) -> layout of the row.
+# Packing function: (lengths, shared, groups, width=..., multiple_of=...) -> layout of
+# the row.
 Pack = Callable[..., Packing]
 # (place of the shared prompt, its length, place of the following part, its length).
 Segment = tuple[int, int, int, int]
@@ -187,10 +218,13 @@ def pack(
         if common and common > LONG_BEGINNING * longest_part:
             # The prompt is computed once, as a sequence of its own.
             wholes.append((beginning, common, 0, 0, True))
-            later += [(beginning, common, place, count, False) for place, count in parts]
+            later += [
+                (beginning, common, place, count, False) for place, count in parts
+            ]
             continue
         for number, (place, count) in enumerate(parts):
-            # Each part repeats the prompt; its outputs are taken from the first part only.
+            # Each part repeats the prompt; its outputs are taken from the first part
+            # only.
             if count or common:
                 wholes.append((beginning, common, place, count, number == 0))
     total = row.total
@@ -199,10 +233,13 @@ def pack(
     keys, _ = spans(later, total)
     later_parts = [(0, 0, place, count, False) for _, _, place, count, _ in later]
     queries, query_mask = spans(later_parts, total)
-    # Outputs of whole sequences come first, then those of later parts. Padding takes the output at 0.
+    # Outputs of whole sequences come first, then those of later parts. Padding takes
+    # the output at 0.
     place_of = torch.zeros(total + padding, dtype=torch.int64)
     place_of[all_wholes[whole_mask]] = whole_mask.flatten().nonzero()[:, 0]
-    place_of[queries[query_mask]] = all_wholes.numel() + query_mask.flatten().nonzero()[:, 0]
+    place_of[queries[query_mask]] = (
+        all_wholes.numel() + query_mask.flatten().nonzero()[:, 0]
+    )
     tensors = row.tokens(width, padding)
     longest = int(tensors["positions"].max()) + 1
     return DensePacking(
@@ -213,7 +250,9 @@ def pack(
         wholes=all_wholes,
         later_queries=queries,
         later_keys=keys,
-        later_offsets=torch.tensor([count for _, count, _, _, _ in later], dtype=torch.int64),
+        later_offsets=torch.tensor(
+            [count for _, count, _, _, _ in later], dtype=torch.int64
+        ),
         place=place_of,
     )
 
@@ -228,9 +267,12 @@ def pack_varlen(
 ) -> VarlenPacking:
     """Pack sequences like `pack`, for kernels of sequences of any lengths.
 
-    Padding at the end of the row is a segment of its own, so that no output or gradient is left uninitialized.
+    Padding at the end of the row is a segment of its own, so that no output or gradient
+    is left uninitialized.
     """
-    tensors, segments = laid_out(lengths, shared, groups, width=width, multiple_of=multiple_of)
+    tensors, segments = laid_out(
+        lengths, shared, groups, width=width, multiple_of=multiple_of
+    )
     return pack_segments(tensors, segments, [count for *_, count in segments])
 
 
@@ -280,8 +322,8 @@ def laid_out(
     return row.tokens(width, padding), not_empty
 
 
-# (place of the shared prompt, its length, place of the following part, its length, whether outputs of the prompt are
-# taken from this part).
+# (place of the shared prompt, its length, place of the following part, its length,
+# whether outputs of the prompt are taken from this part).
 _Part = tuple[int, int, int, int, bool]
 
 
@@ -295,7 +337,9 @@ class _Row:
         groups: (place of a prompt, its length, (place, length) of each part that follows it), in the row's order.
     """
 
-    def __init__(self, lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int]) -> None:
+    def __init__(
+        self, lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int]
+    ) -> None:
         self.total = 0
         self.starts = [0] * len(lengths)
         self.groups: list[tuple[int, int, list[tuple[int, int]]]] = []
@@ -305,7 +349,8 @@ class _Row:
         for sequence, group in enumerate(groups):
             members.setdefault(group, []).append(sequence)
         for sequences in members.values():
-            # A single sequence shares its prompt with nothing, so it stays in one piece.
+            # A single sequence shares its prompt with nothing, so it stays in one
+            # piece.
             common = shared[sequences[0]] if len(sequences) > 1 else 0
             beginning = self._lay(sequences[0], 0, common)
             parts = []
@@ -326,7 +371,9 @@ class _Row:
 
     def tokens(self, width: int, padding: int) -> dict[str, torch.Tensor]:
         """Return `Packing`'s fields for the row with `padding` more tokens."""
-        positions = torch.cat([torch.arange(first, first + count) for _, first, count in self._taken])
+        positions = torch.cat(
+            [torch.arange(first, first + count) for _, first, count in self._taken]
+        )
         sequence_of_run = torch.tensor([sequence for sequence, _, _ in self._taken])
         tokens_of_run = torch.tensor([count for _, _, count in self._taken])
         sequences = torch.repeat_interleave(sequence_of_run, tokens_of_run)
@@ -345,8 +392,12 @@ def spans(parts: list[_Part], total: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     # view: without parts the tensor would have one dimension.
     numbers = torch.tensor([part[:4] for part in parts], dtype=torch.int64).view(-1, 4)
-    beginning, common, place, count = (column.unsqueeze(1) for column in numbers.unbind(1))
-    takes_beginning = torch.tensor([part[4] for part in parts], dtype=torch.bool).unsqueeze(1)
+    beginning, common, place, count = (
+        column.unsqueeze(1) for column in numbers.unbind(1)
+    )
+    takes_beginning = torch.tensor(
+        [part[4] for part in parts], dtype=torch.bool
+    ).unsqueeze(1)
     longest = int((common + count).max()) if parts else 0
     steps = torch.arange(longest)
     is_shared = steps < common
@@ -360,7 +411,9 @@ def spans(parts: list[_Part], total: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _gather(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Select tokens: [t, heads, d] -> [n, heads, length, d]."""
-    return x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
+    return (
+        x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
+    )
 
 
 class Predicting(NamedTuple):
@@ -380,8 +433,8 @@ class Predicting(NamedTuple):
 class MicroBatch:
     """Samples that pass through the model together, prompt and response joined, each in a row or packed into one row.
 
-    It is built on the host with everything that its shapes depend on, since reading them from a device would
-    synchronize.
+    It is built on the host with everything that its shapes depend on, since reading
+    them from a device would synchronize.
 
     Attributes:
         samples: [n] int64, places of the samples in the whole batch.
@@ -420,24 +473,34 @@ class MicroBatch:
     last: torch.Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        # A copy made by `replace` has these fields already, perhaps of a part of the row.
+        # A copy made by `replace` has these fields already, perhaps of a part of the
+        # row.
         if self.num_response_columns < 0:
-            self.num_response_columns = int(self.response_lengths.max()) if self.samples.numel() else 0
+            self.num_response_columns = (
+                int(self.response_lengths.max()) if self.samples.numel() else 0
+            )
             self.predicting = self._predicting()
             self.predicted = self.response_mask
-            self.targets = self.tokens[self.predicting.row, self.predicting.position + 1]
+            self.targets = self.tokens[
+                self.predicting.row, self.predicting.position + 1
+            ]
             self.last = self._last()
 
     @property
     def response_mask(self) -> torch.Tensor:
         """Mask of response tokens, [n, r] bool."""
-        return torch.arange(self.num_response_columns, device=self.tokens.device) < self.response_lengths[:, None]
+        return (
+            torch.arange(self.num_response_columns, device=self.tokens.device)
+            < self.response_lengths[:, None]
+        )
 
     def _predicting(self) -> Predicting:
         """Return the place that predicts each response token: that of its predecessor."""
         sample, column = self.response_mask.nonzero(as_tuple=True)
         if self.packing is not None:
-            return Predicting(sample, torch.zeros_like(sample), self.packing.starts[sample] + column)
+            return Predicting(
+                sample, torch.zeros_like(sample), self.packing.starts[sample] + column
+            )
         return Predicting(sample, sample, self.prompt_lengths[sample] - 1 + column)
 
     def _last(self) -> torch.Tensor:
@@ -455,9 +518,13 @@ class MicroBatch:
         return replace(
             self,
             tokens=self.tokens[:, places],
-            routed_experts=None if self.routed_experts is None else self.routed_experts[:, places],
+            routed_experts=None
+            if self.routed_experts is None
+            else self.routed_experts[:, places],
             places=places,
-            predicting=Predicting(sample[is_here], row[is_here], local_place[position[is_here]]),
+            predicting=Predicting(
+                sample[is_here], row[is_here], local_place[position[is_here]]
+            ),
             targets=self.targets[is_here],
             predicted=self.predicted.masked_scatter(self.predicted, is_here),
             last=local_place[self.last],
@@ -466,7 +533,8 @@ class MicroBatch:
     def at_the_end(self, output: torch.Tensor) -> torch.Tensor:
         """Return the model's output at each sequence's last token: [b, s, k] -> [n, k].
 
-        The value is undefined for an empty sequence, and 0 if another context-parallel rank has the token.
+        The value is undefined for an empty sequence, and 0 if another context-parallel
+        rank has the token.
         """
         row = torch.arange(len(self.samples), device=output.device)
         if self.packing is not None:
@@ -478,17 +546,27 @@ class MicroBatch:
 
     def drawing(self, sample: torch.Tensor, temperature: float) -> dict[str, Any]:
         """Return temperature and top-k of tokens of these samples [n], or `temperature` if the samples have none."""
-        if "temperatures" not in self.fields or not self.fields["temperatures"].shape[1]:
+        if (
+            "temperatures" not in self.fields
+            or not self.fields["temperatures"].shape[1]
+        ):
             return {"temperature": temperature}
-        return {"temperature": self.fields["temperatures"][sample, 0], "top_k": self.fields["top_ks"][sample, 0]}
+        return {
+            "temperature": self.fields["temperatures"][sample, 0],
+            "top_k": self.fields["top_ks"][sample, 0],
+        }
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on another device."""
         if self.tokens.device == device:
             return self
         copies: dict[str, Any] = {
-            "fields": {name: to_device(tensor, device) for name, tensor in self.fields.items()},
-            "predicting": Predicting(*(to_device(tensor, device) for tensor in self.predicting)),
+            "fields": {
+                name: to_device(tensor, device) for name, tensor in self.fields.items()
+            },
+            "predicting": Predicting(
+                *(to_device(tensor, device) for tensor in self.predicting)
+            ),
         }
         for attribute in fields(self):
             value = getattr(self, attribute.name)

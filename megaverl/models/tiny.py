@@ -20,7 +20,12 @@ TINY = {
     "rms_norm_eps": 1e-5,
 }
 
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 GROUPED = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
@@ -32,7 +37,8 @@ GROUPED = {
     "routed_scaling_factor": 1.5,
     "num_mtp_layers": 0,
 }
-# Further settings by architecture. Fields that a configuration class does not know are left out.
+# Further settings by architecture. Fields that a configuration class does not know are
+# left out.
 TINY_MORE: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": None},
     "Phi3ForCausalLM": {"pad_token_id": None, "partial_rotary_factor": 0.5},
@@ -41,7 +47,8 @@ TINY_MORE: dict[str, dict[str, Any]] = {
     "MinistralForCausalLM": {"sliding_window": 256},
     # Every other layer has no rotary embeddings, also in a model of two layers.
     "SmolLM3ForCausalLM": {"no_rope_layer_interval": 2, "pad_token_id": None},
-    "Qwen2MoeForCausalLM": EXPERTS | {"norm_topk_prob": True, "shared_expert_intermediate_size": 48},
+    "Qwen2MoeForCausalLM": EXPERTS
+    | {"norm_topk_prob": True, "shared_expert_intermediate_size": 48},
     "MixtralForCausalLM": EXPERTS,
     "Qwen3MoeForCausalLM": EXPERTS | {"norm_topk_prob": True},
     "DeepseekV3ForCausalLM": GROUPED
@@ -55,10 +62,12 @@ TINY_MORE: dict[str, dict[str, Any]] = {
         # transformers assumes these two entries; vLLM reads them from the file.
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
-        # transformers normalizes the latents with this default value, vLLM with the configured one.
+        # transformers normalizes the latents with this default value, vLLM with the
+        # configured one.
         "rms_norm_eps": 1e-6,
     },
-    "Glm4MoeForCausalLM": GROUPED | {"attention_bias": True, "use_qk_norm": True, "norm_topk_prob": True},
+    "Glm4MoeForCausalLM": GROUPED
+    | {"attention_bias": True, "use_qk_norm": True, "norm_topk_prob": True},
     "GptOssForCausalLM": EXPERTS
     | {
         # Shorter than most samples, so that the window has an effect.
@@ -88,7 +97,8 @@ def make_tiny_folder(
 ) -> Path:
     """Write a randomly initialized model: config.json, generation_config.json and safetensors.
 
-    Every parameter is random, including biases and norms, so that a swapped or forgotten one shows.
+    Every parameter is random, including biases and norms, so that a swapped or
+    forgotten one shows.
 
     Args:
         architecture: one of those in `megaverl.sharding.model_spec`.
@@ -102,10 +112,18 @@ def make_tiny_folder(
     import transformers
 
     config_class = getattr(transformers, architecture).config_class
-    settings = {**TINY, **TINY_MORE.get(architecture, {}), "tie_word_embeddings": tie_embeddings, **config}
+    settings = {
+        **TINY,
+        **TINY_MORE.get(architecture, {}),
+        "tie_word_embeddings": tie_embeddings,
+        **config,
+    }
     if architecture != "DeepseekV3ForCausalLM":
-        # Qwen3's and Gemma's configurations have a fixed head size, which is too large for a tiny model.
-        settings.setdefault("head_dim", settings["hidden_size"] // settings["num_attention_heads"])
+        # Qwen3's and Gemma's configurations have a fixed head size, which is too large
+        # for a tiny model.
+        settings.setdefault(
+            "head_dim", settings["hidden_size"] // settings["num_attention_heads"]
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, architecture)(config_class(**settings))
@@ -113,18 +131,25 @@ def make_tiny_folder(
         norms_at_zero = architecture.startswith("Gemma")
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
-                # Some routers are initialized with zeros, where all experts score alike and ties decide.
+                # Some routers are initialized with zeros, where all experts score alike
+                # and ties decide.
                 tensor.data.normal_(0.0, 0.5)
             elif name.endswith("e_score_correction_bias"):
                 tensor.data.normal_(0.0, 0.1)
-            elif architecture == "GptOssForCausalLM" and name.endswith("experts.gate_up_proj"):
-                # Large enough that some gates reach the limit at which they are clamped.
+            elif architecture == "GptOssForCausalLM" and name.endswith(
+                "experts.gate_up_proj"
+            ):
+                # Large enough that some gates reach the limit at which they are
+                # clamped.
                 tensor.data.normal_(0.0, 0.5)
             elif name.endswith("proj_bias"):
-                # Biases of all experts of a layer: random values, so that mixed-up experts show.
+                # Biases of all experts of a layer: random values, so that mixed-up
+                # experts show.
                 tensor.data.normal_(0.0, 0.1)
             elif tensor.dim() == 1 and not name.endswith("inv_freq"):
-                centre = 1.0 if name.endswith("norm.weight") and not norms_at_zero else 0.0
+                centre = (
+                    1.0 if name.endswith("norm.weight") and not norms_at_zero else 0.0
+                )
                 tensor.data.normal_(centre, 0.1)
     limit = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     model.to(getattr(torch, dtype)).save_pretrained(str(folder), **limit)
@@ -133,7 +158,19 @@ def make_tiny_folder(
 
 SPECIAL = ("<unk>", "<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>")
 OF_VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-WORDS = ("user", "assistant", "system", "which", "colour", "shape", "how", "many", "and", "is", "the")
+WORDS = (
+    "user",
+    "assistant",
+    "system",
+    "which",
+    "colour",
+    "shape",
+    "how",
+    "many",
+    "and",
+    "is",
+    "the",
+)
 COLOURS = ("red", "green", "blue", "yellow")
 SHAPES = ("square", "circle", "triangle", "cross")
 TEXT: dict[str, Any] = {
@@ -149,20 +186,39 @@ TEXT: dict[str, Any] = {
     "bos_token_id": 3,
     "pad_token_id": 1,
 }
-VISION: dict[str, Any] = {"depth": 2, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
-# Family -> class name of its model, further settings of its vision section, and how a head's dimensions are divided
-# among time, height and width.
+VISION: dict[str, Any] = {
+    "depth": 2,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+# Family -> class name of its model, further settings of its vision section, and how a
+# head's dimensions are divided among time, height and width.
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
-    "qwen2_vl": ("Qwen2VL", {"embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}, [4, 6, 6]),
+    "qwen2_vl": (
+        "Qwen2VL",
+        {"embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
+        [4, 6, 6],
+    ),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
-        {"hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 96, "num_heads": 2}
+        {
+            "hidden_size": 64,
+            "out_hidden_size": 64,
+            "intermediate_size": 96,
+            "num_heads": 2,
+        }
         | {"window_size": 56, "fullatt_block_indexes": [1]},
         [4, 6, 6],
     ),
     "qwen3_vl": (
         "Qwen3VL",
-        {"hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 96, "num_heads": 2}
+        {
+            "hidden_size": 64,
+            "out_hidden_size": 64,
+            "intermediate_size": 96,
+            "num_heads": 2,
+        }
         | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         [6, 5, 5],
     ),
@@ -192,7 +248,9 @@ def make_tiny_vision_folder(
     import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil,
+    )
 
     folder = Path(folder)
     ids = {word: number for number, word in enumerate((*SPECIAL, *OF_VISION, *words))}
@@ -205,9 +263,15 @@ def make_tiny_vision_folder(
         eos_token="<eos>",
         extra_special_tokens=[*SPECIAL[4:], *OF_VISION],
     ).save_pretrained(folder)
-    Qwen2VLImageProcessorPil(min_pixels=pixels[0], max_pixels=pixels[1]).save_pretrained(folder)
+    Qwen2VLImageProcessorPil(
+        min_pixels=pixels[0], max_pixels=pixels[1]
+    ).save_pretrained(folder)
     name, vision, sections = FAMILIES[family]
-    rope: dict[str, Any] = {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "mrope_section": sections,
+        "rope_theta": 10000.0,
+    }
     # transformers assumes this entry; vLLM reads it from the file.
     if family == "qwen3_vl":
         rope["mrope_interleaved"] = True

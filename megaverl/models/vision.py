@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-# Replaces image tokens that a response has sampled: any ordinary token of the vocabulary will do.
+# Replaces image tokens that a response has sampled: any ordinary token of the
+# vocabulary will do.
 NO_IMAGE = 0
 
 
@@ -48,14 +49,24 @@ class VisionInputs:
     def to(self, device: torch.device) -> VisionInputs:
         """Return a copy on another device."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: to_device(x, device) for name, x in values.items() if x is not None})
+        return replace(
+            self,
+            **{
+                name: to_device(x, device)
+                for name, x in values.items()
+                if x is not None
+            },
+        )
 
     @property
     def given(self) -> dict[str, torch.Tensor]:
         """Image arguments of transformers' forward pass; empty without images."""
         if self.pixel_values is None or self.image_grid_thw is None:
             return {}
-        return {"pixel_values": self.pixel_values, "image_grid_thw": self.image_grid_thw}
+        return {
+            "pixel_values": self.pixel_values,
+            "image_grid_thw": self.image_grid_thw,
+        }
 
 
 @dataclass(frozen=True)
@@ -113,20 +124,27 @@ class VisionReader:
         else:
             drawn = torch.zeros_like(tokens, dtype=torch.bool)
             positions = packing.positions.unsqueeze(0)
-            for first, count in zip(packing.starts.tolist(), response_lengths.tolist(), strict=True):
+            for first, count in zip(
+                packing.starts.tolist(), response_lengths.tolist(), strict=True
+            ):
                 drawn[0, first + 1 : first + 1 + count] = True
-        # The policy may sample the image token in a response. There it is an ordinary token without an image.
+        # The policy may sample the image token in a response. There it is an ordinary
+        # token without an image.
         is_image = (tokens == self.token) & ~drawn
         sizes = [image.size for image in images]
         if int(is_image.sum()) != sum(sizes):
-            raise ModelError(f"{int(is_image.sum())} tokens stand for parts of images, and images have {sum(sizes)}")
+            raise ModelError(
+                f"{int(is_image.sum())} tokens stand for parts of images, and images have {sum(sizes)}"
+            )
         grids = [[int(n) for n in image.tensors["image_grid_thw"]] for image in images]
         inputs = VisionInputs(
             torch.where((tokens == self.token) & drawn, NO_IMAGE, tokens),
             rope_positions(is_image, positions, grids, self.merge),
         )
         if images:
-            inputs.pixel_values = torch.cat([image.tensors["pixel_values"] for image in images])
+            inputs.pixel_values = torch.cat(
+                [image.tensors["pixel_values"] for image in images]
+            )
             inputs.image_grid_thw = torch.tensor(grids, dtype=torch.int64)
         return inputs
 
@@ -139,9 +157,9 @@ def rope_positions(
 ) -> torch.Tensor:
     """Return positions in time, height and width for rotary embeddings, [3, b, s] (arXiv 2409.12191, section 2.1).
 
-    A text token is one position after its predecessor in all three dimensions. An image starts like a text token, and
-    its parts are counted along each dimension. The token after an image continues from the larger of its height and
-    width.
+    A text token is one position after its predecessor in all three dimensions. An image
+    starts like a text token, and its parts are counted along each dimension. The token
+    after an image continues from the larger of its height and width.
 
     Args:
         is_image: [b, s] bool: places of image tokens, in the order of `grids`.
@@ -164,8 +182,12 @@ def rope_positions(
             next(places)
         after = bisect_right(beginnings, first)
         end = beginnings[after] if after < len(beginnings) else len(flat)
-        counted = torch.stack(torch.meshgrid(*map(torch.arange, (time, rows, columns)), indexing="ij")).flatten(1)
-        inside.append((slice(first, first + count), flat[first] + shift[first] + counted))
+        counted = torch.stack(
+            torch.meshgrid(*map(torch.arange, (time, rows, columns)), indexing="ij")
+        ).flatten(1)
+        inside.append(
+            (slice(first, first + count), flat[first] + shift[first] + counted)
+        )
         shift[first + count : end] += max(rows, columns) - count
     rotary += shift
     for span, image_positions in inside:
@@ -177,7 +199,11 @@ def auto_class_of(config: PretrainedConfig) -> Any:
     """Return transformers' auto class for a config.json: for images and text, or for text only."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
+    return (
+        AutoModelForCausalLM
+        if getattr(config, "vision_config", None) is None
+        else AutoModelForImageTextToText
+    )
 
 
 def tower_of(model: PreTrainedModel) -> nn.Module | None:
@@ -189,8 +215,8 @@ def tower_of(model: PreTrainedModel) -> nn.Module | None:
 def without_image(model: PreTrainedModel, device: torch.device) -> torch.Tensor:
     """Return zero, computed by running the vision tower on one black image of one token.
 
-    A rank without images must run the tower as well: its weights are sharded, and every rank takes part in gathering
-    them and in reducing their gradients.
+    A rank without images must run the tower as well: its weights are sharded, and every
+    rank takes part in gathering them and in reducing their gradients.
     """
     tower: Any = tower_of(model)
     config = model.config.vision_config
@@ -201,6 +227,9 @@ def without_image(model: PreTrainedModel, device: torch.device) -> torch.Tensor:
     features = tower(torch.zeros(merge * merge, values, device=device), grid_thw=grid)
     sums = [
         features.pooler_output.sum(),
-        *(feature.sum() for feature in getattr(features, "deepstack_features", None) or ()),
+        *(
+            feature.sum()
+            for feature in getattr(features, "deepstack_features", None) or ()
+        ),
     ]
     return 0.0 * torch.stack(sums).sum()

@@ -1,8 +1,9 @@
 """Divergence between student and teacher over a vocabulary that is split over tensor-parallel ranks.
 
-It is computed in chunks of tokens. The teacher is given by hidden states and the weight of its output layer, so its
-logits never exist as a whole, and neither do the student's log-probs. No chunk is kept: it is computed once in the
-forward pass and once more in the backward pass.
+It is computed in chunks of tokens. The teacher is given by hidden states and the weight
+of its output layer, so its logits never exist as a whole, and neither do the student's
+log-probs. No chunk is kept: it is computed once in the forward pass and once more in
+the backward pass.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaverl.models.vocab_parallel import CHUNK_BYTES, LOWEST, Distributions, Gradients, Shard, parts_of
+from megaverl.models.vocab_parallel import (
+    CHUNK_BYTES,
+    LOWEST,
+    Distributions,
+    Gradients,
+    Shard,
+    parts_of,
+)
 
-# Function of the log-probs [m, v] of student and teacher -> [m]. It must be a sum over v of terms that depend on one
-# entry each.
+# Function of the log-probs [m, v] of student and teacher -> [m]. It must be a sum over
+# v of terms that depend on one entry each.
 Divergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -46,31 +54,55 @@ class _Divergences(torch.autograd.Function):
         # The divergence, and the sum of its slopes.
         sums = torch.zeros(2, count, device=rows.device)
         for part in _parts(student):
-            both = [_scaled(model.logits(part, shard.valid), temperature) for model in (student, teacher)]
+            both = [
+                _scaled(model.logits(part, shard.valid), temperature)
+                for model in (student, teacher)
+            ]
             if top_k is not None:
                 floors[part] = _kth_largest(both[1], top_k, shard)
                 _cut(both, floors[part])
             totals[:, part] = _log_totals(both, shard)
-            log_p, log_q = (z.sub_(total[:, None]) for z, total in zip(both, totals[:, part], strict=True))
+            log_p, log_q = (
+                z.sub_(total[:, None])
+                for z, total in zip(both, totals[:, part], strict=True)
+            )
             values, slopes = _with_slopes(divergence, log_p, log_q)
             sums[0, part], sums[1, part] = values, slopes.sum(dim=-1)
         sums = shard.all_reduce(sums, dist.ReduceOp.SUM)
-        ctx.save_for_backward(rows, weight, index, teacher.rows, teacher.index, teacher.weight, totals, sums[1], floors)
+        ctx.save_for_backward(
+            rows,
+            weight,
+            index,
+            teacher.rows,
+            teacher.index,
+            teacher.weight,
+            totals,
+            sums[1],
+            floors,
+        )
         ctx.options = divergence, shard, temperature, top_k
         return sums[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, index, *teacher_tensors, totals, slope_sums, floors = ctx.saved_tensors
+        rows, weight, index, *teacher_tensors, totals, slope_sums, floors = (
+            ctx.saved_tensors
+        )
         divergence, shard, temperature, top_k = ctx.options
         student = Distributions(rows, index, weight)
         teacher = Distributions(*teacher_tensors)
         gradients = Gradients(student, shard.valid, with_weight=ctx.needs_input_grad[1])
         for part in _parts(student) if shard.valid else ():
-            both = [_scaled(model.logits(part, shard.valid), temperature) for model in (student, teacher)]
+            both = [
+                _scaled(model.logits(part, shard.valid), temperature)
+                for model in (student, teacher)
+            ]
             if top_k is not None:
                 _cut(both, floors[part])
-            log_p, log_q = (z.sub_(total[:, None]) for z, total in zip(both, totals[:, part], strict=True))
+            log_p, log_q = (
+                z.sub_(total[:, None])
+                for z, total in zip(both, totals[:, part], strict=True)
+            )
             _, slopes = _with_slopes(divergence, log_p, log_q)
             grad = slopes - log_p.exp_().mul_(slope_sums[part, None])
             gradients.put(part, grad.mul_(grads[0][part, None] / temperature))
@@ -117,7 +149,8 @@ def vocab_parallel_divergence(
 def _parts(of: Distributions) -> Iterator[slice]:
     """Yield chunks of tokens.
 
-    The chunks are equal on every rank of the group, including ranks that hold padding columns only.
+    The chunks are equal on every rank of the group, including ranks that hold padding
+    columns only.
     """
     return parts_of(len(of), max(16, CHUNK_BYTES // (4 * max(of.columns, 1))))
 
@@ -151,12 +184,17 @@ def _log_totals(both: list[torch.Tensor], shard: Shard) -> torch.Tensor:
         # This rank's part of the vocabulary is padding only.
         local_top = torch.stack([z.new_full((len(z),), LOWEST) for z in both])
     top = shard.all_reduce(local_top, dist.ReduceOp.MAX)
-    local_sums = [(z - most[:, None]).exp_().sum(dim=-1) for z, most in zip(both, top, strict=True)]
+    local_sums = [
+        (z - most[:, None]).exp_().sum(dim=-1)
+        for z, most in zip(both, top, strict=True)
+    ]
     sums = torch.stack(local_sums)
     return shard.all_reduce(sums, dist.ReduceOp.SUM).log() + top
 
 
-def _with_slopes(divergence: Divergence, log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_slopes(
+    divergence: Divergence, log_p: torch.Tensor, log_q: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the divergence D [m] and its derivatives by log p, [m, v]."""
     with torch.enable_grad():
         leaf = log_p.detach().requires_grad_()

@@ -1,9 +1,11 @@
 """Log-probs and entropies over a vocabulary that is split over a group, computed in chunks of tokens.
 
-Logits are the largest tensors of a step, so nothing of their size is created besides their gradient. The forward pass
-keeps three numbers per token and a reference to the logits, and the backward pass recomputes probabilities. If hidden
-states and an output layer's weight are given, logits never exist as a whole: they are computed only for tokens whose
-log-probs are wanted, chunk by chunk, once forward and once more backward, as in activation checkpointing.
+Logits are the largest tensors of a step, so nothing of their size is created besides
+their gradient. The forward pass keeps three numbers per token and a reference to the
+logits, and the backward pass recomputes probabilities. If hidden states and an output
+layer's weight are given, logits never exist as a whole: they are computed only for
+tokens whose log-probs are wanted, chunk by chunk, once forward and once more backward,
+as in activation checkpointing.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# Elements of whole logits that are processed at once: a 128th of them, within these bounds. An intermediate result then
-# takes 1 to 16 MiB in float32, and three of them a twentieth of 16-bit logits.
+# Elements of whole logits that are processed at once: a 128th of them, within these
+# bounds. An intermediate result then takes 1 to 16 MiB in float32, and three of them a
+# twentieth of 16-bit logits.
 SMALLEST_CHUNK = 1 << 18
 LARGEST_CHUNK = 1 << 22
 # Bytes of logits that are computed from hidden states at a time.
 CHUNK_BYTES = 32 * 2**20
-# Used instead of -inf, so that differences and products with 0 stay finite: e^-10000 is 0 in float32.
+# Used instead of -inf, so that differences and products with 0 stay finite: e^-10000 is
+# 0 in float32.
 LOWEST = -1e30
 NEGLIGIBLE = -1e4
 
@@ -45,7 +49,11 @@ class Drawn(NamedTuple):
         temperature, top_k, floor = self
         if isinstance(temperature, torch.Tensor):
             temperature = temperature[part]
-        return Drawn(temperature, None if top_k is None else top_k[part], None if floor is None else floor[part])
+        return Drawn(
+            temperature,
+            None if top_k is None else top_k[part],
+            None if floor is None else floor[part],
+        )
 
     def scaled(self, rows: torch.Tensor) -> torch.Tensor:
         """Return a float32 copy of the rows, divided by the temperature."""
@@ -54,12 +62,19 @@ class Drawn(NamedTuple):
     @property
     def divisor(self) -> float | torch.Tensor:
         """Divisor of a row of logits."""
-        return self.temperature[:, None] if isinstance(self.temperature, torch.Tensor) else self.temperature
+        return (
+            self.temperature[:, None]
+            if isinstance(self.temperature, torch.Tensor)
+            else self.temperature
+        )
 
-    def cut(self, z: torch.Tensor, local: torch.Tensor, here: torch.Tensor, lowest: float) -> torch.Tensor:
+    def cut(
+        self, z: torch.Tensor, local: torch.Tensor, here: torch.Tensor, lowest: float
+    ) -> torch.Tensor:
         """Set logits that could not be drawn to `lowest`, in place, and return them.
 
-        A target is kept even below the floor: it was drawn, possibly from slightly different weights.
+        A target is kept even below the floor: it was drawn, possibly from slightly
+        different weights.
 
         Args:
             z: [m, columns].
@@ -91,9 +106,13 @@ class Shard(NamedTuple):
         """Return the shard of this rank, which has `width` columns."""
         sharded = group is not None and dist.get_world_size(group) > 1
         first = dist.get_rank(group) * width if sharded else 0
-        return Shard(first, min(max(vocab_size - first, 0), width), group if sharded else None)
+        return Shard(
+            first, min(max(vocab_size - first, 0), width), group if sharded else None
+        )
 
-    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    def all_reduce(
+        self, values: torch.Tensor, op: dist.ReduceOp.RedOpType
+    ) -> torch.Tensor:
         """Reduce `values` over the group in place, and return them."""
         if self.group is not None:
             dist.all_reduce(values, op=op, group=self.group)
@@ -103,7 +122,9 @@ class Shard(NamedTuple):
         """Gather [n, k] of every rank to [n, k * ranks], equal on every rank."""
         if self.group is None:
             return values
-        parts = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
+        parts = [
+            torch.empty_like(values) for _ in range(dist.get_world_size(self.group))
+        ]
         dist.all_gather(parts, values.contiguous(), group=self.group)
         return torch.cat(parts, dim=1)
 
@@ -139,19 +160,35 @@ class Distributions:
     def select_rows(self, part: slice) -> torch.Tensor:
         """Return the rows of the distributions in `part`, [m, columns or hidden]."""
         flat = self.rows.reshape(-1, self.rows.shape[-1])
-        return flat[part] if self.index is None else flat.index_select(0, self.index[part])
+        return (
+            flat[part] if self.index is None else flat.index_select(0, self.index[part])
+        )
 
     def logits(self, part: slice, valid: int) -> torch.Tensor:
         """Return the logits of the distributions in `part`, [m, valid]."""
         rows = self.select_rows(part)
-        return rows[:, :valid] if self.weight is None else rows @ self.weight[:valid].t()
+        return (
+            rows[:, :valid] if self.weight is None else rows @ self.weight[:valid].t()
+        )
 
     def parts(self) -> Iterator[slice]:
         """Yield slices of distributions to process at once."""
         if self.weight is not None:
-            return parts_of(len(self), max(16, CHUNK_BYTES // (self.columns * self.weight.element_size())))
+            return parts_of(
+                len(self),
+                max(16, CHUNK_BYTES // (self.columns * self.weight.element_size())),
+            )
         width = max(self.columns, 1)
-        return parts_of(len(self), max(1, min(max(len(self) // 128, SMALLEST_CHUNK // width), LARGEST_CHUNK // width)))
+        return parts_of(
+            len(self),
+            max(
+                1,
+                min(
+                    max(len(self) // 128, SMALLEST_CHUNK // width),
+                    LARGEST_CHUNK // width,
+                ),
+            ),
+        )
 
     def chunks(self, valid: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield (slice, logits [m, valid]) over all distributions.
@@ -165,13 +202,18 @@ class Distributions:
 class Gradients:
     """Gradients of distributions' rows and optionally of their weight, assembled chunk by chunk.
 
-    The weight's gradient is a sum over chunks, accumulated in float32 like a single matrix product.
+    The weight's gradient is a sum over chunks, accumulated in float32 like a single
+    matrix product.
     """
 
-    def __init__(self, distributions: Distributions, valid: int, *, with_weight: bool) -> None:
+    def __init__(
+        self, distributions: Distributions, valid: int, *, with_weight: bool
+    ) -> None:
         self._distributions = distributions
         self._valid = valid
-        self.rows = torch.zeros_like(distributions.rows, memory_format=torch.contiguous_format)
+        self.rows = torch.zeros_like(
+            distributions.rows, memory_format=torch.contiguous_format
+        )
         self._weight = None
         if distributions.weight is not None and with_weight:
             self._weight = torch.zeros_like(distributions.weight, dtype=torch.float32)
@@ -190,7 +232,8 @@ class Gradients:
         weight = self._distributions.weight
         index = self._distributions.index
         flat = self.rows.view(-1, self.rows.shape[-1])
-        # The product with the weight runs in the dtype of the model; its sum over chunks is kept in float32.
+        # The product with the weight runs in the dtype of the model; its sum over
+        # chunks is kept in float32.
         grad = by_logits.to(self.rows.dtype)
         if weight is None:
             out = flat[:, : self._valid]
@@ -198,7 +241,9 @@ class Gradients:
             out = flat
             by_rows = grad @ weight[: self._valid]
             if self._weight is not None:
-                self._weight[: self._valid] += grad.t() @ self._distributions.select_rows(part)
+                self._weight[: self._valid] += (
+                    grad.t() @ self._distributions.select_rows(part)
+                )
             grad = by_rows
         if index is None:
             out[part] = grad
@@ -220,9 +265,13 @@ def _with_floor(distributions: Distributions, shard: Shard, drawn: Drawn) -> Dra
     if drawn.top_k is None or not bool(drawn.top_k.any()):
         return drawn
     most = int(drawn.top_k.max())
-    highest = torch.full((len(drawn.top_k), most), LOWEST, device=distributions.rows.device)
+    highest = torch.full(
+        (len(drawn.top_k), most), LOWEST, device=distributions.rows.device
+    )
     for part, logits in distributions.chunks(shard.valid):
-        highest_of_part = drawn.select(part).scaled(logits).topk(min(most, logits.shape[1])).values
+        highest_of_part = (
+            drawn.select(part).scaled(logits).topk(min(most, logits.shape[1])).values
+        )
         highest[part, : highest_of_part.shape[1]] = highest_of_part
     # The k largest of the whole vocabulary are among the k largest of each shard.
     highest = shard.all_gather(highest).topk(most).values
@@ -242,15 +291,20 @@ def _logit_sums(
     """Compute the sums in one pass over the logits. Collective over the group."""
     count = len(targets)
     top = torch.full((count,), LOWEST, device=distributions.rows.device)
-    # Sums of e^(z - top), of (z - top) e^(z - top), and of its square, and the target's logit.
+    # Sums of e^(z - top), of (z - top) e^(z - top), and of its square, and the target's
+    # logit.
     sums = torch.zeros(4, count, device=distributions.rows.device)
     local = targets - shard.first
     here = (local >= 0) & (local < shard.valid)
     local = local.clamp(0, max(shard.valid - 1, 0))
     for part, logits in distributions.chunks(shard.valid):
         drawn_part = drawn.select(part)
-        z = drawn_part.cut(drawn_part.scaled(logits), local[part, None], here[part, None], LOWEST)
-        sums[3, part] = z.gather(1, local[part, None])[:, 0].masked_fill_(~here[part], 0.0)
+        z = drawn_part.cut(
+            drawn_part.scaled(logits), local[part, None], here[part, None], LOWEST
+        )
+        sums[3, part] = z.gather(1, local[part, None])[:, 0].masked_fill_(
+            ~here[part], 0.0
+        )
         top[part] = z.amax(dim=-1).clamp_(min=LOWEST)
         # In place: a copy of a chunk would be the largest tensor here.
         e = z.sub_(top[part, None]).clamp_(min=NEGLIGIBLE).exp()
@@ -259,7 +313,8 @@ def _logit_sums(
             sums[1, part] = z.mul_(e).sum(dim=-1)
         if with_squares:
             sums[2, part] = e.square_().sum(dim=-1)
-    # Convert sums relative to this shard's largest logit to sums relative to that of the whole vocabulary.
+    # Convert sums relative to this shard's largest logit to sums relative to that of
+    # the whole vocabulary.
     whole_top = shard.all_reduce(top.clone(), dist.ReduceOp.MAX)
     gap = top - whole_top
     sums[1] += gap * sums[0]
@@ -301,17 +356,25 @@ class _LogProbs(torch.autograd.Function):
         rows, weight, index, targets, log_total, entropy = ctx.saved_tensors
         shard, drawn, with_entropy = ctx.options
         distributions = Distributions(rows, index, weight)
-        gradients = Gradients(distributions, shard.valid, with_weight=ctx.needs_input_grad[1])
+        gradients = Gradients(
+            distributions, shard.valid, with_weight=ctx.needs_input_grad[1]
+        )
         local = targets - shard.first
         here = (local >= 0) & (local < shard.valid)
         local = local.clamp(0, max(shard.valid - 1, 0))
         for part in distributions.parts() if shard.valid else ():
-            by = grad_log_probs[part, None], grad_entropy[part, None] if with_entropy else None
+            by = (
+                grad_log_probs[part, None],
+                grad_entropy[part, None] if with_entropy else None,
+            )
             sums = (log_total[part, None], entropy[part, None])
             where = (local[part, None], here[part, None])
-            # Computed again rather than saved. Saving them would take as much memory as all logits.
+            # Computed again rather than saved. Saving them would take as much memory as
+            # all logits.
             logits = distributions.logits(part, shard.valid)
-            gradients.put(part, _logit_gradient(logits, *where, by, sums, drawn.select(part)))
+            gradients.put(
+                part, _logit_gradient(logits, *where, by, sums, drawn.select(part))
+            )
         return gradients.rows, gradients.weight, None, None, None, None, None
 
 
@@ -335,7 +398,11 @@ def _logit_gradient(
     """
     by_log_prob, by_entropy = grads
     log_total, entropy = sums
-    log_p = drawn.cut(drawn.scaled(rows), local, here, LOWEST).sub_(log_total).clamp_(min=NEGLIGIBLE)
+    log_p = (
+        drawn.cut(drawn.scaled(rows), local, here, LOWEST)
+        .sub_(log_total)
+        .clamp_(min=NEGLIGIBLE)
+    )
     p = log_p.exp()
     if by_entropy is not None:
         # d entropy / dz = -p (log p + entropy), and d log_prob / dz = onehot - p.
@@ -376,7 +443,9 @@ def vocab_parallel_log_probs(
         (log_probs [n], entropy [n]), equal on every rank of the group.
     """
     shard = Shard.of(Distributions(rows, index, weight).columns, vocab_size, group)
-    return _LogProbs.apply(rows, weight, index, targets, shard, Drawn(temperature, top_k), with_entropy)
+    return _LogProbs.apply(
+        rows, weight, index, targets, shard, Drawn(temperature, top_k), with_entropy
+    )
 
 
 @torch.no_grad()

@@ -4,7 +4,12 @@ from megaverl.monitoring.backends import BACKENDS, check_backends, read_metrics
 from megaverl.monitoring.console import STEP_COLUMNS, Column, Console, redirect_output
 from megaverl.monitoring.curves import plot_curves, sparkline, text_curve
 from megaverl.monitoring.timeline import Timeline, memory_metrics, merge_traces
-from megaverl.monitoring.tracker import MetricsTracker, Tracker, collect_versions, write_versions
+from megaverl.monitoring.tracker import (
+    MetricsTracker,
+    Tracker,
+    collect_versions,
+    write_versions,
+)
 
 __all__ = [
     "BACKENDS",

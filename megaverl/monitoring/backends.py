@@ -23,14 +23,17 @@ from megaverl.outside import read_json
 class JsonLines:
     """Backend of `metrics.jsonl`: one JSON object per line, flushed at once.
 
-    Numbers that JSON cannot express are the strings "NaN", "Infinity" and "-Infinity", which `read_metrics` converts
-    back. A resumed run drops lines after the resumed step and an incomplete last line. A fresh run in a used folder
-    renames the older file to metrics.N.jsonl.
+    Numbers that JSON cannot express are the strings "NaN", "Infinity" and "-Infinity",
+    which `read_metrics` converts back. A resumed run drops lines after the resumed step
+    and an incomplete last line. A fresh run in a used folder renames the older file to
+    metrics.N.jsonl.
     """
 
     def __init__(self, info: RunInfo) -> None:
         path = info.run_dir / "metrics.jsonl"
-        _start_file(path, info.resume_step, lambda: _json_lines_until(path, info.resume_step))
+        _start_file(
+            path, info.resume_step, lambda: _json_lines_until(path, info.resume_step)
+        )
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
@@ -46,8 +49,8 @@ class JsonLines:
 
 
 class Csv:
-    """Backend of `metrics.csv`: one column per metric. The first value of a new metric rewrites the file with its
-    column.
+    """Backend of `metrics.csv`: one column per metric. The first value of a new metric
+    rewrites the file with its column.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -79,7 +82,9 @@ class Csv:
 
     def _until(self, step: int | None) -> Iterator[str]:
         """Yield the header and the lines up to a step."""
-        header, *lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        header, *lines = self._path.read_text(encoding="utf-8").splitlines(
+            keepends=True
+        )
         yield header
         for line in lines:
             first_cell = line.split(",")[0]
@@ -105,7 +110,9 @@ class TensorBoard:
 
         purge = None if info.resume_step is None else info.resume_step + 1
         # The queue must hold all metrics of a step, so that only `write` flushes it.
-        self._writer = SummaryWriter(str(info.run_dir / "tensorboard"), purge_step=purge, max_queue=1000)
+        self._writer = SummaryWriter(
+            str(info.run_dir / "tensorboard"), purge_step=purge, max_queue=1000
+        )
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():
@@ -123,8 +130,9 @@ class TensorBoard:
 class Wandb:
     """Weights & Biases. WANDB_MODE, WANDB_API_KEY and `wandb login` decide whether and where to send.
 
-    Without a login it works offline, in the run's folder; `wandb sync` sends the data later. A resumed run continues
-    its own Weights & Biases run, whose id is in `wandb_run_id`; a fresh run gets a new id.
+    Without a login it works offline, in the run's folder; `wandb sync` sends the data
+    later. A resumed run continues its own Weights & Biases run, whose id is in
+    `wandb_run_id`; a fresh run gets a new id.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -133,7 +141,9 @@ class Wandb:
         if "WANDB_MODE" not in os.environ:
             # Newer versions of wandb can be told not to prompt for a login.
             can_be_silent = "prompt" in inspect.signature(wandb.login).parameters
-            has_login = wandb.login(prompt=False) if can_be_silent else wandb.api.api_key
+            has_login = (
+                wandb.login(prompt=False) if can_be_silent else wandb.api.api_key
+            )
             # Without a login, wandb would ask on a terminal that a rank does not have.
             if not has_login:
                 options["mode"] = "offline"
@@ -162,8 +172,8 @@ class Wandb:
 
 
 class MLflow:
-    """MLflow. MLFLOW_TRACKING_URI names the server; without it, metrics go to `mlflow.db` (or `mlruns`) in the run's
-    folder.
+    """MLflow. MLFLOW_TRACKING_URI names the server; without it, metrics go to
+    `mlflow.db` (or `mlruns`) in the run's folder.
 
     A resumed run continues its MLflow run, whose id is in `mlflow_run_id`.
     """
@@ -173,14 +183,21 @@ class MLflow:
         folder = info.run_dir.resolve()
         if "MLFLOW_TRACKING_URI" not in os.environ:
             has_database = importlib.util.find_spec("sqlalchemy") is not None
-            # mlflow-skinny has no database, and version 3.17 refuses file stores unless this variable is set.
+            # mlflow-skinny has no database, and version 3.17 refuses file stores unless
+            # this variable is set.
             if not has_database:
                 os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            address = f"sqlite:///{folder / 'mlflow.db'}" if has_database else f"file:{folder / 'mlruns'}"
+            address = (
+                f"sqlite:///{folder / 'mlflow.db'}"
+                if has_database
+                else f"file:{folder / 'mlruns'}"
+            )
             self._mlflow.set_tracking_uri(address)
             # By default MLflow would put an experiment's files into the working folder.
             if self._mlflow.get_experiment_by_name(info.project) is None:
-                self._mlflow.create_experiment(info.project, (folder / "mlruns").as_uri())
+                self._mlflow.create_experiment(
+                    info.project, (folder / "mlruns").as_uri()
+                )
         self._mlflow.set_experiment(info.project)
         known_id = _kept_id(info, "mlflow_run_id")
         if known_id:
@@ -193,12 +210,19 @@ class MLflow:
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
         # MLflow allows fewer characters in names: pass@1 becomes pass_1.
-        named = {re.sub(r"[^\w./ :-]", "_", name): value for name, value in metrics.items()}
+        named = {
+            re.sub(r"[^\w./ :-]", "_", name): value for name, value in metrics.items()
+        }
         self._mlflow.log_metrics(named, step=step)
 
     def write_samples(self, step: int, split: str, samples: Samples) -> None:
-        columns = {name: [cell(sample.get(name)) for sample in samples] for name in column_names(samples)}
-        self._mlflow.log_table({"step": [step] * len(samples), **columns}, f"samples_{split}.json")
+        columns = {
+            name: [cell(sample.get(name)) for sample in samples]
+            for name in column_names(samples)
+        }
+        self._mlflow.log_table(
+            {"step": [step] * len(samples), **columns}, f"samples_{split}.json"
+        )
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -216,12 +240,17 @@ def _kept_id(info: RunInfo, name: str) -> str | None:
 class SwanLab:
     """SwanLab.
 
-    SWANLAB_MODE, SWANLAB_API_KEY and `swanlab login` decide where to send; without a key it works offline.
+    SWANLAB_MODE, SWANLAB_API_KEY and `swanlab login` decide where to send; without a
+    key it works offline.
     """
 
     def __init__(self, info: RunInfo) -> None:
         self._swanlab = importlib.import_module("swanlab")
-        options = {"project": info.project, "config": dict(info.config), "name": info.name}
+        options = {
+            "project": info.project,
+            "config": dict(info.config),
+            "name": info.name,
+        }
         options["log_dir"] = str(info.run_dir / "swanlog")
         if not {"SWANLAB_MODE", "SWANLAB_API_KEY"} & os.environ.keys():
             options["mode"] = "offline"
@@ -243,11 +272,14 @@ BACKENDS: dict[str, tuple[Callable[[RunInfo], Backend], str | None]] = {
     "mlflow": (MLflow, "mlflow"),
     "swanlab": (SwanLab, "swanlab"),
 }
-# These backends only write local files, so they are written directly. Each of the others has a thread.
+# These backends only write local files, so they are written directly. Each of the
+# others has a thread.
 LOCAL = ("jsonl", "csv", "tensorboard")
 
 
-def check_backends(names: tuple[str, ...] | list[str], key: str = "run.log_with") -> None:
+def check_backends(
+    names: tuple[str, ...] | list[str], key: str = "run.log_with"
+) -> None:
     """Raise one ConfigError that lists every backend that is unknown or not installed. No backend is imported."""
     mistakes = []
     for name in names:
@@ -255,7 +287,9 @@ def check_backends(names: tuple[str, ...] | list[str], key: str = "run.log_with"
             # A tracker of the user is checked when it is loaded.
             continue
         if name not in BACKENDS:
-            mistakes.append(f"{key}: unknown tracker {name!r}; there are {', '.join(BACKENDS)}")
+            mistakes.append(
+                f"{key}: unknown tracker {name!r}; there are {', '.join(BACKENDS)}"
+            )
         elif missing_module(name) is not None:
             mistakes.append(f"{key}: {how_to_install(name)}")
     if mistakes:
@@ -283,7 +317,9 @@ def check_installed(name: str) -> None:
     if ":" in name:
         return
     if name not in BACKENDS:
-        raise ConfigError(f"unknown tracker {name!r}; there are {', '.join(BACKENDS)}, or module:object")
+        raise ConfigError(
+            f"unknown tracker {name!r}; there are {', '.join(BACKENDS)}, or module:object"
+        )
     if missing_module(name) is not None:
         raise ConfigError(how_to_install(name))
 
@@ -305,7 +341,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
     """Read the records of a metrics.jsonl, with numbers as floats. An incomplete last line is left out."""
     records = []
     for line in Path(path).read_text(encoding="utf-8").splitlines(keepends=True):
-        # A run that is still writing, or was killed, may leave the last line incomplete.
+        # A run that is still writing, or was killed, may leave the last line
+        # incomplete.
         if not line.endswith("\n"):
             continue
         record = read_json(line, not_finite=True)
@@ -323,11 +360,15 @@ def _json_number(value: float) -> float | str:
 
 def _json_lines_until(path: Path, step: int | None) -> Iterator[str]:
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n") and read_json(line, not_finite=True)["step"] <= (step or 0):
+        if line.endswith("\n") and read_json(line, not_finite=True)["step"] <= (
+            step or 0
+        ):
             yield line
 
 
-def _start_file(path: Path, resume_step: int | None, kept: Callable[[], Iterator[str]]) -> None:
+def _start_file(
+    path: Path, resume_step: int | None, kept: Callable[[], Iterator[str]]
+) -> None:
     """Cut an existing file to the records that a resumed run keeps, or rename it for a fresh run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.stat().st_size == 0:
@@ -380,11 +421,14 @@ def _code(value: Any) -> str:
 class Backend(Protocol):
     """Destination of metrics. `write` may raise anything; the tracker then stops using this backend.
 
-    A backend with `write_samples(step, split, samples)` gets samples too. `split` is train or validation, and each
-    sample is a mapping with keys such as prompt, response, reference, reward.
+    A backend with `write_samples(step, split, samples)` gets samples too. `split` is
+    train or validation, and each sample is a mapping with keys such as prompt,
+    response, reference, reward.
     """
 
-    def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None: ...
+    def write(
+        self, step: int, seconds: float, metrics: Mapping[str, float]
+    ) -> None: ...
 
     def close(self) -> None: ...
 

@@ -19,7 +19,13 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from megaverl.announcements import announcements
 from megaverl.errors import MegaverlError
@@ -44,7 +50,9 @@ class Column:
         for key in self.keys:
             if key in metrics:
                 value = metrics[key] * self.scale
-                number = format(value, self.form) if math.isfinite(value) else str(value)
+                number = (
+                    format(value, self.form) if math.isfinite(value) else str(value)
+                )
                 return f"{self.label} {number}{self.unit}".strip()
         return None
 
@@ -55,7 +63,13 @@ STEP_COLUMNS: tuple[Column, ...] = (
     Column("held-out", ("validation/accuracy",), "5.1f", 100.0, "%"),
     Column("kl", ("train/kl",), "8.2e"),
     Column("loss", ("actor/loss", "sft/loss"), "8.4f"),
-    Column("", ("rollout/throughput_tokens_per_sec", "train/tokens_per_sec"), "7,.0f", 1.0, " tok/s"),
+    Column(
+        "",
+        ("rollout/throughput_tokens_per_sec", "train/tokens_per_sec"),
+        "7,.0f",
+        1.0,
+        " tok/s",
+    ),
     Column("", ("train/step_time_ms",), "6.2f", 1e-3, " s"),
 )
 
@@ -63,9 +77,10 @@ STEP_COLUMNS: tuple[Column, ...] = (
 class Console:
     """Writes to the user's terminal. Only rank 0 prints (`speaks`), but every rank may report an error.
 
-    `out` and `err` are the terminal's streams, not the ones that libraries write to. Without them, in a program that
-    configures logging, the program's handlers show the lines instead. The logger "megaverl" receives every line in any
-    case, warnings and errors under their levels.
+    `out` and `err` are the terminal's streams, not the ones that libraries write to.
+    Without them, in a program that configures logging, the program's handlers show the
+    lines instead. The logger "megaverl" receives every line in any case, warnings and
+    errors under their levels.
     """
 
     def __init__(
@@ -79,7 +94,12 @@ class Console:
         self.log_dir = log_dir
         self._err = err
         self._has_terminal = out is not None
-        self._rich = RichConsole(file=out, highlight=False, markup=False, soft_wrap=True)  # type: ignore[arg-type]
+        self._rich = RichConsole(
+            file=out,  # type: ignore[arg-type]
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
         self._progress: Progress | None = None
 
     def print(self, text: str = "") -> None:
@@ -96,7 +116,9 @@ class Console:
         name: str = "step",
     ) -> None:
         """Print the line of one step, with the `columns` that the metrics contain."""
-        texts = [text for column in columns if (text := column.text(metrics)) is not None]
+        texts = [
+            text for column in columns if (text := column.text(metrics)) is not None
+        ]
         self.print("  ".join([f"{name} {step:>{len(str(total))}}/{total}", *texts]))
 
     def warn(self, text: str) -> None:
@@ -111,7 +133,8 @@ class Console:
     def error(self, text: str) -> None:
         """Report an error from any rank, to the terminal's stderr and to this rank's log.
 
-        If several ranks of one machine report the same text in one run, it is shown once.
+        If several ranks of one machine report the same text in one run, it is shown
+        once.
         """
         # A full disk must not keep the error from the terminal.
         with contextlib.suppress(OSError):
@@ -133,14 +156,21 @@ class Console:
     def progress(self, description: str, total: int) -> Iterator[Callable[[int], None]]:
         """Show a bar over long work; yield a function that takes the number of further items done.
 
-        Without a terminal, print a line at each quarter. On ranks that do not speak, show nothing.
+        Without a terminal, print a line at each quarter. On ranks that do not speak,
+        show nothing.
         """
         if not self.speaks:
             yield lambda done: None
-        elif self._rich.is_terminal and self._progress is None and not self._is_left_to_logging(logging.INFO):
+        elif (
+            self._rich.is_terminal
+            and self._progress is None
+            and not self._is_left_to_logging(logging.INFO)
+        ):
             label = TextColumn("{task.description}")
             columns = (label, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            with Progress(*columns, console=self._rich, transient=True) as self._progress:
+            with Progress(
+                *columns, console=self._rich, transient=True
+            ) as self._progress:
                 task = self._progress.add_task(description, total=total)
                 try:
                     yield lambda done: self._progress.advance(task, done)  # type: ignore[union-attr]
@@ -164,7 +194,9 @@ class Console:
     def _is_left_to_logging(self, level: int) -> bool:
         """Return whether the program's own handlers show lines of this level."""
         handlers = logging.getLogger().handlers if logger.propagate else []
-        shown = logger.isEnabledFor(level) and any(handler.level <= level for handler in handlers)
+        shown = logger.isEnabledFor(level) and any(
+            handler.level <= level for handler in handlers
+        )
         return shown and not self._has_terminal
 
     def _is_first(self, text: str) -> bool:
@@ -180,7 +212,9 @@ class Console:
                     return False
                 file.write(f"{mark} rank {self.rank}: {text}\n")
         except OSError as unwritable:
-            self._err_line(f"warning: {self.log_dir / 'errors.log'} cannot be written: {unwritable}")
+            self._err_line(
+                f"warning: {self.log_dir / 'errors.log'} cannot be written: {unwritable}"
+            )
         return True
 
     def _err_line(self, line: str) -> None:
@@ -214,12 +248,16 @@ class _Announcer(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show one announcement."""
-        self._console.announce(record.getMessage(), is_warning=record.levelno >= logging.WARNING)
+        self._console.announce(
+            record.getMessage(), is_warning=record.levelno >= logging.WARNING
+        )
 
 
 def show_announcements(console: Console) -> None:
     """Show announcements of this process on `console`, and on no other, from now on."""
-    for handler in [handler for handler in announcements.handlers if isinstance(handler, _Announcer)]:
+    for handler in [
+        handler for handler in announcements.handlers if isinstance(handler, _Announcer)
+    ]:
         announcements.removeHandler(handler)
     announcements.addHandler(_Announcer(console))
     announcements.setLevel(logging.INFO)
@@ -227,15 +265,22 @@ def show_announcements(console: Console) -> None:
 
 def _line_buffered(descriptor: int) -> Any:
     """Return a text stream of a duplicate of `descriptor`. Text that it cannot encode is escaped."""
-    return os.fdopen(os.dup(descriptor), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    return os.fdopen(
+        os.dup(descriptor),
+        "w",
+        buffering=1,
+        encoding="utf-8",
+        errors="backslashreplace",
+    )
 
 
 def redirect_output(log_dir: str | os.PathLike[str], rank: int) -> Console:
     """Redirect all output of this process, also from C++, to `log_dir`/rank_N.log; return a console for the terminal.
 
-    An uncaught exception also appears on the terminal: a MegaverlError as its message, others as their last line with
-    the name of the log that has the traceback. So does a crash in native code. Loggers and streams that were made
-    earlier follow, since the file descriptors themselves are redirected.
+    An uncaught exception also appears on the terminal: a MegaverlError as its message,
+    others as their last line with the name of the log that has the traceback. So does a
+    crash in native code. Loggers and streams that were made earlier follow, since the
+    file descriptors themselves are redirected.
     """
     # Absolute: user code may change the working folder later.
     log = Path(log_dir, f"rank_{rank}.log").absolute()
@@ -245,7 +290,9 @@ def redirect_output(log_dir: str | os.PathLike[str], rank: int) -> Console:
     show_announcements(console)
     faulthandler.enable(file=saved[1])
 
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def show(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         # A failure to write the log must not hide the error from the terminal.
         with contextlib.suppress(Exception):
             traceback.print_exception(kind, error, trace)
@@ -258,7 +305,9 @@ def redirect_output(log_dir: str | os.PathLike[str], rank: int) -> Console:
     return console
 
 
-def _plain_progress(show: Callable[[str], None], description: str, total: int) -> Callable[[int], None]:
+def _plain_progress(
+    show: Callable[[str], None], description: str, total: int
+) -> Callable[[int], None]:
     done = shown = 0
 
     def advance(count: int) -> None:
@@ -273,10 +322,13 @@ def _plain_progress(show: Callable[[str], None], description: str, total: int) -
 
 
 def _run_id() -> str:
-    """Return an id that is equal on all ranks of one run on this machine: launcher's process, port, and torchrun's
-    attempt.
+    """Return an id that is equal on all ranks of one run on this machine: launcher's
+    process, port, and torchrun's attempt.
     """
-    port, attempt = (os.environ.get(name, "0") for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
+    port, attempt = (
+        os.environ.get(name, "0")
+        for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    )
     return f"{os.getppid()}.{port}.{attempt}"
 
 

@@ -43,7 +43,9 @@ def text_curve(
 ) -> str:
     """Plot one curve for a terminal. `low` and `high` fix the ends of the vertical axis."""
     if width < 2 or height < 2:
-        raise ValueError(f"a plot needs a width and a height of at least 2, got {width} and {height}")
+        raise ValueError(
+            f"a plot needs a width and a height of at least 2, got {width} and {height}"
+        )
     columns = _columns(curve, width)
     finite = [value for value in columns if value is not None]
     if not finite:
@@ -55,7 +57,9 @@ def text_curve(
     # Height of each column in eighths of a line.
     eighths = []
     for value in columns:
-        eighths.append(0 if value is None else max(1, round(_scale(value, low, high) * height * 8)))
+        eighths.append(
+            0 if value is None else max(1, round(_scale(value, low, high) * height * 8))
+        )
     labels = {0: f"{high:.4g}", height - 1: f"{low:.4g}"}
     margin = max(len(label) for label in labels.values())
     lines = [title] if title else []
@@ -92,7 +96,13 @@ def plot_curves(
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for (name, curve), axes in zip(curves.items(), panels, strict=False):
         points = [(x, y) for x, y in curve if math.isfinite(y)]
-        axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, linewidth=1.5)
+        axes.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            marker="o",
+            markersize=3,
+            linewidth=1.5,
+        )
         axes.set_title(name, fontsize=10)
         axes.set_xlabel(x_label, fontsize=9)
         axes.grid(True, alpha=0.3)

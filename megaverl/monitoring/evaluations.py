@@ -1,7 +1,8 @@
 """Results of evaluation suites in a run's folder: written per prompt, read back, summarised and compared.
 
-Each suite has one file `suites/NAME.jsonl` with a line per prompt. All figures are computed from these lines, so that
-the table of `megaverl eval`, a comparison and a report agree.
+Each suite has one file `suites/NAME.jsonl` with a line per prompt. All figures are
+computed from these lines, so that the table of `megaverl eval`, a comparison and a
+report agree.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class PromptResult:
     @property
     def scores(self) -> PromptScores:
         """Scores of a prompt whose samples could all be scored."""
-        return PromptScores(tuple(bool(value) for value in self.correct), tuple(self.answers))
+        return PromptScores(
+            tuple(bool(value) for value in self.correct), tuple(self.answers)
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,9 @@ class SuiteResult:
         if count > 1 and all(prompt.answers for prompt in self.prompts):
             names.append(f"maj@{count}")
         further = {k for k in self.pass_at if k <= count}
-        names += [f"pass@{k}" for k in sorted(further | ({count} if count > 1 else set()))]
+        names += [
+            f"pass@{k}" for k in sorted(further | ({count} if count > 1 else set()))
+        ]
         return names
 
     def values(self, metric: str) -> dict[str, float]:
@@ -99,7 +104,11 @@ class SuiteResult:
         for prompt in self.prompts:
             if prompt.is_scored:
                 scores = prompt.scores
-                own = {"avg": lambda s: s.average, "maj": lambda s: s.majority(k), "pass": lambda s: s.passed(k)}
+                own = {
+                    "avg": lambda s: s.average,
+                    "maj": lambda s: s.majority(k),
+                    "pass": lambda s: s.passed(k),
+                }
                 values[prompt.prompt_id] = own[kind](scores)
         return values
 
@@ -119,7 +128,9 @@ class SuiteResult:
     @property
     def finished(self) -> float:
         """Share of the responses that the model ended itself."""
-        reasons = [reason for prompt in self.prompts for reason in prompt.finish_reasons]
+        reasons = [
+            reason for prompt in self.prompts for reason in prompt.finish_reasons
+        ]
         return sum(reason == "stop" for reason in reasons) / len(reasons)
 
 
@@ -145,13 +156,16 @@ def read_suites(folder: Path) -> dict[str, SuiteResult]:
     for place in suite_folders(folder):
         for file in sorted(place.glob("*.jsonl")):
             try:
-                # Not splitlines: responses may contain other line separators, such as U+2028.
+                # Not splitlines: responses may contain other line separators, such as
+                # U+2028.
                 lines = file.read_text(encoding="utf-8").rstrip("\n").split("\n")
                 head, *records = map(read_json, lines)
                 prompts = [PromptResult(**record) for record in records]
                 result = SuiteResult(str(head["suite"]), prompts, list(head["pass_at"]))
             except (OSError, ValueError, TypeError, KeyError) as error:
-                raise DataError(f"{file}: not the results of a suite ({error!r}). Evaluate again.") from error
+                raise DataError(
+                    f"{file}: not the results of a suite ({error!r}). Evaluate again."
+                ) from error
             results[result.suite] = result
     return results
 
@@ -172,7 +186,9 @@ class TableRow:
 
 
 def table_rows(
-    results: Sequence[SuiteResult], earlier: Mapping[str, SuiteResult] | None = None, confidence: float = CONFIDENCE
+    results: Sequence[SuiteResult],
+    earlier: Mapping[str, SuiteResult] | None = None,
+    confidence: float = CONFIDENCE,
 ) -> Iterator[TableRow]:
     """Yield the rows of a table. Metrics that the earlier evaluation also has are compared, paired over prompts."""
     for result in results:
@@ -188,10 +204,18 @@ def table_rows(
                 yield TableRow(result.suite, metric, estimate)
                 continue
             difference = paired_difference(old, new, confidence)
-            yield TableRow(result.suite, metric, estimate, math.fsum(common) / len(common), difference)
+            yield TableRow(
+                result.suite,
+                metric,
+                estimate,
+                math.fsum(common) / len(common),
+                difference,
+            )
 
 
-def cells_of(rows: Sequence[TableRow], confidence: float = CONFIDENCE) -> list[list[str]]:
+def cells_of(
+    rows: Sequence[TableRow], confidence: float = CONFIDENCE
+) -> list[list[str]]:
     """Return the cells of a table: a heading, then a line for each row."""
     interval = f"{confidence:.0%} interval"
     is_compared = any(row.difference is not None for row in rows)
@@ -201,12 +225,20 @@ def cells_of(rows: Sequence[TableRow], confidence: float = CONFIDENCE) -> list[l
     lines = [heads]
     for row in rows:
         estimate = row.estimate
-        cells = [row.suite, row.metric, f"{estimate.value:.4f}", _range(estimate.low, estimate.high)]
+        cells = [
+            row.suite,
+            row.metric,
+            f"{estimate.value:.4f}",
+            _range(estimate.low, estimate.high),
+        ]
         cells.append(str(estimate.num_prompts))
         difference = row.difference
         if difference is not None:
             cells += [f"{row.before:.4f}", f"{difference.value:+.4f}"]
-            cells += [_range(difference.low, difference.high, "+"), f"{difference.p_value:.3f}"]
+            cells += [
+                _range(difference.low, difference.high, "+"),
+                f"{difference.p_value:.3f}",
+            ]
         lines.append(cells + [""] * (len(heads) - len(cells)))
     return lines
 
@@ -215,7 +247,10 @@ def table_text(rows: Sequence[TableRow], confidence: float = CONFIDENCE) -> str:
     """Return the table as text."""
     lines = cells_of(rows, confidence)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    padded = [
+        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        for line in lines
+    ]
     return "\n".join("  ".join(line).rstrip() for line in padded)
 
 

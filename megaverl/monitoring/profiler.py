@@ -1,7 +1,8 @@
 """Detailed profiles of chosen steps: torch's operators and kernels, memory, stacks; joined over all ranks in one trace.
 
-`run.profile` names the steps, ranks and tools. Each rank writes its own files and stages to `profile/step_N`, and
-`megaverl trace` joins them. A tool that fails is left out with a warning and never ends a run.
+`run.profile` names the steps, ranks and tools. Each rank writes its own files and
+stages to `profile/step_N`, and `megaverl trace` joins them. A tool that fails is left
+out with a warning and never ends a run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from megaverl.outside import MAX_TRACE_BYTES, read_json_file
 from megaverl.processes import ending_with_parent
 
 NEED_A_GPU = ("memory", "nvtx", "cuda")
-SECONDS_TO_START, SECONDS_TO_WRITE = 10.0, 60.0  # time limits of py-spy to start, and to write its file
+# Time limits of py-spy to start, and to write its file.
+SECONDS_TO_START, SECONDS_TO_WRITE = 10.0, 60.0
 _SET_PTRACER, _ANYBODY = 0x59616D61, ctypes.c_ulong(-1)
 _FILE = re.compile(r"rank_(\d+)\.(stages|torch)\.json(?:\.gz)?")
 _COLLECTIVES = re.compile(r"rank_(\d+)\.collectives\.json")
@@ -48,16 +50,32 @@ class Profiler:
     """
 
     def __init__(
-        self, chosen: ProfileConfig, run_dir: Path, rank: int, timeline: Timeline, warn: Callable[[str], None]
+        self,
+        chosen: ProfileConfig,
+        run_dir: Path,
+        rank: int,
+        timeline: Timeline,
+        warn: Callable[[str], None],
     ) -> None:
         is_chosen = chosen.ranks is None or rank in chosen.ranks
         self._steps = frozenset(chosen.steps if is_chosen else ())
-        self._chosen, self._run_dir, self._rank, self._timeline, self._warn = chosen, run_dir, rank, timeline, warn
+        self._chosen, self._run_dir, self._rank, self._timeline, self._warn = (
+            chosen,
+            run_dir,
+            rank,
+            timeline,
+            warn,
+        )
         self._running: int | None = None
-        self._begin = self._began_at = 0  # begin of the step by time.perf_counter_ns and by time.time_ns
+        # Begin of the step by time.perf_counter_ns and by time.time_ns.
+        self._begin = self._began_at = 0
         self.dims: dict[tuple[int, ...], str] = {}
         self._open: list[tuple[str, AbstractContextManager[None]]] = []
-        if self._steps and not _has_gpu() and (absent := [tool for tool in chosen.tools if tool in NEED_A_GPU]):
+        if (
+            self._steps
+            and not _has_gpu()
+            and (absent := [tool for tool in chosen.tools if tool in NEED_A_GPU])
+        ):
             raise ConfigError(
                 f"run.profile.tools: {', '.join(absent)}: of CUDA, and this machine has no GPU that torch can use. "
                 "Leave it out; torch and py_spy work here."
@@ -77,14 +95,20 @@ class Profiler:
             self._steps -= {step}
             self._warn(f"run.profile: {error}; step {step} is not profiled")
             return
-        self._running, self._begin, self._began_at = step, time.perf_counter_ns(), time.time_ns()
+        self._running, self._begin, self._began_at = (
+            step,
+            time.perf_counter_ns(),
+            time.time_ns(),
+        )
         for tool in self._chosen.tools:
             around = TOOLS[tool](self, folder / f"rank_{self._rank}")
             try:
                 around.__enter__()
             except Exception as error:
                 # A tool may raise anything, and must not end the run.
-                self._warn(f"run.profile: {tool} does not start: {type(error).__name__}: {error}")
+                self._warn(
+                    f"run.profile: {tool} does not start: {type(error).__name__}: {error}"
+                )
             else:
                 self._open.append((tool, around))
 
@@ -103,16 +127,23 @@ class Profiler:
             try:
                 around.__exit__(None, None, None)
             except Exception as error:
-                self._warn(f"run.profile: {tool} of step {step} is not written: {type(error).__name__}: {error}")
+                self._warn(
+                    f"run.profile: {tool} of step {step} is not written: {type(error).__name__}: {error}"
+                )
         events = self._timeline.trace_events(self._begin)
         collectives, is_whole = recorded_collectives(self._began_at)
-        rows = [[self.dims.get(collective.ranks, ""), *collective] for collective in collectives]
+        rows = [
+            [self.dims.get(collective.ranks, ""), *collective]
+            for collective in collectives
+        ]
         try:
             for name, content in (
                 ("stages", {"traceEvents": events}),
                 ("collectives", {"all": is_whole, "rows": rows}),
             ):
-                path = step_folder(self._run_dir, step) / f"rank_{self._rank}.{name}.json"
+                path = (
+                    step_folder(self._run_dir, step) / f"rank_{self._rank}.{name}.json"
+                )
                 path.write_text(json.dumps(content), encoding="utf-8")
         except OSError as error:
             self._warn(f"run.profile: {error}")
@@ -122,13 +153,20 @@ class Profiler:
         """Record operators on the host, and kernels and copies on the device, in Chrome's trace-event format."""
         from torch.profiler import ProfilerActivity, profile
 
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if _has_gpu() else [])]
-        asked = {key: getattr(self._chosen, key) for key in ("record_shapes", "with_stack", "profile_memory")}
+        activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if _has_gpu() else []),
+        ]
+        asked = {
+            key: getattr(self._chosen, key)
+            for key in ("record_shapes", "with_stack", "profile_memory")
+        }
         profiler = profile(activities=activities, **asked)
         profiler.start()
         yield
         profiler.stop()
-        # torch compresses by the name's ending, so the unfinished file must end in .json.gz too.
+        # torch compresses by the name's ending, so the unfinished file must end in
+        # .json.gz too.
         part = name.with_name(name.name + ".part.json.gz")
         profiler.export_chrome_trace(str(part))
         os.replace(part, name.with_name(name.name + ".torch.json.gz"))
@@ -141,7 +179,9 @@ class Profiler:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
         yield
         try:
-            torch.cuda.memory._dump_snapshot(str(name.with_name(name.name + ".memory.pickle")))
+            torch.cuda.memory._dump_snapshot(
+                str(name.with_name(name.name + ".memory.pickle"))
+            )
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
 
@@ -173,10 +213,20 @@ class Profiler:
     def _py_spy(self, name: Path) -> Iterator[None]:
         """Sample Python's stacks a hundred times a second, for https://www.speedscope.app."""
         output = name.with_name(name.name + ".speedscope.json")
-        command = [py_spy() or "py-spy", "record", "--pid", str(os.getpid()), "--format", "speedscope", "--threads"]
+        command = [
+            py_spy() or "py-spy",
+            "record",
+            "--pid",
+            str(os.getpid()),
+            "--format",
+            "speedscope",
+            "--threads",
+        ]
         command = ending_with_parent([*command, "--output", str(output)])
         _may_be_traced(True)
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         try:
             assert process.stdout is not None
             # py-spy prints a line once it has attached to this process.
@@ -224,15 +274,20 @@ def step_folder(run_dir: Path, step: int) -> Path:
 
 def profiled_steps(run_dir: Path) -> list[int]:
     """List the steps with recordings."""
-    numbers = (path.name.removeprefix("step_") for path in (run_dir / "profile").glob("step_*"))
+    numbers = (
+        path.name.removeprefix("step_") for path in (run_dir / "profile").glob("step_*")
+    )
     return sorted(int(name) for name in numbers if name.isdigit())
 
 
-def write_step_trace(run_dir: Path, step: int | None = None, output: Path | None = None) -> tuple[Path, list[Path]]:
+def write_step_trace(
+    run_dir: Path, step: int | None = None, output: Path | None = None
+) -> tuple[Path, list[Path]]:
     """Join the recordings and stages of all ranks for one step, on one time axis that begins at 0.
 
-    Each rank has its stages, then its host threads, then its devices. Times are those of the hosts' clocks. For ranks
-    without recordings, the stages come from the run's own timeline if it has them.
+    Each rank has its stages, then its host threads, then its devices. Times are those
+    of the hosts' clocks. For ranks without recordings, the stages come from the run's
+    own timeline if it has them.
 
     Args:
         step: None: the last profiled step.
@@ -249,7 +304,9 @@ def write_step_trace(run_dir: Path, step: int | None = None, output: Path | None
         step = known[-1]
     if not run_dir.is_dir() or step is None:
         reason = "nothing was profiled in it" if run_dir.is_dir() else "no such folder"
-        raise DataError(f"{run_dir}: {reason}. Name a run that has run.profile.steps, or a step: --step 3.")
+        raise DataError(
+            f"{run_dir}: {reason}. Name a run that has run.profile.steps, or a step: --step 3."
+        )
     stages: dict[int, list[dict[str, Any]]] = {}
     traces: dict[int, list[dict[str, Any]]] = {}
     others: list[Path] = []
@@ -274,7 +331,11 @@ def write_step_trace(run_dir: Path, step: int | None = None, output: Path | None
     for rank in ranks_of_step - stages.keys():
         stages[rank] = [event for event in of_step if event["pid"] == rank]
     if not stages and not traces:
-        available = f"profiled were {', '.join(map(str, known))}" if known else "nothing was profiled"
+        available = (
+            f"profiled were {', '.join(map(str, known))}"
+            if known
+            else "nothing was profiled"
+        )
         raise DataError(f"{run_dir}: it has nothing of step {step}; {available}.")
     joined: list[dict[str, Any]] = []
     for rank, events in stages.items():
@@ -308,17 +369,24 @@ def collective_lines(run_dir: Path, step: int | None = None) -> list[str]:
         content = read_json_file(path)
         rank = path.name.partition(".")[0].replace("_", " ")
         for dim, ranks, operation, calls, nbytes in content["rows"]:
-            group = dim or (f"ranks {', '.join(map(str, ranks))}" if ranks else "all of its world")
-            lines.append(f"{rank:<9}{operation:<20}{calls:>6} calls {nbytes / 1e6:>12,.3f} MB  {group}")
+            group = dim or (
+                f"ranks {', '.join(map(str, ranks))}" if ranks else "all of its world"
+            )
+            lines.append(
+                f"{rank:<9}{operation:<20}{calls:>6} calls {nbytes / 1e6:>12,.3f} MB  {group}"
+            )
         if not content["all"]:
-            lines.append(f"{rank:<9}... the first of them are lost: set TORCH_NCCL_TRACE_BUFFER_SIZE to more than 2000")
+            lines.append(
+                f"{rank:<9}... the first of them are lost: set TORCH_NCCL_TRACE_BUFFER_SIZE to more than 2000"
+            )
     return lines
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
     """Read the events of a trace, with times in whole nanoseconds since 1970.
 
-    Microseconds would not be exact, and a nested event could end after the one around it.
+    Microseconds would not be exact, and a nested event could end after the one around
+    it.
     """
     try:
         trace = read_json_file(path, MAX_TRACE_BYTES, not_finite=True)
@@ -343,20 +411,32 @@ def _is_of(event: dict[str, Any], step: int) -> bool:
 PROCESSES_OF_A_RANK = 1000
 
 
-def _placed(events: list[dict[str, Any]], rank: int, first: int, name: str) -> Iterator[dict[str, Any]]:
+def _placed(
+    events: list[dict[str, Any]], rank: int, first: int, name: str
+) -> Iterator[dict[str, Any]]:
     """Yield a rank's events with process numbers that are unique and ordered by rank, and with the rank's name."""
     numbers: dict[Any, int] = {}
     for event in events:
-        number = numbers.setdefault(event.get("pid"), rank * PROCESSES_OF_A_RANK + first + len(numbers))
+        number = numbers.setdefault(
+            event.get("pid"), rank * PROCESSES_OF_A_RANK + first + len(numbers)
+        )
         placed = event | {"pid": number}
         if event["ph"] == "M" and event["name"] == "process_name":
-            placed["args"] = {"name": f"rank {rank}: {name or event['args'].get('name', '')}"}
+            placed["args"] = {
+                "name": f"rank {rank}: {name or event['args'].get('name', '')}"
+            }
         elif event["ph"] == "M" and event["name"] == "process_sort_index":
             placed["args"] = {"sort_index": number}
         elif event["ph"] in "stf" and isinstance(event.get("id"), int):
-            # Every rank numbers its arrows (flow events) from 1, so make the ids unique.
+            # Every rank numbers its arrows (flow events) from 1, so make the ids
+            # unique.
             placed["id"] = (rank << 32) + event["id"]
         yield placed
     if name:
         for number in numbers.values():
-            yield {"ph": "M", "pid": number, "name": "process_sort_index", "args": {"sort_index": number}}
+            yield {
+                "ph": "M",
+                "pid": number,
+                "name": "process_sort_index",
+                "args": {"sort_index": number},
+            }

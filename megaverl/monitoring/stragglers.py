@@ -1,10 +1,12 @@
 """Find ranks that are slower than others at the same work, from the time of their own work alone.
 
-Ranks that compute together finish together: in every collective, fast ranks wait for the slow one. So the duration of a
-stage does not show which rank is slow, and work must be compared without waits. On a CPU this is the processor time of
-each stage, since a waiting rank uses none. On a GPU it is the time of kernels by name and size, without NCCL's, as
-CUPTI measures it through nvidia-resiliency-ext's `CuptiManager` (0.4 to 0.7; needs CUDA). That package's own reports
-are not used: they compare the host's time of a section, including its waits, and gather pickled objects.
+Ranks that compute together finish together: in every collective, fast ranks wait for
+the slow one. So the duration of a stage does not show which rank is slow, and work must
+be compared without waits. On a CPU this is the processor time of each stage, since a
+waiting rank uses none. On a GPU it is the time of kernels by name and size, without
+NCCL's, as CUPTI measures it through nvidia-resiliency-ext's `CuptiManager` (0.4 to 0.7;
+needs CUDA). That package's own reports are not used: they compare the host's time of a
+section, including its waits, and gather pickled objects.
 """
 
 from __future__ import annotations
@@ -25,11 +27,16 @@ from megaverl.monitoring.timeline import Timeline
 # Stage -> kernel (or "" for all of it) -> (seconds per call, number of calls).
 Work = Mapping[str, Mapping[str, tuple[float, float]]]
 
-SCORE = 0.75  # a rank below this fraction of the usual speed is slow, as in nvidia-resiliency-ext
-LEAST_SHARE = 0.05  # a stage counts only if it loses more than this fraction of all usual work
+# A rank below this fraction of the usual speed is slow, as in nvidia-resiliency-ext.
+SCORE = 0.75
+# A stage counts only if it loses more than this fraction of all usual work.
+LEAST_SHARE = 0.05
 KEPT_KERNELS = 64  # number of kernels that are compared: those with the most time
 KERNELS = "kernels"
-CUPTI = ("nvidia_resiliency_ext.attribution.straggler.cupti", "nvidia_resiliency_ext.straggler.cupti")
+CUPTI = (
+    "nvidia_resiliency_ext.attribution.straggler.cupti",
+    "nvidia_resiliency_ext.straggler.cupti",
+)
 
 
 class Slow(NamedTuple):
@@ -56,12 +63,15 @@ class ProcessorMeter:
 
     def take(self) -> Work:
         """Return the work since the last call."""
-        return {stage: {"": (seconds, 1.0)} for stage, seconds in self._timeline.take_work().items()}
+        return {
+            stage: {"": (seconds, 1.0)}
+            for stage, seconds in self._timeline.take_work().items()
+        }
 
 
 class KernelMeter:
-    """Measures kernels of this rank's GPU in one step, by name, block and grid. NCCL's are left out, as they wait for
-    ranks.
+    """Measures kernels of this rank's GPU in one step, by name, block and grid. NCCL's
+    are left out, as they wait for ranks.
 
     Raises:
         ConfigError: nvidia-resiliency-ext or its CUPTI is missing.
@@ -101,7 +111,9 @@ class KernelMeter:
             for name, stats in self._cupti.get_results().items()
             if "nccl" not in name.lower()
         }
-        longest = sorted(kernels, key=lambda name: -kernels[name][0] * kernels[name][1])[:KEPT_KERNELS]
+        longest = sorted(
+            kernels, key=lambda name: -kernels[name][0] * kernels[name][1]
+        )[:KEPT_KERNELS]
         return {KERNELS: {name: kernels[name] for name in longest}}
 
 
@@ -141,8 +153,9 @@ class Stragglers:
     def compare(self, done: int) -> dict[str, float]:
         """Compare the ranks if a comparison is due after `done` steps, report slow ranks, and return metrics.
 
-        The metrics are equal on every rank: `stragglers/count`, and of the slowest rank `stragglers/slowest_rank` and
-        `stragglers/slowest_score`, its fraction of the usual speed.
+        The metrics are equal on every rank: `stragglers/count`, and of the slowest rank
+        `stragglers/slowest_rank` and `stragglers/slowest_score`, its fraction of the
+        usual speed.
         """
         if done % self._every:
             return {}
@@ -156,21 +169,27 @@ class Stragglers:
             )
         metrics = {"stragglers/count": float(len(slow))}
         if ranks:
-            metrics |= {"stragglers/slowest_rank": float(ranks[0].rank), "stragglers/slowest_score": ranks[0].score}
+            metrics |= {
+                "stragglers/slowest_rank": float(ranks[0].rank),
+                "stragglers/slowest_score": ranks[0].score,
+            }
         return metrics
 
 
 def _slowest(reports: Sequence[tuple[str, Work]]) -> list[Slow]:
     """Return the slow ranks and in any case the slowest one first, from all ranks' reports."""
     ranks = slowness([like for like, _ in reports], [work for _, work in reports])
-    return [rank for number, rank in enumerate(ranks) if not number or rank.score < SCORE]
+    return [
+        rank for number, rank in enumerate(ranks) if not number or rank.score < SCORE
+    ]
 
 
 def slowness(like: Sequence[str], works: Sequence[Work]) -> list[Slow]:
     """Compare each rank's work with that of ranks that do the same; slowest first. Ranks without an equal are left out.
 
-    A rank's time of a stage is its time per call of each kernel, times the usual number of calls over all ranks. So a
-    rank with more work is not slow because of it. "Usual" is the lower median over the ranks.
+    A rank's time of a stage is its time per call of each kernel, times the usual number
+    of calls over all ranks. So a rank with more work is not slow because of it. "Usual"
+    is the lower median over the ranks.
     """
     slow: list[Slow] = []
     for kind in dict.fromkeys(like):
@@ -195,18 +214,28 @@ def _compare_alike(works: Mapping[int, Work]) -> Iterator[Slow]:
         if worst is None:
             continue
         rank_seconds, others = seconds[worst][rank], usual[worst]
-        # A short stage varies much by chance; a rank only counts as slow if it loses a noticeable share of the whole
-        # work.
-        score = min(1.0, others / rank_seconds) if rank_seconds > 0 and lost[worst] > least else 1.0
+        # A short stage varies much by chance; a rank only counts as slow if it loses a
+        # noticeable share of the whole work.
+        score = (
+            min(1.0, others / rank_seconds)
+            if rank_seconds > 0 and lost[worst] > least
+            else 1.0
+        )
         yield Slow(rank, score, worst, rank_seconds, others)
 
 
-def _seconds(of_ranks: Mapping[int, Mapping[str, tuple[float, float]]]) -> dict[int, float]:
+def _seconds(
+    of_ranks: Mapping[int, Mapping[str, tuple[float, float]]],
+) -> dict[int, float]:
     """Return rank -> seconds for the same number of the same calls."""
     common = set.intersection(*(set(things) for things in of_ranks.values()))
-    calls = {thing: median_low([things[thing][1] for things in of_ranks.values()]) for thing in common}
+    calls = {
+        thing: median_low([things[thing][1] for things in of_ranks.values()])
+        for thing in common
+    }
     seconds = {}
     for rank, things in of_ranks.items():
-        # Sorted: the order of a set differs between processes, and with it the last bit of a sum.
+        # Sorted: the order of a set differs between processes, and with it the last bit
+        # of a sum.
         seconds[rank] = sum(things[thing][0] * calls[thing] for thing in sorted(common))
     return seconds

@@ -26,9 +26,10 @@ NO_ROLE = "trainer"
 class Timeline:
     """Spans of host time on one rank.
 
-    Spans nest, and threads may open their own. On a GPU a span ends when the host has enqueued its work, so a caller
-    that wants device time must synchronise before the span closes. The trace keeps the last `max_events` spans; the
-    sums per step are exact regardless.
+    Spans nest, and threads may open their own. On a GPU a span ends when the host has
+    enqueued its work, so a caller that wants device time must synchronise before the
+    span closes. The trace keeps the last `max_events` spans; the sums per step are
+    exact regardless.
 
     Attributes:
         roles: span name -> role that does the work, for the trace.
@@ -48,16 +49,24 @@ class Timeline:
         self.roles: dict[str, str] = {}
         self.mark: Callable[[str], Callable[[], None]] | None = None
         self.received: Callable[[], Mapping[str, float]] | None = None
-        self.by_dimension: Callable[[str, Mapping[str, float]], Mapping[str, float]] = lambda role, counts: {}
-        # Role -> group -> bytes received in the outermost spans of the thread that runs the step.
-        self._bytes: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self.by_dimension: Callable[[str, Mapping[str, float]], Mapping[str, float]] = (
+            lambda role, counts: {}
+        )
+        # Role -> group -> bytes received in the outermost spans of the thread that runs
+        # the step.
+        self._bytes: defaultdict[str, defaultdict[str, float]] = defaultdict(
+            lambda: defaultdict(float)
+        )
         self._to_wall_ns = _monotonic_to_wall_ns()
-        self._events: deque[tuple[str, int, int, int, int | None, int | None]] = deque(maxlen=max_events)
+        self._events: deque[tuple[str, int, int, int, int | None, int | None]] = deque(
+            maxlen=max_events
+        )
         self._totals: defaultdict[str, int] = defaultdict(int)
         self._work: defaultdict[str, int] = defaultdict(int)
         self._covered_ns = 0  # time in outermost spans of the thread that runs the step
         self._step: int | None = None
-        self._ahead: int | None = None  # step that the running spans belong to, where it is ahead of this one
+        # Step that the running spans belong to, where it is ahead of this one.
+        self._ahead: int | None = None
         self._is_open = False
         self._step_begin = 0
         self._step_ns = 0
@@ -69,13 +78,18 @@ class Timeline:
         """Time the block under `name`."""
         self._depth.value = getattr(self._depth, "value", 0) + 1
         unmark = self.mark(name) if self.mark is not None else None
-        is_outermost = self._depth.value == 1 and threading.get_ident() == self._step_thread
+        is_outermost = (
+            self._depth.value == 1 and threading.get_ident() == self._step_thread
+        )
         before = self.received() if is_outermost and self.received is not None else None
         worked, begin = time.process_time_ns(), time.perf_counter_ns()
         try:
             yield
         finally:
-            duration, work = time.perf_counter_ns() - begin, time.process_time_ns() - worked
+            duration, work = (
+                time.perf_counter_ns() - begin,
+                time.process_time_ns() - worked,
+            )
             depth = self._depth.value = self._depth.value - 1
             thread = threading.get_ident()
             step = self._step if self._ahead is None else self._ahead
@@ -123,24 +137,38 @@ class Timeline:
     def end(self, number: int) -> None:
         """End the step that `begin` began."""
         self._is_open = False
-        begin, self._step_ns = self._step_begin, time.perf_counter_ns() - self._step_begin
-        self._events.append(("step", begin, self._step_ns, self._step_thread, number, None))
+        begin, self._step_ns = (
+            self._step_begin,
+            time.perf_counter_ns() - self._step_begin,
+        )
+        self._events.append(
+            ("step", begin, self._step_ns, self._step_thread, number, None)
+        )
 
     def step_metrics(self, prefix: str = "time/") -> dict[str, float]:
         """Return milliseconds per span name in the current or last step.
 
-        `step_ms` is the whole step, and `other_ms` the time outside all outermost spans of its thread. `busy/<role>` is
-        the fraction of the step in which this rank worked for a role. A nested span counts both under its own name and
-        in the span around it. `comm/<role>/<dimension>_bytes` are bytes that this rank received in collectives.
+        `step_ms` is the whole step, and `other_ms` the time outside all outermost spans
+        of its thread. `busy/<role>` is the fraction of the step in which this rank
+        worked for a role. A nested span counts both under its own name and in the span
+        around it. `comm/<role>/<dimension>_bytes` are bytes that this rank received in
+        collectives.
         """
-        metrics = {f"{prefix}{name}_ms": total / 1e6 for name, total in sorted(self._totals.items())}
+        metrics = {
+            f"{prefix}{name}_ms": total / 1e6
+            for name, total in sorted(self._totals.items())
+        }
         if self._step is not None:
             metrics[f"{prefix}step_ms"] = self._step_ns / 1e6
-            metrics[f"{prefix}other_ms"] = max(0, self._step_ns - self._covered_ns) / 1e6
+            metrics[f"{prefix}other_ms"] = (
+                max(0, self._step_ns - self._covered_ns) / 1e6
+            )
         if self._step_ns:
             for role in dict.fromkeys(self.roles.values()):
                 worked = sum(
-                    self._totals.get(name, 0) for name, role_of_stage in self.roles.items() if role_of_stage == role
+                    self._totals.get(name, 0)
+                    for name, role_of_stage in self.roles.items()
+                    if role_of_stage == role
                 )
                 metrics[f"busy/{role}"] = min(1.0, worked / self._step_ns)
         for role, counts in sorted(self._bytes.items()):
@@ -156,13 +184,19 @@ class Timeline:
     def trace_events(self, since: int = 0) -> list[dict[str, Any]]:
         """Return the spans in Chrome's trace-event format. The process id is the rank.
 
-        `processor_us` is the processor time that the process used in all its threads during a span.
+        `processor_us` is the processor time that the process used in all its threads
+        during a span.
 
         Args:
             since: a value of `time.perf_counter_ns`; earlier spans are left out.
         """
         events: list[dict[str, Any]] = [
-            {"ph": "M", "pid": self.rank, "name": "process_name", "args": {"name": f"rank {self.rank}"}}
+            {
+                "ph": "M",
+                "pid": self.rank,
+                "name": "process_name",
+                "args": {"name": f"rank {self.rank}"},
+            }
         ]
         for name, begin, duration, thread, step, work in list(self._events):
             if begin < since:
@@ -171,7 +205,9 @@ class Timeline:
             event |= {"ts": (begin + self._to_wall_ns) / 1e3, "dur": duration / 1e3}
             worked = None if work is None else work / 1e3
             facts = {"step": step, "role": self.roles.get(name), "processor_us": worked}
-            if known := {key: value for key, value in facts.items() if value is not None}:
+            if known := {
+                key: value for key, value in facts.items() if value is not None
+            }:
                 event["args"] = known
             events.append(event)
         return events
@@ -181,7 +217,9 @@ class Timeline:
         return _write_trace(Path(path), self.trace_events())
 
 
-def merge_traces(paths: Iterable[str | os.PathLike[str]], path: str | os.PathLike[str]) -> Path:
+def merge_traces(
+    paths: Iterable[str | os.PathLike[str]], path: str | os.PathLike[str]
+) -> Path:
     """Join the traces of several ranks in one file on one time axis."""
     events: list[dict[str, Any]] = []
     for source in paths:
@@ -192,7 +230,8 @@ def merge_traces(paths: Iterable[str | os.PathLike[str]], path: str | os.PathLik
 def _write_trace(path: Path, events: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-    # A report may be made while the run goes on, so a reader sees the old trace or the new one, never half of one.
+    # A report may be made while the run goes on, so a reader sees the old trace or the
+    # new one, never half of one.
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
@@ -220,12 +259,16 @@ def total_received(metrics: Mapping[str, float]) -> dict[str, float]:
 def _monotonic_to_wall_ns() -> int:
     """Return the offset from `time.perf_counter_ns` to nanoseconds since 1970, which other ranks and recorders use.
 
-    Of several readings, the one in which the least time passed is used, as the process may lose its processor within
-    one.
+    Of several readings, the one in which the least time passed is used, as the process
+    may lose its processor within one.
     """
     readings = []
     for _ in range(16):
-        before, wall, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
+        before, wall, after = (
+            time.perf_counter_ns(),
+            time.time_ns(),
+            time.perf_counter_ns(),
+        )
         readings.append((after - before, wall - (before + after) // 2))
     return min(readings)[1]
 
@@ -243,11 +286,12 @@ def peak_process_memory_mb() -> float:
 
 
 def memory_metrics(*roles: str) -> dict[str, float]:
-    """Return `memory/<role>_gpu_mem_mb` of the roles on this rank, which share its memory, and the process's resident
-    memory.
+    """Return `memory/<role>_gpu_mem_mb` of the roles on this rank, which share its
+    memory, and the process's resident memory.
 
-    On CUDA this is the peak of torch's allocator on the current device since the last call, which resets the peak.
-    Without CUDA it is the resident memory, so that the curve exists on every platform. torch is not imported for this.
+    On CUDA this is the peak of torch's allocator on the current device since the last
+    call, which resets the peak. Without CUDA it is the resident memory, so that the
+    curve exists on every platform. torch is not imported for this.
     """
     resident = process_memory_mb()
     metrics = {
@@ -257,24 +301,37 @@ def memory_metrics(*roles: str) -> dict[str, float]:
         "memory/process_peak_rss_mb": max(resident, peak_process_memory_mb()),
     }
     torch = sys.modules.get("torch")
-    # Check is_initialized first: reading a device's statistics would create a CUDA context.
-    if torch is not None and torch.version.cuda is not None and torch.cuda.is_initialized():
+    # Check is_initialized first: reading a device's statistics would create a CUDA
+    # context.
+    if (
+        torch is not None
+        and torch.version.cuda is not None
+        and torch.cuda.is_initialized()
+    ):
         for role in roles:
-            metrics[f"memory/{role}_gpu_mem_mb"] = torch.cuda.max_memory_allocated() / MB
-            metrics[f"memory/{role}_gpu_reserved_mb"] = torch.cuda.memory_reserved() / MB
+            metrics[f"memory/{role}_gpu_mem_mb"] = (
+                torch.cuda.max_memory_allocated() / MB
+            )
+            metrics[f"memory/{role}_gpu_reserved_mb"] = (
+                torch.cuda.memory_reserved() / MB
+            )
         torch.cuda.reset_peak_memory_stats()
-        metrics |= gpu_metrics(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        metrics |= gpu_metrics(
+            torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        )
     return metrics
 
 
-_GPUS: dict[str, Any] = {}  # uuid -> (handle, last energy, last time, last sample's time stamp)
+# uuid -> (handle, last energy, last time, last sample's time stamp).
+_GPUS: dict[str, Any] = {}
 
 
 def gpu_metrics(uuid: Any) -> dict[str, float]:
     """Return `gpu/power_w` and `gpu/utilization` of a GPU, averaged since the last call, from NVML's counters.
 
-    Empty in the first call, and if NVML (nvidia-ml-py) is missing or lacks the counters. Utilization is the fraction of
-    time in which any kernel ran; `train/mfu` shows how well they used the GPU.
+    Empty in the first call, and if NVML (nvidia-ml-py) is missing or lacks the
+    counters. Utilization is the fraction of time in which any kernel ran; `train/mfu`
+    shows how well they used the GPU.
     """
     try:
         import pynvml
@@ -284,17 +341,24 @@ def gpu_metrics(uuid: Any) -> dict[str, float]:
         if str(uuid) not in _GPUS:
             pynvml.nvmlInit()
         before = _GPUS.get(str(uuid))
-        handle = before[0] if before else pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        energy, now = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.monotonic()  # mJ
+        handle = (
+            before[0] if before else pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        )
+        energy = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)  # mJ
+        now = time.monotonic()
         kind, samples = pynvml.nvmlDeviceGetSamples(
             handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, before[3] if before else 0
         )
     except pynvml.NVMLError:
         return {}
     values = [sample.sampleValue.uiVal for sample in samples if sample.timeStamp]
-    newest = max((sample.timeStamp for sample in samples), default=before[3] if before else 0)
+    newest = max(
+        (sample.timeStamp for sample in samples), default=before[3] if before else 0
+    )
     _GPUS[str(uuid)] = (handle, energy, now, newest)
     if before is None:
         return {}
     metrics = {"gpu/power_w": (energy - before[1]) / 1e3 / max(now - before[2], 1e-9)}
-    return metrics | ({"gpu/utilization": sum(values) / len(values) / 100} if values else {})
+    return metrics | (
+        {"gpu/utilization": sum(values) / len(values) / 100} if values else {}
+    )

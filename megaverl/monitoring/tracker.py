@@ -1,5 +1,5 @@
-"""Tracker: write a run's metrics to every requested backend, slow ones in a thread; and record versions of the
-software.
+"""Tracker: write a run's metrics to every requested backend, slow ones in a thread; and
+record versions of the software.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from megaverl.errors import ConfigError
-from megaverl.monitoring.backends import LOCAL, Backend, RunInfo, Samples, check_installed, make_backend
+from megaverl.monitoring.backends import (
+    LOCAL,
+    Backend,
+    RunInfo,
+    Samples,
+    check_installed,
+    make_backend,
+)
 from megaverl.user_code import describe
 from megaverl.version import __version__
 
@@ -34,9 +41,10 @@ def warn_on_stderr(text: str) -> None:
 class Tracker:
     """Writes metrics to `metrics.jsonl` always, and to the other requested backends.
 
-    Only rank 0 makes one. A backend that cannot start or fails later is left out with one warning. So a tracker never
-    stops training, and training never waits for a slow one (`Queued`). `check_backends` reports configuration mistakes
-    before the run begins.
+    Only rank 0 makes one. A backend that cannot start or fails later is left out with
+    one warning. So a tracker never stops training, and training never waits for a slow
+    one (`Queued`). `check_backends` reports configuration mistakes before the run
+    begins.
 
     Args:
         run_dir: the run's folder, created if missing.
@@ -66,7 +74,9 @@ class Tracker:
         self.run_dir = Path(run_dir)
         self._warn = warn
         self._only = tuple(only)
-        info = RunInfo(self.run_dir, name or self.run_dir.name, project, config or {}, resume_step)
+        info = RunInfo(
+            self.run_dir, name or self.run_dir.name, project, config or {}, resume_step
+        )
         self._backends: dict[str, Backend] = {}
         for backend in dict.fromkeys(["jsonl", *backends]):
             self._start(backend, info)
@@ -74,7 +84,11 @@ class Tracker:
     @property
     def active(self) -> tuple[str, ...]:
         """Names of the backends that still work."""
-        return tuple(name for name, backend in self._backends.items() if getattr(backend, "works", True))
+        return tuple(
+            name
+            for name, backend in self._backends.items()
+            if getattr(backend, "works", True)
+        )
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one record.
@@ -85,16 +99,22 @@ class Tracker:
         numbers = {key: _number(key, value) for key, value in metrics.items()}
         seconds = time.time()
         selected = {
-            key: value for key, value in numbers.items() if any(fnmatch(key, pattern) for pattern in self._only)
+            key: value
+            for key, value in numbers.items()
+            if any(fnmatch(key, pattern) for pattern in self._only)
         }
         for name in list(self._backends):
             if not selected and name != "jsonl":
                 continue
             try:
-                self._backends[name].write(step, seconds, numbers if name == "jsonl" else selected)
+                self._backends[name].write(
+                    step, seconds, numbers if name == "jsonl" else selected
+                )
             except Exception as error:  # whatever a tracker's library raises
                 del self._backends[name]
-                self._warn(f"the tracker {name!r} failed at step {step}, it is left out now: {describe(error)}")
+                self._warn(
+                    f"the tracker {name!r} failed at step {step}, it is left out now: {describe(error)}"
+                )
 
     def log_samples(self, step: int, split: str, samples: Samples) -> None:
         """Write samples to the backends that support them."""
@@ -105,7 +125,9 @@ class Tracker:
                     write(step, split, samples)
             except Exception as error:  # whatever a tracker's library raises
                 del self._backends[name]
-                self._warn(f"the tracker {name!r} failed at step {step}, it is left out now: {describe(error)}")
+                self._warn(
+                    f"the tracker {name!r} failed at step {step}, it is left out now: {describe(error)}"
+                )
 
     def close(self) -> None:
         """Close every backend. A second call does nothing."""
@@ -114,27 +136,40 @@ class Tracker:
             try:
                 backend.close()
             except Exception as error:  # whatever a tracker's library raises
-                self._warn(f"the tracker {name!r} did not close cleanly: {describe(error)}")
+                self._warn(
+                    f"the tracker {name!r} did not close cleanly: {describe(error)}"
+                )
 
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
     def _start(self, name: str, info: RunInfo) -> None:
         try:
-            self._backends[name] = make_backend(name, info) if name in LOCAL else self._queued(name, info)
+            self._backends[name] = (
+                make_backend(name, info) if name in LOCAL else self._queued(name, info)
+            )
         except ConfigError as error:
             self._warn(str(error))
         except Exception as error:  # whatever a tracker's library raises
-            self._warn(f"the tracker {name!r} could not start and is left out: {describe(error)}")
+            self._warn(
+                f"the tracker {name!r} could not start and is left out: {describe(error)}"
+            )
 
     def _queued(self, name: str, info: RunInfo) -> Backend:
         check_installed(name)
-        return Queued(name, lambda: make_backend(name, info), lambda why: self._warn(f"the tracker {name!r}: {why}"))
+        return Queued(
+            name,
+            lambda: make_backend(name, info),
+            lambda why: self._warn(f"the tracker {name!r}: {why}"),
+        )
 
 
 MetricsTracker = Tracker  # public name for programs
@@ -145,7 +180,9 @@ def _number(key: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         description = f"{type(value).__name__}: {value!r}"
-        raise TypeError(f"metric {key!r} must be one number, got {description}") from error
+        raise TypeError(
+            f"metric {key!r} must be one number, got {description}"
+        ) from error
 
 
 WAITING = 1000  # queued records after which a tracker counts as failed
@@ -170,12 +207,16 @@ class Queued:
         failed: called once with the reason why the tracker is left out, from the thread or from `write`.
     """
 
-    def __init__(self, name: str, make: Callable[[], Backend], failed: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], Backend], failed: Callable[[str], None]
+    ) -> None:
         self._make, self._failed = make, failed
         self._records: queue.Queue[Record | None] = queue.Queue(WAITING)
         self._lock = threading.Lock()
         self.works = True
-        self._thread = threading.Thread(target=self._serve, name=f"tracker {name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, name=f"tracker {name}", daemon=True
+        )
         self._thread.start()
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
@@ -187,10 +228,13 @@ class Queued:
     def _put(self, record: Record) -> None:
         if self.works:
             try:
-                # Training never waits for a tracker: one that does not keep up is left out.
+                # Training never waits for a tracker: one that does not keep up is left
+                # out.
                 self._records.put_nowait(record)
             except queue.Full:
-                self._leave_out(f"it has not taken the last {WAITING} records, and is left out at step {record.step}")
+                self._leave_out(
+                    f"it has not taken the last {WAITING} records, and is left out at step {record.step}"
+                )
 
     def close(self, seconds: float = SECONDS_TO_FINISH) -> None:
         """Wait until everything is written, but at most `seconds`."""
@@ -203,7 +247,9 @@ class Queued:
             return
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._leave_out(f"it has not finished within {seconds:.0f} s, and is left alone")
+            self._leave_out(
+                f"it has not finished within {seconds:.0f} s, and is left alone"
+            )
 
     def _serve(self) -> None:
         step: int | None = None
@@ -213,7 +259,9 @@ class Queued:
                 step = record.step
                 if not record.split:
                     backend.write(*record[:3])
-                elif (write_samples := getattr(backend, "write_samples", None)) is not None:
+                elif (
+                    write_samples := getattr(backend, "write_samples", None)
+                ) is not None:
                     write_samples(step, record.split, record.samples)
             backend.close()
         except BaseException as error:
@@ -228,7 +276,8 @@ class Queued:
             self._failed(why)
 
 
-# Component -> distributions that may provide it. The CPU build of vLLM has another name.
+# Component -> distributions that may provide it. The CPU build of vLLM has another
+# name.
 COMPONENTS = {
     "torch": ("torch",),
     "megatron-core": ("megatron-core",),
@@ -251,15 +300,25 @@ def installed(component: str) -> tuple[str, str] | None:
 
 def collect_versions() -> dict[str, str]:
     """Return component -> version; "absent" if it is not installed. No component is imported."""
-    versions = {"megaverl": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    versions = {
+        "megaverl": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
     for component in COMPONENTS:
         distribution, version = installed(component) or (component, "absent")
-        versions[component] = version if distribution == component else f"{version} ({distribution})"
+        versions[component] = (
+            version if distribution == component else f"{version} ({distribution})"
+        )
     commit = git_commit()
     if commit is not None:
         versions["commit"] = commit
     torch = sys.modules.get("torch")
-    if torch is not None and torch.version.cuda is not None and torch.cuda.is_initialized():
+    if (
+        torch is not None
+        and torch.version.cuda is not None
+        and torch.cuda.is_initialized()
+    ):
         versions["gpu"] = torch.cuda.get_device_name()
         versions["cuda"] = torch.version.cuda
     return versions
@@ -291,7 +350,9 @@ def write_versions(run_dir: str | os.PathLike[str]) -> Path:
 def _git(root: Path, *arguments: str) -> str | None:
     command = ["git", "-C", str(root), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

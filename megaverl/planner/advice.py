@@ -1,6 +1,7 @@
 """Advice on GPU memory: the phases that do not fit, and the nearest settings that would fit.
 
-`megaverl plan` prints the result, and `placed_run.check_memory` puts it into the error of a run that is refused.
+`megaverl plan` prints the result, and `placed_run.check_memory` puts it into the error
+of a run that is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from megaverl.planner.memory import UTILIZATION, MemoryModel, RankMemory, phases
 MOST_TRIED = 400
 MOST_TOGETHER = 3
 # Where a follower has the actor's value of a key, it keeps following the actor when that key changes.
-FOLLOWERS = ("critic", "reference")  # their grids and caps are the actor's where they were the same
+# Their grids and caps are the actor's where they were the same.
+FOLLOWERS = ("critic", "reference")
 
 # A changed key with its new value, or the option "--nodes" with a number of nodes.
 Setting = tuple[str, Any]
@@ -70,11 +72,16 @@ class Advice:
     def __str__(self) -> str:
         if not self.settings:
             return f"none of {self.tried} settings nearby fits: use more nodes, or a smaller model."
-        words = [f"{k} {v}" if k.startswith("--") else f"{k}={yaml_text(v)}" for k, v in self.settings]
+        words = [
+            f"{k} {v}" if k.startswith("--") else f"{k}={yaml_text(v)}"
+            for k, v in self.settings
+        ]
         return f"{' '.join(words)}  (then {self.peak / GB:.1f} GB on the fullest rank)"
 
 
-def shortages(job: PlannedJob, memory: list[RankMemory], room: float = 1.0) -> list[Shortage]:
+def shortages(
+    job: PlannedJob, memory: list[RankMemory], room: float = 1.0
+) -> list[Shortage]:
     """List every phase in which a rank needs more memory than its GPU has, and a KV cache too small for one sequence.
 
     Args:
@@ -84,25 +91,40 @@ def shortages(job: PlannedJob, memory: list[RankMemory], room: float = 1.0) -> l
     for phase in phases_of(memory):
         worst = max(memory, key=lambda rank: rank.phases.get(phase, 0.0))
         if worst.phases[phase] > available:
-            shortages_found.append(Shortage(phase, worst.rank, worst.phases[phase], available))
+            shortages_found.append(
+                Shortage(phase, worst.rank, worst.phases[phase], available)
+            )
     engine = memory[0].engine
     if engine.concurrency < 1:
-        shortages_found.append(Shortage("KV cache", 0, engine.longest * engine.bytes_per_token, max(0.0, engine.cache)))
+        shortages_found.append(
+            Shortage(
+                "KV cache",
+                0,
+                engine.longest * engine.bytes_per_token,
+                max(0.0, engine.cache),
+            )
+        )
     return shortages_found
 
 
 def advise(job: PlannedJob) -> Advice:
     """Try combinations of settings, the nearest first, and return the first one that fits.
 
-    One change is tried before two, and two before three. Candidates are sleep, offload of the reference and of the
-    optimizer, vLLM's share of the memory, micro-batch tokens, chunked logits, activation checkpointing, pp, tp, cp, the
-    engine's tp, and more nodes. Precision and the algorithm are left alone.
+    One change is tried before two, and two before three. Candidates are sleep, offload
+    of the reference and of the optimizer, vLLM's share of the memory, micro-batch
+    tokens, chunked logits, activation checkpointing, pp, tp, cp, the engine's tp, and
+    more nodes. Precision and the algorithm are left alone.
     """
     singles = list(_candidates(job))
     tried = 0
     for together in range(1, MOST_TOGETHER + 1):
-        # Two values of one key exclude each other, so a combination names each key once.
-        choices = [c for c in combinations(singles, together) if len({_subject(s) for _, s in c}) == together]
+        # Two values of one key exclude each other, so a combination names each key
+        # once.
+        choices = [
+            c
+            for c in combinations(singles, together)
+            if len({_subject(s) for _, s in c}) == together
+        ]
         for choice in sorted(choices, key=lambda c: sum(cost for cost, _ in c)):
             if tried == MOST_TRIED:
                 return Advice((), tried)
@@ -112,7 +134,8 @@ def advise(job: PlannedJob) -> Advice:
                 other = with_settings(job, settings)
                 memory = MemoryModel(other).ranks(other.stage_ranks())
             except (ConfigError, RolloutError):
-                # The grid does not divide the world or the model, or vLLM cannot build this engine.
+                # The grid does not divide the world or the model, or vLLM cannot build
+                # this engine.
                 continue
             if not shortages(other, memory):
                 return Advice(settings, tried, max(rank.peak for rank in memory))
@@ -126,20 +149,29 @@ def _candidates(job: PlannedJob) -> Iterator[tuple[float, Setting]]:
         yield 1.0, ("rollout.sleep", True)
     if config.uses_reference and not config.reference.offload:
         yield 1.0, ("reference.offload", True)
-    share = round(float(config.rollout.vllm.get("gpu_memory_utilization", UTILIZATION)) * 100)
+    share = round(
+        float(config.rollout.vllm.get("gpu_memory_utilization", UTILIZATION)) * 100
+    )
     for other in range(20, 96, 5):
         if other != share:
-            yield 1.0 + abs(other - share) / 20, ("rollout.vllm.gpu_memory_utilization", other / 100)
+            yield (
+                1.0 + abs(other - share) / 20,
+                ("rollout.vllm.gpu_memory_utilization", other / 100),
+            )
     tokens, steps = actor.micro_batch_tokens, 0
     while tokens > config.max_tokens:
         tokens, steps = max(config.max_tokens, tokens // 2), steps + 1
         yield 1.0 + 0.5 * steps, ("actor.micro_batch_tokens", tokens)
-    if actor.activation_checkpointing == "none" and "recompute_granularity" not in actor.megatron:
+    if (
+        actor.activation_checkpointing == "none"
+        and "recompute_granularity" not in actor.megatron
+    ):
         yield 2.0, ("actor.activation_checkpointing", "full")
     if not actor.chunked_logits:
         yield 2.0, ("actor.chunked_logits", True)
     if not actor.offload.optimizer:
-        # Offload costs a little more than chunked logits and recomputation, since it moves bytes in every update.
+        # Offload costs a little more than chunked logits and recomputation, since it
+        # moves bytes in every update.
         yield 2.6, ("actor.offload", {"optimizer": True, "gradients": True})
     for size in divisors(job.spec.num_layers):
         if actor.pp < size <= 8 * actor.pp:
@@ -173,7 +205,11 @@ def with_settings(job: PlannedJob, settings: tuple[Setting, ...]) -> PlannedJob:
             continue
         section, name, *rest = key.split(".")
         actor_value = values["actor"].get(name)
-        followers = [role for role in FOLLOWERS if section == "actor" and values[role].get(name, ...) == actor_value]
+        followers = [
+            role
+            for role in FOLLOWERS
+            if section == "actor" and values[role].get(name, ...) == actor_value
+        ]
         for place in (section, *followers):
             _set(values[place], [name, *rest], value)
     return make_job(Config.model_validate(values), job.spec, world, job.machine)

@@ -1,10 +1,11 @@
 """Sizes of Megatron-core's parameter and gradient buffers, and of each rank's share of the optimizer, to the byte.
 
-A plan must not import torch or Megatron-core, so their rules are repeated here; tests compare the results with the real
-buffers.
+A plan must not import torch or Megatron-core, so their rules are repeated here; tests
+compare the results with the real buffers.
 
-Source: megatron-core 0.16, `distributed/param_and_grad_buffer.py` (`_ParamAndGradBuffer`),
-`distributed/distributed_data_parallel.py` and `optimizer/distrib_optimizer.py`.
+Source: megatron-core 0.16, `distributed/param_and_grad_buffer.py`
+(`_ParamAndGradBuffer`), `distributed/distributed_data_parallel.py` and
+`optimizer/distrib_optimizer.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from megaverl.models.lora import ADAPTER, LowRank, adapter_names, factor_layout
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2, "uint8": 1}
+ITEMSIZE = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "uint8": 1,
+}
 PARAM_ALIGNMENT = 64  # elements, so that parameters start at 128 bytes
 BUCKET_ALIGNMENT = 128  # elements, so that buckets start at 256 bytes
 BUSBW_ALIGNMENT = 2**16
@@ -44,13 +53,20 @@ _SCALES = {"blockwise": 4 / 128**2, "mxfp8": 1 / 32}  # bytes of scales for an e
 
 
 def eight_bit_copies(
-    chunks: Sequence[Sequence[Parameter]], fields: Mapping[str, Any], *, backward: bool, first: bool, last: bool
+    chunks: Sequence[Sequence[Parameter]],
+    fields: Mapping[str, Any],
+    *,
+    backward: bool,
+    first: bool,
+    last: bool,
 ) -> int:
     """Return the bytes of 8-bit weight copies that Transformer Engine keeps for linear layers under `megatron.fp8`.
 
-    The first micro-batch makes these copies. They stay until the next update replaces them, also during generation.
-    There is one copy by rows and, on Hopper, one by columns where gradients flow back (Transformer Engine 2.9 to 2.20,
-    pytorch/module/linear.py and base.py, `_fp8_workspaces`; megatron-core 0.16, extensions/transformer_engine.py).
+    The first micro-batch makes these copies. They stay until the next update replaces
+    them, also during generation. There is one copy by rows and, on Hopper, one by
+    columns where gradients flow back (Transformer Engine 2.9 to 2.20,
+    pytorch/module/linear.py and base.py, `_fp8_workspaces`; megatron-core 0.16,
+    extensions/transformer_engine.py).
 
     Args:
         fields: the role's `megatron` section.
@@ -67,8 +83,9 @@ def eight_bit_copies(
         if last:
             num_last = int(fields.get("num_layers_at_end_in_bf16", 1))
     numel = 0
-    # Layers that stay in bf16 at the model's ends have no 8-bit copy. With virtual stages, the first layers are in the
-    # first chunk and the last layers in the last one.
+    # Layers that stay in bf16 at the model's ends have no 8-bit copy. With virtual
+    # stages, the first layers are in the first chunk and the last layers in the last
+    # one.
     for number, chunk in enumerate(chunks):
         linear_sizes = []
         for parameter in chunk:
@@ -99,7 +116,12 @@ class Buffer:
         """Number of elements, padding included."""
         return self.bucket_ends[-1] if self.bucket_ends else 0
 
-    def owned(self, replica: int, num_replicas: int, ranges: Sequence[tuple[int, int]] | None = None) -> int:
+    def owned(
+        self,
+        replica: int,
+        num_replicas: int,
+        ranges: Sequence[tuple[int, int]] | None = None,
+    ) -> int:
         """Count the parameter elements (without padding) that one replica's optimizer keeps.
 
         Args:
@@ -110,8 +132,11 @@ class Buffer:
         for low, high in pairwise((0, *self.bucket_ends)):
             part = (high - low) // num_replicas
             start, end = low + replica * part, low + (replica + 1) * part
-            # Buffers hold thousands of parameters, so find the few that this replica's part overlaps by bisection.
-            met = ranges[max(bisect_right(begins, start) - 1, 0) : bisect_left(begins, end)]
+            # Buffers hold thousands of parameters, so find the few that this replica's
+            # part overlaps by bisection.
+            met = ranges[
+                max(bisect_right(begins, start) - 1, 0) : bisect_left(begins, end)
+            ]
             total += sum(max(0, min(end, b) - max(start, a)) for a, b in met)
         return total
 
@@ -133,7 +158,12 @@ class BufferOptions:
 
     @classmethod
     def read(
-        cls, ddp: Mapping[str, Any], optimizer: Mapping[str, Any], num_replicas: int, *, on_gpus: bool = True
+        cls,
+        ddp: Mapping[str, Any],
+        optimizer: Mapping[str, Any],
+        num_replicas: int,
+        *,
+        on_gpus: bool = True,
     ) -> BufferOptions:
         """Return a role's options, with the defaults that megaverl and megatron-core fill in.
 
@@ -145,9 +175,14 @@ class BufferOptions:
         aware = bool(optimizer.get("use_precision_aware_optimizer", False))
 
         def itemsize(field: str) -> int:
-            return ITEMSIZE[str(optimizer.get(field, "float32")).removeprefix("torch.")] if aware else 4
+            return (
+                ITEMSIZE[str(optimizer.get(field, "float32")).removeprefix("torch.")]
+                if aware
+                else 4
+            )
 
-        # megatron-core's default: large enough to use the network well, and larger with more replicas.
+        # megatron-core's default: large enough to use the network well, and larger with
+        # more replicas.
         bucket = ddp.get("bucket_size") or max(40_000_000, 1_000_000 * num_replicas)
         sgd = optimizer.get("optimizer", "adam") == "sgd"
         offload = 0.0
@@ -193,7 +228,9 @@ class TrainedBytes:
 
 
 @lru_cache(maxsize=4096)
-def parameters_of(layout: Layout, *, expert_parallel: bool, tied: bool) -> tuple[tuple[Parameter, ...], ...]:
+def parameters_of(
+    layout: Layout, *, expert_parallel: bool, tied: bool
+) -> tuple[tuple[Parameter, ...], ...]:
     """Return the trained tensors of each model chunk, in the order in which GPTModel registers them.
 
     Args:
@@ -203,12 +240,20 @@ def parameters_of(layout: Layout, *, expert_parallel: bool, tied: bool) -> tuple
     chunks: dict[str, list[Parameter]] = {}
     for name, shape in layout.local_shapes.items():
         if name.endswith("router.expert_bias"):
-            # A router's bias is a module buffer without a gradient, so it is in no gradient buffer.
+            # A router's bias is a module buffer without a gradient, so it is in no
+            # gradient buffer.
             continue
-        chunk, _, rest = name.partition(".") if name.startswith("chunk") else ("", "", name)
-        shared = tied and rest in ("embedding.word_embeddings.weight", "output_layer.weight")
+        chunk, _, rest = (
+            name.partition(".") if name.startswith("chunk") else ("", "", name)
+        )
+        shared = tied and rest in (
+            "embedding.word_embeddings.weight",
+            "output_layer.weight",
+        )
         expert = expert_parallel and ".mlp.experts." in rest
-        chunks.setdefault(chunk, []).append(Parameter(rest, whole(shape).numel, expert, shared))
+        chunks.setdefault(chunk, []).append(
+            Parameter(rest, whole(shape).numel, expert, shared)
+        )
     return tuple(tuple(_registered(parameters)) for parameters in chunks.values())
 
 
@@ -222,17 +267,30 @@ def adapters_of(
         trained: names of base weights that are trained in full beside the adapters.
     """
     factors = factor_layout(layout, adapters, adapter_names).local_shapes
-    whole_ones = {piece.local: layout.local_shapes[piece.local] for piece in layout.pieces if piece.tensor in trained}
+    whole_ones = {
+        piece.local: layout.local_shapes[piece.local]
+        for piece in layout.pieces
+        if piece.tensor in trained
+    }
     chunks: dict[str, dict[str, list[Parameter]]] = {}
     for name, shape in (factors | whole_ones).items():
-        chunk, _, rest = name.partition(".") if name.startswith("chunk") else ("", "", name)
+        chunk, _, rest = (
+            name.partition(".") if name.startswith("chunk") else ("", "", name)
+        )
         layer = rest.partition(f".{ADAPTER}.")[0]
-        chunks.setdefault(chunk, {}).setdefault(layer, []).append(Parameter(rest, whole(shape).numel))
+        chunks.setdefault(chunk, {}).setdefault(layer, []).append(
+            Parameter(rest, whole(shape).numel)
+        )
     return tuple(
         tuple(
             parameter
-            for layer in _registered([Parameter(f"{layer}.weight", 0) for layer in layers])
-            for parameter in sorted(layers[layer.name.removesuffix(".weight")], key=lambda p: ".lora_B." in p.name)
+            for layer in _registered(
+                [Parameter(f"{layer}.weight", 0) for layer in layers]
+            )
+            for parameter in sorted(
+                layers[layer.name.removesuffix(".weight")],
+                key=lambda p: ".lora_B." in p.name,
+            )
         )
         for layers in chunks.values()
     )
@@ -244,8 +302,15 @@ def _registered(parameters: Iterable[Parameter]) -> list[Parameter]:
     for parameter in parameters:
         if parameter.name.endswith("self_attention.linear_proj.weight"):
             prefix = parameter.name.removesuffix("linear_proj.weight")
-            inner = [p.name for p in ordered if p.name.startswith(prefix) and "layer_norm" not in p.name]
-            place = next((i for i, p in enumerate(ordered) if inner and p.name == inner[0]), len(ordered))
+            inner = [
+                p.name
+                for p in ordered
+                if p.name.startswith(prefix) and "layer_norm" not in p.name
+            ]
+            place = next(
+                (i for i, p in enumerate(ordered) if inner and p.name == inner[0]),
+                len(ordered),
+            )
             ordered.insert(place, parameter)
         else:
             ordered.append(parameter)
@@ -253,11 +318,16 @@ def _registered(parameters: Iterable[Parameter]) -> list[Parameter]:
 
 
 def make_buffer(
-    parameters: Sequence[Parameter], num_replicas: int, bucket_size: int | None, options: BufferOptions
+    parameters: Sequence[Parameter],
+    num_replicas: int,
+    bucket_size: int | None,
+    options: BufferOptions,
 ) -> Buffer:
     """Lay out parameters as `_ParamAndGradBuffer` does: in reverse order, padded under the distributed optimizer."""
     align = PARAM_ALIGNMENT if options.distributed else 1
-    end_align = math.lcm(num_replicas, BUCKET_ALIGNMENT, BUSBW_ALIGNMENT if options.high_busbw else 1)
+    end_align = math.lcm(
+        num_replicas, BUCKET_ALIGNMENT, BUSBW_ALIGNMENT if options.high_busbw else 1
+    )
     end_align = end_align if options.distributed else 1
     ranges: list[tuple[int, int]] = []
     ends: list[int] = []
@@ -272,7 +342,8 @@ def make_buffer(
 
     for parameter in reversed(parameters):
         place = _up(place, align)
-        # megatron-core gives a shared embedding a bucket of its own, so that its gradients can be summed across stages.
+        # megatron-core gives a shared embedding a bucket of its own, so that its
+        # gradients can be summed across stages.
         alone = parameter.is_shared_embedding and options.distributed
         if alone and is_open:
             place = close(place)
@@ -303,8 +374,11 @@ def trained_bytes(
         first_stage: whether this is the first pipeline stage. Only its first chunk is cut into buckets.
     """
     grad_itemsize = 4 if options.grads_in_fp32 else itemsize
-    weights = gradients = optimizer = step = saved_weights = saved_optimizer = loaded = 0
-    # Without a distributed optimizer, megatron-core saves float32 weights once, with the model.
+    weights = gradients = optimizer = step = saved_weights = saved_optimizer = (
+        loaded
+    ) = 0
+    # Without a distributed optimizer, megatron-core saves float32 weights once, with
+    # the model.
     saved_states = options.num_moments + (options.distributed or itemsize < 4)
     for index, chunk in enumerate(chunks):
         bucket_size = options.bucket_size if first_stage and index == 0 else None
@@ -320,20 +394,36 @@ def trained_bytes(
             optimizer += owned * state_bytes(options, itemsize)
             if itemsize < 4 and grad_itemsize < 4 and not options.precision_aware:
                 step += 4 * owned
-            # Only the first stage writes the embedding table that it shares with the last stage.
-            saved = [p.numel if first_stage or not p.is_shared_embedding else 0 for p in members]
-            ranges = [span for span, numel in zip(buffer.ranges, reversed(saved), strict=True) if numel]
+            # Only the first stage writes the embedding table that it shares with the
+            # last stage.
+            saved = [
+                p.numel if first_stage or not p.is_shared_embedding else 0
+                for p in members
+            ]
+            ranges = [
+                span
+                for span, numel in zip(buffer.ranges, reversed(saved), strict=True)
+                if numel
+            ]
             saved_weights += itemsize * sum(saved) // count
-            saved_owned = buffer.owned(replica, count, ranges) if options.distributed else sum(saved) // count
+            saved_owned = (
+                buffer.owned(replica, count, ranges)
+                if options.distributed
+                else sum(saved) // count
+            )
             saved_optimizer += 4 * saved_states * saved_owned
             loaded += itemsize * plain + 4 * saved_states * owned
     held = round(optimizer * (1 - options.offload))
-    return TrainedBytes(weights, gradients, held, step, saved_weights, saved_optimizer, loaded)
+    return TrainedBytes(
+        weights, gradients, held, step, saved_weights, saved_optimizer, loaded
+    )
 
 
 def state_bytes(options: BufferOptions, itemsize: int) -> int:
     """Return the optimizer's bytes per element: both moments, and a master weight unless the weights are float32."""
-    moments = options.exp_avg_itemsize + (options.exp_avg_sq_itemsize if options.num_moments == 2 else 0)
+    moments = options.exp_avg_itemsize + (
+        options.exp_avg_sq_itemsize if options.num_moments == 2 else 0
+    )
     return moments + (options.main_itemsize if itemsize < 4 else 0)
 
 

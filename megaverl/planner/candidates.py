@@ -17,12 +17,22 @@ from megaverl.distributed.grid import Sizes, grid_problem
 from megaverl.outside import read_json_file
 from megaverl.sharding.model_spec import ModelSpec, misfits
 
-OFFLOAD, SHARE, ROLLOUT = "actor.offload", "rollout.vllm.gpu_memory_utilization", "placement.rollout"
+OFFLOAD, SHARE, ROLLOUT = (
+    "actor.offload",
+    "rollout.vllm.gpu_memory_utilization",
+    "placement.rollout",
+)
 UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+RECOMPUTE = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+)
 LEVELS = ("none", "selective", "full")
 SHARES = range(90, 15, -5)  # percent of a GPU's memory for the engine
-SPLITS = (0.25, 0.5, 0.75)  # fractions of the ranks for engines that do not share the actor's ranks
+# Fractions of the ranks for engines that do not share the actor's ranks.
+SPLITS = (0.25, 0.5, 0.75)
 LONGEST_ROW = 65536  # upper limit of proposed micro-batch tokens
 SHORTEST_CUT = 4096  # least tokens of the longest sample on each context-parallel rank
 Settings = dict[str, Any]
@@ -84,18 +94,26 @@ class Candidates:
             for pp in divisors(ranks):
                 if pp > self.spec.num_layers:
                     continue
-                if misfits(self.spec, tp=tp) or grid_problem(Sizes(tp=tp, pp=pp), ranks, ""):
+                if misfits(self.spec, tp=tp) or grid_problem(
+                    Sizes(tp=tp, pp=pp), ranks, ""
+                ):
                     continue
                 uneven = uneven_split(self.spec.num_layers, pp, None)
                 if uneven is None:
                     continue
-                grid: Settings = {f"{name}.tp": tp, f"{name}.pp": pp, f"{name}.vpp": None, f"{name}.cp": 1}
+                grid: Settings = {
+                    f"{name}.tp": tp,
+                    f"{name}.pp": pp,
+                    f"{name}.vpp": None,
+                    f"{name}.cp": 1,
+                }
                 yield grid | self._dealt(name, uneven)
 
     def _placements(self) -> Iterator[Settings]:
         """Yield the recipe's own placement, and placements with engines on ranks of their own."""
         yield {}
-        # Separate engines only pay off if they generate while the actor trains. A recipe's own placement is kept.
+        # Separate engines only pay off if they generate while the actor trains. A
+        # recipe's own placement is kept.
         if not self.staleness or is_placed(self.config):
             return
         for share in SPLITS:
@@ -124,29 +142,46 @@ class Candidates:
         spec = self.spec
         config = self.config
         samples = config.rows_per_step // config.algorithm.num_mini_batches
-        context_sizes = [cp for cp in (1, 2, 4, 8) if cp == 1 or config.max_tokens >= cp * SHORTEST_CUT]
+        context_sizes = [
+            cp
+            for cp in (1, 2, 4, 8)
+            if cp == 1 or config.max_tokens >= cp * SHORTEST_CUT
+        ]
         expert_sizes = divisors(spec.moe.num_experts) if spec.moe else [1]
-        # Tensor parallelism exchanges activations in every layer, so it stays inside a node.
+        # Tensor parallelism exchanges activations in every layer, so it stays inside a
+        # node.
         for tp in self._sizes("actor.tp", divisors(self.node)):
             expert_tensor_sizes = [1, tp] if spec.moe and tp > 1 else [None]
             for ep in self._sizes("actor.ep", expert_sizes):
                 for etp in self._sizes("actor.etp", expert_tensor_sizes):
                     if misfits(spec, tp=tp, etp=etp or tp, ep=ep):
                         continue
-                    for pp in self._sizes("actor.pp", [pp for pp in divisors(ranks) if pp <= spec.num_layers]):
+                    for pp in self._sizes(
+                        "actor.pp",
+                        [pp for pp in divisors(ranks) if pp <= spec.num_layers],
+                    ):
                         for cp in self._sizes("actor.cp", context_sizes):
-                            if grid_problem(Sizes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp), ranks, ""):
+                            if grid_problem(
+                                Sizes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp), ranks, ""
+                            ):
                                 continue
-                            if ranks // (tp * cp * pp) > samples and "actor.pp" in self.keys:
+                            if (
+                                ranks // (tp * cp * pp) > samples
+                                and "actor.pp" in self.keys
+                            ):
                                 # Some replicas would have no sample of a mini-batch.
                                 continue
-                            yield from self._staged({"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp})
+                            yield from self._staged(
+                                {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
+                            )
 
     def _staged(self, sizes: dict[str, int | None]) -> Iterator[Settings]:
         """Yield a grid with each number of virtual stages; layers that do not divide evenly get an uneven split."""
         pp = sizes["pp"] or 1
         for vpp in self._sizes("actor.vpp", [None, 2, 4] if pp > 2 else [None]):
-            every = {f"actor.{name}": size for name, size in (sizes | {"vpp": vpp}).items()}
+            every = {
+                f"actor.{name}": size for name, size in (sizes | {"vpp": vpp}).items()
+            }
             grid = {key: size for key, size in every.items() if key in self.keys}
             if not self.keys & {"actor.pp", "actor.vpp"}:
                 yield grid
@@ -158,9 +193,14 @@ class Candidates:
     def _dealt(self, role: str, uneven: Mapping[str, int]) -> Settings:
         """Return the keys for an uneven split of a role's layers. null removes a value that the role would inherit."""
         fields = getattr(self.config, role).megatron
-        # Other roles inherit the actor's fields. If some grid needs an uneven split, each role must set or clear them.
+        # Other roles inherit the actor's fields. If some grid needs an uneven split,
+        # each role must set or clear them.
         inherited = role != "actor" and self.spec.num_layers % 8 != 0
-        names = [name for name in UNEVEN if name in uneven or fields.get(name) is not None or inherited]
+        names = [
+            name
+            for name in UNEVEN
+            if name in uneven or fields.get(name) is not None or inherited
+        ]
         return {f"{role}.megatron.{name}": uneven.get(name) for name in names}
 
     def _row_tokens(self) -> Iterator[Settings]:
@@ -182,23 +222,31 @@ class Candidates:
         for level in levels:
             rung = grid if level is None else grid | self._recomputed(level)
             yield rung
-        if self.further and self.counts_memory and not self.config.actor.offload.optimizer:
+        if (
+            self.further
+            and self.counts_memory
+            and not self.config.actor.offload.optimizer
+        ):
             yield rung | {OFFLOAD: {"optimizer": True, "gradients": True}}
 
     def _recomputed(self, level: str) -> Settings:
         """Return the settings of one level of recomputation.
 
-        A recipe that sets `actor.megatron.recompute_*` gets the same level in these fields, since they override
-        `actor.activation_checkpointing`.
+        A recipe that sets `actor.megatron.recompute_*` gets the same level in these
+        fields, since they override `actor.activation_checkpointing`.
         """
         configured = self.config.actor.megatron
         if not any(configured.get(name) is not None for name in RECOMPUTE):
             return {"actor.activation_checkpointing": level}
         moe = self.spec.moe
         dense = moe is None or bool(moe.num_dense_layers)
-        fields = recompute_fields(level, dense=dense, experts=moe is not None, fused_attention=True)
+        fields = recompute_fields(
+            level, dense=dense, experts=moe is not None, fused_attention=True
+        )
         return {
-            f"actor.megatron.{name}": fields.get(name) for name in RECOMPUTE if name in fields or name in configured
+            f"actor.megatron.{name}": fields.get(name)
+            for name in RECOMPUTE
+            if name in fields or name in configured
         }
 
     def _engines(self, placed: Settings) -> Iterator[Settings]:
@@ -214,15 +262,15 @@ class Candidates:
 
 
 def key_of(settings: Mapping[str, Any]) -> Key:
-    """Return a sort key of settings, so that ties between equally fast layouts do not depend on the order of the
-    search.
+    """Return a sort key of settings, so that ties between equally fast layouts do not
+    depend on the order of the search.
     """
     return tuple(sorted((key, repr(value)) for key, value in settings.items()))
 
 
 def uneven_split(num_layers: int, pp: int, vpp: int | None) -> dict[str, int] | None:
-    """Return the fields that give the first and the last stage fewer layers; {} if layers divide, None if this fails
-    too.
+    """Return the fields that give the first and the last stage fewer layers; {} if
+    layers divide, None if this fails too.
     """
     if num_layers % (pp * (vpp or 1)) == 0:
         return {}
@@ -236,26 +284,41 @@ def uneven_split(num_layers: int, pp: int, vpp: int | None) -> dict[str, int] | 
 def shown(settings: Settings) -> Settings:
     """Drop the settings that equal the default of their key."""
     plain = {"actor.vpp": None, "actor.etp": None, "actor.cp": 1, "actor.ep": 1}
-    return {key: value for key, value in settings.items() if not (key in plain and plain[key] == value)}
+    return {
+        key: value
+        for key, value in settings.items()
+        if not (key in plain and plain[key] == value)
+    }
 
 
 def read_choice(config: Config, world: int) -> dict[str, Any]:
     """Return the contents of `chosen.json` for this number of ranks.
 
-    Empty if the file is missing, damaged or for another number of ranks, or if the run does not resume.
+    Empty if the file is missing, damaged or for another number of ranks, or if the run
+    does not resume.
     """
-    # A run that torchrun restarts resumes from its own checkpoint, even with `resume: never`.
+    # A run that torchrun restarts resumes from its own checkpoint, even with `resume:
+    # never`.
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if config.checkpoint.resume == "never" and not restarted:
         return {}
     try:
         choice = read_json_file(config.chosen_file)
-        return choice if choice["ranks"] == world and isinstance(choice["settings"], dict) else {}
+        return (
+            choice
+            if choice["ranks"] == world and isinstance(choice["settings"], dict)
+            else {}
+        )
     except (ValueError, KeyError, TypeError, OSError):
         return {}
 
 
-def write_choice(config: Config, world: int, settings: Settings, measured: Sequence[Mapping[str, Any]] = ()) -> Path:
+def write_choice(
+    config: Config,
+    world: int,
+    settings: Settings,
+    measured: Sequence[Mapping[str, Any]] = (),
+) -> Path:
     """Write the settings to `chosen.json`, so that a resumed run on as many ranks uses them again.
 
     The file is replaced atomically.

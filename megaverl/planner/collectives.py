@@ -1,7 +1,8 @@
 """Bytes that a role's first rank receives in the collectives of one step, by dimension of its grid.
 
-The counts are those of `megaverl.distributed.traffic` in a run: a bandwidth-optimal algorithm, for Megatron-core's
-layers and distributed optimizer. One all-reduce of B bytes over n ranks receives 2 (n - 1) / n B.
+The counts are those of `megaverl.distributed.traffic` in a run: a bandwidth-optimal
+algorithm, for Megatron-core's layers and distributed optimizer. One all-reduce of B
+bytes over n ranks receives 2 (n - 1) / n B.
 
     tp   two all-reduces of the hidden states in each layer and direction; under sequence parallelism as many bytes in
          all-gathers and reduce-scatters, and in the backward pass the inputs of column-parallel layers once more
@@ -18,11 +19,17 @@ from collections import defaultdict
 
 from megaverl.config.megatron_defaults import ddp_defaults
 from megaverl.planner.job import Role
-from megaverl.planner.operators import StepLoad, micro_batches, parameters_of_stage, scored
+from megaverl.planner.operators import (
+    StepLoad,
+    micro_batches,
+    parameters_of_stage,
+    scored,
+)
 from megaverl.planner.stages import Recompute, padded_vocab_size
 
-# Numbers that a vocabulary-parallel log-prob sums for each response token, in float32: the largest logit, the
-# normaliser, two weighted sums, and the chosen token's logit (`models.vocab_parallel`).
+# Numbers that a vocabulary-parallel log-prob sums for each response token, in float32:
+# the largest logit, the normaliser, two weighted sums, and the chosen token's logit
+# (`models.vocab_parallel`).
 VOCABULARY_SUMS = 5
 
 
@@ -31,17 +38,23 @@ def received_in_collectives(load: StepLoad) -> dict[str, dict[str, float]]:
 
     Roles under FSDP are left out: `Passes` counts their gathers for each micro-batch.
     """
-    total: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    total: defaultdict[str, defaultdict[str, float]] = defaultdict(
+        lambda: defaultdict(float)
+    )
     for _, role, kind in scored(load.job):
         if role.shards is not None:
             continue
-        for dimension, count in _bytes_of_operator(load, role, updates=kind == "update").items():
+        for dimension, count in _bytes_of_operator(
+            load, role, updates=kind == "update"
+        ).items():
             if count:
                 total[role.name][dimension] += count
     return {role: dict(counts) for role, counts in total.items()}
 
 
-def _bytes_of_operator(load: StepLoad, role: Role, *, updates: bool) -> dict[str, float]:
+def _bytes_of_operator(
+    load: StepLoad, role: Role, *, updates: bool
+) -> dict[str, float]:
     """Return the bytes of scoring a step's samples, or of all updates on them."""
     grid, spec, itemsize = role.grid, role.spec, load.actor.itemsize
     parts = load.job.config.algorithm.num_mini_batches if updates else 1
@@ -70,7 +83,9 @@ def _sequence_shards(role: Role) -> int:
     return role.grid.tp if is_split else 1
 
 
-def _tensor(load: StepLoad, role: Role, responses: float, hidden: float, *, updates: bool) -> float:
+def _tensor(
+    load: StepLoad, role: Role, responses: float, hidden: float, *, updates: bool
+) -> float:
     """Return the bytes of tensor parallelism: layers, embedding, and the head if it is on the same stage.
 
     Args:
@@ -83,16 +98,19 @@ def _tensor(load: StepLoad, role: Role, responses: float, hidden: float, *, upda
     num_layers = sum(role.layers(0))
     is_split = _sequence_shards(role) > 1
     forward = 4.0
-    # Under sequence parallelism the backward pass gathers the inputs of both column-parallel layers once more.
+    # Under sequence parallelism the backward pass gathers the inputs of both
+    # column-parallel layers once more.
     backward = 6.0 if is_split else 4.0
     repeats = 1.0 if Recompute.read(role.recompute).granularity == "full" else 0.0
     passes = forward + (backward + repeats * forward if updates else 0.0)
-    # The embedding is summed once: an all-reduce, or a reduce-scatter and in the backward pass an all-gather.
+    # The embedding is summed once: an all-reduce, or a reduce-scatter and in the
+    # backward pass an all-gather.
     embedding = (2.0 if updates else 1.0) if is_split else 2.0
     total = num_layers * passes * hidden * share + embedding * hidden * share
     if role.grid.pp == 1 and not role.value_head:
         total += VOCABULARY_SUMS * 2 * 4 * responses * share
-        # The gradient of the head's input is summed; under sequence parallelism its input is gathered as well.
+        # The gradient of the head's input is summed; under sequence parallelism its
+        # input is gathered as well.
         head = (3.0 if updates else 1.0) if is_split else (2.0 if updates else 0.0)
         total += head * hidden * share
     return total
@@ -119,16 +137,32 @@ def _expert(load: StepLoad, role: Role, hidden: float, *, updates: bool) -> floa
 def _gradient_bytes(load: StepLoad, role: Role) -> int:
     """Return the bytes of a gradient's element while it is summed."""
     assert role.trained is not None
-    ddp = ddp_defaults(role.trained.ddp, replicas=role.grid.dp * role.grid.cp, on_gpus=load.hardware.on_gpus)
-    return 4 if ddp["grad_reduce_in_fp32"] or load.dtype == "float32" else load.actor.itemsize
+    ddp = ddp_defaults(
+        role.trained.ddp,
+        replicas=role.grid.dp * role.grid.cp,
+        on_gpus=load.hardware.on_gpus,
+    )
+    return (
+        4
+        if ddp["grad_reduce_in_fp32"] or load.dtype == "float32"
+        else load.actor.itemsize
+    )
 
 
 def _tied(load: StepLoad, role: Role) -> float:
     """Return the bytes in which the first and the last stage sum the gradients of tied embeddings, once an update."""
     grid, spec, trained = role.grid, role.spec, role.trained
-    if grid.pp == 1 or not spec.tie_embeddings or role.value_head or trained is None or trained.lora is not None:
+    if (
+        grid.pp == 1
+        or not spec.tie_embeddings
+        or role.value_head
+        or trained is None
+        or trained.lora is not None
+    ):
         return 0.0
-    parameters = padded_vocab_size(spec.vocab_size, grid.tp) / grid.tp * spec.hidden_size
+    parameters = (
+        padded_vocab_size(spec.vocab_size, grid.tp) / grid.tp * spec.hidden_size
+    )
     return parameters * _gradient_bytes(load, role)
 
 
@@ -140,4 +174,7 @@ def _data(load: StepLoad, role: Role) -> float:
     gradient = _gradient_bytes(load, role)
     plain, expert = parameters_of_stage(role, 0)
     shares = ((plain, grid.dp * grid.cp), (expert, grid.expert_dp))
-    return sum((gradient + load.actor.itemsize) * count * (size - 1) / size for count, size in shares)
+    return sum(
+        (gradient + load.actor.itemsize) * count * (size - 1) / size
+        for count, size in shares
+    )

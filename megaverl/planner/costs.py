@@ -1,8 +1,9 @@
 """Seconds of each piece of a step: matrix products, attention, memory traffic and messages. Pure arithmetic.
 
-A piece takes the longer of two times: its operations at the rate that products of its size reach, and its bytes at the
-memory's bandwidth (Williams et al. 2009, "Roofline"). A collective of n ranks moves (n - 1) / n of its bytes over the
-slowest link on its path, as rings do (Thakur et al. 2005), after the latency of its rounds.
+A piece takes the longer of two times: its operations at the rate that products of its
+size reach, and its bytes at the memory's bandwidth (Williams et al. 2009, "Roofline").
+A collective of n ranks moves (n - 1) / n of its bytes over the slowest link on its
+path, as rings do (Thakur et al. 2005), after the latency of its rounds.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from megaverl.planner.hardware import Hardware
 from megaverl.planner.stages import Recompute, padded_vocab_size
 from megaverl.sharding.model_spec import ModelSpec
 
-# Kernel launches of a layer's forward pass: norms, products, rotation, attention, activation, residuals.
+# Kernel launches of a layer's forward pass: norms, products, rotation, attention,
+# activation, residuals.
 FORWARD_KERNELS = 14
 # Further launches on a CPU for the router, and for sorting tokens by expert and back.
 EXPERT_KERNELS = 20
-# Further launches on a CPU for attention's second part, and for putting keys and values in order.
+# Further launches on a CPU for attention's second part, and for putting keys and values
+# in order.
 CONTEXT_KERNELS = 14
-# Operations of attention's backward pass divided by those of its forward pass (arXiv 2307.08691, section 3.1).
+# Operations of attention's backward pass divided by those of its forward pass (arXiv
+# 2307.08691, section 3.1).
 FLASH_BACKWARD = 2.5
-# Bytes per parameter and step: float32 weight and both moments read and written, gradient read, 16-bit weight written.
+# Bytes per parameter and step: float32 weight and both moments read and written,
+# gradient read, 16-bit weight written.
 OPTIMIZER_BYTES = 34
 
 
@@ -94,7 +99,8 @@ class Links:
         latency = hardware.node_latency_us * 1e-6 * math.ceil(math.log2(here))
         if (size - 1) * stride < hardware.ranks_per_node:
             return node, latency
-        # Every GPU has a network adapter, so as many rings cross the network as the group has ranks on a node.
+        # Every GPU has a network adapter, so as many rings cross the network as the
+        # group has ranks on a node.
         network = here * hardware.network_gb_s * 1e9 * hardware.link_efficiency
         rounds = math.ceil(math.log2(-(-size // here)))
         return min(node, network), latency + hardware.network_latency_us * 1e-6 * rounds
@@ -114,8 +120,8 @@ class Links:
         return latency + 2 * nbytes * (size - 1) / size / rate
 
     def all_to_all(self, nbytes: float, size: int, stride: int = 1) -> float:
-        """Return the seconds of an all-to-all in which each rank sends an equal part of its `nbytes` bytes to every
-        rank.
+        """Return the seconds of an all-to-all in which each rank sends an equal part of
+        its `nbytes` bytes to every rank.
         """
         if size == 1:
             return 0.0
@@ -125,7 +131,11 @@ class Links:
         network_rate = hardware.network_gb_s * 1e9 * hardware.link_efficiency
         within_node = nbytes * (ranks_here - 1) / size / node_rate
         between_nodes = nbytes * (size - ranks_here) / size / network_rate
-        latency = hardware.node_latency_us if ranks_here == size else hardware.network_latency_us
+        latency = (
+            hardware.node_latency_us
+            if ranks_here == size
+            else hardware.network_latency_us
+        )
         # Messages to both run at the same time.
         return latency * 1e-6 + max(within_node, between_nodes)
 
@@ -149,17 +159,21 @@ class ModelCosts:
         self.itemsize = ITEMSIZE[dtype]
         self.peak = hardware.peak(dtype)
         self.memory = hardware.memory_gb_s * 1e9 * hardware.memory_efficiency
-        self.slower = hardware.memory_efficiency / (hardware.elementwise_efficiency or hardware.memory_efficiency)
+        self.slower = hardware.memory_efficiency / (
+            hardware.elementwise_efficiency or hardware.memory_efficiency
+        )
         self.kernel = hardware.kernel_us * 1e-6
 
-    def product(self, rows: float, inner: float, columns: float, count: float = 1.0) -> float:
+    def product(
+        self, rows: float, inner: float, columns: float, count: float = 1.0
+    ) -> float:
         """Return the seconds of `count` products of [rows, inner] with [inner, columns]."""
         if rows <= 0 or count <= 0:
             return 0.0
         flops = 2 * rows * inner * columns
         computed = flops / (self.peak * self.hardware.matmul_share(flops))
-        # A CPU packs weights into blocks before it multiplies, so reading them adds to the time instead of overlapping
-        # it.
+        # A CPU packs weights into blocks before it multiplies, so reading them adds to
+        # the time instead of overlapping it.
         if self.hardware.weights_gb_s is not None:
             return count * (computed + self.read(self.itemsize * inner * columns))
         moved = self.itemsize * (rows * inner + inner * columns + rows * columns)
@@ -174,16 +188,26 @@ class ModelCosts:
         """Return the seconds of elementwise work that moves `nbytes` bytes."""
         return nbytes / self.memory * self.slower
 
-    def elementwise(self, tokens: float, tp: int, *, sequence_parallel: bool = False) -> float:
+    def elementwise(
+        self, tokens: float, tp: int, *, sequence_parallel: bool = False
+    ) -> float:
         """Return the seconds of a layer's norms, residuals and rotations. The MLP's activation is separate."""
         spec = self.spec
-        # Norms and residuals are split over ranks only under sequence parallelism, rotations always are.
+        # Norms and residuals are split over ranks only under sequence parallelism,
+        # rotations always are.
         split = tp if sequence_parallel else 1
         hidden_width = 10 * spec.hidden_size / split
         head_width = 4 * spec.num_heads * spec.head_dim / tp
         return self.moved(self.itemsize * tokens * (hidden_width + head_width))
 
-    def layer(self, batch: MicroBatchLoad, grid: GridShape, *, is_moe: bool, sequence_parallel: bool) -> LayerPasses:
+    def layer(
+        self,
+        batch: MicroBatchLoad,
+        grid: GridShape,
+        *,
+        is_moe: bool,
+        sequence_parallel: bool,
+    ) -> LayerPasses:
         """Return one decoder layer's passes over a micro-batch on a rank, without recomputation."""
         spec, tp, size = self.spec, grid.tp, self.itemsize
         tokens = batch.tokens / grid.cp
@@ -191,7 +215,8 @@ class ModelCosts:
         attention = self._attention(batch.pairs / (grid.cp * tp))
         beside = self.elementwise(tokens, tp, sequence_parallel=sequence_parallel)
         hidden = size * tokens * spec.hidden_size
-        # Two all-gathers and two reduce-scatters, or two all-reduces, which move as many bytes.
+        # Two all-gathers and two reduce-scatters, or two all-reduces, which move as
+        # many bytes.
         if sequence_parallel:
             wait = 4 * self.links.gather(hidden, tp)
         else:
@@ -210,24 +235,33 @@ class ModelCosts:
         launches = kernels * self.kernel
         backward_factor = self.hardware.backward_factor
         forward = products + attention + beside + launches
-        # The backward pass has two products for each of the forward pass: for the inputs and for the weights.
-        backward = 2 * products + FLASH_BACKWARD * attention + backward_factor * (beside + launches)
+        # The backward pass has two products for each of the forward pass: for the
+        # inputs and for the weights.
+        backward = (
+            2 * products
+            + FLASH_BACKWARD * attention
+            + backward_factor * (beside + launches)
+        )
         nbytes = self._context_bytes(tokens, grid)
         ring = self.links.gather(nbytes, grid.cp, tp)
-        # On a CPU, keys and values are gathered first, and attention then runs in two parts.
+        # On a CPU, keys and values are gathered first, and attention then runs in two
+        # parts.
         if self.hardware.cores is not None and grid.cp > 1:
             again = CONTEXT_KERNELS * self.kernel + self.moved(4 * nbytes)
             return LayerPasses(
                 Duration(forward + again, wait + ring),
                 Duration(backward + backward_factor * again, wait + ring),
             )
-        # On a GPU the ring runs beside attention. The backward pass sends keys, values and their gradients.
+        # On a GPU the ring runs beside attention. The backward pass sends keys, values
+        # and their gradients.
         return LayerPasses(
             Duration(forward, wait + max(0.0, ring - attention)),
             Duration(backward, wait + max(0.0, 2 * ring - FLASH_BACKWARD * attention)),
         )
 
-    def head(self, batch: MicroBatchLoad, grid: GridShape, *, value_head: bool = False) -> LayerPasses:
+    def head(
+        self, batch: MicroBatchLoad, grid: GridShape, *, value_head: bool = False
+    ) -> LayerPasses:
         """Return the passes of the output layer with its log-probs, or of a critic's value head."""
         spec = self.spec
         tokens = batch.tokens / grid.cp
@@ -238,7 +272,8 @@ class ModelCosts:
         columns = padded_vocab_size(spec.vocab_size, grid.tp) / grid.tp
         product = self.product(tokens, spec.hidden_size, columns)
         logits = self.moved(3 * 4 * tokens * columns)
-        # A vocabulary-parallel softmax reduces the largest logit, the sum, and the chosen token's logit.
+        # A vocabulary-parallel softmax reduces the largest logit, the sum, and the
+        # chosen token's logit.
         reduced = 3 * self.links.all_reduce(4 * tokens, grid.tp)
         launches = 8 * self.kernel
         # The backward pass has the probabilities already, so it sends nothing.
@@ -248,7 +283,11 @@ class ModelCosts:
         )
 
     def recomputed(
-        self, passes: LayerPasses, batch: MicroBatchLoad, grid: GridShape, recompute: Recompute
+        self,
+        passes: LayerPasses,
+        batch: MicroBatchLoad,
+        grid: GridShape,
+        recompute: Recompute,
     ) -> LayerPasses:
         """Return the passes with the part of the forward pass that the backward pass repeats under recomputation."""
         again = Duration()
@@ -271,11 +310,18 @@ class ModelCosts:
             num_dense = spec.moe.num_dense_layers
             num_moe = spec.num_layers - num_dense
             # Only the experts that a token is routed to count.
-            width = spec.moe.experts_per_token * spec.moe.ffn_hidden_size + spec.moe.shared_ffn_hidden_size
+            width = (
+                spec.moe.experts_per_token * spec.moe.ffn_hidden_size
+                + spec.moe.shared_ffn_hidden_size
+            )
             moe_layer = 6 * spec.hidden_size * width
         # Three products (gate, up, down), with two operations for each weight.
         dense_layer = 6 * spec.hidden_size * spec.ffn_hidden_size
-        layers = spec.num_layers * self._attention_flops() + num_dense * dense_layer + num_moe * moe_layer
+        layers = (
+            spec.num_layers * self._attention_flops()
+            + num_dense * dense_layer
+            + num_moe * moe_layer
+        )
         head = 2 * spec.hidden_size * spec.vocab_size
         attention = pairs * spec.num_layers * 4 * spec.num_heads * spec.head_dim
         return tokens * (layers + head) + attention
@@ -287,22 +333,36 @@ class ModelCosts:
             mla = spec.mla
             heads = spec.num_heads / tp
             query = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-            # Down to the latent, up to keys and values, and the output. Latents are not split over ranks.
+            # Down to the latent, up to keys and values, and the output. Latents are not
+            # split over ranks.
             shapes = [
-                (float(spec.hidden_size), float(mla.kv_lora_rank + mla.qk_rope_head_dim)),
+                (
+                    float(spec.hidden_size),
+                    float(mla.kv_lora_rank + mla.qk_rope_head_dim),
+                ),
                 (mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim)),
                 (heads * mla.v_head_dim, float(spec.hidden_size)),
             ]
             if mla.q_lora_rank:
-                return [*shapes, (spec.hidden_size, float(mla.q_lora_rank)), (mla.q_lora_rank, heads * query)]
+                return [
+                    *shapes,
+                    (spec.hidden_size, float(mla.q_lora_rank)),
+                    (mla.q_lora_rank, heads * query),
+                ]
             return [*shapes, (spec.hidden_size, heads * query)]
         query_width = spec.num_heads * spec.head_dim / tp
         # With more ranks than KV heads, ranks hold copies of a head.
         kv_width = max(spec.num_kv_heads / tp, 1) * spec.head_dim
-        return [(spec.hidden_size, query_width + 2 * kv_width), (query_width, spec.hidden_size)]
+        return [
+            (spec.hidden_size, query_width + 2 * kv_width),
+            (query_width, spec.hidden_size),
+        ]
 
     def _attention_products(self, tokens: float, tp: int) -> float:
-        return sum(self.product(tokens, inner, columns) for inner, columns in self._attention_shapes(tp))
+        return sum(
+            self.product(tokens, inner, columns)
+            for inner, columns in self._attention_shapes(tp)
+        )
 
     def _attention_flops(self) -> float:
         return sum(2 * inner * columns for inner, columns in self._attention_shapes(1))
@@ -313,14 +373,17 @@ class ModelCosts:
 
     def _mlp(self, tokens: float, width: float) -> float:
         hidden = self.spec.hidden_size
-        return self.product(tokens, hidden, 2 * width) + self.product(tokens, width, hidden)
+        return self.product(tokens, hidden, 2 * width) + self.product(
+            tokens, width, hidden
+        )
 
     def _experts(self, tokens: float, grid: GridShape) -> tuple[float, float, float]:
         """Return the seconds of (products, elementwise work, messages) of a layer's experts under even routing."""
         spec, moe, size = self.spec, self.spec.moe, self.itemsize
         assert moe is not None
         etp = grid.expert_tp
-        # Tensor-parallel ranks hold the same tokens, and each routes an equal part of them.
+        # Tensor-parallel ranks hold the same tokens, and each routes an equal part of
+        # them.
         local_tokens = tokens / grid.tp
         arriving = local_tokens * moe.experts_per_token * etp
         local = moe.num_experts / grid.ep
@@ -357,10 +420,18 @@ def attention_parameters(spec: ModelSpec) -> float:
         return hidden * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
     mla, heads = spec.mla, spec.num_heads
     query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-    queries = hidden * mla.q_lora_rank + mla.q_lora_rank * query if mla.q_lora_rank else hidden * query
+    queries = (
+        hidden * mla.q_lora_rank + mla.q_lora_rank * query
+        if mla.q_lora_rank
+        else hidden * query
+    )
     latent = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
     return (
         queries
         + latent
-        + heads * (mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim) + mla.v_head_dim * hidden)
+        + heads
+        * (
+            mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
+            + mla.v_head_dim * hidden
+        )
     )

@@ -1,7 +1,8 @@
 """Memory and messages of a role under FSDP2: shards, gathered blocks, gradients.
 
-The rules are those of `models.hf_model.shard_module`. Each decoder block is gathered on its own, and the next one while
-it computes. Norms and heads stay gathered from the forward to the backward pass.
+The rules are those of `models.hf_model.shard_module`. Each decoder block is gathered on
+its own, and the next one while it computes. Norms and heads stay gathered from the
+forward to the backward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
     from megaverl.models.hf_shards import ShardedWeights
 
-MASTER = 4  # bytes per element of trained weights, of gradients and of each of Adam's moments: all are float32
+# Bytes per element of trained weights, of gradients and of each of Adam's moments: all
+# are float32.
+MASTER = 4
 
 
 @lru_cache(maxsize=16)
@@ -57,7 +60,9 @@ def tensor_rank_weights(spec: ModelSpec, value_head: bool, tp: int) -> list[Weig
 
 
 @lru_cache(maxsize=64)
-def _module_weights(spec: ModelSpec, value_head: bool, *, tp: int, count: int) -> ShardedWeights:
+def _module_weights(
+    spec: ModelSpec, value_head: bool, *, tp: int, count: int
+) -> ShardedWeights:
     """Return the weights of the module that transformers builds from the model's config.json, and their layouts.
 
     Raises:
@@ -67,15 +72,22 @@ def _module_weights(spec: ModelSpec, value_head: bool, *, tp: int, count: int) -
     from megaverl.models.hf_shards import sharded_weights, tensor_cuts
 
     model = _module(spec.source, spec.trusts_code)
-    return sharded_weights(model, spec, count, value_head=int(value_head), cuts=tensor_cuts(model, tp, "actor"))
+    return sharded_weights(
+        model,
+        spec,
+        count,
+        value_head=int(value_head),
+        cuts=tensor_cuts(model, tp, "actor"),
+    )
 
 
 @lru_cache(maxsize=4)
 def _module(config: str, trusts_code: bool) -> PreTrainedModel:
     """Build a model without data from its config.json.
 
-    Only this plan imports torch and all of transformers. Other plans have transformers' configuration class read the
-    config.json, in a child process without torch (`sharding/transformers_config.py`).
+    Only this plan imports torch and all of transformers. Other plans have transformers'
+    configuration class read the config.json, in a child process without torch
+    (`sharding/transformers_config.py`).
     """
     from megaverl.models.hf_shards import module_without_data
 
@@ -85,7 +97,8 @@ def _module(config: str, trusts_code: bool) -> PreTrainedModel:
             f"{path}: not found. A plan of this model under FSDP2 builds it from its config.json: give that file with "
             "--model-config FILE or model.config."
         )
-    folder_or_file = path.parent if trusts_code else path  # transformers looks for a model's own code in a folder
+    # Transformers looks for a model's own code in a folder.
+    folder_or_file = path.parent if trusts_code else path
     return module_without_data(folder_or_file, trust_remote_code=trusts_code)
 
 
@@ -105,12 +118,17 @@ class Passes(NamedTuple):
 
 def shards_of(fsdp: FsdpConfig, world: int, gpus_per_node: int) -> Shards:
     """Return how a role on `world` data-parallel ranks is sharded under `fsdp.sharding_strategy`."""
-    sizes = {"no_shard": 1, "hybrid_shard": fsdp.shard_size or min(gpus_per_node, world)}
+    sizes = {
+        "no_shard": 1,
+        "hybrid_shard": fsdp.shard_size or min(gpus_per_node, world),
+    }
     count = sizes.get(fsdp.sharding_strategy, world)
     return Shards(count, world // count)
 
 
-def fsdp_layouts(spec: ModelSpec, value_head: bool, count: int, tp: int = 1) -> Callable[[int], Layout]:
+def fsdp_layouts(
+    spec: ModelSpec, value_head: bool, count: int, tp: int = 1
+) -> Callable[[int], Layout]:
     """Return a function from a rank of the role to its layout. Ranks of a shard group are neighbours."""
     if tp > 1:
         return _module_weights(spec, value_head, tp=tp, count=count).layout_of
@@ -131,7 +149,8 @@ def shard_bytes(layout: Layout, fsdp: FsdpConfig, replicas: int) -> TrainedBytes
         weights=MASTER * here,
         gradients=MASTER * here,
         optimizer=2 * MASTER * here,
-        # Adam's foreach implementation takes the square root of all second moments at once.
+        # Adam's foreach implementation takes the square root of all second moments at
+        # once.
         step=MASTER * here,
         saved_weights=MASTER * numel // replicas,
         saved_optimizer=2 * MASTER * numel // replicas,
@@ -140,7 +159,12 @@ def shard_bytes(layout: Layout, fsdp: FsdpConfig, replicas: int) -> TrainedBytes
 
 
 def gathered_bytes(
-    weights: Sequence[Weight], fsdp: FsdpConfig, itemsize: int, *, train: bool, micro_batches: int
+    weights: Sequence[Weight],
+    fsdp: FsdpConfig,
+    itemsize: int,
+    *,
+    train: bool,
+    micro_batches: int,
 ) -> float:
     """Return the peak bytes that a forward and backward pass needs beside the shards.
 
@@ -160,19 +184,25 @@ def gathered_bytes(
     return held + (itemsize + reduced) * max(largest, root)
 
 
-def passes_of(weights: Sequence[Weight], fsdp: FsdpConfig, itemsize: int, shards: Shards) -> Passes:
+def passes_of(
+    weights: Sequence[Weight], fsdp: FsdpConfig, itemsize: int, shards: Shards
+) -> Passes:
     """Return the bytes of a forward and backward pass: all-gathers of weights, reduce-scatter of gradients."""
     groups, root = _gathered_together(weights)
     keeps = fsdp.sharding_strategy in ("shard_grad_op", "no_shard")
     share = (shards.size - 1) / shards.size
     gathered = itemsize * (root + sum(groups) * (1 if keeps else 2)) * share
-    return Passes(gathered, ITEMSIZE[fsdp.reduce_dtype or "float32"] * (root + sum(groups)) * share)
+    return Passes(
+        gathered,
+        ITEMSIZE[fsdp.reduce_dtype or "float32"] * (root + sum(groups)) * share,
+    )
 
 
 def _gathered_together(weights: Sequence[Weight]) -> tuple[list[int], int]:
     """Return the elements of each group that is gathered on its own, and of the group that stays gathered.
 
-    The groups are the decoder blocks, and the embedding unless it is tied to the output layer.
+    The groups are the decoder blocks, and the embedding unless it is tied to the output
+    layer.
     """
     blocks: dict[int, int] = {}
     first = last = 0
@@ -185,4 +215,8 @@ def _gathered_together(weights: Sequence[Weight]) -> tuple[list[int], int]:
             first += numel
         else:
             last, has_head = last + numel, has_head or len(weight.shape) > 1
-    return ([*blocks.values(), first], last) if has_head else (list(blocks.values()), first + last)
+    return (
+        ([*blocks.values(), first], last)
+        if has_head
+        else (list(blocks.values()), first + last)
+    )

@@ -1,7 +1,7 @@
 """Descriptions of hardware that a prediction reads, from data sheets or from `megaverl plan --calibrate`.
 
-A description is a YAML or JSON file with the fields of `Hardware`, whose names end in their units, or the name of a
-description that comes with megaverl (`machines/`).
+A description is a YAML or JSON file with the fields of `Hardware`, whose names end in
+their units, or the name of a description that comes with megaverl (`machines/`).
 """
 
 from __future__ import annotations
@@ -108,11 +108,15 @@ class Hardware:
                 )
             path = FOLDER / f"{name}.yaml"
         if not path.is_file():
-            raise ConfigError(f"hardware: {path} does not exist. Known names: {', '.join(known())}.")
+            raise ConfigError(
+                f"hardware: {path} does not exist. Known names: {', '.join(known())}."
+            )
         try:
             fields = read_untyped(path.read_text(encoding="utf-8"))
         except (BadYaml, UnicodeDecodeError) as error:
-            raise ConfigError(f"hardware: {path} is neither YAML nor JSON ({error}).") from error
+            raise ConfigError(
+                f"hardware: {path} is neither YAML nor JSON ({error})."
+            ) from error
         return cls.of(fields, str(path))
 
     @classmethod
@@ -124,23 +128,39 @@ class Hardware:
                 once.
         """
         if not isinstance(fields, dict):
-            raise ConfigError(f"{source}: expected keys and values, found {type(fields).__name__}.")
+            raise ConfigError(
+                f"{source}: expected keys and values, found {type(fields).__name__}."
+            )
         known = {field.name: field for field in dataclasses.fields(cls)}
-        wrong = [f"unknown key {key} (keys: {', '.join(known)})" for key in fields if key not in known]
-        needed = [name for name, field in known.items() if field.default is dataclasses.MISSING]
+        wrong = [
+            f"unknown key {key} (keys: {', '.join(known)})"
+            for key in fields
+            if key not in known
+        ]
+        needed = [
+            name
+            for name, field in known.items()
+            if field.default is dataclasses.MISSING
+        ]
         wrong += [f"{name} is missing" for name in needed if name not in fields]
         if not wrong:
             wrong = list(_wrong_types(fields))
         if wrong:
             raise ConfigError(f"{source}: " + "; ".join(wrong) + ".")
-        curve = tuple((float(flops), float(share)) for flops, share in fields["matmul_efficiency"])
-        return cls(**fields | {"sources": tuple(fields["sources"]), "matmul_efficiency": curve})
+        curve = tuple(
+            (float(flops), float(share)) for flops, share in fields["matmul_efficiency"]
+        )
+        return cls(
+            **fields | {"sources": tuple(fields["sources"]), "matmul_efficiency": curve}
+        )
 
     def write(self, path: str | Path) -> Path:
         """Write the description as JSON, which `read` accepts."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8"
+        )
         return path
 
     @property
@@ -171,7 +191,9 @@ class Hardware:
             ConfigError: the description has no peak for this dtype.
         """
         if dtype not in self.tflops:
-            raise ConfigError(f"{self.name}: tflops has no {dtype}; it has {', '.join(self.tflops)}.")
+            raise ConfigError(
+                f"{self.name}: tflops has no {dtype}; it has {', '.join(self.tflops)}."
+            )
         return self.tflops[dtype] * 1e12
 
     def matmul_share(self, flops: float) -> float:
@@ -182,16 +204,21 @@ class Hardware:
         at = math.log(flops)
         place = bisect_left(sizes, at)
         if place == 0:
-            # A smaller product than the smallest measured one takes the same time: launch overhead dominates.
+            # A smaller product than the smallest measured one takes the same time:
+            # launch overhead dominates.
             return shares[0] * math.exp(at - sizes[0])
         if place == len(sizes):
             return shares[-1]
         low, high = sizes[place - 1], sizes[place]
-        return shares[place - 1] + (shares[place] - shares[place - 1]) * (at - low) / (high - low)
+        return shares[place - 1] + (shares[place] - shares[place - 1]) * (at - low) / (
+            high - low
+        )
 
     @cached_property
     def _curve(self) -> tuple[list[float], list[float]]:
-        return [math.log(size) for size, _ in self.matmul_efficiency], [share for _, share in self.matmul_efficiency]
+        return [math.log(size) for size, _ in self.matmul_efficiency], [
+            share for _, share in self.matmul_efficiency
+        ]
 
 
 def known() -> list[str]:
@@ -199,7 +226,8 @@ def known() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-# Field -> plausible (minimum, maximum) in the unit of its name. Values outside are most likely in another unit.
+# Field -> plausible (minimum, maximum) in the unit of its name. Values outside are most
+# likely in another unit.
 RANGES: dict[str, tuple[float, float]] = {
     "ranks_per_node": (1, 1024),
     "memory_gb": (0.1, 10_000),
@@ -232,14 +260,22 @@ TFLOPS = (1e-4, 1e5)
 def _wrong_types(fields: Mapping[str, Any]) -> Iterator[str]:
     for key in (*RANGES, "cores"):
         value = fields.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float)
+        ):
             yield f"{key}: expected a number, found {value!r}"
-    if not isinstance(fields["tflops"], dict) or not all(_is_number(v) for v in fields["tflops"].values()):
+    if not isinstance(fields["tflops"], dict) or not all(
+        _is_number(v) for v in fields["tflops"].values()
+    ):
         yield f"tflops: expected dtype: number, found {fields['tflops']!r}"
-    if not isinstance(fields["sources"], list) or not all(isinstance(source, str) for source in fields["sources"]):
+    if not isinstance(fields["sources"], list) or not all(
+        isinstance(source, str) for source in fields["sources"]
+    ):
         yield "sources: expected a list of texts"
     curve = fields["matmul_efficiency"]
-    pairs = isinstance(curve, list | tuple) and all(isinstance(p, Sequence) and len(p) == 2 for p in curve)
+    pairs = isinstance(curve, list | tuple) and all(
+        isinstance(p, Sequence) and len(p) == 2 for p in curve
+    )
     if not pairs or not all(_is_number(number) for pair in curve for number in pair):
         yield "matmul_efficiency: expected pairs [operations of a product, share of the peak]"
 

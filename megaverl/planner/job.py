@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.config import Config, InvalidConfig
-from megaverl.config.grids import grid_mistakes, is_placed, resolve_placement, role_grids, used_roles
+from megaverl.config.grids import (
+    grid_mistakes,
+    is_placed,
+    resolve_placement,
+    role_grids,
+    used_roles,
+)
 from megaverl.config.passthrough import recompute_fields
 from megaverl.config.roles import GridConfig, TrainedConfig
 from megaverl.config.signatures import signature_of
@@ -61,7 +67,10 @@ class Role:
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        return {rank: number % self.grid.world_size for number, rank in enumerate(self.ranks)}
+        return {
+            rank: number % self.grid.world_size
+            for number, rank in enumerate(self.ranks)
+        }
 
     @property
     def trained(self) -> TrainedConfig | None:
@@ -87,9 +96,13 @@ class Role:
         if self.trained is None:
             return self.config.megatron
         kind = self.trained.activation_checkpointing
-        # `hf_model.checkpoint_block` keeps the results of all products and repeats only the work between them.
+        # `hf_model.checkpoint_block` keeps the results of all products and repeats only
+        # the work between them.
         if self.shards is not None and kind == "selective":
-            return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+            return {
+                "recompute_granularity": "selective",
+                "recompute_modules": ["layernorm"],
+            }
         dense = self.spec.moe is None or bool(self.spec.moe.num_dense_layers)
         fields = recompute_fields(
             kind,
@@ -101,7 +114,9 @@ class Role:
 
     def layers(self, stage: int) -> tuple[int, int]:
         """Return the numbers of (dense, mixture-of-experts) decoder layers on a rank of this pipeline stage."""
-        num_dense = self.spec.moe.num_dense_layers if self.spec.moe else self.spec.num_layers
+        num_dense = (
+            self.spec.moe.num_dense_layers if self.spec.moe else self.spec.num_layers
+        )
         dense = moe = first = 0
         for number, count in enumerate(self.split):
             if number % self.grid.pp == stage:
@@ -126,7 +141,8 @@ class RolloutRole:
         return len(self.ranks) // self.tp
 
 
-# Inputs of advantage estimators that need only the rewards of a group, not every token of all samples.
+# Inputs of advantage estimators that need only the rewards of a group, not every token
+# of all samples.
 OF_GROUPS = {"rewards", "group_ids", "response_mask"}
 
 
@@ -150,7 +166,9 @@ class PlannedJob:
     @property
     def itemsize(self) -> int:
         """Bytes of a weight in `model.dtype`; `auto` counts as bfloat16, its meaning on GPUs."""
-        return ITEMSIZE["bfloat16" if self.config.model.dtype == "auto" else self.config.model.dtype]
+        return ITEMSIZE[
+            "bfloat16" if self.config.model.dtype == "auto" else self.config.model.dtype
+        ]
 
     @property
     def aliases(self) -> bool:
@@ -158,7 +176,10 @@ class PlannedJob:
         away = self.config.actor.offload.parameters
         shared = self.placement.colocated("actor", "rollout")
         # FSDP keeps float32 weights, so a 16-bit engine cannot read them in place.
-        alike = self.config.actor.engine == "megatron" or self.itemsize == ITEMSIZE["float32"]
+        alike = (
+            self.config.actor.engine == "megatron"
+            or self.itemsize == ITEMSIZE["float32"]
+        )
         return shared and alike and self.config.reshard.alias == "auto" and not away
 
     @property
@@ -171,14 +192,17 @@ class PlannedJob:
         """Bytes of the second copy of the reference that each engine's rank holds under `algorithm.opponent_beta`."""
         if self.config.algorithm.opponent_beta is None:
             return 0
-        spec = _spec_of(self.config.reference.path, self.spec, self.config.reference.engine)
+        spec = _spec_of(
+            self.config.reference.path, self.spec, self.config.reference.engine
+        )
         return sum(prod(weight.shape) for weight in described(spec)) * self.itemsize
 
     def field_bytes(self, rank: int) -> float:
         """Return an upper bound of the bytes that a step's per-token fields take on a rank until the updates are over.
 
-        Fields are log-probs, values, advantages and returns, with 4 bytes for each token of the longest response.
-        Critic and reference also hold the fields of the steps that they are ahead of the actor (`trainer/schedule.py`).
+        Fields are log-probs, values, advantages and returns, with 4 bytes for each
+        token of the longest response. Critic and reference also hold the fields of the
+        steps that they are ahead of the actor (`trainer/schedule.py`).
         """
         config = self.config
         roles = [role for role in self.roles if role.place(rank) is not None]
@@ -195,16 +219,25 @@ class PlannedJob:
             fields = 0
         if config.rollout.async_rollout and "actor" not in names:
             ahead = config.rollout.max_staleness - (rank not in self.rollout.ranks)
-            # A critic's update waits for the actor's advantages, so it is at most one step ahead.
+            # A critic's update waits for the actor's advantages, so it is at most one
+            # step ahead.
             if "critic" in names:
                 ahead = min(ahead, 1)
             fields += max(0, ahead) * len(names & {"critic", "reference"})
-        signature = signature_of("advantage_estimators", config.algorithm.advantage_name)
-        made_together = config.environment.name is not None or config.rollout.function is not None
+        signature = signature_of(
+            "advantage_estimators", config.algorithm.advantage_name
+        )
+        made_together = (
+            config.environment.name is not None or config.rollout.function is not None
+        )
         in_rounds = config.algorithm.dynamic_sampling.metric is not None
-        if self.placement.is_colocated and set(signature.inputs) <= OF_GROUPS and not (made_together or in_rounds):
-            # A rank then holds only its equal part of the samples, and those that each role works on
-            # (`trainer/executor.py`).
+        if (
+            self.placement.is_colocated
+            and set(signature.inputs) <= OF_GROUPS
+            and not (made_together or in_rounds)
+        ):
+            # A rank then holds only its equal part of the samples, and those that each
+            # role works on (`trainer/executor.py`).
             equal_part = -(-samples // self.world)
             worked_on = sum(-(-samples // role.grid.dp) for role in roles)
             samples = min(samples, equal_part + worked_on)
@@ -219,7 +252,9 @@ class PlannedJob:
         return sorted(ranks)
 
 
-def find_spec(config: Config, model_config: str | None = None, *, beside: str | None = None) -> ModelSpec:
+def find_spec(
+    config: Config, model_config: str | None = None, *, beside: str | None = None
+) -> ModelSpec:
     """Read the model that a plan is for, from `--model-config`, the model folder, or the recipe's `model.config`.
 
     Args:
@@ -235,7 +270,11 @@ def find_spec(config: Config, model_config: str | None = None, *, beside: str | 
     elif (Path(config.model.path) / "config.json").is_file():
         spec = read(config.model.path)
     elif config.model.config is not None:
-        spec = _read_spec("model.config", Path(beside or "").parent / config.model.config, config.actor.engine)
+        spec = _read_spec(
+            "model.config",
+            Path(beside or "").parent / config.model.config,
+            config.actor.engine,
+        )
     else:
         raise _no_model(config)
     return replace(spec, trusts_code=config.model.trust_remote_code)
@@ -250,7 +289,9 @@ def _no_model(config: Config) -> ConfigError:
 
 def _read_spec(key: str, path: Path, engine: str) -> ModelSpec:
     if not path.is_file():
-        raise ConfigError(f"{key}: {path} does not exist. Give the path of a model's config.json.")
+        raise ConfigError(
+            f"{key}: {path} does not exist. Give the path of a model's config.json."
+        )
     try:
         config = read_json_file(path)
     except (OSError, ValueError) as error:
@@ -284,7 +325,9 @@ def make_job(
         raise InvalidConfig(mistakes, "the configuration, the model and the world")
     machine = machine or Machine()
     placement = _placement(config, world, machine)
-    sections = {"actor": config.actor} | ({"critic": config.critic} if config.uses_critic else {})
+    sections = {"actor": config.actor} | (
+        {"critic": config.critic} if config.uses_critic else {}
+    )
     roles = [
         _role(name, section, spec, placement, machine, value_head=name == "critic")
         for name, section in sections.items()
@@ -293,34 +336,60 @@ def make_job(
         roles.append(_role("reference", config.reference, spec, placement, machine))
     roles += _reward_models(config, spec, placement, machine)
     may_have_experts = spec.moe is not None or not spec.is_tabled
-    expert_parallel = may_have_experts and bool(config.rollout.vllm.get("enable_expert_parallel", False))
-    dealt = (spec, config.rollout.tp, expert_parallel, config.rollout.vllm.get("quantization"))
-    layouts = _Dealt(_engine_layouts if spec.is_tabled or builds_engine else _equal_parts, dealt)
+    expert_parallel = may_have_experts and bool(
+        config.rollout.vllm.get("enable_expert_parallel", False)
+    )
+    dealt = (
+        spec,
+        config.rollout.tp,
+        expert_parallel,
+        config.rollout.vllm.get("quantization"),
+    )
+    layouts = _Dealt(
+        _engine_layouts if spec.is_tabled or builds_engine else _equal_parts, dealt
+    )
     if not deal_later:
         for role in roles:
             role.layout_of(0)
         layouts(0)
-    rollout = RolloutRole(placement.ranks["rollout"], config.rollout.tp, expert_parallel, layouts)
+    rollout = RolloutRole(
+        placement.ranks["rollout"], config.rollout.tp, expert_parallel, layouts
+    )
     return PlannedJob(config, spec, machine, world, tuple(roles), rollout, placement)
 
 
 def _placement(config: Config, world: int, machine: Machine) -> ResolvedPlacement:
     """Return the ranks of each role, on nodes that have the names of `placement`, or else their numbers."""
-    sizes = [min(machine.gpus_per_node, world - first) for first in range(0, world, machine.gpus_per_node)]
-    nodes = [Node(name, size) for name, size in zip(_node_names(config, len(sizes)), sizes, strict=True)]
+    sizes = [
+        min(machine.gpus_per_node, world - first)
+        for first in range(0, world, machine.gpus_per_node)
+    ]
+    nodes = [
+        Node(name, size)
+        for name, size in zip(_node_names(config, len(sizes)), sizes, strict=True)
+    ]
     if is_placed(config):
-        return resolve_placement(config.placement, role_grids(config, used_roles(config, "train")), world, nodes)
-    return _everywhere(world, (*used_roles(config, "train"), "rollout", "reward"), tuple(nodes))
+        return resolve_placement(
+            config.placement,
+            role_grids(config, used_roles(config, "train")),
+            world,
+            nodes,
+        )
+    return _everywhere(
+        world, (*used_roles(config, "train"), "rollout", "reward"), tuple(nodes)
+    )
 
 
 @lru_cache(maxsize=8)
-def _everywhere(world: int, roles: tuple[str, ...], nodes: tuple[Node, ...]) -> ResolvedPlacement:
+def _everywhere(
+    world: int, roles: tuple[str, ...], nodes: tuple[Node, ...]
+) -> ResolvedPlacement:
     return resolve({}, world, dict.fromkeys(roles), list(nodes))
 
 
 def _node_names(config: Config, count: int) -> list[str]:
-    """Name the nodes. Names in `placement` go to the first nodes that it does not refer to by number: all nodes are
-    alike.
+    """Name the nodes. Names in `placement` go to the first nodes that it does not refer
+    to by number: all nodes are alike.
     """
     wanted, _ = config.placement.wanted()
     wanted_nodes = [node for place in wanted.values() for node in place.nodes or ()]
@@ -330,10 +399,14 @@ def _node_names(config: Config, count: int) -> list[str]:
     return [places.get(number, f"node {number}") for number in range(count)]
 
 
-def _reward_models(config: Config, spec: ModelSpec, placement: ResolvedPlacement, machine: Machine) -> Iterator[Role]:
+def _reward_models(
+    config: Config, spec: ModelSpec, placement: ResolvedPlacement, machine: Machine
+) -> Iterator[Role]:
     """Yield reward models that run on Megatron: those in `reward`, and PRIME's, which has no value head."""
     section = config.reward_model
-    scoring = GridConfig(**{name: getattr(section, name) for name in GridConfig.model_fields})
+    scoring = GridConfig(
+        **{name: getattr(section, name) for name in GridConfig.model_fields}
+    )
     is_implicit = config.estimator_reads("implicit_rewards")
     if is_implicit:
         yield _role("reward_model", section, spec, placement, machine, on="actor")
@@ -342,7 +415,15 @@ def _reward_models(config: Config, spec: ModelSpec, placement: ResolvedPlacement
             trained = config.trains_reward_model and not is_implicit
             model = _spec_of(entry.path, spec, entry.engine)
             chosen = section if trained else scoring
-            yield _role(entry.label, chosen, model, placement, machine, on="reward", value_head=True)
+            yield _role(
+                entry.label,
+                chosen,
+                model,
+                placement,
+                machine,
+                on="reward",
+                value_head=True,
+            )
 
 
 def _spec_of(path: str | None, spec: ModelSpec, engine: str) -> ModelSpec:
@@ -373,15 +454,35 @@ def _role(
     Args:
         on: the role whose ranks it uses; empty: the ranks that the placement gives to `name`.
     """
-    spec, ranks = _spec_of(getattr(config, "path", None), spec, config.engine), placement.ranks[on or name]
+    spec, ranks = (
+        _spec_of(getattr(config, "path", None), spec, config.engine),
+        placement.ranks[on or name],
+    )
     islands = len(placement.islands) if placement.colocated(on or name, "actor") else 1
-    sizes = {size: getattr(config, size) for size in ("tp", "cp", "ep", "pp", "vpp", "etp")}
+    sizes = {
+        size: getattr(config, size) for size in ("tp", "cp", "ep", "pp", "vpp", "etp")
+    }
     grid = GridShape.fit(len(ranks) // islands, **sizes, role=name)
     if config.engine == "fsdp":
-        shards = shards_of(config.fsdp, grid.dp, max(machine.gpus_per_node // grid.tp, 1))
+        shards = shards_of(
+            config.fsdp, grid.dp, max(machine.gpus_per_node // grid.tp, 1)
+        )
         held = fsdp_layouts(spec, value_head, shards.size, grid.tp)
-        return Role(name, ranks, grid, spec, config, (spec.num_layers,), held, value_head, islands, shards)
-    split = tuple(layer_split(spec.num_layers, grid.pp, grid.vpp, config.megatron, name))
+        return Role(
+            name,
+            ranks,
+            grid,
+            spec,
+            config,
+            (spec.num_layers,),
+            held,
+            value_head,
+            islands,
+            shards,
+        )
+    split = tuple(
+        layer_split(spec.num_layers, grid.pp, grid.vpp, config.megatron, name)
+    )
     layouts = _Dealt(_model_layouts, (spec, grid, split, value_head))
     return Role(name, ranks, grid, spec, config, split, layouts, value_head, islands)
 
@@ -411,7 +512,9 @@ def _model_layouts(
 ) -> Callable[[int], Layout]:
     weights = weights_of(spec, value_head=value_head)
     padded = padded_vocab_size(spec.vocab_size, grid.tp)
-    return megatron_layouts(weights, spec, grid, padded_vocab_size=padded, layer_split=split)
+    return megatron_layouts(
+        weights, spec, grid, padded_vocab_size=padded, layer_split=split
+    )
 
 
 @lru_cache(maxsize=16)
@@ -420,16 +523,27 @@ def _engine_layouts(
 ) -> Callable[[int], Layout]:
     weights = described(spec)
     if spec.is_tabled:
-        return vllm_layouts(weights, spec, tp, expert_parallel=expert_parallel, quantization=quantization)
+        return vllm_layouts(
+            weights,
+            spec,
+            tp,
+            expert_parallel=expert_parallel,
+            quantization=quantization,
+        )
     # Only a model without rules needs vLLM, whose import takes half a minute.
     from megaverl.rollout.vllm_layouts import planned_layouts
 
-    options = {"enable_expert_parallel": expert_parallel, "trust_remote_code": spec.trusts_code}
+    options = {
+        "enable_expert_parallel": expert_parallel,
+        "trust_remote_code": spec.trusts_code,
+    }
     return planned_layouts(spec.source, tp, shapes_of(weights), **options)
 
 
 @lru_cache(maxsize=16)
-def _equal_parts(spec: ModelSpec, tp: int, expert_parallel: bool, quantization: str | None) -> Callable[[int], Layout]:
+def _equal_parts(
+    spec: ModelSpec, tp: int, expert_parallel: bool, quantization: str | None
+) -> Callable[[int], Layout]:
     weights = described(spec)
     return lambda rank: even_layout(weights, tp, rank)
 

@@ -88,9 +88,15 @@ class MemoryModel:
         job, config, rollout = self.job, self.job.config, self.job.rollout
         gpu = EngineGpu(
             memory=job.machine.memory,
-            aliased=min(self._aliased_on(rank) for rank in job.stage_ranks() if rank in job.rollout.ranks),
+            aliased=min(
+                self._aliased_on(rank)
+                for rank in job.stage_ranks()
+                if rank in job.rollout.ranks
+            ),
             # A reserve that the user gives contains the graphs already.
-            graphs=graph_bytes(config.rollout.vllm) if job.machine.reserve is None else 0.0,
+            graphs=graph_bytes(config.rollout.vllm)
+            if job.machine.reserve is None
+            else 0.0,
         )
         return engine_bytes(
             job.spec,
@@ -105,7 +111,10 @@ class MemoryModel:
 
     def ranks(self, ranks: Iterable[int] | None = None) -> list[RankMemory]:
         """Return the memory of these ranks, or of all."""
-        return [self.rank(rank) for rank in (range(self.job.world) if ranks is None else ranks)]
+        return [
+            self.rank(rank)
+            for rank in (range(self.job.world) if ranks is None else ranks)
+        ]
 
     def rank(self, rank: int) -> RankMemory:
         """Return the memory of one rank."""
@@ -113,9 +122,13 @@ class MemoryModel:
         parts: dict[str, dict[str, float]] = {}
         reserve = self._reserve(rank)
         opponents = job.opponent_bytes if rank in job.rollout.ranks else 0
-        # `held` is in use in every phase of a step, `loads` in one phase each; `parts` lists everything by role for the
-        # report.
-        held = {"reserve": sum(reserve.values()), "training": 0.0, "frozen": float(opponents)}
+        # `held` is in use in every phase of a step, `loads` in one phase each; `parts`
+        # lists everything by role for the report.
+        held = {
+            "reserve": sum(reserve.values()),
+            "training": 0.0,
+            "frozen": float(opponents),
+        }
         loads: dict[str, dict[str, float]] = {}
         for role in job.roles:
             place = role.place(rank)
@@ -123,9 +136,13 @@ class MemoryModel:
                 continue
             train, score = self.activations(role.name, role.grid.coords(place).pp)
             copies = self._copies(role, place)
-            held["frozen" if role.trained is None else "training"] += sum(copies.values())
+            held["frozen" if role.trained is None else "training"] += sum(
+                copies.values()
+            )
             if role.trained is not None:
-                parts[role.name] = self._train(role, rank, (train, score), held, loads) | copies
+                parts[role.name] = (
+                    self._train(role, rank, (train, score), held, loads) | copies
+                )
                 continue
             weights = 0 if role.config.fsdp.cpu_offload else self.weights(role, rank)
             parts[role.name] = {"weights": weights, "activations": score} | copies
@@ -137,7 +154,11 @@ class MemoryModel:
         if fields := job.field_bytes(rank):
             parts["samples"] = {"fields": fields}
             loads = {phase: load | {"fields": fields} for phase, load in loads.items()}
-        aliased, engine, generates = self._aliased_on(rank), self._engine, rank in job.rollout.ranks
+        aliased, engine, generates = (
+            self._aliased_on(rank),
+            self._engine,
+            rank in job.rollout.ranks,
+        )
         if generates:
             parts["rollout"] = {
                 "weights": engine.weights - aliased,
@@ -155,13 +176,30 @@ class MemoryModel:
             loads["reshard"] = {"training": parts["actor"]["weights"]}
         if parts and reserve:
             parts["reserve"] = reserve
-        moments = self._moments(held, loads, aliased, buckets) if generates else _training(held, loads, buckets)
-        written = [self.trained(role, rank) for role in job.roles if role.trained and role.place(rank) is not None]
-        saved = float(sum(role_bytes.saved_weights + role_bytes.saved_optimizer for role_bytes in written))
+        moments = (
+            self._moments(held, loads, aliased, buckets)
+            if generates
+            else _training(held, loads, buckets)
+        )
+        written = [
+            self.trained(role, rank)
+            for role in job.roles
+            if role.trained and role.place(rank) is not None
+        ]
+        saved = float(
+            sum(
+                role_bytes.saved_weights + role_bytes.saved_optimizer
+                for role_bytes in written
+            )
+        )
         loaded = float(sum(role_bytes.loaded for role_bytes in written))
-        return RankMemory(rank, parts, moments, engine, saved, self._host(rank, parts, saved), loaded)
+        return RankMemory(
+            rank, parts, moments, engine, saved, self._host(rank, parts, saved), loaded
+        )
 
-    def _host(self, rank: int, parts: dict[str, dict[str, float]], saved: float) -> dict[str, float]:
+    def _host(
+        self, rank: int, parts: dict[str, dict[str, float]], saved: float
+    ) -> dict[str, float]:
         """Return component -> bytes of host memory. Offloaded gradients are discarded, so they take none.
 
         Args:
@@ -176,9 +214,15 @@ class MemoryModel:
                 is_away = role.name == "reference" and self.job.config.reference.offload
                 host_bytes[role.name] = parts[role.name]["weights"] if is_away else 0.0
             elif (offload := role.trained.offload).folder is None:
-                names = [name for name in ("optimizer", "parameters") if getattr(offload, name)]
+                names = [
+                    name
+                    for name in ("optimizer", "parameters")
+                    if getattr(offload, name)
+                ]
                 of_names = {"optimizer": "optimizer", "parameters": "weights"}
-                host_bytes[role.name] = sum(parts[role.name][of_names[name]] for name in names)
+                host_bytes[role.name] = sum(
+                    parts[role.name][of_names[name]] for name in names
+                )
         if self.job.config.checkpoint.async_save:
             host_bytes["checkpoint"] = saved
         return {part: nbytes for part, nbytes in host_bytes.items() if nbytes}
@@ -191,7 +235,8 @@ class MemoryModel:
         plans, node_of = self._plans(), job.machine.node_of
         volume = plans.volume(rank)
         peers = {*volume.sent, *volume.received}
-        # Within a node, weights are read in place over CUDA IPC (`weights.transports.ipc`), without NCCL buffers.
+        # Within a node, weights are read in place over CUDA IPC
+        # (`weights.transports.ipc`), without NCCL buffers.
         if job.config.reshard.ipc == "auto":
             peers = {peer for peer in peers if node_of(peer) != node_of(rank)}
             # Ranks forward weights over NCCL, within nodes too.
@@ -214,21 +259,39 @@ class MemoryModel:
             loads: phase -> component -> bytes in use in this phase only; updated in place.
         """
         assert role.trained is not None
-        (train, score), trained, offload = activations, self.trained(role, rank), role.trained.offload
+        (train, score), trained, offload = (
+            activations,
+            self.trained(role, rank),
+            role.trained.offload,
+        )
         weights = float(trained.weights)
         if role.trained.lora is not None:
-            weights += self.weights(role, rank, without="output_layer.weight" if role.value_head else "")
+            weights += self.weights(
+                role, rank, without="output_layer.weight" if role.value_head else ""
+            )
         away = {
             "parameters": weights if offload.parameters else 0.0,
             # FSDP frees gradients after each optimizer step.
-            "gradients": float(trained.gradients) if offload.gradients or role.shards is not None else 0.0,
+            "gradients": float(trained.gradients)
+            if offload.gradients or role.shards is not None
+            else 0.0,
             "optimizer": float(trained.optimizer) if offload.optimizer else 0.0,
         }
-        held["training"] += weights + trained.gradients + trained.optimizer - sum(away.values())
-        loads[f"{role.name} forward"] = {"activations": score, "training": away["parameters"]}
-        # Offloaded optimizer state is loaded for the first optimizer step of an update and stays until the last one.
+        held["training"] += (
+            weights + trained.gradients + trained.optimizer - sum(away.values())
+        )
+        loads[f"{role.name} forward"] = {
+            "activations": score,
+            "training": away["parameters"],
+        }
+        # Offloaded optimizer state is loaded for the first optimizer step of an update
+        # and stays until the last one.
         algorithm = self.job.config.algorithm
-        stays = away["optimizer"] if algorithm.num_epochs * algorithm.num_mini_batches > 1 else 0.0
+        stays = (
+            away["optimizer"]
+            if algorithm.num_epochs * algorithm.num_mini_batches > 1
+            else 0.0
+        )
         loads[f"{role.name} update"] = {
             "activations": max(train, trained.step + away["optimizer"] - stays),
             "training": away["parameters"] + away["gradients"] + stays,
@@ -241,7 +304,11 @@ class MemoryModel:
         }
 
     def _moments(
-        self, held: dict[str, float], loads: dict[str, dict[str, float]], aliased: float, buckets: float
+        self,
+        held: dict[str, float],
+        loads: dict[str, dict[str, float]],
+        aliased: float,
+        buckets: float,
     ) -> dict[str, dict[str, float]]:
         """Return the bytes in use in each phase on a rank with an engine, by component.
 
@@ -250,12 +317,17 @@ class MemoryModel:
             loads: phase -> component -> bytes in use in this phase only.
         """
         engine, config = self._engine, self.job.config
-        engine_parts = {"engine weights": engine.weights - aliased, "KV cache": max(0.0, engine.cache)}
+        engine_parts = {
+            "engine weights": engine.weights - aliased,
+            "KV cache": max(0.0, engine.cache),
+        }
         resting = {} if config.rollout.sleep else engine_parts
         generate = held | engine_parts | {"activations": engine.workspace}
-        # At start, vLLM allocates all its weights. Only then are some replaced by the actor's, and the cache allocated.
+        # At start, vLLM allocates all its weights. Only then are some replaced by the
+        # actor's, and the cache allocated.
         loading = held | {"engine weights": engine.weights}
-        # During a reshard a sleeping engine has its weights mapped but no cache (`workers.weight_sync`).
+        # During a reshard a sleeping engine has its weights mapped but no cache
+        # (`workers.weight_sync`).
         written = engine_parts
         if config.rollout.sleep and self.job.placement.is_colocated:
             written = {"engine weights": engine_parts["engine weights"]}
@@ -263,8 +335,14 @@ class MemoryModel:
             "engine start": max(loading, generate, key=lambda used: sum(used.values())),
             "generate": generate,
             REST: held | resting,
-            "reshard": _sum(held | written | {"buckets": buckets}, loads.get("reshard", {})),
-        } | {phase: _sum(held | resting, load) for phase, load in loads.items() if phase != "reshard"}
+            "reshard": _sum(
+                held | written | {"buckets": buckets}, loads.get("reshard", {})
+            ),
+        } | {
+            phase: _sum(held | resting, load)
+            for phase, load in loads.items()
+            if phase != "reshard"
+        }
 
     def weights(self, role: Role, rank: int, without: str = "") -> int:
         """Return the bytes of the role's parameters on a rank, without buffer padding.
@@ -272,21 +350,33 @@ class MemoryModel:
         Args:
             without: name of a parameter to leave out: a critic's head, which is counted as trained beside adapters.
         """
-        chunks = self._stage_parameters(role.name, role.grid.coords(role.place(rank) or 0).pp)
-        return sum(p.numel for chunk in chunks for p in chunk if p.name != without) * self.job.itemsize
+        chunks = self._stage_parameters(
+            role.name, role.grid.coords(role.place(rank) or 0).pp
+        )
+        return (
+            sum(p.numel for chunk in chunks for p in chunk if p.name != without)
+            * self.job.itemsize
+        )
 
     def _copies(self, role: Role, place: int) -> dict[str, int]:
         """Return the bytes of 8-bit weight copies, which stay on the device under every kind of offload."""
         stage, grid = role.grid.coords(place).pp, role.grid
         ends = {"first": stage == 0, "last": stage == grid.pp - 1}
-        chunks, backward = self._stage_parameters(role.name, stage), role.trained is not None
-        nbytes = eight_bit_copies(chunks, role.config.megatron, backward=backward, **ends)
+        chunks, backward = (
+            self._stage_parameters(role.name, stage),
+            role.trained is not None,
+        )
+        nbytes = eight_bit_copies(
+            chunks, role.config.megatron, backward=backward, **ends
+        )
         return {"8-bit copies": nbytes} if nbytes else {}
 
     def trained(self, role: Role, rank: int) -> TrainedBytes:
         """Return the bytes that training adds to a role on this rank."""
         coords = role.grid.coords(role.place(rank) or 0)
-        return self._trained(role.name, coords.pp, coords.cp + role.grid.cp * coords.dp, coords.edp)
+        return self._trained(
+            role.name, coords.pp, coords.cp + role.grid.cp * coords.dp, coords.edp
+        )
 
     def _landing_bytes(self) -> float:
         """Return the bytes of the buffer that receives matrices before they are quantised.
@@ -294,8 +384,15 @@ class MemoryModel:
         It holds a bucket, or the largest matrix if that is larger.
         """
         job = self.job
-        sizes = [numel * job.itemsize for numel in matrices(job.rollout.layout_of(0)).values()]
-        return max(min(job.config.reshard.bucket_mb * MB, sum(sizes)), *sizes) if sizes else 0.0
+        sizes = [
+            numel * job.itemsize
+            for numel in matrices(job.rollout.layout_of(0)).values()
+        ]
+        return (
+            max(min(job.config.reshard.bucket_mb * MB, sum(sizes)), *sizes)
+            if sizes
+            else 0.0
+        )
 
     def _aliased_on(self, rank: int) -> int:
         job = self.job
@@ -309,27 +406,38 @@ class MemoryModel:
     def _role(self, name: str) -> Role:
         return next(role for role in self.job.roles if role.name == name)
 
-    def _make_stage_parameters(self, name: str, stage: int) -> tuple[tuple[Parameter, ...], ...]:
+    def _make_stage_parameters(
+        self, name: str, stage: int
+    ) -> tuple[tuple[Parameter, ...], ...]:
         role = self._role(name)
         # Every rank of a stage has tensors of the same sizes.
         layout = role.layout_of(role.grid.rank(pp=stage))
         tied = role.spec.tie_embeddings and not role.value_head and role.grid.pp > 1
         return parameters_of(layout, expert_parallel=role.grid.ep > 1, tied=tied)
 
-    def _make_trained(self, name: str, stage: int, dense: int, expert: int) -> TrainedBytes:
+    def _make_trained(
+        self, name: str, stage: int, dense: int, expert: int
+    ) -> TrainedBytes:
         role = self._role(name)
         assert role.trained is not None
         if role.shards is not None:
-            return shard_bytes(role.layout_of(dense), role.config.fsdp, role.shards.replicas)
+            return shard_bytes(
+                role.layout_of(dense), role.config.fsdp, role.shards.replicas
+            )
         replicas = role.grid.dp * role.grid.cp
         parameters = self._stage_parameters(name, stage)
         if adapters := role.adapters:
             head = ("score.weight",) if role.value_head else ()
-            parameters = adapters_of(role.layout_of(role.grid.rank(pp=stage)), adapters, head)
+            parameters = adapters_of(
+                role.layout_of(role.grid.rank(pp=stage)), adapters, head
+            )
         return trained_bytes(
             parameters,
             BufferOptions.read(
-                role.trained.ddp, getattr(role.config, "optimizer", {}), replicas, on_gpus=self.job.machine.on_gpus
+                role.trained.ddp,
+                getattr(role.config, "optimizer", {}),
+                replicas,
+                on_gpus=self.job.machine.on_gpus,
             ),
             itemsize=self.job.itemsize,
             dense=(dense, replicas),
@@ -342,54 +450,85 @@ class MemoryModel:
         role, config = self._role(name), self.job.config
         grid, fields = role.grid, role.recompute
         tokens = -(-self._tokens(role) // grid.cp)
-        shape = LayerShape.read(role.spec, grid, fields, self.job.itemsize, repeats=self._repeats(role, tokens))
+        shape = LayerShape.read(
+            role.spec,
+            grid,
+            fields,
+            self.job.itemsize,
+            repeats=self._repeats(role, tokens),
+        )
         dense, moe = role.layers(stage)
         flying = in_flight(stage, grid.pp, grid.vpp, self._micro_batches(role))
         load = StageLoad(dense, moe, tokens, config.max_tokens, flying)
         train = stage_bytes(shape, load, Recompute.read(fields))
-        score = stage_bytes(shape, StageLoad(min(dense, 1), min(moe, 1), tokens, config.max_tokens, 1.0), Recompute())
+        score = stage_bytes(
+            shape,
+            StageLoad(min(dense, 1), min(moe, 1), tokens, config.max_tokens, 1.0),
+            Recompute(),
+        )
         if stage == grid.pp - 1:
             if role.value_head:
-                head_train = head_score = 8.0 * tokens * role.spec.hidden_size  # float32 hidden states and gradient
+                # float32 hidden states and gradient.
+                head_train = head_score = 8.0 * tokens * role.spec.hidden_size
             else:
                 vocab = padded_vocab_size(role.spec.vocab_size, grid.tp)
                 head_train, head_score = (
-                    self._head_bytes(role, shape, vocab, tokens, train) for train in (True, False)
+                    self._head_bytes(role, shape, vocab, tokens, train)
+                    for train in (True, False)
                 )
             train, score = train + head_train, score + head_score
         if role.shards is not None:
             beside = (self._gathered(role, train) for train in (True, False))
-            train, score = (kept + gathered for kept, gathered in zip((train, score), beside, strict=True))
+            train, score = (
+                kept + gathered
+                for kept, gathered in zip((train, score), beside, strict=True)
+            )
         return train, score
 
     def _gathered(self, role: Role, train: bool) -> float:
         fsdp = role.config.fsdp
         itemsize = ITEMSIZE[fsdp.param_dtype] if fsdp.param_dtype else self.job.itemsize
         weights = tensor_rank_weights(role.spec, role.value_head, role.grid.tp)
-        return gathered_bytes(weights, fsdp, itemsize, train=train, micro_batches=self._micro_batches(role))
+        return gathered_bytes(
+            weights,
+            fsdp,
+            itemsize,
+            train=train,
+            micro_batches=self._micro_batches(role),
+        )
 
     @staticmethod
-    def _head_bytes(role: Role, shape: LayerShape, vocab: int, tokens: int, train: bool) -> float:
-        # Under FSDP the output layer is replicated, so every tensor-parallel rank computes all logits.
+    def _head_bytes(
+        role: Role, shape: LayerShape, vocab: int, tokens: int, train: bool
+    ) -> float:
+        # Under FSDP the output layer is replicated, so every tensor-parallel rank
+        # computes all logits.
         if role.shards is not None:
             shape = replace(shape, tp=1)
         if not role.config.chunked_logits:
             return head_bytes(shape, vocab, tokens, train=train)
         trains_weight = role.trained is not None and role.trained.lora is None
-        return chunked_head_bytes(shape, vocab, tokens, train=train, trains_weight=trains_weight)
+        return chunked_head_bytes(
+            shape, vocab, tokens, train=train, trains_weight=trains_weight
+        )
 
     def _repeats(self, role: Role, tokens: int) -> float:
         config = self.job.config
         if not role.config.pack_samples or role.grid.cp > 1:
-            # Transformer Engine's context parallelism does not share prompts between packed samples.
+            # Transformer Engine's context parallelism does not share prompts between
+            # packed samples.
             return 1.0
         shared = config.data.max_prompt_tokens - 1
-        return keys_per_token(tokens, shared, config.max_tokens - shared, config.algorithm.group_size)
+        return keys_per_token(
+            tokens, shared, config.max_tokens - shared, config.algorithm.group_size
+        )
 
     def _samples(self, role: Role) -> int:
         """Return the number of samples in one update on a data-parallel rank."""
         config = self.job.config
-        return -(-config.rows_per_step // (config.algorithm.num_mini_batches * role.grid.dp))
+        return -(
+            -config.rows_per_step // (config.algorithm.num_mini_batches * role.grid.dp)
+        )
 
     def _tokens(self, role: Role) -> int:
         """Return the tokens of the largest micro-batch if every sample has its full length."""
@@ -402,8 +541,18 @@ class MemoryModel:
     def _micro_batches(self, role: Role) -> int:
         """Return the number of micro-batches of one update on a data-parallel rank if every sample has full length."""
         samples = self._samples(role)
-        least = min(samples, role.trained.gradient_accumulation) if role.trained is not None else 1
-        return max(least, -(-samples // max(1, role.config.micro_batch_tokens // self.job.config.max_tokens)))
+        least = (
+            min(samples, role.trained.gradient_accumulation)
+            if role.trained is not None
+            else 1
+        )
+        return max(
+            least,
+            -(
+                -samples
+                // max(1, role.config.micro_batch_tokens // self.job.config.max_tokens)
+            ),
+        )
 
 
 def phases_of(memory: Iterable[RankMemory]) -> list[str]:
@@ -415,8 +564,20 @@ def _training(
     held: dict[str, float], loads: dict[str, dict[str, float]], buckets: float
 ) -> dict[str, dict[str, float]]:
     """Return the bytes in use in each phase on a rank without an engine, by component."""
-    moves = {"reshard": _sum(held | {"buckets": buckets}, loads.get("reshard", {}))} if buckets else {}
-    return moves | {REST: held} | {phase: _sum(held, load) for phase, load in loads.items() if phase != "reshard"}
+    moves = (
+        {"reshard": _sum(held | {"buckets": buckets}, loads.get("reshard", {}))}
+        if buckets
+        else {}
+    )
+    return (
+        moves
+        | {REST: held}
+        | {
+            phase: _sum(held, load)
+            for phase, load in loads.items()
+            if phase != "reshard"
+        }
+    )
 
 
 def _sum(used: dict[str, float], load: dict[str, float]) -> dict[str, float]:
@@ -462,10 +623,15 @@ class EngineBytes:
 def kv_bytes_per_token(spec: ModelSpec, tp: int, itemsize: int) -> int:
     """Return the cache bytes of one token on one rank, over all layers.
 
-    With tensor parallelism a rank holds keys and values of its heads; under MLA, every rank holds the whole latent.
+    With tensor parallelism a rank holds keys and values of its heads; under MLA, every
+    rank holds the whole latent.
     """
     if spec.mla is not None:
-        return spec.num_layers * (spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim) * itemsize
+        return (
+            spec.num_layers
+            * (spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim)
+            * itemsize
+        )
     heads = max(1, spec.num_kv_heads // tp)
     return spec.num_layers * 2 * heads * spec.head_dim * itemsize
 
@@ -510,7 +676,9 @@ def engine_bytes(
     weights = held_bytes(layout, itemsize)
     own_weights = weights - gpu.aliased
     budget = gpu.memory * float(fields.get("gpu_memory_utilization", UTILIZATION))
-    cache_itemsize = 1 if str(fields.get("kv_cache_dtype", "auto")).startswith("fp8") else itemsize
+    cache_itemsize = (
+        1 if str(fields.get("kv_cache_dtype", "auto")).startswith("fp8") else itemsize
+    )
     workspace = engine_workspace(spec, tp, fields, itemsize)
     cache = budget - own_weights - workspace - gpu.graphs
     # An explicit cache size overrides gpu_memory_utilization.

@@ -17,7 +17,11 @@ from megaverl.planner.costs import (
     attention_parameters,
     layers_of,
 )
-from megaverl.planner.generation import LengthDistribution, engine_costs, rollout_duration
+from megaverl.planner.generation import (
+    LengthDistribution,
+    engine_costs,
+    rollout_duration,
+)
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import PlannedJob, Role
 from megaverl.planner.stages import Recompute, padded_vocab_size, pipeline
@@ -26,7 +30,8 @@ from megaverl.sharding.fan_out import MOST_SENT
 from megaverl.sharding.model_spec import ModelSpec
 
 Lane = tuple[str, int, float, float]
-# Messages of one exchange of samples between two ranks: sizes, header, rows (`data.row_transfer.move_ragged`).
+# Messages of one exchange of samples between two ranks: sizes, header, rows
+# (`data.row_transfer.move_ragged`).
 EXCHANGED = 3
 
 
@@ -62,8 +67,13 @@ class Operation:
         """Return the operator with all its times multiplied by `factor`."""
         if factor == 1.0:
             return self
-        lanes = tuple((label, rank, begin * factor, end * factor) for label, rank, begin, end in self.lanes)
-        return replace(self, seconds=self.seconds * factor, work=self.work * factor, lanes=lanes)
+        lanes = tuple(
+            (label, rank, begin * factor, end * factor)
+            for label, rank, begin, end in self.lanes
+        )
+        return replace(
+            self, seconds=self.seconds * factor, work=self.work * factor, lanes=lanes
+        )
 
 
 class StepLoad:
@@ -74,9 +84,18 @@ class StepLoad:
     """
 
     def __init__(
-        self, job: PlannedJob, hardware: Hardware, lengths: LengthDistribution, traffic: ReshardTraffic | None
+        self,
+        job: PlannedJob,
+        hardware: Hardware,
+        lengths: LengthDistribution,
+        traffic: ReshardTraffic | None,
     ) -> None:
-        self.job, self.hardware, self.lengths, self.traffic = job, hardware, lengths, traffic
+        self.job, self.hardware, self.lengths, self.traffic = (
+            job,
+            hardware,
+            lengths,
+            traffic,
+        )
         self.samples = job.config.rows_per_step
         dtype = job.config.model.dtype
         if dtype == "auto":
@@ -104,7 +123,10 @@ class StepLoad:
     def model_flops(self) -> dict[str, float]:
         """Return operator -> operations that the model needs for it, over all ranks."""
         by_operator = {}
-        tokens, pairs = self.samples * self.lengths.tokens, self.samples * self.lengths.pairs
+        tokens, pairs = (
+            self.samples * self.lengths.tokens,
+            self.samples * self.lengths.pairs,
+        )
         for name, role, kind in scored(self.job):
             # A backward pass has twice the operations of a forward pass.
             times = 3 * self.passes_over() if kind == "update" else 1
@@ -116,8 +138,12 @@ def scored(job: PlannedJob) -> Iterator[tuple[str, Role, str]]:
     """Yield (operator, its role, "score" or "update") for operators that run a model over a step's samples."""
     config, roles = job.config, {role.name: role for role in job.roles}
     algorithm = config.algorithm
-    # A single update per step starts from the weights that scored, so it needs no separate pass for old_log_probs.
-    if algorithm.num_epochs * algorithm.num_mini_batches > 1 or algorithm.kl.place == "reward":
+    # A single update per step starts from the weights that scored, so it needs no
+    # separate pass for old_log_probs.
+    if (
+        algorithm.num_epochs * algorithm.num_mini_batches > 1
+        or algorithm.kl.place == "reward"
+    ):
         yield "old_log_probs", job.actor, "score"
     if config.uses_ref_log_probs:
         yield "ref_log_probs", roles.get("reference", job.actor), "score"
@@ -136,56 +162,117 @@ def operations(load: StepLoad) -> list[Operation]:
     per_sample = load.samples / len(ranks) * hardware.sample_ms * 1e-3
     work = (generated.work(hardware) + per_sample) * len(ranks)
     seconds = generated.seconds + per_sample
-    lanes = _around(job, [("wake", 0.0), ("rollout", seconds), ("sleep", copied or 0.0)], sleeps=copied is not None)
-    planned = [_operation(load, "rollout", "rollout", ranks, (), seconds + (copied or 0.0), work, lanes)]
+    lanes = _around(
+        job,
+        [("wake", 0.0), ("rollout", seconds), ("sleep", copied or 0.0)],
+        sleeps=copied is not None,
+    )
+    planned = [
+        _operation(
+            load,
+            "rollout",
+            "rollout",
+            ranks,
+            (),
+            seconds + (copied or 0.0),
+            work,
+            lanes,
+        )
+    ]
     reward_ranks = job.placement.ranks["reward"]
     per_sample = ceil(load.samples / len(reward_ranks)) * hardware.sample_ms * 1e-3
     planned.append(
-        _operation(load, "reward", "reward", reward_ranks, ("rollout",), per_sample, per_sample * len(reward_ranks))
+        _operation(
+            load,
+            "reward",
+            "reward",
+            reward_ranks,
+            ("rollout",),
+            per_sample,
+            per_sample * len(reward_ranks),
+        )
     )
     needs = ["reward"]
     for name, role, kind in scored(job):
         if kind == "score":
             seconds, work, lanes = models[name]
             exchange = _exchanged(load, role)
-            seconds, work = seconds + exchange.seconds, work + exchange.work(hardware) * len(role.ranks)
-            planned.append(_operation(load, name, role.name, role.ranks, ("rollout",), seconds, work, lanes))
+            seconds, work = (
+                seconds + exchange.seconds,
+                work + exchange.work(hardware) * len(role.ranks),
+            )
+            planned.append(
+                _operation(
+                    load,
+                    name,
+                    role.name,
+                    role.ranks,
+                    ("rollout",),
+                    seconds,
+                    work,
+                    lanes,
+                )
+            )
             needs.append(name)
     alone = Duration(hardware.step_ms * 1e-3) + _exchanged(load, job.actor)
     ranks, work = job.actor.ranks, alone.work(hardware) * len(job.actor.ranks)
-    planned.append(_operation(load, "advantages", "actor", ranks, tuple(needs), alone.seconds, work))
+    planned.append(
+        _operation(
+            load, "advantages", "actor", ranks, tuple(needs), alone.seconds, work
+        )
+    )
     for name, role, kind in scored(job):
         if kind == "update":
-            planned.append(_operation(load, name, role.name, role.ranks, ("advantages",), *models[name]))
+            planned.append(
+                _operation(
+                    load, name, role.name, role.ranks, ("advantages",), *models[name]
+                )
+            )
     ranks = tuple(sorted({*job.actor.ranks, *job.rollout.ranks}))
     moving = Duration(wait=reshard_seconds(load))
     work, seconds = moving.work(hardware) * len(ranks), moving.seconds + (copied or 0.0)
-    lanes = _around(job, [("wake", copied or 0.0), ("reshard", moving.seconds)], sleeps=copied is not None)
-    planned.append(_operation(load, "reshard", "rollout", ranks, ("actor_update",), seconds, work, lanes))
+    lanes = _around(
+        job,
+        [("wake", copied or 0.0), ("reshard", moving.seconds)],
+        sleeps=copied is not None,
+    )
+    planned.append(
+        _operation(
+            load, "reshard", "rollout", ranks, ("actor_update",), seconds, work, lanes
+        )
+    )
     return _running_ahead(job, planned)
 
 
 def _running_ahead(job: PlannedJob, ops: Sequence[Operation]) -> list[Operation]:
     """Set how many steps each operator may be ahead of training.
 
-    An operator is as far ahead as its role groups are, but no further than the operators that it needs and those before
-    it in the same group. For example, a critic on the engines' ranks computes values ahead of training, but its update
-    waits for the actor's advantages.
+    An operator is as far ahead as its role groups are, but no further than the
+    operators that it needs and those before it in the same group. For example, a critic
+    on the engines' ranks computes values ahead of training, but its update waits for
+    the actor's advantages.
     """
     rollout, sampling = job.config.rollout, job.config.algorithm.dynamic_sampling
     staleness = rollout.max_staleness if rollout.async_rollout else 0
-    in_rounds = sampling.metric is not None and job.config.trainer.replay_rollouts is None
+    in_rounds = (
+        sampling.metric is not None and job.config.trainer.replay_rollouts is None
+    )
     lags = {
-        world.name: job.placement.lag(world.ranks[0], staleness, in_rounds=in_rounds) for world in job.placement.worlds
+        world.name: job.placement.lag(world.ranks[0], staleness, in_rounds=in_rounds)
+        for world in job.placement.worlds
     }
     ahead: dict[str, int] = {}
     for op in ops:
-        ahead[op.name] = min([lags[world] for world in op.worlds] + [ahead[name] for name in op.needs])
+        ahead[op.name] = min(
+            [lags[world] for world in op.worlds] + [ahead[name] for name in op.needs]
+        )
         lags |= dict.fromkeys(op.worlds, ahead[op.name])
     return [replace(op, ahead=ahead[op.name]) for op in ops]
 
 
-def _around(job: PlannedJob, parts: Sequence[tuple[str, float]], *, sleeps: bool) -> tuple[Lane, ...]:
+def _around(
+    job: PlannedJob, parts: Sequence[tuple[str, float]], *, sleeps: bool
+) -> tuple[Lane, ...]:
     """Return lanes on the engine's first rank for its parts, one after the other; empty if the engine never sleeps."""
     lanes, at = [], 0.0
     for label, seconds in parts if sleeps else ():
@@ -197,11 +284,16 @@ def _around(job: PlannedJob, parts: Sequence[tuple[str, float]], *, sleeps: bool
 def slept_seconds(load: StepLoad) -> float | None:
     """Return the seconds of copying an engine's weights to the host when it sleeps; None if it does not sleep.
 
-    Waking for a reshard takes as long again. Where actor and engines share ranks nothing is copied, as the reshard
-    writes all weights anew (`workers.weight_sync`). Mapping and unmapping memory takes no time.
+    Waking for a reshard takes as long again. Where actor and engines share ranks
+    nothing is copied, as the reshard writes all weights anew (`workers.weight_sync`).
+    Mapping and unmapping memory takes no time.
     """
     job, config = load.job, load.job.config
-    if not config.rollout.sleep or config.rollout.engine != "vllm" or load.hardware.cores is not None:
+    if (
+        not config.rollout.sleep
+        or config.rollout.engine != "vllm"
+        or load.hardware.cores is not None
+    ):
         return None
     if job.placement.colocated("actor", "rollout"):
         return 0.0
@@ -229,9 +321,14 @@ def _operation(
     if hardware.cores is not None:
         nodes = len({rank // hardware.ranks_per_node for rank in ranks})
         longer = max(seconds, work / (hardware.cores * nodes))
-        lanes = tuple((label, rank, a * longer / seconds, b * longer / seconds) for label, rank, a, b in lanes)
+        lanes = tuple(
+            (label, rank, a * longer / seconds, b * longer / seconds)
+            for label, rank, a, b in lanes
+        )
         seconds = longer
-    names = [world.name for world in job.placement.worlds if set(world.ranks) & set(ranks)]
+    names = [
+        world.name for world in job.placement.worlds if set(world.ranks) & set(ranks)
+    ]
     return Operation(name, role, ranks, frozenset(names), needs, seconds, work, lanes)
 
 
@@ -243,10 +340,14 @@ def _exchanged(load: StepLoad, role: Role) -> Duration:
     if role.grid.dp * role.islands == 1:
         return Duration()
     number = len(role.ranks)
-    return Duration(wait=EXCHANGED * load.actor.links.send(0.0, number // 2) * ceil(log2(number)))
+    return Duration(
+        wait=EXCHANGED * load.actor.links.send(0.0, number // 2) * ceil(log2(number))
+    )
 
 
-def _over_samples(load: StepLoad, role: Role, kind: str) -> tuple[float, float, tuple[Lane, ...]]:
+def _over_samples(
+    load: StepLoad, role: Role, kind: str
+) -> tuple[float, float, tuple[Lane, ...]]:
     """Return (seconds, processor seconds, lanes) of scoring a step's samples, or of updating on them."""
     update = kind == "update"
     algorithm = load.job.config.algorithm
@@ -255,12 +356,21 @@ def _over_samples(load: StepLoad, role: Role, kind: str) -> tuple[float, float, 
     stages = stage_passes(load, role, batch)
     hop = _hop(load, role, batch)
     passes = [(stage.forward.seconds, stage.backward.seconds) for stage in stages]
-    span, lanes = pipeline(passes, number, hop, forward_only=not update, chunks=role.grid.vpp or 1)
-    busy = [number * sum(piece.work(load.hardware) for piece in _pieces(stage, update)) for stage in stages]
+    span, lanes = pipeline(
+        passes, number, hop, forward_only=not update, chunks=role.grid.vpp or 1
+    )
+    busy = [
+        number * sum(piece.work(load.hardware) for piece in _pieces(stage, update))
+        for stage in stages
+    ]
     per_stage = len(role.ranks) // role.grid.pp
     beside = load.hardware.micro_batch_ms * 1e-3 * number * (2 if update else 1)
     hops = number * (role.grid.pp - 1) * (2 if update else 1)
-    work = (sum(busy) + beside * role.grid.pp + hops * Duration(wait=hop).work(load.hardware)) * per_stage
+    work = (
+        sum(busy)
+        + beside * role.grid.pp
+        + hops * Duration(wait=hop).work(load.hardware)
+    ) * per_stage
     span += beside
     offload = _offloaded(load, role) if update else 0.0
     if not update:
@@ -269,7 +379,14 @@ def _over_samples(load: StepLoad, role: Role, kind: str) -> tuple[float, float, 
     times = parts * load.passes_over()
     first = _ranked(role, lanes)
     for stage in range(role.grid.pp):
-        first += (("optimizer", role.ranks[role.grid.rank(pp=stage)], span, span + closing.seconds),)
+        first += (
+            (
+                "optimizer",
+                role.ranks[role.grid.rank(pp=stage)],
+                span,
+                span + closing.seconds,
+            ),
+        )
     period = span + closing.seconds  # of one update
     all_lanes = tuple(
         (label, rank, begin + turn * period, stop + turn * period)
@@ -285,13 +402,17 @@ def _pieces(stage: LayerPasses, update: bool) -> tuple[Duration, ...]:
 
 
 def micro_batches(load: StepLoad, role: Role, parts: int) -> tuple[MicroBatchLoad, int]:
-    """Return (one micro-batch, their number) on a data-parallel rank, for one of `parts` equal parts of a step's
-    samples.
+    """Return (one micro-batch, their number) on a data-parallel rank, for one of
+    `parts` equal parts of a step's samples.
     """
     config, lengths = load.job.config, load.lengths
     samples = load.samples / (parts * role.grid.dp * role.islands)
-    together = min(config.algorithm.group_size, samples) if role.config.pack_samples else 1.0
-    shares_prompts = role.config.pack_samples and (role.grid.cp == 1 or load.hardware.cores is not None)
+    together = (
+        min(config.algorithm.group_size, samples) if role.config.pack_samples else 1.0
+    )
+    shares_prompts = role.config.pack_samples and (
+        role.grid.cp == 1 or load.hardware.cores is not None
+    )
     once = together if shares_prompts else 1.0
     tokens = samples * (lengths.response + lengths.prompt / once)
     pairs = samples * (lengths.pairs - lengths.prompt**2 / 2 * (1 - 1 / once))
@@ -299,26 +420,37 @@ def micro_batches(load: StepLoad, role: Role, parts: int) -> tuple[MicroBatchLoa
     if not role.config.pack_samples:
         longest = lengths.prompt + lengths.responses[-1]
         tokens, pairs = samples * longest, samples * longest**2 / 2
-    least = role.trained.gradient_accumulation if role.trained is not None and parts > 1 else 1
+    least = (
+        role.trained.gradient_accumulation
+        if role.trained is not None and parts > 1
+        else 1
+    )
     number = max(1, least, ceil(tokens / role.config.micro_batch_tokens))
-    # On a CPU attention computes all pairs of a packed row and masks those between samples.
+    # On a CPU attention computes all pairs of a packed row and masks those between
+    # samples.
     if load.hardware.cores is not None:
         pairs = number * (tokens / number) ** 2
     return MicroBatchLoad(tokens / number, pairs / number), number
 
 
-def stage_passes(load: StepLoad, role: Role, batch: MicroBatchLoad) -> list[LayerPasses]:
+def stage_passes(
+    load: StepLoad, role: Role, batch: MicroBatchLoad
+) -> list[LayerPasses]:
     """Return the passes of every pipeline stage over one micro-batch."""
     costs, grid = load.model(role.spec), role.grid
     fields = role.recompute
-    parallel = bool(fields.get("sequence_parallel", role.spec.moe is not None)) and grid.tp > 1
+    parallel = (
+        bool(fields.get("sequence_parallel", role.spec.moe is not None)) and grid.tp > 1
+    )
     recompute = Recompute.read(fields)
     by_kind = {}
     for is_moe in layers_of(role.spec):
         passes = costs.layer(batch, grid, is_moe=is_moe, sequence_parallel=parallel)
         by_kind[is_moe] = costs.recomputed(passes, batch, grid, recompute)
     head = costs.head(batch, grid, value_head=role.value_head)
-    embedding = costs.moved(3 * costs.itemsize * batch.tokens / grid.cp * role.spec.hidden_size)
+    embedding = costs.moved(
+        3 * costs.itemsize * batch.tokens / grid.cp * role.spec.hidden_size
+    )
     stages = []
     for stage in range(grid.pp):
         dense, moe = role.layers(stage)
@@ -327,15 +459,17 @@ def stage_passes(load: StepLoad, role: Role, batch: MicroBatchLoad) -> list[Laye
             total = total + LayerPasses(Duration(embedding), Duration(embedding))
         if stage == grid.pp - 1:
             total = total + head
-        stages.append(_gathered(load, role, total) if role.shards is not None else total)
+        stages.append(
+            _gathered(load, role, total) if role.shards is not None else total
+        )
     return stages
 
 
 def _gathered(load: StepLoad, role: Role, passes: LayerPasses) -> LayerPasses:
     """Add the gathers of FSDP to a stage's passes.
 
-    Weights arrive while the layer before computes, and gradients leave during the backward pass, so only time beyond
-    the computation counts.
+    Weights arrive while the layer before computes, and gradients leave during the
+    backward pass, so only time beyond the computation counts.
     """
     assert role.shards is not None
     costs = load.model(role.spec)
@@ -354,11 +488,19 @@ def _hop(load: StepLoad, role: Role, batch: MicroBatchLoad) -> float:
     if grid.pp == 1:
         return 0.0
     parallel = bool(role.recompute.get("sequence_parallel", False)) and grid.tp > 1
-    nbytes = costs.itemsize * batch.tokens / grid.cp * role.spec.hidden_size / (grid.tp if parallel else 1)
+    nbytes = (
+        costs.itemsize
+        * batch.tokens
+        / grid.cp
+        * role.spec.hidden_size
+        / (grid.tp if parallel else 1)
+    )
     return costs.links.send(nbytes, grid.world_size // grid.pp)
 
 
-def _ranked(role: Role, lanes: Sequence[tuple[str, int, float, float]]) -> tuple[Lane, ...]:
+def _ranked(
+    role: Role, lanes: Sequence[tuple[str, int, float, float]]
+) -> tuple[Lane, ...]:
     """Map lanes of stages to each stage's first rank, and merge passes that follow each other without a pause."""
     merged: list[Lane] = []
     open_lanes: dict[int, int] = {}
@@ -381,7 +523,11 @@ def parameters_of_stage(role: Role, stage: int) -> tuple[float, float]:
     plain += dense * 3 * spec.hidden_size * spec.ffn_hidden_size / grid.tp
     expert = 0.0
     if spec.moe is not None:
-        plain += moe * spec.hidden_size * (spec.moe.num_experts + 3 * spec.moe.shared_ffn_hidden_size / grid.tp)
+        plain += (
+            moe
+            * spec.hidden_size
+            * (spec.moe.num_experts + 3 * spec.moe.shared_ffn_hidden_size / grid.tp)
+        )
         held = spec.moe.num_experts / (grid.ep * grid.expert_tp)
         expert = moe * held * 3 * spec.hidden_size * spec.moe.ffn_hidden_size
     embedding = padded_vocab_size(spec.vocab_size, grid.tp) * spec.hidden_size / grid.tp
@@ -399,8 +545,12 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
     costs, grid = load.model(role.spec), role.grid
     trained, optimizer = role.trained, getattr(role.config, "optimizer", {})
     assert trained is not None
-    ddp = ddp_defaults(trained.ddp, replicas=grid.dp * grid.cp, on_gpus=load.hardware.on_gpus)
-    gradient = 4 if ddp["grad_reduce_in_fp32"] or load.dtype == "float32" else costs.itemsize
+    ddp = ddp_defaults(
+        trained.ddp, replicas=grid.dp * grid.cp, on_gpus=load.hardware.on_gpus
+    )
+    gradient = (
+        4 if ddp["grad_reduce_in_fp32"] or load.dtype == "float32" else costs.itemsize
+    )
     overlaps = bool(ddp["overlap_grad_reduce"])
     gathers_early = bool(trained.ddp.get("overlap_param_gather"))
     distributed = bool(optimizer.get("use_distributed_optimizer", True))
@@ -411,17 +561,27 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
             # Adapters have about a hundredth of the parameters.
             plain, expert = plain * 0.01, expert * 0.01
         replicas, stride = grid.dp * grid.cp, grid.tp
-        groups = ((plain, replicas, stride), (expert, grid.expert_dp, grid.expert_tp * grid.ep))
+        groups = (
+            (plain, replicas, stride),
+            (expert, grid.expert_dp, grid.expert_tp * grid.ep),
+        )
         if role.shards is not None:
             groups = ((0.0, 1, 1), (0.0, 1, 1))
-        reduced = sum(costs.links.gather(gradient * n, size, step) for n, size, step in groups)
-        gathered = sum(costs.links.gather(costs.itemsize * n, size, step) for n, size, step in groups)
-        # The reduction overlaps with the last backward pass, but the last bucket has nothing left to overlap with.
+        reduced = sum(
+            costs.links.gather(gradient * n, size, step) for n, size, step in groups
+        )
+        gathered = sum(
+            costs.links.gather(costs.itemsize * n, size, step)
+            for n, size, step in groups
+        )
+        # The reduction overlaps with the last backward pass, but the last bucket has
+        # nothing left to overlap with.
         if overlaps:
             reduced = max(reduced / 8, reduced - stages[stage].backward.seconds)
         if gathers_early:
             gathered = max(gathered / 8, gathered - stages[stage].forward.seconds)
-        # A distributed optimizer updates one replica's share on each rank; under FSDP each rank updates its shard.
+        # A distributed optimizer updates one replica's share on each rank; under FSDP
+        # each rank updates its shard.
         shards = role.shards.size if role.shards is not None else 1
         is_distributed = distributed and shards == 1
         plain_split = replicas if is_distributed else shards
@@ -445,7 +605,9 @@ def _offloaded(load: StepLoad, role: Role) -> float:
     for stage in range(role.grid.pp):
         plain, expert = parameters_of_stage(role, stage)
         nbytes = load.actor.itemsize * (plain + expert) * 2 * offload.parameters
-        shards = 12 * (plain / (role.grid.dp * role.grid.cp) + expert / role.grid.expert_dp)
+        shards = 12 * (
+            plain / (role.grid.dp * role.grid.cp) + expert / role.grid.expert_dp
+        )
         nbytes += 2 * shards * offload.optimizer
         worst = max(worst, nbytes / host)
     return worst
@@ -454,7 +616,8 @@ def _offloaded(load: StepLoad, role: Role) -> float:
 def reshard_seconds(load: StepLoad) -> float:
     """Return the seconds of a reshard, from the ranks' own plans if `load.traffic` has them, else from an estimate.
 
-    The estimate counts the bytes that an engine's rank does not hold yet, from the nearest ranks that hold them.
+    The estimate counts the bytes that an engine's rank does not hold yet, from the
+    nearest ranks that hold them.
     """
     job, hardware = load.job, load.hardware
     machine = hardware.machine()
@@ -463,34 +626,58 @@ def reshard_seconds(load: StepLoad) -> float:
     grid, tp = job.actor.grid, job.rollout.tp
     itemsize = load.actor.itemsize
     stages = [sum(parameters_of_stage(job.actor, stage)) for stage in range(grid.pp)]
-    # Bytes of the whole model over a replica's ranks, of which an engine's rank needs 1 / tp.
+    # Bytes of the whole model over a replica's ranks, of which an engine's rank needs 1
+    # / tp.
     whole = sum(
         plain * grid.tp + expert * grid.expert_tp * grid.ep
-        for plain, expert in (parameters_of_stage(job.actor, stage) for stage in range(grid.pp))
+        for plain, expert in (
+            parameters_of_stage(job.actor, stage) for stage in range(grid.pp)
+        )
     )
     needed = itemsize * whole / tp
     if not job.placement.colocated("actor", "rollout"):
-        # Each actor rank sends its weights to several engine ranks if there are more of these.
+        # Each actor rank sends its weights to several engine ranks if there are more of
+        # these.
         copies = max(1, -(-len(job.rollout.ranks) // max(1, len(job.actor.ranks))))
-        if copies > 1 and job.world > hardware.ranks_per_node and job.config.reshard.may_fan_out:
-            # The ranks of a node share what enters it, and no sender carries much more than they receive.
+        if (
+            copies > 1
+            and job.world > hardware.ranks_per_node
+            and job.config.reshard.may_fan_out
+        ):
+            # The ranks of a node share what enters it, and no sender carries much more
+            # than they receive.
             shared_by = max(1, hardware.ranks_per_node // tp)
             between_nodes = MOST_SENT * needed / shared_by / hardware.network_gb_s
-            return max(between_nodes, needed / hardware.node_gb_s) / 1e9 / hardware.link_efficiency
-        gb_s = hardware.network_gb_s if job.world > hardware.ranks_per_node else hardware.node_gb_s
+            return (
+                max(between_nodes, needed / hardware.node_gb_s)
+                / 1e9
+                / hardware.link_efficiency
+            )
+        gb_s = (
+            hardware.network_gb_s
+            if job.world > hardware.ranks_per_node
+            else hardware.node_gb_s
+        )
         return needed * copies / gb_s / 1e9 / hardware.link_efficiency
-    # An engine's rank already has the weights of its own actor rank that fall into its tensor-parallel part.
+    # An engine's rank already has the weights of its own actor rank that fall into its
+    # tensor-parallel part.
     if grid.ep == 1:
         held = itemsize * max(stages) * min(1.0, grid.tp / tp)
     else:
         held = itemsize * whole / tp / grid.pp / grid.ep
     missing = max(0.0, needed - held)
-    # With pipeline stages, a node has a part of the model; the rest comes over the network.
+    # With pipeline stages, a node has a part of the model; the rest comes over the
+    # network.
     here = 1.0
     if grid.pp > 1:
-        here = min(1.0, hardware.ranks_per_node * itemsize * max(stages) / max(needed * tp, 1.0))
+        here = min(
+            1.0,
+            hardware.ranks_per_node * itemsize * max(stages) / max(needed * tp, 1.0),
+        )
     within_node = missing * here / (hardware.node_gb_s * 1e9)
     between_nodes = missing * (1 - here) / (hardware.network_gb_s * 1e9)
     links = max(within_node, between_nodes)
-    copied = 0.0 if job.aliases else 2 * min(held, needed) / (hardware.memory_gb_s * 1e9)
+    copied = (
+        0.0 if job.aliases else 2 * min(held, needed) / (hardware.memory_gb_s * 1e9)
+    )
     return max(links / hardware.link_efficiency, copied / hardware.memory_efficiency)

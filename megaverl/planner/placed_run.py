@@ -16,20 +16,23 @@ from megaverl.planner.memory import UTILIZATION, MemoryModel
 from megaverl.sharding.model_spec import ModelSpec
 
 SHARE = "gpu_memory_utilization"
-ROOM = 0.97  # fraction of a GPU that a plan may fill, since it does not count everything and memory fragments
+# Fraction of a GPU that a plan may fill, since it does not count everything and memory
+# fragments.
+ROOM = 0.97
 STEP = 0.05
 LEAST, MOST = 0.1, 0.9
 UNKNOWN = 0.5  # share for a model that the planner cannot count
-# Phases in which a sleeping engine's memory is in use. Its share does not affect the other phases.
+# Phases in which a sleeping engine's memory is in use. Its share does not affect the
+# other phases.
 OF_ENGINE = ("engine start", "generate", "reshard")
 
 
 def derive_share(job: PlannedJob) -> float | None:
     """Return the share of a GPU's memory that vLLM may take beside the other roles on its ranks.
 
-    vLLM's own default, 0.92, is for a GPU that it has to itself. The share is the largest multiple of 0.05 with which
-    every phase of a step fits. If even the smallest share does not fit, it is returned, and `shortages` reports what is
-    missing.
+    vLLM's own default, 0.92, is for a GPU that it has to itself. The share is the
+    largest multiple of 0.05 with which every phase of a step fits. If even the smallest
+    share does not fit, it is returned, and `shortages` reports what is missing.
 
     Returns:
         None if vLLM's default suits, if the configuration sets a share or a cache size, and if there is no GPU.
@@ -46,19 +49,27 @@ def derive_share(job: PlannedJob) -> float | None:
         depends = (
             shortage
             for shortage in missing
-            if shortage.what != "KV cache" and (not sleeps or shortage.what in OF_ENGINE)
+            if shortage.what != "KV cache"
+            and (not sleeps or shortage.what in OF_ENGINE)
         )
-        over = max((shortage.needed - shortage.available for shortage in depends), default=0.0)
+        over = max(
+            (shortage.needed - shortage.available for shortage in depends), default=0.0
+        )
         if over <= 0 or share <= LEAST:
             return share
-        # Without 1e-9, rounding errors just below a multiple of STEP would cost one more step.
+        # Without 1e-9, rounding errors just below a multiple of STEP would cost one
+        # more step.
         lower = math.floor((share - over / job.machine.memory) / STEP + 1e-9) * STEP
         share = round(max(LEAST, min(lower, share - STEP)), 2)
 
 
 def _is_open(config: Config) -> bool:
     fields = config.rollout.vllm
-    return config.rollout.engine == "vllm" and SHARE not in fields and not fields.get("kv_cache_memory_bytes")
+    return (
+        config.rollout.engine == "vllm"
+        and SHARE not in fields
+        and not fields.get("kv_cache_memory_bytes")
+    )
 
 
 def with_share(job: PlannedJob, share: float) -> PlannedJob:
@@ -94,10 +105,13 @@ def _with_unknown_share(config: Config) -> Config:
     return config.with_vllm({SHARE: UNKNOWN}, why)
 
 
-def placed_job(config: Config, placement: ResolvedPlacement, *, with_least_engine: bool = False) -> PlannedJob | None:
+def placed_job(
+    config: Config, placement: ResolvedPlacement, *, with_least_engine: bool = False
+) -> PlannedJob | None:
     """Return the run's job on these nodes, or None for a model that the planner cannot count.
 
-    That is a model whose folder does not exist yet, or whose engine layout would have to be read from vLLM.
+    That is a model whose folder does not exist yet, or whose engine layout would have
+    to be read from vLLM.
 
     Args:
         with_least_engine: count such an engine with the least that it can hold (`make_job`, `builds_engine`).
@@ -109,29 +123,46 @@ def placed_job(config: Config, placement: ResolvedPlacement, *, with_least_engin
     if not spec.is_tabled and not with_least_engine:
         return None
     spec = replace(spec, trusts_code=config.model.trust_remote_code)
-    machine = Machine(gpus_per_node=placement.nodes[0].size, memory=min(node.memory for node in gpus))
-    return make_job(by_ranks(config, placement), spec, placement.size, machine, builds_engine=False)
+    machine = Machine(
+        gpus_per_node=placement.nodes[0].size, memory=min(node.memory for node in gpus)
+    )
+    return make_job(
+        by_ranks(config, placement), spec, placement.size, machine, builds_engine=False
+    )
 
 
 def check_memory(config: Config, placement: ResolvedPlacement) -> None:
     """Refuse a run whose ranks need more memory than their GPUs have, unless `placement.check_memory` is false.
 
-    Every rank comes to the same result, as all ranks know all nodes. Nodes without a GPU, a model without a folder, and
-    engines other than vLLM are not counted. For a model without a table, no other settings are searched.
+    Every rank comes to the same result, as all ranks know all nodes. Nodes without a
+    GPU, a model without a folder, and engines other than vLLM are not counted. For a
+    model without a table, no other settings are searched.
 
     Raises:
         ConfigError: names what does not fit, and the nearest settings that would.
     """
-    left_out = config.rollout.engine != "vllm" or not config.placement.check_memory or config.trainer.rollout_only
+    left_out = (
+        config.rollout.engine != "vllm"
+        or not config.placement.check_memory
+        or config.trainer.rollout_only
+    )
     share = None if left_out else with_engine_share(config, placement)
-    job = None if share is None else placed_job(share, placement, with_least_engine=True)
+    job = (
+        None if share is None else placed_job(share, placement, with_least_engine=True)
+    )
     if job is None:
         return
     if missing := shortages(job, MemoryModel(job).ranks()):
-        nearest = f"Nearest that would: {str(advise(job)).rstrip('.')}. " if job.spec.is_tabled else ""
+        nearest = (
+            f"Nearest that would: {str(advise(job)).rstrip('.')}. "
+            if job.spec.is_tabled
+            else ""
+        )
         raise ConfigError(
             f"the planner finds that {placement.num_with_device} GPUs with {job.machine.memory / GB:.1f} GB each do "
-            "not hold this run:\n" + "\n".join(f"  - {shortage}" for shortage in missing) + f"\n{nearest}"
+            "not hold this run:\n"
+            + "\n".join(f"  - {shortage}" for shortage in missing)
+            + f"\n{nearest}"
             "`megaverl plan` shows all of it; placement.check_memory=false starts it all the same."
         )
 

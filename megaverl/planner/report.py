@@ -21,7 +21,12 @@ from megaverl.planner.job import GB, PlannedJob
 from megaverl.planner.memory import REST, MemoryModel, RankMemory, phases_of
 from megaverl.planner.operators import StepLoad
 from megaverl.planner.placed_run import derive_share, explain, with_share
-from megaverl.planner.simulator import PredictedPhase, Prediction, default_lengths, simulate
+from megaverl.planner.simulator import (
+    PredictedPhase,
+    Prediction,
+    default_lengths,
+    simulate,
+)
 from megaverl.planner.traffic import KINDS, ReshardTraffic, make_traffic
 
 LINKS = ("nvlink", "network")
@@ -70,7 +75,11 @@ class Capacity:
     collectives: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def survey(job: PlannedJob, hardware: Hardware | None = None, lengths: LengthDistribution | None = None) -> Capacity:
+def survey(
+    job: PlannedJob,
+    hardware: Hardware | None = None,
+    lengths: LengthDistribution | None = None,
+) -> Capacity:
     """Count memory and traffic of every rank, look for settings that fit if these do not, and predict a step.
 
     Args:
@@ -89,7 +98,9 @@ def survey(job: PlannedJob, hardware: Hardware | None = None, lengths: LengthDis
     lengths = lengths or default_lengths(job)
     prediction = simulate(job, hardware, lengths=lengths, traffic=traffic)
     collectives = received_in_collectives(StepLoad(job, hardware, lengths, traffic))
-    return Capacity(job, memory, traffic, missing, advice, derived, prediction, lengths, collectives)
+    return Capacity(
+        job, memory, traffic, missing, advice, derived, prediction, lengths, collectives
+    )
 
 
 def _derived(job: PlannedJob, share: float | None) -> Iterator[str]:
@@ -106,8 +117,14 @@ def _derived(job: PlannedJob, share: float | None) -> Iterator[str]:
         if role.trained is None or role.shards is not None:
             continue
         configured = role.trained.ddp
-        fields = ddp_defaults(configured, replicas=role.grid.dp * role.grid.cp, on_gpus=True)
-        chosen = [f"{name}={str(value).lower()}" for name, value in fields.items() if name not in configured]
+        fields = ddp_defaults(
+            configured, replicas=role.grid.dp * role.grid.cp, on_gpus=True
+        )
+        chosen = [
+            f"{name}={str(value).lower()}"
+            for name, value in fields.items()
+            if name not in configured
+        ]
         if chosen:
             yield f"{role.name}.ddp: {', '.join(chosen)}"
     if {role.config.engine for role in job.roles} == {"megatron"}:
@@ -120,22 +137,47 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
     slowest, mean = traffic.seconds(machine)
     memory, engine, rollout = capacity.memory, capacity.memory[0].engine, job.rollout
     return {
-        "model": {"architecture": job.spec.architecture, "layers": job.spec.num_layers, "parameters": parameters(job)},
-        "world": {"ranks": job.world, "nodes": num_nodes(job), "gpus_per_node": machine.gpus_per_node},
-        "machine": {n: getattr(machine, n) for n in ("memory", "reserve", "nvlink", "network", "hbm", "disk")},
+        "model": {
+            "architecture": job.spec.architecture,
+            "layers": job.spec.num_layers,
+            "parameters": parameters(job),
+        },
+        "world": {
+            "ranks": job.world,
+            "nodes": num_nodes(job),
+            "gpus_per_node": machine.gpus_per_node,
+        },
+        "machine": {
+            n: getattr(machine, n)
+            for n in ("memory", "reserve", "nvlink", "network", "hbm", "disk")
+        },
         "roles": {
-            role.name: {"ranks": ranks_text(role.ranks), "grid": str(role.grid), "islands": role.islands}
+            role.name: {
+                "ranks": ranks_text(role.ranks),
+                "grid": str(role.grid),
+                "islands": role.islands,
+            }
             for role in job.roles
         }
-        | {"rollout": {"ranks": ranks_text(rollout.ranks), "tp": rollout.tp, "engines": rollout.num_engines}}
-        | {name: {"ranks": ranks_text(job.placement.ranks[name])} for name in ("reward", "coordinator")},
+        | {
+            "rollout": {
+                "ranks": ranks_text(rollout.ranks),
+                "tp": rollout.tp,
+                "engines": rollout.num_engines,
+            }
+        }
+        | {
+            name: {"ranks": ranks_text(job.placement.ranks[name])}
+            for name in ("reward", "coordinator")
+        },
         "derived": list(capacity.derived),
         "memory": {
             role: {part: spread(part_bytes(memory, role, part)) for part in parts}
             for role, parts in parts_of(memory).items()
         },
         "phases": {
-            phase: spread([m.phases[phase] for m in memory if phase in m.phases]) for phase in phases_of(memory)
+            phase: spread([m.phases[phase] for m in memory if phase in m.phases])
+            for phase in phases_of(memory)
         },
         "host_memory": host_memory(capacity),
         "kv_cache": {
@@ -145,7 +187,9 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
             "sequences_per_step": engine.sequences,
         },
         "reshard": {
-            "received": {kind: list(traffic.spread("received", kind)) for kind in KINDS},
+            "received": {
+                kind: list(traffic.spread("received", kind)) for kind in KINDS
+            },
             "sent": {kind: list(traffic.spread("sent", kind)) for kind in LINKS},
             "seconds": slowest,
             "seconds_mean": mean,
@@ -157,7 +201,9 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
                 for direction in ("sent", "received")
             },
         },
-        "fsdp_micro_batch": {name: passes._asdict() for name, passes in fsdp_passes(job).items()},
+        "fsdp_micro_batch": {
+            name: passes._asdict() for name, passes in fsdp_passes(job).items()
+        },
         "checkpoint": {
             "bytes": sum(m.saved for m in memory),
             "written": spread([m.saved for m in memory]),
@@ -168,7 +214,11 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
         "step": _step_as_dict(capacity),
         "fits": not capacity.shortages,
         "does_not_fit": [str(shortage) for shortage in capacity.shortages],
-        "nearest_settings_that_fit": [list(setting) for setting in capacity.advice.settings] if capacity.advice else [],
+        "nearest_settings_that_fit": [
+            list(setting) for setting in capacity.advice.settings
+        ]
+        if capacity.advice
+        else [],
         "basis": list(BASIS.values()),
     }
 
@@ -177,7 +227,10 @@ def _fan_out_as_dict(capacity: Capacity) -> dict[str, Any] | None:
     fan_out, network = capacity.traffic.fan_out, capacity.job.machine.network
     if fan_out is None:
         return None
-    seconds = {"seconds": fan_out.busiest / network, "seconds_without": fan_out.busiest_without / network}
+    seconds = {
+        "seconds": fan_out.busiest / network,
+        "seconds_without": fan_out.busiest_without / network,
+    }
     return asdict(fan_out) | seconds
 
 
@@ -185,7 +238,9 @@ def as_text(capacity: Capacity) -> str:
     """Format the plan for a terminal, at most 110 columns wide."""
     parts = (_head, _memory, _traffic, _step, _verdict)
     return "\n\n".join(
-        "\n".join(lines) for lines in [*(list(part(capacity)) for part in parts), list(_basis())] if lines
+        "\n".join(lines)
+        for lines in [*(list(part(capacity)) for part in parts), list(_basis())]
+        if lines
     )
 
 
@@ -200,7 +255,9 @@ def parts_of(memory: Sequence[RankMemory]) -> dict[str, list[str]]:
 
 def part_bytes(memory: Sequence[RankMemory], role: str, part: str) -> list[float]:
     """List the bytes of a component on each rank that has it."""
-    return [rank.parts[role][part] for rank in memory if part in rank.parts.get(role, {})]
+    return [
+        rank.parts[role][part] for rank in memory if part in rank.parts.get(role, {})
+    ]
 
 
 def parameters(job: PlannedJob) -> int:
@@ -216,7 +273,9 @@ def fsdp_passes(job: PlannedJob) -> dict[str, Passes]:
             dtype = role.config.fsdp.param_dtype
             weights = tensor_rank_weights(role.spec, role.value_head, role.grid.tp)
             itemsize = ITEMSIZE[dtype] if dtype else job.itemsize
-            by_role[role.name] = passes_of(weights, role.config.fsdp, itemsize, role.shards)
+            by_role[role.name] = passes_of(
+                weights, role.config.fsdp, itemsize, role.shards
+            )
     return by_role
 
 
@@ -226,14 +285,15 @@ Span = tuple[float, float, str, float]
 def memory_over_time(prediction: Prediction, memory: RankMemory) -> list[Span]:
     """List (begin, end, activity, peak bytes) of a rank through a step, without gaps.
 
-    Between operators the rank holds what it keeps at rest, with engines asleep if they sleep. An operator that runs
-    ahead of its own step appears at the time of this step at which it runs.
+    Between operators the rank holds what it keeps at rest, with engines asleep if they
+    sleep. An operator that runs ahead of its own step appears at the time of this step
+    at which it runs.
     """
     step, pieces = prediction.step_seconds, []
     for phase in prediction.phases:
         if memory.rank in phase.ranks and phase.seconds > INSTANT:
-            # Steps repeat, so an operator that began before this step appears at its end, split in two if it crosses
-            # the boundary.
+            # Steps repeat, so an operator that began before this step appears at its
+            # end, split in two if it crosses the boundary.
             begin = phase.begin % step
             begin = 0.0 if step - begin < INSTANT else begin
             end = begin + phase.seconds
@@ -253,14 +313,30 @@ def memory_over_time(prediction: Prediction, memory: RankMemory) -> list[Span]:
 
 def _moment(phase: PredictedPhase) -> str:
     """Return the phase of `RankMemory` that an operator belongs to."""
-    kinds = {"rollout": "generate", "reshard": "reshard", "reward": REST, "advantages": REST}
-    return kinds.get(phase.name, f"{phase.role} {'update' if phase.name.endswith('_update') else 'forward'}")
+    kinds = {
+        "rollout": "generate",
+        "reshard": "reshard",
+        "reward": REST,
+        "advantages": REST,
+    }
+    return kinds.get(
+        phase.name,
+        f"{phase.role} {'update' if phase.name.endswith('_update') else 'forward'}",
+    )
 
 
 def sleep_and_wake(prediction: Prediction) -> list[tuple[str, float, float]]:
     """List ("sleep" or "wake", begin, end) of the engines by begin; begin equals end if nothing is copied."""
-    lanes = [lane for phase in prediction.phases for lane in phase.lanes if lane[0] in ("sleep", "wake")]
-    return sorted(((label, begin, end) for label, _, begin, end in lanes), key=lambda event: event[1])
+    lanes = [
+        lane
+        for phase in prediction.phases
+        for lane in phase.lanes
+        if lane[0] in ("sleep", "wake")
+    ]
+    return sorted(
+        ((label, begin, end) for label, _, begin, end in lanes),
+        key=lambda event: event[1],
+    )
 
 
 def num_nodes(job: PlannedJob) -> int:
@@ -294,7 +370,9 @@ def _head(capacity: Capacity) -> Iterator[str]:
         islands = f" x {role.islands} islands" if role.islands > 1 else ""
         yield f"  {role.name:<11} {str(role.grid) + islands:<28} ranks {ranks_text(role.ranks)}"
     engines = f"vLLM tp{job.rollout.tp}{' with expert parallel' if job.rollout.expert_parallel else ''}"
-    where = "" if job.placement.is_colocated else f"ranks {ranks_text(job.rollout.ranks)}, "
+    where = (
+        "" if job.placement.is_colocated else f"ranks {ranks_text(job.rollout.ranks)}, "
+    )
     yield f"  {'rollout':<11} {engines:<28} {where}{job.rollout.num_engines:,} engines"
     if not job.placement.is_colocated:
         for name in ("reward", "coordinator"):
@@ -316,7 +394,9 @@ def _memory(capacity: Capacity) -> Iterator[str]:
     for phase in phases_of(memory):
         values = [m.phases[phase] for m in memory if phase in m.phases]
         over = max(values) - machine.memory
-        yield _row(f"  {phase}", values) + (f"   {over / GB:.1f} GB too much" if over > 0 else "")
+        yield _row(f"  {phase}", values) + (
+            f"   {over / GB:.1f} GB too much" if over > 0 else ""
+        )
     engine = memory[0].engine
     yield (
         f"KV cache of an engine: {engine.tokens:,} tokens of {engine.bytes_per_token / 1e3:.0f} kB a rank; "
@@ -327,19 +407,28 @@ def _memory(capacity: Capacity) -> Iterator[str]:
     )
     if any(m.saved for m in memory):
         yield _row("  read by each rank in a resume", [m.loaded for m in memory])
-        place = "in the background" if capacity.job.config.checkpoint.async_save else "while the run waits"
+        place = (
+            "in the background"
+            if capacity.job.config.checkpoint.async_save
+            else "while the run waits"
+        )
         yield (
             f"  at {machine.disk / GB:g} GB/s a node: save {save_seconds(capacity):,.1f} s {place}, "
             f"resume {resume_seconds(capacity):,.1f} s with the first reshard"
         )
     if host := host_memory(capacity):
-        by_part = ", ".join(f"{part} {nbytes / GB:,.0f} GB" for part, nbytes in host.items())
+        by_part = ", ".join(
+            f"{part} {nbytes / GB:,.0f} GB" for part, nbytes in host.items()
+        )
         yield f"host memory of the fullest node: {sum(host.values()) / GB:,.0f} GB ({by_part})"
 
 
 def save_seconds(capacity: Capacity) -> float:
     """Return the seconds in which the fullest node writes its part of a checkpoint."""
-    return _largest_of_nodes(capacity, [m.saved for m in capacity.memory]) / capacity.job.machine.disk
+    return (
+        _largest_of_nodes(capacity, [m.saved for m in capacity.memory])
+        / capacity.job.machine.disk
+    )
 
 
 def resume_seconds(capacity: Capacity) -> float:
@@ -374,7 +463,12 @@ def host_memory(capacity: Capacity) -> dict[str, float]:
 def _traffic(capacity: Capacity) -> Iterator[str]:
     traffic, machine = capacity.traffic, capacity.job.machine
     yield f"{'one reshard, GB per rank':<36}{'least':>10}{'median':>10}{'most':>10}{'most/mean':>11}"
-    names = {"alias": "aliased, not moved", "local": "copied in place", "nvlink": "NVLink", "network": "network"}
+    names = {
+        "alias": "aliased, not moved",
+        "local": "copied in place",
+        "nvlink": "NVLink",
+        "network": "network",
+    }
     for kind in KINDS:
         directions = ("received", "sent") if kind in LINKS else ("received",)
         for direction in directions:
@@ -387,7 +481,9 @@ def _traffic(capacity: Capacity) -> Iterator[str]:
     for rank in traffic.ranks:
         for link, seconds in rank.seconds_by_link(machine).items():
             by_link[link] = max(by_link.get(link, 0.0), seconds)
-    parts = ", ".join(f"{link} {seconds:.3f} s" for link, seconds in by_link.items() if seconds)
+    parts = ", ".join(
+        f"{link} {seconds:.3f} s" for link, seconds in by_link.items() if seconds
+    )
     share = mean / slowest if slowest else 1.0
     yield from _fsdp(capacity.job)
     yield f"time {slowest:.3f} s ({parts or 'nothing moves'}); {share:.0%} of the wire limit (mean rank over busiest)"
@@ -428,12 +524,19 @@ def _step_as_dict(capacity: Capacity) -> dict[str, Any] | None:
     }
 
 
-def _memory_by_ranks(prediction: Prediction, memory: Sequence[RankMemory]) -> list[dict[str, Any]]:
+def _memory_by_ranks(
+    prediction: Prediction, memory: Sequence[RankMemory]
+) -> list[dict[str, Any]]:
     """Return memory over time, with ranks of equal memory in one entry."""
     alike: dict[tuple[Span, ...], list[int]] = {}
     for rank_memory in memory:
-        alike.setdefault(tuple(memory_over_time(prediction, rank_memory)), []).append(rank_memory.rank)
-    return [{"ranks": ranks_text(ranks), "spans": [list(span) for span in spans]} for spans, ranks in alike.items()]
+        alike.setdefault(tuple(memory_over_time(prediction, rank_memory)), []).append(
+            rank_memory.rank
+        )
+    return [
+        {"ranks": ranks_text(ranks), "spans": [list(span) for span in spans]}
+        for spans, ranks in alike.items()
+    ]
 
 
 def _step(capacity: Capacity) -> Iterator[str]:
@@ -453,21 +556,34 @@ def _step(capacity: Capacity) -> Iterator[str]:
         share = on_path.get(phase.name, 0.0) / prediction.step_seconds
         beside = f"{share:>7.0%} of the step" if share else "   beside other operators"
         yield f"  {phase.name:<16}{phase.begin:>10.2f} to{phase.end:>9.2f} s{beside}"
-    yield "  critical path: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in prediction.critical_path)
+    yield "  critical path: " + ", ".join(
+        f"{name} {seconds:.2f} s" for name, seconds in prediction.critical_path
+    )
     if capacity.collectives:
         roles = [
-            f"{role} " + ", ".join(f"{dimension} {count / GB:,.2f}" for dimension, count in counts.items())
+            f"{role} "
+            + ", ".join(
+                f"{dimension} {count / GB:,.2f}" for dimension, count in counts.items()
+            )
             for role, counts in capacity.collectives.items()
         ]
-        text = f"collectives, GB that each role's first rank receives: {'; '.join(roles)}"
+        text = (
+            f"collectives, GB that each role's first rank receives: {'; '.join(roles)}"
+        )
         yield from textwrap.wrap(text, WIDTH, **INDENTED)
     if slept := sleep_and_wake(prediction):
         yield "  engines: " + ", ".join(
-            f"{label} at {begin:.2f} s ({end - begin:.2f} s)" for label, begin, end in slept
+            f"{label} at {begin:.2f} s ({end - begin:.2f} s)"
+            for label, begin, end in slept
         )
     fullest = max(capacity.memory, key=lambda rank_memory: rank_memory.peak)
-    held = ", ".join(f"{label} {nbytes / GB:.1f}" for _, _, label, nbytes in memory_over_time(prediction, fullest))
-    yield from textwrap.wrap(f"memory of rank {fullest.rank} through it, GB: {held}", WIDTH, **INDENTED)
+    held = ", ".join(
+        f"{label} {nbytes / GB:.1f}"
+        for _, _, label, nbytes in memory_over_time(prediction, fullest)
+    )
+    yield from textwrap.wrap(
+        f"memory of rank {fullest.rank} through it, GB: {held}", WIDTH, **INDENTED
+    )
 
 
 def _verdict(capacity: Capacity) -> Iterator[str]:
@@ -484,7 +600,9 @@ def _verdict(capacity: Capacity) -> Iterator[str]:
 def _basis() -> Iterator[str]:
     yield "how this was worked out"
     for line in BASIS.values():
-        yield textwrap.fill(line, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        yield textwrap.fill(
+            line, WIDTH, initial_indent="  - ", subsequent_indent="    "
+        )
 
 
 def _row(label: str, values: Sequence[float]) -> str:

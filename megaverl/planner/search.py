@@ -1,8 +1,9 @@
 """Search for the fastest layout that fits: grid, micro-batches, recomputation and engines (`megaverl plan --auto`).
 
-A candidate is the recipe with some keys set. A lower bound of its bytes drops most candidates. The others are visited
-by predicted seconds, and their memory is counted rank by rank until enough of them fit. Within a grid, a slower setting
-with less memory is visited only if the one before it does not fit.
+A candidate is the recipe with some keys set. A lower bound of its bytes drops most
+candidates. The others are visited by predicted seconds, and their memory is counted
+rank by rank until enough of them fit. Within a grid, a slower setting with less memory
+is visited only if the one before it does not fit.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from megaverl.planner.operators import parameters_of_stage
 from megaverl.planner.simulator import Prediction, likely_lengths, simulate
 from megaverl.sharding.model_spec import ModelSpec
 
-ROOM = 0.97  # fraction of a GPU's memory that may be filled, as fragmentation is not counted
+# Fraction of a GPU's memory that may be filled, as fragmentation is not counted.
+ROOM = 0.97
 GAIN = 0.01  # least fraction of the step that a separate grid for a role must save
 TIE = 1e-9
 MOST_COUNTED = 400  # limit of candidates whose memory is counted rank by rank
@@ -71,18 +73,39 @@ class Choice:
     def grid(self) -> str:
         """The grids of the actor, of roles with a grid of their own, and of the engines."""
         job = self.job
-        others = [f"{role.name} {role.grid}" for role in job.roles[1:] if role.grid != job.actor.grid]
-        away = "" if job.placement.is_colocated else f" on {len(job.rollout.ranks)} ranks of their own"
-        return ", ".join([str(job.actor.grid), *others, f"engines tp{job.rollout.tp}{away}"])
+        others = [
+            f"{role.name} {role.grid}"
+            for role in job.roles[1:]
+            if role.grid != job.actor.grid
+        ]
+        away = (
+            ""
+            if job.placement.is_colocated
+            else f" on {len(job.rollout.ranks)} ranks of their own"
+        )
+        return ", ".join(
+            [str(job.actor.grid), *others, f"engines tp{job.rollout.tp}{away}"]
+        )
 
     def worse_than(self, best: Choice) -> str:
         """Name the operators that take longer than in the best layout, and the one that is faster."""
-        names = dict.fromkeys(phase.name for phase in (*self.prediction.phases, *best.prediction.phases))
-        more = {name: self.prediction.seconds_of(name) - best.prediction.seconds_of(name) for name in names}
+        names = dict.fromkeys(
+            phase.name for phase in (*self.prediction.phases, *best.prediction.phases)
+        )
+        more = {
+            name: self.prediction.seconds_of(name) - best.prediction.seconds_of(name)
+            for name in names
+        }
         by_phase = sorted(more.items(), key=lambda entry: (-entry[1], entry[0]))
         least = 0.002 * best.prediction.step_seconds
-        slower = [f"{name} +{seconds:.3g} s" for name, seconds in by_phase if seconds > least][:2]
-        faster = [f"{name} {seconds:.3g} s" for name, seconds in reversed(by_phase) if seconds < -least][:1]
+        slower = [
+            f"{name} +{seconds:.3g} s" for name, seconds in by_phase if seconds > least
+        ][:2]
+        faster = [
+            f"{name} {seconds:.3g} s"
+            for name, seconds in reversed(by_phase)
+            if seconds < -least
+        ][:1]
         return "; ".join([", ".join(slower) or "no phase by much", *faster])
 
 
@@ -119,10 +142,15 @@ class _Candidate:
 
     @property
     def settings(self) -> Settings:
-        return self.rungs[self.rung] | self.engine | ({} if self.share is None else {SHARE: self.share})
+        return (
+            self.rungs[self.rung]
+            | self.engine
+            | ({} if self.share is None else {SHARE: self.share})
+        )
 
 
-# Heap entry, ordered by seconds of a step and then by settings. Without a prediction the seconds are a lower bound.
+# Heap entry, ordered by seconds of a step and then by settings. Without a prediction
+# the seconds are a lower bound.
 _Entry = tuple[float, Key, _Candidate, PlannedJob, Prediction | None]
 
 
@@ -156,15 +184,18 @@ class LayoutSearch:
         self.keys, self.staleness, self.further = set(keys), staleness, further
         self.machine = machine or hardware.machine()
         self.config = make({})
-        self.counts_memory = hardware.cores is None and self.config.rollout.engine == "vllm"
+        self.counts_memory = (
+            hardware.cores is None and self.config.rollout.engine == "vllm"
+        )
         self.looked_at = self.counted = 0
         self._refusal = ""  # reason of the first candidate that a run would refuse
-        self._rollout_seconds: dict[Key, float] = {}  # engine -> rollout with the largest memory share
+        # engine -> rollout with the largest memory share.
+        self._rollout_seconds: dict[Key, float] = {}
         self.lengths = lengths or likely_lengths(self.config)
 
     def best(self, number: int = 5) -> Found:
-        """Return the `number` fastest layouts that fit, each with another grid. The order of candidates does not
-        matter.
+        """Return the `number` fastest layouts that fit, each with another grid. The
+        order of candidates does not matter.
 
         Raises:
             ConfigError: nothing fits.
@@ -173,8 +204,9 @@ class LayoutSearch:
         for group in self._candidates():
             self._push_group(waiting, group)
         kept: dict[str, Choice] = {}
-        # Layouts that fit only with a smaller engine share, and so are slower than their first prediction. They return
-        # to the heap with their new time, so that faster layouts are still taken first.
+        # Layouts that fit only with a smaller engine share, and so are slower than
+        # their first prediction. They return to the heap with their new time, so that
+        # faster layouts are still taken first.
         slowed: dict[Key, Choice] = {}
         while waiting and len(kept) < number and self.counted < MOST_COUNTED:
             seconds, key, candidate, job, prediction = heapq.heappop(waiting)
@@ -187,9 +219,13 @@ class LayoutSearch:
             choice, is_hopeless = slowed.pop(key, None), False
             if choice is None:
                 choice, is_hopeless = self._counted(candidate, job, prediction)
-                if choice is not None and (slower := choice.prediction.step_seconds) > seconds * (1 + TIE):
+                if choice is not None and (
+                    slower := choice.prediction.step_seconds
+                ) > seconds * (1 + TIE):
                     slowed[key] = choice
-                    heapq.heappush(waiting, (slower, key, candidate, job, choice.prediction))
+                    heapq.heappush(
+                        waiting, (slower, key, candidate, job, choice.prediction)
+                    )
                     continue
             if choice is not None:
                 kept[name] = self._apart(choice) if self.further else choice
@@ -197,13 +233,19 @@ class LayoutSearch:
                 candidate.rung += 1
                 self._push(waiting, candidate)
         if not kept:
-            refused = f" One of them was refused: {self._refusal}" if self._refusal else ""
+            refused = (
+                f" One of them was refused: {self._refusal}" if self._refusal else ""
+            )
             raise ConfigError(
                 f"auto: no layout of {self.world:,} ranks holds this run; {self.looked_at} were looked at. Use more "
                 f"nodes, or run `megaverl plan` without --auto for what is missing.{refused}"
             )
         choices = sorted(
-            kept.values(), key=lambda kept_choice: (kept_choice.prediction.step_seconds, key_of(kept_choice.settings))
+            kept.values(),
+            key=lambda kept_choice: (
+                kept_choice.prediction.step_seconds,
+                key_of(kept_choice.settings),
+            ),
         )
         return Found(tuple(choices), self.looked_at, self.counted)
 
@@ -227,8 +269,9 @@ class LayoutSearch:
     def _push_group(self, waiting: list[_Entry], group: Sequence[_Candidate]) -> None:
         """Predict a training layout with its first engine, and push it with all its engines.
 
-        Roles that share ranks run in turn. So with another engine, a step takes at least that engine's best rollout and
-        the rest of the step; this bound orders the heap until the step itself is predicted.
+        Roles that share ranks run in turn. So with another engine, a step takes at
+        least that engine's best rollout and the rest of the step; this bound orders the
+        heap until the step itself is predicted.
         """
         first, *others = group
         base = self._push(waiting, first)
@@ -236,7 +279,11 @@ class LayoutSearch:
             return
         _, _, _, job, prediction = base
         assert prediction is not None
-        rest = prediction.step_seconds - prediction.seconds_of("rollout") - prediction.seconds_of("reshard")
+        rest = (
+            prediction.step_seconds
+            - prediction.seconds_of("rollout")
+            - prediction.seconds_of("reshard")
+        )
         for other in others:
             other.rung = first.rung
             if not job.placement.is_colocated:
@@ -244,20 +291,34 @@ class LayoutSearch:
                 continue
             key = key_of(other.engine)
             if key in self._rollout_seconds:
-                heapq.heappush(waiting, (rest + self._rollout_seconds[key], key_of(other.settings), other, job, None))
-            # The first training layout that works with an engine gives its rollout time for all others.
+                heapq.heappush(
+                    waiting,
+                    (
+                        rest + self._rollout_seconds[key],
+                        key_of(other.settings),
+                        other,
+                        job,
+                        None,
+                    ),
+                )
+            # The first training layout that works with an engine gives its rollout time
+            # for all others.
             elif self._push(waiting, other) is not None:
                 at_best = other.rungs[other.rung] | other.engine
                 alone = self._job(at_best)
                 if alone is not None:
-                    self._rollout_seconds[key] = self._predict(alone, at_best).seconds_of("rollout")
+                    self._rollout_seconds[key] = self._predict(
+                        alone, at_best
+                    ).seconds_of("rollout")
 
     def _push(self, waiting: list[_Entry], candidate: _Candidate) -> _Entry | None:
         """Predict the candidate's fastest settings that may fit, and push them; return None if no settings may fit."""
         while candidate.rung < len(candidate.rungs):
             candidate.share = None
             job = self._job(candidate.settings)
-            if job is not None and candidate.engine.get(SHARE, 0.0) > (most := self._most_share(job)):
+            if job is not None and candidate.engine.get(SHARE, 0.0) > (
+                most := self._most_share(job)
+            ):
                 candidate.share = most
                 job = self._job(candidate.settings)
             if job is None:
@@ -265,7 +326,13 @@ class LayoutSearch:
             if not self.counts_memory or least_bytes(job) <= ROOM * self.machine.memory:
                 self.looked_at += 1
                 prediction = self._predict(job, candidate.settings)
-                entry = (prediction.step_seconds, key_of(candidate.settings), candidate, job, prediction)
+                entry = (
+                    prediction.step_seconds,
+                    key_of(candidate.settings),
+                    candidate,
+                    job,
+                    prediction,
+                )
                 heapq.heappush(waiting, entry)
                 return entry
             candidate.rung += 1
@@ -277,9 +344,16 @@ class LayoutSearch:
         Weights are not subtracted, since the engine may share them.
         """
         role = job.actor
-        if not self.counts_memory or role.shards is not None or not job.placement.colocated("actor", "rollout"):
+        if (
+            not self.counts_memory
+            or role.shards is not None
+            or not job.placement.colocated("actor", "rollout")
+        ):
             return 1.0
-        kept = max(_stage_bytes(job, role, stage, generating=True) for stage in range(role.grid.pp))
+        kept = max(
+            _stage_bytes(job, role, stage, generating=True)
+            for stage in range(role.grid.pp)
+        )
         free = 100 * (ROOM - kept / self.machine.memory)
         return next((share for share in SHARES if share <= free), SHARES[-1]) / 100
 
@@ -287,7 +361,11 @@ class LayoutSearch:
         """Give the reference or the critic a separate grid if that shortens the step."""
         for name in ("reference", "critic"):
             role = next((role for role in choice.job.roles if role.name == name), None)
-            if role is None or name in self.config.placement.changed() or role.shards is not None:
+            if (
+                role is None
+                or name in self.config.placement.changed()
+                or role.shards is not None
+            ):
                 continue
             tried = []
             for grid in self._apart_grids(name, len(role.ranks)):
@@ -297,9 +375,22 @@ class LayoutSearch:
                     continue
                 self.looked_at += 1
                 prediction = self._predict(job, settings)
-                if prediction.step_seconds < (1 - GAIN) * choice.prediction.step_seconds:
-                    tried.append((prediction.step_seconds, key_of(settings), settings, job, prediction))
-            for _, _, settings, job, prediction in sorted(tried, key=lambda entry: entry[:2])[:4]:
+                if (
+                    prediction.step_seconds
+                    < (1 - GAIN) * choice.prediction.step_seconds
+                ):
+                    tried.append(
+                        (
+                            prediction.step_seconds,
+                            key_of(settings),
+                            settings,
+                            job,
+                            prediction,
+                        )
+                    )
+            for _, _, settings, job, prediction in sorted(
+                tried, key=lambda entry: entry[:2]
+            )[:4]:
                 other, _ = self._counted(_Candidate([settings], {}), job, prediction)
                 if other is not None:
                     choice = other
@@ -307,17 +398,27 @@ class LayoutSearch:
         return choice
 
     def _predict(self, job: PlannedJob, settings: Settings) -> Prediction:
-        return simulate(job, self.hardware, lengths=self.lengths, factors=self.factors(settings))
+        return simulate(
+            job, self.hardware, lengths=self.lengths, factors=self.factors(settings)
+        )
 
     def _job(self, settings: Settings) -> PlannedJob | None:
         """Return the job with these settings, or None if the run, the model or the number of ranks rules them out."""
         try:
-            return make_job(self.make(settings), self.spec, self.world, self.machine, deal_later=True)
+            return make_job(
+                self.make(settings),
+                self.spec,
+                self.world,
+                self.machine,
+                deal_later=True,
+            )
         except (ConfigError, ValueError):
             # pydantic reports a bad value as ValueError.
             return None
 
-    def _counted(self, candidate: _Candidate, job: PlannedJob, prediction: Prediction) -> tuple[Choice | None, bool]:
+    def _counted(
+        self, candidate: _Candidate, job: PlannedJob, prediction: Prediction
+    ) -> tuple[Choice | None, bool]:
         """Count the memory of a candidate.
 
         Returns:
@@ -333,29 +434,43 @@ class LayoutSearch:
         try:
             memory = MemoryModel(job).ranks(job.stage_ranks())
         except (ConfigError, RolloutError) as error:
-            # Some problems show only when a layout is built, such as a tp that vLLM does not support.
+            # Some problems show only when a layout is built, such as a tp that vLLM
+            # does not support.
             self._refusal = self._refusal or str(error)
             return None, True
         missing = shortages(job, memory, ROOM)
         if missing and self.further and self._only_engine(missing):
-            # Only the engine's share is too large: reduce it by what is missing instead of giving up the training
-            # settings.
+            # Only the engine's share is too large: reduce it by what is missing instead
+            # of giving up the training settings.
             over = max(lacking.needed - lacking.available for lacking in missing)
-            share = float(job.config.rollout.vllm.get("gpu_memory_utilization", 0.92)) - over / self.machine.memory
-            fitting = next((lacking for lacking in SHARES if lacking <= 100 * share), None)
+            share = (
+                float(job.config.rollout.vllm.get("gpu_memory_utilization", 0.92))
+                - over / self.machine.memory
+            )
+            fitting = next(
+                (lacking for lacking in SHARES if lacking <= 100 * share), None
+            )
             other = self._job(settings | {SHARE: fitting / 100}) if fitting else None
             if other is None:
                 return None, False
             settings, job = settings | {SHARE: (fitting or 0) / 100}, other
             memory = MemoryModel(job).ranks(job.stage_ranks())
-            missing, prediction = shortages(job, memory, ROOM), self._predict(job, settings)
+            missing, prediction = (
+                shortages(job, memory, ROOM),
+                self._predict(job, settings),
+            )
         if missing:
             return None, False
-        return Choice(settings, job, prediction, max(rank.peak for rank in memory)), False
+        return Choice(
+            settings, job, prediction, max(rank.peak for rank in memory)
+        ), False
 
     @staticmethod
     def _only_engine(missing: Sequence[Any]) -> bool:
-        return all(shortage.what in ("generate", "engine start", "reshard") for shortage in missing)
+        return all(
+            shortage.what in ("generate", "engine start", "reshard")
+            for shortage in missing
+        )
 
 
 def _grid_name(job: PlannedJob) -> str:
@@ -376,7 +491,9 @@ def least_bytes(job: PlannedJob) -> float:
     return max(stage_totals)
 
 
-def _stage_bytes(job: PlannedJob, role: Role, stage: int, *, generating: bool = False) -> float:
+def _stage_bytes(
+    job: PlannedJob, role: Role, stage: int, *, generating: bool = False
+) -> float:
     """Return the bytes of weights, gradients and optimizer state on a rank of a stage.
 
     Args:
@@ -385,18 +502,31 @@ def _stage_bytes(job: PlannedJob, role: Role, stage: int, *, generating: bool = 
     trained, (plain, expert) = role.trained, parameters_of_stage(role, stage)
     assert trained is not None
     if trained.lora is not None or trained.offload.parameters:
-        return 0.0 if trained.offload.parameters or generating else job.itemsize * (plain + expert)
+        return (
+            0.0
+            if trained.offload.parameters or generating
+            else job.itemsize * (plain + expert)
+        )
     replicas = role.grid.dp * role.grid.cp
     optimizer = getattr(role.config, "optimizer", {})
-    options = BufferOptions.read(trained.ddp, optimizer, replicas, on_gpus=job.machine.on_gpus)
+    options = BufferOptions.read(
+        trained.ddp, optimizer, replicas, on_gpus=job.machine.on_gpus
+    )
     gradients = 4 if options.grads_in_fp32 else job.itemsize
-    moments = options.exp_avg_itemsize * options.num_moments  # the second is no smaller than the first
-    state = 0.0 if trained.offload.optimizer else (1 - options.offload) * (options.main_itemsize + moments)
+    # The second is no smaller than the first.
+    moments = options.exp_avg_itemsize * options.num_moments
+    state = (
+        0.0
+        if trained.offload.optimizer
+        else (1 - options.offload) * (options.main_itemsize + moments)
+    )
     shares = (replicas, role.grid.expert_dp) if options.distributed else (1, 1)
     bytes_per_weight = gradients + job.itemsize
     if generating:
         bytes_per_weight = 0 if trained.offload.gradients else gradients
-    return (plain + expert) * bytes_per_weight + state * (plain / shares[0] + expert / shares[1])
+    return (plain + expert) * bytes_per_weight + state * (
+        plain / shares[0] + expert / shares[1]
+    )
 
 
 def as_text(result: Found, seconds: float, hardware: Hardware) -> str:
@@ -422,13 +552,21 @@ def as_text(result: Found, seconds: float, hardware: Hardware) -> str:
     lines += [
         "",
         "the best, by phase: "
-        + ", ".join(f"{slowest_phase.name} {slowest_phase.seconds:.3g} s" for slowest_phase in phases[:6]),
+        + ", ".join(
+            f"{slowest_phase.name} {slowest_phase.seconds:.3g} s"
+            for slowest_phase in phases[:6]
+        ),
     ]
     return "\n".join(lines)
 
 
 def chosen_recipe(
-    result: Found, recipe: str, path: str, overrides: Sequence[str], hardware: Hardware, world: int
+    result: Found,
+    recipe: str,
+    path: str,
+    overrides: Sequence[str],
+    hardware: Hardware,
+    world: int,
 ) -> str:
     """Return YAML that extends the recipe with the command line's overrides and the chosen settings.
 
@@ -463,9 +601,14 @@ def choose(make: Make, keys: tuple[str, ...], world: int) -> tuple[Settings, str
     """
     config = make({})
     if (stored := _stored(config, keys, world)) is not None:
-        return stored, f"auto: {_said(stored)}, as {config.chosen_file} has it of the run that goes on."
+        return (
+            stored,
+            f"auto: {_said(stored)}, as {config.chosen_file} has it of the run that goes on.",
+        )
     hardware = hardware_of(config, world)
-    search = LayoutSearch(make, find_spec(config), world, hardware, keys=keys, further=False)
+    search = LayoutSearch(
+        make, find_spec(config), world, hardware, keys=keys, further=False
+    )
     result = search.best(1)
     settings = result.choices[0].settings
     seconds = result.choices[0].prediction.step_seconds
@@ -490,12 +633,18 @@ def hardware_of(config: Config, world: int) -> Hardware:
         return Hardware.read(config.run.hardware)
     gpu = gpu_name()
     if gpu is None:
-        return replace(Hardware.read("cpu"), ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-    # "NVIDIA A100-SXM4-40GB" has both words of a100_40gb, and "NVIDIA A100 80GB PCIe" only that of a100
+        return replace(
+            Hardware.read("cpu"),
+            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        )
+    # "NVIDIA A100-SXM4-40GB" has both words of a100_40gb, and "NVIDIA A100 80GB PCIe"
+    # only that of a100
     words = set(re.split(r"[\s-]+", gpu.lower()))
     names = [name for name in known() if words.issuperset(name.split("_"))]
     if not names:
-        raise ConfigError(f"run.hardware: nothing is known of {gpu}. Name one of {', '.join(known())}, or a file.")
+        raise ConfigError(
+            f"run.hardware: nothing is known of {gpu}. Name one of {', '.join(known())}, or a file."
+        )
     return Hardware.read(max(names, key=len))
 
 

@@ -1,7 +1,8 @@
 """Predict one step of a job by playing its operators as events on their ranks.
 
-Operators (`operators`) that share ranks run in turn, those on separate ranks run in parallel, and asynchronous ones run
-ahead of training by up to `rollout.max_staleness` steps.
+Operators (`operators`) that share ranks run in turn, those on separate ranks run in
+parallel, and asynchronous ones run ahead of training by up to `rollout.max_staleness`
+steps.
 """
 
 from __future__ import annotations
@@ -75,14 +76,18 @@ class Prediction:
         return sum(phase.seconds for phase in self.phases if phase.name == name)
 
 
-def default_lengths(job: PlannedJob, prompt: float | None = None, response: float | None = None) -> LengthDistribution:
+def default_lengths(
+    job: PlannedJob, prompt: float | None = None, response: float | None = None
+) -> LengthDistribution:
     """Return `likely_lengths` of the job's configuration."""
     return likely_lengths(job.config, prompt, response)
 
 
-def likely_lengths(config: Config, prompt: float | None = None, response: float | None = None) -> LengthDistribution:
-    """Assume prompts of half their limit, and responses of 40 % of theirs on average, for a run that has not been
-    measured.
+def likely_lengths(
+    config: Config, prompt: float | None = None, response: float | None = None
+) -> LengthDistribution:
+    """Assume prompts of half their limit, and responses of 40 % of theirs on average,
+    for a run that has not been measured.
 
     Args:
         prompt, response: mean tokens, where they are known.
@@ -118,7 +123,8 @@ def simulate(
     played = [op.times(factors.get(op.name, 1.0)) for op in operations(load)]
     rollout = job.config.rollout
     ahead = rollout.max_staleness if rollout.async_rollout else 0
-    # With operators ahead of training, several steps must pass before the pipeline between roles is full.
+    # With operators ahead of training, several steps must pass before the pipeline
+    # between roles is full.
     is_sequential = not ahead and job.placement.is_colocated
     steps = 1 if is_sequential else 2 * ahead + 3
     timed = _play(played, steps, hardware, job)
@@ -131,10 +137,13 @@ Key = tuple[int, str]
 Timed = dict[Key, tuple[float, float, Key | None]]
 
 
-def _play(ops: Sequence[Operation], steps: int, hardware: Hardware, job: PlannedJob) -> Timed:
+def _play(
+    ops: Sequence[Operation], steps: int, hardware: Hardware, job: PlannedJob
+) -> Timed:
     """Start every operator as soon as its inputs are ready and its ranks are free.
 
-    Operators that run at the same time on ranks with shared cores divide the rate of the cores.
+    Operators that run at the same time on ranks with shared cores divide the rate of
+    the cores.
 
     Raises:
         ConfigError: operators wait for each other in a circle, which would be a bug in `_before`.
@@ -156,7 +165,8 @@ def _play(ops: Sequence[Operation], steps: int, hardware: Hardware, job: Planned
                 seconds_left[key] = by_name[key[1]].seconds
         if not seconds_left:
             raise ConfigError(_circle(waits, timed))
-        # Advance to the moment at which the first running operator ends: until then no rate changes.
+        # Advance to the moment at which the first running operator ends: until then no
+        # rate changes.
         rate = _rate([by_name[name] for _, name in seconds_left], hardware, job)
         passed = min(left / rate for left in seconds_left.values())
         now += passed
@@ -174,7 +184,11 @@ def _circle(waits: Mapping[Key, Sequence[Key]], timed: Timed) -> str:
     """Describe a circle of operators that wait for each other."""
     path = [next(key for key in waits if key not in timed)]
     while path[-1] not in path[:-1]:
-        path.append(next(waited_for for waited_for in waits[path[-1]] if waited_for not in timed))
+        path.append(
+            next(
+                waited_for for waited_for in waits[path[-1]] if waited_for not in timed
+            )
+        )
     circle = path[path.index(path[-1]) :]
     names = " -> ".join(f"{name} of step {step + 1}" for step, name in circle)
     return (
@@ -184,11 +198,14 @@ def _circle(waits: Mapping[Key, Sequence[Key]], timed: Timed) -> str:
     )
 
 
-def _before(ops: Sequence[Operation], step: int, op: Operation, steps: int) -> list[Key]:
+def _before(
+    ops: Sequence[Operation], step: int, op: Operation, steps: int
+) -> list[Key]:
     """Return the operators that must have ended before this operator of a step begins.
 
-    A role group runs the operators of a step in sequence, then those of the next step. The weights of step k arrive
-    after the group's work for step k + `ahead`, and before its work for the step after that:
+    A role group runs the operators of a step in sequence, then those of the next step.
+    The weights of step k arrive after the group's work for step k + `ahead`, and before
+    its work for the step after that:
 
         ahead 0:   rollout 0  reshard 0  rollout 1  reshard 1  rollout 2 ...
         ahead 2:   rollout 0  rollout 1  rollout 2  reshard 0  rollout 3  reshard 1 ...
@@ -200,7 +217,8 @@ def _before(ops: Sequence[Operation], step: int, op: Operation, steps: int) -> l
         if other is op or not op.worlds & other.worlds:
             continue
         if op.name == "reshard":
-            # The steps that are played end, so the last reshards wait for what there is.
+            # The steps that are played end, so the last reshards wait for what there
+            # is.
             before.append((min(step + other.ahead, steps - 1), other.name))
         elif other.name == "reshard":
             before.append((step - 1 - op.ahead, other.name))
@@ -225,7 +243,9 @@ def _rate(active: Sequence[Operation], hardware: Hardware, job: PlannedJob) -> f
     return min(1.0, hardware.cores * nodes / cores_wanted)
 
 
-def _predict(load: StepLoad, ops: Sequence[Operation], timed: Timed, last: int) -> Prediction:
+def _predict(
+    load: StepLoad, ops: Sequence[Operation], timed: Timed, last: int
+) -> Prediction:
     """Return the prediction of step `last`, which begins where the step before ended."""
     job = load.job
     ends = [max(timed[step, op.name][1] for op in ops) for step in range(last + 1)]
@@ -235,17 +255,23 @@ def _predict(load: StepLoad, ops: Sequence[Operation], timed: Timed, last: int) 
     phases = []
     for op in ops:
         begin, end, _ = timed[last, op.name]
-        # On shared cores an operator takes longer than alone, and so does each of its parts.
+        # On shared cores an operator takes longer than alone, and so does each of its
+        # parts.
         stretch = (end - begin) / op.seconds if op.seconds else 1.0
         start = begin - origin
         lanes = tuple(
             (label, rank, start + stretch * lane_begin, start + stretch * lane_end)
             for label, rank, lane_begin, lane_end in op.lanes
         )
-        phases.append(PredictedPhase(op.name, op.role, op.ranks, start, end - origin, lanes))
-    # The critical path runs backwards from the last operator, each time to the operator that it waited for last.
+        phases.append(
+            PredictedPhase(op.name, op.role, op.ranks, start, end - origin, lanes)
+        )
+    # The critical path runs backwards from the last operator, each time to the operator
+    # that it waited for last.
     path: list[tuple[str, float]] = []
-    key: Key | None = max(((last, op.name) for op in ops), key=lambda last_key: timed[last_key][1])
+    key: Key | None = max(
+        ((last, op.name) for op in ops), key=lambda last_key: timed[last_key][1]
+    )
     while key is not None and timed[key][1] > origin + EPSILON:
         begin, end, before = timed[key]
         path.append((key[1], end - max(begin, origin)))
@@ -253,12 +279,20 @@ def _predict(load: StepLoad, ops: Sequence[Operation], timed: Timed, last: int) 
     tokens = load.samples * load.lengths.tokens
     flops = load.model_flops()
     peak = load.peak
-    update_flops = sum(number for name, number in flops.items() if name.endswith("_update"))
-    updating = sum(phase.seconds * len(phase.ranks) for phase in phases if phase.name.endswith("_update"))
+    update_flops = sum(
+        number for name, number in flops.items() if name.endswith("_update")
+    )
+    updating = sum(
+        phase.seconds * len(phase.ranks)
+        for phase in phases
+        if phase.name.endswith("_update")
+    )
     return Prediction(
         step_seconds=seconds,
         phases=tuple(sorted(phases, key=lambda phase: phase.begin)),
-        critical_path=tuple((name, taken) for name, taken in reversed(path) if taken > EPSILON),
+        critical_path=tuple(
+            (name, taken) for name, taken in reversed(path) if taken > EPSILON
+        ),
         tokens_per_second_per_gpu=tokens / seconds / job.world,
         mfu=sum(flops.values()) / (seconds * job.world * peak),
         update_mfu=update_flops / (updating * peak) if updating else 0.0,
@@ -287,8 +321,8 @@ class MeasuredRate:
         self._counted_on = hardware or Hardware.read("cpu")
 
     def metrics(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
-        """Return `train/tokens_per_gpu_per_sec`, `train/tflop_per_gpu_per_sec` and `train/mfu` of a step. A rank is a
-        GPU.
+        """Return `train/tokens_per_gpu_per_sec`, `train/tflop_per_gpu_per_sec` and
+        `train/mfu` of a step. A rank is a GPU.
 
         Args:
             lengths: tokens of each sample, prompt and response.
@@ -296,7 +330,8 @@ class MeasuredRate:
         """
         if not lengths or seconds <= 0:
             return {}
-        # The prompt counts as a part of the response, since the operations of training do not tell them apart.
+        # The prompt counts as a part of the response, since the operations of training
+        # do not tell them apart.
         distribution = LengthDistribution(0.0, tuple(map(float, lengths)))
         load = StepLoad(self._job, self._counted_on, distribution, None)
         planned_flops = sum(load.model_flops().values())

@@ -1,9 +1,11 @@
 """Pipeline stages of megatron-core: their layers, schedule and activations, counted without importing megatron-core.
 
-Activations are counted as in Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
-(arXiv 2205.05198), sections 4 and 5. There, a GPT layer with dropout, ungated MLP of 4h and unfused attention keeps
-sbh(34 + 5as/h) bytes, divided by t under tensor and sequence parallelism (table 2). The same count is made here for
-current models: grouped queries, gated MLPs, RMSNorm, no dropout, attention without an [s, s] matrix, experts.
+Activations are counted as in Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models" (arXiv 2205.05198), sections 4 and 5. There,
+a GPT layer with dropout, ungated MLP of 4h and unfused attention keeps sbh(34 + 5as/h)
+bytes, divided by t under tensor and sequence parallelism (table 2). The same count is
+made here for current models: grouped queries, gated MLPs, RMSNorm, no dropout,
+attention without an [s, s] matrix, experts.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def layer_split(num_layers: int, pp: int, vpp: int | None, fields: Mapping[str, Any], role: str) -> list[int]:
+def layer_split(
+    num_layers: int, pp: int, vpp: int | None, fields: Mapping[str, Any], role: str
+) -> list[int]:
     """List the decoder layers of every stage in model order; with virtual stages, chunk by chunk and stage by stage.
 
     Source: megatron-core 0.16, `transformer_block.get_num_layers_to_build`.
@@ -48,7 +52,10 @@ def layer_split(num_layers: int, pp: int, vpp: int | None, fields: Mapping[str, 
     with_loss = bool(fields.get("account_for_loss_in_pipeline_split"))
     chunks = vpp if vpp is not None and pp > 1 else 1
     if first is not None or last is not None:
-        rest, stages = num_layers - (first or 0) - (last or 0), pp - (first is not None) - (last is not None)
+        rest, stages = (
+            num_layers - (first or 0) - (last or 0),
+            pp - (first is not None) - (last is not None),
+        )
         _divide(rest, stages, role, "layers of the stages between")
         per_rank = [rest // stages if stages else 0] * pp
         per_rank = [per_rank[0] if first is None else first, *per_rank[1:]]
@@ -67,19 +74,27 @@ def layer_split(num_layers: int, pp: int, vpp: int | None, fields: Mapping[str, 
 
 def _divide(number: int, parts: int, role: str, things: str) -> None:
     if (number % parts if parts else number) or number < 0:
-        fits = ", ".join(str(size) for size in range(1, max(number, 0) + 1) if number % size == 0)
+        fits = ", ".join(
+            str(size) for size in range(1, max(number, 0) + 1) if number % size == 0
+        )
         raise GridError(
             f"{role}.pp: {number} {things} cannot be divided over {parts}. Sizes that fit: {fits or 'none'}."
         )
 
 
 def pipeline(
-    stages: Sequence[tuple[float, float]], number: int, hop: float, *, forward_only: bool = False, chunks: int = 1
+    stages: Sequence[tuple[float, float]],
+    number: int,
+    hop: float,
+    *,
+    forward_only: bool = False,
+    chunks: int = 1,
 ) -> tuple[float, list[tuple[str, int, float, float]]]:
     """Play the one-forward-one-backward schedule (Narayanan et al. 2021, arXiv 2104.04473).
 
-    After enough micro-batches the schedule repeats. The rest is then added in proportion, as one lane (`MORE`) for each
-    stage. Virtual stages divide the pipeline's idle time by their number.
+    After enough micro-batches the schedule repeats. The rest is then added in
+    proportion, as one lane (`MORE`) for each stage. Virtual stages divide the
+    pipeline's idle time by their number.
 
     Args:
         stages: (forward, backward) seconds of each stage over one micro-batch.
@@ -95,15 +110,31 @@ def pipeline(
     span, lanes = _one_forward_one_backward(stages, played, hop, forward_only)
     if number > played:
         before, _ = _one_forward_one_backward(stages, 2 * size, hop, forward_only)
-        busiest = max(forward + (0.0 if forward_only else backward) for forward, backward in stages)
-        # The period of the played part may be shorter than the busiest stage, which bounds the steady state.
+        busiest = max(
+            forward + (0.0 if forward_only else backward)
+            for forward, backward in stages
+        )
+        # The period of the played part may be shorter than the busiest stage, which
+        # bounds the steady state.
         span += (number - played) * max(busiest, (span - before) / (played - 2 * size))
-        ends = {stage: end for _, stage, _, end in sorted(lanes, key=lambda lane: lane[3])}
+        ends = {
+            stage: end for _, stage, _, end in sorted(lanes, key=lambda lane: lane[3])
+        }
         lanes += [(MORE, stage, end, span) for stage, end in ends.items()]
     if chunks > 1 and size > 1:
-        least = max(number * (forward + (0.0 if forward_only else backward)) for forward, backward in stages)
-        shorter = least + max(0.0, span - least) / chunks + 2 * hop * number * (chunks - 1) / chunks
-        lanes = [(label, stage, begin * shorter / span, end * shorter / span) for label, stage, begin, end in lanes]
+        least = max(
+            number * (forward + (0.0 if forward_only else backward))
+            for forward, backward in stages
+        )
+        shorter = (
+            least
+            + max(0.0, span - least) / chunks
+            + 2 * hop * number * (chunks - 1) / chunks
+        )
+        lanes = [
+            (label, stage, begin * shorter / span, end * shorter / span)
+            for label, stage, begin, end in lanes
+        ]
         span = shorter
     return span, lanes
 
@@ -114,12 +145,15 @@ def _one_forward_one_backward(
     size = len(stages)
     orders: list[list[tuple[bool, int]]] = []
     for stage in range(size):
-        # Warm-up: stage i runs size - i - 1 forward passes before its first backward pass, then alternates.
+        # Warm-up: stage i runs size - i - 1 forward passes before its first backward
+        # pass, then alternates.
         warm = number if forward_only else min(number, size - stage - 1)
         order = [(True, n) for n in range(warm)]
         for n in range(number - warm):
             order += [(True, warm + n), (False, n)]
-        order += [] if forward_only else [(False, n) for n in range(number - warm, number)]
+        order += (
+            [] if forward_only else [(False, n) for n in range(number - warm, number)]
+        )
         orders.append(order)
     done: dict[tuple[bool, int, int], float] = {}
     free, place = [0.0] * size, [0] * size
@@ -136,14 +170,19 @@ def _one_forward_one_backward(
                         break
                     ready = done[forward, n, other] + hop
                 begin = max(free[stage], ready)
-                free[stage] = done[forward, n, stage] = begin + stages[stage][0 if forward else 1]
-                lanes.append(("forward" if forward else "backward", stage, begin, free[stage]))
+                free[stage] = done[forward, n, stage] = (
+                    begin + stages[stage][0 if forward else 1]
+                )
+                lanes.append(
+                    ("forward" if forward else "backward", stage, begin, free[stage])
+                )
                 place[stage] += 1
                 moved = True
     return max(free), lanes
 
 
-CHUNK_BYTES = 32 * 2**20  # size of a chunk of logits (`megaverl.models.vocab_parallel`, which needs torch)
+# Size of a chunk of logits (`megaverl.models.vocab_parallel`, which needs torch).
+CHUNK_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -194,7 +233,13 @@ class LayerShape:
 
     @classmethod
     def read(
-        cls, spec: ModelSpec, shape: GridShape, fields: Mapping[str, Any], itemsize: int, *, repeats: float = 1.0
+        cls,
+        spec: ModelSpec,
+        shape: GridShape,
+        fields: Mapping[str, Any],
+        itemsize: int,
+        *,
+        repeats: float = 1.0,
     ) -> LayerShape:
         """Read the properties of a role's layers from its grid and its megatron-core fields."""
         return cls(
@@ -202,10 +247,17 @@ class LayerShape:
             tp=shape.tp,
             ep=shape.ep,
             etp=shape.expert_tp,
-            dropout=bool(fields.get("hidden_dropout") or fields.get("attention_dropout")),
-            unfused=str(fields.get("attention_backend", "auto")) in ("unfused", "local"),
-            # Experts need sequence parallelism under tp, so megaverl turns it on for them.
-            sequence_parallel=bool(fields.get("sequence_parallel", spec.moe is not None)) and shape.tp > 1,
+            dropout=bool(
+                fields.get("hidden_dropout") or fields.get("attention_dropout")
+            ),
+            unfused=str(fields.get("attention_backend", "auto"))
+            in ("unfused", "local"),
+            # Experts need sequence parallelism under tp, so megaverl turns it on for
+            # them.
+            sequence_parallel=bool(
+                fields.get("sequence_parallel", spec.moe is not None)
+            )
+            and shape.tp > 1,
             itemsize=itemsize,
             repeats=repeats,
         )
@@ -216,7 +268,13 @@ class LayerShape:
         return self.tp if self.sequence_parallel else 1
 
 
-def layer_bytes(shape: LayerShape, sequence: int, *, is_moe: bool = False, modules: tuple[str, ...] = ()) -> float:
+def layer_bytes(
+    shape: LayerShape,
+    sequence: int,
+    *,
+    is_moe: bool = False,
+    modules: tuple[str, ...] = (),
+) -> float:
     """Return the bytes that one layer keeps per token on each rank.
 
     Args:
@@ -228,37 +286,57 @@ def layer_bytes(shape: LayerShape, sequence: int, *, is_moe: bool = False, modul
     # Inputs of the two norms, and outputs of the norms.
     total = 2 * size * spec.hidden_size / cut + 2 * norms
     total += attention_bytes(
-        shape, sequence, keep_core="core_attn" not in modules, keep_up="mla_up_proj" not in modules
+        shape,
+        sequence,
+        keep_core="core_attn" not in modules,
+        keep_up="mla_up_proj" not in modules,
     )
     if shape.dropout:
         total += 2 * spec.hidden_size / cut
     if is_moe and spec.moe is not None:
-        return total + (0 if "moe" in modules else moe_bytes(shape, keep_act="moe_act" not in modules))
+        return total + (
+            0
+            if "moe" in modules
+            else moe_bytes(shape, keep_act="moe_act" not in modules)
+        )
     if "mlp" in modules:
         return total
     return total + mlp_bytes(shape, spec.ffn_hidden_size, shape.tp)
 
 
-def attention_bytes(shape: LayerShape, sequence: int, *, keep_core: bool = True, keep_up: bool = True) -> float:
+def attention_bytes(
+    shape: LayerShape, sequence: int, *, keep_core: bool = True, keep_up: bool = True
+) -> float:
     """Return the bytes per token of queries, keys, values and of attention's output, the input of the projection."""
     spec, size = shape.spec, shape.itemsize
     if spec.mla is not None:
         mla = spec.mla
-        latents = size * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
+        latents = size * (
+            (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
+        )
         query = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         head = query + shape.repeats * (query + mla.v_head_dim)
         heads = size * spec.num_heads * (head if keep_up else 0) / shape.tp
         return 2 * latents + heads + size * spec.num_heads * mla.v_head_dim / shape.tp
-    # With fewer KV heads than ranks, ranks hold copies, so every rank has at least one head.
-    q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, shape.tp) * spec.head_dim
+    # With fewer KV heads than ranks, ranks hold copies, so every rank has at least one
+    # head.
+    q, kv = (
+        spec.num_heads * spec.head_dim,
+        max(spec.num_kv_heads, shape.tp) * spec.head_dim,
+    )
     held = size * (2 * q + 2 * kv * shape.repeats) / shape.tp
-    # The norms keep their inputs, and the rotation after them keeps another copy (megatron-core 0.16,
-    # transformer/attention.py).
+    # The norms keep their inputs, and the rotation after them keeps another copy
+    # (megatron-core 0.16, transformer/attention.py).
     if spec.qk_norm:
         held += size * (q + kv) / shape.tp
     # Unfused attention keeps softmax's output; with dropout, its output and mask too.
     if keep_core and shape.unfused:
-        held += spec.num_heads * sequence * (2 * size + 1 if shape.dropout else size) / shape.tp
+        held += (
+            spec.num_heads
+            * sequence
+            * (2 * size + 1 if shape.dropout else size)
+            / shape.tp
+        )
     elif keep_core:
         held += 4 * spec.num_heads / shape.tp  # log-sum-exp of every row, float32
     return held
@@ -267,8 +345,8 @@ def attention_bytes(shape: LayerShape, sequence: int, *, keep_core: bool = True,
 def keys_per_token(tokens: int, shared: int, own: int, group_size: int) -> float:
     """Return the keys that attention reads per token of a packed row that holds a shared prompt once.
 
-    Variable-length kernels need the prompt's keys once for the prompt, and again before the keys of each sample's own
-    part (`megaverl.models.packing.VarlenPacking`).
+    Variable-length kernels need the prompt's keys once for the prompt, and again before
+    the keys of each sample's own part (`megaverl.models.packing.VarlenPacking`).
 
     Args:
         tokens: tokens of the row, which holds as many of a group's samples as fit.
@@ -289,25 +367,31 @@ def mlp_bytes(shape: LayerShape, width: int, cut: int) -> float:
 def moe_bytes(shape: LayerShape, *, keep_act: bool = True) -> float:
     """Return the bytes per token that experts keep under perfectly even routing.
 
-    An expert's output is not kept: probabilities are applied inside the expert, to the input of its second matrix
-    (megatron-core 0.16, transformer/moe: experts.py, and `unpermute` without `probs`).
+    An expert's output is not kept: probabilities are applied inside the expert, to the
+    input of its second matrix (megatron-core 0.16, transformer/moe: experts.py, and
+    `unpermute` without `probs`).
     """
     spec, moe, size = shape.spec, shape.spec.moe, shape.itemsize
     assert moe is not None
-    # A rank of the attention grid owns 1/tp of the tokens; an expert's ranks all hold each of its tokens.
+    # A rank of the attention grid owns 1/tp of the tokens; an expert's ranks all hold
+    # each of its tokens.
     arriving = moe.experts_per_token * shape.etp / shape.tp
     inner = size * (3 if keep_act else 2) * moe.ffn_hidden_size / shape.etp
     routed = arriving * (size * spec.hidden_size + inner)
     router = 2 * 4 * moe.num_experts / shape.replicated
-    shared = mlp_bytes(shape, moe.shared_ffn_hidden_size, shape.tp) if moe.shared_ffn_hidden_size else 0.0
+    shared = (
+        mlp_bytes(shape, moe.shared_ffn_hidden_size, shape.tp)
+        if moe.shared_ffn_hidden_size
+        else 0.0
+    )
     return routed + router + shared
 
 
 def in_flight(stage: int, pp: int, vpp: int | None, num_micro_batches: int) -> float:
     """Return the number of micro-batches whose activations a stage keeps at once (1F1B; section 4.2.3).
 
-    With virtual stages the schedule keeps pieces of micro-batches: the first stage keeps 1 + (p - 1) / (p m) times as
-    many as without.
+    With virtual stages the schedule keeps pieces of micro-batches: the first stage
+    keeps 1 + (p - 1) / (p m) times as many as without.
     """
     if vpp is None or vpp == 1 or pp == 1:
         return float(min(pp - stage, num_micro_batches))
@@ -333,7 +417,12 @@ def stage_bytes(shape: LayerShape, load: StageLoad, recompute: Recompute) -> flo
     num_layers = load.num_dense + load.num_moe
     backward = load.tokens * gradient_bytes(shape)
     if recompute.granularity != "full":
-        kept = {moe: layer_bytes(shape, load.sequence, is_moe=moe, modules=recompute.modules) for moe in (False, True)}
+        kept = {
+            moe: layer_bytes(
+                shape, load.sequence, is_moe=moe, modules=recompute.modules
+            )
+            for moe in (False, True)
+        }
         per_token = load.num_dense * kept[False] + load.num_moe * kept[True]
         # The backward pass recomputes one layer at a time, so the largest one counts.
         again = 0.0
@@ -348,7 +437,11 @@ def stage_bytes(shape: LayerShape, load: StageLoad, recompute: Recompute) -> flo
         again_layers = min(recompute.num_layers, num_layers)
         moe_again = max(0, again_layers - load.num_dense)
         dense_kept = max(0, load.num_dense - again_layers)
-        per_token = again_layers * inputs + dense_kept * full[False] + (load.num_moe - moe_again) * full[True]
+        per_token = (
+            again_layers * inputs
+            + dense_kept * full[False]
+            + (load.num_moe - moe_again) * full[True]
+        )
         return load.tokens * (load.micro_batches * per_token + largest) + backward
     group = max(1, min(recompute.num_layers, num_layers))
     per_token = -(-num_layers // group) * inputs
@@ -361,27 +454,44 @@ def gradient_bytes(shape: LayerShape) -> float:
     widest = 2 * spec.ffn_hidden_size / shape.tp
     if spec.moe is not None:
         arriving = spec.moe.experts_per_token * shape.etp / shape.tp
-        widest = max(widest, arriving * max(2 * spec.moe.ffn_hidden_size / shape.etp, spec.hidden_size))
+        widest = max(
+            widest,
+            arriving * max(2 * spec.moe.ffn_hidden_size / shape.etp, spec.hidden_size),
+        )
     return shape.itemsize * (widest + spec.hidden_size)
 
 
-def head_bytes(shape: LayerShape, padded_vocab: int, tokens: int, *, train: bool) -> float:
+def head_bytes(
+    shape: LayerShape, padded_vocab: int, tokens: int, *, train: bool
+) -> float:
     """Return the peak bytes of the last stage's logits and log-probs (`megaverl.models.vocab_parallel`).
 
-    The logits of all tokens are kept and, in the backward pass, their gradient. A few rows at a time are also held in
-    float32 (`tools/bench_logprobs.py`: a twentieth).
+    The logits of all tokens are kept and, in the backward pass, their gradient. A few
+    rows at a time are also held in float32 (`tools/bench_logprobs.py`: a twentieth).
     """
     logits = shape.itemsize * tokens * padded_vocab / shape.tp
     return logits * ((2 if train else 1) + 1 / 20)
 
 
-def chunked_head_bytes(shape: LayerShape, padded_vocab: int, tokens: int, *, train: bool, trains_weight: bool) -> float:
+def chunked_head_bytes(
+    shape: LayerShape,
+    padded_vocab: int,
+    tokens: int,
+    *,
+    train: bool,
+    trains_weight: bool,
+) -> float:
     """Return the peak bytes of log-probs if logits are computed in chunks (`megaverl.models.vocab_parallel`).
 
-    These are the hidden states, in training also their gradient and a float32 gradient of the output layer's weight;
-    and one chunk with its gradient, each in the model's dtype and in float32.
+    These are the hidden states, in training also their gradient and a float32 gradient
+    of the output layer's weight; and one chunk with its gradient, each in the model's
+    dtype and in float32.
     """
     hidden = shape.itemsize * tokens * shape.spec.hidden_size * (2 if train else 1)
-    weight = 4.0 * padded_vocab * shape.spec.hidden_size / shape.tp if train and trains_weight else 0.0
+    weight = (
+        4.0 * padded_vocab * shape.spec.hidden_size / shape.tp
+        if train and trains_weight
+        else 0.0
+    )
     chunk = min(CHUNK_BYTES, shape.itemsize * tokens * padded_vocab / shape.tp)
     return hidden + weight + chunk * (2 + 2 * 4 / shape.itemsize)

@@ -39,13 +39,15 @@ class RankTraffic:
         return max(self.seconds_by_link(machine).values())
 
     def seconds_by_link(self, machine: Machine) -> dict[str, float]:
-        """Return link -> seconds. A local copy both reads and writes memory; a link sends and receives at the same
-        time.
+        """Return link -> seconds. A local copy both reads and writes memory; a link
+        sends and receives at the same time.
         """
         return {
             "local": 2 * self.received["local"] / machine.hbm,
-            "nvlink": max(self.received["nvlink"], self.sent["nvlink"]) / machine.nvlink,
-            "network": max(self.received["network"], self.sent["network"]) / machine.network,
+            "nvlink": max(self.received["nvlink"], self.sent["nvlink"])
+            / machine.nvlink,
+            "network": max(self.received["network"], self.sent["network"])
+            / machine.network,
         }
 
 
@@ -104,28 +106,48 @@ def make_traffic(job: PlannedJob) -> ReshardTraffic:
     plans, adapters = reshard_plans(job), job.actor.adapters
     ranks = []
     for rank in range(job.world):
-        aliased = aliased_elements(source(rank), dest(rank), frozenset(adapters)) if job.aliases else 0
-        ranks.append(rank_traffic(rank, plans.volume(rank), aliased, job.itemsize, job.machine))
+        aliased = (
+            aliased_elements(source(rank), dest(rank), frozenset(adapters))
+            if job.aliases
+            else 0
+        )
+        ranks.append(
+            rank_traffic(rank, plans.volume(rank), aliased, job.itemsize, job.machine)
+        )
     return ReshardTraffic(tuple(ranks), _fan_out_traffic(plans, ranks, job.itemsize))
 
 
-def _fan_out_traffic(plans: Plans, ranks: Sequence[RankTraffic], itemsize: int) -> FanOutTraffic | None:
+def _fan_out_traffic(
+    plans: Plans, ranks: Sequence[RankTraffic], itemsize: int
+) -> FanOutTraffic | None:
     fan_out, direct = plans.fan_out, plans.direct
     if fan_out is None or direct is None:
         return None
     busiest = max(max(rank.sent["network"], rank.received["network"]) for rank in ranks)
-    return FanOutTraffic(fan_out.copies, fan_out.copies_without, busiest, round(direct.busiest * itemsize))
+    return FanOutTraffic(
+        fan_out.copies,
+        fan_out.copies_without,
+        busiest,
+        round(direct.busiest * itemsize),
+    )
 
 
 def reshard_plans(job: PlannedJob) -> Plans:
     """Return a sequence of all ranks' plans of a reshard. Each plan is made when it is first read."""
-    return _plans_between(*_sides(job), job.world, job.machine, job.config.reshard.may_fan_out)
+    return _plans_between(
+        *_sides(job), job.world, job.machine, job.config.reshard.may_fan_out
+    )
 
 
-# A search for settings that fit leaves most grids unchanged, so it asks for the same plans again.
+# A search for settings that fit leaves most grids unchanged, so it asks for the same
+# plans again.
 @lru_cache(maxsize=16)
 def _plans_between(
-    source: Callable[[int], Layout], dest: Callable[[int], Layout], world: int, machine: Machine, may_fan_out: bool
+    source: Callable[[int], Layout],
+    dest: Callable[[int], Layout],
+    world: int,
+    machine: Machine,
+    may_fan_out: bool,
 ) -> Plans:
     return make_plans(source, dest, world, node_of=machine.node_of, fan_out=may_fan_out)
 
@@ -134,19 +156,29 @@ def _sides(job: PlannedJob) -> tuple[Callable[[int], Layout], Callable[[int], La
     """Return functions from a global rank to the actor's layout and to its engine's layout."""
     source, dest = job.actor.layout_of, job.rollout.layout_of
     if not job.placement.is_colocated:
-        source, dest = _on(job.placement.islands[0], source), _on(job.rollout.ranks, dest)
+        source, dest = (
+            _on(job.placement.islands[0], source),
+            _on(job.rollout.ranks, dest),
+        )
     if adapters := job.actor.adapters:
-        source, dest = with_factors(source, adapters, adapter_names), with_factors(dest, adapters)
+        source, dest = (
+            with_factors(source, adapters, adapter_names),
+            with_factors(dest, adapters),
+        )
     return source, dest
 
 
-def _on(ranks: Sequence[int], layout_of: Callable[[int], Layout]) -> Callable[[int], Layout]:
+def _on(
+    ranks: Sequence[int], layout_of: Callable[[int], Layout]
+) -> Callable[[int], Layout]:
     """Return a function from a global rank to a role's layout, empty on ranks outside the role."""
     places = {rank: number for number, rank in enumerate(ranks)}
     return lambda rank: layout_of(places[rank]) if rank in places else EMPTY
 
 
-def rank_traffic(rank: int, volume: Volume, aliased: int, itemsize: int, machine: Machine) -> RankTraffic:
+def rank_traffic(
+    rank: int, volume: Volume, aliased: int, itemsize: int, machine: Machine
+) -> RankTraffic:
     """Convert the elements of a rank's plan to bytes over each kind of link.
 
     Args:
@@ -158,7 +190,11 @@ def rank_traffic(rank: int, volume: Volume, aliased: int, itemsize: int, machine
     to_rank = {peer: itemsize * numel for peer, numel in volume.sent.items()}
 
     def over(peers: dict[int, int], near: bool) -> int:
-        return sum(nbytes for peer, nbytes in peers.items() if (machine.node_of(peer) == node) is near)
+        return sum(
+            nbytes
+            for peer, nbytes in peers.items()
+            if (machine.node_of(peer) == node) is near
+        )
 
     received = {
         "alias": itemsize * aliased,
@@ -171,11 +207,14 @@ def rank_traffic(rank: int, volume: Volume, aliased: int, itemsize: int, machine
 
 
 @lru_cache(maxsize=4096)
-def aliased_elements(source: Layout, dest: Layout, adapted: frozenset[str] = frozenset()) -> int:
+def aliased_elements(
+    source: Layout, dest: Layout, adapted: frozenset[str] = frozenset()
+) -> int:
     """Count the elements of `dest` that can share the source's storage, so that nothing moves.
 
-    The conditions are those of the alias transport: the whole local tensor lies in one tensor of the source in the same
-    order, and differs only by a range of rows. Both sides must also have the same dtype, which the caller checks.
+    The conditions are those of the alias transport: the whole local tensor lies in one
+    tensor of the source in the same order, and differs only by a range of rows. Both
+    sides must also have the same dtype, which the caller checks.
 
     Args:
         adapted: weights that adapters are merged into; they cannot share storage.
@@ -183,19 +222,25 @@ def aliased_elements(source: Layout, dest: Layout, adapted: frozenset[str] = fro
     held = source.by_tensor
     total = 0
     for shape, pieces, numel in _whole_locals(dest, adapted):
-        # A rank of a pipeline or of experts holds a small part of what its engine needs, so most tensors end here.
-        if all(piece.tensor in held for piece in pieces) and _is_run_of_rows(source, shape, pieces, numel):
+        # A rank of a pipeline or of experts holds a small part of what its engine
+        # needs, so most tensors end here.
+        if all(piece.tensor in held for piece in pieces) and _is_run_of_rows(
+            source, shape, pieces, numel
+        ):
             total += numel
     return total
 
 
 @lru_cache(maxsize=256)
-def _whole_locals(dest: Layout, adapted: frozenset[str]) -> tuple[tuple[tuple[int, ...], tuple[Piece, ...], int], ...]:
+def _whole_locals(
+    dest: Layout, adapted: frozenset[str]
+) -> tuple[tuple[tuple[int, ...], tuple[Piece, ...], int], ...]:
     """Return (shape, pieces, elements) of each local tensor that could share storage, whatever the source is."""
     by_local: dict[str, list[Piece]] = {}
     for piece in dest.pieces:
         by_local.setdefault(piece.local, []).append(piece)
-    numel_of = cache(attrgetter("numel"))  # a model with 100,000 pieces has a few dozen boxes
+    # A model with 100,000 pieces has a few dozen boxes.
+    numel_of = cache(attrgetter("numel"))
     candidates = []
     for local, pieces in by_local.items():
         if local in dest.quantised or local in dest.views:
@@ -207,7 +252,9 @@ def _whole_locals(dest: Layout, adapted: frozenset[str]) -> tuple[tuple[tuple[in
     return tuple(candidates)
 
 
-def _is_run_of_rows(source: Layout, shape: tuple[int, ...], pieces: Sequence[Piece], numel: int) -> bool:
+def _is_run_of_rows(
+    source: Layout, shape: tuple[int, ...], pieces: Sequence[Piece], numel: int
+) -> bool:
     places: set[tuple[str, tuple[int, ...]]] = set()
     covered = 0
     for piece in pieces:
@@ -215,10 +262,20 @@ def _is_run_of_rows(source: Layout, shape: tuple[int, ...], pieces: Sequence[Pie
             common = intersect(held.box, piece.box)
             if common is None:
                 continue
-            origin, target = carry(common, held.box, held.local_box), carry(common, piece.box, piece.local_box)
+            origin, target = (
+                carry(common, held.box, held.local_box),
+                carry(common, piece.box, piece.local_box),
+            )
             if origin.shape != target.shape:
                 return False
-            places.add((held.local, tuple(a - b for a, b in zip(origin.start, target.start, strict=True))))
+            places.add(
+                (
+                    held.local,
+                    tuple(
+                        a - b for a, b in zip(origin.start, target.start, strict=True)
+                    ),
+                )
+            )
             covered += common.numel
     if covered != numel or len(places) != 1:
         return False
@@ -226,4 +283,8 @@ def _is_run_of_rows(source: Layout, shape: tuple[int, ...], pieces: Sequence[Pie
     if name in source.views:
         return False
     outer = source.local_shapes[name]
-    return not any(shift[1:]) and outer[1:] == shape[1:] and 0 <= shift[0] <= outer[0] - shape[0]
+    return (
+        not any(shift[1:])
+        and outer[1:] == shape[1:]
+        and 0 <= shift[0] <= outer[0] - shape[0]
+    )

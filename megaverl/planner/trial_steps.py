@@ -72,7 +72,8 @@ class Watch(threading.Thread):
     def __init__(self, process: int) -> None:
         super().__init__(daemon=True)
         self._process, self._done = process, threading.Event()
-        self._looks: list[tuple[float, float]] = []  # (wall clock, seconds of processors that others have used)
+        # (wall clock, seconds of processors that others have used).
+        self._looks: list[tuple[float, float]] = []
 
     def run(self) -> None:
         """Sample the processors' busy time until `end`, and subtract that of the command and its children."""
@@ -87,7 +88,9 @@ class Watch(threading.Thread):
                     with suppress(psutil.NoSuchProcess):
                         times = process.cpu_times()
                         by_process[process.pid] = times.user + times.system
-            run_seconds = sum(seconds - before.get(pid, 0.0) for pid, seconds in by_process.items())
+            run_seconds = sum(
+                seconds - before.get(pid, 0.0) for pid, seconds in by_process.items()
+            )
             others += max(0.0, now - busy - run_seconds)
             before, busy = by_process, now
             self._looks.append((time.time(), others))
@@ -115,24 +118,46 @@ def _busy_seconds() -> float:
     import psutil
 
     times = psutil.cpu_times()
-    return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)
+    return float(
+        times.user + times.nice + times.system + times.irq + times.softirq + times.steal
+    )
 
 
-def real_steps(folder: Path, keys: Sequence[str], ranks: int, steps: int) -> MeasuredSteps:
+def real_steps(
+    folder: Path, keys: Sequence[str], ranks: int, steps: int
+) -> MeasuredSteps:
     """Run the trainer and return the times of its operators, without the first steps.
 
-    They are read from the trace of the first rank of each role group. Only the quieter half of the steps counts: those
-    in which other programs used the least.
+    They are read from the trace of the first rank of each role group. Only the quieter
+    half of the steps counts: those in which other programs used the least.
 
     Raises:
         MegaverlError: the run failed.
     """
-    run_settings = [f"run={{name: run, dir: {folder}, nproc: {ranks}, log_with: jsonl}}", f"trainer.steps={steps}"]
-    command = [sys.executable, "-m", "megaverl", "train", *keys, *run_settings, *SETTLED]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    run_settings = [
+        f"run={{name: run, dir: {folder}, nproc: {ranks}, log_with: jsonl}}",
+        f"trainer.steps={steps}",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "megaverl",
+        "train",
+        *keys,
+        *run_settings,
+        *SETTLED,
+    ]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            ending_with_parent(command), env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
+            ending_with_parent(command),
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         watch = Watch(process.pid)
         watch.start()
@@ -140,34 +165,56 @@ def real_steps(folder: Path, keys: Sequence[str], ranks: int, steps: int) -> Mea
         watch.end()
         output.seek(0)
         if failed:
-            raise MegaverlError(f"calibrate: {' '.join(command)} failed.\n{output.read()[-4000:]}")
+            raise MegaverlError(
+                f"calibrate: {' '.join(command)} failed.\n{output.read()[-4000:]}"
+            )
     return steps_of_trace(folder / "run" / "timeline.json", watch.others)
 
 
-def steps_of_trace(path: Path, others: Callable[[float, float], float]) -> MeasuredSteps:
+def steps_of_trace(
+    path: Path, others: Callable[[float, float], float]
+) -> MeasuredSteps:
     """Return medians over the quieter half of a trace's steps.
 
     Args:
         others: from wall-clock times (begin, end) to the number of processors that other programs used.
     """
     events = read_json_file(path, MAX_TRACE_BYTES)["traceEvents"]
-    seconds: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    work: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+    seconds: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    work: defaultdict[str, defaultdict[int, float]] = defaultdict(
+        lambda: defaultdict(float)
+    )
     disturbed: dict[int, float] = {}
     for event in events:
         facts = event.get("args", {})
-        if event["ph"] == "X" and facts.get("step") is not None and facts["step"] >= WARM_UP:
+        if (
+            event["ph"] == "X"
+            and facts.get("step") is not None
+            and facts["step"] >= WARM_UP
+        ):
             name, step = event["name"], facts["step"]
             seconds[name][step].append(event["dur"] / 1e6)
             work[name][step] += facts.get("processor_us", 0.0) / 1e6
             if name == "step":
                 begin = event["ts"] / 1e6
-                disturbed[step] = max(disturbed.get(step, 0.0), others(begin, begin + event["dur"] / 1e6))
-    quiet = sorted(disturbed, key=lambda step: disturbed[step])[: max(3, len(disturbed) // 2)]
+                disturbed[step] = max(
+                    disturbed.get(step, 0.0), others(begin, begin + event["dur"] / 1e6)
+                )
+    quiet = sorted(disturbed, key=lambda step: disturbed[step])[
+        : max(3, len(disturbed) // 2)
+    ]
     operators = {}
     for name in (*(name for name in seconds if name in OPERATORS), "step"):
         spans = [max(seconds[name][step]) for step in quiet if step in seconds[name]]
-        worked = [work[name][step] / len(seconds[name][step]) for step in quiet if step in seconds[name]]
+        worked = [
+            work[name][step] / len(seconds[name][step])
+            for step in quiet
+            if step in seconds[name]
+        ]
         if spans:
-            operators[name] = MeasuredOperator(statistics.median(spans), statistics.median(worked))
+            operators[name] = MeasuredOperator(
+                statistics.median(spans), statistics.median(worked)
+            )
     return MeasuredSteps(operators, max(disturbed[step] for step in quiet))

@@ -1,10 +1,13 @@
 """Substitute for `torch.cuda` in megatron-core's modules on a machine without a GPU.
 
-`megatron_cpu.py` redirects their uses of `torch.cuda` here. `torch.cuda` itself is unchanged, so other libraries such
-as vLLM notice nothing. A CPU executes in program order, so streams and events are empty; the only device is `cpu`, and
-its random generator is torch's default one. Names that are not defined here are `torch.cuda`'s own.
+`megatron_cpu.py` redirects their uses of `torch.cuda` here. `torch.cuda` itself is
+unchanged, so other libraries such as vLLM notice nothing. A CPU executes in program
+order, so streams and events are empty; the only device is `cpu`, and its random
+generator is torch's default one. Names that are not defined here are `torch.cuda`'s
+own.
 
-The end of the module defines how adaptations of megatron-core and vLLM are named and applied.
+The end of the module defines how adaptations of megatron-core and vLLM are named and
+applied.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ def device_count() -> int:
 def nothing(*args: Any, **kwargs: Any) -> None:
     """Do nothing.
 
-    There is one device, whose work is complete when a call returns. Its allocator keeps no cache and reuses no memory
-    early, and no NVIDIA profiler is attached.
+    There is one device, whose work is complete when a call returns. Its allocator keeps
+    no cache and reuses no memory early, and no NVIDIA profiler is attached.
     """
 
 
@@ -152,7 +155,8 @@ def uncompiled(function: Callable[..., Any] | None = None, **options: Any) -> An
 class Adaptation(NamedTuple):
     """Named change to megatron-core or vLLM, applied once and only without a CUDA device.
 
-    `apply` may be called before the library is imported, and changes nothing but that library.
+    `apply` may be called before the library is imported, and changes nothing but that
+    library.
     """
 
     name: str
@@ -160,7 +164,9 @@ class Adaptation(NamedTuple):
     apply: Callable[[], None]
 
 
-def adaptation(every: list[Adaptation], name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+def adaptation(
+    every: list[Adaptation], name: str
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
     """Return a decorator that adds a function with such a change to `every`. Its docstring is the reason."""
 
     def add(change: Callable[[], None]) -> Callable[[], None]:

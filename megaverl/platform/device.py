@@ -32,12 +32,20 @@ class Platform:
     @property
     def device(self) -> torch.device:
         """This process's device: `cuda:LOCAL_RANK`, or `cpu`."""
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.is_cuda else torch.device("cpu")
+        return (
+            torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            if self.is_cuda
+            else torch.device("cpu")
+        )
 
     @property
     def default_dtype(self) -> torch.dtype:
         """Meaning of `dtype: auto`: bfloat16 if CUDA supports it, otherwise float32 (the reference)."""
-        return torch.bfloat16 if self.is_cuda and torch.cuda.is_bf16_supported() else torch.float32
+        return (
+            torch.bfloat16
+            if self.is_cuda and torch.cuda.is_bf16_supported()
+            else torch.float32
+        )
 
     def start(self) -> None:
         """Make `device` the current one, raise the limit of open files, and use one temporary folder."""
@@ -52,13 +60,17 @@ class Platform:
             torch.cuda.synchronize()
 
     def free_memory(self) -> int:
-        """Return the bytes that this process may still allocate on its device; on a CPU, an equal share for each of its
-        ranks.
+        """Return the bytes that this process may still allocate on its device; on a
+        CPU, an equal share for each of its ranks.
         """
         if self.is_cuda:
-            held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            held = torch.cuda.memory_reserved(
+                self.device
+            ) - torch.cuda.memory_allocated(self.device)
             return int(torch.cuda.mem_get_info(self.device)[0]) + held
-        return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return int(psutil.virtual_memory().available) // int(
+            os.environ.get("LOCAL_WORLD_SIZE", 1)
+        )
 
     def adapt_megatron(self) -> None:
         """Adapt megatron-core to this machine. To be called before importing `megatron.core`."""
@@ -66,7 +78,10 @@ class Platform:
         leave_out_expected_warnings()
         if self.is_cuda and importlib.util.find_spec("transformer_engine") is not None:
             return
-        from megaverl.platform.megatron_cpu import ADAPTATIONS, WITHOUT_TRANSFORMER_ENGINE
+        from megaverl.platform.megatron_cpu import (
+            ADAPTATIONS,
+            WITHOUT_TRANSFORMER_ENGINE,
+        )
 
         for adaptation in ADAPTATIONS:
             if not self.is_cuda or adaptation.name in WITHOUT_TRANSFORMER_ENGINE:
@@ -83,10 +98,14 @@ class Platform:
 
 
 def page_locked(values: torch.Tensor) -> torch.Tensor:
-    """Return a host tensor in page-locked memory, from which a GPU copies asynchronously. Without a GPU, return it
-    unchanged.
+    """Return a host tensor in page-locked memory, from which a GPU copies
+    asynchronously. Without a GPU, return it unchanged.
     """
-    return values.pin_memory() if platform.is_cuda and values.device.type == "cpu" else values
+    return (
+        values.pin_memory()
+        if platform.is_cuda and values.device.type == "cpu"
+        else values
+    )
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:

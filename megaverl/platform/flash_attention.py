@@ -13,7 +13,8 @@ from megaverl.platform import platform
 
 LOWEST_VERSION = (2, 5)
 LOWEST_CAPABILITY = (8, 0)  # Ampere
-LARGEST_HEAD = 256  # dimensions, in multiples of 8: all that its kernels are built for (2.5 to 2.8)
+# Dimensions, in multiples of 8: all that its kernels are built for (2.5 to 2.8).
+LARGEST_HEAD = 256
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,8 +25,8 @@ logger = logging.getLogger(__name__)
 def is_flash_attn_available() -> bool:
     """Return whether FlashAttention can compute here.
 
-    It can if `flash_attn` 2.5 or later imports, and this process's device is a CUDA GPU of compute capability 8.0 or
-    more.
+    It can if `flash_attn` 2.5 or later imports, and this process's device is a CUDA GPU
+    of compute capability 8.0 or more.
     """
     return not why_not()
 
@@ -33,7 +34,9 @@ def is_flash_attn_available() -> bool:
 @functools.cache
 def why_not() -> str:
     """Return why `is_flash_attn_available` is False; empty if it is True."""
-    return reason(torch.cuda.get_device_capability(platform.device) if platform.is_cuda else None)
+    return reason(
+        torch.cuda.get_device_capability(platform.device) if platform.is_cuda else None
+    )
 
 
 def reason(capability: tuple[int, int] | None) -> str:
@@ -43,9 +46,12 @@ def reason(capability: tuple[int, int] | None) -> str:
     if capability < LOWEST_CAPABILITY:
         return f"it needs a GPU of compute capability 8.0 or more, and this one has {capability[0]}.{capability[1]}"
     try:
-        version = str(getattr(importlib.import_module("flash_attn"), "__version__", "unknown"))
+        version = str(
+            getattr(importlib.import_module("flash_attn"), "__version__", "unknown")
+        )
     except Exception as error:
-        # Missing, or built for another torch, CUDA or C library, for which the loader may raise anything.
+        # Missing, or built for another torch, CUDA or C library, for which the loader
+        # may raise anything.
         return f"flash_attn cannot be imported: {type(error).__name__}: {error}"
     numbers = [int(part) for part in version.split(".")[:2] if part.isdigit()]
     if len(numbers) < 2 or tuple(numbers) < LOWEST_VERSION:
@@ -59,7 +65,8 @@ def why_not_for(dtype: torch.dtype, head_dim: int) -> str:
         return f"FlashAttention computes in 16 bits, and the model is in {dtype}"
     if head_dim > LARGEST_HEAD or head_dim % 8:
         return (
-            f"FlashAttention takes heads of up to {LARGEST_HEAD} dimensions, a multiple of 8; the model has {head_dim}"
+            f"FlashAttention takes heads of up to {LARGEST_HEAD} dimensions, a "
+            f"multiple of 8; the model has {head_dim}"
         )
     return why_not()
 
@@ -88,8 +95,9 @@ def attend_varlen(
 ) -> torch.Tensor:
     """Compute causal attention within sequences that are concatenated; the last query of each sees its last key.
 
-    Since 2.1 the package aligns the causal mask and the window at that end (`flash_attn_varlen_func` in
-    flash_attn/flash_attn_interface.py, 2.8.3, and its README, "Change behavior of causal flag").
+    Since 2.1 the package aligns the causal mask and the window at that end
+    (`flash_attn_varlen_func` in flash_attn/flash_attn_interface.py, 2.8.3, and its
+    README, "Change behavior of causal flag").
 
     Args:
         query: [queries, heads, d].
@@ -101,9 +109,12 @@ def attend_varlen(
     Returns:
         [queries, heads, d].
     """
-    # (keys before a query, keys after it); -1 is unlimited. The package does not count the query's own key.
+    # (keys before a query, keys after it); -1 is unlimited. The package does not count
+    # the query's own key.
     window_size = (-1, -1) if window is None else (window - 1, 0)
-    attended: torch.Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
+    attended: torch.Tensor = importlib.import_module(
+        "flash_attn"
+    ).flash_attn_varlen_func(
         query,
         key,
         value,
@@ -124,4 +135,6 @@ def use_in(model: PreTrainedModel) -> None:
         try:
             model.set_attn_implementation("flash_attention_2")
         except (ImportError, ValueError) as error:
-            logger.info("%s attends without FlashAttention: %s", type(model).__name__, error)
+            logger.info(
+                "%s attends without FlashAttention: %s", type(model).__name__, error
+            )

@@ -1,8 +1,9 @@
 """Changes that megatron-core needs to run on a CPU, and those that a GPU without Transformer Engine needs too.
 
-megatron-core names the GPU in its source: `device='cuda'`, `torch.cuda.current_device()`, `'torch.cuda.FloatTensor'`,
-`.cuda()`. An import hook rewrites these few expressions, only in `megatron.core`, when a module is loaded; `torch`
-itself is never patched. `REWRITES` lists the rules.
+megatron-core names the GPU in its source: `device='cuda'`,
+`torch.cuda.current_device()`, `'torch.cuda.FloatTensor'`, `.cuda()`. An import hook
+rewrites these few expressions, only in `megatron.core`, when a module is loaded;
+`torch` itself is never patched. `REWRITES` lists the rules.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ class CudaToCpu(ast.NodeTransformer):
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         if node.value == "cuda":
             replacement = "cpu"
-        elif isinstance(node.value, str) and node.value.startswith("torch.cuda.") and node.value.endswith("Tensor"):
+        elif (
+            isinstance(node.value, str)
+            and node.value.startswith("torch.cuda.")
+            and node.value.endswith("Tensor")
+        ):
             replacement = node.value.replace("torch.cuda.", "torch.")
         else:
             return node
@@ -69,7 +74,9 @@ class CudaToCpu(ast.NodeTransformer):
             if node.attr == "cuda":
                 return self._shim(node)
             if node.attr == "compile":
-                return ast.copy_location(ast.Attribute(self._shim(node), "uncompiled", ast.Load()), node)
+                return ast.copy_location(
+                    ast.Attribute(self._shim(node), "uncompiled", ast.Load()), node
+                )
         return self.generic_visit(node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
@@ -91,11 +98,17 @@ class CudaToCpu(ast.NodeTransformer):
             return node
         if node.func.attr == "cuda":
             self.count += 1
-            function = ast.copy_location(ast.Attribute(node.func.value, "cpu", ast.Load()), node.func)
+            function = ast.copy_location(
+                ast.Attribute(node.func.value, "cpu", ast.Load()), node.func
+            )
             return ast.copy_location(ast.Call(function, [], []), node)
         if node.func.attr == "record_stream":
-            function = ast.copy_location(ast.Attribute(self._shim(node), "record_stream", ast.Load()), node.func)
-            return ast.copy_location(ast.Call(function, [node.func.value, *node.args], node.keywords), node)
+            function = ast.copy_location(
+                ast.Attribute(self._shim(node), "record_stream", ast.Load()), node.func
+            )
+            return ast.copy_location(
+                ast.Call(function, [node.func.value, *node.args], node.keywords), node
+            )
         return node
 
 
@@ -104,12 +117,22 @@ def rewrite(source: str, filename: str = "<string>") -> tuple[ast.Module, int]:
     transformer = CudaToCpu()
     tree = transformer.visit(ast.parse(source, filename))
     if transformer.count:
-        shim = ast.ImportFrom("megaverl.platform", [ast.alias("cuda_on_cpu", "_cuda_on_cpu")], 0)
-        # Insert the import after the docstring and any `from __future__`, which must come first.
+        shim = ast.ImportFrom(
+            "megaverl.platform", [ast.alias("cuda_on_cpu", "_cuda_on_cpu")], 0
+        )
+        # Insert the import after the docstring and any `from __future__`, which must
+        # come first.
         place = 0
         for index, statement in enumerate(tree.body):
-            is_docstring = index == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-            if is_docstring or (isinstance(statement, ast.ImportFrom) and statement.module == "__future__"):
+            is_docstring = (
+                index == 0
+                and isinstance(statement, ast.Expr)
+                and isinstance(statement.value, ast.Constant)
+            )
+            if is_docstring or (
+                isinstance(statement, ast.ImportFrom)
+                and statement.module == "__future__"
+            ):
                 place = index + 1
         tree.body.insert(place, ast.copy_location(shim, tree.body[0]))
     return ast.fix_missing_locations(tree), transformer.count
@@ -118,7 +141,12 @@ def rewrite(source: str, filename: str = "<string>") -> tuple[ast.Module, int]:
 @functools.cache
 def _cache_tag() -> str:
     """Return a name of the bytecode cache that depends on the rules, so that changed rules never use old bytecode."""
-    return "megaverl" + hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()[:12]
+    return (
+        "megaverl"
+        + hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()[
+            :12
+        ]
+    )
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -127,7 +155,9 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         path = Path(self.get_filename(fullname))
         stamp = path.stat().st_mtime_ns.to_bytes(8, "little")
-        cached = Path(importlib.util.cache_from_source(str(path), optimization=_cache_tag()))
+        cached = Path(
+            importlib.util.cache_from_source(str(path), optimization=_cache_tag())
+        )
         try:
             data = cached.read_bytes()
             if data[:8] == stamp:
@@ -143,8 +173,11 @@ class _Loader(importlib.machinery.SourceFileLoader):
             temporary.write_bytes(stamp + marshal.dumps(code))
             temporary.replace(cached)
         except OSError as error:
-            # A read-only installation only costs the compilation, a second or two per start.
-            warnings.warn(f"bytecode of {fullname} is not cached: {error}", stacklevel=2)
+            # A read-only installation only costs the compilation, a second or two per
+            # start.
+            warnings.warn(
+                f"bytecode of {fullname} is not cached: {error}", stacklevel=2
+            )
         return code
 
 
@@ -152,19 +185,27 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Finds `megatron.core` modules as Python does, and gives them to `_Loader`."""
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+        if spec is not None and isinstance(
+            spec.loader, importlib.machinery.SourceFileLoader
+        ):
             spec.loader = _Loader(spec.loader.name, spec.loader.path)
         return spec
 
 
 ADAPTATIONS: list[Adaptation] = []
 # Adaptations that megatron-core 0.16 also needs on a GPU without Transformer Engine.
-WITHOUT_TRANSFORMER_ENGINE = ("moe te_general_gemm", "latent attention without Transformer Engine")
+WITHOUT_TRANSFORMER_ENGINE = (
+    "moe te_general_gemm",
+    "latent attention without Transformer Engine",
+)
 _adapts = functools.partial(adaptation, ADAPTATIONS)
 
 
@@ -196,27 +237,33 @@ def _define_te_general_gemm() -> None:
 
 @_adapts("moe split sizes")
 def _give_splits_as_numbers() -> None:
-    """The alltoall dispatcher converts its split sizes to numbers only when it copies them from a GPU. Otherwise they
-    stay tensors, which torch.distributed refuses.
+    """The alltoall dispatcher converts its split sizes to numbers only when it copies
+    them from a GPU. Otherwise they stay tensors, which torch.distributed refuses.
     """
     from megatron.core.transformer.moe import token_dispatcher
 
     @replaces(token_dispatcher, "maybe_move_tensor_to_cpu")
-    def move_and_convert(move: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def move_and_convert(
+        move: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False
+    ) -> Any:
         moved = move(tensor, as_numpy, record_stream)
         return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
 
 @_adapts("uneven rows over gloo")
 def _gather_uneven_rows() -> None:
-    """Experts split by tensor parallelism exchange as many rows as they have tokens, but gloo supports only equal
-    parts.
+    """Experts split by tensor parallelism exchange as many rows as they have tokens,
+    but gloo supports only equal parts.
     """
     from megatron.core.tensor_parallel import mappings
 
     @replaces(mappings, "_gather_along_first_dim")
     def gather_any(
-        gather: Any, rows: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
+        gather: Any,
+        rows: torch.Tensor,
+        group: Any,
+        sizes: Any = None,
+        use_global_buffer: bool = False,
     ) -> Any:
         if sizes is None or group.size() == 1:
             return gather(rows, group, None, use_global_buffer)
@@ -228,7 +275,11 @@ def _gather_uneven_rows() -> None:
 
     @replaces(mappings, "_reduce_scatter_along_first_dim")
     def scatter_any(
-        scatter: Any, rows: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
+        scatter: Any,
+        rows: torch.Tensor,
+        group: Any,
+        sizes: Any = None,
+        use_global_buffer: bool = False,
     ) -> Any:
         if sizes is None or group.size() == 1:
             return scatter(rows, group, None, use_global_buffer)
@@ -262,11 +313,16 @@ def _exchange_buffers_directly() -> None:
             async_op: bool = False,
             **options: Any,
         ) -> Any:
-            if dist.get_world_size(group) == 1 and output.data_ptr() == inputs.data_ptr():
+            if (
+                dist.get_world_size(group) == 1
+                and output.data_ptr() == inputs.data_ptr()
+            ):
                 return None
             if async_op or options or op != dist.ReduceOp.SUM:
                 reduces = {"op": op} if exchange is reduce_scatter else {}
-                return collective(output, inputs, group=group, async_op=async_op, **reduces, **options)
+                return collective(
+                    output, inputs, group=group, async_op=async_op, **reduces, **options
+                )
             return exchange(output, inputs, group or dist.group.WORLD)
 
     directly("dist_reduce_scatter_func", reduce_scatter)
@@ -275,14 +331,19 @@ def _exchange_buffers_directly() -> None:
 
 @_adapts("gates in place")
 def _gate_in_place() -> None:
-    """Without a compiler, gated MLPs read and write their widest tensors four times more than necessary: they add an
-    offset of 0 to one half, and copy the gradients of both halves to join them.
+    """Without a compiler, gated MLPs read and write their widest tensors four times
+    more than necessary: they add an offset of 0 to one half, and copy the gradients of
+    both halves to join them.
     """
     from megatron.core.transformer.mlp import MLP
 
     @replaces(MLP, "forward")
     def gate_in_place(
-        forward: Any, self: Any, hidden_states: torch.Tensor, per_token_scale: Any = None, **options: Any
+        forward: Any,
+        self: Any,
+        hidden_states: torch.Tensor,
+        per_token_scale: Any = None,
+        **options: Any,
     ) -> Any:
         if per_token_scale is not None or not _gates_plainly(self.config):
             return forward(self, hidden_states, per_token_scale, **options)
@@ -349,12 +410,14 @@ def _fuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         group["fused"] = True
 
 
-# The functions below gather and scatter buffers by sends between pairs of ranks. gloo's own collectives copy the whole
-# buffer, some of them twice.
+# The functions below gather and scatter buffers by sends between pairs of ranks. gloo's
+# own collectives copy the whole buffer, some of them twice.
 TAG = 1 << 20  # separates these messages from others in the group
 
 
-def all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_gather(
+    whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup
+) -> None:
     """Fill `whole` with the tensors of all ranks.
 
     They are as long as `mine`, which may be this rank's part of `whole`.
@@ -368,11 +431,13 @@ def all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup
         _exchange(parts[rank], (rank + distance) % size, parts[source], source, group)
 
 
-def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+def reduce_scatter(
+    part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup
+) -> None:
     """Sum this rank's part of `whole` over the ranks into `mine`, which may be that part.
 
-    Parts are added in the order in which ranks precede this one, so the same number of ranks gives the same bits each
-    time.
+    Parts are added in the order in which ranks precede this one, so the same number of
+    ranks gives the same bits each time.
     """
     rank, size = group.rank(), group.size()
     parts = whole.view(size, -1)
@@ -386,7 +451,13 @@ def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessG
         flat.add_(received)
 
 
-def _exchange(sent: torch.Tensor, target: int, received: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
+def _exchange(
+    sent: torch.Tensor,
+    target: int,
+    received: torch.Tensor,
+    source: int,
+    group: dist.ProcessGroup,
+) -> None:
     works = [group.send([sent], target, TAG), group.recv([received], source, TAG)]
     for work in works:
         work.wait()

@@ -1,7 +1,7 @@
 """Keep libraries from importing and reporting things that do not matter to a run.
 
-A program that uses the Python API has no separate log for the output of libraries, so their lines would appear in its
-own output.
+A program that uses the Python API has no separate log for the output of libraries, so
+their lines would appear in its own output.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-# megatron-core imports Weights & Biases wherever it is installed (`megatron/core/timers.py`, its inference engine), and
-# works without it. The import takes 0.7 s in every rank and creates two folders in the temporary folder.
+# megatron-core imports Weights & Biases wherever it is installed
+# (`megatron/core/timers.py`, its inference engine), and works without it. The import
+# takes 0.7 s in every rank and creates two folders in the temporary folder.
 HIDDEN = ("wandb",)
 IMPORTER = "megatron"
-# Python warnings. Shards of a parameter are views, whose `.grad` the optimizer sets itself.
-EXPECTED = (r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",)
+# Python warnings. Shards of a parameter are views, whose `.grad` the optimizer sets
+# itself.
+EXPECTED = (
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+)
 # Loggers that report features which a CPU cannot have.
 EXPECTED_LOGGERS = ("torch._library.triton",)
 
@@ -43,7 +47,9 @@ def hide_from_megatron() -> None:
 def _importing_module() -> str:
     """Return the name of the module whose import statement is being executed."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and "importlib" in str(frame.f_globals.get("__name__", "importlib")):
+    while frame.f_back is not None and "importlib" in str(
+        frame.f_globals.get("__name__", "importlib")
+    ):
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", ""))
 

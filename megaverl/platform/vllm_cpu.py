@@ -1,11 +1,12 @@
 """Changes that vLLM needs for training on a CPU. Not imported on CUDA.
 
-vLLM's CPU build is made for serving fixed weights in processes that it starts itself. Here it runs in a training
-process whose weights are updated in place.
+vLLM's CPU build is made for serving fixed weights in processes that it starts itself.
+Here it runs in a training process whose weights are updated in place.
 
-Images work without torchvision, whose CPU wheel is not on PyPI. vLLM uses two parts of transformers' processors that
-need it: a function beside an image processor, which also has a PIL variant with the same function, and a processor of
-videos, which is never used here.
+Images work without torchvision, whose CPU wheel is not on PyPI. vLLM uses two parts of
+transformers' processors that need it: a function beside an image processor, which also
+has a PIL variant with the same function, and a processor of videos, which is never used
+here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ import torch.distributed as dist
 
 from megaverl.platform.cuda_on_cpu import Adaptation, adaptation, replaces
 from megaverl.platform.quiet import native_stderr_without
-from megaverl.temporary import MARK, SHARED_MEMORY, claim_shared_memory, release_shared_memory
+from megaverl.temporary import (
+    MARK,
+    SHARED_MEMORY,
+    claim_shared_memory,
+    release_shared_memory,
+)
 
 FROM_TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 WITH_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
@@ -37,8 +43,14 @@ WITH_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 class _WithPil(MetaPathFinder, Loader):
     """Import hook that returns the PIL variant's module in place of torchvision's."""
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return importlib.util.spec_from_loader(fullname, self) if fullname == FROM_TORCHVISION else None
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> ModuleSpec | None:
+        return (
+            importlib.util.spec_from_loader(fullname, self)
+            if fullname == FROM_TORCHVISION
+            else None
+        )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return importlib.import_module(WITH_PIL)
@@ -55,16 +67,28 @@ def adapt_images() -> None:
 
     sys.meta_path.insert(0, _WithPil())
 
-    def get_processor(name: str, *args: Any, processor_cls: Any, tokenizer: Any = None, **options: Any) -> Any:
+    def get_processor(
+        name: str, *args: Any, processor_cls: Any, tokenizer: Any = None, **options: Any
+    ) -> Any:
         from transformers import AutoImageProcessor, AutoTokenizer
 
         class WithoutVideos(processor_cls):  # type: ignore[misc]
-            def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
+            def check_argument_for_proper_class(
+                self, argument_name: str, argument: Any
+            ) -> None:
                 """Accept the image processor as the processor of videos: only its sizes are read."""
 
-        image_options = {key: value for key, value in options.items() if key in ("size", "min_pixels", "max_pixels")}
-        images = AutoImageProcessor.from_pretrained(name, backend="pil", **image_options)
-        return WithoutVideos(images, tokenizer or AutoTokenizer.from_pretrained(name), images)
+        image_options = {
+            key: value
+            for key, value in options.items()
+            if key in ("size", "min_pixels", "max_pixels")
+        }
+        images = AutoImageProcessor.from_pretrained(
+            name, backend="pil", **image_options
+        )
+        return WithoutVideos(
+            images, tokenizer or AutoTokenizer.from_pretrained(name), images
+        )
 
     processors.cached_get_processor = functools.lru_cache(get_processor)
 
@@ -84,14 +108,18 @@ _adapts = functools.partial(adaptation, ADAPTATIONS)
 
 @_adapts("kernels in vLLM's modules alone")
 def _look_for_kernels_in_vllm() -> None:
-    """To replace its Triton kernels, vLLM reads every attribute of every module. Deprecated ones of torch then warn,
-    and llvmlite's (numba) raise an error.
+    """To replace its Triton kernels, vLLM reads every attribute of every module.
+    Deprecated ones of torch then warn, and llvmlite's (numba) raise an error.
     """
     from vllm.triton_utils import dispatcher
 
     @replaces(dispatcher, "_rebind_kernels")
     def rebind(everywhere: Any, overrides: Any) -> None:
-        vllm_modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"}
+        vllm_modules = {
+            name: module
+            for name, module in sys.modules.items()
+            if name.partition(".")[0] == "vllm"
+        }
         dispatcher.sys = SimpleNamespace(modules=vllm_modules)
         try:
             everywhere(overrides)
@@ -111,30 +139,38 @@ def _keep_weights_beside_packed() -> None:
 
 @_adapts("experts beside packed copies")
 def _keep_experts_beside_packed() -> None:
-    """Packing fused expert weights replaces them by tensors with another order and padded sizes. And with
-    enable_expert_parallel the kernel reads beyond a rank's experts.
+    """Packing fused expert weights replaces them by tensors with another order and
+    padded sizes. And with enable_expert_parallel the kernel reads beyond a rank's
+    experts.
     """
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
+        CPUUnquantizedExperts,
+    )
 
     @replaces(CPUUnquantizedExperts, "process_weights_after_loading")
     def pack_and_keep(pack: Any, self: Any, layer: torch.nn.Module) -> None:
         kept = {name: getattr(layer, name) for name in EXPERT_WEIGHTS}
-        # Packing replaces the parameters, so restore them below and keep the packed copies aside.
+        # Packing replaces the parameters, so restore them below and keep the packed
+        # copies aside.
         pack(self, layer)
         self.packed = [getattr(layer, name).data for name in EXPERT_WEIGHTS]
         for name, weight in kept.items():
             layer.register_parameter(name, weight)
         # `repack_weights` finds layers, not their experts, so give it this function.
-        setattr(layer, REPACK, functools.partial(self.process_weights_after_loading, layer))
+        setattr(
+            layer, REPACK, functools.partial(self.process_weights_after_loading, layer)
+        )
 
     @replaces(CPUUnquantizedExperts, "apply")
     def run_packed(run: Any, self: Any, **arguments: Any) -> None:
         arguments |= dict(zip(("w1", "w2"), self.packed, strict=True))
         if arguments["expert_map"] is not None:
-            # The kernel uses expert numbers as indices into its weights. Give it this rank's numbers, and weight zero
-            # to other ranks' experts.
+            # The kernel uses expert numbers as indices into its weights. Give it this
+            # rank's numbers, and weight zero to other ranks' experts.
             here = arguments["expert_map"][arguments["topk_ids"].long()]
-            arguments["topk_weights"] = arguments["topk_weights"].masked_fill(here < 0, 0.0)
+            arguments["topk_weights"] = arguments["topk_weights"].masked_fill(
+                here < 0, 0.0
+            )
             arguments["topk_ids"] = here.clamp(min=0).to(arguments["topk_ids"].dtype)
         run(self, **arguments)
 
@@ -143,10 +179,14 @@ def _keep_experts_beside_packed() -> None:
 def weights_to_come() -> Iterator[None]:
     """Skip noise and packing in an engine made inside, as a reshard will bring its weights.
 
-    Weights that are quantised on loading have no storage before, so these are loaded with noise.
+    Weights that are quantised on loading have no storage before, so these are loaded
+    with noise.
     """
     from vllm.model_executor.layers import utils
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader, get_layerwise_info
+    from vllm.model_executor.model_loader.dummy_loader import (
+        DummyModelLoader,
+        get_layerwise_info,
+    )
 
     noise, pack = DummyModelLoader.load_weights, utils.dispatch_cpu_unquantized_gemm
 
@@ -183,19 +223,23 @@ def repack_weights(model: torch.nn.Module) -> None:
 
 @_adapts("quantised products by definition")
 def _multiply_quantised_by_definition() -> None:
-    """vLLM's CPU build multiplies 8-bit weights only with AMX, from packed copies that replace them. It also lacks the
-    operator that quantises a matrix.
+    """vLLM's CPU build multiplies 8-bit weights only with AMX, from packed copies that
+    replace them. It also lacks the operator that quantises a matrix.
     """
     from vllm import _custom_ops
     from vllm.model_executor.kernels import linear
-    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
+        Fp8BlockScaledMMLinearKernel,
+    )
     from vllm.platforms import PlatformEnum
 
     class ReferenceBlockKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
         """Kernel that quantises both factors as a GPU does, and multiplies them in float32."""
 
         @classmethod
-        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, None]:
+        def is_supported(
+            cls, compute_capability: int | None = None
+        ) -> tuple[bool, None]:
             return True, None
 
         def apply_block_scaled_mm(
@@ -203,16 +247,24 @@ def _multiply_quantised_by_definition() -> None:
         ) -> torch.Tensor:
             down, across = self.weight_group_shape.row, self.weight_group_shape.col
             tokens = A.float() * As.repeat_interleave(across, 1)[:, : A.shape[1]]
-            scales = Bs.repeat_interleave(down, 0)[: B.shape[0]].repeat_interleave(across, 1)[:, : B.shape[1]]
+            scales = Bs.repeat_interleave(down, 0)[: B.shape[0]].repeat_interleave(
+                across, 1
+            )[:, : B.shape[1]]
             return torch.nn.functional.linear(tokens, B.float() * scales)
 
     @replaces(_custom_ops, "scaled_fp8_quant")
-    def quantise(original: Any, input: torch.Tensor, scale: Any = None, **options: Any) -> Any:
+    def quantise(
+        original: Any, input: torch.Tensor, scale: Any = None, **options: Any
+    ) -> Any:
         largest = torch.finfo(torch.float8_e4m3fn).max
-        return (input.float() * (1.0 / scale)).clamp_(-largest, largest).to(torch.float8_e4m3fn), scale
+        return (input.float() * (1.0 / scale)).clamp_(-largest, largest).to(
+            torch.float8_e4m3fn
+        ), scale
 
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [ReferenceBlockKernel]
-    linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU] = [linear.PerTensorTorchFP8ScaledMMLinearKernel]
+    linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU] = [
+        linear.PerTensorTorchFP8ScaledMMLinearKernel
+    ]
 
 
 @_adapts("no sgl kernels")
@@ -225,17 +277,25 @@ def _keep_biases_as_they_are() -> None:
 
 @_adapts("norms in one kernel")
 def _norm_in_one_kernel() -> None:
-    """vLLM's CPU build has kernels for its norms, but uses eight operators of PyTorch instead. That is a tenth of the
-    time of decoding a small model.
+    """vLLM's CPU build has kernels for its norms, but uses eight operators of PyTorch
+    instead. That is a tenth of the time of decoding a small model.
     """
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     native = RMSNorm.forward_native
-    if "forward_cpu" in vars(RMSNorm) or not hasattr(torch.ops._C, "fused_add_rms_norm"):
+    if "forward_cpu" in vars(RMSNorm) or not hasattr(
+        torch.ops._C, "fused_add_rms_norm"
+    ):
         return
 
-    def forward_cpu(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        plain = self.has_weight and self.variance_size_override is None and self.weight.dtype == x.dtype
+    def forward_cpu(
+        self: Any, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> Any:
+        plain = (
+            self.has_weight
+            and self.variance_size_override is None
+            and self.weight.dtype == x.dtype
+        )
         plain = plain and x.shape[-1] % NORM_LANES == 0
         if not plain or type(self).forward_native is not native:
             return self.forward_native(x, residual)
@@ -245,7 +305,10 @@ def _norm_in_one_kernel() -> None:
             torch.ops._C.rms_norm(normed, x, self.weight.data, self.variance_epsilon)
             return normed
         residual = residual.contiguous()
-        torch.ops._C.fused_add_rms_norm(x, residual, self.weight.data, self.variance_epsilon)  # in place
+        # Writes into x and residual.
+        torch.ops._C.fused_add_rms_norm(
+            x, residual, self.weight.data, self.variance_epsilon
+        )
         return x, residual
 
     RMSNorm.forward_cpu = forward_cpu
@@ -253,24 +316,40 @@ def _norm_in_one_kernel() -> None:
 
 @_adapts("rotary embeddings of all heads")
 def _turn_all_heads() -> None:
-    """The kernel assumes that the last axis holds all heads of a token. Given [tokens, heads, size], as LFM2's code
-    passes queries and keys, it rotates only as many rows as there are tokens, by wrong positions (vLLM 0.32).
+    """The kernel assumes that the last axis holds all heads of a token. Given [tokens,
+    heads, size], as LFM2's code passes queries and keys, it rotates only as many rows
+    as there are tokens, by wrong positions (vLLM 0.32).
     """
     from vllm import _custom_ops
 
     @replaces(_custom_ops, "rotary_embedding")
-    def turn(kernel: Any, positions: torch.Tensor, query: Any, key: Any, *args: Any, **options: Any) -> None:
-        rows = [tensor if tensor is None else tensor.flatten(positions.dim()) for tensor in (query, key)]
+    def turn(
+        kernel: Any,
+        positions: torch.Tensor,
+        query: Any,
+        key: Any,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        rows = [
+            tensor if tensor is None else tensor.flatten(positions.dim())
+            for tensor in (query, key)
+        ]
         kernel(positions, *rows, *args, **options)
         for tensor, row in zip((query, key), rows, strict=True):
-            if tensor is not None and row is not None and tensor.data_ptr() != row.data_ptr():  # parts of wider rows
+            # Parts of wider rows.
+            if (
+                tensor is not None
+                and row is not None
+                and tensor.data_ptr() != row.data_ptr()
+            ):
                 tensor.copy_(row.view_as(tensor))
 
 
 @_adapts("attention without a wrapper")
 def _attend_without_a_wrapper() -> None:
-    """Two custom operators per layer hide attention from a compiler that is not used here. That is a fiftieth of the
-    time of decoding a small model.
+    """Two custom operators per layer hide attention from a compiler that is not used
+    here. That is a fiftieth of the time of decoding a small model.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -288,13 +367,16 @@ def _leave_ranks_out() -> None:
     """vLLM compares every drawn token with the whole vocabulary for its rank among log-probs, which nobody reads."""
     from vllm.v1.sample import sampler
 
-    sampler.batched_count_greater_than = lambda log_probs, drawn: torch.zeros(len(log_probs), dtype=torch.int64)
+    sampler.batched_count_greater_than = lambda log_probs, drawn: torch.zeros(
+        len(log_probs), dtype=torch.int64
+    )
 
 
 @_adapts("sampling of drafts by definition")
 def _expand_to_drafts() -> None:
-    """The substitute for a Triton kernel that gives each draft token its request's temperature, top-k and top-p casts
-    them to integers, and writes them to a copy that nobody reads (0.32: `_expand_kernel_impl`).
+    """The substitute for a Triton kernel that gives each draft token its request's
+    temperature, top-k and top-p casts them to integers, and writes them to a copy that
+    nobody reads (0.32: `_expand_kernel_impl`).
     """
     from vllm.v1.sample import rejection_sampler
 
@@ -304,7 +386,9 @@ def _expand_to_drafts() -> None:
         replace_to: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
-        return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+        return x.masked_fill(x == replace_from, replace_to).repeat_interleave(
+            counts, output_size=num_tokens
+        )
 
 
 @_adapts("memory bound without a warning")
@@ -320,9 +404,9 @@ def _bind_memory_quietly() -> None:
 
 @_adapts("shared memory by job")
 def _own_shared_memory_by_job() -> None:
-    """vLLM names shared memory after its init method, which under torchrun is equal in every job on a machine. Jobs
-    would share one tensor-parallel buffer, several machines would seem to be one, and buffers of killed ranks would
-    stay.
+    """vLLM names shared memory after its init method, which under torchrun is equal in
+    every job on a machine. Jobs would share one tensor-parallel buffer, several
+    machines would seem to be one, and buffers of killed ranks would stay.
     """
     from vllm.v1.worker import cpu_worker
 
@@ -341,7 +425,8 @@ def unique_shared_memory() -> Iterator[None]:
     name = os.environ["VLLM_DIST_IDENT"] = shared_memory_name()
     mark = claim_shared_memory(name)
     yield
-    # Every rank has mapped its buffers. Without names they end with the last rank, however it ends.
+    # Every rank has mapped its buffers. Without names they end with the last rank,
+    # however it ends.
     dist.barrier()
     release_shared_memory(name, mark)
     for buffer in SHARED_MEMORY.glob(f"{name}*"):
@@ -352,7 +437,8 @@ def unique_shared_memory() -> Iterator[None]:
 def shared_memory_name() -> str:
     """Return a name that is shared by all ranks on one machine, and by no other engine, job or machine.
 
-    Collective over the default process group: its first rank draws the engine's part of the name.
+    Collective over the default process group: its first rank draws the engine's part of
+    the name.
     """
     drawn = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8)
     dist.broadcast(drawn, src=0)
@@ -372,10 +458,11 @@ def engine_defaults(
 ) -> dict[str, Any]:
     """Return EngineArgs that suit a CPU, as defaults for the user's.
 
-    These are eager mode, since compiling takes longer than it saves and needs a C++ compiler; a cache for
-    `num_sequences` full-length responses (vLLM's default takes 92 % of the machine's memory); blocks small enough that
-    short prompts can share a prefix; and for latent attention another backend than the one that vLLM chooses with AMX
-    (see `check_runs_here`).
+    These are eager mode, since compiling takes longer than it saves and needs a C++
+    compiler; a cache for `num_sequences` full-length responses (vLLM's default takes 92
+    % of the machine's memory); blocks small enough that short prompts can share a
+    prefix; and for latent attention another backend than the one that vLLM chooses with
+    AMX (see `check_runs_here`).
 
     Args:
         num_kv_heads: KV heads on one rank.
@@ -386,6 +473,13 @@ def engine_defaults(
     block_bytes = BLOCK_TOKENS * token_bytes
     wanted = (num_sequences or DEFAULT_NUM_SEQUENCES) * blocks_each * block_bytes
     # vLLM keeps one block for itself, and one response must fit whatever the limit.
-    cache_bytes = max(min(wanted, MAX_CACHE_BYTES), blocks_each * block_bytes) + 2 * block_bytes
+    cache_bytes = (
+        max(min(wanted, MAX_CACHE_BYTES), blocks_each * block_bytes) + 2 * block_bytes
+    )
     backend = {"attention_backend": latent_attention} if latent_attention else {}
-    return {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "block_size": BLOCK_TOKENS, **backend}
+    return {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": cache_bytes,
+        "block_size": BLOCK_TOKENS,
+        **backend,
+    }

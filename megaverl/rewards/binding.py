@@ -1,8 +1,9 @@
 """Bind a reward function's parameters to values of a sample: by their names, or else by their number.
 
-Names are those of this project, of TRL (`completions`, `prompts`, `completion_ids`, a parameter for each column) and of
-verl (`data_source`, `solution_str`, `ground_truth`, `extra_info`). A parameter named like a column of the data gets
-that column, and `**kwargs` the columns that no parameter takes.
+Names are those of this project, of TRL (`completions`, `prompts`, `completion_ids`, a
+parameter for each column) and of verl (`data_source`, `solution_str`, `ground_truth`,
+`extra_info`). A parameter named like a column of the data gets that column, and
+`**kwargs` the columns that no parameter takes.
 """
 
 from __future__ import annotations
@@ -15,39 +16,74 @@ from inspect import Parameter
 from typing import Any
 
 VALUES = ("prompt", "response", "reference", "extra")
-TOKEN_IDS, LOG_METRIC, LOG_EXTRA, TRAINER_STATE = "token_ids", "log_metric", "log_extra", "trainer_state"
-# Prompt and response in TRL's form for functions of lists: messages, if the row's prompt is a conversation.
+TOKEN_IDS, LOG_METRIC, LOG_EXTRA, TRAINER_STATE = (
+    "token_ids",
+    "log_metric",
+    "log_extra",
+    "trainer_state",
+)
+# Prompt and response in TRL's form for functions of lists: messages, if the row's
+# prompt is a conversation.
 TRL_PROMPT, TRL_RESPONSE = "prompt or its messages", "response or its messages"
 _OF_TRL = {("prompts", "prompt"): TRL_PROMPT, ("completions", "response"): TRL_RESPONSE}
 COLUMN = "column "  # prefix of a value's name that stands for a column
 
-# Names that are never a column: TRL calls every function with them, and verl with `solution_str`.
+# Names that are never a column: TRL calls every function with them, and verl with
+# `solution_str`.
 FIXED = {
     "prompt": ("prompt", "prompts"),
-    "response": ("response", "responses", "completion", "completions", "solution_str", "solution_strs"),
+    "response": (
+        "response",
+        "responses",
+        "completion",
+        "completions",
+        "solution_str",
+        "solution_strs",
+    ),
     TOKEN_IDS: ("completion_ids", "completions_ids"),
     LOG_METRIC: ("log_metric",),
     LOG_EXTRA: ("log_extra",),
     TRAINER_STATE: ("trainer_state",),
 }
-OF_THE_RUN = (LOG_METRIC, LOG_EXTRA, TRAINER_STATE)  # values that are the same for all samples
-# Other names of the four values, in the singular. A column with such a name takes precedence.
+# Values that are the same for all samples.
+OF_THE_RUN = (LOG_METRIC, LOG_EXTRA, TRAINER_STATE)
+# Other names of the four values, in the singular. A column with such a name takes
+# precedence.
 NAMES = {
     "prompt": ("prompt", "question", "query", "instruction", "problem", "input"),
     "response": (
-        *("response", "sampled_response", "model_response", "completion", "output", "model_output"),
+        *(
+            "response",
+            "sampled_response",
+            "model_response",
+            "completion",
+            "output",
+            "model_output",
+        ),
         *("generation", "generated_text", "prediction", "solution_str"),
     ),
     "reference": (
-        *("reference", "reference_answer", "ground_truth", "answer", "correct_answer", "expected_answer"),
+        *(
+            "reference",
+            "reference_answer",
+            "ground_truth",
+            "answer",
+            "correct_answer",
+            "expected_answer",
+        ),
         *("gold_answer", "expected", "target", "label", "gold"),
     ),
     "extra": ("extra", "extra_info", "info", "metadata", "row"),
 }
 # Number of parameters without a default and with unknown names -> values that they get.
-BY_COUNT = {1: ("response",), 2: ("response", "reference"), 3: ("prompt", "response", "reference"), 4: VALUES}
-# TRL's trainer keeps its environments in the process that computes rewards. Here, when rewards are computed, an episode
-# is over, and its environment was on another rank.
+BY_COUNT = {
+    1: ("response",),
+    2: ("response", "reference"),
+    3: ("prompt", "response", "reference"),
+    4: VALUES,
+}
+# TRL's trainer keeps its environments in the process that computes rewards. Here, when
+# rewards are computed, an episode is over, and its environment was on another rank.
 NOT_GIVEN = ("environments",)
 WHY_NOT_GIVEN = (
     "is not given: environments are closed before rewards are computed. Return the reward from the environment's step, "
@@ -85,7 +121,9 @@ class RowNames:
             return "reference"
         if name == self.prompt:
             return "prompt"
-        return f"{COLUMN}{name}" if self.extra is not None and name in self.extra else None
+        return (
+            f"{COLUMN}{name}" if self.extra is not None and name in self.extra else None
+        )
 
 
 @dataclass(frozen=True)
@@ -104,7 +142,9 @@ class Binding:
     rest: bool = False
     taken: frozenset[str] = frozenset()
 
-    def arguments(self, value_of: Callable[[str], Any], columns: Collection[str]) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(
+        self, value_of: Callable[[str], Any], columns: Collection[str]
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Return the call's arguments.
 
         Args:
@@ -113,10 +153,16 @@ class Binding:
         """
         keywords = {name: value_of(value) for name, value in self.keywords.items()}
         if self.rest:
-            keywords |= {name: value_of(f"{COLUMN}{name}") for name in columns if name not in self.taken}
+            keywords |= {
+                name: value_of(f"{COLUMN}{name}")
+                for name in columns
+                if name not in self.taken
+            }
         return [value_of(value) for value in self.positional], keywords
 
-    def described(self, function: Callable[..., Any], options: Collection[str]) -> dict[str, str]:
+    def described(
+        self, function: Callable[..., Any], options: Collection[str]
+    ) -> dict[str, str]:
         """Return parameter -> the value that it is bound to, in words."""
         positional = iter(self.positional)
         sources = {}
@@ -127,15 +173,24 @@ class Binding:
                 sources[f"**{parameter.name}"] = "the other columns"
             elif parameter.kind is Parameter.VAR_POSITIONAL:
                 sources[f"*{parameter.name}"] = ", ".join(positional) or "nothing"
-            elif parameter.kind is Parameter.POSITIONAL_ONLY and parameter.name not in self.keywords:
+            elif (
+                parameter.kind is Parameter.POSITIONAL_ONLY
+                and parameter.name not in self.keywords
+            ):
                 sources[parameter.name] = next(positional, "its default")
             else:
-                sources[parameter.name] = self.keywords.get(parameter.name, "its default")
+                sources[parameter.name] = self.keywords.get(
+                    parameter.name, "its default"
+                )
         return sources
 
 
 def bind(
-    function: Callable[..., Any], options: Collection[str], *, batched: bool, row: RowNames | None = None
+    function: Callable[..., Any],
+    options: Collection[str],
+    *,
+    batched: bool,
+    row: RowNames | None = None,
 ) -> Binding:
     """Decide which value each parameter of a reward function gets.
 
@@ -150,7 +205,9 @@ def bind(
     row = row or RowNames()
     for name in NOT_GIVEN:
         if row.value_of(name) is None and _needs_keyword(function, name):
-            raise ValueError(f"{name}, which the function reads from its keyword arguments, {WHY_NOT_GIVEN}")
+            raise ValueError(
+                f"{name}, which the function reads from its keyword arguments, {WHY_NOT_GIVEN}"
+            )
     named: list[Parameter] = []
     takes_positional = False
     takes_rest = False
@@ -178,19 +235,25 @@ def bind(
         if value := _optional_value(parameter, chosen, row, batched=batched):
             chosen[parameter.name] = value
     if not chosen and not takes_rest:
-        raise ValueError(f"the function has no parameters; expected some of {', '.join(VALUES)}")
+        raise ValueError(
+            f"the function has no parameters; expected some of {', '.join(VALUES)}"
+        )
     taken = frozenset({*(parameter.name for parameter in named), *options})
     if takes_rest:
         chosen |= _extra_keywords(chosen, taken, row, batched=batched)
     if batched:
-        chosen = {name: _OF_TRL.get((name, value), value) for name, value in chosen.items()}
+        chosen = {
+            name: _OF_TRL.get((name, value), value) for name, value in chosen.items()
+        }
     positional_names = [
         parameter.name
         for parameter in named
         if parameter.kind is Parameter.POSITIONAL_ONLY and parameter.name in chosen
     ]
     positional = tuple(chosen[name] for name in positional_names)
-    keywords = {name: value for name, value in chosen.items() if name not in positional_names}
+    keywords = {
+        name: value for name, value in chosen.items() if name not in positional_names
+    }
     return Binding(positional, keywords, takes_rest, taken | keywords.keys())
 
 
@@ -201,23 +264,38 @@ def _check_needed(needed: Sequence[Parameter], row: RowNames, *, batched: bool) 
         ValueError: names the parameters and the reason.
     """
     if not batched:
-        lists = [parameter.name for parameter in needed if _is_list(parameter.name, row)]
+        lists = [
+            parameter.name for parameter in needed if _is_list(parameter.name, row)
+        ]
         if lists:
-            raise ValueError(f"{', '.join(lists)} is of whole lists, which needs batched: true")
+            raise ValueError(
+                f"{', '.join(lists)} is of whole lists, which needs batched: true"
+            )
         if any(parameter.name == LOG_EXTRA for parameter in needed):
-            raise ValueError(f"{LOG_EXTRA} is of whole lists, which needs batched: true")
+            raise ValueError(
+                f"{LOG_EXTRA} is of whole lists, which needs batched: true"
+            )
     for parameter in needed:
-        # A function whose first parameter is the sample is called without a binding, so here it stands elsewhere.
-        if parameter.name in ("sample", "samples") and row.value_of(parameter.name) is None:
+        # A function whose first parameter is the sample is called without a binding, so
+        # here it stands elsewhere.
+        if (
+            parameter.name in ("sample", "samples")
+            and row.value_of(parameter.name) is None
+        ):
             raise ValueError("sample stands first, or, with batched: true, samples")
 
 
 def _needs_keyword(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function reads `kwargs[name]` and does nothing else with that name, such as testing for it."""
-    # The signature does not tell which keys of **kwargs a function reads; its bytecode does. A key that is missing
-    # would otherwise only fail in the first step of the run.
+    # The signature does not tell which keys of **kwargs a function reads; its bytecode
+    # does. A key that is missing would otherwise only fail in the first step of the
+    # run.
     parameters = inspect.signature(function).parameters.values()
-    rest_names = [parameter.name for parameter in parameters if parameter.kind is Parameter.VAR_KEYWORD]
+    rest_names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is Parameter.VAR_KEYWORD
+    ]
     code = getattr(inspect.unwrap(function), "__code__", None)
     if not rest_names or code is None:
         return False
@@ -227,16 +305,21 @@ def _needs_keyword(function: Callable[..., Any], name: str) -> bool:
         for place, instruction in enumerate(instructions)
         if instruction.argval == name and instruction.opname == "LOAD_CONST"
     ]
-    # A second use may be a test such as `name in kwargs`, after which a missing key is not read.
+    # A second use may be a test such as `name in kwargs`, after which a missing key is
+    # not read.
     if len(uses) != 1:
         return False
     (place,) = uses
     if place == 0 or place + 1 == len(instructions):
         return False
-    # `kwargs[name]` loads kwargs, then the name, then subscripts. Python 3.14 has one operation for all operators.
+    # `kwargs[name]` loads kwargs, then the name, then subscripts. Python 3.14 has one
+    # operation for all operators.
     container = instructions[place - 1]
     operation = instructions[place + 1]
-    is_subscript = operation.opname == "BINARY_SUBSCR" or (operation.opname, operation.argrepr) == ("BINARY_OP", "[]")
+    is_subscript = operation.opname == "BINARY_SUBSCR" or (
+        operation.opname,
+        operation.argrepr,
+    ) == ("BINARY_OP", "[]")
     return is_subscript and container.argval == rest_names[0]
 
 
@@ -252,10 +335,14 @@ def _is_list(name: str, row: RowNames) -> bool:
     """
     if row.value_of(name) is not None:
         return False
-    return name == "samples" or (name not in _VALUE_OF and value_of(name) in ("prompt", "response"))
+    return name == "samples" or (
+        name not in _VALUE_OF and value_of(name) in ("prompt", "response")
+    )
 
 
-def _bind_needed(needed: list[Parameter], row: RowNames, *, batched: bool) -> dict[str, str]:
+def _bind_needed(
+    needed: list[Parameter], row: RowNames, *, batched: bool
+) -> dict[str, str]:
     """Bind the parameters without a default."""
     chosen: dict[str, str] = {}
     for parameter in needed:
@@ -267,7 +354,11 @@ def _bind_needed(needed: list[Parameter], row: RowNames, *, batched: bool) -> di
     refused = [parameter.name for parameter in unknown if parameter.name in NOT_GIVEN]
     if refused:
         raise ValueError(f"{', '.join(refused)} {WHY_NOT_GIVEN}")
-    positional = [parameter for parameter in needed if parameter.kind is not Parameter.KEYWORD_ONLY]
+    positional = [
+        parameter
+        for parameter in needed
+        if parameter.kind is not Parameter.KEYWORD_ONLY
+    ]
     # The number of parameters means something only if no name does.
     if positional and all(parameter in unknown for parameter in positional):
         chosen |= _by_count(positional, chosen)
@@ -279,11 +370,14 @@ def _bind_needed(needed: list[Parameter], row: RowNames, *, batched: bool) -> di
         columns = ", ".join(sorted(known_columns))
         names = ", ".join(parameter.name for parameter in unknown)
         raise ValueError(f"cannot bind {names}: the data has the columns {columns}")
-    # The columns are unknown yet, so assume that the names are columns. Calling the function will show it.
+    # The columns are unknown yet, so assume that the names are columns. Calling the
+    # function will show it.
     chosen |= {parameter.name: f"{COLUMN}{parameter.name}" for parameter in unknown}
     values = [value for value in chosen.values() if not value.startswith(COLUMN)]
     if len(set(values)) < len(values):
-        twice = ", ".join(name for name, value in chosen.items() if values.count(value) > 1)
+        twice = ", ".join(
+            name for name, value in chosen.items() if values.count(value) > 1
+        )
         raise ValueError(f"cannot bind {twice}: they mean the same")
     return chosen
 
@@ -299,7 +393,9 @@ def _value(name: str, row: RowNames, *, batched: bool) -> str | None:
 def _prefer_columns(chosen: dict[str, str], row: RowNames) -> None:
     """Bind a fixed name to its column if another name means the same: `completions` beside a column `response`."""
     for name, value in list(chosen.items()):
-        others = [other for other, same in chosen.items() if other != name and same == value]
+        others = [
+            other for other, same in chosen.items() if other != name and same == value
+        ]
         if others and name in (row.extra or ()) and not name.startswith("completion"):
             chosen[name] = f"{COLUMN}{name}"
 
@@ -307,16 +403,26 @@ def _prefer_columns(chosen: dict[str, str], row: RowNames) -> None:
 def _by_count(positional: list[Parameter], chosen: Mapping[str, str]) -> dict[str, str]:
     """Bind parameters with unknown names by their number."""
     if len(positional) not in BY_COUNT:
-        raise ValueError(f"{len(positional)} parameters, but only {len(VALUES)} values: {', '.join(VALUES)}")
-    values = dict(zip((parameter.name for parameter in positional), BY_COUNT[len(positional)], strict=True))
+        raise ValueError(
+            f"{len(positional)} parameters, but only {len(VALUES)} values: {', '.join(VALUES)}"
+        )
+    values = dict(
+        zip(
+            (parameter.name for parameter in positional),
+            BY_COUNT[len(positional)],
+            strict=True,
+        )
+    )
     if set(values.values()) & set(chosen.values()):
         raise ValueError(f"cannot bind {', '.join(values)}")
     return values
 
 
-def _optional_value(parameter: Parameter, chosen: Mapping[str, str], row: RowNames, *, batched: bool) -> str | None:
-    """Return the value of a parameter with a default: the column of its name, or a value that its name asks for, or
-    None.
+def _optional_value(
+    parameter: Parameter, chosen: Mapping[str, str], row: RowNames, *, batched: bool
+) -> str | None:
+    """Return the value of a parameter with a default: the column of its name, or a
+    value that its name asks for, or None.
     """
     name = parameter.name
     if name in (*FIXED[TOKEN_IDS], *OF_THE_RUN):
@@ -337,9 +443,16 @@ def _extra_keywords(
     more: dict[str, str] = {}
     if row.answer is not None and "reference" not in chosen.values():
         more[row.answer] = "reference"
-    is_of_trl = not chosen or {*FIXED["prompt"], *FIXED["response"], *FIXED[TOKEN_IDS]} & chosen.keys()
+    is_of_trl = (
+        not chosen
+        or {*FIXED["prompt"], *FIXED["response"], *FIXED[TOKEN_IDS]} & chosen.keys()
+    )
     if batched and is_of_trl:
-        more |= {"prompts": "prompt", "completions": "response", "completion_ids": TOKEN_IDS}
+        more |= {
+            "prompts": "prompt",
+            "completions": "response",
+            "completion_ids": TOKEN_IDS,
+        }
         more |= {name: name for name in OF_THE_RUN}
     elif not chosen:
         more |= {"prompt": "prompt", "response": "response", "reference": "reference"}

@@ -6,8 +6,9 @@ A checker is Python text of one of two forms:
 - a script that is called like `checker.py input.txt correct_output.txt solution_output.txt`, reads these files and
   prints a number, as in open-r1/codeforces.
 
-It runs confined, like the responses that it checks, and in another process than they do. Files are not readable there,
-so the script gets the three texts through its own `open`.
+It runs confined, like the responses that it checks, and in another process than they
+do. Files are not readable there, so the script gets the three texts through its own
+`open`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import json
 
 from megaverl.rewards.sandbox import ConfinedProgram, ProgramOutcome
 
-# The texts arrive on standard input, so that no text of a response is ever part of a program.
+# The texts arrive on standard input, so that no text of a response is ever part of a
+# program.
 _RUNNER = """
 import builtins, io, json, sys
 
@@ -37,17 +39,24 @@ if callable(checker.get("check")):
 """
 
 
-def checking_program(checker: str, test_input: str, output: str, expected: str) -> ConfinedProgram:
+def checking_program(
+    checker: str, test_input: str, output: str, expected: str
+) -> ConfinedProgram:
     """Return the program that runs a checker on the output of a response."""
-    texts = {"checker": checker, "input": test_input, "output": output, "expected": expected}
+    texts = {
+        "checker": checker,
+        "input": test_input,
+        "output": output,
+        "expected": expected,
+    }
     return ConfinedProgram(_RUNNER, json.dumps(texts))
 
 
 def is_accepted(outcome: ProgramOutcome) -> bool:
     """Return whether a checker has accepted the output: the last word that it printed is a number of at least 1.
 
-    A checker that raises has not accepted it. Many checkers raise for malformed output, such as a word instead of a
-    number.
+    A checker that raises has not accepted it. Many checkers raise for malformed output,
+    such as a word instead of a number.
     """
     words = outcome.output.split()
     if outcome.code != 0 or not words:

@@ -37,7 +37,12 @@ class LineProcess:
         answer = process.answer(timeout_seconds=5.0)
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: str | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: str | None = None,
+    ) -> None:
         self._received = b""
         self._process = (
             _lasting_thread(os.getpid())
@@ -108,7 +113,7 @@ class LineProcess:
 def _lasting_thread(process: int) -> ThreadPoolExecutor:
     """Return a thread that lasts as long as this process, for starting children.
 
-    The kernel kills such a child when the thread that started it ends. The cache is per process id, since a forked copy
-    has no threads.
+    The kernel kills such a child when the thread that started it ends. The cache is per
+    process id, since a forked copy has no threads.
     """
     return ThreadPoolExecutor(1, thread_name_prefix="starter")

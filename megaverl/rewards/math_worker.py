@@ -1,7 +1,8 @@
 """Process that compares formulas with math-verify, and can be killed if a comparison takes forever.
 
-`python -m megaverl.rewards.math_worker` reads one JSON list [reference, response] per line and answers true or false.
-math-verify's own time limit is a signal. It needs the main thread, and never interrupts a huge integer power.
+`python -m megaverl.rewards.math_worker` reads one JSON list [reference, response] per
+line and answers true or false. math-verify's own time limit is a signal. It needs the
+main thread, and never interrupts a huge integer power.
 """
 
 from __future__ import annotations
@@ -67,9 +68,15 @@ class MathWorker:
 
     def _start(self) -> LineProcess:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-        process = LineProcess([sys.executable, "-m", "megaverl.rewards.math_worker"], environment)
+        root = os.path.dirname(
+            os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        )
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [root, environment.get("PYTHONPATH")])
+        )
+        process = LineProcess(
+            [sys.executable, "-m", "megaverl.rewards.math_worker"], environment
+        )
         try:
             process.answer(START_SECONDS)
         except TimeoutError:
@@ -83,7 +90,8 @@ class MathWorker:
 def serve() -> None:
     """Answer on standard output until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # Redirect output of libraries to standard error, so that it does not mix with the answers.
+    # Redirect output of libraries to standard error, so that it does not mix with the
+    # answers.
     os.dup2(2, 1)
     import logging
 
@@ -98,10 +106,21 @@ def serve() -> None:
     answer(True)
     for line in sys.stdin.buffer:
         reference, response = json.loads(line)
-        # math-verify finds a bare formula reliably only as LaTeX, so mark it unless it has marks already.
+        # math-verify finds a bare formula reliably only as LaTeX, so mark it unless it
+        # has marks already.
         marked = any(mark in reference for mark in ("$", "\\(", "\\[", "\\boxed"))
-        expected = parse(reference if marked else f"${reference}$", parsing_timeout=None)
-        answer(bool(verify(expected, parse(response, parsing_timeout=None), timeout_seconds=None)))
+        expected = parse(
+            reference if marked else f"${reference}$", parsing_timeout=None
+        )
+        answer(
+            bool(
+                verify(
+                    expected,
+                    parse(response, parsing_timeout=None),
+                    timeout_seconds=None,
+                )
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """reasoning-gym: its procedural tasks as a data set, and each task's own verifier as the reward.
 
-A row names the task and its index. The verifier recreates the entry from them, so its solution never travels with the
-sample.
+A row names the task and its index. The verifier recreates the entry from them, so its
+solution never travels with the sample.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from urllib.parse import parse_qsl
 
 from megaverl.errors import DataError
 from megaverl.rewards.registry import RewardSample, register_reward
-from megaverl.rewards.sandbox import ConfinedProgram, Sandbox, SandboxLimits, why_not_here
+from megaverl.rewards.sandbox import (
+    ConfinedProgram,
+    Sandbox,
+    SandboxLimits,
+    why_not_here,
+)
 
 PREFIX, COLUMN = "reasoning_gym:", "reasoning_gym"
 HOW_TO_INSTALL = "pip install 'megaverl[reasoning-gym]'"
@@ -38,14 +43,16 @@ for given in json.load(sys.stdin):
     scores.append(float(dataset.score_answer(given["answer"], dataset[given["index"]])))
 print("\\n" + json.dumps(scores))
 """
-AT_ONCE = 16  # answers that one process verifies, as starting a process takes as long as several of them
+# Answers that one process verifies, as starting a process takes as long as several of
+# them.
+AT_ONCE = 16
 
 
 class ReasoningGymRows:
     """Entries of a task, `reasoning_gym:NAME?size=1000&seed=1&OPTION=VALUE`, each created when it is read.
 
-    NAME is one of `reasoning_gym.factory.DATASETS`, and the options are those of its configuration; seed is 0 by
-    default.
+    NAME is one of `reasoning_gym.factory.DATASETS`, and the options are those of its
+    configuration; seed is 0 by default.
 
     Raises:
         DataError: the package is missing, the task does not exist, or it refuses an option.
@@ -60,7 +67,9 @@ class ReasoningGymRows:
         except ValueError as error:
             raise DataError(f"{path}: {error}") from None
         version = metadata.version("reasoning-gym")
-        self.fingerprint = hashlib.blake2b(f"{name} {options} {version}".encode(), digest_size=8).hexdigest()
+        self.fingerprint = hashlib.blake2b(
+            f"{name} {options} {version}".encode(), digest_size=8
+        ).hexdigest()
 
     def __len__(self) -> int:
         return int(self._dataset.size)
@@ -78,7 +87,9 @@ class ReasoningGymRows:
         }
 
 
-def read_task(path: str, prefix: str = PREFIX, named: str = r"[^\W\d]\w*") -> tuple[str, dict[str, Any]]:
+def read_task(
+    path: str, prefix: str = PREFIX, named: str = r"[^\W\d]\w*"
+) -> tuple[str, dict[str, Any]]:
     """Parse `reasoning_gym:NAME?OPTION=VALUE&...` into name and options; values are JSON, or else text.
 
     Args:
@@ -93,7 +104,9 @@ def read_task(path: str, prefix: str = PREFIX, named: str = r"[^\W\d]\w*") -> tu
     except ValueError:
         pairs = [("", "")]
     if not re.fullmatch(named, name) or any(not key.isidentifier() for key, _ in pairs):
-        raise ValueError(f"expected {prefix}NAME or {prefix}NAME?OPTION=VALUE&OPTION=VALUE")
+        raise ValueError(
+            f"expected {prefix}NAME or {prefix}NAME?OPTION=VALUE&OPTION=VALUE"
+        )
     return name, {key: _value(text) for key, text in pairs}
 
 
@@ -123,18 +136,30 @@ def _dataset(name: str, options: str) -> Any:
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
-        raise ValueError(f"reasoning-gym has no task {name!r}; it has {', '.join(sorted(DATASETS))}.")
+        raise ValueError(
+            f"reasoning-gym has no task {name!r}; it has {', '.join(sorted(DATASETS))}."
+        )
     try:
         return reasoning_gym.create_dataset(name, **json.loads(options))
     except (AssertionError, TypeError, ValueError, KeyError) as error:
-        known = ", ".join(sorted(getattr(DATASETS[name][1], "__dataclass_fields__", {})))
-        raise ValueError(f"the task refuses its options ({error}); it has {known}.") from None
+        known = ", ".join(
+            sorted(getattr(DATASETS[name][1], "__dataclass_fields__", {}))
+        )
+        raise ValueError(
+            f"the task refuses its options ({error}); it has {known}."
+        ) from None
 
 
-def _check(tags: bool = True, workers: int = 2, seconds: float = 10.0, memory_mb: int = 2048) -> None:
+def _check(
+    tags: bool = True, workers: int = 2, seconds: float = 10.0, memory_mb: int = 2048
+) -> None:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ValueError(f"the package is missing. Run: {HOW_TO_INSTALL}")
-    for name, value in (("workers", workers), ("seconds", seconds), ("memory_mb", memory_mb)):
+    for name, value in (
+        ("workers", workers),
+        ("seconds", seconds),
+        ("memory_mb", memory_mb),
+    ):
         if value <= 0:
             raise ValueError(f"{name} is {value}; it must be more than 0")
     if reason := why_not_here():
@@ -143,12 +168,18 @@ def _check(tags: bool = True, workers: int = 2, seconds: float = 10.0, memory_mb
 
 @register_reward("reasoning_gym", batched=True, check=_check)
 def reasoning_gym_score(
-    samples: list[RewardSample], *, tags: bool = True, workers: int = 2, seconds: float = 10.0, memory_mb: int = 2048
+    samples: list[RewardSample],
+    *,
+    tags: bool = True,
+    workers: int = 2,
+    seconds: float = 10.0,
+    memory_mb: int = 2048,
 ) -> list[float]:
     """Return the score of reasoning-gym's own verifier for the row's task: 1 if the answer is right, less otherwise.
 
-    The verifiers run confined (see `Sandbox`), since some let sympy evaluate what the model wrote. One process runs
-    several; if it fails, each of them runs alone. A verifier that takes too long, or raises, gives 0.
+    The verifiers run confined (see `Sandbox`), since some let sympy evaluate what the
+    model wrote. One process runs several; if it fails, each of them runs alone. A
+    verifier that takes too long, or raises, gives 0.
 
     Args:
         tags: whether the answer is the text in the last <answer>...</answer>; otherwise it is the whole response.
@@ -159,20 +190,30 @@ def reasoning_gym_score(
     for number, sample in enumerate(samples):
         task = sample.extra.get(COLUMN)
         if task is None:
-            raise ValueError("the row is of no reasoning-gym task; name one: data.train=reasoning_gym:chain_sum")
+            raise ValueError(
+                "the row is of no reasoning-gym task; name one: data.train=reasoning_gym:chain_sum"
+            )
         name, options = read_task(task["task"])
         options = SEED | options
         answers = ANSWER.findall(sample.response) if tags else [sample.response]
         if answers:
-            task_input = {"name": name, "options": options, "index": task["index"], "answer": answers[-1].strip()}
+            task_input = {
+                "name": name,
+                "options": options,
+                "index": task["index"],
+                "answer": answers[-1].strip(),
+            }
             asked.append((number, task_input))
-    box = Sandbox.shared(SandboxLimits(seconds, memory_mb, preload=("reasoning_gym",)), workers)
+    box = Sandbox.shared(
+        SandboxLimits(seconds, memory_mb, preload=("reasoning_gym",)), workers
+    )
     size = min(AT_ONCE, -(-len(asked) // workers)) or 1
     parts = [asked[first : first + size] for first in range(0, len(asked), size)]
     scores = [0.0] * len(samples)
     alone = []
     for part, values in zip(parts, _verified(box, parts), strict=True):
-        # One of the answers made the process fail, so verify each in a process of its own.
+        # One of the answers made the process fail, so verify each in a process of its
+        # own.
         if values is None:
             alone += [[entry] for entry in part]
         else:
@@ -183,7 +224,9 @@ def reasoning_gym_score(
     return scores
 
 
-def _verified(box: Sandbox, parts: list[list[tuple[int, dict[str, Any]]]]) -> list[list[float] | None]:
+def _verified(
+    box: Sandbox, parts: list[list[tuple[int, dict[str, Any]]]]
+) -> list[list[float] | None]:
     """Return the scores of each part; None if its process failed, or answered something else."""
     verifiers = []
     for part in parts:

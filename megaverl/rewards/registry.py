@@ -69,7 +69,8 @@ class RewardOutput:
     def metrics(self, prefix: str = "reward") -> dict[str, float]:
         """Return metrics of the scored samples.
 
-        These are mean, standard deviation and extremes of the total, each component's mean, and accuracy.
+        These are mean, standard deviation and extremes of the total, each component's
+        mean, and accuracy.
         """
         scored = [value for value in self.total if not math.isnan(value)]
         if not scored:
@@ -87,7 +88,12 @@ class RewardOutput:
             f"{prefix}/max": max(scored),
             f"{prefix}/accuracy": _mean(right),
         }
-        values.update({f"{prefix}/{name}_mean": _mean(scores) for name, scores in self.components.items()})
+        values.update(
+            {
+                f"{prefix}/{name}_mean": _mean(scores)
+                for name, scores in self.components.items()
+            }
+        )
         return values
 
 
@@ -112,9 +118,10 @@ def finished(value: Any) -> Any:
 class RewardFunction:
     """A function and the way to call it.
 
-    It takes either one `sample` (a `RewardSample`) as its first parameter, or values of a sample by name (see
-    `megaverl.rewards.binding`); if `batched`, a list of each. Options follow as keyword arguments. It returns a number,
-    or a list of numbers if `batched`.
+    It takes either one `sample` (a `RewardSample`) as its first parameter, or values of
+    a sample by name (see `megaverl.rewards.binding`); if `batched`, a list of each.
+    Options follow as keyword arguments. It returns a number, or a list of numbers if
+    `batched`.
 
     Attributes:
         check: called with the options when the reward is built; raises ValueError for wrong options.
@@ -132,12 +139,17 @@ class RewardFunction:
     @functools.cached_property
     def takes_samples(self) -> bool:
         """True if its first parameter is named `sample` (`samples` if batched)."""
-        return next(iter(inspect.signature(self.function).parameters), None) == FIRST[self.batched]
+        return (
+            next(iter(inspect.signature(self.function).parameters), None)
+            == FIRST[self.batched]
+        )
 
     def may_take(self, value: str) -> bool:
         """Return whether it can receive a value of the run, such as TRL's `log_metric`, by name or in `**kwargs`."""
         parameters = inspect.signature(self.function).parameters.values()
-        takes_rest = self.batched and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        takes_rest = self.batched and any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
+        )
         return takes_rest or any(parameter.name == value for parameter in parameters)
 
     def binding(self, options: Collection[str], row: RowNames | None = None) -> Binding:
@@ -169,7 +181,10 @@ class RewardFunction:
 
     def unbound(self, options: Mapping[str, Any], why: Exception) -> RewardError:
         """Return the error for parameters that cannot be bound."""
-        values = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
+        values = (
+            ", ".join(f"{key}={value!r}" for key, value in options.items())
+            or "no options"
+        )
         return RewardError(
             f"reward {self.name!r} takes {inspect.signature(self.function)}, and is given {values}: {why}. {HOW}. "
             "Change its parameters, or the options in the configuration."
@@ -224,9 +239,15 @@ def register_reward(
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         known = name if isinstance(name, str) else function.__name__
-        if known in _REGISTERED and _place_of(_REGISTERED[known].function) != _place_of(function):
-            raise RewardError(f"a reward named {known!r} is registered already; choose another name.")
-        _REGISTERED[known] = RewardFunction(known, function, batched, check, may_fail, highest)
+        if known in _REGISTERED and _place_of(_REGISTERED[known].function) != _place_of(
+            function
+        ):
+            raise RewardError(
+                f"a reward named {known!r} is registered already; choose another name."
+            )
+        _REGISTERED[known] = RewardFunction(
+            known, function, batched, check, may_fail, highest
+        )
         return function
 
     return register(name) if callable(name) else register
@@ -245,7 +266,11 @@ def load_modules(names: Sequence[str]) -> None:
 def _place_of(function: Callable[..., Any]) -> Any:
     """Return the place of a function's definition, since one file may be imported both as a module and as a file."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return (os.path.realpath(code.co_filename), function.__qualname__) if code else function
+    return (
+        (os.path.realpath(code.co_filename), function.__qualname__)
+        if code
+        else function
+    )
 
 
 def reward_names() -> list[str]:

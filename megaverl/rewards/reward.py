@@ -35,7 +35,17 @@ from megaverl.rewards.registry import (
 from megaverl.rewards.trl import CallContext, TrainerState, conversation_of
 from megaverl.user_code import describe, show, user_code
 
-SPEC_KEYS = ("name", "function", "weight", "options", "batched", "accuracy", "only_if", "shape", "clip")
+SPEC_KEYS = (
+    "name",
+    "function",
+    "weight",
+    "options",
+    "batched",
+    "accuracy",
+    "only_if",
+    "shape",
+    "clip",
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,9 @@ class Component:
     row: RowNames = RowNames()
     context: CallContext = field(default_factory=CallContext, compare=False)
     _columns: set[str] = field(default_factory=set, compare=False)
-    _bindings: dict[frozenset[str], Binding] = field(default_factory=dict, compare=False)
+    _bindings: dict[frozenset[str], Binding] = field(
+        default_factory=dict, compare=False
+    )
 
     @property
     def can_reach_one(self) -> bool | None:
@@ -73,12 +85,17 @@ class Component:
             return None
         if self.function.highest is not None:
             return self.function.highest >= 1.0
-        is_rule = str(self.function.function.__module__).partition(".")[0] == "megaverl" and not self.function.may_fail
+        is_rule = (
+            str(self.function.function.__module__).partition(".")[0] == "megaverl"
+            and not self.function.may_fail
+        )
         return True if is_rule else None
 
-    def shaped(self, samples: Sequence[RewardSample], gate: Sequence[float] | None = None) -> list[float]:
-        """Return the scores, shaped and clipped. Samples whose `gate` is below 1 get 0, and those whose gate is NaN get
-        NaN.
+    def shaped(
+        self, samples: Sequence[RewardSample], gate: Sequence[float] | None = None
+    ) -> list[float]:
+        """Return the scores, shaped and clipped. Samples whose `gate` is below 1 get 0,
+        and those whose gate is NaN get NaN.
         """
         results = [0.0] * len(samples)
         rows = []
@@ -87,7 +104,8 @@ class Component:
                 rows.append(row)
             elif math.isnan(gate[row]):
                 results[row] = math.nan
-        # Samples behind a closed gate are not scored at all: their scores would be ignored, and a judge may cost money.
+        # Samples behind a closed gate are not scored at all: their scores would be
+        # ignored, and a judge may cost money.
         scores = self.score([samples[row] for row in rows], rows) if rows else []
         for row, value in zip(rows, scores, strict=True):
             if self.shape is not None and not math.isnan(value):
@@ -100,7 +118,9 @@ class Component:
             results[row] = value
         return results
 
-    def score(self, samples: Sequence[RewardSample], rows: Sequence[int] | None = None) -> list[float]:
+    def score(
+        self, samples: Sequence[RewardSample], rows: Sequence[int] | None = None
+    ) -> list[float]:
         """Return one finite number for every sample, or NaN from a function that may fail.
 
         Args:
@@ -110,20 +130,33 @@ class Component:
             RewardError: the function raises, or returns something else; names the sample.
         """
         if self.function.batched:
-            return self._score_batch(samples, range(len(samples)) if rows is None else rows)
-        return [self._score_one(sample, number, len(samples)) for number, sample in enumerate(samples)]
+            return self._score_batch(
+                samples, range(len(samples)) if rows is None else rows
+            )
+        return [
+            self._score_one(sample, number, len(samples))
+            for number, sample in enumerate(samples)
+        ]
 
     def _score_one(self, sample: RewardSample, number: int, count: int) -> float:
         where = f"sample {number} of {count} (prompt: {_excerpt(sample.prompt)})"
         columns = tuple(sample.extra)
-        arguments, keywords = self._arguments(sample, partial(self._value, sample), columns, where)
+        arguments, keywords = self._arguments(
+            sample, partial(self._value, sample), columns, where
+        )
         with self._calling(where):
-            value = finished(self.function.function(*arguments, **keywords, **self.options))
+            value = finished(
+                self.function.function(*arguments, **keywords, **self.options)
+            )
         return self._number(value, where)
 
-    def _score_batch(self, samples: Sequence[RewardSample], rows: Sequence[int]) -> list[float]:
+    def _score_batch(
+        self, samples: Sequence[RewardSample], rows: Sequence[int]
+    ) -> list[float]:
         where = f"a batch of {len(samples)} samples"
-        columns = tuple(dict.fromkeys(name for sample in samples for name in sample.extra))
+        columns = tuple(
+            dict.fromkeys(name for sample in samples for name in sample.extra)
+        )
 
         def value_of(name: str) -> Any:
             if name == LOG_EXTRA:
@@ -134,7 +167,9 @@ class Component:
 
         arguments, keywords = self._arguments(list(samples), value_of, columns, where)
         with self._calling(where):
-            values = finished(self.function.function(*arguments, **keywords, **self.options))
+            values = finished(
+                self.function.function(*arguments, **keywords, **self.options)
+            )
             values = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(values, list | tuple):
             raise RewardError(
@@ -147,12 +182,19 @@ class Component:
                 "each, in their order."
             )
         return [
-            self._number(value, f"sample {number} of {len(samples)} (prompt: {_excerpt(sample.prompt)})")
+            self._number(
+                value,
+                f"sample {number} of {len(samples)} (prompt: {_excerpt(sample.prompt)})",
+            )
             for number, (value, sample) in enumerate(zip(values, samples, strict=True))
         ]
 
     def _arguments(
-        self, whole: Any, value_of: Callable[[str], Any], columns: Sequence[str], where: str
+        self,
+        whole: Any,
+        value_of: Callable[[str], Any],
+        columns: Sequence[str],
+        where: str,
     ) -> tuple[list[Any], dict[str, Any]]:
         """Return the function's arguments for a sample or a list of samples.
 
@@ -166,7 +208,8 @@ class Component:
         """
         if self.function.takes_samples:
             return [whole], {}
-        # Columns of all rows so far: a name that was a column once must not be bound by position later.
+        # Columns of all rows so far: a name that was a column once must not be bound by
+        # position later.
         self._columns.update(columns)
         known = frozenset(self._columns)
         if known not in self._bindings:
@@ -201,9 +244,15 @@ class Component:
         if name in (LOG_METRIC, TRAINER_STATE):
             return self._value_of_run(name)
         if name == TRL_PROMPT:
-            return list(sample.messages or ()) if sample.is_conversation else sample.prompt
+            return (
+                list(sample.messages or ()) if sample.is_conversation else sample.prompt
+            )
         if name == TRL_RESPONSE:
-            return conversation_of(sample.response) if sample.is_conversation else sample.response
+            return (
+                conversation_of(sample.response)
+                if sample.is_conversation
+                else sample.response
+            )
         value = getattr(sample, name)
         if name == TOKEN_IDS:
             return None if value is None else list(value)
@@ -217,7 +266,9 @@ class Component:
         return user_code(partial(self._raised, where=where))
 
     def _number(self, value: Any, where: str) -> float:
-        missing = " Does every path through the function return one?" if value is None else ""
+        missing = (
+            " Does every path through the function return one?" if value is None else ""
+        )
         message = f"reward {self.name!r} returned {show(value)} for {where}; it must return one number.{missing}"
         with user_code(lambda error: RewardError(message)):
             # A scalar of numpy or torch.
@@ -227,7 +278,9 @@ class Component:
                 raise TypeError(value)
             # Raises OverflowError for an integer that is too large for a float.
             number = float(value)
-        if not math.isfinite(number) and not (self.function.may_fail and math.isnan(number)):
+        if not math.isfinite(number) and not (
+            self.function.may_fail and math.isnan(number)
+        ):
             raise RewardError(
                 f"reward {self.name!r} returned {number} for {where}; it must be finite. Return a "
                 "number, such as 0, where the response cannot be scored."
@@ -253,9 +306,13 @@ class Reward:
         output.total, output.correct
     """
 
-    def __init__(self, components: Sequence[Component], *, may_be_empty: bool = False) -> None:
+    def __init__(
+        self, components: Sequence[Component], *, may_be_empty: bool = False
+    ) -> None:
         if not components and not may_be_empty:
-            raise RewardError("no reward is configured. Add one, for example reward: [{name: exact_match}].")
+            raise RewardError(
+                "no reward is configured. Add one, for example reward: [{name: exact_match}]."
+            )
         self.components = list(components)
         names = [component.name for component in components]
         for place, component in enumerate(components):
@@ -266,7 +323,9 @@ class Reward:
                 )
         marked = [component.name for component in components if component.accuracy]
         if len(marked) > 1:
-            raise RewardError(f"accuracy: true stands at {', '.join(marked)}; only one reward can decide accuracy.")
+            raise RewardError(
+                f"accuracy: true stands at {', '.join(marked)}; only one reward can decide accuracy."
+            )
         deciding = marked or [component.name for component in components]
         self.accuracy_component: str | None = deciding[0] if deciding else None
 
@@ -292,7 +351,9 @@ class Reward:
         """Return, for each of the last call's `count` samples, the values that functions have logged, by column."""
         rows: list[dict[str, Any]] = [{} for _ in range(count)]
         for component in self.components:
-            for row, logged in zip(rows, component.context.take_columns(count), strict=True):
+            for row, logged in zip(
+                rows, component.context.take_columns(count), strict=True
+            ):
                 row.update(logged)
         return rows
 
@@ -327,7 +388,11 @@ class Reward:
     @property
     def _decisive(self) -> Component | None:
         """The component that decides whether a response is correct."""
-        named = (component for component in self.components if component.name == self.accuracy_component)
+        named = (
+            component
+            for component in self.components
+            if component.name == self.accuracy_component
+        )
         return next(named, None)
 
     def score(self, samples: Sequence[RewardSample]) -> RewardOutput:
@@ -341,16 +406,27 @@ class Reward:
             gate = None if component.only_if is None else scores[component.only_if]
             scores[component.name] = component.shaped(samples, gate)
         total = [
-            math.fsum(component.weight * scores[component.name][number] for component in self.components)
+            math.fsum(
+                component.weight * scores[component.name][number]
+                for component in self.components
+            )
             for number in range(len(samples))
         ]
-        decisive = scores[self.accuracy_component] if self.accuracy_component else [0.0] * len(samples)
+        decisive = (
+            scores[self.accuracy_component]
+            if self.accuracy_component
+            else [0.0] * len(samples)
+        )
         correct = [value >= 1.0 for value in decisive]
         return RewardOutput(total, scores, correct)
 
 
 def build_reward(
-    specs: Any, *, may_be_empty: bool = False, modules: Sequence[str] = (), row: RowNames | None = None
+    specs: Any,
+    *,
+    may_be_empty: bool = False,
+    modules: Sequence[str] = (),
+    row: RowNames | None = None,
 ) -> Reward:
     """Build the reward that a configuration describes.
 
@@ -370,14 +446,20 @@ def build_reward(
         RewardError: an entry names nothing known, or has options that the function does not accept.
     """
     load_modules(modules)
-    entries = [specs] if isinstance(specs, str | Mapping) or not isinstance(specs, Sequence) else specs
+    entries = (
+        [specs]
+        if isinstance(specs, str | Mapping) or not isinstance(specs, Sequence)
+        else specs
+    )
     components: list[Component] = []
     taken: dict[str, int] = {}
     for entry in entries:
         component = _build_component(_as_mapping(entry), row or RowNames())
         taken[component.name] = taken.get(component.name, 0) + 1
         if taken[component.name] > 1:
-            component = replace(component, name=f"{component.name}_{taken[component.name]}")
+            component = replace(
+                component, name=f"{component.name}_{taken[component.name]}"
+            )
         components.append(component)
     return Reward(components, may_be_empty=may_be_empty)
 
@@ -386,12 +468,19 @@ def _as_mapping(entry: Any) -> dict[str, Any]:
     if isinstance(entry, str):
         return {"name": entry}
     if not isinstance(entry, Mapping):
-        return {key: getattr(entry, key) for key in SPEC_KEYS if getattr(entry, key, None) is not None}
+        return {
+            key: getattr(entry, key)
+            for key in SPEC_KEYS
+            if getattr(entry, key, None) is not None
+        }
     options = {
         **(entry.get("options") or {}),
         **{key: value for key, value in entry.items() if key not in SPEC_KEYS},
     }
-    return {**{key: value for key, value in entry.items() if key in SPEC_KEYS}, "options": options}
+    return {
+        **{key: value for key, value in entry.items() if key in SPEC_KEYS},
+        "options": options,
+    }
 
 
 def _build_component(entry: Mapping[str, Any], row: RowNames) -> Component:
@@ -406,16 +495,38 @@ def _build_component(entry: Mapping[str, Any], row: RowNames) -> Component:
         label = name
         function = find_reward(name)
     else:
-        raise RewardError(f"a reward needs a name or a function; found {dict(entry)!r}.")
+        raise RewardError(
+            f"a reward needs a name or a function; found {dict(entry)!r}."
+        )
     weight = entry.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise RewardError(f"reward {label!r}: weight is {weight!r}; it must be a finite number.")
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, int | float)
+        or not math.isfinite(weight)
+    ):
+        raise RewardError(
+            f"reward {label!r}: weight is {weight!r}; it must be a finite number."
+        )
     function.check_options(options)
-    shape = _own_function(entry["shape"], "reward.shape") if entry.get("shape") else None
+    shape = (
+        _own_function(entry["shape"], "reward.shape") if entry.get("shape") else None
+    )
     clip = tuple(float(value) for value in entry["clip"]) if entry.get("clip") else None
     if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
-        raise RewardError(f"reward {label!r}: clip is {list(clip)}; expected [minimum, maximum].")
-    return Component(label, function, float(weight), options, accuracy, entry.get("only_if"), shape, clip, row)
+        raise RewardError(
+            f"reward {label!r}: clip is {list(clip)}; expected [minimum, maximum]."
+        )
+    return Component(
+        label,
+        function,
+        float(weight),
+        options,
+        accuracy,
+        entry.get("only_if"),
+        shape,
+        clip,
+        row,
+    )
 
 
 def _own_function(target: str, key: str = "reward.function") -> Callable[..., Any]:

@@ -1,5 +1,5 @@
-"""Built-in rules: length, exact match, format, numbers, formulas, and `code`, which runs a program against the row's
-tests.
+"""Built-in rules: length, exact match, format, numbers, formulas, and `code`, which
+runs a program against the row's tests.
 """
 
 from __future__ import annotations
@@ -17,12 +17,20 @@ from megaverl.rewards.checkers import checking_program, is_accepted
 from megaverl.rewards.choices import LETTER_ALONE, extract_choice
 from megaverl.rewards.math_worker import MathWorker
 from megaverl.rewards.registry import RewardSample, register_reward
-from megaverl.rewards.sandbox import ConfinedProgram, ProgramOutcome, Sandbox, SandboxLimits, why_not_here
+from megaverl.rewards.sandbox import (
+    ConfinedProgram,
+    ProgramOutcome,
+    Sandbox,
+    SandboxLimits,
+    why_not_here,
+)
 
 
 def _num_tokens(sample: RewardSample) -> int:
     if sample.num_tokens is None:
-        raise ValueError("the number of tokens of the response is not known here (RewardSample.num_tokens is None)")
+        raise ValueError(
+            "the number of tokens of the response is not known here (RewardSample.num_tokens is None)"
+        )
     return sample.num_tokens
 
 
@@ -36,7 +44,9 @@ def _check_overlong(max_tokens: int, buffer_tokens: int, penalty: float = 1.0) -
 
 
 @register_reward("soft_overlong", check=_check_overlong, highest=0.0)
-def soft_overlong(sample: RewardSample, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0) -> float:
+def soft_overlong(
+    sample: RewardSample, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0
+) -> float:
     """Return 0 up to `max_tokens - buffer_tokens` tokens, falling linearly to `-penalty` at `max_tokens`.
 
     DAPO (Yu et al. 2025, arXiv:2503.14476), equation 13: soft overlong punishment.
@@ -47,11 +57,15 @@ def soft_overlong(sample: RewardSample, *, max_tokens: int, buffer_tokens: int, 
 
 def _check_linear(max_tokens: int, free_tokens: int = 0) -> None:
     if not 0 <= free_tokens < max_tokens:
-        raise ValueError(f"free_tokens is {free_tokens}; it must be at least 0 and less than max_tokens ({max_tokens})")
+        raise ValueError(
+            f"free_tokens is {free_tokens}; it must be at least 0 and less than max_tokens ({max_tokens})"
+        )
 
 
 @register_reward("length_linear", check=_check_linear, highest=0.0)
-def length_linear(sample: RewardSample, *, max_tokens: int, free_tokens: int = 0) -> float:
+def length_linear(
+    sample: RewardSample, *, max_tokens: int, free_tokens: int = 0
+) -> float:
     """Return 0 up to `free_tokens`, falling linearly to -1 at `max_tokens` and beyond."""
     return -max(_num_tokens(sample) - free_tokens, 0) / (max_tokens - free_tokens)
 
@@ -60,7 +74,9 @@ def length_linear(sample: RewardSample, *, max_tokens: int, free_tokens: int = 0
 def finished(sample: RewardSample) -> float:
     """Return 1 if the model ended its response itself, 0 if it was cut off."""
     if sample.finish_reason is None:
-        raise ValueError("why the response ended is not known here (RewardSample.finish_reason is None)")
+        raise ValueError(
+            "why the response ended is not known here (RewardSample.finish_reason is None)"
+        )
     return float(sample.finish_reason == "stop")
 
 
@@ -73,19 +89,26 @@ def references(sample: RewardSample) -> list[str]:
     Raises:
         ValueError: the sample has none.
     """
-    listed = sample.reference if isinstance(sample.reference, list) else [sample.reference]
+    listed = (
+        sample.reference if isinstance(sample.reference, list) else [sample.reference]
+    )
     known = [reference for reference in listed if reference is not None]
     if not known:
-        raise ValueError("the row has no reference answer; name its column with data.answer_key")
+        raise ValueError(
+            "the row has no reference answer; name its column with data.answer_key"
+        )
     return [str(reference) for reference in known]
 
 
 @register_reward("exact_match")
-def exact_match(sample: RewardSample, *, strip: bool = True, ignore_case: bool = False) -> float:
+def exact_match(
+    sample: RewardSample, *, strip: bool = True, ignore_case: bool = False
+) -> float:
     """Return 1 if the response equals the reference (or one of a list of them), else 0."""
     return float(
         any(
-            _plain(sample.response, strip, ignore_case) == _plain(text, strip, ignore_case)
+            _plain(sample.response, strip, ignore_case)
+            == _plain(text, strip, ignore_case)
             for text in references(sample)
         )
     )
@@ -100,7 +123,8 @@ def _plain(text: str, strip: bool, ignore_case: bool) -> str:
 def positions(sample: RewardSample, *, strip: bool = True) -> float:
     """Return the fraction of characters that are right at their position, 0 to 1: credit for a nearly right answer.
 
-    It is relative to the longer of response and reference, so that a response of the wrong length loses.
+    It is relative to the longer of response and reference, so that a response of the
+    wrong length loses.
     """
 
     def matching(reference: str) -> float:
@@ -109,7 +133,9 @@ def positions(sample: RewardSample, *, strip: bool = True) -> float:
         same = sum(a == b for a, b in zip(response, reference, strict=False))
         return same / longest if longest else 1.0
 
-    return max(matching(_plain(text, strip, ignore_case=False)) for text in references(sample))
+    return max(
+        matching(_plain(text, strip, ignore_case=False)) for text in references(sample)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -123,14 +149,19 @@ def _check_format(pattern: Any, mode: str = "search") -> None:
     try:
         _compiled(pattern)
     except (re.error, TypeError) as error:
-        raise ValueError(f"pattern {pattern!r} is not a regular expression ({error})") from error
+        raise ValueError(
+            f"pattern {pattern!r} is not a regular expression ({error})"
+        ) from error
 
 
 @register_reward("format", check=_check_format)
-def response_format(sample: RewardSample, *, pattern: str, mode: str = "search") -> float:
+def response_format(
+    sample: RewardSample, *, pattern: str, mode: str = "search"
+) -> float:
     r"""Return 1 if the regular expression `pattern` is found in the response (`fullmatch`: covers all of it), else 0.
 
-    `.` matches line ends too. Example: `<think>.*</think>\\s*<answer>.*</answer>` with `mode: fullmatch`.
+    `.` matches line ends too. Example: `<think>.*</think>\\s*<answer>.*</answer>` with
+    `mode: fullmatch`.
     """
     return float(getattr(_compiled(pattern), mode)(sample.response) is not None)
 
@@ -142,8 +173,8 @@ METHODS = ("strict", "flexible")
 
 
 def final_number(text: str, method: str = "strict") -> Decimal | None:
-    """Return the number after the last `####`; with `flexible`, or else the last number of the text; None if there is
-    none.
+    """Return the number after the last `####`; with `flexible`, or else the last number
+    of the text; None if there is none.
 
     Dollar signs and commas between thousands are allowed: `#### $1,234.50`.
     """
@@ -167,12 +198,14 @@ def _check_gsm8k(method: str = "strict", format_score: float = 0.0) -> None:
 
 
 @register_reward("gsm8k", check=_check_gsm8k)
-def gsm8k(sample: RewardSample, *, method: str = "strict", format_score: float = 0.0) -> float:
+def gsm8k(
+    sample: RewardSample, *, method: str = "strict", format_score: float = 0.0
+) -> float:
     """Return 1 for the reference's final number, `format_score` for another one, 0 for none.
 
-    GSM8K (Cobbe et al. 2021, arXiv:2110.14168) ends every answer with `#### N`. The reference may be such an answer,
-    the number alone, or a text without `####`, whose last number counts: "The answer is 42." Numbers are compared by
-    value: 72 is 72.0.
+    GSM8K (Cobbe et al. 2021, arXiv:2110.14168) ends every answer with `#### N`. The
+    reference may be such an answer, the number alone, or a text without `####`, whose
+    last number counts: "The answer is 42." Numbers are compared by value: 72 is 72.0.
     """
     [reference, *_] = references(sample)
     expected = final_number(reference)
@@ -180,7 +213,9 @@ def gsm8k(sample: RewardSample, *, method: str = "strict", format_score: float =
         whole = _number(reference)
         expected = final_number(reference, "flexible") if whole is None else whole
     if expected is None:
-        raise ValueError(f"the reference {reference[-60:]!r} has no number after '####', or none at all")
+        raise ValueError(
+            f"the reference {reference[-60:]!r} has no number after '####', or none at all"
+        )
     answer = final_number(sample.response, method)
     if answer is None:
         return 0.0
@@ -193,49 +228,72 @@ MOST_CHOICES = 10
 
 def _check_math_verify(timeout_seconds: float = 5.0) -> None:
     if timeout_seconds <= 0:
-        raise ValueError(f"timeout_seconds is {timeout_seconds}; it must be more than 0")
+        raise ValueError(
+            f"timeout_seconds is {timeout_seconds}; it must be more than 0"
+        )
     if importlib.util.find_spec("math_verify") is None:
-        raise ValueError("the library is missing. Run: pip install math-verify[antlr4-13-2]")
+        raise ValueError(
+            "the library is missing. Run: pip install math-verify[antlr4-13-2]"
+        )
 
 
 @register_reward("math_verify", batched=True, check=_check_math_verify)
-def math_verify(samples: list[RewardSample], *, timeout_seconds: float = 5.0) -> list[float]:
+def math_verify(
+    samples: list[RewardSample], *, timeout_seconds: float = 5.0
+) -> list[float]:
     """Return 1 if the response's last formula or number equals the reference mathematically (1/2 is 0.5), else 0.
 
-    The library math-verify decides in a separate process, since model output can make sympy compute forever. A
-    comparison that takes longer than `timeout_seconds` scores 0. A reference that is one capital letter, such as `C` or
-    `(C)`, is a choice instead of a formula; see `extract_choice`.
+    The library math-verify decides in a separate process, since model output can make
+    sympy compute forever. A comparison that takes longer than `timeout_seconds` scores
+    0. A reference that is one capital letter, such as `C` or `(C)`, is a choice instead
+    of a formula; see `extract_choice`.
     """
     worker = MathWorker.shared()
 
     def is_right(reference: str, response: str) -> bool:
         choice = LETTER_ALONE.fullmatch(reference)
-        # A letter may also be a variable, so math-verify decides where the response chooses nothing.
-        if choice is not None and (chosen := extract_choice(response, MOST_CHOICES)) is not None:
+        # A letter may also be a variable, so math-verify decides where the response
+        # chooses nothing.
+        if (
+            choice is not None
+            and (chosen := extract_choice(response, MOST_CHOICES)) is not None
+        ):
             return chosen == choice[1]
         return worker.equal(reference, response, timeout_seconds)
 
-    return [float(any(is_right(text, sample.response) for text in references(sample))) for sample in samples]
+    return [
+        float(any(is_right(text, sample.response) for text in references(sample)))
+        for sample in samples
+    ]
 
 
-BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+.-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^[ \t]*```[ \t]*([\w+.-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
 LANGUAGES = ("", "python", "python3", "py")
 
 
 def extract_code(response: str) -> str:
     """Return the last fenced block of Python or without a language; the whole response if it has no blocks."""
-    blocks: list[str] = [text for language, text in BLOCK.findall(response) if language.lower() in LANGUAGES]
+    blocks: list[str] = [
+        text
+        for language, text in BLOCK.findall(response)
+        if language.lower() in LANGUAGES
+    ]
     if blocks:
         return blocks[-1]
-    # A response with blocks of other languages alone has no program; one without any block is a program as a whole.
+    # A response with blocks of other languages alone has no program; one without any
+    # block is a program as a whole.
     return "" if BLOCK.search(response) else response
 
 
 def row_tests(reference: Any) -> list[dict[str, Any]]:
     """Return a row's tests: each has `input` and `output`, or `call` and `expected`, or `code`.
 
-    A null field is one that the test does not have, since Parquet gives every test the fields of all others.
-    `expected: null` means that the function returns None, and so does a `call` without it.
+    A null field is one that the test does not have, since Parquet gives every test the
+    fields of all others. `expected: null` means that the function returns None, and so
+    does a `call` without it.
 
     Args:
         reference: one test or a list: mappings as above, or Python text (`assert f(1) == 2`). Also the forms of APPS,
@@ -249,22 +307,32 @@ def row_tests(reference: Any) -> list[dict[str, Any]]:
     if isinstance(parsed, str):
         return [{"code": parsed}]
     if isinstance(parsed, list):
-        return [test for entry in parsed if entry is not None for test in row_tests(entry)]
+        return [
+            test for entry in parsed if entry is not None for test in row_tests(entry)
+        ]
     if not isinstance(parsed, Mapping):
-        raise ValueError(f"tests are text, mappings or lists of them; found {type(reference).__name__}")
+        raise ValueError(
+            f"tests are text, mappings or lists of them; found {type(reference).__name__}"
+        )
     test = {key: value for key, value in parsed.items() if value is not None}
     if "inputs" in test and "outputs" in test:
         return _pairs(test)
     if "test_list" in test:
         setup = str(test.get("test_setup_code", ""))
-        return [{"code": f"{setup}\n{line}"} for line in test["test_list"] if line is not None]
+        return [
+            {"code": f"{setup}\n{line}"}
+            for line in test["test_list"]
+            if line is not None
+        ]
     if "test" in test and "entry_point" in test:
         return [{"code": f"{test['test']}\ncheck({test['entry_point']})"}]
     if _is_script_test(test, parsed):
         return [test]
     if "call" in test and ("expected" in parsed or test.keys() <= FIELDS_OF_CALL):
         if "kwargs" in test:
-            test["kwargs"] = {key: value for key, value in test["kwargs"].items() if value is not None}
+            test["kwargs"] = {
+                key: value for key, value in test["kwargs"].items() if value is not None
+            }
         return [{"expected": None, **test}]
     if isinstance(test.get("code"), str):
         return [{"code": test["code"]}]
@@ -273,7 +341,8 @@ def row_tests(reference: Any) -> list[dict[str, Any]]:
     )
 
 
-# If `expected` or `input` is missing, an unknown field may be a misspelling of it, so only these are allowed.
+# If `expected` or `input` is missing, an unknown field may be a misspelling of it, so
+# only these are allowed.
 FIELDS_OF_CALL = {"call", "args", "kwargs", "tolerance"}
 FIELDS_OF_SCRIPT = {"output", "testtype", "type", "name", "id"}
 
@@ -288,7 +357,9 @@ def _is_script_test(test: Mapping[str, Any], written: Mapping[str, Any]) -> bool
         return False
     if "input" in test:
         return True
-    return "call" not in test and ("input" in written or test.keys() <= FIELDS_OF_SCRIPT)
+    return "call" not in test and (
+        "input" in written or test.keys() <= FIELDS_OF_SCRIPT
+    )
 
 
 def _parsed(reference: Any) -> Any:
@@ -310,7 +381,10 @@ def _pairs(cases: Mapping[str, Any]) -> list[dict[str, Any]]:
             {"call": name, "args": [] if i is None else i, "expected": value}
             for (i, _), value in zip(pairs, values, strict=True)
         ]
-    return [{"input": _script_text(inputs), "output": _script_text(wanted)} for inputs, wanted in pairs]
+    return [
+        {"input": _script_text(inputs), "output": _script_text(wanted)}
+        for inputs, wanted in pairs
+    ]
 
 
 def _script_text(value: Any) -> str:
@@ -348,7 +422,9 @@ def _words(lines: Sequence[str]) -> list[str]:
 
 def _close(output: str, expected: str, tolerance: float) -> bool:
     try:
-        return output == expected or math.isclose(float(output), float(expected), rel_tol=tolerance, abs_tol=tolerance)
+        return output == expected or math.isclose(
+            float(output), float(expected), rel_tol=tolerance, abs_tol=tolerance
+        )
     except ValueError:
         return False
 
@@ -366,9 +442,17 @@ def _check_code(
     preload: Sequence[str] = (),
     **limits: Any,
 ) -> None:
-    for name, value in {"workers": workers, "max_tests": max_tests or 1, **limits}.items():
+    for name, value in {
+        "workers": workers,
+        "max_tests": max_tests or 1,
+        **limits,
+    }.items():
         least = 0 if name == "threads" else 1e-9
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or value < least
+        ):
             raise ValueError(f"{name} is {value!r}; it must be a number above 0")
     if tolerance < 0:
         raise ValueError(f"tolerance is {tolerance}; it must be at least 0")
@@ -398,8 +482,9 @@ def code(
 ) -> list[float]:
     """Return 1 if the response's Python program passes all tests of the row, else 0.
 
-    The program is the last fenced block of the response. It runs confined, anew for every test (see `Sandbox`). A
-    program that takes too long, needs too much memory or writes too much fails the test.
+    The program is the last fenced block of the response. It runs confined, anew for
+    every test (see `Sandbox`). A program that takes too long, needs too much memory or
+    writes too much fails the test.
 
     Args:
         tests_key: column of the row with the tests; None: the reference answer.
@@ -414,7 +499,9 @@ def code(
         workers: parallel programs on each rank.
         seconds, memory_mb, output_kb, threads, preload: see `SandboxLimits`.
     """
-    box = Sandbox.shared(SandboxLimits(seconds, memory_mb, output_kb, threads, tuple(preload)), workers)
+    box = Sandbox.shared(
+        SandboxLimits(seconds, memory_mb, output_kb, threads, tuple(preload)), workers
+    )
     plan = [_tests(sample, tests_key)[:max_tests] for sample in samples]
     programs = []
     for sample, tests in zip(samples, plan, strict=True):
@@ -432,12 +519,18 @@ def code(
                 )
             )
     all_tests = [test for tests in plan for test in tests]
-    checkers = [_checker(sample, checker_key) for sample, tests in zip(samples, plan, strict=True) for _ in tests]
+    checkers = [
+        _checker(sample, checker_key)
+        for sample, tests in zip(samples, plan, strict=True)
+        for _ in tests
+    ]
     passed = iter(_passed(box, all_tests, box.run_all(programs), checkers, tolerance))
     scores = []
     for tests in plan:
         results = [next(passed) for _ in tests]
-        scores.append(sum(results) / len(results) if partial_credit else float(all(results)))
+        scores.append(
+            sum(results) / len(results) if partial_credit else float(all(results))
+        )
     return scores
 
 
@@ -449,14 +542,23 @@ def _passed(
     tolerance: float,
 ) -> list[bool]:
     """Return whether each test is passed. Outputs of rows with a checker are decided by it."""
-    passed = [_passes(outcome, test, tolerance) for outcome, test in zip(outcomes, tests, strict=True)]
+    passed = [
+        _passes(outcome, test, tolerance)
+        for outcome, test in zip(outcomes, tests, strict=True)
+    ]
     checked: list[int] = []
     programs: list[ConfinedProgram] = []
-    for place, (test, outcome, checker) in enumerate(zip(tests, outcomes, checkers, strict=True)):
+    for place, (test, outcome, checker) in enumerate(
+        zip(tests, outcomes, checkers, strict=True)
+    ):
         if checker is None or "output" not in test or outcome.code != 0:
             continue
         checked.append(place)
-        programs.append(checking_program(checker, str(test.get("input", "")), outcome.output, str(test["output"])))
+        programs.append(
+            checking_program(
+                checker, str(test.get("input", "")), outcome.output, str(test["output"])
+            )
+        )
     for place, outcome in zip(checked, box.run_all(programs), strict=True):
         passed[place] = is_accepted(outcome)
     return passed
@@ -477,20 +579,28 @@ def _limit(sample: RewardSample, key: str | None) -> float | None:
     value = None if key is None else sample.extra.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 < value < math.inf
+    ):
         raise ValueError(f"the row's {key!r} is {value!r}; expected a number above 0")
     return float(value)
 
 
 def _passes(outcome: ProgramOutcome, test: Mapping[str, Any], tolerance: float) -> bool:
     if "output" in test:
-        return outcome.code == 0 and same_output(outcome.output, str(test["output"]), tolerance)
+        return outcome.code == 0 and same_output(
+            outcome.output, str(test["output"]), tolerance
+        )
     return outcome.passed
 
 
 def _tests(sample: RewardSample, key: str | None) -> list[dict[str, Any]]:
     if key is not None and key not in sample.extra:
-        raise ValueError(f"the row has no column {key!r}; it has {', '.join(sample.extra) or 'no others'}")
+        raise ValueError(
+            f"the row has no column {key!r}; it has {', '.join(sample.extra) or 'no others'}"
+        )
     tests = row_tests(sample.reference if key is None else sample.extra[key])
     if not tests:
         raise ValueError("the row has no tests")

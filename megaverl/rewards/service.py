@@ -1,8 +1,9 @@
 """Requests to a scoring service: several in parallel, with retries, within a deadline and a budget.
 
-Why retries by hand: a wait follows the service's Retry-After or a jittered backoff, and ends at the deadline of the
-whole batch or when the budget that all threads share is spent. With tenacity each of these is a callback, which makes
-the loop of `Service._ask` longer. A call costs 10 us more, which no service would notice.
+Why retries by hand: a wait follows the service's Retry-After or a jittered backoff, and
+ends at the deadline of the whole batch or when the budget that all threads share is
+spent. With tenacity each of these is a callback, which makes the loop of `Service._ask`
+longer. A call costs 10 us more, which no service would notice.
 """
 
 from __future__ import annotations
@@ -24,8 +25,14 @@ from urllib.parse import urlsplit
 from megaverl.errors import RewardError
 from megaverl.outside import read_json
 
-PASSING = (408, 409, 425, 429)  # like 500 and above, these statuses may pass when the request is retried
-OURS = {401: "the token", 403: "the token", 404: "the address, or the model's name", 405: "the address"}
+# Like 500 and above, these statuses may pass when the request is retried.
+PASSING = (408, 409, 425, 429)
+OURS = {
+    401: "the token",
+    403: "the token",
+    404: "the address, or the model's name",
+    405: "the address",
+}
 LONGEST_WAIT, CACHED = 30.0, 100_000
 JOB_HEADER = "X-Megaverl-Job"
 
@@ -66,23 +73,44 @@ class ServiceOptions:
         """Raise a ValueError for options that cannot be used."""
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ValueError(f"url is {self.url!r}; it must begin with http:// or https:// and name a host")
+            raise ValueError(
+                f"url is {self.url!r}; it must begin with http:// or https:// and name a host"
+            )
         if parts.username or parts.password:
-            raise ValueError("url has a user name or password in it; name a variable with a token in token_env")
-        bounds = {"timeout_seconds": 1e-9, "deadline_seconds": 1e-9, "retries": 0, "concurrent": 1, "budget": 1}
+            raise ValueError(
+                "url has a user name or password in it; name a variable with a token in token_env"
+            )
+        bounds = {
+            "timeout_seconds": 1e-9,
+            "deadline_seconds": 1e-9,
+            "retries": 0,
+            "concurrent": 1,
+            "budget": 1,
+        }
         for name, least in bounds.items():
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < least):
+            if value is not None and (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or value < least
+            ):
                 bound = f"at least {least:g}" if least in (0, 1) else "above 0"
                 raise ValueError(f"{name} is {value!r}; it must be a number, {bound}")
         if self.token_env is not None and not os.environ.get(self.token_env):
-            raise ValueError(f"token_env: no variable {self.token_env} is set. Run: export {self.token_env}=...")
+            raise ValueError(
+                f"token_env: no variable {self.token_env} is set. Run: export {self.token_env}=..."
+            )
 
 
 def check_service(url: str, **options: Any) -> None:
     """Raise a ValueError for wrong service options among `options`."""
     ServiceOptions(
-        url, **{key: value for key, value in options.items() if key in ServiceOptions.__dataclass_fields__}
+        url,
+        **{
+            key: value
+            for key, value in options.items()
+            if key in ServiceOptions.__dataclass_fields__
+        },
     ).check()
 
 
@@ -92,7 +120,12 @@ def with_service_options(function: Callable[..., Any]) -> Callable[..., Any]:
     *own_parameters, _ = signature.parameters.values()
     taken = (*signature.parameters, "job")
     others = [
-        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=option.default,
+            annotation=option.type,
+        )
         for option in fields(ServiceOptions)
         if option.name not in taken
     ]
@@ -147,10 +180,17 @@ class Service:
     @classmethod
     def costs(cls) -> dict[str, int]:
         """Return metrics of all clients of this process since its start."""
-        names = {"requests": "sent", "failed_requests": "failed", "cached_requests": "from_cache", "tokens": "tokens"}
+        names = {
+            "requests": "sent",
+            "failed_requests": "failed",
+            "cached_requests": "from_cache",
+            "tokens": "tokens",
+        }
         known = cls.known()
         return {
-            f"reward/service_{name}": sum(getattr(service, attribute) for service in known)
+            f"reward/service_{name}": sum(
+                getattr(service, attribute) for service in known
+            )
             for name, attribute in names.items()
         }
 
@@ -195,8 +235,12 @@ class Service:
 
             # Equal requests of one call are sent once.
             distinct = {_key(request): request for request in requests}
-            with ThreadPoolExecutor(options.concurrent, thread_name_prefix="service") as pool:
-                answers = dict(zip(distinct, pool.map(one, distinct.values()), strict=True))
+            with ThreadPoolExecutor(
+                options.concurrent, thread_name_prefix="service"
+            ) as pool:
+                answers = dict(
+                    zip(distinct, pool.map(one, distinct.values()), strict=True)
+                )
         return [answers[_key(request)] for request in requests]
 
     def _cached(
@@ -228,7 +272,13 @@ class Service:
                 self._cache.popitem(last=False)
         return answer
 
-    def _ask(self, client: Any, request: Mapping[str, Any], read: Callable[[Any], Any], deadline: float) -> Any:
+    def _ask(
+        self,
+        client: Any,
+        request: Mapping[str, Any],
+        read: Callable[[Any], Any],
+        deadline: float,
+    ) -> Any:
         """Send one request until it is answered or its attempts are used up."""
         problem = "its time was over before it was sent"
         for attempt in range(self.options.retries + 1):
@@ -238,14 +288,24 @@ class Service:
             self._spend()
             try:
                 with self._slots:
-                    answer = self._post(client, request, min(self.options.timeout_seconds, left))
+                    answer = self._post(
+                        client, request, min(self.options.timeout_seconds, left)
+                    )
                 return read(answer)
             except _TryAgain as error:
                 problem, wait = str(error), error.wait
             except (ValueError, KeyError, TypeError, IndexError) as error:
-                problem, wait = f"an answer that cannot be read ({type(error).__name__}: {error})", None
-            # Full jitter: requests that failed at the same time are not retried at the same time.
-            wait = random.uniform(0, min(0.5 * 2**attempt, LONGEST_WAIT)) if wait is None else wait
+                problem, wait = (
+                    f"an answer that cannot be read ({type(error).__name__}: {error})",
+                    None,
+                )
+            # Full jitter: requests that failed at the same time are not retried at the
+            # same time.
+            wait = (
+                random.uniform(0, min(0.5 * 2**attempt, LONGEST_WAIT))
+                if wait is None
+                else wait
+            )
             if attempt < self.options.retries and time.monotonic() + wait < deadline:
                 time.sleep(wait)
             else:
@@ -257,10 +317,16 @@ class Service:
 
         end = time.monotonic() + timeout
         try:
-            # Read in parts: httpx's timeout applies to each read, and a server may send a byte a minute. The JSON is
-            # ASCII, since a text may hold lone surrogates, which UTF-8 cannot encode.
-            sent = {"content": json.dumps(request).encode(), "headers": {"Content-Type": "application/json"}}
-            with client.stream("POST", self.options.url, timeout=timeout, **sent) as response:
+            # Read in parts: httpx's timeout applies to each read, and a server may send
+            # a byte a minute. The JSON is ASCII, since a text may hold lone surrogates,
+            # which UTF-8 cannot encode.
+            sent = {
+                "content": json.dumps(request).encode(),
+                "headers": {"Content-Type": "application/json"},
+            }
+            with client.stream(
+                "POST", self.options.url, timeout=timeout, **sent
+            ) as response:
                 parts = []
                 for part in response.iter_bytes():
                     parts.append(part)
@@ -276,9 +342,13 @@ class Service:
                 f"{body[:200].decode('utf-8', 'replace')!r}"
             )
         if status in PASSING or status >= 500:
-            raise _TryAgain(f"status {status}", _retry_after(response.headers.get("retry-after")))
+            raise _TryAgain(
+                f"status {status}", _retry_after(response.headers.get("retry-after"))
+            )
         if status >= 300:
-            raise Unsupported(f"{self.options.url}: status {status}: {body[:200].decode('utf-8', 'replace')!r}")
+            raise Unsupported(
+                f"{self.options.url}: status {status}: {body[:200].decode('utf-8', 'replace')!r}"
+            )
         answer = read_json(body)
         used = answer.get("usage") if isinstance(answer, dict) else None
         if isinstance(used, dict) and isinstance(used.get("total_tokens"), int):
@@ -289,7 +359,9 @@ class Service:
     def _spend(self) -> None:
         with self._lock:
             if self.options.budget is not None and self.sent >= self.options.budget:
-                raise Unanswered(f"the budget of {self.options.budget} requests is spent")
+                raise Unanswered(
+                    f"the budget of {self.options.budget} requests is spent"
+                )
             self.sent += 1
 
 

@@ -53,7 +53,9 @@ class CallContext:
         """Log a metric. The run logs the mean over a step as `reward/NAME`."""
         self.metrics.append((str(name), read_number(float(value))))
 
-    def log_extra(self, column: str, values: Sequence[Any], rows: Sequence[int]) -> None:
+    def log_extra(
+        self, column: str, values: Sequence[Any], rows: Sequence[int]
+    ) -> None:
         """Log a value for each sample, which the run writes to `samples.jsonl`.
 
         Args:
@@ -64,7 +66,9 @@ class CallContext:
         """
         values = list(values)
         if len(values) != len(rows):
-            raise RewardError(f"log_extra({column!r}, ...) got {len(values)} values for {len(rows)} samples.")
+            raise RewardError(
+                f"log_extra({column!r}, ...) got {len(values)} values for {len(rows)} samples."
+            )
         kept = self.columns.setdefault(str(column), {})
         kept.update(zip(rows, map(_json_value, values), strict=True))
 
@@ -72,8 +76,15 @@ class CallContext:
         """Return the logged values of each of `count` samples, by column, and clear them."""
         rows: list[dict[str, Any]] = []
         for row in range(count):
-            # Functions that were called with some of the samples have no values for the others.
-            rows.append({name: values[row] for name, values in self.columns.items() if row in values})
+            # Functions that were called with some of the samples have no values for the
+            # others.
+            rows.append(
+                {
+                    name: values[row]
+                    for name, values in self.columns.items()
+                    if row in values
+                }
+            )
         self.columns.clear()
         return rows
 

@@ -1,7 +1,7 @@
 """Generation engines: token ids in, token ids and log-probs out.
 
-`engine_factory` makes the engine that `rollout` names; `sample_seeds` splits prompts between its replicas and derives a
-seed for each sample.
+`engine_factory` makes the engine that `rollout` names; `sample_seeds` splits prompts
+between its replicas and derives a seed for each sample.
 """
 
 from megaverl.rollout.engine import Engine, Generation, SamplingOptions

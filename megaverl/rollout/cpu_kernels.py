@@ -25,7 +25,9 @@ def _listed_in(tree: ast.Module) -> tuple[int, ...]:
     """Return the list that the function returns; empty if it is more than one `return` of numbers."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == _FUNCTION:
-            returned = [part.value for part in node.body if isinstance(part, ast.Return)]
+            returned = [
+                part.value for part in node.body if isinstance(part, ast.Return)
+            ]
             try:
                 [value] = returned
                 return tuple(int(size) for size in ast.literal_eval(value))  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Limits of vLLM's CPU build that training must respect, checked from the configuration alone.
 
-`megaverl` checks them before ranks start, and the engine checks again. This module imports neither torch nor vLLM.
+`megaverl` checks them before ranks start, and the engine checks again. This module
+imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 from megaverl.errors import RolloutError
 
 LATENT_ATTENTION = "CPU_MLA"
-# These models attend to all tokens of an image at once, but vLLM's CPU attention is causal over them.
+# These models attend to all tokens of an image at once, but vLLM's CPU attention is
+# causal over them.
 NOT_CAUSAL = ("Gemma3ForConditionalGeneration", "PaliGemmaForConditionalGeneration")
 
 
@@ -30,8 +32,8 @@ def check_images_run_here(architecture: str) -> None:
 
 
 def check_runs_here(arguments: dict[str, Any], *, experts: bool) -> None:
-    """Refuse settings that vLLM's CPU build cannot train with: each would fail, or compute wrong results, in the first
-    batches.
+    """Refuse settings that vLLM's CPU build cannot train with: each would fail, or
+    compute wrong results, in the first batches.
 
     Args:
         arguments: EngineArgs.
@@ -68,9 +70,9 @@ SPECULATORS = ("ngram", "draft_model")
 def speculation_here(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rollout.vllm.speculative_config` with a workaround for a bug of vLLM's CPU build (0.32).
 
-    If all but one token of a prompt are cached, vLLM pads the request with draft tokens -1; its kernels then read
-    beyond their rows and accept them. A table of draft numbers by batch size, with the same number everywhere, avoids
-    this.
+    If all but one token of a prompt are cached, vLLM pads the request with draft tokens
+    -1; its kernels then read beyond their rows and accept them. A table of draft
+    numbers by batch size, with the same number everywhere, avoids this.
 
     Raises:
         RolloutError: this build cannot run the speculator.
@@ -87,4 +89,8 @@ def speculation_here(config: Mapping[str, Any]) -> dict[str, Any]:
             "alone. Leave it out."
         )
     number = config.get("num_speculative_tokens")
-    return {**config, "num_speculative_tokens_per_batch_size": [[1, sys.maxsize, number]]} if number else dict(config)
+    return (
+        {**config, "num_speculative_tokens_per_batch_size": [[1, sys.maxsize, number]]}
+        if number
+        else dict(config)
+    )

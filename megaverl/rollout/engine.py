@@ -71,7 +71,9 @@ class SamplingOptions:
         self.extra: Mapping[str, Any] = extra
 
     def __repr__(self) -> str:
-        return f"SamplingOptions({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
+        return (
+            f"SamplingOptions({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
+        )
 
     def with_max_tokens(self, max_tokens: int) -> SamplingOptions:
         """Return a copy with another `max_tokens`."""
@@ -100,7 +102,8 @@ Prompts = Sequence[Sequence[int]]
 # Images of each prompt of a request, in the order of their placeholder tokens.
 Images = Sequence[Sequence["SharedItem"]]
 
-# Options for all prompts, or a list with the options of each prompt (`rollout.adaptive_sampling`).
+# Options for all prompts, or a list with the options of each prompt
+# (`rollout.adaptive_sampling`).
 Sampling = SamplingOptions | Sequence[SamplingOptions]
 
 
@@ -111,24 +114,33 @@ def of_each(sampling: Sampling, count: int) -> Sequence[SamplingOptions]:
 
 def of_some(sampling: Sampling, rows: Sequence[int]) -> Sampling:
     """Return the sampling options of the prompts in `rows`."""
-    return sampling if isinstance(sampling, SamplingOptions) else [sampling[row] for row in rows]
+    return (
+        sampling
+        if isinstance(sampling, SamplingOptions)
+        else [sampling[row] for row in rows]
+    )
 
 
 Shapes = Mapping[str, tuple[int, ...]]  # weight name -> shape
 
-# Called with a prompt's index in the request and its response, as soon as the response is finished.
+# Called with a prompt's index in the request and its response, as soon as the response
+# is finished.
 OnFinished = Callable[[int, Generation], None]
 
-# Called with an engine's parameters and its `layouts` method, before a captured graph holds addresses of parameters.
-OnLoad = Callable[[Mapping[str, "Tensor"], Callable[[Shapes], Callable[[int], "Layout"]]], None]
+# Called with an engine's parameters and its `layouts` method, before a captured graph
+# holds addresses of parameters.
+OnLoad = Callable[
+    [Mapping[str, "Tensor"], Callable[[Shapes], Callable[[int], "Layout"]]], None
+]
 
 
 class Engine(Protocol):
     """A model that generates, or this rank's part of one.
 
-    `num_replicas` engines of `tp_size` neighbouring ranks each share the ranks; this rank is rank `tp_rank` of engine
-    `replica`. Every rank of a replica makes the same calls in the same order. Optional features (quantised weights, a
-    cache, sleep) have defaults in this class, so subclasses need not define them.
+    `num_replicas` engines of `tp_size` neighbouring ranks each share the ranks; this
+    rank is rank `tp_rank` of engine `replica`. Every rank of a replica makes the same
+    calls in the same order. Optional features (quantised weights, a cache, sleep) have
+    defaults in this class, so subclasses need not define them.
 
     Attributes:
         may_rebind: whether parameters may move to other storage: no captured graph holds their addresses.
@@ -158,7 +170,8 @@ class Engine(Protocol):
     def named_parameters(self) -> dict[str, Tensor]:
         """Return the parameters that this rank holds, under the engine's names. A reshard writes them in place.
 
-        A quantised parameter appears with its shape and the dtype in which it is sent, on the meta device.
+        A quantised parameter appears with its shape and the dtype in which it is sent,
+        on the meta device.
         """
 
     def quantised_weights(self) -> Mapping[str, QuantisedWeight]:
@@ -174,11 +187,17 @@ class Engine(Protocol):
         """
 
     def generate(
-        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], *, images: Images | None = None
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        *,
+        images: Images | None = None,
     ) -> list[Generation]:
         """Generate one response per prompt, in order.
 
-        The response to a prompt depends on the prompt, its seed and the weights, not on the other prompts.
+        The response to a prompt depends on the prompt, its seed and the weights, not on
+        the other prompts.
 
         Args:
             prompts: token ids; an image has one placeholder token for each of its patches.
@@ -199,8 +218,8 @@ class Engine(Protocol):
         return
 
     def sleep_without(self, names: Collection[str]) -> bool:
-        """Sleep without keeping the contents of the parameters in `names`, which a reshard will write before
-        `generate`.
+        """Sleep without keeping the contents of the parameters in `names`, which a
+        reshard will write before `generate`.
 
         Returns:
             False if the engine keeps them anyway.
@@ -252,13 +271,24 @@ class SavedWork:
         by_server = Counter[str]()
         for engine in engine_counts:
             by_server.update(engine["by_server"])
-        metrics = {f"rollout/server_samples/{server}": float(count) for server, count in sorted(by_server.items())}
-        numbers = [name for name, value in vars(SavedWork()).items() if isinstance(value, int)]
-        total = {name: sum(counts[name] for counts in engine_counts) for name in numbers}
+        metrics = {
+            f"rollout/server_samples/{server}": float(count)
+            for server, count in sorted(by_server.items())
+        }
+        numbers = [
+            name for name, value in vars(SavedWork()).items() if isinstance(value, int)
+        ]
+        total = {
+            name: sum(counts[name] for counts in engine_counts) for name in numbers
+        }
         if total["prompt_tokens"]:
-            metrics["rollout/prefix_cache_hit_rate"] = total["cached_tokens"] / total["prompt_tokens"]
+            metrics["rollout/prefix_cache_hit_rate"] = (
+                total["cached_tokens"] / total["prompt_tokens"]
+            )
         if total["draft_tokens"]:
-            metrics["rollout/draft_acceptance_rate"] = total["accepted_tokens"] / total["draft_tokens"]
+            metrics["rollout/draft_acceptance_rate"] = (
+                total["accepted_tokens"] / total["draft_tokens"]
+            )
         return metrics
 
 
@@ -276,7 +306,9 @@ def check_request(
         RolloutError: names the prompt by its index.
     """
     if len(seeds) != len(prompts):
-        raise RolloutError(f"{len(prompts)} prompts came with {len(seeds)} seeds. Give one seed per prompt.")
+        raise RolloutError(
+            f"{len(prompts)} prompts came with {len(seeds)} seeds. Give one seed per prompt."
+        )
     per_prompt = of_each(sampling, len(prompts))
     if len(per_prompt) != len(prompts):
         raise RolloutError(
@@ -285,11 +317,17 @@ def check_request(
     if isinstance(sampling, SamplingOptions):
         # Check the options even if the request has no prompt.
         per_prompt = [*per_prompt, sampling]
-    for max_tokens in {options.max_tokens for options in per_prompt if options.max_tokens < 1}:
-        raise RolloutError(f"rollout.sampling.max_tokens is {max_tokens}. At least 1 is needed.")
+    for max_tokens in {
+        options.max_tokens for options in per_prompt if options.max_tokens < 1
+    }:
+        raise RolloutError(
+            f"rollout.sampling.max_tokens is {max_tokens}. At least 1 is needed."
+        )
     for index, (prompt, options) in enumerate(zip(prompts, per_prompt, strict=False)):
         if not prompt:
-            raise RolloutError(f"prompt {index} is empty. A prompt needs at least one token.")
+            raise RolloutError(
+                f"prompt {index} is empty. A prompt needs at least one token."
+            )
         if len(prompt) + options.max_tokens > max_model_len:
             raise RolloutError(
                 f"prompt {index} has {len(prompt)} tokens; with rollout.sampling.max_tokens={options.max_tokens} "
@@ -311,9 +349,13 @@ def check_generations(generations: Sequence[Generation], num_prompts: int) -> No
         RolloutError: names the prompt by its index.
     """
     if len(generations) != num_prompts:
-        raise RolloutError(f"the engine returned {len(generations)} responses for {num_prompts} prompts.")
+        raise RolloutError(
+            f"the engine returned {len(generations)} responses for {num_prompts} prompts."
+        )
     for index, generation in enumerate(generations):
-        if not generation.token_ids or len(generation.token_ids) != len(generation.log_probs):
+        if not generation.token_ids or len(generation.token_ids) != len(
+            generation.log_probs
+        ):
             raise RolloutError(
                 f"prompt {index}: the engine returned {len(generation.token_ids)} tokens and "
                 f"{len(generation.log_probs)} log-probs."
@@ -343,18 +385,18 @@ class InFlight:
     number: int = 0
 
     def fit(self, free: int) -> None:
-        """Set the budget to half of the `free` bytes, rounded down to a power of two, unless the present budget still
-        fits.
+        """Set the budget to half of the `free` bytes, rounded down to a power of two,
+        unless the present budget still fits.
 
-        The other half is for activations. The budget stays as long as possible and is saved in checkpoints, since
-        another batch size changes an engine's rounding.
+        The other half is for activations. The budget stays as long as possible and is
+        saved in checkpoints, since another batch size changes an engine's rounding.
         """
         if self.measures and (self.budget is None or free < self.budget):
             self.budget = 1 << max(0, (free // 2).bit_length() - 1)
 
     def choose(self, free_tokens: int, longest: int) -> int:
-        """Return the number of responses to decode at once, when prompt and response together take up to `longest`
-        tokens.
+        """Return the number of responses to decode at once, when prompt and response
+        together take up to `longest` tokens.
 
         Args:
             free_tokens: tokens whose keys and values fit into memory.
@@ -369,8 +411,8 @@ def sampling_options(fields: Mapping[str, Any], **changes: Any) -> SamplingOptio
 
 
 def drawing(sampling: Sampling, count: int) -> dict[str, torch.Tensor]:
-    """Return the batch fields with which the trainer computes log-probs of the distributions that samples were drawn
-    from.
+    """Return the batch fields with which the trainer computes log-probs of the
+    distributions that samples were drawn from.
 
     Empty if one temperature describes all samples.
 
@@ -386,6 +428,10 @@ def drawing(sampling: Sampling, count: int) -> dict[str, torch.Tensor]:
     per_prompt = of_each(sampling, count)
     per_prompt = list(per_prompt) * (count // len(per_prompt))
     return {
-        "temperatures": torch.tensor([options.temperature or 1.0 for options in per_prompt], dtype=torch.float32),
-        "top_ks": torch.tensor([options.top_k for options in per_prompt], dtype=torch.int64),
+        "temperatures": torch.tensor(
+            [options.temperature or 1.0 for options in per_prompt], dtype=torch.float32
+        ),
+        "top_ks": torch.tensor(
+            [options.top_k for options in per_prompt], dtype=torch.int64
+        ),
     }

@@ -67,13 +67,19 @@ def make_engine(
         from megaverl.rollout.hf_engine import HFEngine
 
         if images is not None:
-            raise RolloutError(f"rollout.engine=hf supports only text, and {model_folder} takes images. Use vllm.")
+            raise RolloutError(
+                f"rollout.engine=hf supports only text, and {model_folder} takes images. Use vllm."
+            )
 
-        # The hf engine draws with the samples' seeds alone, and always reads its weights from the folder.
+        # The hf engine draws with the samples' seeds alone, and always reads its
+        # weights from the folder.
         unused = ("seed", "load_weights")
         wanted = {name: value for name, value in asked.items() if name not in unused}
         engine = HFEngine(
-            model_folder, **wanted, trust_remote_code=trust_remote_code, reference_folder=reference_folder
+            model_folder,
+            **wanted,
+            trust_remote_code=trust_remote_code,
+            reference_folder=reference_folder,
         )
     elif ":" in config.engine:
         from megaverl.plugins import calling, load_function
@@ -85,13 +91,24 @@ def make_engine(
         from megaverl.rollout.vllm_engine import VLLMEngine
         from megaverl.rollout.vllm_requests import image_arguments
 
-        asked |= {"trust_remote_code": trust_remote_code, "num_sequences": num_sequences, "on_load": on_load}
+        asked |= {
+            "trust_remote_code": trust_remote_code,
+            "num_sequences": num_sequences,
+            "on_load": on_load,
+        }
         if images is not None:
             asked["images"] = image_arguments(images, tokenizer or str(model_folder))
-        engine = VLLMEngine(model_folder, config, **asked, routed_experts=routed_experts)
+        engine = VLLMEngine(
+            model_folder, config, **asked, routed_experts=routed_experts
+        )
     if config.use_dynamic_batching:
-        budget = None if config.memory_budget_mb is None else config.memory_budget_mb * 2**20
-        # vLLM knows the free blocks of its own cache; other engines measure the free memory.
+        budget = (
+            None if config.memory_budget_mb is None else config.memory_budget_mb * 2**20
+        )
+        # vLLM knows the free blocks of its own cache; other engines measure the free
+        # memory.
         measures = budget is None and config.engine != "vllm"
-        engine.in_flight = InFlight(config.min_sequences, config.max_sequences, budget, measures)
+        engine.in_flight = InFlight(
+            config.min_sequences, config.max_sequences, budget, measures
+        )
     return engine

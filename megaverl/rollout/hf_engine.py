@@ -66,11 +66,17 @@ class HFEngine(Engine):
         self._stop_token_ids = tuple(stop_token_ids)
 
         def load(folder: str | Path) -> Any:
-            with user_code(lambda error: RolloutError(f"{folder}: transformers cannot load it: {describe(error)}")):
+            with user_code(
+                lambda error: RolloutError(
+                    f"{folder}: transformers cannot load it: {describe(error)}"
+                )
+            ):
                 model = AutoModelForCausalLM.from_pretrained(
                     str(folder), dtype=dtype, trust_remote_code=trust_remote_code
                 )
-            flash_attention.use_in(model.to(platform.device).eval().requires_grad_(False))
+            flash_attention.use_in(
+                model.to(platform.device).eval().requires_grad_(False)
+            )
             return model
 
         self.model = load(model_folder)
@@ -81,7 +87,9 @@ class HFEngine(Engine):
         known = {id(tensor) for tensor in self.model.parameters()}
         # Folders also hold persistent buffers, which named_parameters() leaves out.
         saved = self.model.state_dict(keep_vars=True)
-        return parameters | {name: tensor for name, tensor in saved.items() if id(tensor) not in known}
+        return parameters | {
+            name: tensor for name, tensor in saved.items() if id(tensor) not in known
+        }
 
     def layouts(self, shapes: Shapes) -> Callable[[int], Layout]:
         """Return layouts in which every rank holds every weight whole.
@@ -90,7 +98,11 @@ class HFEngine(Engine):
             RolloutError: transformers' module lacks some of the weights, or has them with other shapes.
         """
         layout = weights_of_module(self.model).layout
-        if unknown := [name for name, shape in shapes.items() if layout.global_shapes.get(name) != tuple(shape)]:
+        if unknown := [
+            name
+            for name, shape in shapes.items()
+            if layout.global_shapes.get(name) != tuple(shape)
+        ]:
             raise RolloutError(
                 f"transformers' {type(self.model).__name__} has no weights with these names and shapes: "
                 f"{', '.join(listed(unknown))}. Use rollout.engine=vllm."
@@ -99,13 +111,26 @@ class HFEngine(Engine):
 
     @torch.no_grad()
     def generate(
-        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], *, images: Images | None = None
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        *,
+        images: Images | None = None,
     ) -> list[Generation]:
         """Generate one response per prompt, in left-padded batches."""
         if images is not None:
-            raise RolloutError("rollout.engine=hf supports only text, and the prompts have images. Use vllm.")
+            raise RolloutError(
+                "rollout.engine=hf supports only text, and the prompts have images. Use vllm."
+            )
         vocab_size = self.model.config.vocab_size
-        check_request(prompts, sampling, seeds, max_model_len=self.max_model_len, vocab_size=vocab_size)
+        check_request(
+            prompts,
+            sampling,
+            seeds,
+            max_model_len=self.max_model_len,
+            vocab_size=vocab_size,
+        )
         per_prompt = of_each(sampling, len(prompts))
         if extra := {name: None for options in per_prompt for name in options.extra}:
             raise RolloutError(
@@ -116,38 +141,60 @@ class HFEngine(Engine):
             return []
         step = len(prompts)
         if self.in_flight is not None:
-            longest = max(map(len, prompts)) + max(options.max_tokens for options in per_prompt)
+            longest = max(map(len, prompts)) + max(
+                options.max_tokens for options in per_prompt
+            )
             # Otherwise the ranks have already agreed on a budget.
             if self.in_flight.budget is None:
                 self.in_flight.fit(platform.free_memory())
-            step = self.in_flight.choose((self.in_flight.budget or 0) // self._bytes_per_token, longest)
+            step = self.in_flight.choose(
+                (self.in_flight.budget or 0) // self._bytes_per_token, longest
+            )
         generations: list[Generation] = []
         for start in range(0, len(prompts), step):
             wave = slice(start, start + step)
-            generations += self._wave(prompts[wave], per_prompt[wave], seeds[wave], start)
+            generations += self._wave(
+                prompts[wave], per_prompt[wave], seeds[wave], start
+            )
         return generations
 
     @property
     def _bytes_per_token(self) -> int:
         """Bytes of keys and values per token, over both models if there are two."""
         total = 0
-        for config in [model.config for model in (self.model, self.reference) if model is not None]:
-            heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            total += 2 * config.num_hidden_layers * heads * size * self.model.dtype.itemsize
+        for config in [
+            model.config for model in (self.model, self.reference) if model is not None
+        ]:
+            heads = (
+                getattr(config, "num_key_value_heads", None)
+                or config.num_attention_heads
+            )
+            size = (
+                getattr(config, "head_dim", None)
+                or config.hidden_size // config.num_attention_heads
+            )
+            total += (
+                2 * config.num_hidden_layers * heads * size * self.model.dtype.itemsize
+            )
         return int(total)
 
     def _wave(
-        self, prompts: Sequence[Sequence[int]], per_prompt: Sequence[SamplingOptions], seeds: Sequence[int], first: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        per_prompt: Sequence[SamplingOptions],
+        seeds: Sequence[int],
+        first: int,
     ) -> list[Generation]:
         """Generate responses to one batch of prompts.
 
         Args:
             first: index of the first prompt in the request.
         """
-        stop_tokens = [set(options.stop_tokens(self._stop_token_ids)) for options in per_prompt]
-        # One generator a prompt, on the CPU: a response depends on its seed alone, neither on its batch nor on the
-        # device.
+        stop_tokens = [
+            set(options.stop_tokens(self._stop_token_ids)) for options in per_prompt
+        ]
+        # One generator a prompt, on the CPU: a response depends on its seed alone,
+        # neither on its batch nor on the device.
         draws = [torch.Generator().manual_seed(seed) for seed in seeds]
         longest = max(map(len, prompts))
         padded_prompts = []
@@ -162,23 +209,31 @@ class HFEngine(Engine):
         generations = [Generation([], [], "length") for _ in prompts]
         running = set(range(len(prompts)))
         shares = torch.tensor([[options.reference_share] for options in per_prompt])
-        assert self.reference is not None or not shares.any(), "the engine was made without a reference"
+        assert self.reference is not None or not shares.any(), (
+            "the engine was made without a reference"
+        )
         cache = other_cache = None
         for _ in range(max(options.max_tokens for options in per_prompt)):
             logits, cache = _next_logits(self.model, tokens, mask, cache)
-            # A geometric mixture of two distributions has the weighted mean of their logits: constants cancel.
+            # A geometric mixture of two distributions has the weighted mean of their
+            # logits: constants cancel.
             if shares.any():
-                others, other_cache = _next_logits(self.reference, tokens, mask, other_cache)
+                others, other_cache = _next_logits(
+                    self.reference, tokens, mask, other_cache
+                )
                 logits = torch.lerp(logits, others, shares)
             log_probs, tokens = _next_tokens(logits, per_prompt, draws)
             mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
-            # Finished rows stay in the batch until all have ended; their further tokens are ignored.
+            # Finished rows stay in the batch until all have ended; their further tokens
+            # are ignored.
             for row in sorted(running):
                 token = int(tokens[row])
                 generations[row].token_ids.append(token)
                 generations[row].log_probs.append(float(log_probs[row, token]))
                 if token in stop_tokens[row]:
-                    generations[row] = Generation(generations[row].token_ids, generations[row].log_probs, "stop")
+                    generations[row] = Generation(
+                        generations[row].token_ids, generations[row].log_probs, "stop"
+                    )
                 elif len(generations[row].token_ids) < per_prompt[row].max_tokens:
                     continue
                 running.remove(row)
@@ -194,7 +249,9 @@ class HFEngine(Engine):
         del self.model, self.reference
 
 
-def _next_logits(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+def _next_logits(
+    model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: Any
+) -> tuple[torch.Tensor, Any]:
     """Return logits [batch, vocab] after the given tokens, and the cache with these tokens.
 
     Args:
@@ -216,13 +273,18 @@ def _next_logits(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: An
 
 
 def _next_tokens(
-    logits: torch.Tensor, per_prompt: Sequence[SamplingOptions], draws: Sequence[torch.Generator]
+    logits: torch.Tensor,
+    per_prompt: Sequence[SamplingOptions],
+    draws: Sequence[torch.Generator],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs [batch, vocab] and drawn tokens [batch, 1], each row drawn with its own options."""
     if all(shared is per_prompt[0] for shared in per_prompt):
         log_probs = sampled_distribution(logits, per_prompt[0])
         return log_probs, draw(log_probs, per_prompt[0], draws)[:, None]
-    log_probs, tokens = torch.empty_like(logits), torch.empty((len(per_prompt), 1), dtype=torch.int64)
+    log_probs, tokens = (
+        torch.empty_like(logits),
+        torch.empty((len(per_prompt), 1), dtype=torch.int64),
+    )
     for shared in dict.fromkeys(per_prompt):
         rows = [row for row, other in enumerate(per_prompt) if other is shared]
         log_probs[rows] = sampled_distribution(logits[rows], shared)
@@ -230,10 +292,13 @@ def _next_tokens(
     return log_probs, tokens
 
 
-def sampled_distribution(logits: torch.Tensor, sampling: SamplingOptions) -> torch.Tensor:
+def sampled_distribution(
+    logits: torch.Tensor, sampling: SamplingOptions
+) -> torch.Tensor:
     """Return the log-probs [batch, vocab] that tokens are drawn with: after temperature, then top-k, then top-p.
 
-    Greedy decoding (temperature 0) reports the log-probs at temperature 1, as vLLM does.
+    Greedy decoding (temperature 0) reports the log-probs at temperature 1, as vLLM
+    does.
     """
     logits = logits / (sampling.temperature or 1.0)
     if sampling.top_k:
@@ -247,11 +312,14 @@ def sampled_distribution(logits: torch.Tensor, sampling: SamplingOptions) -> tor
     return logits.log_softmax(-1)
 
 
-def draw(log_probs: torch.Tensor, sampling: SamplingOptions, draws: Sequence[torch.Generator]) -> torch.Tensor:
+def draw(
+    log_probs: torch.Tensor, sampling: SamplingOptions, draws: Sequence[torch.Generator]
+) -> torch.Tensor:
     """Return tokens [batch]; row i is drawn with its own generator `draws[i]`."""
     if sampling.temperature == 0.0:
         return log_probs.argmax(-1)
     rows = [
-        torch.multinomial(row, 1, generator=generator) for row, generator in zip(log_probs.exp(), draws, strict=True)
+        torch.multinomial(row, 1, generator=generator)
+        for row, generator in zip(log_probs.exp(), draws, strict=True)
     ]
     return torch.cat(rows)

@@ -11,13 +11,18 @@ from collections.abc import Sequence
 
 
 def split_prompts(
-    lengths: Sequence[int], num_replicas: int, group_size: int = 1, conversations: Sequence[int] | None = None
+    lengths: Sequence[int],
+    num_replicas: int,
+    group_size: int = 1,
+    conversations: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Split prompts between replicas so that all of them finish at about the same time.
 
-    Replicas get the same number of samples, plus or minus one, as that decides how long decoding takes; then about the
-    same number of prompt tokens. The `group_size` samples of one prompt stay on one replica, which computes their
-    prefix once. Only the last groups are split, if the number of groups is not a multiple of the replicas.
+    Replicas get the same number of samples, plus or minus one, as that decides how long
+    decoding takes; then about the same number of prompt tokens. The `group_size`
+    samples of one prompt stay on one replica, which computes their prefix once. Only
+    the last groups are split, if the number of groups is not a multiple of the
+    replicas.
 
     Args:
         lengths: tokens of each prompt.
@@ -42,15 +47,22 @@ def split_prompts(
     for start in range(0, len(lengths), group_size):
         groups.append(range(start, min(start + group_size, len(lengths))))
     num_whole = len(groups) // num_replicas * num_replicas
-    # The longest first, so that the short ones even out the loads at the end. Equal lengths keep their order: every
-    # rank must compute the same split.
-    units = sorted(groups[:num_whole], key=lambda group: (-tokens_of(group), group.start))
-    singles = [range(prompt, prompt + 1) for group in groups[num_whole:] for prompt in group]
+    # The longest first, so that the short ones even out the loads at the end. Equal
+    # lengths keep their order: every rank must compute the same split.
+    units = sorted(
+        groups[:num_whole], key=lambda group: (-tokens_of(group), group.start)
+    )
+    singles = [
+        range(prompt, prompt + 1) for group in groups[num_whole:] for prompt in group
+    ]
     units += sorted(singles, key=lambda single: (-tokens_of(single), single.start))
 
     num_tokens = [0] * num_replicas
     for unit in units:
-        replica = min(range(num_replicas), key=lambda number: (len(shares[number]), num_tokens[number], number))
+        replica = min(
+            range(num_replicas),
+            key=lambda number: (len(shares[number]), num_tokens[number], number),
+        )
         shares[replica] += unit
         num_tokens[replica] += tokens_of(unit)
     return [sorted(share) for share in shares]
@@ -59,8 +71,9 @@ def split_prompts(
 def sample_seed(run_seed: int, step: int, sample: int, purpose: str = "rollout") -> int:
     """Return the seed of one sample: 63 bits, equal on every machine and in every Python version.
 
-    The seed is a keyed BLAKE2b hash of (run seed, step, sample), so neighbouring steps and samples get unrelated seeds.
-    Its low 32 bits are as random as the rest, which matters because torch's CPU generator uses only those.
+    The seed is a keyed BLAKE2b hash of (run seed, step, sample), so neighbouring steps
+    and samples get unrelated seeds. Its low 32 bits are as random as the rest, which
+    matters because torch's CPU generator uses only those.
 
     Args:
         run_seed: `run.seed`.
@@ -73,7 +86,14 @@ def sample_seed(run_seed: int, step: int, sample: int, purpose: str = "rollout")
     return int.from_bytes(digest, "little") >> 1
 
 
-def turn_seed(run_seed: int, step: int, sample: int, turn: int, agent: str = "", purpose: str = "rollout") -> int:
+def turn_seed(
+    run_seed: int,
+    step: int,
+    sample: int,
+    turn: int,
+    agent: str = "",
+    purpose: str = "rollout",
+) -> int:
     """Return the seed of one turn of an episode. The first turn of a single agent has the sample's own seed."""
     who = f"{purpose}/{turn}/{agent}" if turn or agent else purpose
     # A BLAKE2b key has at most 64 bytes.

@@ -16,7 +16,10 @@ def sampling_of(config: RolloutConfig, lengths: Sequence[int]) -> Sampling:
     plain = sampling_options(config.sampling)
     if not config.adaptive_sampling:
         return plain
-    by_rule = [(rule, sampling_options(config.sampling, **rule.changes)) for rule in config.sampling_rules]
+    by_rule = [
+        (rule, sampling_options(config.sampling, **rule.changes))
+        for rule in config.sampling_rules
+    ]
 
     def options_at(length: int) -> SamplingOptions:
         """Return the options of the first rule that holds."""

@@ -1,7 +1,8 @@
 """HTTP clients of inference servers: vLLM's and SGLang's own.
 
-Requests and responses are token ids and log-probs, so no text is tokenised on the way. For updates, a client also lets
-a server reload weights from a folder, names a version of the weights, and asks for the log-probs of given tokens.
+Requests and responses are token ids and log-probs, so no text is tokenised on the way.
+For updates, a client also lets a server reload weights from a folder, names a version
+of the weights, and asks for the log-probs of given tokens.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from megaverl.sharding.model_spec import ModelSpec
 
 SHOWN = 400  # characters of a server's message that an error quotes
 INFO_SECONDS = 120.0
-LINK_GRACE_SECONDS = 30.0  # beyond the limit of a transfer, for a worker that reports a failure
-# Method of vLLM's workers that receives weights shard to shard, and the extension class that has it, which is the value
-# of --worker-extension-cls.
+# Beyond the limit of a transfer, for a worker that reports a failure.
+LINK_GRACE_SECONDS = 30.0
+# Method of vLLM's workers that receives weights shard to shard, and the extension class
+# that has it, which is the value of --worker-extension-cls.
 RECEIVE, RECEIVER = "megaverl_receive", "megaverl.workers.vllm_receiver.ShardReceiver"
 
 
@@ -65,11 +67,18 @@ class InferenceServer(ABC):
         generating, loading: seconds until a response must be generated, or weights loaded.
     """
 
-    # Command that starts a suitable server, for errors about one that was started differently.
+    # Command that starts a suitable server, for errors about one that was started
+    # differently.
     start_with: ClassVar[str]
 
     def __init__(
-        self, url: str, token: str | None, *, timeout: float = 10.0, generating: float, loading: float
+        self,
+        url: str,
+        token: str | None,
+        *,
+        timeout: float = 10.0,
+        generating: float,
+        loading: float,
     ) -> None:
         self.url, self._token = url.rstrip("/"), token
         self._timeout, self._generating, self._loading = timeout, generating, loading
@@ -100,11 +109,17 @@ class InferenceServer(ABC):
 
     @abstractmethod
     def generate(
-        self, prompt: Sequence[int], way: SamplingOptions, stop_tokens: Sequence[int], seed: int
+        self,
+        prompt: Sequence[int],
+        way: SamplingOptions,
+        stop_tokens: Sequence[int],
+        seed: int,
     ) -> tuple[Generation, Collection[str]]:
         """Generate a response; also return the names of the weights that generated it."""
 
-    def ask(self, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> Any:
+    def ask(
+        self, method: str, path: str, body: Any = None, *, timeout: float | None = None
+    ) -> Any:
         """Send a request and return the answer as JSON, or None if it is empty or not JSON."""
         parts = urlsplit(self.url)
         assert parts.hostname is not None, "the configuration's check has seen it"
@@ -119,7 +134,9 @@ class InferenceServer(ABC):
             response = connection.getresponse()
             status, text = response.status, response.read().decode(errors="replace")
         except (OSError, HTTPException) as error:
-            raise ServerLost(f"{self.url}: no answer to {method} {path} ({error or type(error).__name__}).") from error
+            raise ServerLost(
+                f"{self.url}: no answer to {method} {path} ({error or type(error).__name__})."
+            ) from error
         finally:
             connection.close()
         self._check(status, f"{method} {path}", text)
@@ -130,16 +147,26 @@ class InferenceServer(ABC):
 
     def _check(self, status: int, request: str, text: str) -> None:
         if status == 401:
-            wants = "another token" if self._token else "a token (rollout.servers.token_env)"
-            raise ServerRefused(f"{self.url}: answers {status} to {request}: it wants {wants}.")
+            wants = (
+                "another token"
+                if self._token
+                else "a token (rollout.servers.token_env)"
+            )
+            raise ServerRefused(
+                f"{self.url}: answers {status} to {request}: it wants {wants}."
+            )
         if status in (403, 404, 405):
             raise ServerRefused(
                 f"{self.url}: has no {request} (it answers {status} {text[:SHOWN]}). Start it with: {self.start_with}"
             )
         if status >= 500 or status == 429:
-            raise ServerLost(f"{self.url}: answers {status} to {request}: {text[:SHOWN]}")
+            raise ServerLost(
+                f"{self.url}: answers {status} to {request}: {text[:SHOWN]}"
+            )
         if status >= 300:
-            raise ServerRefused(f"{self.url}: answers {status} to {request}: {text[:SHOWN]}")
+            raise ServerRefused(
+                f"{self.url}: answers {status} to {request}: {text[:SHOWN]}"
+            )
 
     def _taken(self, request: str, take: Any) -> Any:
         """Return `take()`, which reads an answer; raise ServerRefused if the answer lacks a field."""
@@ -159,10 +186,13 @@ class VLLMServer(InferenceServer):
 
     def problems(self, expected: ExpectedModel) -> list[str]:
         self.weight_version()
-        # A trial request shows that the token is right and that the server takes token ids.
+        # A trial request shows that the token is right and that the server takes token
+        # ids.
         self.log_probs([0, 0])
         answer = self.server_info()
-        config = self._taken("GET /server_info", lambda: answer["vllm_config"]["model_config"])
+        config = self._taken(
+            "GET /server_info", lambda: answer["vllm_config"]["model_config"]
+        )
         problems = _length_problems(config.get("max_model_len"), expected)
         if (mode := config.get("logprobs_mode")) != "processed_logprobs":
             problems.append(
@@ -174,7 +204,8 @@ class VLLMServer(InferenceServer):
     def server_info(self) -> Any:
         """Return the server's configuration.
 
-        vLLM describes the whole machine in the first answer, which takes more than 10 s on a busy one.
+        vLLM describes the whole machine in the first answer, which takes more than 10 s
+        on a busy one.
         """
         return self.ask("GET", "/server_info?config_format=json", timeout=INFO_SECONDS)
 
@@ -193,21 +224,34 @@ class VLLMServer(InferenceServer):
     def _forget_cached(self) -> None:
         answer = self.ask("POST", "/reset_prefix_cache")
         if not (answer or {}).get("success"):
-            raise ServerLost(f"{self.url}: did not reset its prefix cache: somebody else's requests are running.")
+            raise ServerLost(
+                f"{self.url}: did not reset its prefix cache: somebody else's requests are running."
+            )
 
     def log_probs(self, tokens: Sequence[int]) -> list[float]:
-        fields = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        fields = {
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+            "detokenize": False,
+        }
         answer = self._generate(tokens, fields)
 
         def take() -> list[float]:
             positions = zip(answer["prompt_logprobs"][1:], tokens[1:], strict=True)
-            return [float(of_token[str(token)]["logprob"]) for of_token, token in positions]
+            return [
+                float(of_token[str(token)]["logprob"]) for of_token, token in positions
+            ]
 
         log_probs: list[float] = self._taken("prompt_logprobs", take)
         return log_probs
 
     def generate(
-        self, prompt: Sequence[int], way: SamplingOptions, stop_tokens: Sequence[int], seed: int
+        self,
+        prompt: Sequence[int],
+        way: SamplingOptions,
+        stop_tokens: Sequence[int],
+        seed: int,
     ) -> tuple[Generation, Collection[str]]:
         fields = {
             **way.extra,
@@ -225,16 +269,22 @@ class VLLMServer(InferenceServer):
 
         def take() -> tuple[Generation, Collection[str]]:
             [choice] = answer["choices"]
-            log_probs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+            log_probs = [
+                float(token["logprob"]) for token in choice["logprobs"]["content"]
+            ]
             versions = {span["version"] for span in choice["weight_versions"] or ()}
-            return Generation(list(choice["token_ids"]), log_probs, str(choice["finish_reason"])), versions
+            return Generation(
+                list(choice["token_ids"]), log_probs, str(choice["finish_reason"])
+            ), versions
 
         generation, versions = self._taken("a request", take)
         return generation, versions
 
     def _generate(self, tokens: Sequence[int], sampling: Mapping[str, Any]) -> Any:
         body = {"token_ids": list(tokens), "sampling_params": sampling}
-        return self.ask("POST", "/inference/v1/generate", body, timeout=self._generating)
+        return self.ask(
+            "POST", "/inference/v1/generate", body, timeout=self._generating
+        )
 
 
 class VLLMShardServer(VLLMServer):
@@ -245,15 +295,24 @@ class VLLMShardServer(VLLMServer):
     def problems(self, expected: ExpectedModel) -> list[str]:
         problems = super().problems(expected)
         answer = self.server_info()
-        parallel = self._taken("GET /server_info", lambda: answer["vllm_config"]["parallel_config"])
-        self.num_workers = int(self._taken("GET /server_info", lambda: parallel["tensor_parallel_size"]))
+        parallel = self._taken(
+            "GET /server_info", lambda: answer["vllm_config"]["parallel_config"]
+        )
+        self.num_workers = int(
+            self._taken("GET /server_info", lambda: parallel["tensor_parallel_size"])
+        )
         if parallel.get("worker_extension_cls") != RECEIVER:
             problems.append(
                 "its workers take no weights from the actor's ranks. Start it with megaverl serve rollout, or with "
                 f"--worker-extension-cls {RECEIVER}, or use rollout.servers.transfer=folder"
             )
-        others = {name: parallel.get(f"{name}_parallel_size", 1) for name in ("pipeline", "data")}
-        if split := [f"{name}-parallel size {size}" for name, size in others.items() if size != 1]:
+        others = {
+            name: parallel.get(f"{name}_parallel_size", 1)
+            for name in ("pipeline", "data")
+        }
+        if split := [
+            f"{name}-parallel size {size}" for name, size in others.items() if size != 1
+        ]:
             problems.append(
                 f"it has {' and '.join(split)}, and weights go to tensor-parallel servers only. Start one server for "
                 "each replica, or use rollout.servers.transfer=folder"
@@ -269,9 +328,15 @@ class VLLMShardServer(VLLMServer):
         """
         task = json.dumps({"link": link, "first_rank": first_rank})
         body = {"method": RECEIVE, "kwargs": {"task": task}}
-        answer = self.ask("POST", "/collective_rpc", body, timeout=self._loading + LINK_GRACE_SECONDS)
-        answers: list[dict[str, Any]] = self._taken("POST /collective_rpc", lambda: list(answer["results"]))
-        self._taken("POST /collective_rpc", lambda: [worker.keys() for worker in answers])
+        answer = self.ask(
+            "POST", "/collective_rpc", body, timeout=self._loading + LINK_GRACE_SECONDS
+        )
+        answers: list[dict[str, Any]] = self._taken(
+            "POST /collective_rpc", lambda: list(answer["results"])
+        )
+        self._taken(
+            "POST /collective_rpc", lambda: [worker.keys() for worker in answers]
+        )
         return answers
 
     def forget_cached(self) -> None:
@@ -302,12 +367,18 @@ class SGLangServer(InferenceServer):
         self.log_probs([0, 0])
         model = self.ask("GET", "/get_model_info")
         server = self.ask("GET", "/get_server_info")
-        problems = _folder_problems(self._taken("GET /get_model_info", lambda: model["model_path"]), expected)
+        problems = _folder_problems(
+            self._taken("GET /get_model_info", lambda: model["model_path"]), expected
+        )
         problems += _length_problems(server.get("context_length"), expected)
         if not server.get("enable_deterministic_inference"):
-            problems.append("it draws without the seeds that it is given: --enable-deterministic-inference")
+            problems.append(
+                "it draws without the seeds that it is given: --enable-deterministic-inference"
+            )
         if not model.get("is_generation", True):
-            problems.append("it generates nothing: it serves a reward or embedding model")
+            problems.append(
+                "it generates nothing: it serves a reward or embedding model"
+            )
         return problems
 
     def weight_version(self) -> str:
@@ -315,25 +386,49 @@ class SGLangServer(InferenceServer):
         return str(self._taken("GET /get_model_info", lambda: answer["weight_version"]))
 
     def name_weights(self, version: str) -> None:
-        self.ask("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        self.ask(
+            "POST",
+            "/update_weight_version",
+            {"new_version": version, "abort_all_requests": False},
+        )
 
     def load(self, folder: str) -> None:
-        answer = self.ask("POST", "/update_weights_from_disk", {"model_path": folder}, timeout=self._loading)
+        answer = self.ask(
+            "POST",
+            "/update_weights_from_disk",
+            {"model_path": folder},
+            timeout=self._loading,
+        )
         if not (answer or {}).get("success"):
-            raise ServerLost(f"{self.url}: did not read {folder}: {str(answer)[:SHOWN]}")
+            raise ServerLost(
+                f"{self.url}: did not read {folder}: {str(answer)[:SHOWN]}"
+            )
         self.ask("POST", "/flush_cache")
 
     def log_probs(self, tokens: Sequence[int]) -> list[float]:
         sampling = {"max_new_tokens": 1, "temperature": 0.0}
-        body = {"input_ids": list(tokens), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        body = {
+            "input_ids": list(tokens),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
         answer = self.ask("POST", "/generate", body, timeout=self._generating)
         log_probs: list[float] = self._taken(
-            "POST /generate", lambda: [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+            "POST /generate",
+            lambda: [
+                float(entry[0])
+                for entry in answer["meta_info"]["input_token_logprobs"][1:]
+            ],
         )
         return log_probs
 
     def generate(
-        self, prompt: Sequence[int], way: SamplingOptions, stop_tokens: Sequence[int], seed: int
+        self,
+        prompt: Sequence[int],
+        way: SamplingOptions,
+        stop_tokens: Sequence[int],
+        seed: int,
     ) -> tuple[Generation, Collection[str]]:
         sampling = {
             **{SGLANG_SAMPLING[name]: value for name, value in way.extra.items()},
@@ -345,14 +440,20 @@ class SGLangServer(InferenceServer):
             "ignore_eos": way.ignore_eos,
             "sampling_seed": seed,
         }
-        body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
+        body = {
+            "input_ids": list(prompt),
+            "sampling_params": sampling,
+            "return_logprob": True,
+        }
         answer = self.ask("POST", "/generate", body, timeout=self._generating)
 
         def take() -> tuple[Generation, Collection[str]]:
             about = answer["meta_info"]
             drawn = about["output_token_logprobs"]
             generation = Generation(
-                [int(entry[1]) for entry in drawn], [float(entry[0]) for entry in drawn], about["finish_reason"]["type"]
+                [int(entry[1]) for entry in drawn],
+                [float(entry[0]) for entry in drawn],
+                about["finish_reason"]["type"],
             )
             return generation, {str(about["weight_version"])}
 
@@ -363,11 +464,21 @@ class SGLangServer(InferenceServer):
 def _length_problems(length: Any, expected: ExpectedModel) -> list[str]:
     if not isinstance(length, int) or length >= expected.max_model_len:
         return []
-    return [f"it takes {length} tokens, and a prompt with its response may have {expected.max_model_len}"]
+    return [
+        f"it takes {length} tokens, and a prompt with its response may have {expected.max_model_len}"
+    ]
 
 
 # Fields that must be equal for the run's weights to fit into the server's model.
-SAME = ("architecture", "vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
+SAME = (
+    "architecture",
+    "vocab_size",
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+)
 
 
 def _folder_problems(folder: Any, expected: ExpectedModel) -> list[str]:
@@ -375,8 +486,13 @@ def _folder_problems(folder: Any, expected: ExpectedModel) -> list[str]:
     if not isinstance(folder, str) or not (Path(folder) / "config.json").is_file():
         return []
     served, wanted = ModelSpec.outline(folder), expected.spec
-    different = [name for name in SAME if getattr(served, name) != getattr(wanted, name)]
-    values = ", ".join(f"{name} {getattr(served, name)} and not {getattr(wanted, name)}" for name in different)
+    different = [
+        name for name in SAME if getattr(served, name) != getattr(wanted, name)
+    ]
+    values = ", ".join(
+        f"{name} {getattr(served, name)} and not {getattr(wanted, name)}"
+        for name in different
+    )
     return [f"it serves another model, {folder}: {values}"] if different else []
 
 
@@ -387,7 +503,13 @@ def url_problem(url: str) -> str:
         port = parts.port
     except ValueError as error:
         return f"found {url!r}, which is no URL ({error})."
-    if parts.scheme not in ("http", "https") or not parts.hostname or port is None or parts.query or parts.username:
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or port is None
+        or parts.query
+        or parts.username
+    ):
         return f"found {url!r}; expected a server's root with its port, such as http://10.0.0.5:8000."
     if parts.path.rstrip("/").endswith("/v1"):
         return f"found {url!r}; expected the server's root, without /v1."

@@ -40,7 +40,14 @@ from megaverl.rollout.server_api import (
     VLLMServer,
     VLLMShardServer,
 )
-from megaverl.rollout.server_pool import PublishedWeights, ServerPool, addresses_of, connect, token_of, watched_file
+from megaverl.rollout.server_pool import (
+    PublishedWeights,
+    ServerPool,
+    addresses_of,
+    connect,
+    token_of,
+    watched_file,
+)
 from megaverl.sharding.model_spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -56,8 +63,9 @@ MOST_THREADS = 512  # concurrent requests of a rank, over all servers
 class ServerEngine(Engine):
     """Sends this rank's requests to the servers; see `megaverl.rollout.engine.Engine` for the methods.
 
-    Each rank requests its own share of the samples, each with its seed, so the ranks exchange no more data than with
-    engines of their own. The first rank also brings weights to the servers (`megaverl.rollout.server_pool`).
+    Each rank requests its own share of the samples, each with its seed, so the ranks
+    exchange no more data than with engines of their own. The first rank also brings
+    weights to the servers (`megaverl.rollout.server_pool`).
 
     Args:
         model_folder: a Hugging Face folder of the run's model; only its config.json is read.
@@ -108,8 +116,8 @@ class ServerEngine(Engine):
             self.pool.check()
 
     def use(self, weights: PublishedWeights, *, live: bool = False) -> None:
-        """Generate with these weights from now on. The first rank calls this before the others, and brings them to the
-        servers.
+        """Generate with these weights from now on. The first rank calls this before the
+        others, and brings them to the servers.
 
         Args:
             live: see `ServerPool.use`.
@@ -117,26 +125,48 @@ class ServerEngine(Engine):
         self.pool.use(weights, live=live)
 
     def generate(
-        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], *, images: Images | None = None
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        *,
+        images: Images | None = None,
     ) -> list[Generation]:
         if images is not None:
-            raise RolloutError("rollout.engine=server supports only text, and the prompts have images. Use vllm.")
+            raise RolloutError(
+                "rollout.engine=server supports only text, and the prompts have images. Use vllm."
+            )
         if self.pool.weights is None:
-            raise RolloutError("the servers have no weights yet: reshard before the first generate().")
-        check_request(prompts, sampling, seeds, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
+            raise RolloutError(
+                "the servers have no weights yet: reshard before the first generate()."
+            )
+        check_request(
+            prompts,
+            sampling,
+            seeds,
+            max_model_len=self.max_model_len,
+            vocab_size=self._vocab_size,
+        )
         if not prompts:
             return []
         per_prompt = of_each(sampling, len(prompts))
         with self.pool.watched():
-            generations = self._all([list(prompt) for prompt in prompts], per_prompt, seeds)
+            generations = self._all(
+                [list(prompt) for prompt in prompts], per_prompt, seeds
+            )
         check_generations(generations, len(prompts))
         return generations
 
     def _all(
-        self, prompts: Sequence[list[int]], per_prompt: Sequence[SamplingOptions], seeds: Sequence[int]
+        self,
+        prompts: Sequence[list[int]],
+        per_prompt: Sequence[SamplingOptions],
+        seeds: Sequence[int],
     ) -> list[Generation]:
         waiting = deque(range(len(prompts)))
-        finished: queue.SimpleQueue[tuple[int, Generation | Exception]] = queue.SimpleQueue()
+        finished: queue.SimpleQueue[tuple[int, Generation | Exception]] = (
+            queue.SimpleQueue()
+        )
         stop = threading.Event()
 
         def work() -> None:
@@ -147,14 +177,24 @@ class ServerEngine(Engine):
                     return
                 try:
                     finished.put(
-                        (number, self._one(number, prompts[number], per_prompt[number], seeds[number], stop.is_set))
+                        (
+                            number,
+                            self._one(
+                                number,
+                                prompts[number],
+                                per_prompt[number],
+                                seeds[number],
+                                stop.is_set,
+                            ),
+                        )
                     )
                 except Exception as error:
                     # Raised again by the thread that collects responses.
                     finished.put((number, error))
 
         for _ in range(min(len(prompts), MOST_THREADS)):
-            # Daemon threads, since waiting for a dead server must not keep a failed run from ending.
+            # Daemon threads, since waiting for a dead server must not keep a failed run
+            # from ending.
             threading.Thread(target=work, name="request", daemon=True).start()
         generations: dict[int, Generation] = {}
         try:
@@ -170,7 +210,12 @@ class ServerEngine(Engine):
         return [generations[number] for number in range(len(prompts))]
 
     def _one(
-        self, number: int, prompt: list[int], way: SamplingOptions, seed: int, stopped: Callable[[], bool]
+        self,
+        number: int,
+        prompt: list[int],
+        way: SamplingOptions,
+        seed: int,
+        stopped: Callable[[], bool],
     ) -> Generation:
         """Generate one response on any server. A server that is lost costs time, but not the sample."""
         error: ServerLost | None = None
@@ -188,14 +233,26 @@ class ServerEngine(Engine):
             f"The last one: {error}"
         ) from error
 
-    def _by(self, server: InferenceServer, prompt: list[int], way: SamplingOptions, seed: int) -> Generation:
+    def _by(
+        self,
+        server: InferenceServer,
+        prompt: list[int],
+        way: SamplingOptions,
+        seed: int,
+    ) -> Generation:
         weights = self.pool.weights
         assert weights is not None
-        generation, versions = server.generate(prompt, way, way.stop_tokens(self._stop_token_ids), seed)
+        generation, versions = server.generate(
+            prompt, way, way.stop_tokens(self._stop_token_ids), seed
+        )
         if others := set(versions) - {weights.name}:
-            raise ServerLost(f"{server.url}: answered with weights {', '.join(others)}, not with {weights.name}.")
+            raise ServerLost(
+                f"{server.url}: answered with weights {', '.join(others)}, not with {weights.name}."
+            )
         if generation.finish_reason not in ("stop", "length"):
-            raise ServerLost(f"{server.url}: a response ended with {generation.finish_reason!r}.")
+            raise ServerLost(
+                f"{server.url}: a response ended with {generation.finish_reason!r}."
+            )
         with self._counting:
             self.saved_work.by_server[urlsplit(server.url).netloc] += 1
         return generation
@@ -204,7 +261,9 @@ class ServerEngine(Engine):
         return {}
 
     def layouts(self, shapes: Shapes) -> Callable[[int], Layout]:
-        raise RolloutError("rollout.engine=server: servers do not expose their weights as parameters.")
+        raise RolloutError(
+            "rollout.engine=server: servers do not expose their weights as parameters."
+        )
 
     def close(self) -> None:
         """Stop watching the servers. They keep running."""
@@ -213,7 +272,8 @@ class ServerEngine(Engine):
 
 # --- weights over NCCL ---------------------------------------------------------------------------------------------
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # dtypes of exported weights
+# Dtypes of exported weights.
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class TensorOutline(NamedTuple):
@@ -236,25 +296,32 @@ class FolderWeights:
         for path in self._files:
             with safe_open(path, framework="pt") as file:
                 slices = ((name, file.get_slice(name)) for name in sorted(file.keys()))
-                outlines += [TensorOutline(name, DTYPES[it.get_dtype()], tuple(it.get_shape())) for name, it in slices]
+                outlines += [
+                    TensorOutline(name, DTYPES[it.get_dtype()], tuple(it.get_shape()))
+                    for name, it in slices
+                ]
         return outlines
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path in self._files:
             with safe_open(path, framework="pt", device=str(platform.device)) as file:
-                yield from ((name, file.get_tensor(name)) for name in sorted(file.keys()))
+                yield from (
+                    (name, file.get_tensor(name)) for name in sorted(file.keys())
+                )
 
 
 class VLLMOverNCCL(VLLMServer):
     """A vLLM server to which this process sends weights over NCCL, so that the server need not see the folder.
 
-    This process and the server's workers form one communicator. It is made with the first weights, and again after a
-    failure. The sender is vLLM's own (0.32, `vllm/distributed/weight_transfer`).
+    This process and the server's workers form one communicator. It is made with the
+    first weights, and again after a failure. The sender is vLLM's own (0.32,
+    `vllm/distributed/weight_transfer`).
     """
 
     start_with = 'megaverl serve rollout MODEL --vllm="--weight-transfer-config \'{\\"backend\\": \\"nccl\\"}\'".'
     packed: ClassVar[bool] = True  # many tensors in one message
-    # One transfer at a time: vLLM's senders share their streams, and servers share the network.
+    # One transfer at a time: vLLM's senders share their streams, and servers share the
+    # network.
     _turn: ClassVar[threading.Lock] = threading.Lock()
     _communicator: PyNcclCommunicator | None = None
 
@@ -266,7 +333,9 @@ class VLLMOverNCCL(VLLMServer):
             )
         config = self.server_info()["vllm_config"].get("weight_transfer_config")
         if (config or {}).get("backend") != "nccl":
-            problems.append(f"it takes no weights over NCCL. Start it with: {self.start_with.rstrip('.')}")
+            problems.append(
+                f"it takes no weights over NCCL. Start it with: {self.start_with.rstrip('.')}"
+            )
         return problems
 
     def load(self, folder: str) -> None:
@@ -281,32 +350,49 @@ class VLLMOverNCCL(VLLMServer):
                 ended.put(None)
 
         with self._turn:
-            # A daemon thread: a communicator whose peer is gone waits forever unless it is aborted.
+            # A daemon thread: a communicator whose peer is gone waits forever unless it
+            # is aborted.
             threading.Thread(target=send, name="weights", daemon=True).start()
             try:
                 error = ended.get(timeout=self._loading)
             except queue.Empty:
-                error = TimeoutError(f"not in {self._loading:g} s (rollout.servers.load_timeout_seconds)")
+                error = TimeoutError(
+                    f"not in {self._loading:g} s (rollout.servers.load_timeout_seconds)"
+                )
             if error is not None:
                 self._hang_up()
         if isinstance(error, RolloutError):
             raise error
         if error is not None:
-            raise ServerLost(f"{self.url}: did not take the weights of {folder} over NCCL: {error!r}.") from error
+            raise ServerLost(
+                f"{self.url}: did not take the weights of {folder} over NCCL: {error!r}."
+            ) from error
         self._forget_cached()
 
-    def _send(self, weights: FolderWeights, failed: Callable[[Exception], None]) -> None:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+    def _send(
+        self, weights: FolderWeights, failed: Callable[[Exception], None]
+    ) -> None:
+        from vllm.distributed.weight_transfer.nccl_engine import (
+            NCCLTrainerWeightTransferEngine,
+        )
 
-        sender = NCCLTrainerWeightTransferEngine(client=_TransferCalls(self), source=weights, packed=self.packed)
-        with torch.accelerator.device_index(platform.device.index) if platform.is_cuda else nullcontext():
+        sender = NCCLTrainerWeightTransferEngine(
+            client=_TransferCalls(self), source=weights, packed=self.packed
+        )
+        with (
+            torch.accelerator.device_index(platform.device.index)
+            if platform.is_cuda
+            else nullcontext()
+        ):
             if self._communicator is None:
                 self._communicator = self._connected(sender, failed)
             sender.model_update_group = self._communicator
             sender.send_weights()
             platform.synchronize()
 
-    def _connected(self, sender: Any, failed: Callable[[Exception], None]) -> PyNcclCommunicator:
+    def _connected(
+        self, sender: Any, failed: Callable[[Exception], None]
+    ) -> PyNcclCommunicator:
         """Make the communicator from a unique id that is sent over HTTP with the token.
 
         No port is opened, and nothing is unpickled.
@@ -324,9 +410,14 @@ class VLLMOverNCCL(VLLMServer):
         answer = self.ask("GET", "/get_world_size")
         size = 1 + int(self._taken("GET /get_world_size", lambda: answer["world_size"]))
         unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
-        wire = {name: getattr(sender, name) for name in ("packed", "packed_buffer_size_bytes", "packed_num_buffers")}
+        wire = {
+            name: getattr(sender, name)
+            for name in ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
+        }
         text = b64encode(unique_id).decode()
-        info = NCCLWeightTransferInitInfo(rank_offset=1, world_size=size, nccl_unique_id_b64=text, **wire)
+        info = NCCLWeightTransferInitInfo(
+            rank_offset=1, world_size=size, nccl_unique_id_b64=text, **wire
+        )
 
         def join() -> None:
             try:
@@ -335,7 +426,8 @@ class VLLMOverNCCL(VLLMServer):
                 failed(error)
                 raise
 
-        # Both ends must join the communicator at the same time, so the HTTP request runs in a thread.
+        # Both ends must join the communicator at the same time, so the HTTP request
+        # runs in a thread.
         with ThreadPoolExecutor(1) as thread:
             joined = thread.submit(join)
             communicator = uid_init_process_group(unique_id, 0, size, platform.device)
@@ -374,4 +466,7 @@ class _TransferCalls:
 
 
 # rollout.servers.transfer -> client of a server; folder: that of its kind.
-CLIENTS: dict[str, type[InferenceServer]] = {"direct": VLLMShardServer, "nccl": VLLMOverNCCL}
+CLIENTS: dict[str, type[InferenceServer]] = {
+    "direct": VLLMShardServer,
+    "nccl": VLLMOverNCCL,
+}

@@ -1,9 +1,10 @@
-"""Pool of inference servers that join and leave: which servers hold the current weights, and which takes the next
-request.
+"""Pool of inference servers that join and leave: which servers hold the current
+weights, and which takes the next request.
 
-A server is in use only if it reports the current version of the weights. One rank alone sets that version, after it has
-compared the server's log-probs of some tokens with the trainer's. So ranks need not communicate about servers, and a
-restarted server is unused until it has received the current weights.
+A server is in use only if it reports the current version of the weights. One rank alone
+sets that version, after it has compared the server's log-probs of some tokens with the
+trainer's. So ranks need not communicate about servers, and a restarted server is unused
+until it has received the current weights.
 
     waiting --(reports the current version, or was given it)--> ready
     ready   --(new weights are published)--> waiting
@@ -71,13 +72,19 @@ class PublishedWeights:
     @property
     def source(self) -> str:
         """Return where servers get the weights, for messages."""
-        return self.folder if self.folder is not None else f"version {self.name} of the actor"
+        return (
+            self.folder
+            if self.folder is not None
+            else f"version {self.name} of the actor"
+        )
 
 
 class DeliversWeights(Protocol):
     """Object that brings weights to several servers at once, instead of a folder that each server reads."""
 
-    def deliver(self, servers: Sequence[InferenceServer], *, live: bool) -> Mapping[str, RolloutError]:
+    def deliver(
+        self, servers: Sequence[InferenceServer], *, live: bool
+    ) -> Mapping[str, RolloutError]:
         """Bring the current weights to all servers; return the errors of those that did not take them, by URL.
 
         Args:
@@ -157,9 +164,11 @@ class ServerPool:
         self.members: dict[str, Member] = {}
         self.weights: PublishedWeights | None = None
         self.transfer: DeliversWeights | None = None
-        # Held while weights are delivered: by a thread for late servers, or by a reshard.
+        # Held while weights are delivered: by a thread for late servers, or by a
+        # reshard.
         self._delivering = threading.Lock()
-        self._strangers: set[str] = set()  # lines of the watched file that are not a usable URL
+        # Lines of the watched file that are not a usable URL.
+        self._strangers: set[str] = set()
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -179,8 +188,8 @@ class ServerPool:
     def use(self, weights: PublishedWeights, *, live: bool = False) -> None:
         """Use only servers with these weights from now on.
 
-        On the rank that admits, all servers that answer have the weights when this returns, and later ones get them as
-        they come.
+        On the rank that admits, all servers that answer have the weights when this
+        returns, and later ones get them as they come.
 
         Args:
             live: the actor's ranks wait to send the weights, and the caller is inside `only_reshard_delivers`.
@@ -201,37 +210,46 @@ class ServerPool:
             self._raise_refused()
         self._wait_for_one(watched=False, live=live)
         if self._watcher is None:
-            self._watcher = threading.Thread(target=self._watch, args=(self._closed,), name="servers", daemon=True)
+            self._watcher = threading.Thread(
+                target=self._watch, args=(self._closed,), name="servers", daemon=True
+            )
             self._watcher.start()
 
     def being_read(self) -> set[str]:
-        """Return the folders that servers are loading. They must not be deleted, since a vLLM server crashes if its
-        folder vanishes.
+        """Return the folders that servers are loading. They must not be deleted, since
+        a vLLM server crashes if its folder vanishes.
 
         After `use`, only that call's folder can be added.
         """
         with self._changed:
-            return {member.reads for member in self.members.values() if member.reads is not None}
+            return {
+                member.reads
+                for member in self.members.values()
+                if member.reads is not None
+            }
 
     def look(self, *, live: bool = False) -> None:
         """Add new servers, remove those that have left, and query those that are not in use.
 
-        Servers that another thread is querying are skipped, since loading weights may take minutes.
+        Servers that another thread is querying are skipped, since loading weights may
+        take minutes.
         """
         self._take_up()
         self._each(self._ask, then=partial(self._deliver, live=live))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch for servers that come back or join, while the block runs. On the rank that admits, a thread always
-        watches.
+        """Watch for servers that come back or join, while the block runs. On the rank
+        that admits, a thread always watches.
         """
         self.look()
         if self._admits:
             yield
             return
         over = threading.Event()
-        watcher = threading.Thread(target=self._watch, args=(over,), name="servers", daemon=True)
+        watcher = threading.Thread(
+            target=self._watch, args=(over,), name="servers", daemon=True
+        )
         watcher.start()
         try:
             yield
@@ -247,7 +265,8 @@ class ServerPool:
             try:
                 self.look()
             except RolloutError as error:
-                # The watched file cannot be read at the moment. The next look may succeed.
+                # The watched file cannot be read at the moment. The next look may
+                # succeed.
                 logger.warning("%s", error)
 
     def _take_up(self) -> None:
@@ -278,7 +297,11 @@ class ServerPool:
         with self._delivering:
             yield
 
-    def _each(self, ask: Callable[[Member], None], then: Callable[[list[Member]], None] = lambda members: None) -> None:
+    def _each(
+        self,
+        ask: Callable[[Member], None],
+        then: Callable[[list[Member]], None] = lambda members: None,
+    ) -> None:
         """Query all servers that no other thread queries, in threads, and pass them to `then`."""
         with self._changed:
             free = [
@@ -297,7 +320,9 @@ class ServerPool:
                 member.asked = False
 
     def _raise_refused(self) -> None:
-        refused = [member.why for member in self.members.values() if member.state == "refused"]
+        refused = [
+            member.why for member in self.members.values() if member.state == "refused"
+        ]
         if refused:
             raise RolloutError("rollout.servers: " + "\n".join(refused))
 
@@ -347,20 +372,32 @@ class ServerPool:
             live: see `use`.
         """
         lacking = [member for member in members if member.lacks is not None]
-        # Those that were asked before newer weights were published, or by a rank that brings none, are asked again.
-        current = [member for member in lacking if self._admits and member.lacks is self.weights]
+        # Those that were asked before newer weights were published, or by a rank that
+        # brings none, are asked again.
+        current = [
+            member
+            for member in lacking
+            if self._admits and member.lacks is self.weights
+        ]
         weights = self.weights
         for member in lacking:
             member.lacks = None
-        # During a reshard, a late server is left for a later look: the reshard may be waiting for just that one.
-        if not current or weights is None or not (live or self._delivering.acquire(blocking=False)):
+        # During a reshard, a late server is left for a later look: the reshard may be
+        # waiting for just that one.
+        if (
+            not current
+            or weights is None
+            or not (live or self._delivering.acquire(blocking=False))
+        ):
             return
         errors: Mapping[str, RolloutError] = {}
         try:
             assert self.transfer is not None
             if self.weights is not weights:
                 return
-            errors = self.transfer.deliver([member.server for member in current], live=live)
+            errors = self.transfer.deliver(
+                [member.server for member in current], live=live
+            )
         finally:
             if not live:
                 self._delivering.release()
@@ -390,7 +427,9 @@ class ServerPool:
                 if self.weights is weights and member.lacks is None:
                     self._set(member, "ready", "")
 
-    def _bring(self, member: Member, weights: PublishedWeights, load: Callable[[str], None]) -> None:
+    def _bring(
+        self, member: Member, weights: PublishedWeights, load: Callable[[str], None]
+    ) -> None:
         """Let a server load the weights, prove that it has, and name them."""
         server = member.server
         with self._changed:
@@ -403,12 +442,16 @@ class ServerPool:
             self._compare(member, weights)
             server.name_weights(weights.name)
             if (name := server.weight_version()) != weights.name:
-                raise ServerRefused(f"{server.url}: was given weights {weights.name}, and says that it has {name}.")
+                raise ServerRefused(
+                    f"{server.url}: was given weights {weights.name}, and says that it has {name}."
+                )
         except ServerLost as error:
             member.failed_loads += 1
             if member.failed_loads < MOST_LOADS:
                 raise
-            raise ServerRefused(f"{error} That was the {MOST_LOADS}rd time that it did not take weights.") from error
+            raise ServerRefused(
+                f"{error} That was the {MOST_LOADS}rd time that it did not take weights."
+            ) from error
         finally:
             member.reads = None
         member.failed_loads = 0
@@ -423,7 +466,10 @@ class ServerPool:
             return
         url, log_probs = member.server.url, member.server.log_probs(weights.tokens)
         # Written with `not` so that NaN counts as a difference.
-        if not (mean := _mean_difference(weights.log_probs, log_probs)) <= weights.tolerance:
+        if (
+            not (mean := _mean_difference(weights.log_probs, log_probs))
+            <= weights.tolerance
+        ):
             raise ServerRefused(
                 f"{url}: has other weights than {weights.source} after reading it: its log-probs of {len(log_probs)} "
                 f"tokens are {mean:.3g} from the trainer's in the mean, and {weights.tolerance:g} is allowed. It must "
@@ -439,10 +485,13 @@ class ServerPool:
                     f"what they were before, to the bit; the trainer's have changed by {changed:.3g} in the mean."
                 )
 
-    def _set(self, member: Member, state: Literal["ready", "lost", "refused"], why: str) -> None:
+    def _set(
+        self, member: Member, state: Literal["ready", "lost", "refused"], why: str
+    ) -> None:
         with self._changed:
             before, member.state, member.why = member.state, state, why
-            # Another server may be started at the address, with another number of workers.
+            # Another server may be started at the address, with another number of
+            # workers.
             member.checked &= self.transfer is None or state != "lost"
             self._announce(member, why)
             self._changed.notify_all()
@@ -453,10 +502,14 @@ class ServerPool:
     def _announce(self, member: Member, why: str) -> None:
         """Show on the console that a server joined or left, from the rank that brings weights to servers.
 
-        A server that only waits for the next weights has not left. The caller holds the lock.
+        A server that only waits for the next weights has not left. The caller holds the
+        lock.
         """
         url = member.server.url
-        is_in_pool = self.members.get(url) is member and member.state in ("ready", "waiting")
+        is_in_pool = self.members.get(url) is member and member.state in (
+            "ready",
+            "waiting",
+        )
         if not self._admits or is_in_pool == member.is_announced:
             return
         # A new server has not joined before it has the weights.
@@ -468,7 +521,10 @@ class ServerPool:
             announcements.info("rollout server %s joined (%d in the pool)", url, count)
         else:
             announcements.warning(
-                "rollout server %s left (%d in the pool): %s", url, count, why.removeprefix(f"{url}: ")
+                "rollout server %s left (%d in the pool): %s",
+                url,
+                count,
+                why.removeprefix(f"{url}: "),
             )
 
     # --- requests -------------------------------------------------------------------------------------------------
@@ -493,7 +549,11 @@ class ServerPool:
                 self._changed.notify_all()
 
     def _wait_for_one(
-        self, stopped: Callable[[], bool] | None = None, *, watched: bool = True, live: bool = False
+        self,
+        stopped: Callable[[], bool] | None = None,
+        *,
+        watched: bool = True,
+        live: bool = False,
     ) -> Member:
         """Wait for a ready server and return it; count a request on it if `stopped` is given.
 
@@ -506,18 +566,29 @@ class ServerPool:
             with self._changed:
                 if stopped is not None and stopped():
                     raise RolloutError("another request has failed.")
-                ready = [member for member in self.members.values() if member.state == "ready"]
-                free = [member for member in ready if member.running < self._most_running]
+                ready = [
+                    member
+                    for member in self.members.values()
+                    if member.state == "ready"
+                ]
+                free = [
+                    member for member in ready if member.running < self._most_running
+                ]
                 if free or (ready and stopped is None):
-                    # Each rank sees only its own requests, so ranks begin at different servers to spread theirs.
+                    # Each rank sees only its own requests, so ranks begin at different
+                    # servers to spread theirs.
                     first = self._turn % len(free or ready)
                     chosen = min(
-                        (free or ready)[first:] + (free or ready)[:first], key=lambda candidate: candidate.running
+                        (free or ready)[first:] + (free or ready)[:first],
+                        key=lambda candidate: candidate.running,
                     )
                     chosen.running += stopped is not None
                     return chosen
                 empty_since = None if ready else empty_since or time.monotonic()
-                if empty_since is not None and time.monotonic() - empty_since > self._wait_seconds:
+                if (
+                    empty_since is not None
+                    and time.monotonic() - empty_since > self._wait_seconds
+                ):
                     raise RolloutError(self._why_empty())
                 if watched:
                     self._changed.wait(self._poll_seconds)
@@ -526,7 +597,10 @@ class ServerPool:
                 self.look(live=live)
 
     def _why_empty(self) -> str:
-        reasons = "\n".join(f"{url}: {member.why}" for url, member in self.members.items()) or "It is empty."
+        reasons = (
+            "\n".join(f"{url}: {member.why}" for url, member in self.members.items())
+            or "It is empty."
+        )
         return (
             f"no rollout server could be used for {self._wait_seconds:g} s (rollout.servers.wait_seconds). {reasons}\n"
             "Start one, add it with `megaverl rollout-pool add`, and start the run again."
@@ -550,7 +624,9 @@ def addresses_of(config: ServersConfig, watched: Path) -> list[str]:
     Raises:
         RolloutError: the file cannot be read.
     """
-    addresses = dict.fromkeys([*config.urls, *(_resolved(config.dns) if config.dns else ())])
+    addresses = dict.fromkeys(
+        [*config.urls, *(_resolved(config.dns) if config.dns else ())]
+    )
     for line in lines_of(watched):
         if line.startswith("-"):
             addresses.pop(line[1:].strip(), None)
@@ -582,7 +658,10 @@ def watched_file(servers: ServersConfig, run_dir: Path) -> Path:
 
 
 def connect(
-    servers: ServersConfig, url: str, token: str | None, server: type[InferenceServer] | None = None
+    servers: ServersConfig,
+    url: str,
+    token: str | None,
+    server: type[InferenceServer] | None = None,
 ) -> InferenceServer:
     """Return the client of one server of the pool.
 
@@ -595,9 +674,16 @@ def connect(
     if problem := url_problem(url):
         raise ServerRefused(problem)
     if token is None and not is_loopback(url):
-        raise ServerRefused(f"{url}: is not on the loopback, and there is no token (rollout.servers.token_env).")
+        raise ServerRefused(
+            f"{url}: is not on the loopback, and there is no token (rollout.servers.token_env)."
+        )
     server = server or KINDS[servers.kind]
-    return server(url, token, generating=servers.timeout_seconds, loading=servers.load_timeout_seconds)
+    return server(
+        url,
+        token,
+        generating=servers.timeout_seconds,
+        loading=servers.load_timeout_seconds,
+    )
 
 
 def lines_of(watched: Path) -> list[str]:
@@ -607,7 +693,9 @@ def lines_of(watched: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise RolloutError(f"rollout.servers.file={watched}: cannot be read ({error}).") from error
+        raise RolloutError(
+            f"rollout.servers.file={watched}: cannot be read ({error})."
+        ) from error
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     return [line.rstrip("/") for line in lines if line]
 
@@ -615,7 +703,9 @@ def lines_of(watched: Path) -> list[str]:
 def change(watched: Path, urls: Sequence[str], *, adds: bool) -> None:
     """Add servers to a watched file, or mark them as removed. The file is replaced atomically, as runs read it."""
     urls = [url.rstrip("/") for url in urls]
-    kept = [line for line in lines_of(watched) if line.removeprefix("-").strip() not in urls]
+    kept = [
+        line for line in lines_of(watched) if line.removeprefix("-").strip() not in urls
+    ]
     lines = [*kept, *(url if adds else f"-{url}" for url in urls)]
     temporary = watched.with_name(watched.name + ".tmp")
     try:
@@ -629,9 +719,14 @@ def _resolved(url: str) -> list[str]:
     """List one URL for every address of a host name."""
     parts = urlsplit(url)
     try:
-        entries = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(
+            parts.hostname, parts.port, type=socket.SOCK_STREAM
+        )
     except OSError as error:
         logger.warning("rollout.servers.dns=%s: cannot be resolved (%s).", url, error)
         return []
     hosts = sorted({str(entry[4][0]) for entry in entries})
-    return [f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}" for host in hosts]
+    return [
+        f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"
+        for host in hosts
+    ]

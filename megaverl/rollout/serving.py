@@ -1,8 +1,9 @@
 """vLLM's server as a process that megaverl starts, watches and ends: `megaverl serve`.
 
-The command starts `python -m megaverl.rollout.serving ARGUMENTS` as a child that leads a process group. Without a GPU,
-the child adapts vLLM to the CPU. Then it runs vLLM's own command. The child ends at once after an error, and the
-command ends the whole group, so that no engine outlives its server.
+The command starts `python -m megaverl.rollout.serving ARGUMENTS` as a child that leads
+a process group. Without a GPU, the child adapts vLLM to the CPU. Then it runs vLLM's
+own command. The child ends at once after an error, and the command ends the whole
+group, so that no engine outlives its server.
 """
 
 from __future__ import annotations
@@ -35,27 +36,36 @@ MODULE = "megaverl.rollout.serving"
 GIB = 2**30
 MAX_CACHE_BYTES = 2 * GIB  # keys and values on a CPU
 MIN_CACHE_BYTES = GIB // 16
-PROCESS_BYTES = 2 * GIB  # memory of server and engine processes beside weights and cache
+# Memory of server and engine processes beside weights and cache.
+PROCESS_BYTES = 2 * GIB
 GPU_SHARE = 0.9  # fraction of a GPU's memory, if that much is free
 FREE_SHARE = 0.95  # fraction of a GPU's free memory
 GRACE_SECONDS = 30.0  # from SIGTERM to SIGKILL
 TRACKER_SECONDS = 10.0  # time for multiprocessing's tracker to remove shared memory
 POLL_SECONDS = 0.2
-HEALTH_SECONDS = 5.0  # interval of health checks of a server that answers, which logs each of them
+# Interval of health checks of a server that answers, which logs each of them.
+HEALTH_SECONDS = 5.0
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
 CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Without it, helper functions are compiled at the first requests, which needs a C++ compiler.
+    # Without it, helper functions are compiled at the first requests, which needs a C++
+    # compiler.
     "TORCHDYNAMO_DISABLE": "1",
 }
-# Adaptations that a server needs too. The others are for an engine inside a training process.
-CPU_ADAPTATIONS = ("kernels in vLLM's modules alone", "no sgl kernels", "rotary embeddings of all heads")
+# Adaptations that a server needs too. The others are for an engine inside a training
+# process.
+CPU_ADAPTATIONS = (
+    "kernels in vLLM's modules alone",
+    "no sgl kernels",
+    "rotary embeddings of all heads",
+)
 # The last line of a traceback in a log of vLLM's processes, such as
 # "(EngineCore pid=7) ERROR 11-26 01:21:09 [core.py:9] ValueError: ..."
 RAISED = re.compile(
     r"^(?:\((?P<process>[A-Za-z]+)[^)]*\) )?(?:ERROR [^\]]*\] )?(?P<error>[A-Za-z_][\w.]*(?:Error|Exception): .+)$"
 )
-MISUSED = re.compile(r"^vllm[\w ]*: error: (.+)$")  # an argument that vLLM's command does not know
+# An argument that vLLM's command does not know.
+MISUSED = re.compile(r"^vllm[\w ]*: error: (.+)$")
 # An error of a worker causes one in the engine, which causes one in the server.
 DEEPEST_FIRST = ("VllmWorker", "Worker", "EngineCore", "APIServer", "")
 
@@ -66,8 +76,9 @@ DEEPEST_FIRST = ("VllmWorker", "Worker", "EngineCore", "APIServer", "")
 def default_arguments(model: str, words: Sequence[str]) -> list[str]:
     """Return arguments of `vllm serve` that suit this machine, except for those that `words` sets.
 
-    On a CPU: eager mode, float32, and a KV cache that fits into the free memory. By default vLLM reserves 92 % of the
-    machine's memory, and fails if other programs use more than the rest. On GPUs: a fraction of the free memory.
+    On a CPU: eager mode, float32, and a KV cache that fits into the free memory. By
+    default vLLM reserves 92 % of the machine's memory, and fails if other programs use
+    more than the rest. On GPUs: a fraction of the free memory.
     """
     named = {word.partition("=")[0] for word in words if word.startswith("--")}
 
@@ -78,7 +89,10 @@ def default_arguments(model: str, words: Sequence[str]) -> list[str]:
     if count_gpus():
         share = gpu_share(memory) if (memory := gpu_memory()) else GPU_SHARE
         return unless(memory_options, f"{share:.2f}")
-    arguments = [*unless(["--enforce-eager", "--no-enforce-eager"]), *unless(["--dtype"], "float32")]
+    arguments = [
+        *unless(["--enforce-eager", "--no-enforce-eager"]),
+        *unless(["--dtype"], "float32"),
+    ]
     if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         cache = cache_bytes(free_host_memory(), weight_bytes(model))
         arguments += unless(memory_options[::-1], str(cache))
@@ -86,8 +100,8 @@ def default_arguments(model: str, words: Sequence[str]) -> list[str]:
 
 
 def cache_bytes(free: int, weights: int) -> int:
-    """Return the bytes for keys and values on a CPU: half of the free memory after weights and processes, at most 2
-    GiB.
+    """Return the bytes for keys and values on a CPU: half of the free memory after
+    weights and processes, at most 2 GiB.
     """
     left = free - weights - PROCESS_BYTES
     return max(MIN_CACHE_BYTES, min(MAX_CACHE_BYTES, left // 2))
@@ -95,13 +109,19 @@ def cache_bytes(free: int, weights: int) -> int:
 
 def gpu_share(memory: Sequence[tuple[int, int]]) -> float:
     """Return the share of a GPU's memory that vLLM may reserve, from (free, total) of each GPU."""
-    return max(0.01, min(GPU_SHARE, *(FREE_SHARE * free / total for free, total in memory)))
+    return max(
+        0.01, min(GPU_SHARE, *(FREE_SHARE * free / total for free, total in memory))
+    )
 
 
 def weight_bytes(model: str) -> int:
     """Return the bytes of a model folder's weights in float32; 0 for a model on a hub, whose size is not known yet."""
     folder = Path(model)
-    stored = sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
+    stored = sum(
+        file.stat().st_size
+        for pattern in ("*.safetensors", "*.bin")
+        for file in folder.glob(pattern)
+    )
     return 2 * stored  # 16 bits become 32
 
 
@@ -120,7 +140,8 @@ def free_host_memory() -> int:
 def run_vllm(arguments: Sequence[str]) -> NoReturn:
     """Run `vllm ARGUMENTS` in this process and end the process.
 
-    The process ends without waiting for vLLM's threads: after an error they keep it for minutes.
+    The process ends without waiting for vLLM's threads: after an error they keep it for
+    minutes.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -179,7 +200,8 @@ def _adapt_to_cpu(arguments: Sequence[str]) -> None:
 
     # oneDNN makes packed copies of linear weights, which an update does not reach.
     vllm._custom_ops._supports_onednn = False
-    # vLLM would start the processes of engine and workers as new interpreters, which import everything again.
+    # vLLM would start the processes of engine and workers as new interpreters, which
+    # import everything again.
     forking = multiprocessing.get_context("fork")
     for module in (vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
         module.get_mp_context = lambda: forking
@@ -204,8 +226,14 @@ def _inspect_model_here(arguments: Sequence[str]) -> None:
 def check_start(model: str, host: str, port: int) -> None:
     """Raise a MegaverlError for mistakes that would let the server fail only after it has imported everything."""
     if importlib.util.find_spec("vllm") is None:
-        raise MegaverlError("vLLM is not installed. Run: pip install 'megaverl[vllm]' (without a GPU 'megaverl[cpu]').")
-    is_on_hub = model.count("/") == 1 and not model.startswith((".", "/")) and not Path(model).exists()
+        raise MegaverlError(
+            "vLLM is not installed. Run: pip install 'megaverl[vllm]' (without a GPU 'megaverl[cpu]')."
+        )
+    is_on_hub = (
+        model.count("/") == 1
+        and not model.startswith((".", "/"))
+        and not Path(model).exists()
+    )
     if not is_on_hub and not Path(model, "config.json").is_file():
         raise MegaverlError(
             f"{model} is not a model folder: it has no config.json. Give a folder, or org/name on the hub."
@@ -216,7 +244,9 @@ def check_start(model: str, host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise MegaverlError(f"{host}:{port}: {error.strerror}. Choose another --port or --host.") from error
+            raise MegaverlError(
+                f"{host}:{port}: {error.strerror}. Choose another --port or --host."
+            ) from error
 
 
 def watch_server(
@@ -252,7 +282,9 @@ def watch_server(
                 health = 0
                 if time.monotonic() >= next_look:
                     health = _health(host, port)
-                    next_look = time.monotonic() + (HEALTH_SECONDS if is_ready or health == 200 else POLL_SECONDS)
+                    next_look = time.monotonic() + (
+                        HEALTH_SECONDS if is_ready or health == 200 else POLL_SECONDS
+                    )
                 if health == 200 and not is_ready:
                     is_ready = True
                     on_ready()
@@ -271,19 +303,24 @@ def watch_server(
         return INTERRUPTED if received[0] == signal.SIGINT else 0
     if server.returncode == 0:
         return 0
-    raise MegaverlError(f"the server {'ended' if is_ready else 'did not start'}: {why_ended(log)} Its log: {log}")
+    raise MegaverlError(
+        f"the server {'ended' if is_ready else 'did not start'}: {why_ended(log)} Its log: {log}"
+    )
 
 
 def _end_group(server: subprocess.Popen[bytes]) -> None:
     """Kill the server's process group, and leave its resource trackers the time to remove shared memory.
 
-    vLLM's processes share hundreds of MB in /dev/shm, which no kernel frees. multiprocessing's tracker process removes
-    what they have created once all of them have ended.
+    vLLM's processes share hundreds of MB in /dev/shm, which no kernel frees.
+    multiprocessing's tracker process removes what they have created once all of them
+    have ended.
     """
     trackers: list[psutil.Process] = []
     for process in _members(server.pid):
         with suppress(psutil.Error):
-            if any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
+            if any(
+                "multiprocessing.resource_tracker" in word for word in process.cmdline()
+            ):
                 trackers.append(process)
             else:
                 process.kill()
@@ -306,20 +343,23 @@ def _members(group: int) -> list[psutil.Process]:
 def why_ended(log: Path) -> str:
     """Return the cause of failure that a server's log names, as a sentence.
 
-    The first error of a worker counts before one of the engine, and that before one of the server: each of the latter
-    only reports that the process below it has failed.
+    The first error of a worker counts before one of the engine, and that before one of
+    the server: each of the latter only reports that the process below it has failed.
     """
     errors: dict[str, str] = {}
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         if match := RAISED.match(line):
             error = match["error"]
-            if "ValidationError" in error:  # pydantic names the field and the reason in the lines below
+            # Pydantic names the field and the reason in the lines below.
+            if "ValidationError" in error:
                 error = f"{error}: {following.strip()}"
             errors.setdefault(match["process"] or "", error)
         elif misused := MISUSED.match(line):
             errors.setdefault("", misused[1])
-    cause = next((errors[process] for process in DEEPEST_FIRST if process in errors), "")
+    cause = next(
+        (errors[process] for process in DEEPEST_FIRST if process in errors), ""
+    )
     if not cause:
         return "It names no error."
     return cause if cause.endswith((".", "!")) else f"{cause}."
@@ -333,7 +373,10 @@ def _noted_signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: signal.signal(number, note)
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield received
     finally:

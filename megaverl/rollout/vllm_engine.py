@@ -1,7 +1,8 @@
 """vLLM inside the training processes: `external_launcher`, one engine per `rollout.tp` neighbouring ranks.
 
-The module contains the engine itself. `vllm_layouts` derives where weights go, `vllm_weights` guards what a reshard
-writes, `vllm_requests` sends requests, and `vllm_tracing` protects the training process from changes that vLLM makes.
+The module contains the engine itself. `vllm_layouts` derives where weights go,
+`vllm_weights` guards what a reshard writes, `vllm_requests` sends requests, and
+`vllm_tracing` protects the training process from changes that vLLM makes.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ ENVIRONMENT = {
     # Keep the engine core in this process, so that a reshard can write its parameters.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    # vLLM would warn about a missing tokenizer, compiler and sampling defaults, which are left out on purpose.
+    # vLLM would warn about a missing tokenizer, compiler and sampling defaults, which
+    # are left out on purpose.
     "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
 }
 
@@ -98,8 +100,9 @@ ENVIRONMENT = {
 class VLLMEngine:
     """This rank's part of a vLLM engine; see `megaverl.rollout.engine.Engine` for the methods.
 
-    Every rank of the default process group makes its part at the same time. Ranks r*tp to r*tp + tp - 1 are replica r.
-    Each rank runs its own scheduler on the same requests, and all of them generate the same responses.
+    Every rank of the default process group makes its part at the same time. Ranks r*tp
+    to r*tp + tp - 1 are replica r. Each rank runs its own scheduler on the same
+    requests, and all of them generate the same responses.
 
     Args:
         model_folder: a Hugging Face folder; vLLM reads its config.json, and its weights if `load_weights`.
@@ -149,10 +152,13 @@ class VLLMEngine:
         _check_model(spec, config.tp, max_model_len)
         prepare_vllm()
         keep_default_group()
-        # An engine's start runs five garbage collections, which need not visit existing objects.
+        # An engine's start runs five garbage collections, which need not visit existing
+        # objects.
         freeze_objects()
         self._takes_images = images is not None
-        of_images = {} if images is None else {**images, **prepare_images(spec.architecture)}
+        of_images = (
+            {} if images is None else {**images, **prepare_images(spec.architecture)}
+        )
         inspect_here(spec.architecture)
         arguments = engine_arguments(
             config,
@@ -171,10 +177,16 @@ class VLLMEngine:
         self.in_flight: InFlight | None = None
         self.on_finished: OnFinished | None = None
         self.may_rebind = not platform.is_cuda or bool(arguments.get("enforce_eager"))
-        to_come = nullcontext() if load_weights or platform.is_cuda else vllm_cpu().weights_to_come()
+        to_come = (
+            nullcontext()
+            if load_weights or platform.is_cuda
+            else vllm_cpu().weights_to_come()
+        )
 
         def loaded(model: torch.nn.Module) -> None:
-            self._layouts = LoaderLayouts(model, current_config(), dtype, empty=not load_weights)
+            self._layouts = LoaderLayouts(
+                model, current_config(), dtype, empty=not load_weights
+            )
             if on_load is not None:
                 on_load(self._written(model), self.layouts)
                 # Derived weights may be views of storage that on_load has replaced.
@@ -185,7 +197,12 @@ class VLLMEngine:
                 announcements.info("%s", text)
 
         limit = cache_limited(num_sequences, arguments, announce)
-        with to_come, nullcontext() if load_weights else order_kept(), model_loaded(loaded), limit:
+        with (
+            to_come,
+            nullcontext() if load_weights else order_kept(),
+            model_loaded(loaded),
+            limit,
+        ):
             self._llm: LLM | None = _start(str(model_folder), arguments)
         self._experts_of = experts_of_requests(self._llm) if routed_experts else None
         if drafts:
@@ -199,7 +216,9 @@ class VLLMEngine:
             RolloutError: the engine is asleep or closed.
         """
         if CACHE in self._asleep:
-            raise RolloutError("the engine is asleep: call wake_up() before generating.")
+            raise RolloutError(
+                "the engine is asleep: call wake_up() before generating."
+            )
         return self._open
 
     @property
@@ -218,7 +237,9 @@ class VLLMEngine:
     def model(self) -> torch.nn.Module:
         """vLLM's model on this rank, without the wrappers that capture graphs."""
         if WEIGHTS in self._asleep:
-            raise RolloutError("the engine is asleep: call wake_weights() before writing weights.")
+            raise RolloutError(
+                "the engine is asleep: call wake_weights() before writing weights."
+            )
         model: torch.nn.Module = self._open.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
         return model
 
@@ -233,25 +254,54 @@ class VLLMEngine:
 
     def _written(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the tensors that a reshard writes; quantised ones as tensors without data."""
-        held = loaded_tensors(model) | in_floating_point(quantised_weights(model), self._dtype)
-        return {name: held[name] for name in self._layouts.local_names()} | self._layouts.beside
+        held = loaded_tensors(model) | in_floating_point(
+            quantised_weights(model), self._dtype
+        )
+        return {
+            name: held[name] for name in self._layouts.local_names()
+        } | self._layouts.beside
 
     def generate(
-        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], *, images: Images | None = None
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        *,
+        images: Images | None = None,
     ) -> list[Generation]:
         if not self._has_weights:
-            raise RolloutError("the engine has no weights yet: reshard before the first generate().")
-        check_request(prompts, sampling, seeds, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
+            raise RolloutError(
+                "the engine has no weights yet: reshard before the first generate()."
+            )
+        check_request(
+            prompts,
+            sampling,
+            seeds,
+            max_model_len=self.max_model_len,
+            vocab_size=self._vocab_size,
+        )
         self._check_ranks_agree(prompts, sampling, seeds, images)
         if not prompts:
             return []
         per_prompt = of_each(sampling, len(prompts))
         if self.in_flight is not None:
-            self._limit(self.in_flight, max(map(len, prompts)) + max(options.max_tokens for options in per_prompt))
-        with random_state_kept(), _eager(), calling_when_finished(self.llm, self.on_finished, self._experts_of):
-            outputs = answers(self.llm, prompts, self._parameters(per_prompt, seeds), images)
+            self._limit(
+                self.in_flight,
+                max(map(len, prompts))
+                + max(options.max_tokens for options in per_prompt),
+            )
+        with (
+            random_state_kept(),
+            _eager(),
+            calling_when_finished(self.llm, self.on_finished, self._experts_of),
+        ):
+            outputs = answers(
+                self.llm, prompts, self._parameters(per_prompt, seeds), images
+            )
         generations = [generation(output, self._experts_of) for output in outputs]
-        self.saved_work.add_cached(prompts, (output.num_cached_tokens or 0 for output in outputs))
+        self.saved_work.add_cached(
+            prompts, (output.num_cached_tokens or 0 for output in outputs)
+        )
         if self._experts_of is not None:
             self._experts_of.forget()
         check_generations(generations, len(prompts))
@@ -260,14 +310,23 @@ class VLLMEngine:
     def _limit(self, in_flight: InFlight, longest: int) -> None:
         """Limit vLLM's scheduler to as many sequences as its free blocks hold in full length."""
         scheduler = self._scheduler
-        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size
+        free = (
+            scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+            * scheduler.block_size
+        )
         slots = scheduler.scheduler_config.max_num_seqs
         # Older versions only limit the number of slots.
-        limit = "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
+        limit = (
+            "max_num_active_reqs"
+            if hasattr(scheduler, "max_num_active_reqs")
+            else "max_num_running_reqs"
+        )
         in_flight.number = min(in_flight.choose(free, longest), slots)
         setattr(scheduler, limit, in_flight.number)
 
-    def _parameters(self, per_prompt: Sequence[SamplingOptions], seeds: Sequence[int]) -> list[SamplingParams]:
+    def _parameters(
+        self, per_prompt: Sequence[SamplingOptions], seeds: Sequence[int]
+    ) -> list[SamplingParams]:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
 
@@ -280,7 +339,8 @@ class VLLMEngine:
                 "top_p": options.top_p,
                 "top_k": options.top_k,
                 "stop_token_ids": options.stop_tokens(self._stop_token_ids),
-                "ignore_eos": options.ignore_eos,  # else config.json's end-of-sequence token stops a response too
+                # Else config.json's end-of-sequence token stops a response too.
+                "ignore_eos": options.ignore_eos,
                 "logprobs": 0,  # only the drawn token's
                 "flat_logprobs": True,
                 "detokenize": False,
@@ -288,23 +348,29 @@ class VLLMEngine:
             try:
                 parameters.append(SamplingParams(seed=seed, **fields))
             except (TypeError, ValueError, VLLMValidationError) as error:
-                raise RolloutError(f"rollout.sampling: vLLM refuses {options}: {error}") from error
+                raise RolloutError(
+                    f"rollout.sampling: vLLM refuses {options}: {error}"
+                ) from error
         return parameters
 
     def _check_ranks_agree(self, *request: Any) -> None:
-        """Check that all ranks of the replica hold the same request. Otherwise their schedulers would diverge and
-        deadlock.
+        """Check that all ranks of the replica hold the same request. Otherwise their
+        schedulers would diverge and deadlock.
         """
         if self.tp_size == 1:
             return
         from vllm.distributed import get_tp_group
 
         text = json.dumps(request, default=repr).encode()
-        digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+        digest = int.from_bytes(
+            hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True
+        )
         own_digest = torch.tensor([digest])
         digests = [torch.empty_like(own_digest) for _ in range(self.tp_size)]
         dist.all_gather(digests, own_digest, group=get_tp_group().cpu_group)
-        different = [rank for rank, other in enumerate(digests) if int(other) != int(digests[0])]
+        different = [
+            rank for rank, other in enumerate(digests) if int(other) != int(digests[0])
+        ]
         if different:
             first = self.replica * self.tp_size
             raise RolloutError(
@@ -315,8 +381,8 @@ class VLLMEngine:
     def reset_prefix_cache(self) -> None:
         """Discard everything that was computed from old weights, or compute it again.
 
-        These are cached prefixes, which the cache identifies by tokens alone; absorbed projections of latent attention;
-        and on a CPU, packed copies of the weights.
+        These are cached prefixes, which the cache identifies by tokens alone; absorbed
+        projections of latent attention; and on a CPU, packed copies of the weights.
 
         Raises:
             RolloutError: vLLM refuses, as it does while requests are running.
@@ -327,7 +393,8 @@ class VLLMEngine:
                 "old and new weights. Update weights only between calls of generate()."
             )
         self._layouts.load_computed()
-        # The encoder's cache identifies images by their content, so its entries are from old weights.
+        # The encoder's cache identifies images by their content, so its entries are
+        # from old weights.
         if self._takes_images:
             self._open.llm_engine.reset_encoder_cache()
         remake_derived(self.model, self._dtype, may_move=self.may_rebind)
@@ -353,7 +420,8 @@ class VLLMEngine:
             logger.debug("sleep: nothing to do")
             return
         if platform.is_cuda:
-            # A step that was scheduled ahead may still be reading memory that is unmapped here.
+            # A step that was scheduled ahead may still be reading memory that is
+            # unmapped here.
             torch.cuda.synchronize()
         with contents_dropped(written_anew) as dropped:
             self._open.sleep(level=1)
@@ -388,8 +456,9 @@ def prepare_vllm() -> None:
     """Set vLLM's environment and adapt it to this machine. Call before vLLM is imported."""
     # vLLM reads the environment when it is imported, and again when an engine is made.
     os.environ.update(ENVIRONMENT)
-    # Numba, which looks for n-grams, shares OpenMP's threads with torch: each search left one for every core. With more
-    # threads than at its start, the CPU build's attention computed wrong values (0.32).
+    # Numba, which looks for n-grams, shares OpenMP's threads with torch: each search
+    # left one for every core. With more threads than at its start, the CPU build's
+    # attention computed wrong values (0.32).
     os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
     platform.adapt_vllm()
 
@@ -421,14 +490,23 @@ def engine_arguments(
         "trust_remote_code": trust_remote_code,
         "load_format": "auto" if load_weights else "dummy",
         "skip_tokenizer_init": True,
-        # Stop tokens and sampling come from the run's configuration, not from the model folder.
+        # Stop tokens and sampling come from the run's configuration, not from the model
+        # folder.
         "generation_config": "vllm",
-        # Report log-probs after temperature, top-k and top-p: those of the distribution that was drawn from.
+        # Report log-probs after temperature, top-k and top-p: those of the distribution
+        # that was drawn from.
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "use_tqdm_on_load": False,
         "enable_sleep_mode": config.sleep and platform.is_cuda,
-        **_device_defaults(spec, config.tp, dtype, max_model_len, num_sequences, load_weights=load_weights),
+        **_device_defaults(
+            spec,
+            config.tp,
+            dtype,
+            max_model_len,
+            num_sequences,
+            load_weights=load_weights,
+        ),
         **(images or {}),
         **config.vllm,
         **(expert_arguments() if routed_experts else {}),
@@ -454,9 +532,12 @@ def _device_defaults(
     load_weights: bool,
 ) -> dict[str, Any]:
     if platform.is_cuda:
-        # Triton is vLLM's default on Hopper. The default on Blackwell reorders experts, which no reshard can write.
+        # Triton is vLLM's default on Hopper. The default on Blackwell reorders experts,
+        # which no reshard can write.
         may_have_experts = spec.moe is not None or not spec.is_tabled
-        return {"moe_backend": "triton"} if may_have_experts and not load_weights else {}
+        return (
+            {"moe_backend": "triton"} if may_have_experts and not load_weights else {}
+        )
     return vllm_cpu().engine_defaults(
         num_layers=spec.num_layers,
         num_kv_heads=max(1, spec.num_kv_heads // tp_size),
@@ -471,7 +552,9 @@ def _device_defaults(
 def _place(tp_size: int) -> tuple[int, int, int]:
     """Return (replica, tp rank, number of replicas) of this rank."""
     if not dist.is_initialized():
-        raise RolloutError("vLLM runs inside a torchrun job: call torch.distributed.init_process_group first.")
+        raise RolloutError(
+            "vLLM runs inside a torchrun job: call torch.distributed.init_process_group first."
+        )
     world_size = dist.get_world_size()
     if world_size % tp_size:
         fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
@@ -483,10 +566,14 @@ def _place(tp_size: int) -> tuple[int, int, int]:
 
 
 def _check_model(spec: ModelSpec, tp_size: int, max_model_len: int) -> None:
-    # Only the tp axis is checked: whether experts are split or whole depends on vLLM's options. For models without a
-    # table, vLLM itself reports what it cannot split.
+    # Only the tp axis is checked: whether experts are split or whole depends on vLLM's
+    # options. For models without a table, vLLM itself reports what it cannot split.
     if spec.is_tabled and (
-        misfits_found := [misfit for misfit in misfits(spec, tp=tp_size, engine=True) if misfit.axis == "tp"]
+        misfits_found := [
+            misfit
+            for misfit in misfits(spec, tp=tp_size, engine=True)
+            if misfit.axis == "tp"
+        ]
     ):
         raise RolloutError(f"rollout.tp={tp_size} {misfits_found[0].reason}")
     if max_model_len > spec.max_positions:
@@ -499,7 +586,9 @@ def _check_model(spec: ModelSpec, tp_size: int, max_model_len: int) -> None:
 
 def _eager() -> AbstractContextManager[Any]:
     """Run vLLM's `torch.compile`d helpers as plain Python on a CPU: compiling them takes seconds and a C++ compiler."""
-    return nullcontext() if platform.is_cuda else torch.compiler.set_stance("force_eager")
+    return (
+        nullcontext() if platform.is_cuda else torch.compiler.set_stance("force_eager")
+    )
 
 
 class _ConfigurationMade(Exception):
@@ -535,7 +624,9 @@ def _start(model_folder: str, arguments: dict[str, Any]) -> LLM:
         try:
             return LLM(model=model_folder, **arguments)
         except (TypeError, ValueError) as error:
-            raise RolloutError(f"vLLM refuses to start on {model_folder}: {error}") from error
+            raise RolloutError(
+                f"vLLM refuses to start on {model_folder}: {error}"
+            ) from error
         except (AttributeError, KeyError, NotImplementedError) as error:
             raise RolloutError(
                 f"vLLM does not build the model of {model_folder}: {type(error).__name__}: {error}. If that is a field "

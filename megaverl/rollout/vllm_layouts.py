@@ -1,8 +1,9 @@
 """Layouts of an engine's ranks, observed from vLLM's own weight loader instead of rules for each architecture.
 
-Every rank runs its model's `load_weights` on tensors without data (`vllm_tracing`) and sends the result to the other
-ranks of its replica. Some parameters are computed from weights instead of copied (Mamba's A is -exp of `A_log`). Their
-source weights are received whole into extra tensors, and passed through `load_weights` from there.
+Every rank runs its model's `load_weights` on tensors without data (`vllm_tracing`) and
+sends the result to the other ranks of its replica. Some parameters are computed from
+weights instead of copied (Mamba's A is -exp of `A_log`). Their source weights are
+received whole into extra tensors, and passed through `load_weights` from there.
 
 If weights will come from an actor, `load_weights` first runs once on numbers, with one layer of each kind. Every
 element
@@ -31,7 +32,11 @@ from megaverl.errors import RolloutError
 from megaverl.platform import platform
 from megaverl.rollout.engine import Shapes
 from megaverl.rollout.vllm_tracing import Trace, layer_kind, trace, trace_into
-from megaverl.rollout.vllm_weights import loaded_parameters, loaded_tensors, quantised_weights
+from megaverl.rollout.vllm_weights import (
+    loaded_parameters,
+    loaded_tensors,
+    quantised_weights,
+)
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout, Piece, join_layouts, padded_tensors
 from megaverl.sharding.tracing import TracedLayout
@@ -43,10 +48,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BESIDE = "load_weights: "  # prefix of the local name of a weight that goes through vLLM's loader
+# Prefix of the local name of a weight that goes through vLLM's loader.
+BESIDE = "load_weights: "
 MOST_NAMED = 5
-MOST_SAID = 300  # characters that are quoted of an error of vLLM or transformers, which may list every known model
-COPIES = 3  # copies of a tensor that a trial holds at most, including those of the comparison
+# Characters that are quoted of an error of vLLM or transformers, which may list every
+# known model.
+MOST_SAID = 300
+# Copies of a tensor that a trial holds at most, including those of the comparison.
+COPIES = 3
 
 
 class LoaderLayouts:
@@ -102,7 +111,10 @@ class LoaderLayouts:
         """Let vLLM compute its derived parameters from the weights that have arrived for them."""
         if self.beside:
             with _loading(self._config):
-                self._model.load_weights((name.removeprefix(BESIDE), held) for name, held in self.beside.items())
+                self._model.load_weights(
+                    (name.removeprefix(BESIDE), held)
+                    for name, held in self.beside.items()
+                )
 
     def _find(self, shapes: Shapes) -> Callable[[int], Layout]:
         from vllm.distributed import get_tp_group
@@ -111,11 +123,20 @@ class LoaderLayouts:
         alone = tp.world_size == 1
         with nullcontext() if alone else together(tp.cpu_group):
             own_trace = self.take(shapes, tp.rank_in_group)
-        traces = [own_trace.to_json()] if alone else gather_json(own_trace.to_json(), tp.cpu_group)
-        layouts = [laid_out(Trace.from_json(trace).whole(shapes), shapes, self._quantised) for trace in traces]
+        traces = (
+            [own_trace.to_json()]
+            if alone
+            else gather_json(own_trace.to_json(), tp.cpu_group)
+        )
+        layouts = [
+            laid_out(Trace.from_json(trace).whole(shapes), shapes, self._quantised)
+            for trace in traces
+        ]
         held = {name for layout in layouts for name in layout.global_shapes}
         if not tp.rank_in_group and (unused := sorted(shapes.keys() - held)):
-            logger.warning("vLLM has no use for %s: they are not sent", ", ".join(listed(unused)))
+            logger.warning(
+                "vLLM has no use for %s: they are not sent", ", ".join(listed(unused))
+            )
         return lambda rank: layouts[rank % len(layouts)]
 
     def take(self, shapes: Shapes, place: int) -> Trace:
@@ -124,20 +145,34 @@ class LoaderLayouts:
         Args:
             place: this rank's index in its replica.
         """
-        self._quantised = {name: weight.block for name, weight in quantised_weights(self._model).items()}
+        self._quantised = {
+            name: weight.block
+            for name, weight in quantised_weights(self._model).items()
+        }
         trace = self._trace(shapes, place)
         traced_layout = trace.whole(shapes)
-        held, self.mine = loaded_tensors(self._model), laid_out(traced_layout, shapes, self._quantised)
-        dtypes = {source: held[name].dtype for name, sources in traced_layout.computed.items() for source in sources}
+        held, self.mine = (
+            loaded_tensors(self._model),
+            laid_out(traced_layout, shapes, self._quantised),
+        )
+        dtypes = {
+            source: held[name].dtype
+            for name, sources in traced_layout.computed.items()
+            for source in sources
+        }
         device = next(iter(held.values())).device
         self.beside = {
-            piece.local: torch.zeros(piece.box.shape, dtype=dtypes[piece.tensor], device=device)
+            piece.local: torch.zeros(
+                piece.box.shape, dtype=dtypes[piece.tensor], device=device
+            )
             for piece in self.mine.pieces
             if piece.local.startswith(BESIDE)
         }
         if traced_layout.computed:
             names = ", ".join(listed(traced_layout.computed))
-            logger.info("vLLM computes %s from weights, which go through its loader", names)
+            logger.info(
+                "vLLM computes %s from weights, which go through its loader", names
+            )
         if self._empty and not self._quantised:
             self._empty = False
             self._try(trace, trace.traced(shapes), traced_layout, held)
@@ -147,24 +182,46 @@ class LoaderLayouts:
         from vllm import __version__
 
         try:
-            # A quantised model's tensors differ from those that load_weights saw, so trace one in floating point.
+            # A quantised model's tensors differ from those that load_weights saw, so
+            # trace one in floating point.
             if self._quantised:
                 return trace(self._config, place, shapes, self._dtype)
             with _loading(self._config):
-                return trace_into(self._model, loaded_tensors(self._model), shapes, self._dtype)
-        except (KeyError, ValueError, AttributeError, RuntimeError, AssertionError, TypeError) as error:
+                return trace_into(
+                    self._model, loaded_tensors(self._model), shapes, self._dtype
+                )
+        except (
+            KeyError,
+            ValueError,
+            AttributeError,
+            RuntimeError,
+            AssertionError,
+            TypeError,
+        ) as error:
             raise RolloutError(
                 f"vLLM {__version__} does not load these weights into {type(self._model).__name__}: "
                 f"{type(error).__name__}: {error}. Check that model.path is the folder of the model that is trained, "
                 "or use rollout.engine=hf."
             ) from error
 
-    def _try(self, trace: Trace, shapes: Shapes, traced_layout: TracedLayout, held: Mapping[str, torch.Tensor]) -> None:
+    def _try(
+        self,
+        trace: Trace,
+        shapes: Shapes,
+        traced_layout: TracedLayout,
+        held: Mapping[str, torch.Tensor],
+    ) -> None:
         assert self.mine is not None
         with _loading(self._config):
             wrong = [
                 *_tried(
-                    self._model, held, trace.found.layout, shapes, self.mine, {*traced_layout.computed}, self._dtype
+                    self._model,
+                    held,
+                    trace.found.layout,
+                    shapes,
+                    self.mine,
+                    {*traced_layout.computed},
+                    self._dtype,
                 )
             ]
             for name in held.keys() & {*padded_tensors(self.mine)}:
@@ -178,17 +235,28 @@ class LoaderLayouts:
             )
 
 
-def laid_out(traced_layout: TracedLayout, shapes: Shapes, quantised: Mapping[str, int | None] | None = None) -> Layout:
+def laid_out(
+    traced_layout: TracedLayout,
+    shapes: Shapes,
+    quantised: Mapping[str, int | None] | None = None,
+) -> Layout:
     """Return the layout of a trace, with whole weights added for parameters that are computed from them.
 
     Raises:
         RolloutError: a quantised parameter is a view of a loaded tensor.
     """
-    sources = dict.fromkeys(name for names in traced_layout.computed.values() for name in sorted(names))
-    layout = replace(
-        traced_layout.layout, quantised={n: b for n, b in (quantised or {}).items() if n in traced_layout.parameters}
+    sources = dict.fromkeys(
+        name for names in traced_layout.computed.values() for name in sorted(names)
     )
-    if beyond := [name for name, _ in layout.views.values() if name in layout.quantised]:
+    layout = replace(
+        traced_layout.layout,
+        quantised={
+            n: b for n, b in (quantised or {}).items() if n in traced_layout.parameters
+        },
+    )
+    if beyond := [
+        name for name, _ in layout.views.values() if name in layout.quantised
+    ]:
         raise RolloutError(
             f"vLLM transposes {', '.join(listed(beyond))} as it loads: such weights cannot be quantised. Leave "
             "rollout.vllm.quantization out."
@@ -196,14 +264,23 @@ def laid_out(traced_layout: TracedLayout, shapes: Shapes, quantised: Mapping[str
     if not sources:
         return layout
     boxes = {name: whole(shapes[name]) for name in sources}
-    pieces = tuple(Piece(name, box, f"{BESIDE}{name}", box) for name, box in boxes.items())
-    beside = {piece.local: box.shape for piece, box in zip(pieces, boxes.values(), strict=True)}
-    return join_layouts(layout, Layout(pieces, beside, {name: box.shape for name, box in boxes.items()}))
+    pieces = tuple(
+        Piece(name, box, f"{BESIDE}{name}", box) for name, box in boxes.items()
+    )
+    beside = {
+        piece.local: box.shape
+        for piece, box in zip(pieces, boxes.values(), strict=True)
+    }
+    return join_layouts(
+        layout, Layout(pieces, beside, {name: box.shape for name, box in boxes.items()})
+    )
 
 
-def planned_layouts(described: str | Path, tp: int, shapes: Shapes, **options: Any) -> Callable[[int], Layout]:
-    """Return the layouts of an engine for the model of a config.json, without an engine or weights. vLLM must be
-    installed.
+def planned_layouts(
+    described: str | Path, tp: int, shapes: Shapes, **options: Any
+) -> Callable[[int], Layout]:
+    """Return the layouts of an engine for the model of a config.json, without an engine
+    or weights. vLLM must be installed.
 
     Args:
         options: EngineArgs that affect where weights go, such as `enable_expert_parallel`; with `trust_remote_code`,
@@ -212,14 +289,20 @@ def planned_layouts(described: str | Path, tp: int, shapes: Shapes, **options: A
     Raises:
         RolloutError: vLLM is not installed, or cannot build the model.
     """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # as in a run; read when vLLM is imported
+    # As in a run; read when vLLM is imported.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         from megaverl.rollout.vllm_tracing import engine_config
 
-        # The folder lives as long as the layouts, since a model's own code is imported from it when it is built.
+        # The folder lives as long as the layouts, since a model's own code is imported
+        # from it when it is built.
         folder = tempfile.TemporaryDirectory()
         shutil.copyfile(described, Path(folder.name) / "config.json")
-        for code in Path(described).parent.glob("*.py") if options.get("trust_remote_code") else ():
+        for code in (
+            Path(described).parent.glob("*.py")
+            if options.get("trust_remote_code")
+            else ()
+        ):
             shutil.copy(code, folder.name)
         config = engine_config(folder.name, tp, **options)
     except ImportError as error:
@@ -232,10 +315,18 @@ def planned_layouts(described: str | Path, tp: int, shapes: Shapes, **options: A
     def layout_of(place: int) -> Layout:
         assert Path(folder.name).is_dir()
         try:
-            # A model's own code may raise SystemExit, which would end the command as if all were well.
+            # A model's own code may raise SystemExit, which would end the command as if
+            # all were well.
             with user_code(lambda error: RuntimeError(describe(error)), keep=Exception):
                 return laid_out(trace(config, place, shapes).whole(shapes), shapes)
-        except (KeyError, ValueError, AttributeError, RuntimeError, TypeError, AssertionError) as error:
+        except (
+            KeyError,
+            ValueError,
+            AttributeError,
+            RuntimeError,
+            TypeError,
+            AssertionError,
+        ) as error:
             text = " ".join(str(error).split())[:MOST_SAID]
             architectures = ", ".join(config.model_config.architectures)
             # vLLM's layers assert that their sizes divide over the ranks.
@@ -281,9 +372,15 @@ def _tried(
     """
     device = next(iter(held.values())).device
     room = platform.free_memory() // (2 * COPIES * dtype.itemsize)
-    numbers = {name: number for number, (name, shape) in enumerate(shapes.items()) if math.prod(shape) <= room}
+    numbers = {
+        name: number
+        for number, (name, shape) in enumerate(shapes.items())
+        if math.prod(shape) <= room
+    }
     if left_out := shapes.keys() - numbers.keys():
-        logger.info("not tested, too large for the free memory: %s", ", ".join(listed(left_out)))
+        logger.info(
+            "not tested, too large for the free memory: %s", ", ".join(listed(left_out))
+        )
 
     def source(name: str) -> torch.Tensor:
         """Return pseudo-random numbers for a weight that every floating-point type can hold, none of them zero."""
@@ -295,10 +392,20 @@ def _tried(
     for piece in traced.pieces:
         name = traced.stored_in(piece.local)
         filled[name] = filled.get(name, 0) + piece.box.numel
-    skipped = {traced.stored_in(piece.local) for piece in traced.pieces if piece.tensor in left_out} | computed
+    skipped = {
+        traced.stored_in(piece.local)
+        for piece in traced.pieces
+        if piece.tensor in left_out
+    } | computed
     with_pieces = {layout.stored_in(piece.local) for piece in layout.pieces}
-    bare = [name for name in layout.local_shapes if name in held and name not in with_pieces]
-    tried = [name for name in (*filled, *bare) if held[name].is_floating_point() and name not in skipped]
+    bare = [
+        name for name in layout.local_shapes if name in held and name not in with_pieces
+    ]
+    tried = [
+        name
+        for name in (*filled, *bare)
+        if held[name].is_floating_point() and name not in skipped
+    ]
     for name in tried:
         held[name].fill_(math.nan)
     model.load_weights((name, source(name)) for name in numbers)
@@ -307,32 +414,50 @@ def _tried(
         numbered = source(tensor)
         for piece in of_tensor:
             name, view = traced.views.get(piece.local, (piece.local, None))
-            target = (held[name] if view is None else view.apply(held[name]))[piece.local_box.slices]
-            if not torch.equal(target, numbered[piece.box.slices].reshape(target.shape).to(target.dtype)):
+            target = (held[name] if view is None else view.apply(held[name]))[
+                piece.local_box.slices
+            ]
+            if not torch.equal(
+                target,
+                numbered[piece.box.slices].reshape(target.shape).to(target.dtype),
+            ):
                 yield f"{piece.tensor} {piece.box} is not in {piece.local} {piece.local_box}"
-    # Only one layer of each kind was loaded. A parameter without pieces counts as loaded if one of its kind was.
+    # Only one layer of each kind was loaded. A parameter without pieces counts as
+    # loaded if one of its kind was.
     alike: dict[str, bool] = {}
     for name in tried:
         unset = int(held[name].isnan().sum())
         alike[layer_kind(name)] = alike.get(layer_kind(name), False) or not unset
         if name in filled and unset:
             yield f"nothing is loaded into {unset} elements of {name}"
-        if name in filled and not unset and int(held[name].count_nonzero()) != filled[name]:
+        if (
+            name in filled
+            and not unset
+            and int(held[name].count_nonzero()) != filled[name]
+        ):
             yield f"{name} has elements that are neither weights nor zero"
-    yield from (f"nothing is loaded into {name}" for name in bare if not alike.get(layer_kind(name), True))
+    yield from (
+        f"nothing is loaded into {name}"
+        for name in bare
+        if not alike.get(layer_kind(name), True)
+    )
 
 
 def _check_heads(model: Any, config: VllmConfig) -> None:
     """Refuse a model whose attention heads vLLM splits although it does not split their projections.
 
-    vLLM's Transformers backend gives each rank its share of the heads even where it knows no way to split the
-    projections before them, and continues (0.32: Persimmon).
+    vLLM's Transformers backend gives each rank its share of the heads even where it
+    knows no way to split the projections before them, and continues (0.32: Persimmon).
     """
     from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 
     size = config.parallel_config.tensor_parallel_size
     for path, _ in getattr(model, "attention_fusers", {}).values() if size > 1 else ():
-        linears = [module for module in model.get_submodule(path).modules() if isinstance(module, LinearBase)]
+        linears = [
+            module
+            for module in model.get_submodule(path).modules()
+            if isinstance(module, LinearBase)
+        ]
         if linears and all(isinstance(linear, ReplicatedLinear) for linear in linears):
             raise RolloutError(
                 f"vLLM does not know how to cut {path} over {size} ranks, and would compute another model. "

@@ -1,9 +1,11 @@
 """Requests to vLLM and their answers, with images and with the experts that each token took.
 
-Images arrive already processed, so engine and trainer see the same numbers, and each image is processed once.
+Images arrive already processed, so engine and trainer see the same numbers, and each
+image is processed once.
 
-On CUDA, vLLM's second model runner returns experts itself (0.32: `distributed/aux_output_connector`), also for cached
-prefixes. The CPU runner does not. There, hooks record the routers step by step, and prefixes are not cached, since no
+On CUDA, vLLM's second model runner returns experts itself (0.32:
+`distributed/aux_output_connector`), also for cached prefixes. The CPU runner does not.
+There, hooks record the routers step by step, and prefixes are not cached, since no
 experts would be known for them.
 """
 
@@ -41,8 +43,8 @@ def vllm_cpu() -> ModuleType:
 
 
 def prepare_images(architecture: str) -> dict[str, Any]:
-    """Return further EngineArgs of a model that takes images in this vLLM version. To be called before its engine is
-    made.
+    """Return further EngineArgs of a model that takes images in this vLLM version. To
+    be called before its engine is made.
 
     Raises:
         RolloutError: vLLM's CPU build would compute the images differently.
@@ -65,14 +67,18 @@ def image_arguments(config: ImagesConfig, tokenizer: str) -> dict[str, Any]:
         "skip_tokenizer_init": False,
         "tokenizer": tokenizer,
         "limit_mm_per_prompt": {"image": config.max_per_prompt, "video": 0},
-        # The engine processes no images itself, but derives the most tokens of an image from these options.
+        # The engine processes no images itself, but derives the most tokens of an image
+        # from these options.
         "mm_processor_kwargs": dict(config.processor),
         "mm_processor_cache_gb": 0,
     }
 
 
 def answers(
-    llm: LLM, prompts: Sequence[Sequence[int]], parameters: Sequence[SamplingParams], images: Images | None
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    parameters: Sequence[SamplingParams],
+    images: Images | None,
 ) -> list[RequestOutput]:
     """Send all prompts to vLLM and return its outputs, one per prompt.
 
@@ -89,8 +95,14 @@ def answers(
         return llm.generate(requests, list(parameters), use_tqdm=False)  # type: ignore[arg-type]
     engine: Any = llm.llm_engine
     processor = engine.renderer.get_mm_processor()
-    for number, (prompt, prompt_images, way) in enumerate(zip(prompts, images, parameters, strict=True)):
-        engine.add_request(str(next(llm.request_counter)), _input(processor, prompt, prompt_images, number), way)
+    for number, (prompt, prompt_images, way) in enumerate(
+        zip(prompts, images, parameters, strict=True)
+    ):
+        engine.add_request(
+            str(next(llm.request_counter)),
+            _input(processor, prompt, prompt_images, number),
+            way,
+        )
     outputs: list[RequestOutput] = llm.wait_for_completion(use_tqdm=False)  # type: ignore[assignment]
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         if list(output.prompt_token_ids or ()) != list(prompt):
@@ -101,7 +113,9 @@ def answers(
     return outputs
 
 
-def _input(processor: Any, prompt: Sequence[int], images: Sequence[SharedItem], number: int) -> Any:
+def _input(
+    processor: Any, prompt: Sequence[int], images: Sequence[SharedItem], number: int
+) -> Any:
     """Return vLLM's input of a prompt with images that this run's processor has already processed."""
     from transformers import BatchFeature
     from vllm.inputs.engine import mm_input, tokens_input
@@ -111,23 +125,40 @@ def _input(processor: Any, prompt: Sequence[int], images: Sequence[SharedItem], 
         return tokens_input(list(prompt))
     token = int(processor.info.get_hf_config().image_token_id)
     places = list(image_places(prompt, token, [image.size for image in images]))
-    if len(places) != len(images) or prompt.count(token) != sum(length for _, length in places):
-        raise RolloutError(f"prompt {number}: its tokens have {len(places)} places for its {len(images)} images.")
+    if len(places) != len(images) or prompt.count(token) != sum(
+        length for _, length in places
+    ):
+        raise RolloutError(
+            f"prompt {number}: its tokens have {len(places)} places for its {len(images)} images."
+        )
     made = BatchFeature(
         {
-            "pixel_values": torch.cat([image.tensors["pixel_values"] for image in images]),
-            "image_grid_thw": torch.stack([image.tensors["image_grid_thw"] for image in images]),
+            "pixel_values": torch.cat(
+                [image.tensors["pixel_values"] for image in images]
+            ),
+            "image_grid_thw": torch.stack(
+                [image.tensors["image_grid_thw"] for image in images]
+            ),
         }
     )
     return mm_input(
         list(prompt),
-        MultiModalKwargsItems.from_hf_inputs(made, processor._get_mm_fields_config(made, {})),
+        MultiModalKwargsItems.from_hf_inputs(
+            made, processor._get_mm_fields_config(made, {})
+        ),
         {"image": [image.key for image in images]},
-        {"image": [PlaceholderRange(offset=offset, length=length) for offset, length in places]},
+        {
+            "image": [
+                PlaceholderRange(offset=offset, length=length)
+                for offset, length in places
+            ]
+        },
     )
 
 
-def image_places(prompt: Sequence[int], token: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+def image_places(
+    prompt: Sequence[int], token: int, sizes: Sequence[int]
+) -> Iterator[tuple[int, int]]:
     """Yield (first token, number of tokens) of each image in the prompt.
 
     Stops at a run of image tokens whose length does not match the images.
@@ -160,7 +191,9 @@ def calling_when_finished(
         outputs = step()
         for output in outputs:
             if output.finished:
-                on_finished(int(output.request_id) - first, generation(output, experts_of))
+                on_finished(
+                    int(output.request_id) - first, generation(output, experts_of)
+                )
         return outputs
 
     engine.step = step_and_call
@@ -173,10 +206,13 @@ def calling_when_finished(
 def speculation(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rollout.vllm.speculative_config` as vLLM takes it.
 
-    A draft model reads its weights from its folder, not from a reshard. The drafts of a prompt must not depend on
-    earlier responses.
+    A draft model reads its weights from its folder, not from a reshard. The drafts of a
+    prompt must not depend on earlier responses.
     """
-    method, more = config.get("method") or ("draft_model" if config.get("model") else ""), {}
+    method, more = (
+        config.get("method") or ("draft_model" if config.get("model") else ""),
+        {},
+    )
     if method == "suffix":
         more = {"suffix_decoding_max_cached_requests": 0}
     elif not method.startswith("ngram"):
@@ -193,21 +229,33 @@ def count_drafts(scheduler: Any, work: Callable[[], SavedWork]) -> None:
     """Count drafts from now on by wrapping vLLM's scheduler, whose own statistics are turned off."""
     make = scheduler.make_spec_decoding_stats
 
-    def make_and_count(*args: Any, num_draft_tokens: int, num_accepted_tokens: int, **rest: Any) -> Any:
+    def make_and_count(
+        *args: Any, num_draft_tokens: int, num_accepted_tokens: int, **rest: Any
+    ) -> Any:
         work().draft_tokens += num_draft_tokens
         work().accepted_tokens += num_accepted_tokens
-        return make(*args, num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted_tokens, **rest)
+        return make(
+            *args,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=num_accepted_tokens,
+            **rest,
+        )
 
     scheduler.make_spec_decoding_stats = make_and_count
 
 
-def generation(output: RequestOutput, experts_of: ExpertsOf | None = None) -> Generation:
+def generation(
+    output: RequestOutput, experts_of: ExpertsOf | None = None
+) -> Generation:
     """Convert a vLLM output to a Generation, with the experts that it took if `experts_of` is given."""
     [response] = output.outputs
-    # With logprobs=0 a position holds the drawn token alone, so the flat lists run along the response.
+    # With logprobs=0 a position holds the drawn token alone, so the flat lists run
+    # along the response.
     log_probs = response.logprobs.logprobs if response.logprobs is not None else []
     experts = None if experts_of is None else experts_of(output)
-    return Generation(list(response.token_ids), list(log_probs), str(response.finish_reason), experts)
+    return Generation(
+        list(response.token_ids), list(log_probs), str(response.finish_reason), experts
+    )
 
 
 class ExpertsOf(Protocol):
@@ -226,7 +274,8 @@ def expert_arguments() -> dict[str, Any]:
         return {"enable_prefix_caching": False}
     from vllm.distributed.aux_output_connector import worker
 
-    # vLLM keeps experts on the first tensor-parallel rank. Here every rank has a scheduler that asks for them.
+    # vLLM keeps experts on the first tensor-parallel rank. Here every rank has a
+    # scheduler that asks for them.
     worker.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)
     return {"enable_return_routed_experts": True}
 
@@ -246,8 +295,12 @@ class ReturnedExperts:
     def __call__(self, output: RequestOutput) -> torch.Tensor:
         experts = output.outputs[0].routed_experts
         if experts is None:
-            raise RolloutError("vLLM returned no routed experts, though enable_return_routed_experts is set.")
-        return torch.from_numpy(experts if experts.dtype.itemsize == 1 else experts.astype("int16"))
+            raise RolloutError(
+                "vLLM returned no routed experts, though enable_return_routed_experts is set."
+            )
+        return torch.from_numpy(
+            experts if experts.dtype.itemsize == 1 else experts.astype("int16")
+        )
 
     def forget(self) -> None:
         """Do nothing: outputs are not kept."""
@@ -260,13 +313,23 @@ class StepRecorder:
         engine: Any = llm.llm_engine
         self._runner: Any = engine.model_executor.driver_worker.worker.model_runner
         config = engine.vllm_config.model_config
-        self._shape = (config.get_total_num_hidden_layers(), config.get_num_experts_per_tok())
+        self._shape = (
+            config.get_total_num_hidden_layers(),
+            config.get_num_experts_per_tok(),
+        )
         self._dtype = torch.uint8 if config.get_num_experts() <= 256 else torch.int16
         self._step: dict[int, torch.Tensor] = {}  # layer -> [tokens of the step, k]
-        self._taken: dict[str, dict[int, torch.Tensor]] = {}  # request -> first token -> [tokens, layers, k]
-        layers = [module for module in self._runner.get_model().modules() if hasattr(module, "routed_experts")]
+        # request -> first token -> [tokens, layers, k].
+        self._taken: dict[str, dict[int, torch.Tensor]] = {}
+        layers = [
+            module
+            for module in self._runner.get_model().modules()
+            if hasattr(module, "routed_experts")
+        ]
         if not layers:
-            raise RolloutError("actor.router_replay: vLLM's model has no routed experts. Leave it out.")
+            raise RolloutError(
+                "actor.router_replay: vLLM's model has no routed experts. Leave it out."
+            )
         for layer in layers:
             layer.router.set_capture_fn(partial(self._capture, layer.layer_id))
         run = self._runner.execute_model
@@ -294,19 +357,24 @@ class StepRecorder:
         for row, request in enumerate(batch.req_ids):
             count = scheduled[request]
             first = int(batch.num_computed_tokens_cpu[row])
-            name = request.rpartition("-")[0] or request  # vLLM adds random characters to the name
+            # vLLM adds random characters to the name.
+            name = request.rpartition("-")[0] or request
             self._taken.setdefault(name, {})[first] = tokens[place : place + count]
             place += count
 
     def __call__(self, output: RequestOutput) -> torch.Tensor:
-        total = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
+        total = (
+            len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
+        )
         recorded = torch.empty(total, *self._shape, dtype=self._dtype)
         known = torch.zeros(total, dtype=torch.bool)
         for first, tokens in self._taken[output.request_id].items():
             recorded[first : first + len(tokens)] = tokens[: total - first]
             known[first : first + len(tokens)] = True
         if not bool(known.all()):
-            raise RolloutError(f"request {output.request_id}: the experts of {int((~known).sum())} tokens are unknown.")
+            raise RolloutError(
+                f"request {output.request_id}: the experts of {int((~known).sum())} tokens are unknown."
+            )
         return recorded
 
     def forget(self) -> None:

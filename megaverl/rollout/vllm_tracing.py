@@ -1,10 +1,11 @@
 """Trace vLLM's weight loader: run `load_weights` of a model without data, and record where every element goes.
 
-The trace works in one process for any rank of any tensor-parallel size. It needs no weights and no other ranks, since
-stand-in objects with a size and a rank replace vLLM's groups. Only the first of several equal layers is traced.
+The trace works in one process for any rank of any tensor-parallel size. It needs no
+weights and no other ranks, since stand-in objects with a size and a rank replace vLLM's
+groups. Only the first of several equal layers is traced.
 
-vLLM is a guest in the training process, whether traced or used as an engine. This module also restores what vLLM
-changes in the process for itself.
+vLLM is a guest in the training process, whether traced or used as an engine. This
+module also restores what vLLM changes in the process for itself.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-# vLLM sets these variables for the workers that it normally starts. Here the worker is this process.
+# vLLM sets these variables for the workers that it normally starts. Here the worker is
+# this process.
 _ENVIRONMENT = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 
 
@@ -73,8 +75,8 @@ def process_state_kept() -> Iterator[None]:
 def frozen_objects_kept() -> Iterator[None]:
     """Keep vLLM from freezing all objects of the process when an engine is made, and from unfreezing them when it ends.
 
-    If unfrozen, some 400,000 objects of imported modules are visited by each of seven collections, which takes over a
-    second.
+    If unfrozen, some 400,000 objects of imported modules are visited by each of seven
+    collections, which takes over a second.
     """
     freeze, unfreeze = gc.freeze, gc.unfreeze
     gc.freeze = gc.unfreeze = lambda: None
@@ -111,17 +113,19 @@ def release_groups(shutdown_ray: bool = False) -> None:
 def keep_transformers_classes() -> None:
     """Keep vLLM's Transformers backend from changing classes of transformers. Safe to repeat.
 
-    For an architecture without a vLLM model (GPT-NeoX, OLMo-2, Starcoder2), vLLM makes transformers' class compile: it
-    replaces the class's `__init__`, `__call__` and bases (0.32: compilation/decorators.py). The trainer's model has the
-    same class, and could neither be called nor created after an engine. This patch restores the class, and moves the
-    engine's module to a subclass with vLLM's changes.
+    For an architecture without a vLLM model (GPT-NeoX, OLMo-2, Starcoder2), vLLM makes
+    transformers' class compile: it replaces the class's `__init__`, `__call__` and
+    bases (0.32: compilation/decorators.py). The trainer's model has the same class, and
+    could neither be called nor created after an engine. This patch restores the class,
+    and moves the engine's module to a subclass with vLLM's changes.
     """
     from vllm.model_executor.models.transformers import base
 
     compiled, build = getattr(base, "support_torch_compile", None), base.Base.__init__
     if compiled is None or getattr(base.Base, "keeps_transformers_classes", False):
         return
-    changed: dict[type, tuple[dict[str, Any], tuple[type, ...]]] = {}  # class -> what was its own, and its bases
+    # class -> what was its own, and its bases.
+    changed: dict[type, tuple[dict[str, Any], tuple[type, ...]]] = {}
 
     def support_torch_compile(*args: Any, **options: Any) -> Any:
         decorate = compiled(*args, **options)
@@ -151,7 +155,11 @@ def keep_transformers_classes() -> None:
 
 def _taken_back(cls: Any, before: dict[str, Any], bases: tuple[type, ...]) -> type:
     """Restore a class to its earlier state, and return a subclass with the changes that were made."""
-    written = {name: value for name, value in vars(cls).items() if name not in before or before[name] is not value}
+    written = {
+        name: value
+        for name, value in vars(cls).items()
+        if name not in before or before[name] is not value
+    }
     added = tuple(base for base in cls.__bases__ if base not in bases)
     for name in written:
         if name in before:
@@ -159,7 +167,9 @@ def _taken_back(cls: Any, before: dict[str, Any], bases: tuple[type, ...]) -> ty
         else:
             delattr(cls, name)
     cls.__bases__ = bases
-    return type(cls)(cls.__name__, (cls, *added), {"__module__": cls.__module__, **written})
+    return type(cls)(
+        cls.__name__, (cls, *added), {"__module__": cls.__module__, **written}
+    )
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -189,17 +199,40 @@ def placed(tp: int, rank: int) -> Iterator[None]:
         made = object.__new__(parallel_state.GroupCoordinator)
         members = _Size(size, place)
         made.__dict__.update(
-            {"world_size": size, "rank_in_group": place, "rank": place, "local_rank": place, "ranks": [*range(size)]}
-            | {"unique_name": name, "device": torch.device("cpu"), "cpu_group": members, "device_group": members}
-            | {"device_communicator": None, "mq_broadcaster": None, "use_custom_op_call": False}
+            {
+                "world_size": size,
+                "rank_in_group": place,
+                "rank": place,
+                "local_rank": place,
+                "ranks": [*range(size)],
+            }
+            | {
+                "unique_name": name,
+                "device": torch.device("cpu"),
+                "cpu_group": members,
+                "device_group": members,
+            }
+            | {
+                "device_communicator": None,
+                "mq_broadcaster": None,
+                "use_custom_op_call": False,
+            }
         )
         return made
 
-    held = {name: getattr(parallel_state, name) for name in _GROUPS if hasattr(parallel_state, name)}
+    held = {
+        name: getattr(parallel_state, name)
+        for name in _GROUPS
+        if hasattr(parallel_state, name)
+    }
     try:
         for name in held:
             wide = name in ("_WORLD", "_TP", "_EP")
-            setattr(parallel_state, name, group(name, tp if wide else 1, rank if wide else 0))
+            setattr(
+                parallel_state,
+                name,
+                group(name, tp if wide else 1, rank if wide else 0),
+            )
         yield
     finally:
         for name, value in held.items():
@@ -209,8 +242,9 @@ def placed(tp: int, rank: int) -> Iterator[None]:
 def inspect_here(architecture: str) -> None:
     """Let vLLM inspect the model's class in this process.
 
-    To keep CUDA out of its process, vLLM would start another one that imports vLLM again. On a new machine that takes
-    ten seconds on every rank, for a class that is imported here a moment later.
+    To keep CUDA out of its process, vLLM would start another one that imports vLLM
+    again. On a new machine that takes ten seconds on every rank, for a class that is
+    imported here a moment later.
     """
     from vllm import ModelRegistry
 
@@ -222,11 +256,16 @@ def inspect_here(architecture: str) -> None:
 def pixels_are_normalised() -> dict[str, Any]:
     """Return EngineArgs for images whose pixels are already normalised.
 
-    Newer versions would normalise them again on the device, with numbers from the model's folder.
+    Newer versions would normalise them again on the device, with numbers from the
+    model's folder.
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    return {"mm_device_do_normalize": False} if hasattr(EngineArgs, "mm_device_do_normalize") else {}
+    return (
+        {"mm_device_do_normalize": False}
+        if hasattr(EngineArgs, "mm_device_do_normalize")
+        else {}
+    )
 
 
 def engine_config(folder: str | Path, tp: int, **arguments: Any) -> VllmConfig:
@@ -234,10 +273,18 @@ def engine_config(folder: str | Path, tp: int, **arguments: Any) -> VllmConfig:
     platform.adapt_vllm()
     from vllm.engine.arg_utils import EngineArgs
 
-    for architecture in read_json_file(Path(folder) / "config.json").get("architectures", ()):
+    for architecture in read_json_file(Path(folder) / "config.json").get(
+        "architectures", ()
+    ):
         inspect_here(architecture)
-    defaults: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "enforce_eager": True}
-    config = EngineArgs(str(folder), **defaults | pixels_are_normalised() | arguments).create_engine_config()
+    defaults: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "enforce_eager": True,
+    }
+    config = EngineArgs(
+        str(folder), **defaults | pixels_are_normalised() | arguments
+    ).create_engine_config()
     # Set afterwards, since vLLM would check that this machine has as many devices.
     config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = tp
     return config
@@ -257,10 +304,15 @@ def build(config: VllmConfig, rank: int, *, data: bool = False) -> Any:
     # vLLM refuses to register two layers of one name in a configuration.
     config.compilation_config.static_forward_context.clear()
     config.quant_config = config.model_config.quantization = None
-    # The cache of rotary embeddings may hold an engine's, which may be on another device.
+    # The cache of rotary embeddings may hold an engine's, which may be on another
+    # device.
     known = dict(rotary_embedding._ROPE_DICT)
     rotary_embedding._ROPE_DICT.clear()
-    with as_rank(config, rank), set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
+    with (
+        as_rank(config, rank),
+        set_default_torch_dtype(config.model_config.dtype),
+        torch.device("cpu"),
+    ):
         try:
             with nullcontext() if data else _parameters_without_data():
                 model = initialize_model(config)
@@ -272,15 +324,19 @@ def build(config: VllmConfig, rank: int, *, data: bool = False) -> Any:
 
 @contextmanager
 def _parameters_without_data() -> Iterator[None]:
-    """Move each parameter to the meta device when a module registers it. Buffers keep their data, which loaders look
-    up.
+    """Move each parameter to the meta device when a module registers it. Buffers keep
+    their data, which loaders look up.
     """
     register = torch.nn.Module.register_parameter
 
-    def without_data(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+    def without_data(
+        module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None
+    ) -> None:
         register(module, name, parameter)
         if parameter is not None and not parameter.is_meta:
-            made = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            made = torch.nn.Parameter(
+                parameter.to("meta"), requires_grad=parameter.requires_grad
+            )
             made.__class__, made.__dict__ = parameter.__class__, parameter.__dict__
             module._parameters[name] = made
 
@@ -296,11 +352,17 @@ def as_rank(config: VllmConfig, rank: int) -> Iterator[None]:
     """Enter `placed`, and set the configuration that vLLM's layers look up."""
     from vllm.config import set_current_vllm_config
 
-    with placed(config.parallel_config.tensor_parallel_size, rank), set_current_vllm_config(config), torch.no_grad():
+    with (
+        placed(config.parallel_config.tensor_parallel_size, rank),
+        set_current_vllm_config(config),
+        torch.no_grad(),
+    ):
         yield
 
 
-def loaded_here(config: VllmConfig, rank: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
+def loaded_here(
+    config: VllmConfig, rank: int, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Any:
     """Return the model of a rank with these tensors loaded; parameters that receive nothing are zero."""
     model = build(config, rank, data=True)
     for parameter in model.parameters():
@@ -323,11 +385,17 @@ class Trace(NamedTuple):
 
     def whole(self, sources: Shapes) -> TracedLayout:
         """Return the places of all weights, with the traced layers repeated."""
-        return _Kinds.of(sources).repeat(self.found) if self.of_each_kind else self.found
+        return (
+            _Kinds.of(sources).repeat(self.found) if self.of_each_kind else self.found
+        )
 
     def traced(self, sources: Shapes) -> Shapes:
         """Return the shapes of the weights that were traced."""
-        return {name: sources[name] for name in _Kinds.of(sources).first} if self.of_each_kind else sources
+        return (
+            {name: sources[name] for name in _Kinds.of(sources).first}
+            if self.of_each_kind
+            else sources
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {"found": self.found.to_json(), "of_each_kind": self.of_each_kind}
@@ -337,7 +405,9 @@ class Trace(NamedTuple):
         return cls(TracedLayout.from_json(content["found"]), content["of_each_kind"])
 
 
-def trace(config: VllmConfig, rank: int, sources: Shapes, dtype: torch.dtype | None = None) -> Trace:
+def trace(
+    config: VllmConfig, rank: int, sources: Shapes, dtype: torch.dtype | None = None
+) -> Trace:
     """Trace where vLLM's model puts weights on a tensor-parallel rank, in floating point.
 
     Args:
@@ -347,10 +417,14 @@ def trace(config: VllmConfig, rank: int, sources: Shapes, dtype: torch.dtype | N
     """
     model = build(config, rank)
     with as_rank(config, rank):
-        return trace_into(model, loaded_tensors(model), sources, dtype or config.model_config.dtype)
+        return trace_into(
+            model, loaded_tensors(model), sources, dtype or config.model_config.dtype
+        )
 
 
-def trace_into(model: Any, held: Mapping[str, torch.Tensor], sources: Shapes, dtype: torch.dtype) -> Trace:
+def trace_into(
+    model: Any, held: Mapping[str, torch.Tensor], sources: Shapes, dtype: torch.dtype
+) -> Trace:
     """Trace a model that vLLM has built, without changing it.
 
     Args:
@@ -364,8 +438,8 @@ def trace_into(model: Any, held: Mapping[str, torch.Tensor], sources: Shapes, dt
             model.load_weights(iter(tensors))
         return traced_layout(tracer, held)
 
-    # Trace one layer of each kind, which takes a fraction of the time. If repeating it does not give every tensor of
-    # the model its right shape, trace all layers.
+    # Trace one layer of each kind, which takes a fraction of the time. If repeating it
+    # does not give every tensor of the model its right shape, trace all layers.
     kinds = _Kinds.of(sources)
     first_layout = traced(kinds.first)
     try:
@@ -407,7 +481,9 @@ class _Kinds:
         layers: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
         for name, shape in sources.items():
             if number := _NUMBER.search(name):
-                layers.setdefault((name[: number.start()], number.group()), {})[name[number.end() :]] = shape
+                layers.setdefault((name[: number.start()], number.group()), {})[
+                    name[number.end() :]
+                ] = shape
         firsts: dict[tuple[str, frozenset[Any]], str] = {}
         alike: dict[tuple[str, str], list[str]] = {}
         skipped = set()
@@ -423,7 +499,9 @@ class _Kinds:
         parts = [first_layout]
         for (stack, first), others in self.alike.items():
             layer = first_layout.from_sources(f"{stack}{first}.")
-            parts += [layer.renamed(partial(_renumbered, first, number)) for number in others]
+            parts += [
+                layer.renamed(partial(_renumbered, first, number)) for number in others
+            ]
         return joined(parts)
 
 

@@ -1,11 +1,13 @@
 """vLLM's parameters in a process that writes them.
 
-The module finds the parameters that a reshard writes, reports them as soon as a model is loaded, checks that vLLM does
-not rearrange them after loading, and keeps vLLM's sleep from copying those that will be overwritten. For a quantised
-engine it also builds the EngineArgs and finds numbers and scales.
+The module finds the parameters that a reshard writes, reports them as soon as a model
+is loaded, checks that vLLM does not rearrange them after loading, and keeps vLLM's
+sleep from copying those that will be overwritten. For a quantised engine it also builds
+the EngineArgs and finds numbers and scales.
 
-A reshard writes to the tensors that a kernel holds after loading, in place, since captured graphs keep their addresses.
-So quantised weights are supported only with kernels that keep rows and columns in order (read in vLLM 0.32,
+A reshard writes to the tensors that a kernel holds after loading, in place, since
+captured graphs keep their addresses. So quantised weights are supported only with
+kernels that keep rows and columns in order (read in vLLM 0.32,
 `process_weights_after_loading` of each):
 
 - blocks (`kernels/linear/scaled_mm/`): `weight` [rows, columns] and float32 `weight_scale_inv`, one for 128 of each.
@@ -50,7 +52,10 @@ LINEAR_KERNELS = {
         "ChannelWiseTorchFP8ScaledMMLinearKernel",
     ),
 }
-EXPERT_BACKENDS = {True: ("TRITON", "BATCHED_TRITON", "DEEPGEMM", "BATCHED_DEEPGEMM"), False: ("TRITON",)}
+EXPERT_BACKENDS = {
+    True: ("TRITON", "BATCHED_TRITON", "DEEPGEMM", "BATCHED_DEEPGEMM"),
+    False: ("TRITON",),
+}
 
 
 def quantised_arguments(method: str) -> dict[str, Any]:
@@ -60,7 +65,9 @@ def quantised_arguments(method: str) -> dict[str, Any]:
         RolloutError: a reshard cannot write weights of this quantisation.
     """
     if method not in QUANTIZATIONS:
-        raise RolloutError(f"{KEY}={method}: weights that come from an actor can be {', '.join(QUANTIZATIONS)}.")
+        raise RolloutError(
+            f"{KEY}={method}: weights that come from an actor can be {', '.join(QUANTIZATIONS)}."
+        )
     return {
         # vLLM's name of `fp8` for a folder that is not quantised.
         "quantization": "fp8_per_tensor" if method == "fp8" else method,
@@ -84,20 +91,28 @@ def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
     return weights_by_name
 
 
-def in_floating_point(weights: dict[str, QuantisedWeight], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def in_floating_point(
+    weights: dict[str, QuantisedWeight], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """Return, for every quantised tensor, a meta tensor of its shape in the dtype in which it is sent."""
-    return {name: torch.empty_like(w.numbers, dtype=dtype, device="meta") for name, w in weights.items()}
+    return {
+        name: torch.empty_like(w.numbers, dtype=dtype, device="meta")
+        for name, w in weights.items()
+    }
 
 
 def _weight(name: str, module: Any, attribute: str) -> QuantisedWeight:
     numbers = getattr(module, attribute).detach()
     by_block = hasattr(module, f"{attribute}_scale_inv")
-    scales = getattr(module, f"{attribute}_scale_inv" if by_block else f"{attribute}_scale").detach()
+    scales = getattr(
+        module, f"{attribute}_scale_inv" if by_block else f"{attribute}_scale"
+    ).detach()
     method = module.quant_method
     if attribute == "weight":
         kernel, known = type(method.fp8_linear).__name__, LINEAR_KERNELS[by_block]
         way_round = "rollout.vllm.linear_backend=cutlass"
-        # FlashInfer's kernel falls back to DeepGEMM's, whose setting decides for both how scales are rounded.
+        # FlashInfer's kernel falls back to DeepGEMM's, whose setting decides for both
+        # how scales are rounded.
         says = getattr(method.fp8_linear, "fallback", method.fp8_linear)
         powers_of_two = bool(getattr(says, "use_deep_gemm_e8m0", False))
         numbers = numbers if by_block else numbers.t()
@@ -105,7 +120,12 @@ def _weight(name: str, module: Any, attribute: str) -> QuantisedWeight:
         kernel, known = method.fp8_backend.value, EXPERT_BACKENDS[by_block]
         way_round = "rollout.vllm.moe_backend=triton"
         powers_of_two = "DEEPGEMM" in kernel and _deep_gemm_rounds_scales()
-    weight = QuantisedWeight(numbers, scales, QUANTIZATIONS["fp8_per_block"] if by_block else None, powers_of_two)
+    weight = QuantisedWeight(
+        numbers,
+        scales,
+        QUANTIZATIONS["fp8_per_block"] if by_block else None,
+        powers_of_two,
+    )
     problems = [*_problems(weight, kernel, known)]
     if problems:
         raise RolloutError(
@@ -115,7 +135,9 @@ def _weight(name: str, module: Any, attribute: str) -> QuantisedWeight:
     return weight
 
 
-def _problems(weight: QuantisedWeight, kernel: str, known: tuple[str, ...]) -> Iterator[str]:
+def _problems(
+    weight: QuantisedWeight, kernel: str, known: tuple[str, ...]
+) -> Iterator[str]:
     if kernel not in known:
         yield f"vLLM's kernel {kernel} is none of those known to keep weights in their order ({', '.join(known)})"
     rows, columns = weight.numbers.shape[-2:]
@@ -146,9 +168,9 @@ SAMPLES = 1024  # elements of a parameter that are compared
 def model_loaded(then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
     """Call `then` with an engine's model as soon as it has its weights, before it is profiled or captured.
 
-    The call happens inside vLLM's memory pool for weights, which returns freed memory to the device when it is left. So
-    a parameter that moves to other storage leaves no memory behind. Until then, its own weights exist beside the
-    others.
+    The call happens inside vLLM's memory pool for weights, which returns freed memory
+    to the device when it is left. So a parameter that moves to other storage leaves no
+    memory behind. Until then, its own weights exist beside the others.
     """
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -179,8 +201,9 @@ def model_loaded(then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
 def drafts_from_their_folder() -> None:
     """Let vLLM load a draft model's weights from its folder.
 
-    vLLM loads a draft model like the main model, which here waits for a reshard (0.32: unlike other drafters,
-    `DraftModelProposer._get_model` asks for no load configuration of its own).
+    vLLM loads a draft model like the main model, which here waits for a reshard (0.32:
+    unlike other drafters, `DraftModelProposer._get_model` asks for no load
+    configuration of its own).
     """
     from vllm.config import LoadConfig
     from vllm.config.utils import replace
@@ -198,13 +221,20 @@ def with_derived_weights(model: torch.nn.Module) -> dict[str, Any]:
     """Return the modules whose own parameters vLLM computes from others (multi-head latent attention), by name."""
     from vllm.model_executor.layers.attention import MLAAttention
 
-    return {name: module for name, module in model.named_modules() if isinstance(module, MLAAttention)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, MLAAttention)
+    }
 
 
-def remake_derived(model: torch.nn.Module, dtype: torch.dtype, *, may_move: bool) -> None:
+def remake_derived(
+    model: torch.nn.Module, dtype: torch.dtype, *, may_move: bool
+) -> None:
     """Recompute the parameters of `with_derived_weights`.
 
-    vLLM copies them in place (0.32: mla_attention.py), or makes views of the weight that they come from (0.24).
+    vLLM copies them in place (0.32: mla_attention.py), or makes views of the weight
+    that they come from (0.24).
 
     Args:
         dtype: dtype of activations.
@@ -231,10 +261,16 @@ def remake_derived(model: torch.nn.Module, dtype: torch.dtype, *, may_move: bool
 def _addresses(module: torch.nn.Module) -> dict[str, int]:
     """Return the addresses of a module's own tensors, parameters or not."""
     tensors = {**vars(module), **dict(module.named_parameters(recurse=False))}
-    return {name: tensor.data_ptr() for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+    return {
+        name: tensor.data_ptr()
+        for name, tensor in tensors.items()
+        if isinstance(tensor, torch.Tensor)
+    }
 
 
-def loaded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def loaded_parameters(
+    model: torch.nn.Module,
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield the parameters that `load_weights` fills."""
     derived = with_derived_weights(model)
     for name, parameter in model.named_parameters():
@@ -247,7 +283,10 @@ def loaded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
 def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors that `load_weights` may write: parameters, and buffers that are not also a parameter."""
     tensors: dict[str, torch.Tensor] = dict(loaded_parameters(model))
-    kept, derived = {id(tensor) for tensor in model.parameters()}, with_derived_weights(model)
+    kept, derived = (
+        {id(tensor) for tensor in model.parameters()},
+        with_derived_weights(model),
+    )
     for name, buffer in model.named_buffers():
         if id(buffer) not in kept and name.rpartition(".")[0] not in derived:
             tensors[name] = buffer
@@ -258,9 +297,11 @@ def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def order_kept() -> Iterator[None]:
     """Refuse an engine whose weights vLLM rearranges between loading and running, if a reshard is to write them.
 
-    Some kernels want weights in their own order: FlashInfer permutes a fused mixture of experts in place (0.33:
-    fused_moe/oracle/unquantized.py), and quantised linear layers are transposed or packed. Weights written later, in
-    the order of the layouts, would be misread. The check compares shape, stride, dtype and a sample of the elements.
+    Some kernels want weights in their own order: FlashInfer permutes a fused mixture of
+    experts in place (0.33: fused_moe/oracle/unquantized.py), and quantised linear
+    layers are transposed or packed. Weights written later, in the order of the layouts,
+    would be misread. The check compares shape, stride, dtype and a sample of the
+    elements.
 
     Raises:
         RolloutError: names the first such parameter, its layer, and a setting that keeps its order.
@@ -270,7 +311,9 @@ def order_kept() -> Iterator[None]:
     process = base_loader.process_weights_after_loading
 
     def process_and_compare(model: torch.nn.Module, *args: Any, **options: Any) -> None:
-        before = {name: _Seen.of(parameter) for name, parameter in loaded_parameters(model)}
+        before = {
+            name: _Seen.of(parameter) for name, parameter in loaded_parameters(model)
+        }
         process(model, *args, **options)
         _check_order(model, before)
 
@@ -293,21 +336,29 @@ class _Seen(NamedTuple):
     def of(cls, parameter: torch.Tensor) -> _Seen:
         step = max(1, parameter.numel() // SAMPLES)
         # Compare bits, since NaN is not equal to itself.
-        sample = parameter.detach().flatten()[::step].to("cpu", copy=True).view(torch.uint8)
+        sample = (
+            parameter.detach().flatten()[::step].to("cpu", copy=True).view(torch.uint8)
+        )
         return cls(tuple(parameter.shape), parameter.stride(), parameter.dtype, sample)
 
 
 def _check_order(model: torch.nn.Module, before: dict[str, _Seen]) -> None:
     after = {name: _Seen.of(parameter) for name, parameter in loaded_parameters(model)}
     changed = {
-        name: change for name in before | after if (change := _change(before.get(name), after.get(name))) is not None
+        name: change
+        for name in before | after
+        if (change := _change(before.get(name), after.get(name))) is not None
     }
     if not changed:
         return
     name, change = next(iter(changed.items()))
     module = type(model.get_submodule(name.rpartition(".")[0])).__name__
     of_experts = name.endswith(("w13_weight", "w2_weight"))
-    fix = "Set rollout.vllm.moe_backend=triton" if of_experts else "Leave rollout.vllm.linear_backend out"
+    fix = (
+        "Set rollout.vllm.moe_backend=triton"
+        if of_experts
+        else "Leave rollout.vllm.linear_backend out"
+    )
     raise RolloutError(
         f"vLLM rearranges {len(changed)} of {len(before)} parameters after loading, where a reshard cannot follow: "
         f"{name} of {module} {change}. {fix}, or choose another kernel for this layer (docs/gpu.md)."
@@ -321,7 +372,11 @@ def _change(before: _Seen | None, after: _Seen | None) -> str | None:
         return "is computed from others"
     if before[:3] != after[:3]:
         return f"is {_described(after)} and was {_described(before)}"
-    return None if torch.equal(before.sample, after.sample) else "holds its elements in another order"
+    return (
+        None
+        if torch.equal(before.sample, after.sample)
+        else "holds its elements in another order"
+    )
 
 
 def _described(seen: _Seen) -> str:
@@ -332,11 +387,12 @@ def _described(seen: _Seen) -> str:
 def contents_dropped(parameters: Collection[torch.Tensor]) -> Iterator[int]:
     """Keep vLLM's level-1 sleep from copying these parameters to the host while the block runs; yield their bytes.
 
-    vLLM's level-2 sleep is not used, since it drops everything that was allocated while the model was loaded. That
-    includes state that the V2 model runner keeps of its sampler and model; only registered buffers are saved (0.24 to
-    0.33: v1/worker/gpu_worker.py, v1/worker/gpu/model_runner.py). Instead, allocations of the pool that hold nothing
-    but these parameters get a tag that level 1 does not name. Storage outside the pool, such as an actor's, is
-    unaffected.
+    vLLM's level-2 sleep is not used, since it drops everything that was allocated while
+    the model was loaded. That includes state that the V2 model runner keeps of its
+    sampler and model; only registered buffers are saved (0.24 to 0.33:
+    v1/worker/gpu_worker.py, v1/worker/gpu/model_runner.py). Instead, allocations of the
+    pool that hold nothing but these parameters get a tag that level 1 does not name.
+    Storage outside the pool, such as an actor's, is unaffected.
     """
     if not parameters:
         yield 0
@@ -344,7 +400,9 @@ def contents_dropped(parameters: Collection[torch.Tensor]) -> Iterator[int]:
     from vllm.device_allocator import get_mem_allocator_instance
 
     held: dict[int, Any] = get_mem_allocator_instance().pointer_to_data  # type: ignore[attr-defined]
-    allocations = [held[address] for address in _filled_segments(parameters) if address in held]
+    allocations = [
+        held[address] for address in _filled_segments(parameters) if address in held
+    ]
     dropped = [allocation for allocation in allocations if allocation.tag == WEIGHTS]
     for allocation in dropped:
         allocation.tag = WRITTEN_ANEW
@@ -357,10 +415,21 @@ def contents_dropped(parameters: Collection[torch.Tensor]) -> Iterator[int]:
 
 def _filled_segments(parameters: Iterable[torch.Tensor]) -> Iterator[int]:
     """Yield the addresses of device segments that torch's allocator gave to these parameters alone."""
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (p.untyped_storage() for p in parameters)}
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for storage in (p.untyped_storage() for p in parameters)
+    }
     addresses = sorted(storages)
     for segment in torch.cuda.memory_snapshot():
         start: int = segment["address"]
-        inside = addresses[bisect_left(addresses, start) : bisect_left(addresses, start + segment["total_size"])]
-        if inside and sum(storages[address] for address in inside) == segment["requested_size"]:
+        inside = addresses[
+            bisect_left(addresses, start) : bisect_left(
+                addresses, start + segment["total_size"]
+            )
+        ]
+        if (
+            inside
+            and sum(storages[address] for address in inside)
+            == segment["requested_size"]
+        ):
             yield start

@@ -18,7 +18,9 @@ class Box(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Number of elements along each axis."""
-        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+        return tuple(
+            stop - start for start, stop in zip(self.start, self.stop, strict=True)
+        )
 
     @property
     def numel(self) -> int:
@@ -31,7 +33,11 @@ class Box(NamedTuple):
         return tuple(map(slice, self.start, self.stop))
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+        return (
+            "["
+            + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True))
+            + "]"
+        )
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -66,8 +72,8 @@ def contains(outer: Box, inner: Box) -> bool:
 
 def subtract(box: Box, hole: Box) -> list[Box]:
     """Return disjoint boxes that cover `box` without `hole`, at most two per axis."""
-    # Cut the box into slabs around the hole, axis by axis. What remains of `box` after an axis is as narrow as the hole
-    # there.
+    # Cut the box into slabs around the hole, axis by axis. What remains of `box` after
+    # an axis is as narrow as the hole there.
     common = intersect(box, hole)
     if common is None:
         return [box]
@@ -99,13 +105,16 @@ def same_up_to_ones(a: Sequence[int], b: Sequence[int]) -> bool:
 def carry(inner: Box, outer: Box, target: Box) -> Box:
     """Map `inner`, a part of `outer`, to the same elements of `target`.
 
-    `outer` and `target` hold the same elements in the same order. Their shapes are equal up to axes of size one (a 2-D
-    expert weight inside a 3-D fused tensor).
+    `outer` and `target` hold the same elements in the same order. Their shapes are
+    equal up to axes of size one (a 2-D expert weight inside a 3-D fused tensor).
     """
-    # Axes of size one may be missing on either side, such as the expert's axis. The others correspond in order.
+    # Axes of size one may be missing on either side, such as the expert's axis. The
+    # others correspond in order.
     offsets = [
         (low - base, high - base)
-        for low, high, base, end in zip(inner.start, inner.stop, outer.start, outer.stop, strict=True)
+        for low, high, base, end in zip(
+            inner.start, inner.stop, outer.start, outer.stop, strict=True
+        )
         if end - base != 1
     ]
     axes = iter(offsets)
@@ -114,14 +123,19 @@ def carry(inner: Box, outer: Box, target: Box) -> Box:
     for axis, size in enumerate(target.shape):
         if size != 1:
             low, high = next(axes)
-            start[axis], stop[axis] = target.start[axis] + low, target.start[axis] + high
+            start[axis], stop[axis] = (
+                target.start[axis] + low,
+                target.start[axis] + high,
+            )
     return Box(tuple(start), tuple(stop))
 
 
 def join(a: Box, b: Box) -> Box | None:
     """Return the union of two boxes if `b` follows `a` along one axis and they are equal in the others, else None."""
     joined = False
-    for a_start, a_stop, b_start, b_stop in zip(a.start, a.stop, b.start, b.stop, strict=True):
+    for a_start, a_stop, b_start, b_stop in zip(
+        a.start, a.stop, b.start, b.stop, strict=True
+    ):
         if a_start == b_start and a_stop == b_stop:
             continue
         if joined or a_stop != b_start:
@@ -149,7 +163,8 @@ def split(box: Box, max_numel: int) -> list[Box]:
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return the elements [start, stop) of an array in row-major order, as disjoint boxes in order, each contiguous.
 
-    There are at most two boxes per axis, less one: the end of a row, whole rows, the beginning of a row.
+    There are at most two boxes per axis, less one: the end of a row, whole rows, the
+    beginning of a row.
     """
     if start >= stop:
         return []
@@ -178,7 +193,10 @@ class BoxIndex:
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         # The axis with the most distinct starts separates the boxes best.
-        cuts = [len(set(starts)) for starts in zip(*(box.start for box in boxes), strict=True)]
+        cuts = [
+            len(set(starts))
+            for starts in zip(*(box.start for box in boxes), strict=True)
+        ]
         # An array without axes has one element, so all boxes intersect.
         self._axis = cuts.index(max(cuts)) if cuts else None
         self._boxes = list(enumerate(boxes))
@@ -186,8 +204,11 @@ class BoxIndex:
             axis = self._axis
             self._boxes.sort(key=lambda numbered: numbered[1].start[axis])
             self._starts = [box.start[axis] for _, box in self._boxes]
-            # The largest stop so far never decreases, so it can be bisected like the starts.
-            self._reach = list(accumulate((box.stop[axis] for _, box in self._boxes), max))
+            # The largest stop so far never decreases, so it can be bisected like the
+            # starts.
+            self._reach = list(
+                accumulate((box.stop[axis] for _, box in self._boxes), max)
+            )
 
     def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
         """Yield the number of each box that intersects `box`, and the intersection."""

@@ -1,19 +1,22 @@
 """Fan-out: bring an element into each node once, and let the ranks that received it pass it on.
 
-Without fan-out, every rank fetches what it needs from the ranks that hold it. With N replicas on N nodes, the holders
-then send everything N times, and a node receives what several of its ranks need several times. With fan-out a rank that
-receives an element for itself also forwards it. No rank stores an element that it does not need.
+Without fan-out, every rank fetches what it needs from the ranks that hold it. With N
+replicas on N nodes, the holders then send everything N times, and a node receives what
+several of its ranks need several times. With fan-out a rank that receives an element
+for itself also forwards it. No rank stores an element that it does not need.
 
     hop 0   holder -> root     each element goes to one rank of each region, a group of nodes
     hop 1   root -> entries    the root sends it to one rank on every other node of its region
     hop 2   entry -> ranks     a rank that brought it into its node sends it to the other ranks there that need it
 
-Elements are dealt evenly over the roots of a region. With n nodes, a rank is the root of 1/n of what it receives and
-sends that to n - 1 nodes, so it sends no more than it receives. The depth is three hops for any number of replicas,
-where a chain through the replicas would have one hop each. Holders feed as many regions as their links allow; with one
-region for each node no element is forwarded between nodes.
+Elements are dealt evenly over the roots of a region. With n nodes, a rank is the root
+of 1/n of what it receives and sends that to n - 1 nodes, so it sends no more than it
+receives. The depth is three hops for any number of replicas, where a chain through the
+replicas would have one hop each. Holders feed as many regions as their links allow;
+with one region for each node no element is forwarded between nodes.
 
-All weights are cut into chunks, whose hops overlap, so that the time is that of the busiest link:
+All weights are cut into chunks, whose hops overlap, so that the time is that of the
+busiest link:
 
     chunk 0    hop 0    hop 1    hop 2
     chunk 1             hop 0    hop 1    hop 2
@@ -40,17 +43,27 @@ from megaverl.sharding.load_balance import (
 )
 
 HOPS = 3
-# The hops of a chunk overlap with those of other chunks, so that links carry data all the time.
+# The hops of a chunk overlap with those of other chunks, so that links carry data all
+# the time.
 CHUNKS = 64
-# (chunk, hop) in the order in which all ranks go through them: the hops of one chunk after each other.
-ORDER = [(step - hop, hop) for step in range(CHUNKS + HOPS - 1) for hop in range(HOPS) if 0 <= step - hop < CHUNKS]
-# Links inside a node are about this many times as fast as those between nodes (NVLink 4: 450 GB/s, adapters: 50 GB/s).
+# (chunk, hop) in the order in which all ranks go through them: the hops of one chunk
+# after each other.
+ORDER = [
+    (step - hop, hop)
+    for step in range(CHUNKS + HOPS - 1)
+    for hop in range(HOPS)
+    if 0 <= step - hop < CHUNKS
+]
+# Links inside a node are about this many times as fast as those between nodes (NVLink
+# 4: 450 GB/s, adapters: 50 GB/s).
 NODE_SPEED = 9
-# The busiest link must have this many times less to carry with fan-out, else every rank fetches for itself.
+# The busiest link must have this many times less to carry with fan-out, else every rank
+# fetches for itself.
 PAYS = 1.1
 # The busiest sender may carry this many times what the busiest receiver receives.
 MOST_SENT = 1.1
-# Each root's share is cut into about this many units, so that shares differ by less than a tenth.
+# Each root's share is cut into about this many units, so that shares differ by less
+# than a tenth.
 UNITS_PER_SHARE = 64
 # Units are no smaller, because small messages do not reach a link's bandwidth.
 LEAST_UNIT = 32 * 1024
@@ -114,7 +127,9 @@ class FanOutItem(NamedTuple):
         Args:
             offset: position of the item.
         """
-        numerator = (total * place - offset * places) * 2 * self.num_parts - self.size * places
+        numerator = (
+            total * place - offset * places
+        ) * 2 * self.num_parts - self.size * places
         unit = -(-numerator // (2 * self.size * places))
         return min(max(self.low + unit, self.low), self.high)
 
@@ -133,7 +148,9 @@ class FanOutItem(NamedTuple):
         if end:
             yield from self._parts(last, last + 1, 0, end)
 
-    def _parts(self, low: int, high: int, first: int, last: int) -> Iterator[ShardRange]:
+    def _parts(
+        self, low: int, high: int, first: int, last: int
+    ) -> Iterator[ShardRange]:
         for part in range(first, last):
             yield ShardRange(self.group, low, high, self.first_part + part)
 
@@ -163,7 +180,9 @@ class Line:
     nodes: tuple[int, ...]
     wanters: Mapping[int, tuple[int, ...]]
     regions: list[tuple[int, ...]] = field(default_factory=list)
-    chunks: list[list[FanOutItem]] = field(default_factory=lambda: [[] for _ in range(CHUNKS)])
+    chunks: list[list[FanOutItem]] = field(
+        default_factory=lambda: [[] for _ in range(CHUNKS)]
+    )
     totals: list[int] = field(default_factory=lambda: [0] * CHUNKS)
 
     @property
@@ -173,13 +192,24 @@ class Line:
 
     def region_of(self, node: int) -> tuple[int, tuple[int, ...]]:
         """Return the number and the nodes of the region that contains a node."""
-        return next((number, nodes) for number, nodes in enumerate(self.regions) if node in nodes)
+        return next(
+            (number, nodes)
+            for number, nodes in enumerate(self.regions)
+            if node in nodes
+        )
 
     def runs(self, region: Sequence[int]) -> Iterator[FanOutRun]:
         """Yield all units with their roots. Every wanter of the region is the root of an equal share."""
-        slots = [(number, wanter) for number, node in enumerate(region) for wanter in range(len(self.wanters[node]))]
-        for number, (items, total) in enumerate(zip(self.chunks, self.totals, strict=True)):
-            # Chunks begin with different roots, so that rounding does not favour the same ones each time.
+        slots = [
+            (number, wanter)
+            for number, node in enumerate(region)
+            for wanter in range(len(self.wanters[node]))
+        ]
+        for number, (items, total) in enumerate(
+            zip(self.chunks, self.totals, strict=True)
+        ):
+            # Chunks begin with different roots, so that rounding does not favour the
+            # same ones each time.
             shift = number * len(slots) // CHUNKS
             turned = slots[shift:] + slots[:shift]
             slot = 0
@@ -187,7 +217,11 @@ class Line:
                 low = item.low
                 while low < item.high:
                     last = slot == len(slots) - 1
-                    high = item.high if last else item.first_unit(slot + 1, item.start, len(slots), total)
+                    high = (
+                        item.high
+                        if last
+                        else item.first_unit(slot + 1, item.start, len(slots), total)
+                    )
                     if low < high:
                         yield FanOutRun(item, low, high, *turned[slot])
                         low = high
@@ -207,17 +241,26 @@ class HolderSet:
     ranks: list[int]
     totals: list[int] = field(default_factory=lambda: [0] * CHUNKS)
 
-    def serving(self, run: FanOutRun, region: int, num_regions: int) -> Iterator[tuple[int, int, int]]:
+    def serving(
+        self, run: FanOutRun, region: int, num_regions: int
+    ) -> Iterator[tuple[int, int, int]]:
         """Yield (holder, low, high) for the units of a run in one region."""
         item = run.item
         low = run.low
         number = len(self.ranks)
         total = self.totals[item.chunk]
-        # Regions start at different holders, so that one holder's units go to few roots, and so do chunks.
+        # Regions start at different holders, so that one holder's units go to few
+        # roots, and so do chunks.
         shift = region * number // num_regions + item.chunk * number // CHUNKS
         for place in range(item.held_start * number // total, number):
             last = place == number - 1
-            high = run.high if last else min(run.high, item.first_unit(place + 1, item.held_start, number, total))
+            high = (
+                run.high
+                if last
+                else min(
+                    run.high, item.first_unit(place + 1, item.held_start, number, total)
+                )
+            )
             if low < high:
                 yield self.ranks[(place + shift) % number], low, high
                 low = high
@@ -242,7 +285,9 @@ class Loads(NamedTuple):
         return max(*self.sent, *self.received)
 
 
-def direct_loads(asked: Asked, source: RankLayouts, dest: RankLayouts, node_of: Sequence[int]) -> Loads:
+def direct_loads(
+    asked: Asked, source: RankLayouts, dest: RankLayouts, node_of: Sequence[int]
+) -> Loads:
     """Return the loads if every rank fetches what its node lacks, evenly from all that hold it."""
     sent = [0.0] * len(node_of)
     # Holder sets on the same nodes serve the same ranks, so their sums are enough.
@@ -257,7 +302,9 @@ def direct_loads(asked: Asked, source: RankLayouts, dest: RankLayouts, node_of: 
             amount = sum(size * (part.high - part.low) for size, part in parts)
             amounts[number] = amounts.get(number, 0) + amount
             if (near, number) not in num_remote:
-                num_remote[near, number] = sum(node_of[rank] not in near for rank in dest.ranks[number])
+                num_remote[near, number] = sum(
+                    node_of[rank] not in near for rank in dest.ranks[number]
+                )
             total += amount * num_remote[near, number]
         if total:
             for rank in holders:
@@ -290,20 +337,30 @@ class FanOut:
         self._lines: dict[tuple[tuple[int, ...], tuple[int, ...]], Line] = {}
         self._holders: dict[tuple[int, ...], HolderSet] = {}
         self._nodes_of_class = [
-            {node: tuple(ranks) for node, ranks in _by_node(ranks, node_of).items()} for ranks in dest.ranks
+            {node: tuple(ranks) for node, ranks in _by_node(ranks, node_of).items()}
+            for ranks in dest.ranks
         ]
         atoms = self._atoms(groups)
         parts: list[list[ShardSet]] = [[] for _ in groups]
         self._deal(groups, atoms, parts)
-        self.groups = [replace(group, shards=tuple(sets)) for group, sets in zip(groups, parts, strict=True)]
+        self.groups = [
+            replace(group, shards=tuple(sets))
+            for group, sets in zip(groups, parts, strict=True)
+        ]
         self.loads = self._divide_into_regions()
         self._lines_of_class: dict[int, list[Line]] = {}
         for (classes, _), line in self._lines.items():
             for number in classes:
                 self._lines_of_class.setdefault(number, []).append(line)
-        # Elements of the shard sets of a group before each of them, and of all at the end.
-        self._before = [[0, *accumulate(sum(cell.numel for cell in part.cells) for part in sets)] for sets in parts]
-        self._runs: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], list[FanOutRun]]] = {}
+        # Elements of the shard sets of a group before each of them, and of all at the
+        # end.
+        self._before = [
+            [0, *accumulate(sum(cell.numel for cell in part.cells) for part in sets)]
+            for sets in parts
+        ]
+        self._runs: dict[
+            tuple[int, tuple[int, ...]], dict[tuple[int, ...], list[FanOutRun]]
+        ] = {}
 
     def _atoms(self, groups: Sequence[TensorGroup]) -> list[Atom]:
         """Return what no node of the wanters holds, in boxes that the same classes want."""
@@ -311,17 +368,27 @@ class FanOut:
         for number, group in enumerate(groups):
             boxes_of = dict(self._dest.holding(self._dest.held[group.tensors[0]]))
             for place, shard_set in enumerate(group.shards):
-                near = frozenset(self._node_of[r] for c in shard_set.classes for r in self._source.ranks[c])
+                near = frozenset(
+                    self._node_of[r]
+                    for c in shard_set.classes
+                    for r in self._source.ranks[c]
+                )
                 wanted = []
                 far: set[int] = set()
                 for c, amounts in group.wanted.items():
                     if place not in amounts:
                         continue
-                    far_nodes = [node for node in self._nodes_of_class[c] if node not in near]
+                    far_nodes = [
+                        node for node in self._nodes_of_class[c] if node not in near
+                    ]
                     if not far_nodes:
                         continue
                     far.update(far_nodes)
-                    common = (intersect(cell, box) for cell in shard_set.cells for box in boxes_of[c])
+                    common = (
+                        intersect(cell, box)
+                        for cell in shard_set.cells
+                        for box in boxes_of[c]
+                    )
                     wanted.append((c, tuple(box for box in common if box is not None)))
                 nodes = tuple(sorted(far))
                 atoms += [
@@ -330,7 +397,12 @@ class FanOut:
                 ]
         return atoms
 
-    def _deal(self, groups: Sequence[TensorGroup], atoms: Sequence[Atom], parts: list[list[ShardSet]]) -> None:
+    def _deal(
+        self,
+        groups: Sequence[TensorGroup],
+        atoms: Sequence[Atom],
+        parts: list[list[ShardSet]],
+    ) -> None:
         """Cut the boxes into units, and append them to lines and to what their holders send."""
         sizes = [sum(cell.numel for cell in atom.cells) for atom in atoms]
         totals: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
@@ -347,27 +419,51 @@ class FanOut:
             unit = max(LEAST_UNIT, totals[key] // (num_wanters * UNITS_PER_SHARE))
             cut = _cut(atom.cells, -(-size // unit))
             if atom.holders not in self._holders:
-                ranks = alternating_over_nodes(atom.holders, self._source, self._node_of)
+                ranks = alternating_over_nodes(
+                    atom.holders, self._source, self._node_of
+                )
                 self._holders[atom.holders] = HolderSet(ranks)
             held = self._holders[atom.holders]
-            units, first = len(groups[atom.group].tensors) * len(cut), len(parts[atom.group])
+            units, first = (
+                len(groups[atom.group].tensors) * len(cut),
+                len(parts[atom.group]),
+            )
             for place in range(CHUNKS):
                 low, high = (units * bound // CHUNKS for bound in (place, place + 1))
                 if low == high:
                     continue
-                # Small items would all end in the last chunk if each began with the first.
+                # Small items would all end in the last chunk if each began with the
+                # first.
                 chunk = (place + number) % CHUNKS
                 start, held_start = line.totals[chunk], held.totals[chunk]
-                item = FanOutItem(atom.group, first, len(cut), low, high, size, start, held_start, atom.holders, chunk)
+                item = FanOutItem(
+                    atom.group,
+                    first,
+                    len(cut),
+                    low,
+                    high,
+                    size,
+                    start,
+                    held_start,
+                    atom.holders,
+                    chunk,
+                )
                 line.chunks[chunk].append(item)
                 line.totals[chunk] += item.numel
                 held.totals[chunk] += item.numel
             parts[atom.group] += [ShardSet(atom.holders, cells) for cells in cut]
 
-    def _wanters(self, classes: tuple[int, ...], nodes: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    def _wanters(
+        self, classes: tuple[int, ...], nodes: tuple[int, ...]
+    ) -> dict[int, tuple[int, ...]]:
         """Return node -> ranks of these classes, for those of the nodes that have any."""
         ranks = {
-            node: tuple(sorted(r for c in classes for r in self._nodes_of_class[c].get(node, ()))) for node in nodes
+            node: tuple(
+                sorted(
+                    r for c in classes for r in self._nodes_of_class[c].get(node, ())
+                )
+            )
+            for node in nodes
         }
         return {node: on_node for node, on_node in ranks.items() if on_node}
 
@@ -386,8 +482,8 @@ class FanOut:
         allowed = MOST_SENT * max(received)
         number = most
         for rank in range(world):
-            # With d of n nodes fed by holders, a rank sends d times what it holds and forwards 1 - d / n of what it
-            # receives.
+            # With d of n nodes fed by holders, a rank sends d times what it holds and
+            # forwards 1 - d / n of what it receives.
             more = once[rank] - received[rank] / most
             if more > 0:
                 number = min(number, max(1, int((allowed - received[rank]) / more)))
@@ -395,7 +491,9 @@ class FanOut:
         for line in self._lines.values():
             count = min(number, len(line.nodes))
             bounds = [len(line.nodes) * place // count for place in range(count + 1)]
-            line.regions = [line.nodes[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+            line.regions = [
+                line.nodes[a:b] for a, b in zip(bounds, bounds[1:], strict=False)
+            ]
             of_holders: dict[tuple[int, ...], int] = {}
             for item in line.items:
                 of_holders[item.holders] = of_holders.get(item.holders, 0) + item.numel
@@ -410,7 +508,9 @@ class FanOut:
                         sent[rank] += (len(region) - 1) * sum(line.totals) / slots
         return Loads(sent, received)
 
-    def _runs_in(self, line: Line, number: int) -> dict[tuple[int, ...], list[FanOutRun]]:
+    def _runs_in(
+        self, line: Line, number: int
+    ) -> dict[tuple[int, ...], list[FanOutRun]]:
         """Return holders -> runs of a region, computed once for regions with as many wanters on each node."""
         region = line.regions[number]
         key = (id(line), tuple(len(line.wanters[node]) for node in region))
@@ -436,16 +536,26 @@ class FanOut:
         sent: dict[int, int] = {}
         for sends, _, peer, item, low, high in self._moves(rank):
             totals = sent if sends else received
-            totals[peer] = totals.get(peer, 0) + self._before_unit(item, high) - self._before_unit(item, low)
+            totals[peer] = (
+                totals.get(peer, 0)
+                + self._before_unit(item, high)
+                - self._before_unit(item, low)
+            )
         return received, sent
 
     def _before_unit(self, item: FanOutItem, unit: int) -> int:
         """Return the elements of an item's units before one of them."""
         tensors, part = divmod(unit, item.num_parts)
         before = self._before[item.group]
-        return tensors * item.size + before[item.first_part + part] - before[item.first_part]
+        return (
+            tensors * item.size
+            + before[item.first_part + part]
+            - before[item.first_part]
+        )
 
-    def _moves(self, rank: int) -> Iterator[tuple[bool, int, int, FanOutItem, int, int]]:
+    def _moves(
+        self, rank: int
+    ) -> Iterator[tuple[bool, int, int, FanOutItem, int, int]]:
         """Yield (whether the rank sends it, hop, peer, item, first unit, end) for all that a rank exchanges."""
         source_class = self._source.class_of[rank]
         for line in self._lines.values():
@@ -456,7 +566,9 @@ class FanOut:
                     held = self._holders[classes]
                     for run in runs:
                         root = line.wanters[region[run.node]][run.wanter]
-                        for holder, low, high in held.serving(run, number, len(line.regions)):
+                        for holder, low, high in held.serving(
+                            run, number, len(line.regions)
+                        ):
                             if holder == rank:
                                 yield True, 0, root, run.item, low, high
         node = self._node_of[rank]
@@ -497,7 +609,11 @@ class FanOut:
     def _mean(self, number_of: Callable[[Line], int]) -> float:
         lines = self._lines.values()
         total = sum(sum(line.totals) for line in lines)
-        return sum(sum(line.totals) * number_of(line) for line in lines) / total if total else 0.0
+        return (
+            sum(sum(line.totals) * number_of(line) for line in lines) / total
+            if total
+            else 0.0
+        )
 
     def peers(self, rank: int) -> set[int]:
         """Return the ranks that a rank exchanges something with."""
@@ -514,7 +630,8 @@ def _by_node(ranks: Sequence[int], node_of: Sequence[int]) -> dict[int, list[int
 def _cut(cells: Sequence[Box], number: int) -> list[tuple[Box, ...]]:
     """Cut boxes into at most `number` parts of nearly equal size.
 
-    Every box is cut along its slowest axis that is long enough, so that parts are as contiguous as they can be.
+    Every box is cut along its slowest axis that is long enough, so that parts are as
+    contiguous as they can be.
     """
     number = max(1, min(number, *(max(cell.shape, default=1) for cell in cells)))
     if number == 1:

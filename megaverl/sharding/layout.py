@@ -15,8 +15,8 @@ from megaverl.sharding.weight import Weight
 class Piece(NamedTuple):
     """Box of a global tensor, and the box of a local tensor that holds it.
 
-    The two boxes have the same shape up to axes of size one, and the same order of elements. `local` names a local
-    tensor or a view of one (`Layout.views`).
+    The two boxes have the same shape up to axes of size one, and the same order of
+    elements. `local` names a local tensor or a view of one (`Layout.views`).
     """
 
     tensor: str
@@ -73,11 +73,21 @@ class Layout:
             return self
         pieces = tuple(piece for piece in self.pieces if piece.tensor not in tensors)
         # A fused local tensor stays while any of its global tensors does.
-        gone = {self.stored_in(p.local) for p in self.pieces} - {self.stored_in(p.local) for p in pieces}
+        gone = {self.stored_in(p.local) for p in self.pieces} - {
+            self.stored_in(p.local) for p in pieces
+        }
         return Layout(
             pieces,
-            {name: shape for name, shape in self.local_shapes.items() if name not in gone},
-            {name: shape for name, shape in self.global_shapes.items() if name not in tensors},
+            {
+                name: shape
+                for name, shape in self.local_shapes.items()
+                if name not in gone
+            },
+            {
+                name: shape
+                for name, shape in self.global_shapes.items()
+                if name not in tensors
+            },
             {name: block for name, block in self.quantised.items() if name not in gone},
             {name: view for name, view in self.views.items() if view[0] not in gone},
         )
@@ -106,13 +116,20 @@ class Layout:
                 views[local] = (name, view)
             if common := intersect(piece.local_box, part):
                 box = carry(common, piece.local_box, piece.box)
-                moved = (tuple(a - b for a, b in zip(corner, shift, strict=True)) for corner in common)
+                moved = (
+                    tuple(a - b for a, b in zip(corner, shift, strict=True))
+                    for corner in common
+                )
                 pieces.append(Piece(piece.tensor, box, local, Box(*moved)))
         # Views may have been recorded for pieces that the shard does not reach.
         used = {piece.local for piece in pieces}
         return Layout(
             tuple(pieces),
-            {name: shard_boxes[name].shape for name in self.local_shapes if name in shard_boxes},
+            {
+                name: shard_boxes[name].shape
+                for name in self.local_shapes
+                if name in shard_boxes
+            },
             {piece.tensor: self.global_shapes[piece.tensor] for piece in pieces},
             views={name: view for name, view in views.items() if name in used},
         )
@@ -127,7 +144,8 @@ class Layout:
 
         return {
             "pieces": [
-                [tensor, number(box), local, number(local_box)] for tensor, box, local, local_box in self.pieces
+                [tensor, number(box), local, number(local_box)]
+                for tensor, box, local, local_box in self.pieces
             ],
             "boxes": list(numbers),
             "local_shapes": self.local_shapes,
@@ -148,7 +166,10 @@ class Layout:
             {name: tuple(shape) for name, shape in stored["local_shapes"].items()},
             {name: tuple(shape) for name, shape in stored["global_shapes"].items()},
             stored["quantised"],
-            {name: (local, Strides(*map(tuple, view))) for name, (local, view) in stored["views"].items()},
+            {
+                name: (local, Strides(*map(tuple, view)))
+                for name, (local, view) in stored["views"].items()
+            },
         )
 
     @property
@@ -199,7 +220,9 @@ def stack(boxes: Sequence[tuple[int, Box]], rows: int | None = None) -> Fill:
     for number, box in boxes:
         height = box.shape[0]
         if height:
-            parts.append((number, box, cut((offset + height, *tail), 0, offset, offset + height)))
+            parts.append(
+                (number, box, cut((offset + height, *tail), 0, offset, offset + height))
+            )
         offset += height
     return Fill(tuple(parts), (offset if rows is None else rows, *tail))
 
@@ -222,21 +245,31 @@ class LayoutBuilder:
         for number, box, local_box in fill.parts:
             self._pieces.append(Piece(weights[number].name, box, seen, local_box))
         for weight in weights:
-            # Recorded even if this rank holds nothing of the weight, so that all ranks know all weights of the
-            # parameter.
+            # Recorded even if this rank holds nothing of the weight, so that all ranks
+            # know all weights of the parameter.
             self._global_shapes[weight.name] = weight.shape
         self._local_shapes[local] = fill.shape
 
     def build(self, quantised: Mapping[str, int | None] | None = None) -> Layout:
         """Return the layout of everything added."""
-        return Layout(tuple(self._pieces), self._local_shapes, self._global_shapes, quantised or {}, self._views)
+        return Layout(
+            tuple(self._pieces),
+            self._local_shapes,
+            self._global_shapes,
+            quantised or {},
+            self._views,
+        )
 
 
 def whole_layout(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
     """Return a layout of whole tensors whose local names are the global ones, as in a folder or a single process."""
     shape_of = {name: tuple(shape) for name, shape in shapes}
     boxes = {name: whole(shape) for name, shape in shape_of.items()}
-    return Layout(tuple(Piece(name, box, name, box) for name, box in boxes.items() if box.numel), shape_of, shape_of)
+    return Layout(
+        tuple(Piece(name, box, name, box) for name, box in boxes.items() if box.numel),
+        shape_of,
+        shape_of,
+    )
 
 
 def padded_tensors(layout: Layout) -> list[str]:
@@ -244,7 +277,11 @@ def padded_tensors(layout: Layout) -> list[str]:
     covered = dict.fromkeys(layout.local_shapes, 0)
     for piece in layout.pieces:
         covered[layout.stored_in(piece.local)] += piece.local_box.numel
-    return [name for name, shape in layout.local_shapes.items() if covered[name] < whole(shape).numel]
+    return [
+        name
+        for name, shape in layout.local_shapes.items()
+        if covered[name] < whole(shape).numel
+    ]
 
 
 def shard_box(box: Box, index: int, count: int) -> Box:
@@ -254,13 +291,18 @@ def shard_box(box: Box, index: int, count: int) -> Box:
     `distributed/fsdp/_fully_shard/_fsdp_param.py` and `_fsdp_common.py`).
     """
     rows = box.shape[0]
-    # FSDP2 divides like `torch.chunk`: chunks of equal length, the last ones shorter or empty.
+    # FSDP2 divides like `torch.chunk`: chunks of equal length, the last ones shorter or
+    # empty.
     chunk = -(-rows // count)
-    low, high = (box.start[0] + min(place * chunk, rows) for place in (index, index + 1))
+    low, high = (
+        box.start[0] + min(place * chunk, rows) for place in (index, index + 1)
+    )
     return Box((low, *box.start[1:]), (high, *box.stop[1:]))
 
 
 def even_layout(weights: Sequence[Weight], world: int, rank: int) -> Layout:
     """Return what `rank` of `world` holds of these weights under FSDP2, under their global names."""
     shapes = [(weight.name, weight.shape) for weight in weights]
-    return whole_layout(shapes).shard({name: shard_box(whole(shape), rank, world) for name, shape in shapes})
+    return whole_layout(shapes).shard(
+        {name: shard_box(whole(shape), rank, world) for name, shape in shapes}
+    )

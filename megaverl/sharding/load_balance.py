@@ -1,12 +1,15 @@
 """Decide which holder serves which rank: with the fewest bytes, from nearby, and evenly balanced.
 
-A model with a hundred layers of a hundred experts each has only a few ways in which its tensors are distributed.
-Tensors that the same ranks hold and want in the same boxes form one `TensorGroup` and are planned together.
+A model with a hundred layers of a hundred experts each has only a few ways in which its
+tensors are distributed. Tensors that the same ranks hold and want in the same boxes
+form one `TensorGroup` and are planned together.
 
-The rule, equal on every rank: a rank is served by a holder on its own node, else by any holder. Ranks that need boxes
-of one size form a line, sorted by class and rank, with one request for every tensor. The line is cut into equal runs,
-one per holder. So loads differ by at most one request, and a rank talks to few holders. Large boxes are assigned first,
-and each assignment starts where the previous one ended. Over all sizes, loads differ by at most one largest box.
+The rule, equal on every rank: a rank is served by a holder on its own node, else by any
+holder. Ranks that need boxes of one size form a line, sorted by class and rank, with
+one request for every tensor. The line is cut into equal runs, one per holder. So loads
+differ by at most one request, and a rank talks to few holders. Large boxes are assigned
+first, and each assignment starts where the previous one ended. Over all sizes, loads
+differ by at most one largest box.
 
     requests:  r0 r0 r0 | r1 r1 r1 | r2 r2
     holder:       h0    |    h1    |  h2      (the next size starts at h2)
@@ -20,7 +23,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from megaverl.sharding.boxes import Box, BoxIndex, first_overlap, intersect, subtract, subtract_all
+from megaverl.sharding.boxes import (
+    Box,
+    BoxIndex,
+    first_overlap,
+    intersect,
+    subtract,
+    subtract_all,
+)
 from megaverl.sharding.layout import Layout
 
 # Stands for the pool of all holders, beside the pools of single nodes.
@@ -51,8 +61,8 @@ class RankLayouts:
         numbers: dict[int, int] = {}
         for rank in range(world):
             layout = layouts(rank)
-            # Layouts are compared by identity. Comparing their contents would be slow in a large job, where few are
-            # different.
+            # Layouts are compared by identity. Comparing their contents would be slow
+            # in a large job, where few are different.
             number = numbers.setdefault(id(layout), len(self.ranks))
             if number == len(self.ranks):
                 self.ranks.append([])
@@ -64,17 +74,26 @@ class RankLayouts:
         for number, layout in enumerate(self.layouts):
             for tensor, shape in layout.global_shapes.items():
                 known = self.shapes.setdefault(tensor, shape)
-                # The identity test comes first because most layouts share the tuples, and there are many of them.
+                # The identity test comes first because most layouts share the tuples,
+                # and there are many of them.
                 if known is not shape and known != shape:
-                    self.disagreements.append(f"{tensor}: ranks of one side say {known} and {shape} of its shape")
+                    self.disagreements.append(
+                        f"{tensor}: ranks of one side say {known} and {shape} of its shape"
+                    )
             # `by_tensor` would be cached by every layout, though it is needed for few.
             boxes_of: dict[str, Boxes] = {}
             for tensor, box, _, _ in layout.pieces:
-                boxes_of[tensor] = (*boxes_of[tensor], box) if tensor in boxes_of else (box,)
+                boxes_of[tensor] = (
+                    (*boxes_of[tensor], box) if tensor in boxes_of else (box,)
+                )
             for tensor, boxes in boxes_of.items():
-                boxes_by_tensor.setdefault(tensor, []).extend((number, number_of.setdefault(boxes, len(number_of))))
+                boxes_by_tensor.setdefault(tensor, []).extend(
+                    (number, number_of.setdefault(boxes, len(number_of)))
+                )
         self.boxes = list(number_of)
-        self.held = {tensor: tuple(classes) for tensor, classes in boxes_by_tensor.items()}
+        self.held = {
+            tensor: tuple(classes) for tensor, classes in boxes_by_tensor.items()
+        }
 
     def holding(self, classes: tuple[int, ...]) -> Iterator[tuple[int, Boxes]]:
         """Yield the classes of an entry of `held` with their boxes."""
@@ -112,10 +131,14 @@ def group_tensors(source: RankLayouts, dest: RankLayouts) -> list[TensorGroup]:
     alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for tensor in source.shapes:
         if tensor in dest.held:
-            # Layers of a model are laid out alike, so a model of thousands of tensors has a few dozen groups, and the
-            # geometry is computed once for each.
-            alike.setdefault((source.held.get(tensor, ()), dest.held[tensor]), []).append(tensor)
-    return [_group(source, dest, *holders, tensors) for holders, tensors in alike.items()]
+            # Layers of a model are laid out alike, so a model of thousands of tensors
+            # has a few dozen groups, and the geometry is computed once for each.
+            alike.setdefault(
+                (source.held.get(tensor, ()), dest.held[tensor]), []
+            ).append(tensor)
+    return [
+        _group(source, dest, *holders, tensors) for holders, tensors in alike.items()
+    ]
 
 
 def _group(
@@ -127,7 +150,11 @@ def _group(
 ) -> TensorGroup:
     """Return the group of tensors that are held and wanted alike."""
     shards = _shard_sets(source, held)
-    cells = [(number, cell) for number, shard_set in enumerate(shards) for cell in shard_set.cells]
+    cells = [
+        (number, cell)
+        for number, shard_set in enumerate(shards)
+        for cell in shard_set.cells
+    ]
     index = BoxIndex([cell for _, cell in cells])
     wanted: dict[int, dict[int, int]] = {}
     missing: dict[int, Box] = {}
@@ -169,13 +196,17 @@ def group_by_classes(boxes_of: Iterable[tuple[int, Boxes]]) -> tuple[ShardSet, .
         for box in boxes:
             holders.setdefault(box, set()).add(number)
     cells = list(holders.items())
-    # Replicas hold equal boxes, which are one key above. Boxes that overlap only partly are rare.
+    # Replicas hold equal boxes, which are one key above. Boxes that overlap only partly
+    # are rare.
     if first_overlap(list(holders)) is not None:
         cells = _disjoint(cells)
     by_classes: dict[tuple[int, ...], list[Box]] = {}
     for cell, classes in cells:
         by_classes.setdefault(tuple(sorted(classes)), []).append(cell)
-    return tuple(ShardSet(classes, tuple(sorted(boxes))) for classes, boxes in sorted(by_classes.items()))
+    return tuple(
+        ShardSet(classes, tuple(sorted(boxes)))
+        for classes, boxes in sorted(by_classes.items())
+    )
 
 
 def _disjoint(holders: list[tuple[Box, set[int]]]) -> list[tuple[Box, set[int]]]:
@@ -191,7 +222,9 @@ def _disjoint(holders: list[tuple[Box, set[int]]]) -> list[tuple[Box, set[int]]]
             cut.append((common, others | classes))
             # What the box does not cover keeps its holders.
             cut += [(part, others) for part in subtract(cell, box)]
-        cells = cut + [(part, classes) for part in subtract_all(box, [cell for cell, _ in cells])]
+        cells = cut + [
+            (part, classes) for part in subtract_all(box, [cell for cell, _ in cells])
+        ]
     return cells
 
 
@@ -204,14 +237,16 @@ class ShardRange(NamedTuple):
     shards: int
 
 
-# Class of the destination -> (elements of a box, shard set of a group) for everything it wants.
+# Class of the destination -> (elements of a box, shard set of a group) for everything
+# it wants.
 Asked = Mapping[int, Sequence[tuple[int, ShardRange]]]
 
 
 class Deal:
     """Assignment of requests of one size to a pool of holders.
 
-    The requests form a line, rank after rank, which is cut into equal runs, one per holder.
+    The requests form a line, rank after rank, which is cut into equal runs, one per
+    holder.
 
     Args:
         pool: the holders.
@@ -223,12 +258,19 @@ class Deal:
         end: place of the first holder with the fewest requests.
     """
 
-    def __init__(self, pool: Sequence[int], start: int, wanted: Mapping[int, Sequence[ShardRange]]) -> None:
+    def __init__(
+        self,
+        pool: Sequence[int],
+        start: int,
+        wanted: Mapping[int, Sequence[ShardRange]],
+    ) -> None:
         self.pool = pool
         self.start = start
         self.wanted = wanted
         self._ranks = list(wanted)
-        numbers = [sum(part.high - part.low for part in wanted[rank]) for rank in self._ranks]
+        numbers = [
+            sum(part.high - part.low for part in wanted[rank]) for rank in self._ranks
+        ]
         # Position in the line of each rank's first request, and the end of the line.
         self._firsts = [0, *accumulate(numbers)]
         self._place = {rank: place for place, rank in enumerate(self._ranks)}
@@ -243,7 +285,9 @@ class Deal:
         while low < high:
             turn = self._turn_of(low)
             end = min(self._first_of(turn + 1), high)
-            yield from self._parts(self.pool[(self.start + turn) % len(self.pool)], rank, low, end)
+            yield from self._parts(
+                self.pool[(self.start + turn) % len(self.pool)], rank, low, end
+            )
             low = end
 
     def served(self, place: int) -> Iterator[tuple[int, ShardRange]]:
@@ -257,7 +301,9 @@ class Deal:
             yield from self._parts(self._ranks[number], self._ranks[number], low, end)
             low = end
 
-    def _parts(self, other: int, rank: int, low: int, high: int) -> Iterator[tuple[int, ShardRange]]:
+    def _parts(
+        self, other: int, rank: int, low: int, high: int
+    ) -> Iterator[tuple[int, ShardRange]]:
         """Yield (other, part) for the requests `low` to `high`, all of one rank."""
         first = self._firsts[self._place[rank]]
         for part in self.wanted[rank]:
@@ -276,10 +322,16 @@ class Deal:
     def _turn_of(self, request: int) -> int:
         """Return the run that contains a request."""
         longer = self._extra * (self._each + 1)
-        return request // (self._each + 1) if request < longer else self._extra + (request - longer) // self._each
+        return (
+            request // (self._each + 1)
+            if request < longer
+            else self._extra + (request - longer) // self._each
+        )
 
 
-def alternating_over_nodes(classes: Iterable[int], source: RankLayouts, node_of: Sequence[int]) -> list[int]:
+def alternating_over_nodes(
+    classes: Iterable[int], source: RankLayouts, node_of: Sequence[int]
+) -> list[int]:
     """Return the ranks of some classes of the source, class by class, alternating over nodes within each."""
     on_node: dict[tuple[int, int], int] = {}
     order = []
@@ -314,10 +366,14 @@ class Dealer:
         self._holders = frozenset(classes)
         self._node_of = node_of
         self._pools = self._make_pools(source)
-        self._place = {key: {rank: i for i, rank in enumerate(pool)} for key, pool in self._pools.items()}
+        self._place = {
+            key: {rank: i for i, rank in enumerate(pool)}
+            for key, pool in self._pools.items()
+        }
         self._deals: dict[int, list[Deal]] = {key: [] for key in self._pools}
         by_size: dict[int, dict[int, list[ShardRange]]] = {}
-        # Requests are dealt size by size, since equal numbers of requests are equal loads only among equal sizes.
+        # Requests are dealt size by size, since equal numbers of requests are equal
+        # loads only among equal sizes.
         for number, requests in asked.items():
             for size, part in requests:
                 by_size.setdefault(size, {}).setdefault(number, []).append(part)
@@ -328,16 +384,23 @@ class Dealer:
                 for rank in dest.ranks[number]:
                     # Holders copy from their own memory.
                     pool = self._pool_of(rank)
-                    if source.class_of[rank] not in self._holders and not (only_near and pool == ANYWHERE):
+                    if source.class_of[rank] not in self._holders and not (
+                        only_near and pool == ANYWHERE
+                    ):
                         lines.setdefault(pool, {})[rank] = parts
             for key, line in lines.items():
                 earlier = self._deals[key]
-                # Each deal starts where the one before ended, so that the holders with one request less come first.
-                earlier.append(Deal(self._pools[key], earlier[-1].end if earlier else 0, line))
+                # Each deal starts where the one before ended, so that the holders with
+                # one request less come first.
+                earlier.append(
+                    Deal(self._pools[key], earlier[-1].end if earlier else 0, line)
+                )
 
     def _make_pools(self, source: RankLayouts) -> dict[int, list[int]]:
         """Return the holders of each node and of all nodes."""
-        pools: dict[int, list[int]] = {ANYWHERE: alternating_over_nodes(self._holders, source, self._node_of)}
+        pools: dict[int, list[int]] = {
+            ANYWHERE: alternating_over_nodes(self._holders, source, self._node_of)
+        }
         for rank in pools[ANYWHERE]:
             pools.setdefault(self._node_of[rank], []).append(rank)
         return pools

@@ -1,9 +1,10 @@
 """Layouts of Megatron-core's GPTModel on any grid, and of its distributed checkpoints.
 
-Data-parallel replicas are alike. A distributed checkpoint holds global arrays under `sharded_state_dict` keys, which do
-not depend on the grid.
+Data-parallel replicas are alike. A distributed checkpoint holds global arrays under
+`sharded_state_dict` keys, which do not depend on the grid.
 
-Rules of a rank (megatron-core 0.16, `models/gpt/gpt_model.py`, `transformer/attention.py`, `transformer/mlp.py`,
+Rules of a rank (megatron-core 0.16, `models/gpt/gpt_model.py`,
+`transformer/attention.py`, `transformer/mlp.py`,
 `transformer/multi_latent_attention.py`, `transformer/moe/experts.py`):
 - `linear_qkv` is the array [q heads of group 0, k 0, v 0, q heads of group 1, ...] split into equal runs of rows, even
   if there are fewer groups than ranks.
@@ -18,8 +19,8 @@ Rules of a rank (megatron-core 0.16, `models/gpt/gpt_model.py`, `transformer/att
 - The down-projections of latent attention are whole on every rank, in Transformer Engine's layer spec and in megaverl's
   local one (`models/attention.py`). megatron-core's own local spec would split them.
 
-Rules of a checkpoint (megatron-core 0.16, `transformer/transformer_block.py`, `transformer/mlp.py`,
-`transformer/moe/experts.py`):
+Rules of a checkpoint (megatron-core 0.16, `transformer/transformer_block.py`,
+`transformer/mlp.py`, `transformer/moe/experts.py`):
 - A key's array is the parameter of a model without parallelism, with the vocabulary padded.
 - Layers of one kind are stacked along a first axis, `decoder.layers.REST` [layers, ...]. If layers differ (dense and
   routed), each has its own key, `decoder.layers.N.REST`.
@@ -37,7 +38,14 @@ from typing import Literal, NamedTuple
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import GridError
 from megaverl.sharding.boxes import Box, cut, whole
-from megaverl.sharding.layout import Fill, Layout, LayoutBuilder, Piece, join_layouts, stack
+from megaverl.sharding.layout import (
+    Fill,
+    Layout,
+    LayoutBuilder,
+    Piece,
+    join_layouts,
+    stack,
+)
 from megaverl.sharding.model_spec import ModelSpec, misfits
 from megaverl.sharding.strided import Strides
 from megaverl.sharding.weight import Split, Weight, even_part, fused_parts, stacked_part
@@ -69,7 +77,9 @@ def megatron_layouts(
     Raises:
         GridError: the grid does not divide layers, heads, rows, experts or the padded vocabulary; lists all problems.
     """
-    model = _Model(weights, spec, shape, padded_vocab_size, transformer_engine, layer_split)
+    model = _Model(
+        weights, spec, shape, padded_vocab_size, transformer_engine, layer_split
+    )
     by_rank: dict[int, Layout] = {}
     by_place: dict[tuple[int, ...], Layout] = {}
     dense: dict[tuple[int, int], Layout] = {}
@@ -125,24 +135,36 @@ class _Model:
         problems = [*self._problems(weights)]
         if problems:
             raise GridError("\n".join(problems))
-        fused: dict[int | Literal["first", "last", "tied"], dict[str, list[Weight]]] = {}
+        fused: dict[
+            int | Literal["first", "last", "tied"], dict[str, list[Weight]]
+        ] = {}
         experts: dict[int, dict[int, dict[str, list[Weight]]]] = {}
         for weight in weights:
             name = weight.megatron
             if transformer_engine and weight.transformer_engine is not None:
                 name = weight.transformer_engine
-            numbers = range(spec.moe.num_experts) if weight.is_stacked and spec.moe else (weight.expert,)
+            numbers = (
+                range(spec.moe.num_experts)
+                if weight.is_stacked and spec.moe
+                else (weight.expert,)
+            )
             for expert in numbers:
                 if expert is None:
-                    fused.setdefault(weight.stage, {}).setdefault(name, []).append(weight)
+                    fused.setdefault(weight.stage, {}).setdefault(name, []).append(
+                        weight
+                    )
                 elif isinstance(weight.stage, int):
                     layer = experts.setdefault(weight.stage, {})
                     layer.setdefault(expert, {}).setdefault(name, []).append(weight)
             if weight.megatron_tied is not None:
-                fused.setdefault("tied", {}).setdefault(weight.megatron_tied, []).append(weight)
+                fused.setdefault("tied", {}).setdefault(
+                    weight.megatron_tied, []
+                ).append(weight)
         self._fused = {stage: _as_fused(names) for stage, names in fused.items()}
         self._experts = {
-            layer: {expert: _as_fused(names, expert) for expert, names in by_expert.items()}
+            layer: {
+                expert: _as_fused(names, expert) for expert, names in by_expert.items()
+            }
             for layer, by_expert in experts.items()
         }
         self._fills: dict[tuple[object, ...], Fill] = {}
@@ -154,13 +176,24 @@ class _Model:
         for stage, prefix in self._chunks(pp_rank):
             last = stage == self._num_stages - 1
             if stage == 0:
-                parameters += [(prefix + fused.name, fused) for fused in self._fused.get("first", ())]
+                parameters += [
+                    (prefix + fused.name, fused)
+                    for fused in self._fused.get("first", ())
+                ]
             for layer, name in self._layers(stage, prefix):
-                parameters += [(name + fused.name, fused) for fused in self._fused.get(layer, ())]
+                parameters += [
+                    (name + fused.name, fused) for fused in self._fused.get(layer, ())
+                ]
             if last:
-                parameters += [(prefix + fused.name, fused) for fused in self._fused.get("last", ())]
+                parameters += [
+                    (prefix + fused.name, fused)
+                    for fused in self._fused.get("last", ())
+                ]
             if last and stage != 0:
-                parameters += [(prefix + fused.name, fused) for fused in self._fused.get("tied", ())]
+                parameters += [
+                    (prefix + fused.name, fused)
+                    for fused in self._fused.get("tied", ())
+                ]
         return self._layout(parameters, self._shape.tp, tp_rank)
 
     def experts(self, pp_rank: int, ep_rank: int, etp_rank: int) -> Layout:
@@ -187,7 +220,10 @@ class _Model:
     def _chunks(self, pp_rank: int) -> Iterator[tuple[int, str]]:
         """Yield each virtual stage of a rank, and the prefix of its parameters' names."""
         for chunk in range(self._shape.vpp or 1):
-            yield chunk * self._shape.pp + pp_rank, f"chunk{chunk}." if (self._shape.vpp or 1) > 1 else ""
+            yield (
+                chunk * self._shape.pp + pp_rank,
+                f"chunk{chunk}." if (self._shape.vpp or 1) > 1 else "",
+            )
 
     def _layers(self, stage: int, prefix: str) -> Iterator[tuple[int, str]]:
         """Yield each decoder layer of a stage, and the prefix of its parameters' names."""
@@ -195,7 +231,9 @@ class _Model:
         for layer in range(start, self._starts[stage + 1]):
             yield layer, f"{prefix}decoder.layers.{layer - start}."
 
-    def _layout(self, parameters: Sequence[tuple[str, _Fused]], tp: int, tp_rank: int) -> Layout:
+    def _layout(
+        self, parameters: Sequence[tuple[str, _Fused]], tp: int, tp_rank: int
+    ) -> Layout:
         """Return the layout of named parameters on one tensor-parallel rank."""
         builder = LayoutBuilder()
         for local, (name, weights, expert) in parameters:
@@ -206,22 +244,33 @@ class _Model:
             builder.add(local, weights, self._fills[key])
         return builder.build()
 
-    def _fill(self, weights: Sequence[Weight], tp: int, tp_rank: int, stacked: int | None) -> Fill:
+    def _fill(
+        self, weights: Sequence[Weight], tp: int, tp_rank: int, stacked: int | None
+    ) -> Fill:
         """Return a parameter's contents on one tensor-parallel rank, or expert `stacked` of an array of all experts."""
         first = weights[0]
         if stacked is not None:
             part = stacked_part(first, range(stacked, stacked + 1), tp, tp_rank)
             view = None if part.view is None else Strides((1, 0), (0, 0), (1, 1))
-            return Fill(((0, part.box, whole(part.box.shape[1:])),), part.shape[1:], view)
+            return Fill(
+                ((0, part.box, whole(part.box.shape[1:])),), part.shape[1:], view
+            )
         if first.split is Split.VOCAB:
             rows = self._padded // tp
             low = min(tp_rank * rows, first.shape[0])
-            return stack([(0, cut(first.shape, 0, low, min(low + rows, first.shape[0])))], rows)
+            return stack(
+                [(0, cut(first.shape, 0, low, min(low + rows, first.shape[0])))], rows
+            )
         if first.split in (Split.Q, Split.FUSED_QKV):
             return stack([*_interleaved(weights, self._spec, tp, tp_rank)])
         if first.split is Split.FUSED_GATE_UP:
             return stack([*_halves(first, tp, tp_rank)])
-        return stack([(number, even_part(weight, tp, tp_rank)) for number, weight in enumerate(weights)])
+        return stack(
+            [
+                (number, even_part(weight, tp, tp_rank))
+                for number, weight in enumerate(weights)
+            ]
+        )
 
     def _problems(self, weights: Sequence[Weight]) -> Iterator[str]:
         """Yield what the grid does not divide."""
@@ -229,7 +278,9 @@ class _Model:
         shape = self._shape
         tp = self._shape.tp
         yield from map(str, misfits(spec, tp=tp, etp=shape.expert_tp, ep=shape.ep))
-        vocabulary = next((weight for weight in weights if weight.split is Split.VOCAB), None)
+        vocabulary = next(
+            (weight for weight in weights if weight.split is Split.VOCAB), None
+        )
         if vocabulary and (self._padded % tp or self._padded < vocabulary.shape[0]):
             yield (
                 f"{vocabulary.name}: the padded vocabulary {self._padded} must be a multiple of tp {tp} "
@@ -237,12 +288,16 @@ class _Model:
             )
 
 
-def _as_fused(names: dict[str, list[Weight]], expert: int | None = None) -> list[_Fused]:
+def _as_fused(
+    names: dict[str, list[Weight]], expert: int | None = None
+) -> list[_Fused]:
     """Return the parameters for weights grouped by name."""
     return [_Fused(name, tuple(weights), expert) for name, weights in names.items()]
 
 
-def _stage_starts(spec: ModelSpec, shape: GridShape, layer_split: Sequence[int] | None) -> list[int]:
+def _stage_starts(
+    spec: ModelSpec, shape: GridShape, layer_split: Sequence[int] | None
+) -> list[int]:
     """Return the first layer of every (virtual) stage in model order, followed by the number of layers."""
     num_stages = shape.pp * (shape.vpp or 1)
     if layer_split is None:
@@ -260,9 +315,13 @@ def _stage_starts(spec: ModelSpec, shape: GridShape, layer_split: Sequence[int] 
     return [0, *accumulate(layer_split)]
 
 
-def _interleaved(fused: Sequence[Weight], spec: ModelSpec, tp: int, tp_rank: int) -> Iterator[tuple[int, Box]]:
+def _interleaved(
+    fused: Sequence[Weight], spec: ModelSpec, tp: int, tp_rank: int
+) -> Iterator[tuple[int, Box]]:
     """Yield the rows of one rank out of [q of group 0, k 0, v 0, q of group 1, ...]."""
-    parts = fused_parts(fused, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
+    parts = fused_parts(
+        fused, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    )
     num_groups = spec.num_kv_heads
     run = sum(part.rows for part in parts) // tp
     low = tp_rank * run
@@ -275,7 +334,10 @@ def _interleaved(fused: Sequence[Weight], spec: ModelSpec, tp: int, tp_rank: int
             stop = min(high, row + height) - row
             if start < stop:
                 first = part.start + group * height
-                yield part.weight, cut(fused[part.weight].shape, 0, first + start, first + stop)
+                yield (
+                    part.weight,
+                    cut(fused[part.weight].shape, 0, first + start, first + stop),
+                )
             row += height
 
 
@@ -328,21 +390,33 @@ def checkpoint_layout(
             that a run writes.
         transformer_engine: without `present`: names of Transformer Engine's layer spec, else of the local one.
     """
-    single = megatron_layouts(weights, spec, GridShape(), padded_vocab_size=padded_vocab_size)(0)
-    with_engine = {weight.megatron: weight.transformer_engine or weight.megatron for weight in weights}
+    single = megatron_layouts(
+        weights, spec, GridShape(), padded_vocab_size=padded_vocab_size
+    )(0)
+    with_engine = {
+        weight.megatron: weight.transformer_engine or weight.megatron
+        for weight in weights
+    }
     counts = spec.num_layers, spec.moe.num_experts if spec.moe else 0
 
     def place_of(local: str) -> CheckpointKey:
         candidates = [
             place._replace(key=prefix + place.key)
-            for place in _candidates(local, spec, with_engine, transformer_engine=transformer_engine)
+            for place in _candidates(
+                local, spec, with_engine, transformer_engine=transformer_engine
+            )
         ]
         if present is None:
             return candidates[0]
-        return next((place for place in candidates if place.key in present), candidates[0])
+        return next(
+            (place for place in candidates if place.key in present), candidates[0]
+        )
 
     places = {local: place_of(local) for local in single.local_shapes}
-    shapes = {place.key: (*_front(place, counts), *single.local_shapes[local]) for local, place in places.items()}
+    shapes = {
+        place.key: (*_front(place, counts), *single.local_shapes[local])
+        for local, place in places.items()
+    }
     seen = {local: places[local].key for local in single.local_shapes}
     views = {}
     for local, (name, view) in single.views.items():
@@ -352,7 +426,9 @@ def checkpoint_layout(
     pieces = []
     for tensor, box, local, inner in single.pieces:
         front = places[single.stored_in(local)].front
-        stored = Box((*front, *inner.start), (*(index + 1 for index in front), *inner.stop))
+        stored = Box(
+            (*front, *inner.start), (*(index + 1 for index in front), *inner.stop)
+        )
         pieces.append(Piece(tensor, box, seen[local], stored))
     return Layout(tuple(pieces), shapes, single.global_shapes, views=views)
 
@@ -381,8 +457,14 @@ def _candidates(
         names = [with_engine.get(name, name), local_name, name]
         if not transformer_engine:
             names = names[1:]
-    stacked = [CheckpointKey(f"decoder.layers.{candidate}", (layer, *index)) for candidate in names]
-    separate = [CheckpointKey(f"decoder.layers.{layer}.{candidate}", index) for candidate in names]
+    stacked = [
+        CheckpointKey(f"decoder.layers.{candidate}", (layer, *index))
+        for candidate in names
+    ]
+    separate = [
+        CheckpointKey(f"decoder.layers.{layer}.{candidate}", index)
+        for candidate in names
+    ]
     yield from separate + stacked if stores_each_layer(spec) else stacked + separate
 
 
@@ -390,5 +472,9 @@ def _front(place: CheckpointKey, counts: tuple[int, int]) -> tuple[int, ...]:
     """Return the sizes of the leading axes of a key's array: layers and experts."""
     num_layers, num_experts = counts
     is_expert = ".experts.experts." in place.key
-    sizes = {(1, False): (num_layers,), (1, True): (num_experts,), (2, True): (num_layers, num_experts)}
+    sizes = {
+        (1, False): (num_layers,),
+        (1, True): (num_experts,),
+        (2, True): (num_layers, num_experts),
+    }
     return sizes.get((len(place.front), is_expert), ())

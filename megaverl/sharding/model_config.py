@@ -1,8 +1,10 @@
 """Checks of a Hugging Face `config.json` before Megatron-core builds its model.
 
-A configuration is checked twice. `wrong_types` looks at the file as it is written. `not_computed` looks at the keys as
-transformers reads them, with the defaults of the model's class (`transformers_config.py`). Anything that would give
-other logits than transformers, or other logits in vLLM than in the trainer, is refused before any rank starts.
+A configuration is checked twice. `wrong_types` looks at the file as it is written.
+`not_computed` looks at the keys as transformers reads them, with the defaults of the
+model's class (`transformers_config.py`). Anything that would give other logits than
+transformers, or other logits in vLLM than in the trainer, is refused before any rank
+starts.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import Any, NamedTuple
 AGAIN = "Copy the file again from its source."
 OTHER_MODEL = "Use another model."
 
-# Supported architectures -> the `model_type` by which transformers finds their configuration class.
+# Supported architectures -> the `model_type` by which transformers finds their
+# configuration class.
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
@@ -45,7 +48,8 @@ WHOLE_NUMBERS = (
     "max_position_embeddings",
 )
 OPTIONAL_NUMBERS = ("num_key_value_heads", "head_dim")
-# Far beyond any model. A damaged file could otherwise ask for lists of a billion layers or experts.
+# Far beyond any model. A damaged file could otherwise ask for lists of a billion layers
+# or experts.
 LARGEST_NUMBER = 2**31 - 1
 LARGEST = {
     "num_hidden_layers": 10_000,
@@ -77,33 +81,57 @@ class ExpertKeys(NamedTuple):
 EXPERT_KEYS = {
     "MixtralForCausalLM": ExpertKeys("num_local_experts", width="intermediate_size"),
     "Qwen3MoeForCausalLM": ExpertKeys("num_experts"),
-    "DeepseekV3ForCausalLM": ExpertKeys("n_routed_experts", by_sigmoid=True, has_aux_loss=False),
-    "Glm4MoeForCausalLM": ExpertKeys("n_routed_experts", by_sigmoid=True, has_aux_loss=False),
+    "DeepseekV3ForCausalLM": ExpertKeys(
+        "n_routed_experts", by_sigmoid=True, has_aux_loss=False
+    ),
+    "Glm4MoeForCausalLM": ExpertKeys(
+        "n_routed_experts", by_sigmoid=True, has_aux_loss=False
+    ),
     "GptOssForCausalLM": ExpertKeys("num_local_experts", width="intermediate_size"),
-    "Qwen2MoeForCausalLM": ExpertKeys("num_experts", shared_width="shared_expert_intermediate_size"),
+    "Qwen2MoeForCausalLM": ExpertKeys(
+        "num_experts", shared_width="shared_expert_intermediate_size"
+    ),
 }
-# Architectures in which `norm_topk_prob` decides whether the chosen experts' weights are normalized.
-MAYBE_NORMALIZED = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
+# Architectures in which `norm_topk_prob` decides whether the chosen experts' weights
+# are normalized.
+MAYBE_NORMALIZED = (
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM",
+)
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 SIGMOID_NUMBERS = ("n_group", "topk_group", "n_shared_experts")
-# Rotary embeddings rotate only the fraction `partial_rotary_factor` of each head in these architectures.
+# Rotary embeddings rotate only the fraction `partial_rotary_factor` of each head in
+# these architectures.
 PARTLY_ROTARY = ("Glm4ForCausalLM", "Glm4MoeForCausalLM", "Phi3ForCausalLM")
 # `no_rope_layers` has a 0 for layers without rotary embeddings in these architectures.
 SOMETIMES_ROTARY = ("SmolLM3ForCausalLM",)
-# Rotary embeddings rotate pairs of neighbouring dimensions in these architectures, and in others each dimension with
-# the one half a head further on.
+# Rotary embeddings rotate pairs of neighbouring dimensions in these architectures, and
+# in others each dimension with the one half a head further on.
 ROTATED_IN_PAIRS = ("Ernie4_5ForCausalLM", "Glm4ForCausalLM")
 WITH_LATENT_ATTENTION = ("DeepseekV3ForCausalLM",)
-# WINDOWED_EVERYWHERE attend within `sliding_window` in every layer, WINDOWED_BY_LAYER in the layers that `layer_types`
-# names. gpt-oss has windows in every other layer from the first on: vLLM (0.32) computes it so whatever `layer_types`
-# is.
-WINDOWED_EVERYWHERE = ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM")
-WINDOWED_BY_LAYER = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MinistralForCausalLM", "CwmForCausalLM")
+# WINDOWED_EVERYWHERE attend within `sliding_window` in every layer, WINDOWED_BY_LAYER
+# in the layers that `layer_types` names. gpt-oss has windows in every other layer from
+# the first on: vLLM (0.32) computes it so whatever `layer_types` is.
+WINDOWED_EVERYWHERE = (
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Phi3ForCausalLM",
+)
+WINDOWED_BY_LAYER = (
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MinistralForCausalLM",
+    "CwmForCausalLM",
+)
 # transformers cannot compute these architectures without a window.
 NEEDS_WINDOW = ("MinistralForCausalLM", "CwmForCausalLM")
 SLIDING = "sliding_attention"
 
-# Architecture ("" for all) -> key -> values that are computed correctly. Messages name the first one.
+# Architecture ("" for all) -> key -> values that are computed correctly. Messages name
+# the first one.
 ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
     "": {
         "quantization_config": (None,),
@@ -112,7 +140,8 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "mlp_bias": (False, None),
         "use_bidirectional_attention": (False, None),
         "per_layer_config": (None,),
-        # transformers and megaverl ignore the model's own dropout. A run can set megatron.attention_dropout.
+        # transformers and megaverl ignore the model's own dropout. A run can set
+        # megatron.attention_dropout.
         "attention_dropout": (0.0, None),
         # transformers ignores these keys, and vLLM (0.32) does not.
         "is_causal": (True,),
@@ -140,8 +169,8 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "swiglu_alpha": (1.702,),
         "swiglu_limit": (7.0,),
     },
-    # The published folders have dropouts of 0.1. Like any dropout of a model they are ignored: the engine samples
-    # without it.
+    # The published folders have dropouts of 0.1. Like any dropout of a model they are
+    # ignored: the engine samples without it.
     "SeedOssForCausalLM": {
         "attention_dropout": (0.0, 0.1, None),
         "residual_dropout": (0.0, 0.1, None),
@@ -149,15 +178,24 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "Phi3ForCausalLM": {"resid_pdrop": (0.0, None), "embd_pdrop": (0.0, None)},
     "Ernie4_5ForCausalLM": {"use_bias": (False, None)},
-    "Qwen2MoeForCausalLM": {"qkv_bias": (True, False), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
+    "Qwen2MoeForCausalLM": {
+        "qkv_bias": (True, False),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+    },
 }
-# Biases of the attention projections: optional in GLM-4, GLM-4.5 and Seed-OSS (`attention_bias`) and in Qwen2-MoE
-# (`qkv_bias`), always there in Qwen2 and gpt-oss, nowhere else.
+# Biases of the attention projections: optional in GLM-4, GLM-4.5 and Seed-OSS
+# (`attention_bias`) and in Qwen2-MoE (`qkv_bias`), always there in Qwen2 and gpt-oss,
+# nowhere else.
 WITH_OPTIONAL_BIAS = ("Glm4ForCausalLM", "Glm4MoeForCausalLM", "SeedOssForCausalLM")
 WITH_ATTENTION_BIAS = ("Qwen2ForCausalLM", "GptOssForCausalLM")
 
 # Constants of Llama 3's rotary scaling that megatron-core (0.16 to 0.19) has fixed.
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 # Rotary scaling -> numbers that it needs.
 ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -176,7 +214,9 @@ class Described:
         written: keys in the file.
     """
 
-    def __init__(self, architecture: str, values: dict[str, Any], written: dict[str, Any]) -> None:
+    def __init__(
+        self, architecture: str, values: dict[str, Any], written: dict[str, Any]
+    ) -> None:
         self.architecture = architecture
         self.values = values
         self.rope: dict[str, Any] = values.get("rope_parameters") or {}
@@ -195,7 +235,9 @@ class Described:
         return key in self._written
 
     def _value(self, key: str) -> str:
-        return f"{self.values.get(key)!r}" + ("" if self.is_written(key) else " (transformers' default)")
+        return f"{self.values.get(key)!r}" + (
+            "" if self.is_written(key) else " (transformers' default)"
+        )
 
 
 def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
@@ -204,18 +246,28 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
     optional = {*OPTIONAL_NUMBERS, "q_lora_rank"}
     experts = EXPERT_KEYS.get(architecture)
     if experts is not None:
-        numbers += ["num_experts_per_tok", experts.number, "num_experts", "num_local_experts", experts.width]
+        numbers += [
+            "num_experts_per_tok",
+            experts.number,
+            "num_experts",
+            "num_local_experts",
+            experts.width,
+        ]
         numbers += SIGMOID_NUMBERS if experts.by_sigmoid else ()
         numbers += [experts.shared_width] if experts.shared_width else []
     if architecture in WITH_LATENT_ATTENTION:
         numbers += [*LATENT_SIZES, "q_lora_rank"]
     for key in dict.fromkeys(numbers):
         value = config.get(key, 1)
-        if (type(value) is not int or value < 1) and not (value is None and key in optional):
+        if (type(value) is not int or value < 1) and not (
+            value is None and key in optional
+        ):
             yield f"{key} is {value!r}; expected a whole number above 0. {AGAIN}"
         elif type(value) is int and value > LARGEST.get(key, LARGEST_NUMBER):
             yield f"{key} is {value:,}; expected at most {LARGEST.get(key, LARGEST_NUMBER):,}. {AGAIN}"
-    factors = ("routed_scaling_factor",) if experts is not None and experts.by_sigmoid else ()
+    factors = (
+        ("routed_scaling_factor",) if experts is not None and experts.by_sigmoid else ()
+    )
     for key in ("rms_norm_eps", "rope_theta", *factors):
         value = config.get(key, 1.0)
         if not _is_positive(value):
@@ -292,7 +344,10 @@ def _heads(described: Described) -> Iterator[str]:
     heads = values["num_attention_heads"]
     kv_heads = values["num_key_value_heads"]
     if heads % kv_heads:
-        named = [described.named(key) for key in ("num_key_value_heads", "num_attention_heads")]
+        named = [
+            described.named(key)
+            for key in ("num_key_value_heads", "num_attention_heads")
+        ]
         yield f"{named[0]} does not divide {named[1]}. {AGAIN}"
 
 
@@ -303,7 +358,10 @@ def _windows(described: Described) -> Iterator[str]:
     window = _window_of(described)
     layer_types = values.get("layer_types") or []
     if architecture == "GptOssForCausalLM":
-        if any(kind != ("full_attention" if i % 2 else SLIDING) for i, kind in enumerate(layer_types)):
+        if any(
+            kind != ("full_attention" if i % 2 else SLIDING)
+            for i, kind in enumerate(layer_types)
+        ):
             yield f"layer_types is {layer_types}; windows are computed in every other layer, the first first. {AGAIN}"
         if type(window) is not int or window < 1:
             yield f"{described.says('sliding_window')}; expected a whole number above 0. {AGAIN}"
@@ -355,7 +413,9 @@ def windows_of(described: Described) -> tuple[int | None, tuple[bool, ...]]:
     architecture = described.architecture
     window = _window_of(described)
     if architecture == "GptOssForCausalLM":
-        return window, tuple(layer % 2 == 0 for layer in range(values["num_hidden_layers"]))
+        return window, tuple(
+            layer % 2 == 0 for layer in range(values["num_hidden_layers"])
+        )
     if not _is_felt(window, values):
         return None, ()
     if architecture in WINDOWED_EVERYWHERE:
@@ -369,7 +429,10 @@ def windows_of(described: Described) -> tuple[int | None, tuple[bool, ...]]:
 def _window_of(described: Described) -> Any:
     """Return `sliding_window` as written, or None for the 0 that Qwen2-MoE's class writes for no window."""
     window = described.values.get("sliding_window")
-    has_none = described.architecture == "Qwen2MoeForCausalLM" and not described.values.get("use_sliding_window")
+    has_none = (
+        described.architecture == "Qwen2MoeForCausalLM"
+        and not described.values.get("use_sliding_window")
+    )
     return None if has_none else window
 
 
@@ -377,7 +440,11 @@ def _asks_for_window(values: dict[str, Any]) -> bool:
     """Return whether keys of Qwen2, in a model whose class does not read them, request windows in some layers."""
     first = values.get("max_window_layers", 28)
     unread = "layer_types" not in values and type(first) is int
-    return bool(unread and values.get("use_sliding_window") and values["num_hidden_layers"] > first)
+    return bool(
+        unread
+        and values.get("use_sliding_window")
+        and values["num_hidden_layers"] > first
+    )
 
 
 def _is_felt(window: int | None, values: dict[str, Any]) -> bool:
@@ -392,7 +459,8 @@ def _rope(described: Described) -> Iterator[str]:
     is_latent = described.architecture in WITH_LATENT_ATTENTION
     supported = ("default", "yarn") if is_latent else tuple(ROPE_NUMBERS)
     if described.architecture in ROTATED_IN_PAIRS:
-        # megatron-core's YaRN (0.16 to 0.19, `yarn_rotary_pos_embedding.py`) rotates halves of heads only.
+        # megatron-core's YaRN (0.16 to 0.19, `yarn_rotary_pos_embedding.py`) rotates
+        # halves of heads only.
         supported = tuple(name for name in supported if name != "yarn")
     if kind not in supported:
         yield (
@@ -400,9 +468,17 @@ def _rope(described: Described) -> Iterator[str]:
             f"{described.architecture}. {OTHER_MODEL}"
         )
         return
-    wrong = [key for key in ("rope_theta", *ROPE_NUMBERS[kind]) if not _is_positive(rope.get(key))]
+    wrong = [
+        key
+        for key in ("rope_theta", *ROPE_NUMBERS[kind])
+        if not _is_positive(rope.get(key))
+    ]
     if kind == "yarn":
-        wrong += [key for key in OPTIONAL_ROPE_NUMBERS if rope.get(key) is not None and not _is_positive(rope[key])]
+        wrong += [
+            key
+            for key in OPTIONAL_ROPE_NUMBERS
+            if rope.get(key) is not None and not _is_positive(rope[key])
+        ]
     for key in wrong:
         yield f"{key} is {rope.get(key)!r} in the rotary embedding's {rope}; expected a number above 0. {AGAIN}"
     fraction = rope.get("partial_rotary_factor", 1.0)
@@ -410,7 +486,11 @@ def _rope(described: Described) -> Iterator[str]:
         yield f"partial_rotary_factor is {fraction!r}; only 1.0 is computed. {OTHER_MODEL}"
     elif not (_is_positive(fraction) and fraction <= 1.0):
         yield f"partial_rotary_factor is {fraction!r}; expected a number above 0, at most 1. {AGAIN}"
-    elif not wrong and kind == "llama3" and any(rope[key] != value for key, value in LLAMA3_ROPE.items()):
+    elif (
+        not wrong
+        and kind == "llama3"
+        and any(rope[key] != value for key, value in LLAMA3_ROPE.items())
+    ):
         yield f"rope_type is llama3 in {rope}; only {LLAMA3_ROPE} are computed (megatron-core). {OTHER_MODEL}"
     elif not wrong and kind == "yarn":
         yield from _yarn(described, fraction)
@@ -437,10 +517,14 @@ def _yarn(described: Described, fraction: float) -> Iterator[str]:
             f"rope_type is yarn with a partial_rotary_factor of {fraction}; megatron-core's turns whole heads. "
             f"{OTHER_MODEL}"
         )
-    if rope["factor"] < 1 or (rope["factor"] == 1 and rope.get("attention_factor") not in (None, 1.0)):
+    if rope["factor"] < 1 or (
+        rope["factor"] == 1 and rope.get("attention_factor") not in (None, 1.0)
+    ):
         yield f"factor is {rope['factor']} in {rope}; YaRN is computed with factors above 1. {AGAIN}"
         return
-    if described.architecture in WITH_LATENT_ATTENTION and not rope.get("truncate", True):
+    if described.architecture in WITH_LATENT_ATTENTION and not rope.get(
+        "truncate", True
+    ):
         yield (
             f"truncate is {rope['truncate']!r} in {rope}; vLLM (0.32) rounds the bounds of latent attention's YaRN "
             f"always. Remove the key, or use another model."
@@ -449,7 +533,11 @@ def _yarn(described: Described, fraction: float) -> Iterator[str]:
         ours = yarn_attention_factor(rope)
         engines = _yarn_attention_factor_in_vllm(described)
         if not math.isclose(ours, engines, rel_tol=1e-6):
-            settings = {key: rope[key] for key in ("attention_factor", "mscale", "mscale_all_dim") if key in rope}
+            settings = {
+                key: rope[key]
+                for key in ("attention_factor", "mscale", "mscale_all_dim")
+                if key in rope
+            }
             yield (
                 f"{settings} in the rotary embedding of {described.architecture}: transformers multiplies queries and "
                 f"keys by {ours:.4g}, vLLM (0.32) by {engines:.4g}. Remove these keys, or use another model."
@@ -463,7 +551,9 @@ def yarn_attention_factor(rope: dict[str, Any]) -> float:
     mscale = rope.get("mscale")
     mscale_all_dim = rope.get("mscale_all_dim")
     if mscale and mscale_all_dim:
-        return yarn_mscale(rope["factor"], mscale) / yarn_mscale(rope["factor"], mscale_all_dim)
+        return yarn_mscale(rope["factor"], mscale) / yarn_mscale(
+            rope["factor"], mscale_all_dim
+        )
     return yarn_mscale(rope["factor"], 1.0)
 
 
@@ -479,7 +569,9 @@ def _yarn_attention_factor_in_vllm(described: Described) -> float:
         return yarn_mscale(rope["factor"], 1.0)
     mscale = rope.get("mscale", 1.0) or 0.0
     mscale_all_dim = rope.get("mscale_all_dim", 0.0) or 0.0
-    return yarn_mscale(rope["factor"], mscale) / yarn_mscale(rope["factor"], mscale_all_dim)
+    return yarn_mscale(rope["factor"], mscale) / yarn_mscale(
+        rope["factor"], mscale_all_dim
+    )
 
 
 def _experts(described: Described) -> Iterator[str]:
@@ -492,7 +584,10 @@ def _experts(described: Described) -> Iterator[str]:
         yield f"{described.says('num_experts_per_tok')}, of {num_experts} experts. {AGAIN}"
         return
     if not keys.by_sigmoid:
-        is_divided = values.get("norm_topk_prob") or described.architecture not in MAYBE_NORMALIZED
+        is_divided = (
+            values.get("norm_topk_prob")
+            or described.architecture not in MAYBE_NORMALIZED
+        )
         if per_token == 1 and is_divided:
             yield (
                 f"{described.says('num_experts_per_tok')}, and the weight of the only expert is divided by itself. It "
@@ -512,7 +607,9 @@ def _experts(described: Described) -> Iterator[str]:
     yield from _groups_of_experts(described, num_experts, per_token)
 
 
-def _groups_of_experts(described: Described, num_experts: int, per_token: int) -> Iterator[str]:
+def _groups_of_experts(
+    described: Described, num_experts: int, per_token: int
+) -> Iterator[str]:
     """Yield problems with groups of experts."""
     groups = described.values["n_group"]
     chosen = described.values["topk_group"]

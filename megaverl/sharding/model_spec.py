@@ -1,6 +1,7 @@
 """Dimensions of a model, read from a Hugging Face `config.json` as plain numbers without torch.
 
-Also, which sizes of tensor and expert parallelism divide a model: one rule for Megatron's grids and for vLLM.
+Also, which sizes of tensor and expert parallelism divide a model: one rule for
+Megatron's grids and for vLLM.
 """
 
 from __future__ import annotations
@@ -56,9 +57,20 @@ OTHER_NAMES = {
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model", "model_dim", "dim"),
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "num_key_value_heads": (
+        "num_key_value_heads",
+        "num_kv_heads",
+        "n_head_kv",
+        "multi_query_group_num",
+    ),
     "head_dim": ("head_dim", "kv_channels"),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
+    "intermediate_size": (
+        "intermediate_size",
+        "n_inner",
+        "ffn_dim",
+        "ffn_hidden_size",
+        "d_ff",
+    ),
     "max_position_embeddings": (
         "max_position_embeddings",
         "n_positions",
@@ -70,14 +82,16 @@ OTHER_NAMES = {
 }
 # vLLM's own models (0.32, `phi3.py`) have no windows.
 NO_WINDOW_IN_VLLM = ("Phi3ForCausalLM",)
-# Files hold gate and up rows in one array. Those of Phi-3 hold q, k and v rows in another.
+# Files hold gate and up rows in one array. Those of Phi-3 hold q, k and v rows in
+# another.
 FUSED_IN_FILES = ("Phi3ForCausalLM", "Glm4ForCausalLM")
 # Norms over the outputs of attention and MLP, besides those over their inputs.
 WITH_NORMS_AFTER = ("Glm4ForCausalLM",)
 # Norms over each query and key head: always, or if `use_qk_norm` is true.
 WITH_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 MAYBE_QK_NORM = ("Glm4MoeForCausalLM",)
-# vLLM's own models (0.32, `qwen2.py` and `qwen3.py`) have a window in all layers or in none.
+# vLLM's own models (0.32, `qwen2.py` and `qwen3.py`) have a window in all layers or in
+# none.
 NO_WINDOW_BY_LAYER_IN_VLLM = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 # Positions of a model that does not count them, such as Mamba.
@@ -204,7 +218,8 @@ class ModelSpec:
     def outline(cls, folder: str | Path) -> ModelSpec:
         """Read `folder/config.json` of any model that transformers can build.
 
-        The result is that of `from_folder` if possible, else only what lengths and memory are estimated from.
+        The result is that of `from_folder` if possible, else only what lengths and
+        memory are estimated from.
 
         Raises:
             ModelError: the file is missing, is not JSON, or has no vocabulary size.
@@ -212,7 +227,9 @@ class ModelSpec:
         return cls.outline_of(*_config_of(folder))
 
     @classmethod
-    def outline_of(cls, config: dict[str, Any], source: str = "config.json") -> ModelSpec:
+    def outline_of(
+        cls, config: dict[str, Any], source: str = "config.json"
+    ) -> ModelSpec:
         """Return the outline of a `config.json` given as a dictionary."""
         try:
             return cls.from_config(config, source)
@@ -222,7 +239,9 @@ class ModelSpec:
             return cls(**_outlined(config, source))
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], source: str = "config.json") -> ModelSpec:
+    def from_config(
+        cls, config: dict[str, Any], source: str = "config.json"
+    ) -> ModelSpec:
         """Return the spec of a `config.json` given as a dictionary.
 
         Raises:
@@ -230,10 +249,16 @@ class ModelSpec:
                 everything that is wrong.
         """
         if not isinstance(config, dict):
-            raise ModelError(f"{source}: expected a JSON object, found {type(config).__name__}. {AGAIN}")
+            raise ModelError(
+                f"{source}: expected a JSON object, found {type(config).__name__}. {AGAIN}"
+            )
         architecture = (config.get("architectures") or [None])[0]
         if architecture not in ARCHITECTURES:
-            why = f" by Megatron: {NO_TABLE[architecture]}" if architecture in NO_TABLE else ""
+            why = (
+                f" by Megatron: {NO_TABLE[architecture]}"
+                if architecture in NO_TABLE
+                else ""
+            )
             raise ModelError(
                 f"{source}: architecture {architecture!r} is not supported{why}. Supported: "
                 f"{', '.join(ARCHITECTURES)}. {_under_fsdp(config)}"
@@ -266,7 +291,11 @@ def _under_fsdp(config: dict[str, Any]) -> str:
     model_type = str(config.get("model_type"))
     # `models.vision.auto_class_of` decides in the same way.
     has_images = config.get("vision_config") is not None
-    built = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if has_images else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    built = (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        if has_images
+        else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
     if model_type in built:
         return f"transformers builds {model_type} models: set actor.engine=fsdp."
     if config.get("auto_map"):
@@ -302,18 +331,29 @@ def _outlined(config: dict[str, Any], source: str) -> dict[str, Any]:
     A model with images has its decoder's fields in `text_config`.
     """
     config = _with_defaults(config)
-    parts = [config, *(part for key in TEXT_PARTS if isinstance(part := config.get(key), dict))]
+    parts = [
+        config,
+        *(part for key in TEXT_PARTS if isinstance(part := config.get(key), dict)),
+    ]
 
     def number(name: str, default: int) -> int:
-        values = (part[key] for key in OTHER_NAMES[name] for part in parts if key in part)
-        return next((value for value in values if type(value) is int and value > 0), default)
+        values = (
+            part[key] for key in OTHER_NAMES[name] for part in parts if key in part
+        )
+        return next(
+            (value for value in values if type(value) is int and value > 0), default
+        )
 
     vocab_size = number("vocab_size", 0)
     if not vocab_size:
-        raise ModelError(f"{source}: none of {', '.join(OTHER_NAMES['vocab_size'])} is a number above 0. {AGAIN}")
+        raise ModelError(
+            f"{source}: none of {', '.join(OTHER_NAMES['vocab_size'])} is a number above 0. {AGAIN}"
+        )
     hidden = number("hidden_size", 0)
     heads = number("num_attention_heads", 1)
-    tied = next((part[key] for part in parts if (key := "tie_word_embeddings") in part), True)
+    tied = next(
+        (part[key] for part in parts if (key := "tie_word_embeddings") in part), True
+    )
     return {
         "architecture": str((config.get("architectures") or ["unnamed"])[0]),
         "num_layers": number("num_hidden_layers", 1),
@@ -367,11 +407,14 @@ def _read(described: Described) -> dict[str, Any]:
         "vocab_size": values["vocab_size"],
         "tie_embeddings": bool(values["tie_word_embeddings"]),
         "qkv_bias": _has_qkv_bias(described),
-        "qk_norm": architecture in WITH_QK_NORM or (architecture in MAYBE_QK_NORM and bool(values["use_qk_norm"])),
+        "qk_norm": architecture in WITH_QK_NORM
+        or (architecture in MAYBE_QK_NORM and bool(values["use_qk_norm"])),
         "norm_eps": values["rms_norm_eps"],
         "rope_theta": float(rope["rope_theta"]),
         "rope_scaling": _rope_scaling(rope),
-        "rotary_fraction": float(rope.get("partial_rotary_factor", 1.0)) if is_partly_rotary else 1.0,
+        "rotary_fraction": float(rope.get("partial_rotary_factor", 1.0))
+        if is_partly_rotary
+        else 1.0,
         "rotary_pairs": architecture in ROTATED_IN_PAIRS,
         "layers_without_rope": _layers_without_rope(described),
         "max_positions": values["max_position_embeddings"],
@@ -385,11 +428,19 @@ def _read(described: Described) -> dict[str, Any]:
     if architecture in WITH_LATENT_ATTENTION:
         mla = MLASpec(values["q_lora_rank"], *(values[key] for key in LATENT_SIZES))
         # Every head has its own keys and values, whatever num_key_value_heads is.
-        fields |= {"mla": mla, "num_kv_heads": num_heads, "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim}
+        fields |= {
+            "mla": mla,
+            "num_kv_heads": num_heads,
+            "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+        }
     window, windowed_layers = windows_of(described)
     fields |= {"sliding_window": window, "windowed_layers": windowed_layers}
     if is_gpt_oss:
-        fields |= {"activation": "clamped_swiglu", "linear_bias": True, "attention_sinks": True}
+        fields |= {
+            "activation": "clamped_swiglu",
+            "linear_bias": True,
+            "attention_sinks": True,
+        }
     return fields
 
 
@@ -397,7 +448,11 @@ def _has_qkv_bias(described: Described) -> bool:
     """Return whether the projections to queries, keys and values have biases."""
     if described.architecture in WITH_ATTENTION_BIAS:
         return True
-    key = "qkv_bias" if described.architecture == "Qwen2MoeForCausalLM" else "attention_bias"
+    key = (
+        "qkv_bias"
+        if described.architecture == "Qwen2MoeForCausalLM"
+        else "attention_bias"
+    )
     return bool(described.values.get(key))
 
 
@@ -405,7 +460,9 @@ def _layers_without_rope(described: Described) -> tuple[bool, ...]:
     """Return whether each layer has no rotary embeddings; empty if all have them."""
     if described.architecture not in SOMETIMES_ROTARY:
         return ()
-    with_rope = described.values["no_rope_layers"][: described.values["num_hidden_layers"]]
+    with_rope = described.values["no_rope_layers"][
+        : described.values["num_hidden_layers"]
+    ]
     return () if all(with_rope) else tuple(not entry for entry in with_rope)
 
 
@@ -426,15 +483,21 @@ def _read_experts(described: Described) -> MoESpec:
         num_experts=values[keys.number],
         experts_per_token=values["num_experts_per_tok"],
         ffn_hidden_size=width,
-        # Mixtral's and gpt-oss's classes have no such key; their weights always sum to one.
-        normalize_weights=bool(values["norm_topk_prob"]) if described.architecture in MAYBE_NORMALIZED else True,
-        # As in transformers, the coefficient applies only if the router's outputs are requested.
+        # Mixtral's and gpt-oss's classes have no such key; their weights always sum to
+        # one.
+        normalize_weights=bool(values["norm_topk_prob"])
+        if described.architecture in MAYBE_NORMALIZED
+        else True,
+        # As in transformers, the coefficient applies only if the router's outputs are
+        # requested.
         aux_loss_coef=float(values["router_aux_loss_coef"])
         if keys.has_aux_loss and values["output_router_logits"]
         else 0.0,
     )
     if keys.shared_width:
-        moe = replace(moe, shared_ffn_hidden_size=values[keys.shared_width], shared_gate=True)
+        moe = replace(
+            moe, shared_ffn_hidden_size=values[keys.shared_width], shared_gate=True
+        )
     if not keys.by_sigmoid:
         return moe
     return replace(
@@ -511,11 +574,14 @@ def no_adapters(spec: ModelSpec, tp: int) -> str:
     )
 
 
-def misfits(spec: ModelSpec, *, tp: int, etp: int = 1, ep: int = 1, engine: bool = False) -> list[Misfit]:
+def misfits(
+    spec: ModelSpec, *, tp: int, etp: int = 1, ep: int = 1, engine: bool = False
+) -> list[Misfit]:
     """Return the sizes that do not divide the model.
 
-    There may be fewer key-value heads than tensor-parallel ranks if their number divides the ranks: vLLM gives each
-    rank a copy of its head, and Megatron splits the rows of `linear_qkv` evenly, even inside a head.
+    There may be fewer key-value heads than tensor-parallel ranks if their number
+    divides the ranks: vLLM gives each rank a copy of its head, and Megatron splits the
+    rows of `linear_qkv` evenly, even inside a head.
 
     Args:
         tp: tensor-parallel size.
@@ -527,14 +593,20 @@ def misfits(spec: ModelSpec, *, tp: int, etp: int = 1, ep: int = 1, engine: bool
     kv_heads = spec.num_kv_heads
 
     def fits_kv(size: int) -> bool:
-        return not kv_heads % size or not (size % kv_heads or 2 * kv_heads * spec.head_dim % size)
+        return not kv_heads % size or not (
+            size % kv_heads or 2 * kv_heads * spec.head_dim % size
+        )
 
     by_tp = {f"{spec.num_heads} attention heads": _divides(spec.num_heads)}
     if spec.mla is None:
         # vLLM's gpt-oss (0.32, `gpt_oss.py`) cannot copy heads to several ranks.
-        by_tp[f"{kv_heads} key-value heads"] = _divides(kv_heads) if engine and spec.attention_sinks else fits_kv
+        by_tp[f"{kv_heads} key-value heads"] = (
+            _divides(kv_heads) if engine and spec.attention_sinks else fits_kv
+        )
     if moe is None or moe.num_dense_layers:
-        by_tp[f"{spec.ffn_hidden_size} feed-forward units"] = _divides(spec.ffn_hidden_size)
+        by_tp[f"{spec.ffn_hidden_size} feed-forward units"] = _divides(
+            spec.ffn_hidden_size
+        )
     if moe is not None and (shared := moe.shared_ffn_hidden_size):
         by_tp[f"{shared} units of the shared experts"] = _divides(shared)
     checked = [_misfit("tp", tp, by_tp, spec.num_heads)]
@@ -543,9 +615,13 @@ def misfits(spec: ModelSpec, *, tp: int, etp: int = 1, ep: int = 1, engine: bool
         experts = moe.num_experts
         by_etp = {f"{width} units of an expert": _divides(width)}
         if spec.linear_bias and not engine:
-            by_etp = {"experts, which stay whole as they have biases": lambda size: size == 1}
+            by_etp = {
+                "experts, which stay whole as they have biases": lambda size: size == 1
+            }
         checked.append(_misfit("etp", etp, by_etp, width))
-        checked.append(_misfit("ep", ep, {f"{experts} experts": _divides(experts)}, experts))
+        checked.append(
+            _misfit("ep", ep, {f"{experts} experts": _divides(experts)}, experts)
+        )
     return [misfit for misfit in checked if misfit is not None]
 
 
@@ -568,5 +644,9 @@ def _misfit(
         axis,
         size,
         broken,
-        [divisor for divisor in range(1, largest + 1) if all(fits(divisor) for fits in parts.values())],
+        [
+            divisor
+            for divisor in range(1, largest + 1)
+            if all(fits(divisor) for fits in parts.values())
+        ],
     )

@@ -1,9 +1,10 @@
 """Plans: the intersection of a source and a destination layout, from the point of view of one rank.
 
-Every rank computes its own plan by arithmetic alone. The rules are the same everywhere, so the sends of one rank are
-the receives of another without communication. A rank copies what it holds itself. The rest comes from a holder on its
-node, else from any holder, balanced as `load_balance` describes. With fan-out, ranks also forward what they received
-(`fan_out`).
+Every rank computes its own plan by arithmetic alone. The rules are the same everywhere,
+so the sends of one rank are the receives of another without communication. A rank
+copies what it holds itself. The rest comes from a holder on its node, else from any
+holder, balanced as `load_balance` describes. With fan-out, ranks also forward what they
+received (`fan_out`).
 
     rank 0: plan.sends[1]    = (A, B)
     rank 1: plan.receives[0] = (A, B)    same transfers, same order
@@ -19,10 +20,31 @@ from itertools import groupby, pairwise
 from typing import NamedTuple, overload
 
 from megaverl.errors import ReshardError
-from megaverl.sharding.boxes import Box, carry, contains, intersect, join, same_up_to_ones
-from megaverl.sharding.fan_out import NODE_SPEED, NUMBER, ORDER, PAYS, FanOut, Loads, direct_loads
+from megaverl.sharding.boxes import (
+    Box,
+    carry,
+    contains,
+    intersect,
+    join,
+    same_up_to_ones,
+)
+from megaverl.sharding.fan_out import (
+    NODE_SPEED,
+    NUMBER,
+    ORDER,
+    PAYS,
+    FanOut,
+    Loads,
+    direct_loads,
+)
 from megaverl.sharding.layout import Layout, Piece
-from megaverl.sharding.load_balance import Dealer, RankLayouts, ShardRange, TensorGroup, group_tensors
+from megaverl.sharding.load_balance import (
+    Dealer,
+    RankLayouts,
+    ShardRange,
+    TensorGroup,
+    group_tensors,
+)
 from megaverl.sharding.weight import listed
 
 MAX_NAMED = 8
@@ -84,15 +106,24 @@ class Plan:
         def kept(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
             return tuple(transfer for transfer in transfers if wanted(transfer.tensor))
 
-        def by_peer(lists: Mapping[int, tuple[Transfer, ...]]) -> dict[int, tuple[Transfer, ...]]:
-            return {peer: left for peer, transfers in lists.items() if (left := kept(transfers))}
+        def by_peer(
+            lists: Mapping[int, tuple[Transfer, ...]],
+        ) -> dict[int, tuple[Transfer, ...]]:
+            return {
+                peer: left
+                for peer, transfers in lists.items()
+                if (left := kept(transfers))
+            }
 
         return replace(
             self,
             copies=kept(self.copies),
             sends=by_peer(self.sends),
             receives=by_peer(self.receives),
-            relays=tuple(Hop(by_peer(hop.sends), by_peer(hop.receives), hop.after) for hop in self.relays),
+            relays=tuple(
+                Hop(by_peer(hop.sends), by_peer(hop.receives), hop.after)
+                for hop in self.relays
+            ),
         )
 
     @property
@@ -128,8 +159,8 @@ def make_plan(
 ) -> Plan:
     """Return the plan of `rank`, where rank r holds `source_layouts(r)` and needs `dest_layouts(r)`.
 
-    Each element comes once, from the nearest holder: the rank itself, else one on its node, else any. Equally near
-    holders share the work evenly.
+    Each element comes once, from the nearest holder: the rank itself, else one on its
+    node, else any. Equally near holders share the work evenly.
 
     Args:
         source_layouts, dest_layouts: must give equal layouts for equal arguments on every rank. Ranks that hold the
@@ -144,7 +175,14 @@ def make_plan(
         ReshardError: a tensor is on one side only, global shapes differ, or no rank holds some elements. Names every
             such tensor.
     """
-    plans = make_plans(source_layouts, dest_layouts, world, node_of, allow_unused=allow_unused, fan_out=fan_out)
+    plans = make_plans(
+        source_layouts,
+        dest_layouts,
+        world,
+        node_of,
+        allow_unused=allow_unused,
+        fan_out=fan_out,
+    )
     return plans[rank]
 
 
@@ -161,9 +199,17 @@ def make_plans(
 
     Arguments and errors are those of `make_plan`.
     """
-    # Plans consist of millions of small tuples without cycles, which the collector would scan again and again.
+    # Plans consist of millions of small tuples without cycles, which the collector
+    # would scan again and again.
     with _collector_at_rest():
-        return Plans(source_layouts, dest_layouts, world, node_of or (lambda _: 0), allow_unused, fan_out)
+        return Plans(
+            source_layouts,
+            dest_layouts,
+            world,
+            node_of or (lambda _: 0),
+            allow_unused,
+            fan_out,
+        )
 
 
 def intersect_layouts(source: Layout, dest: Layout) -> list[Transfer]:
@@ -172,15 +218,17 @@ def intersect_layouts(source: Layout, dest: Layout) -> list[Transfer]:
     Raises:
         ReshardError: `source` lacks elements of `dest`.
     """
-    return list(make_plans(lambda _: source, lambda _: dest, 1, allow_unused=True)[0].copies)
+    return list(
+        make_plans(lambda _: source, lambda _: dest, 1, allow_unused=True)[0].copies
+    )
 
 
 @contextmanager
 def _collector_at_rest() -> Iterator[None]:
     """Disable garbage collection inside.
 
-    Layouts and plans are hundreds of thousands of tuples without cycles. Scanning them repeatedly while they grow would
-    take a third of the time.
+    Layouts and plans are hundreds of thousands of tuples without cycles. Scanning them
+    repeatedly while they grow would take a third of the time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -238,7 +286,9 @@ class Plans(Sequence[Plan]):
         self._dest = RankLayouts(dest_layouts, world)
         nodes: dict[int, int] = {}
         # Nodes are renumbered from 0, so that they can index lists.
-        self._node_of = [nodes.setdefault(node_of(rank), len(nodes)) for rank in range(world)]
+        self._node_of = [
+            nodes.setdefault(node_of(rank), len(nodes)) for rank in range(world)
+        ]
         self._refuse_mismatch(allow_unused)
         self._groups = group_tensors(self._source, self._dest)
         self._refuse_missing()
@@ -252,7 +302,8 @@ class Plans(Sequence[Plan]):
                     asked.setdefault(dest_class, []).append((size, part))
         self.direct: Loads | None = None
         self.fan_out = self._make_fan_out() if fan_out and len(nodes) > 1 else None
-        # Indexes by class, so that the plan of one rank touches only the sets of holders that concern it.
+        # Indexes by class, so that the plan of one rank touches only the sets of
+        # holders that concern it.
         self._gives: list[list[tuple[int, ...]]] = [[] for _ in self._source.layouts]
         self._takes: list[list[tuple[int, ...]]] = [[] for _ in self._dest.layouts]
         for classes, asked in self._asked.items():
@@ -260,10 +311,12 @@ class Plans(Sequence[Plan]):
                 self._gives[source_class].append(classes)
             for dest_class in asked:
                 self._takes[dest_class].append(classes)
-        # The following tables are filled on access. A rank that asks only for its own plan computes only its part of
-        # them.
+        # The following tables are filled on access. A rank that asks only for its own
+        # plan computes only its part of them.
         self._dealers: dict[tuple[int, ...], Dealer] = {}
-        self._rows: dict[tuple[bool, bool, int, tuple[int, ...], int, int], list[list[_Row]]] = {}
+        self._rows: dict[
+            tuple[bool, bool, int, tuple[int, ...], int, int], list[list[_Row]]
+        ] = {}
         self._merged: dict[object, list[tuple[Box, int, Box, int, Box]]] = {}
 
     def __len__(self) -> int:
@@ -276,18 +329,27 @@ class Plans(Sequence[Plan]):
     def __getitem__(self, rank: int | slice) -> Plan | list[Plan]:
         ranks = range(self._world)[rank]
         with _collector_at_rest():
-            return self._plan(ranks) if isinstance(ranks, int) else [self._plan(r) for r in ranks]
+            return (
+                self._plan(ranks)
+                if isinstance(ranks, int)
+                else [self._plan(r) for r in ranks]
+            )
 
     def _make_fan_out(self) -> FanOut | None:
         """Return the fan-out, or None if the busiest link has about as much to carry without it."""
         sides = self._source, self._dest, self._node_of
         self.direct = direct = direct_loads(self._asked, *sides)
-        # What a rank needs comes over links between nodes or over those inside its node, which are faster.
+        # What a rank needs comes over links between nodes or over those inside its
+        # node, which are faster.
         least = max(direct.received) / NODE_SPEED
         if direct.busiest <= PAYS * least:
             return None
         fan_out = FanOut(self._groups, *sides)
-        return fan_out if direct.busiest > PAYS * max(fan_out.loads.busiest, least) else None
+        return (
+            fan_out
+            if direct.busiest > PAYS * max(fan_out.loads.busiest, least)
+            else None
+        )
 
     def volume(self, rank: int) -> Volume:
         """Count the elements of one rank's plan without making its transfers, of which there may be 100,000."""
@@ -296,14 +358,20 @@ class Plans(Sequence[Plan]):
 
         def count(parts: Iterable[ShardRange], dest_class: int) -> int:
             return sum(
-                (part.high - part.low) * self._groups[part.group].wanted[dest_class][part.shards] for part in parts
+                (part.high - part.low)
+                * self._groups[part.group].wanted[dest_class][part.shards]
+                for part in parts
             )
 
         own_class = dest_class_of[rank]
         received = {peer: count(parts, own_class) for peer, parts in incoming.items()}
-        sent = {peer: count(parts, dest_class_of[peer]) for peer, parts in outgoing.items()}
+        sent = {
+            peer: count(parts, dest_class_of[peer]) for peer, parts in outgoing.items()
+        }
         if self.fan_out is not None:
-            for totals, more in zip((received, sent), self.fan_out.volume(rank), strict=True):
+            for totals, more in zip(
+                (received, sent), self.fan_out.volume(rank), strict=True
+            ):
                 for peer, numel in more.items():
                     totals[peer] = totals.get(peer, 0) + numel
         return Volume(
@@ -312,7 +380,11 @@ class Plans(Sequence[Plan]):
             {peer: sent[peer] for peer in sorted(sent)},
         )
 
-    def _parts(self, rank: int) -> tuple[list[ShardRange], dict[int, list[ShardRange]], dict[int, list[ShardRange]]]:
+    def _parts(
+        self, rank: int
+    ) -> tuple[
+        list[ShardRange], dict[int, list[ShardRange]], dict[int, list[ShardRange]]
+    ]:
         """Return what a rank copies, receives from each peer, and sends to each peer, without fan-out."""
         source_class = self._source.class_of[rank]
         dest_class = self._dest.class_of[rank]
@@ -320,7 +392,8 @@ class Plans(Sequence[Plan]):
         incoming: dict[int, list[ShardRange]] = {}
         outgoing: dict[int, list[ShardRange]] = {}
         for classes in self._takes[dest_class]:
-            # A rank that holds the elements itself copies them; it never fetches them from another rank.
+            # A rank that holds the elements itself copies them; it never fetches them
+            # from another rank.
             if source_class in classes:
                 copies += [part for _, part in self._asked[classes][dest_class]]
             else:
@@ -336,12 +409,20 @@ class Plans(Sequence[Plan]):
         copies, incoming, outgoing = self._parts(rank)
         relays: list[Hop] = []
         if self.fan_out is not None:
-            for number, (fetched, served) in enumerate(zip(*self.fan_out.parts(rank), strict=True)):
+            for number, (fetched, served) in enumerate(
+                zip(*self.fan_out.parts(rank), strict=True)
+            ):
                 chunk, hop = ORDER[number]
                 relays.append(
                     Hop(
-                        {peer: self._forwards(rank, peer, served[peer], hop) for peer in sorted(served)},
-                        {peer: self._forwards(peer, rank, fetched[peer], hop) for peer in sorted(fetched)},
+                        {
+                            peer: self._forwards(rank, peer, served[peer], hop)
+                            for peer in sorted(served)
+                        },
+                        {
+                            peer: self._forwards(peer, rank, fetched[peer], hop)
+                            for peer in sorted(fetched)
+                        },
                         NUMBER[chunk, hop - 1] if hop else None,
                     )
                 )
@@ -351,8 +432,14 @@ class Plans(Sequence[Plan]):
             source_layout=self._source.layouts[self._source.class_of[rank]],
             dest_layout=self._dest.layouts[self._dest.class_of[rank]],
             copies=self._transfers(rank, rank, copies),
-            sends={peer: self._transfers(rank, peer, outgoing[peer]) for peer in sorted(outgoing)},
-            receives={peer: self._transfers(peer, rank, incoming[peer]) for peer in sorted(incoming)},
+            sends={
+                peer: self._transfers(rank, peer, outgoing[peer])
+                for peer in sorted(outgoing)
+            },
+            receives={
+                peer: self._transfers(peer, rank, incoming[peer])
+                for peer in sorted(incoming)
+            },
             relays=tuple(relays),
         )
 
@@ -369,16 +456,26 @@ class Plans(Sequence[Plan]):
             )
         return self._dealers[classes]
 
-    def _transfers(self, source: int, dest: int, parts: list[ShardRange]) -> tuple[Transfer, ...]:
+    def _transfers(
+        self, source: int, dest: int, parts: list[ShardRange]
+    ) -> tuple[Transfer, ...]:
         """Return what goes from one rank to another, in an order that both know: by group, tensor and box."""
         return self._listed(source, dest, parts, in_units=False, relayed=False)
 
-    def _forwards(self, source: int, dest: int, parts: list[ShardRange], hop: int) -> tuple[Transfer, ...]:
+    def _forwards(
+        self, source: int, dest: int, parts: list[ShardRange], hop: int
+    ) -> tuple[Transfer, ...]:
         """Return what goes from one rank to another in one hop of the fan-out."""
         return self._listed(source, dest, parts, in_units=True, relayed=hop > 0)
 
     def _listed(
-        self, source: int, dest: int, parts: list[ShardRange], *, in_units: bool, relayed: bool
+        self,
+        source: int,
+        dest: int,
+        parts: list[ShardRange],
+        *,
+        in_units: bool,
+        relayed: bool,
     ) -> tuple[Transfer, ...]:
         """Return the transfers of some parts.
 
@@ -387,23 +484,48 @@ class Plans(Sequence[Plan]):
             relayed: the sender reads them from its destination's tensors.
         """
         side = self._dest if relayed else self._source
-        # The plans of a large job hold tens of millions of transfers. Creating the tuples directly skips the named
-        # tuple's constructor.
+        # The plans of a large job hold tens of millions of transfers. Creating the
+        # tuples directly skips the named tuple's constructor.
         new = tuple.__new__
         transfers: list[Transfer] = []
         for number, same in groupby(sorted(parts), key=lambda part: part.group):
             for low, high, shards in _segments(list(same)):
-                key = (in_units, relayed, number, shards, side.class_of[source], self._dest.class_of[dest])
+                key = (
+                    in_units,
+                    relayed,
+                    number,
+                    shards,
+                    side.class_of[source],
+                    self._dest.class_of[dest],
+                )
                 rows = self._rows_of(*key)
                 transfers += [
-                    new(Transfer, (tensor, box, source, source_local, source_box, dest, dest_local, dest_box))
+                    new(
+                        Transfer,
+                        (
+                            tensor,
+                            box,
+                            source,
+                            source_local,
+                            source_box,
+                            dest,
+                            dest_local,
+                            dest_box,
+                        ),
+                    )
                     for of_tensor in rows[low:high]
                     for tensor, box, source_local, source_box, dest_local, dest_box in of_tensor
                 ]
         return tuple(transfers)
 
     def _rows_of(
-        self, in_units: bool, relayed: bool, number: int, shards: tuple[int, ...], source_class: int, dest_class: int
+        self,
+        in_units: bool,
+        relayed: bool,
+        number: int,
+        shards: tuple[int, ...],
+        source_class: int,
+        dest_class: int,
     ) -> list[list[_Row]]:
         """Return for each tensor of a group what these shard sets transfer from one class to another.
 
@@ -415,19 +537,31 @@ class Plans(Sequence[Plan]):
             if in_units:
                 assert self.fan_out is not None
                 group = self.fan_out.groups[number]
-            held_by = (self._dest if relayed else self._source).layouts[source_class].by_tensor
+            held_by = (
+                (self._dest if relayed else self._source)
+                .layouts[source_class]
+                .by_tensor
+            )
             wanted_by = self._dest.layouts[dest_class].by_tensor
             self._rows[key] = rows = []
             for tensor in group.tensors:
                 held = held_by[tensor]
                 wanted = wanted_by[tensor]
-                # Tensors of a group differ at most in the places of their boxes inside fused local tensors.
+                # Tensors of a group differ at most in the places of their boxes inside
+                # fused local tensors.
                 shape = (in_units, number, shards, _places(held), _places(wanted))
                 if shape not in self._merged:
                     self._merged[shape] = _merge(_overlaps(group, shards, held, wanted))
                 rows.append(
                     [
-                        _Row(tensor, box, held[i].local, source_box, wanted[j].local, dest_box)
+                        _Row(
+                            tensor,
+                            box,
+                            held[i].local,
+                            source_box,
+                            wanted[j].local,
+                            dest_box,
+                        )
                         for box, i, source_box, j, dest_box in self._merged[shape]
                     ]
                 )
@@ -442,15 +576,20 @@ class Plans(Sequence[Plan]):
             if tensor not in self._source.shapes
         ]
         for tensor, shape in self._source.shapes.items():
-            # Tensors are compared by name and shape only: dtypes are the business of the transport.
+            # Tensors are compared by name and shape only: dtypes are the business of
+            # the transport.
             wanted = self._dest.shapes.get(tensor)
             if wanted is None:
                 if not allow_unused:
                     problems.append(f"{tensor}: the destination has no place for it")
             elif wanted != shape:
-                problems.append(f"{tensor}: shape {shape} at the source, {wanted} at the destination")
+                problems.append(
+                    f"{tensor}: shape {shape} at the source, {wanted} at the destination"
+                )
         if problems:
-            raise ReshardError(f"source and destination are not the same model: {'; '.join(listed(problems))}.")
+            raise ReshardError(
+                f"source and destination are not the same model: {'; '.join(listed(problems))}."
+            )
 
     def _refuse_missing(self) -> None:
         """Raise ReshardError if no rank holds an element that the destination needs."""
@@ -464,14 +603,20 @@ class Plans(Sequence[Plan]):
                     for tensor in group.tensors
                 ]
         if problems:
-            raise ReshardError(f"the source does not hold what the destination needs: {'; '.join(listed(problems))}.")
+            raise ReshardError(
+                f"the source does not hold what the destination needs: {'; '.join(listed(problems))}."
+            )
 
 
 def _segments(parts: list[ShardRange]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """Yield runs of tensors with the shard sets that apply to the whole run, from the parts of one group."""
     cuts = sorted({part.low for part in parts} | {part.high for part in parts})
     for low, high in pairwise(cuts):
-        shards = tuple(sorted(part.shards for part in parts if part.low <= low and high <= part.high))
+        shards = tuple(
+            sorted(
+                part.shards for part in parts if part.low <= low and high <= part.high
+            )
+        )
         if shards:
             yield low, high, shards
 
@@ -481,7 +626,9 @@ def _places(pieces: list[Piece]) -> tuple[object, ...]:
     if len(pieces) == 1:
         return pieces[0].box, pieces[0].local_box
     locals_ = list(dict.fromkeys(piece.local for piece in pieces))
-    return tuple((piece.box, piece.local_box, locals_.index(piece.local)) for piece in pieces)
+    return tuple(
+        (piece.box, piece.local_box, locals_.index(piece.local)) for piece in pieces
+    )
 
 
 class _Overlap(NamedTuple):
@@ -504,14 +651,19 @@ def _overlaps(
 ) -> Iterator[_Overlap]:
     """Yield the intersections of held and wanted pieces in some shard sets."""
     cells = [cell for number in shards for cell in group.shards[number].cells]
-    places = [next((i, p) for i, p in enumerate(held) if contains(p.box, cell)) for cell in cells]
+    places = [
+        next((i, p) for i, p in enumerate(held) if contains(p.box, cell))
+        for cell in cells
+    ]
     for j, piece in enumerate(wanted):
         for cell, (i, origin) in zip(cells, places, strict=True):
             box = intersect(cell, piece.box)
             if box is not None:
                 source_box = carry(box, origin.box, origin.local_box)
                 dest_box = carry(box, piece.box, piece.local_box)
-                yield _Overlap(origin.local, piece.local, box, i, source_box, j, dest_box)
+                yield _Overlap(
+                    origin.local, piece.local, box, i, source_box, j, dest_box
+                )
 
 
 def _merge(overlaps: Iterable[_Overlap]) -> list[tuple[Box, int, Box, int, Box]]:
@@ -519,8 +671,8 @@ def _merge(overlaps: Iterable[_Overlap]) -> list[tuple[Box, int, Box, int, Box]]
     merged = sorted(overlaps)
     count = 0
     while count != len(merged):
-        # Every pass joins neighbours in sorted order. A join may create new neighbours, so passes repeat until one
-        # joins nothing.
+        # Every pass joins neighbours in sorted order. A join may create new neighbours,
+        # so passes repeat until one joins nothing.
         count = len(merged)
         pending = merged
         merged = []
@@ -530,7 +682,9 @@ def _merge(overlaps: Iterable[_Overlap]) -> list[tuple[Box, int, Box, int, Box]]
                 merged.append(overlap)
             else:
                 merged[-1] = joined
-    return sorted((o.box, o.source_piece, o.source_box, o.dest_piece, o.dest_box) for o in merged)
+    return sorted(
+        (o.box, o.source_piece, o.source_box, o.dest_piece, o.dest_box) for o in merged
+    )
 
 
 def _join(a: _Overlap, b: _Overlap) -> _Overlap | None:
@@ -542,9 +696,12 @@ def _join(a: _Overlap, b: _Overlap) -> _Overlap | None:
     dest_box = join(a.dest_box, b.dest_box)
     if box is None or source_box is None or dest_box is None:
         return None
-    # Boxes may lie side by side in one tensor and below each other in another. They are adjacent everywhere, but no
-    # single box.
-    if not (same_up_to_ones(box.shape, source_box.shape) and same_up_to_ones(box.shape, dest_box.shape)):
+    # Boxes may lie side by side in one tensor and below each other in another. They are
+    # adjacent everywhere, but no single box.
+    if not (
+        same_up_to_ones(box.shape, source_box.shape)
+        and same_up_to_ones(box.shape, dest_box.shape)
+    ):
         return None
     return a._replace(box=box, source_box=source_box, dest_box=dest_box)
 

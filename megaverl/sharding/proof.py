@@ -1,7 +1,8 @@
 """Proof that a plan is correct: each element is written once, none is fetched needlessly, and sends match receives.
 
-The proof is independent of how plans are made. It works tensor by tensor, and a result is reused for other tensors
-whose pieces and transfers have the same boxes. Thousands of layers and experts need only a few proofs.
+The proof is independent of how plans are made. It works tensor by tensor, and a result
+is reused for other tensors whose pieces and transfers have the same boxes. Thousands of
+layers and experts need only a few proofs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megaverl.errors import ReshardError
-from megaverl.sharding.boxes import Box, carry, contains, first_overlap, intersect, same_up_to_ones, subtract_all, whole
+from megaverl.sharding.boxes import (
+    Box,
+    carry,
+    contains,
+    first_overlap,
+    intersect,
+    same_up_to_ones,
+    subtract_all,
+    whole,
+)
 from megaverl.sharding.layout import Layout, Piece
 from megaverl.sharding.plan import Plan, Transfer
 
@@ -32,8 +42,9 @@ def check_plan(plan: Plan) -> None:
 def check_plans(plans: Sequence[Plan]) -> None:
     """Prove the plans of all ranks, and that each rank sends exactly what the other receives, in the same order.
 
-    Each plan is used once and not kept, so `make_plans` may create it on the fly. The two ranks' lists are compared by
-    64-bit hashes, and box by box only to report a difference.
+    Each plan is used once and not kept, so `make_plans` may create it on the fly. The
+    two ranks' lists are compared by 64-bit hashes, and box by box only to report a
+    difference.
 
     Raises:
         ReshardError: names tensor, box and both ranks.
@@ -42,12 +53,20 @@ def check_plans(plans: Sequence[Plan]) -> None:
     digests: dict[tuple[int, int, int], int] = {}
     for rank, plan in enumerate(plans):
         if (plan.rank, plan.world) != (rank, len(plans)):
-            raise ReshardError(f"plan {rank} of {len(plans)} is that of rank {plan.rank} of {plan.world}.")
+            raise ReshardError(
+                f"plan {rank} of {len(plans)} is that of rank {plan.rank} of {plan.world}."
+            )
         checker.check(plan)
         traffic = []
         for number, hop in enumerate(plan.hops):
-            traffic += [((number, rank, peer), transfers) for peer, transfers in hop.sends.items()]
-            traffic += [((number, peer, rank), transfers) for peer, transfers in hop.receives.items()]
+            traffic += [
+                ((number, rank, peer), transfers)
+                for peer, transfers in hop.sends.items()
+            ]
+            traffic += [
+                ((number, peer, rank), transfers)
+                for peer, transfers in hop.receives.items()
+            ]
         for pair, transfers in traffic:
             if transfers:
                 digest = hash(transfers)
@@ -71,14 +90,21 @@ class _PlaceIndex:
     def places(self, tensor: str) -> tuple[int, tuple[str, ...]]:
         """Return the number of a tensor's places and the local names in them.
 
-        Tensors with the same number lie in the same boxes, up to the names of local tensors.
+        Tensors with the same number lie in the same boxes, up to the names of local
+        tensors.
         """
         places = self._places.get(tensor)
         if places is None:
             pieces = self.layout.by_tensor.get(tensor, ())
             locals_ = tuple(dict.fromkeys(piece.local for piece in pieces))
-            key = tuple((piece.box, locals_.index(piece.local), piece.local_box) for piece in pieces)
-            places = self._places[tensor] = (self._numbers.setdefault(key, len(self._numbers)), locals_)
+            key = tuple(
+                (piece.box, locals_.index(piece.local), piece.local_box)
+                for piece in pieces
+            )
+            places = self._places[tensor] = (
+                self._numbers.setdefault(key, len(self._numbers)),
+                locals_,
+            )
         return places
 
 
@@ -101,10 +127,13 @@ class _Checker:
             self._sound[id(plan.dest_layout)] = plan.dest_layout
         source = self._index_of(plan.source_layout)
         dest = self._index_of(plan.dest_layout)
-        written: dict[str, list[Transfer]] = {tensor: [] for tensor in plan.dest_layout.by_tensor}
+        written: dict[str, list[Transfer]] = {
+            tensor: [] for tensor in plan.dest_layout.by_tensor
+        }
         read: set[tuple[object, ...]] = set()
         for relayed, sender, receiver, transfers in _traffic(plan):
-            # Plans hold tens of thousands of transfers. Fields are read by number and without calls, to save time.
+            # Plans hold tens of thousands of transfers. Fields are read by number and
+            # without calls, to save time.
             for transfer in transfers:
                 if transfer[2] != sender or transfer[5] != receiver:
                     raise ReshardError(
@@ -123,7 +152,9 @@ class _Checker:
                 for transfer in transfers:
                     into = written.get(transfer[0])
                     if into is None:
-                        raise ReshardError(f"{_where(transfer)}: the destination has no place for {transfer.tensor}.")
+                        raise ReshardError(
+                            f"{_where(transfer)}: the destination has no place for {transfer.tensor}."
+                        )
                     into.append(transfer)
         self._check_forwards(plan)
         for tensor, transfers in written.items():
@@ -139,11 +170,16 @@ class _Checker:
             if hop.after is None:
                 continue
             if not 0 <= hop.after < number:
-                raise ReshardError(f"rank {plan.rank} forwards in hop {number} what comes in hop {hop.after}.")
+                raise ReshardError(
+                    f"rank {plan.rank} forwards in hop {number} what comes in hop {hop.after}."
+                )
             for earlier in plan.relays[arrived : hop.after + 1]:
                 for transfers in earlier.receives.values():
                     for transfer in transfers:
-                        received[transfer.tensor] = (*received.get(transfer.tensor, ()), transfer.box)
+                        received[transfer.tensor] = (
+                            *received.get(transfer.tensor, ()),
+                            transfer.box,
+                        )
             arrived = max(arrived, hop.after + 1)
             for transfers in hop.sends.values():
                 for transfer in transfers:
@@ -168,26 +204,44 @@ class _Checker:
         """Check that the box sent is the one that the transfer names."""
         number, locals_ = source.places(transfer.tensor)
         local = transfer.source_local
-        key = (number, locals_.index(local) if local in locals_ else None, transfer.box, transfer.source_box)
+        key = (
+            number,
+            locals_.index(local) if local in locals_ else None,
+            transfer.box,
+            transfer.source_box,
+        )
         if key not in self._read:
             pieces = source.layout.by_tensor.get(transfer.tensor, ())
             _prove_place(transfer, local, transfer.source_box, pieces, transfer.source)
             self._read.add(key)
 
-    def _check_written(self, tensor: str, transfers: Sequence[Transfer], dest: _PlaceIndex, rank: int) -> None:
+    def _check_written(
+        self, tensor: str, transfers: Sequence[Transfer], dest: _PlaceIndex, rank: int
+    ) -> None:
         """Check that every element of a tensor's places is written once, with the right contents."""
         number, locals_ = dest.places(tensor)
         key: tuple[object, ...]
         if len(locals_) == 1:
             (local,) = locals_
-            key = (number, *[(t[1], t[7]) if t[6] == local else None for t in transfers])
+            key = (
+                number,
+                *[(t[1], t[7]) if t[6] == local else None for t in transfers],
+            )
         else:
-            key = (number, *[(t[1], t[7], locals_.index(t[6]) if t[6] in locals_ else None) for t in transfers])
+            key = (
+                number,
+                *[
+                    (t[1], t[7], locals_.index(t[6]) if t[6] in locals_ else None)
+                    for t in transfers
+                ],
+            )
         if key not in self._written:
             _prove_written(tensor, transfers, dest.layout.by_tensor[tensor], rank)
             self._written.add(key)
 
-    def _check_needed(self, tensor: str, transfers: Sequence[Transfer], source: _PlaceIndex, rank: int) -> None:
+    def _check_needed(
+        self, tensor: str, transfers: Sequence[Transfer], source: _PlaceIndex, rank: int
+    ) -> None:
         """Check that nothing that the rank holds comes from another rank."""
         number, _ = source.places(tensor)
         for transfer in transfers:
@@ -205,15 +259,25 @@ class _Checker:
 
 def _traffic(plan: Plan) -> list[tuple[bool, int, int, Sequence[Transfer]]]:
     """Return (whether it is forwarded, sender, receiver, transfers) of everything in a plan."""
-    traffic: list[tuple[bool, int, int, Sequence[Transfer]]] = [(False, plan.rank, plan.rank, plan.copies)]
+    traffic: list[tuple[bool, int, int, Sequence[Transfer]]] = [
+        (False, plan.rank, plan.rank, plan.copies)
+    ]
     for hop in plan.hops:
         relayed = hop.after is not None
         for what, peers in (("sends to", hop.sends), ("receives from", hop.receives)):
             for peer in peers:
                 if peer == plan.rank or not 0 <= peer < plan.world:
-                    raise ReshardError(f"rank {plan.rank} {what} rank {peer}, which is none of its peers.")
-        traffic += [(relayed, plan.rank, peer, transfers) for peer, transfers in hop.sends.items()]
-        traffic += [(relayed, peer, plan.rank, transfers) for peer, transfers in hop.receives.items()]
+                    raise ReshardError(
+                        f"rank {plan.rank} {what} rank {peer}, which is none of its peers."
+                    )
+        traffic += [
+            (relayed, plan.rank, peer, transfers)
+            for peer, transfers in hop.sends.items()
+        ]
+        traffic += [
+            (relayed, peer, plan.rank, transfers)
+            for peer, transfers in hop.receives.items()
+        ]
     return traffic
 
 
@@ -223,10 +287,20 @@ def _check_layout(layout: Layout, rank: int) -> None:
     for piece in layout.pieces:
         by_local.setdefault(piece.local, []).append(piece)
     for local, pieces in by_local.items():
-        shape = layout.shape_of(local) if layout.stored_in(local) in layout.local_shapes else None
+        shape = (
+            layout.shape_of(local)
+            if layout.stored_in(local) in layout.local_shapes
+            else None
+        )
         for piece in pieces:
-            if shape is None or len(shape) != len(piece.local_box.start) or not contains(whole(shape), piece.local_box):
-                raise ReshardError(f"{piece.tensor}: on rank {rank}, {local} {piece.local_box} lies outside {shape}.")
+            if (
+                shape is None
+                or len(shape) != len(piece.local_box.start)
+                or not contains(whole(shape), piece.local_box)
+            ):
+                raise ReshardError(
+                    f"{piece.tensor}: on rank {rank}, {local} {piece.local_box} lies outside {shape}."
+                )
         both = first_overlap([piece.local_box for piece in pieces])
         if both is not None:
             a, b = (pieces[i] for i in both)
@@ -236,25 +310,37 @@ def _check_layout(layout: Layout, rank: int) -> None:
             )
 
 
-def _prove_written(tensor: str, transfers: Sequence[Transfer], pieces: Sequence[Piece], rank: int) -> None:
+def _prove_written(
+    tensor: str, transfers: Sequence[Transfer], pieces: Sequence[Piece], rank: int
+) -> None:
     """Check that the transfers write every place of a tensor once."""
     for transfer in transfers:
         _prove_place(transfer, transfer.dest_local, transfer.dest_box, pieces, rank)
     for local in dict.fromkeys(piece.local for piece in pieces):
-        boxes = [transfer.dest_box for transfer in transfers if transfer.dest_local == local]
+        boxes = [
+            transfer.dest_box for transfer in transfers if transfer.dest_local == local
+        ]
         both = first_overlap(boxes)
         if both is not None:
             a, b = (boxes[i] for i in both)
-            raise ReshardError(f"{tensor}: on rank {rank}, {local} {intersect(a, b)} is written twice.")
+            raise ReshardError(
+                f"{tensor}: on rank {rank}, {local} {intersect(a, b)} is written twice."
+            )
         for piece in pieces:
             if piece.local == local and (rest := subtract_all(piece.local_box, boxes)):
-                raise ReshardError(f"{tensor}: rank {rank} never gets {rest[0]} of {local}.")
+                raise ReshardError(
+                    f"{tensor}: rank {rank} never gets {rest[0]} of {local}."
+                )
 
 
-def _prove_place(transfer: Transfer, local: str, box: Box, pieces: Sequence[Piece], rank: int) -> None:
+def _prove_place(
+    transfer: Transfer, local: str, box: Box, pieces: Sequence[Piece], rank: int
+) -> None:
     """Check that `box` of the local tensor holds exactly the transfer's global box."""
     if not same_up_to_ones(transfer.box.shape, box.shape):
-        raise ReshardError(f"{_where(transfer)}: {transfer.box} and {local} {box} differ in shape.")
+        raise ReshardError(
+            f"{_where(transfer)}: {transfer.box} and {local} {box} differ in shape."
+        )
     inside = 0
     for piece in pieces:
         alike = piece.local == local and len(piece.local_box.start) == len(box.start)
@@ -268,19 +354,36 @@ def _prove_place(transfer: Transfer, local: str, box: Box, pieces: Sequence[Piec
                     f"{_where(transfer)}: {local} {common} on rank {rank} is the place of {here}, not of {there}."
                 )
     if inside != box.numel:
-        on_rank = ", ".join(f"{piece.box} in {piece.local} {piece.local_box}" for piece in pieces) or "none of it"
+        on_rank = (
+            ", ".join(
+                f"{piece.box} in {piece.local} {piece.local_box}" for piece in pieces
+            )
+            or "none of it"
+        )
         raise ReshardError(
             f"{_where(transfer)}: {local} {box} lies outside what rank {rank} has of {transfer.tensor}: {on_rank}."
         )
 
 
-def _refuse_difference(plans: Sequence[Plan], hop: int, sender: int, receiver: int) -> None:
+def _refuse_difference(
+    plans: Sequence[Plan], hop: int, sender: int, receiver: int
+) -> None:
     """Raise ReshardError with the first difference between what one rank sends in a hop and the other expects."""
-    sent = plans[sender].hops[hop].sends.get(receiver, ()) if hop < len(plans[sender].hops) else ()
-    expected = plans[receiver].hops[hop].receives.get(sender, ()) if hop < len(plans[receiver].hops) else ()
+    sent = (
+        plans[sender].hops[hop].sends.get(receiver, ())
+        if hop < len(plans[sender].hops)
+        else ()
+    )
+    expected = (
+        plans[receiver].hops[hop].receives.get(sender, ())
+        if hop < len(plans[receiver].hops)
+        else ()
+    )
     for a, b in zip(sent, expected, strict=False):
         if a != b:
-            raise ReshardError(f"rank {sender} sends {_where(a)}, where rank {receiver} expects {_where(b)}.")
+            raise ReshardError(
+                f"rank {sender} sends {_where(a)}, where rank {receiver} expects {_where(b)}."
+            )
     more = sent[len(expected) :] or expected[len(sent) :]
     raise ReshardError(
         f"rank {sender} sends {len(sent)} boxes to rank {receiver}, which expects {len(expected)}; "

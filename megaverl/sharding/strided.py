@@ -1,7 +1,8 @@
 """Copies between strided views as loop nests, traced back to arrays and split into boxes.
 
-Addresses and strides count elements of a storage. A dense array is described by the decreasing strides of its axes. A
-loop nest is `settled` on these axes if each of its loops moves along one axis only. It then describes a set of boxes.
+Addresses and strides count elements of a storage. A dense array is described by the
+decreasing strides of its axes. A loop nest is `settled` on these axes if each of its
+loops moves along one axis only. It then describes a set of boxes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Loop(NamedTuple):
 class Copy(NamedTuple):
     """Copy described by loops.
 
-    `dest[dest_start + sum(i * loop.dest)] = source[source_start + sum(i * loop.source)]`, for all i of all loops.
+    `dest[dest_start + sum(i * loop.dest)] = source[source_start + sum(i *
+    loop.source)]`, for all i of all loops.
     """
 
     source_start: int
@@ -45,7 +47,8 @@ class Copy(NamedTuple):
     def shifted(self, loop: Loop, turns: int) -> Copy:
         """Return the copy with the starts of iteration `turns` of a loop."""
         return self._replace(
-            source_start=self.source_start + turns * loop.source, dest_start=self.dest_start + turns * loop.dest
+            source_start=self.source_start + turns * loop.source,
+            dest_start=self.dest_start + turns * loop.dest,
         )
 
 
@@ -82,7 +85,10 @@ def _plain(copy: Copy) -> Copy:
     loops: list[Loop] = []
     repeated = [loop for loop in copy.loops if loop.turns > 1]
     for loop in sorted(repeated, key=lambda loop: (-loop.source, -loop.dest)):
-        if loops and loops[-1][1:] == (loop.source * loop.turns, loop.dest * loop.turns):
+        if loops and loops[-1][1:] == (
+            loop.source * loop.turns,
+            loop.dest * loop.turns,
+        ):
             loops[-1] = Loop(loops[-1].turns * loop.turns, loop.source, loop.dest)
         else:
             loops.append(loop)
@@ -93,7 +99,9 @@ def _axis_of(stride: int, strides: Sequence[int]) -> int:
     """Return the axis along which a stride moves."""
     axis = next((axis for axis, unit in enumerate(strides) if stride >= unit), None)
     if axis is None or stride % strides[axis]:
-        raise NotStrided(f"a stride of {stride} is on none of the axes of strides {tuple(strides)}")
+        raise NotStrided(
+            f"a stride of {stride} is on none of the axes of strides {tuple(strides)}"
+        )
     return axis
 
 
@@ -104,25 +112,34 @@ def _split(copy: Copy, side: str, strides: Sequence[int]) -> list[Copy] | None:
         end = strides[axis - 1]
         unit = strides[axis]
         axis_loops = sorted(
-            (loop for loop in copy.loops if unit <= getattr(loop, side) < end), key=lambda o: getattr(o, side)
+            (loop for loop in copy.loops if unit <= getattr(loop, side) < end),
+            key=lambda o: getattr(o, side),
         )
         for loop in axis_loops:
             _axis_of(getattr(loop, side), strides)
         first = start % end
-        # If even the farthest iteration stays within this axis, its loops need no splitting.
-        reach = first + sum((loop.turns - 1) * getattr(loop, side) for loop in axis_loops)
+        # If even the farthest iteration stays within this axis, its loops need no
+        # splitting.
+        reach = first + sum(
+            (loop.turns - 1) * getattr(loop, side) for loop in axis_loops
+        )
         if not axis_loops or reach - reach % unit < end:
             continue
         loop = axis_loops.pop()
         stride = getattr(loop, side)
         other_loops = tuple(other for other in copy.loops if other is not loop)
-        # Finer loops that cross a step of this loop's stride cannot be separated from it, so its iterations are
-        # unrolled.
-        finer = first % stride + sum((other.turns - 1) * getattr(other, side) for other in axis_loops)
+        # Finer loops that cross a step of this loop's stride cannot be separated from
+        # it, so its iterations are unrolled.
+        finer = first % stride + sum(
+            (other.turns - 1) * getattr(other, side) for other in axis_loops
+        )
         if end % stride or finer - finer % unit >= stride:
-            return [copy.shifted(loop, turn)._replace(loops=other_loops) for turn in range(loop.turns)]
-        # Otherwise the loop is cut at the axis's ends: the rest of the first row, whole rows, the beginning of the last
-        # row.
+            return [
+                copy.shifted(loop, turn)._replace(loops=other_loops)
+                for turn in range(loop.turns)
+            ]
+        # Otherwise the loop is cut at the axis's ends: the rest of the first row, whole
+        # rows, the beginning of the last row.
         turns = end // stride
         head = -(first // stride) % turns
         last_whole_row = head + max(0, loop.turns - head) // turns * turns
@@ -131,13 +148,19 @@ def _split(copy: Copy, side: str, strides: Sequence[int]) -> list[Copy] | None:
         for low, high in pairwise(bound for bound in bounds if bound <= loop.turns):
             rows, rest = divmod(high - low, turns) if low >= head else (0, high - low)
             inner = (
-                (Loop(rows, loop.source * turns, loop.dest * turns), loop._replace(turns=turns))
+                (
+                    Loop(rows, loop.source * turns, loop.dest * turns),
+                    loop._replace(turns=turns),
+                )
                 if rows
                 else (loop._replace(turns=rest),)
             )
             parts.append(
                 copy.shifted(loop, low)._replace(
-                    loops=(*other_loops, *(part_loop for part_loop in inner if part_loop.turns > 1))
+                    loops=(
+                        *other_loops,
+                        *(part_loop for part_loop in inner if part_loop.turns > 1),
+                    )
                 )
             )
         return parts
@@ -183,11 +206,22 @@ def _within(part: Copy, source_start: int, written: Sequence[Loop]) -> Iterator[
     dest_start = part.dest_start
     for axis, (loop, digit) in enumerate(zip(written, digits, strict=True)):
         end = written[axis - 1].dest if axis else math.inf
-        axis_loops = [other_loop for other_loop in part.loops if loop.dest <= other_loop.source < end]
-        last = digit + sum((other_loop.turns - 1) * other_loop.source // loop.dest for other_loop in axis_loops)
+        axis_loops = [
+            other_loop
+            for other_loop in part.loops
+            if loop.dest <= other_loop.source < end
+        ]
+        last = digit + sum(
+            (other_loop.turns - 1) * other_loop.source // loop.dest
+            for other_loop in axis_loops
+        )
         if digit >= 0 and last < loop.turns:
             loops += [
-                Loop(other_loop.turns, other_loop.source // loop.dest * loop.source, other_loop.dest)
+                Loop(
+                    other_loop.turns,
+                    other_loop.source // loop.dest * loop.source,
+                    other_loop.dest,
+                )
                 for other_loop in axis_loops
             ]
         elif len(axis_loops) == 1:
@@ -201,9 +235,15 @@ def _within(part: Copy, source_start: int, written: Sequence[Loop]) -> Iterator[
             loops.append(Loop(high - low, step * loop.source, axis_loops[0].dest))
         elif axis_loops:
             widest = max(axis_loops, key=lambda other_loop: other_loop.source)
-            remaining = tuple(other_loop for other_loop in part.loops if other_loop is not widest)
+            remaining = tuple(
+                other_loop for other_loop in part.loops if other_loop is not widest
+            )
             for turn in range(widest.turns):
-                yield from _within(part.shifted(widest, turn)._replace(loops=remaining), source_start, written)
+                yield from _within(
+                    part.shifted(widest, turn)._replace(loops=remaining),
+                    source_start,
+                    written,
+                )
             return
         else:
             return
@@ -232,7 +272,8 @@ class Strides(NamedTuple):
         """Return the shape of the view of an array with the given shape."""
         permuted = [shape[axis] for axis in self.axes]
         return tuple(
-            math.ceil((size - first) / step) for size, first, step in zip(permuted, self.first, self.step, strict=True)
+            math.ceil((size - first) / step)
+            for size, first, step in zip(permuted, self.first, self.step, strict=True)
         )
 
     def behind(self, count: int) -> Strides:
@@ -243,7 +284,9 @@ class Strides(NamedTuple):
     def apply(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of a tensor, sharing its storage."""
         every = zip(self.first, self.step, strict=True)
-        return tensor.permute(self.axes)[tuple(slice(first, None, step) for first, step in every)]
+        return tensor.permute(self.axes)[
+            tuple(slice(first, None, step) for first, step in every)
+        ]
 
     def inside(self, part: Box) -> tuple[Box, Strides]:
         """Return the part of the view inside a box of the array.
@@ -256,15 +299,23 @@ class Strides(NamedTuple):
         every = list(zip(low, high, self.first, self.step, strict=True))
         start = tuple(max(0, -((first - at) // step)) for at, _, first, step in every)
         stop = tuple(max(0, -((first - end) // step)) for _, end, first, step in every)
-        first = tuple(first + begin * step - at for (at, _, first, step), begin in zip(every, start, strict=True))
+        first = tuple(
+            first + begin * step - at
+            for (at, _, first, step), begin in zip(every, start, strict=True)
+        )
         return Box(start, stop), self._replace(first=first)
 
     def __str__(self) -> str:
-        every = ", ".join(f"{first}::{step}" for first, step in zip(self.first, self.step, strict=True))
+        every = ", ".join(
+            f"{first}::{step}"
+            for first, step in zip(self.first, self.step, strict=True)
+        )
         return f"permute{self.axes}[{every}]"
 
 
-def boxes(copy: Copy, source_shape: Sequence[int], dest_shape: Sequence[int]) -> Iterator[tuple[Box, Strides, Box]]:
+def boxes(
+    copy: Copy, source_shape: Sequence[int], dest_shape: Sequence[int]
+) -> Iterator[tuple[Box, Strides, Box]]:
     """Yield the copy as (box of the source, view of the destination, box of that view), for two dense arrays.
 
     Raises:
@@ -274,18 +325,36 @@ def boxes(copy: Copy, source_shape: Sequence[int], dest_shape: Sequence[int]) ->
     dest_axes = [axis for axis, size in enumerate(dest_shape) if size > 1]
     source_strides = dense_strides(source_shape)
     dest_strides = dense_strides(dest_shape)
-    for half in settle(copy, "source", [source_strides[axis] for axis in source_axes] or [1]):
-        for part in settle(half, "dest", [dest_strides[axis] for axis in dest_axes] or [1]):
-            # Source axis -> the loop that becomes an axis of the box. All other loops are unrolled. Long loops are kept
-            # first.
+    for half in settle(
+        copy, "source", [source_strides[axis] for axis in source_axes] or [1]
+    ):
+        for part in settle(
+            half, "dest", [dest_strides[axis] for axis in dest_axes] or [1]
+        ):
+            # Source axis -> the loop that becomes an axis of the box. All other loops
+            # are unrolled. Long loops are kept first.
             kept: dict[int, Loop] = {}
             for loop in sorted(part.loops, key=lambda loop: -loop.turns):
-                axis = source_axes[_axis_of(loop.source, [source_strides[axis] for axis in source_axes])]
-                taken = {_dest_axis(other.dest, dest_axes, dest_strides) for other in kept.values()}
-                is_free = axis not in kept and _dest_axis(loop.dest, dest_axes, dest_strides) not in taken
+                axis = source_axes[
+                    _axis_of(
+                        loop.source, [source_strides[axis] for axis in source_axes]
+                    )
+                ]
+                taken = {
+                    _dest_axis(other.dest, dest_axes, dest_strides)
+                    for other in kept.values()
+                }
+                is_free = (
+                    axis not in kept
+                    and _dest_axis(loop.dest, dest_axes, dest_strides) not in taken
+                )
                 if is_free and loop.source == source_strides[axis]:
                     kept[axis] = loop
-            unrolled = [loop for loop in part.loops if not any(loop is kept_loop for kept_loop in kept.values())]
+            unrolled = [
+                loop
+                for loop in part.loops
+                if not any(loop is kept_loop for kept_loop in kept.values())
+            ]
             for turns in product(*(range(loop.turns) for loop in unrolled)):
                 shifted = part
                 for loop, turn in zip(unrolled, turns, strict=True):
@@ -308,7 +377,10 @@ def _box(
     """Return one box of a copy whose loops `kept` are its axes."""
     low = _unravel(copy.source_start, source_strides)
     at = _unravel(copy.dest_start, dest_strides)
-    high = tuple(start + (kept[axis].turns if axis in kept else 1) for axis, start in enumerate(low))
+    high = tuple(
+        start + (kept[axis].turns if axis in kept else 1)
+        for axis, start in enumerate(low)
+    )
     counts = [1] * len(at)
     steps = [1] * len(at)
     moving = []
@@ -321,7 +393,11 @@ def _box(
     # Moving axes take the order of the source's axes; the others keep their places.
     places = iter(moving)
     axes = tuple(axis if axis in still else next(places) for axis in range(len(at)))
-    view = Strides(axes, tuple(at[axis] % steps[axis] for axis in axes), tuple(steps[axis] for axis in axes))
+    view = Strides(
+        axes,
+        tuple(at[axis] % steps[axis] for axis in axes),
+        tuple(steps[axis] for axis in axes),
+    )
     start = tuple(at[axis] // steps[axis] for axis in axes)
     stop = tuple(first + counts[axis] for first, axis in zip(start, axes, strict=True))
     return Box(low, high), view, Box(start, stop)

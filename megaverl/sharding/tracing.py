@@ -1,12 +1,14 @@
 """Find out where a program copies tensors, by running it on tensors without data.
 
-The program is a model's own `load_weights`, or code that converts a model's tensors to those of a file. Its inputs are
-meta tensors. A dispatch mode sees every copy below torch's views, which are offsets and strides at that point. Copies
-of copies are traced back to the inputs (`sharding.strided`). Tensors that are computed instead of copied are reported.
+The program is a model's own `load_weights`, or code that converts a model's tensors to
+those of a file. Its inputs are meta tensors. A dispatch mode sees every copy below
+torch's views, which are offsets and strides at that point. Copies of copies are traced
+back to the inputs (`sharding.strided`). Tensors that are computed instead of copied are
+reported.
 
-`weights_of_module` uses this for a Hugging Face module, which transformers may save under other names and in other
-pieces: experts of one tensor become one entry each, and some are transposed. transformers' own conversion runs on
-tensors without data.
+`weights_of_module` uses this for a Hugging Face module, which transformers may save
+under other names and in other pieces: experts of one tensor become one entry each, and
+some are transposed. transformers' own conversion runs on tensors without data.
 """
 
 from __future__ import annotations
@@ -86,7 +88,9 @@ class Tracer(TorchDispatchMode):
         self._writes: dict[int, list[_Write]] = {}
         self._computed: dict[int, frozenset[str]] = {}
 
-    def source(self, name: str, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+    def source(
+        self, name: str, shape: Iterable[int], dtype: torch.dtype
+    ) -> torch.Tensor:
         """Return a tensor without data that stands for the source `name`."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
         self._kept.append(tensor)
@@ -94,7 +98,9 @@ class Tracer(TorchDispatchMode):
         self._shapes[_storage(tensor)] = tuple(shape)
         return tensor
 
-    def copied(self, tensor: torch.Tensor) -> Iterator[tuple[str | None, tuple[int, ...], Copy]]:
+    def copied(
+        self, tensor: torch.Tensor
+    ) -> Iterator[tuple[str | None, tuple[int, ...], Copy]]:
         """Yield what was copied into a tensor's storage: name and shape of the source, and the copy, in order of time.
 
         Raises:
@@ -103,7 +109,11 @@ class Tracer(TorchDispatchMode):
         for write in self._writes.get(_storage(tensor), ()):
             for source, copy in self._followed(write, MOST_STEPS):
                 name = self._names.get(source) if source is not None else None
-                yield name, self._shapes.get(source, ()) if source is not None else (), copy
+                yield (
+                    name,
+                    self._shapes.get(source, ()) if source is not None else (),
+                    copy,
+                )
 
     def computed(self, tensor: torch.Tensor) -> frozenset[str]:
         """Return the sources of a tensor that holds something other than copies, else nothing."""
@@ -122,10 +132,13 @@ class Tracer(TorchDispatchMode):
             yield write.source, write.copy
             return
         if write.source in self._computed:
-            raise NotStrided(f"computed from {', '.join(sorted(self._computed[write.source])[:3])}")
+            raise NotStrided(
+                f"computed from {', '.join(sorted(self._computed[write.source])[:3])}"
+            )
         if not steps:
             raise NotStrided(f"it was copied more than {MOST_STEPS} times")
-        # The source was itself written by copies. Their composition with this one leads to the sources.
+        # The source was itself written by copies. Their composition with this one leads
+        # to the sources.
         for earlier in self._writes.get(write.source, ()):
             for copy in compose(write.copy, earlier.copy):
                 yield from self._followed(_Write(earlier.source, copy), steps - 1)
@@ -154,12 +167,20 @@ class Tracer(TorchDispatchMode):
             self._writes.setdefault(key, [])
         # A copy of something computed is computed, too.
         elif _storage(source) in self._computed:
-            self._computed[key] = self._computed.get(key, frozenset()) | self._computed[_storage(source)]
+            self._computed[key] = (
+                self._computed.get(key, frozenset()) | self._computed[_storage(source)]
+            )
         else:
             loops = zip(source.shape, source.stride(), dest.stride(), strict=True)
-            copy = Copy(_offset(source), _offset(dest), tuple(Loop(*map(int, loop)) for loop in loops))
+            copy = Copy(
+                _offset(source),
+                _offset(dest),
+                tuple(Loop(*map(int, loop)) for loop in loops),
+            )
             if self._is_known(source):
-                self._writes.setdefault(key, []).extend(_Write(_storage(source), part) for part in _once(copy))
+                self._writes.setdefault(key, []).extend(
+                    _Write(_storage(source), part) for part in _once(copy)
+                )
             else:
                 self._writes.setdefault(key, []).append(_Write(None, copy))
 
@@ -179,19 +200,28 @@ class Tracer(TorchDispatchMode):
         """Record an operator that involves a source, and execute it on meta tensors only."""
         kwargs = kwargs or {}
         name = func._schema.name
-        known = [leaf for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf) and self._is_known(leaf)]
+        known = [
+            leaf
+            for leaf in tree_leaves((args, kwargs))
+            if _is_tensor(leaf) and self._is_known(leaf)
+        ]
         if not known or name in _NEW:
             return func(*args, **kwargs)
         if name == "aten::copy_":
             self._write(args[0], args[1])
             return args[0]
         if name in _COPIES:
-            # The device is left out: a source without data must stay on the meta device.
-            copied = func(args[0].to("meta"), **{key: value for key, value in kwargs.items() if key != "device"})
+            # The device is left out: a source without data must stay on the meta
+            # device.
+            copied = func(
+                args[0].to("meta"),
+                **{key: value for key, value in kwargs.items() if key != "device"},
+            )
             return self._made(copied, [(copied, args[0])])
         if name in ("aten::cat", "aten::stack"):
             return self._joined(name == "aten::stack", func, *args, **kwargs)
-        # Views share the storage, by which sources are known, so there is nothing to record.
+        # Views share the storage, by which sources are known, so there is nothing to
+        # record.
         if func.is_view or name in _VIEWS:
             return func(*args, **kwargs)
         if name in ("aten::zero_", "aten::fill_"):
@@ -202,23 +232,35 @@ class Tracer(TorchDispatchMode):
                 del self._names[key]
             return args[0]
         # Every other operator computes its result from all its inputs.
-        sources = frozenset[str]().union(*(self._sources_of(_storage(leaf)) for leaf in known))
+        sources = frozenset[str]().union(
+            *(self._sources_of(_storage(leaf)) for leaf in known)
+        )
         if func._schema.is_mutable:
             self._compute(args[0], sources)
             return args[0]
-        result = func(*(leaf.to("meta") if _is_tensor(leaf) else leaf for leaf in args), **kwargs)
+        result = func(
+            *(leaf.to("meta") if _is_tensor(leaf) else leaf for leaf in args), **kwargs
+        )
         for leaf in tree_leaves(result):
             if _is_tensor(leaf):
                 self._compute(leaf, sources)
         return result
 
-    def _joined(self, stacks: bool, func: Any, tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    def _joined(
+        self, stacks: bool, func: Any, tensors: list[torch.Tensor], dim: int = 0
+    ) -> torch.Tensor:
         """Record `cat` or `stack` as copies of its inputs."""
         joined: torch.Tensor = func([tensor.to("meta") for tensor in tensors], dim)
-        parts = joined.unbind(dim) if stacks else joined.split([tensor.shape[dim] for tensor in tensors], dim)
+        parts = (
+            joined.unbind(dim)
+            if stacks
+            else joined.split([tensor.shape[dim] for tensor in tensors], dim)
+        )
         return self._made(joined, zip(parts, tensors, strict=True))
 
-    def _made(self, new: torch.Tensor, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def _made(
+        self, new: torch.Tensor, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
         """Record the copies into a new tensor, and return it."""
         self._shapes[_storage(new)] = tuple(new.shape)
         for part, source in parts:
@@ -246,7 +288,9 @@ def _offset(tensor: torch.Tensor) -> int:
 
 def _once(copy: Copy) -> Iterator[Copy]:
     """Yield the copy without loops that repeat one element of the source, unrolled."""
-    still = next((loop for loop in copy.loops if loop.turns > 1 and not loop.source), None)
+    still = next(
+        (loop for loop in copy.loops if loop.turns > 1 and not loop.source), None
+    )
     if still is None:
         yield copy
         return
@@ -271,12 +315,17 @@ class TracedLayout:
 
     def to_json(self) -> dict[str, Any]:
         """Return the layout as JSON values, to send it to another rank."""
-        return {"layout": self.layout.to_json(), "computed": {name: sorted(of) for name, of in self.computed.items()}}
+        return {
+            "layout": self.layout.to_json(),
+            "computed": {name: sorted(of) for name, of in self.computed.items()},
+        }
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> TracedLayout:
         """Return the layout that `to_json` converted."""
-        computed = {name: frozenset(sources) for name, sources in stored["computed"].items()}
+        computed = {
+            name: frozenset(sources) for name, sources in stored["computed"].items()
+        }
         return cls(Layout.from_json(stored["layout"]), computed)
 
     @property
@@ -286,11 +335,20 @@ class TracedLayout:
 
     def from_sources(self, prefix: str) -> TracedLayout:
         """Return the part that comes from sources whose names start with `prefix`."""
-        pieces = tuple(piece for piece in self.layout.pieces if piece.tensor.startswith(prefix))
-        views = {piece.local: self.layout.views[piece.local] for piece in pieces if piece.local in self.layout.views}
+        pieces = tuple(
+            piece for piece in self.layout.pieces if piece.tensor.startswith(prefix)
+        )
+        views = {
+            piece.local: self.layout.views[piece.local]
+            for piece in pieces
+            if piece.local in self.layout.views
+        }
         layout = Layout(
             pieces,
-            {name: self.layout.local_shapes[name] for name in {self.layout.stored_in(p.local) for p in pieces}},
+            {
+                name: self.layout.local_shapes[name]
+                for name in {self.layout.stored_in(p.local) for p in pieces}
+            },
             {piece.tensor: self.layout.global_shapes[piece.tensor] for piece in pieces},
             views=views,
         )
@@ -304,29 +362,52 @@ class TracedLayout:
     def renamed(self, rename: Callable[[str], str]) -> TracedLayout:
         """Return the layout with renamed sources and destinations."""
         layout = Layout(
-            tuple(p._replace(tensor=rename(p.tensor), local=rename(p.local)) for p in self.layout.pieces),
+            tuple(
+                p._replace(tensor=rename(p.tensor), local=rename(p.local))
+                for p in self.layout.pieces
+            ),
             {rename(name): shape for name, shape in self.layout.local_shapes.items()},
             {rename(name): shape for name, shape in self.layout.global_shapes.items()},
-            views={rename(local): (rename(name), view) for local, (name, view) in self.layout.views.items()},
+            views={
+                rename(local): (rename(name), view)
+                for local, (name, view) in self.layout.views.items()
+            },
         )
-        computed = {rename(name): frozenset(map(rename, sources)) for name, sources in self.computed.items()}
+        computed = {
+            rename(name): frozenset(map(rename, sources))
+            for name, sources in self.computed.items()
+        }
         return TracedLayout(layout, computed)
 
 
 def joined(parts: Sequence[TracedLayout]) -> TracedLayout:
     """Return the union of layouts of different sources. A destination that is computed in one of them is computed."""
-    computed = {name: sources for part in parts for name, sources in part.computed.items()}
-    shapes = {name: shape for part in parts for name, shape in part.layout.local_shapes.items()}
+    computed = {
+        name: sources for part in parts for name, sources in part.computed.items()
+    }
+    shapes = {
+        name: shape
+        for part in parts
+        for name, shape in part.layout.local_shapes.items()
+    }
     layout = Layout(
         tuple(piece for part in parts for piece in part.layout.pieces),
         {name: shape for name, shape in shapes.items() if name not in computed},
-        {name: shape for part in parts for name, shape in part.layout.global_shapes.items()},
-        views={local: view for part in parts for local, view in part.layout.views.items()},
+        {
+            name: shape
+            for part in parts
+            for name, shape in part.layout.global_shapes.items()
+        },
+        views={
+            local: view for part in parts for local, view in part.layout.views.items()
+        },
     )
     return TracedLayout(layout, computed)
 
 
-def traced_layout(tracer: Tracer, destinations: Mapping[str, torch.Tensor]) -> TracedLayout:
+def traced_layout(
+    tracer: Tracer, destinations: Mapping[str, torch.Tensor]
+) -> TracedLayout:
     """Return the layout of dense destination tensors, as the tracer saw them."""
     pieces: list[Piece] = []
     local_shapes: dict[str, tuple[int, ...]] = {}
@@ -347,7 +428,9 @@ def traced_layout(tracer: Tracer, destinations: Mapping[str, torch.Tensor]) -> T
             continue
         pieces += tensor_pieces
         local_shapes[name] = tuple(tensor.shape)
-    return TracedLayout(Layout(tuple(pieces), local_shapes, global_shapes, views=views), computed)
+    return TracedLayout(
+        Layout(tuple(pieces), local_shapes, global_shapes, views=views), computed
+    )
 
 
 def layout_of_sources(tracer: Tracer, created: Mapping[str, torch.Tensor]) -> Layout:
@@ -374,9 +457,13 @@ def layout_of_sources(tracer: Tracer, created: Mapping[str, torch.Tensor]) -> La
             if source is None:
                 continue
             local_shapes[source] = source_shape
-            # Source and destination change roles: the layout describes the created tensor's elements by their place in
-            # the source.
-            turned = Copy(copy.dest_start, copy.source_start, tuple(Loop(n, to, at) for n, at, to in copy.loops))
+            # Source and destination change roles: the layout describes the created
+            # tensor's elements by their place in the source.
+            turned = Copy(
+                copy.dest_start,
+                copy.source_start,
+                tuple(Loop(n, to, at) for n, at, to in copy.loops),
+            )
             for box, view, local_box in boxes(turned, shapes[name], source_shape):
                 local = source if view.are_plain else f"{source}.{view}"
                 if not view.are_plain:
@@ -384,7 +471,9 @@ def layout_of_sources(tracer: Tracer, created: Mapping[str, torch.Tensor]) -> La
                 pieces.append(Piece(name, box, local, local_box))
                 num_copied += box.numel
         if num_copied != math.prod(shapes[name]):
-            raise NotStrided(f"{name}: {num_copied} of {math.prod(shapes[name])} elements are copies of what is known")
+            raise NotStrided(
+                f"{name}: {num_copied} of {math.prod(shapes[name])} elements are copies of what is known"
+            )
     return Layout(tuple(pieces), local_shapes, shapes, views=views)
 
 
@@ -475,9 +564,17 @@ def weights_of_module(model: PreTrainedModel) -> ModuleWeights:
     state = model.state_dict(keep_vars=True)
     # In reverse, so that the first name of a tied tensor overwrites the later ones.
     first = {id(tensor): name for name, tensor in reversed(state.items())}
-    tied = {name: first[id(tensor)] for name, tensor in state.items() if first[id(tensor)] != name}
+    tied = {
+        name: first[id(tensor)]
+        for name, tensor in state.items()
+        if first[id(tensor)] != name
+    }
     tracer = Tracer()
-    sources = {name: tracer.source(name, t.shape, t.dtype) for name, t in state.items() if name not in tied}
+    sources = {
+        name: tracer.source(name, t.shape, t.dtype)
+        for name, t in state.items()
+        if name not in tied
+    }
     try:
         with torch.no_grad(), tracer:
             saved = revert_weight_conversion(model, dict(sources))

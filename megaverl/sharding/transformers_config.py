@@ -1,8 +1,9 @@
 """Read a `config.json` with transformers' own configuration class.
 
-A missing key has the default of the model's class, and defaults differ between classes: Mixtral's rotary base is 1e6,
-gpt-oss scales by YaRN, Mistral has a window of 4,096 tokens. Some keys also have several spellings. The class decides
-both, so no default is repeated here.
+A missing key has the default of the model's class, and defaults differ between classes:
+Mixtral's rotary base is 1e6, gpt-oss scales by YaRN, Mistral has a window of 4,096
+tokens. Some keys also have several spellings. The class decides both, so no default is
+repeated here.
 """
 
 from __future__ import annotations
@@ -21,23 +22,29 @@ from typing import Any
 
 from megaverl.errors import ModelError
 
-# Configuration classes create lists with one entry per layer. A damaged file must not make them create a billion.
+# Configuration classes create lists with one entry per layer. A damaged file must not
+# make them create a billion.
 MOST_LAYERS = 10_000
 
 
-def read_by_transformers(model_type: str, config: dict[str, Any], source: str = "config.json") -> dict[str, Any]:
+def read_by_transformers(
+    model_type: str, config: dict[str, Any], source: str = "config.json"
+) -> dict[str, Any]:
     """Return every key of `config` as transformers' class for `model_type` reads it, with its defaults.
 
-    transformers imports torch if it is installed, which takes seconds. A process that has not imported torch therefore
-    reads the file in a child process without torch, which takes two seconds. The result is cached in the user's cache
-    folder, under a digest of the values and of transformers' files.
+    transformers imports torch if it is installed, which takes seconds. A process that
+    has not imported torch therefore reads the file in a child process without torch,
+    which takes two seconds. The result is cached in the user's cache folder, under a
+    digest of the values and of transformers' files.
 
     Raises:
         ModelError: transformers has no such model type, or its class refuses the values.
     """
     for key, value in _counts(config):
         if value > MOST_LAYERS:
-            raise ModelError(f"{source}: {key} is {value:,}; expected at most {MOST_LAYERS:,}. Copy the file again.")
+            raise ModelError(
+                f"{source}: {key} is {value:,}; expected at most {MOST_LAYERS:,}. Copy the file again."
+            )
     answer = json.loads(_answer(model_type, json.dumps(config)))
     if "error" in answer:
         raise ModelError(f"{source}: transformers cannot read it: {answer['error']}")
@@ -57,7 +64,12 @@ def _counts(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
 def is_model_type(name: Any) -> bool:
     """Return whether transformers has a model of this type, without importing transformers."""
     package = find_spec("transformers")
-    if not isinstance(name, str) or not name.isidentifier() or package is None or package.origin is None:
+    if (
+        not isinstance(name, str)
+        or not name.isidentifier()
+        or package is None
+        or package.origin is None
+    ):
         return False
     return (Path(package.origin).parent / "models" / name).is_dir()
 
@@ -81,14 +93,29 @@ def _answer(model_type: str, config: str) -> str:
 def _cache_file(model_type: str, config: str) -> Path:
     """Return the cache file for a configuration.
 
-    Its name depends on the values, and on the files of transformers that interpret them.
+    Its name depends on the values, and on the files of transformers that interpret
+    them.
     """
     package = find_spec("transformers")
-    folder = Path(package.origin).parent if package is not None and package.origin is not None else Path()
+    folder = (
+        Path(package.origin).parent
+        if package is not None and package.origin is not None
+        else Path()
+    )
     files = [folder / "__init__.py", folder / "configuration_utils.py"]
-    files += sorted((folder / "models" / model_type).glob("configuration_*.py")) if is_model_type(model_type) else []
-    facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
-    digest = hashlib.blake2b(json.dumps([sys.version, facts, model_type, config]).encode(), digest_size=16)
+    files += (
+        sorted((folder / "models" / model_type).glob("configuration_*.py"))
+        if is_model_type(model_type)
+        else []
+    )
+    facts = [
+        (str(file), file.stat().st_size, file.stat().st_mtime_ns)
+        for file in files
+        if file.is_file()
+    ]
+    digest = hashlib.blake2b(
+        json.dumps([sys.version, facts, model_type, config]).encode(), digest_size=16
+    )
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(caches) / "megaverl" / "configurations" / f"{digest.hexdigest()}.json"
 
@@ -104,12 +131,24 @@ def _write(file: Path, text: str) -> None:
 def _ask_child(model_type: str, config: str) -> str:
     """Run this module in a child process and return its answer."""
     command = [sys.executable, "-m", __name__, model_type]
-    # Only the answer may be printed, without transformers' advice about torch or its progress of imports.
+    # Only the answer may be printed, without transformers' advice about torch or its
+    # progress of imports.
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(command, input=config, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        command,
+        input=config,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ModelError(f"transformers cannot be imported to read the model's config.json: {reason}")
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[
+            -1
+        ]
+        raise ModelError(
+            f"transformers cannot be imported to read the model's config.json: {reason}"
+        )
     return done.stdout.splitlines()[-1]
 
 
@@ -118,18 +157,27 @@ def _read(model_type: str, config: str) -> str:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.utils import logging
 
-    # megaverl refuses or reports what transformers would warn about, and every rank that loads the model would warn
-    # again.
+    # megaverl refuses or reports what transformers would warn about, and every rank
+    # that loads the model would warn again.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         known = CONFIG_MAPPING[model_type].from_dict(json.loads(config))
-        values = {**known.to_dict(), **{name: getattr(known, name, None) for name in known.attribute_map}}
+        values = {
+            **known.to_dict(),
+            **{name: getattr(known, name, None) for name in known.attribute_map},
+        }
         return json.dumps({"config": values}, default=str)
     # Every configuration class validates in its own way.
     except Exception as error:
         text = " ".join(str(error).split())
-        return json.dumps({"error": text if text.startswith("Validation error") else f"{type(error).__name__}: {text}"})
+        return json.dumps(
+            {
+                "error": text
+                if text.startswith("Validation error")
+                else f"{type(error).__name__}: {text}"
+            }
+        )
     finally:
         logging.set_verbosity(verbosity)
 

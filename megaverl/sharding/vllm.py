@@ -1,11 +1,14 @@
 """Layout of vLLM's model parameters for any tensor-parallel rank, with and without expert parallelism.
 
-Also weights that an engine holds in 8 bits: which these are, what shares a scale, and in which parts they arrive.
+Also weights that an engine holds in 8 bits: which these are, what shares a scale, and
+in which parts they arrive.
 
-An engine asks vLLM's own loader (`rollout/vllm_layouts.py`). The planner uses the rules below: a memory estimate must
-not wait 15 s for vLLM's import, nor need vLLM on a login node. Tests compare the two.
+An engine asks vLLM's own loader (`rollout/vllm_layouts.py`). The planner uses the rules
+below: a memory estimate must not wait 15 s for vLLM's import, nor need vLLM on a login
+node. Tests compare the two.
 
-Rules (vLLM 0.32, `model_executor/layers/linear.py`, `vocab_parallel_embedding.py`, `fused_moe/`):
+Rules (vLLM 0.32, `model_executor/layers/linear.py`, `vocab_parallel_embedding.py`,
+`fused_moe/`):
 - `qkv_proj` is [this rank's q rows; its k rows; its v rows]. With fewer key-value heads than ranks, each head is held
   by as many adjacent ranks as share it.
 - `gate_up_proj` is [this rank's gate rows; its up rows].
@@ -19,13 +22,14 @@ Rules (vLLM 0.32, `model_executor/layers/linear.py`, `vocab_parallel_embedding.p
 - gpt-oss's experts are as in its files, but `[expert, out, in]`. Without expert parallelism `w2_bias` is on the first
   rank only, and zero on the others.
 
-Kernels that repack experts after loading (FlashInfer, CPU grouped GEMM) hold something else, which has no layout here.
-A quantized engine has the same layout, which also says which tensors are quantized. The engine knows where their scales
-are.
+Kernels that repack experts after loading (FlashInfer, CPU grouped GEMM) hold something
+else, which has no layout here. A quantized engine has the same layout, which also says
+which tensors are quantized. The engine knows where their scales are.
 
-A scale belongs to a block of a matrix as the engine's rank holds it: fused (q, k, v; gate, up), split, an expert's.
-Blocks follow neither the source's shards nor the weights inside a fused matrix. So a matrix is quantized only after all
-of it has arrived, from a buffer in the dtype of the transfer. Rules: vLLM 0.32,
+A scale belongs to a block of a matrix as the engine's rank holds it: fused (q, k, v;
+gate, up), split, an expert's. Blocks follow neither the source's shards nor the weights
+inside a fused matrix. So a matrix is quantized only after all of it has arrived, from a
+buffer in the dtype of the transfer. Rules: vLLM 0.32,
 `model_executor/layers/quantization/online/fp8.py`.
 """
 
@@ -45,12 +49,18 @@ if TYPE_CHECKING:
     import torch
 
 
-# vLLM's names -> rows and columns of a block that has a scale, or None for one scale per matrix. vLLM treats `fp8` as
-# `fp8_per_tensor` if the model's folder is not quantized (`model_executor/model_loader/weight_utils.py`).
-QUANTIZATIONS: dict[str, int | None] = {"fp8_per_block": 128, "fp8_per_tensor": None, "fp8": None}
+# vLLM's names -> rows and columns of a block that has a scale, or None for one scale
+# per matrix. vLLM treats `fp8` as `fp8_per_tensor` if the model's folder is not
+# quantized (`model_executor/model_loader/weight_utils.py`).
+QUANTIZATIONS: dict[str, int | None] = {
+    "fp8_per_block": 128,
+    "fp8_per_tensor": None,
+    "fp8": None,
+}
 # Scales are float32.
 SCALE_BYTES = 4
-# Megatron's names of routers, and of the gate of a shared expert, which vLLM keeps in full precision.
+# Megatron's names of routers, and of the gate of a shared expert, which vLLM keeps in
+# full precision.
 NEVER_QUANTISED = ("mlp.router.", "mlp.shared_experts.gate_weight")
 
 
@@ -74,7 +84,8 @@ class QuantisedWeight(NamedTuple):
 def quantised_tensors(weights: Sequence[Weight]) -> dict[str, None]:
     """Return vLLM's parameters that are quantized, in the order of the weights.
 
-    These are matrices of linear layers and experts, but not embeddings, the language-model head, routers and gates.
+    These are matrices of linear layers and experts, but not embeddings, the
+    language-model head, routers and gates.
     """
     return {
         weight.vllm: None
@@ -105,16 +116,24 @@ def matrices(layout: Layout) -> dict[frozenset[str], int]:
     tensors_of: dict[tuple[str, int], set[str]] = {}
     for piece in layout.pieces:
         if piece.local in layout.quantised:
-            tensors_of.setdefault((piece.local, slot_of(piece)), set()).add(piece.tensor)
-    return {frozenset(tensors): prod(layout.local_shapes[local][-2:]) for (local, _), tensors in tensors_of.items()}
+            tensors_of.setdefault((piece.local, slot_of(piece)), set()).add(
+                piece.tensor
+            )
+    return {
+        frozenset(tensors): prod(layout.local_shapes[local][-2:])
+        for (local, _), tensors in tensors_of.items()
+    }
 
 
-def landing_parts(layouts: Iterable[Layout], max_numel: int) -> tuple[frozenset[str], ...]:
+def landing_parts(
+    layouts: Iterable[Layout], max_numel: int
+) -> tuple[frozenset[str], ...]:
     """Split the weights of quantized matrices into parts that fit a buffer and arrive one after the other.
 
-    In a part no rank holds more than `max_numel` elements, or one matrix if that is larger. Every rank's matrices fill
-    its parts in turn, and a matrix held by several ranks goes to the latest of their parts. So parts are as full as
-    possible on as many ranks as possible, also with experts that are on one rank each.
+    In a part no rank holds more than `max_numel` elements, or one matrix if that is
+    larger. Every rank's matrices fill its parts in turn, and a matrix held by several
+    ranks goes to the latest of their parts. So parts are as full as possible on as many
+    ranks as possible, also with experts that are on one rank each.
 
     Args:
         layouts: distinct layouts of all ranks, in an order that is the same everywhere.
@@ -127,18 +146,23 @@ def landing_parts(layouts: Iterable[Layout], max_numel: int) -> tuple[frozenset[
     # Layout number -> (its last part, elements in it so far).
     reached: dict[int, tuple[int, int]] = {}
     for tensors, holders in holders_of.items():
-        # All ranks receive a part at the same time. So a matrix goes into the latest part that any of its holders has
-        # reached.
+        # All ranks receive a part at the same time. So a matrix goes into the latest
+        # part that any of its holders has reached.
         place = max(reached.get(number, (0, 0))[0] for number in holders)
         used = dict.fromkeys(holders, 0)
         for number in holders:
             last_part, num_elements = reached.get(number, (-1, 0))
             if last_part == place:
                 used[number] = num_elements
-        if any(used[number] and used[number] + numel > max_numel for number, numel in holders.items()):
+        if any(
+            used[number] and used[number] + numel > max_numel
+            for number, numel in holders.items()
+        ):
             place = place + 1
             used = dict.fromkeys(holders, 0)
-        reached |= {number: (place, used[number] + numel) for number, numel in holders.items()}
+        reached |= {
+            number: (place, used[number] + numel) for number, numel in holders.items()
+        }
         parts += [set() for _ in range(place + 1 - len(parts))]
         parts[place] |= tensors
     return tuple(map(frozenset, parts))
@@ -200,10 +224,16 @@ def vllm_layouts(
         elif weight.expert is None:
             fused.setdefault(weight.vllm, []).append(weight)
         else:
-            experts.setdefault(weight.vllm, {}).setdefault(weight.expert, []).append(weight)
+            experts.setdefault(weight.vllm, {}).setdefault(weight.expert, []).append(
+                weight
+            )
     kinds = {local: _kind(members) for local, members in fused.items()}
     layouts: dict[int, Layout] = {}
-    quantised = {} if quantization is None else dict.fromkeys(quantised_tensors(weights), QUANTIZATIONS[quantization])
+    quantised = (
+        {}
+        if quantization is None
+        else dict.fromkeys(quantised_tensors(weights), QUANTIZATIONS[quantization])
+    )
 
     def layout_of(rank: int) -> Layout:
         tp_rank = rank % tp_size
@@ -218,18 +248,36 @@ def vllm_layouts(
             if spec.moe and expert_parallel:
                 # vLLM applies round-robin placement only to models with expert groups.
                 placement = expert_placement if spec.moe.num_groups > 1 else "linear"
-                _add_experts(builder, experts, experts_of(spec.moe.num_experts, tp_size, tp_rank, placement), 1, 0)
-                _add_stacked(builder, stacked, experts_of(spec.moe.num_experts, tp_size, tp_rank, "linear"), 1, 0)
+                _add_experts(
+                    builder,
+                    experts,
+                    experts_of(spec.moe.num_experts, tp_size, tp_rank, placement),
+                    1,
+                    0,
+                )
+                _add_stacked(
+                    builder,
+                    stacked,
+                    experts_of(spec.moe.num_experts, tp_size, tp_rank, "linear"),
+                    1,
+                    0,
+                )
             elif spec.moe:
-                _add_experts(builder, experts, range(spec.moe.num_experts), tp_size, tp_rank)
-                _add_stacked(builder, stacked, range(spec.moe.num_experts), tp_size, tp_rank)
+                _add_experts(
+                    builder, experts, range(spec.moe.num_experts), tp_size, tp_rank
+                )
+                _add_stacked(
+                    builder, stacked, range(spec.moe.num_experts), tp_size, tp_rank
+                )
             layouts[tp_rank] = builder.build(quantised)
         return layouts[tp_rank]
 
     return layout_of
 
 
-def experts_of(num_experts: int, ep_size: int, ep_rank: int, placement: Placement) -> range:
+def experts_of(
+    num_experts: int, ep_size: int, ep_rank: int, placement: Placement
+) -> range:
     """Return the experts of one expert-parallel rank, in the order in which it holds them."""
     if placement == "round_robin":
         return range(ep_rank, num_experts, ep_size)
@@ -251,26 +299,51 @@ def _add_experts(
         kind = _kind(by_expert[held[0]])
         if kind not in fills:
             fills[kind] = _fill_experts(by_expert[held[0]], len(held), tp_size, tp_rank)
-        builder.add(local, [weight for expert in held for weight in by_expert[expert]], fills[kind])
+        builder.add(
+            local,
+            [weight for expert in held for weight in by_expert[expert]],
+            fills[kind],
+        )
 
 
-def _fill_experts(weights: Sequence[Weight], num_experts: int, tp_size: int, tp_rank: int) -> Fill:
+def _fill_experts(
+    weights: Sequence[Weight], num_experts: int, tp_size: int, tp_rank: int
+) -> Fill:
     """Return the contents of a tensor of experts along axis 0, with the weights of each stacked along axis 1."""
-    stacked = stack([(number, even_part(weight, tp_size, tp_rank)) for number, weight in enumerate(weights)])
+    stacked = stack(
+        [
+            (number, even_part(weight, tp_size, tp_rank))
+            for number, weight in enumerate(weights)
+        ]
+    )
     parts = tuple(
-        (expert * len(weights) + number, box, Box((expert, *inner.start), (expert + 1, *inner.stop)))
+        (
+            expert * len(weights) + number,
+            box,
+            Box((expert, *inner.start), (expert + 1, *inner.stop)),
+        )
         for expert in range(num_experts)
         for number, box, inner in stacked.parts
     )
     return Fill(parts, (num_experts, *stacked.shape))
 
 
-def _add_stacked(builder: LayoutBuilder, stacked: dict[str, Weight], held: range, tp_size: int, tp_rank: int) -> None:
+def _add_stacked(
+    builder: LayoutBuilder,
+    stacked: dict[str, Weight],
+    held: range,
+    tp_size: int,
+    tp_rank: int,
+) -> None:
     """Add the weights of all layers that files store as one array of all experts."""
     for local, weight in stacked.items():
         part = stacked_part(weight, held, tp_size, tp_rank)
         # The ranks' outputs are summed, so only one rank may add the bias.
-        parts = () if weight.split is Split.STACKED_WHOLE and tp_rank else ((0, part.box, whole(part.box.shape)),)
+        parts = (
+            ()
+            if weight.split is Split.STACKED_WHOLE and tp_rank
+            else ((0, part.box, whole(part.box.shape)),)
+        )
         builder.add(local, [weight], Fill(parts, part.shape, part.view))
 
 
@@ -279,21 +352,34 @@ def _kind(weights: Sequence[Weight]) -> _Kind:
     return tuple((weight.split, weight.shape) for weight in weights)
 
 
-def _fill(weights: Sequence[Weight], spec: ModelSpec, tp_size: int, tp_rank: int) -> Fill:
+def _fill(
+    weights: Sequence[Weight], spec: ModelSpec, tp_size: int, tp_rank: int
+) -> Fill:
     """Return the contents of a parameter that is not a routed expert's."""
     first = weights[0]
     if first.split is Split.VOCAB:
         run = _padded(first) // tp_size
         low = min(tp_rank * run, first.shape[0])
-        return stack([(0, cut(first.shape, 0, low, min(low + run, first.shape[0])))], run)
+        return stack(
+            [(0, cut(first.shape, 0, low, min(low + run, first.shape[0])))], run
+        )
     if first.split in (Split.FUSED_QKV, Split.FUSED_GATE_UP):
         return stack([*_fused_rows(first, spec, tp_size, tp_rank)])
-    return stack([(number, _part(weight, spec, tp_size, tp_rank)) for number, weight in enumerate(weights)])
+    return stack(
+        [
+            (number, _part(weight, spec, tp_size, tp_rank))
+            for number, weight in enumerate(weights)
+        ]
+    )
 
 
-def _fused_rows(weight: Weight, spec: ModelSpec, tp_size: int, tp_rank: int) -> Iterator[tuple[int, Box]]:
+def _fused_rows(
+    weight: Weight, spec: ModelSpec, tp_size: int, tp_rank: int
+) -> Iterator[tuple[int, Box]]:
     """Yield the rows of one rank out of each part of a weight that is fused in the files."""
-    for part in fused_parts([weight], spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim):
+    for part in fused_parts(
+        [weight], spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    ):
         run, place = part.rows // tp_size, tp_rank
         if part.is_shared and shares_kv_heads(spec, tp_size):
             run, place = spec.head_dim, tp_rank // (tp_size // spec.num_kv_heads)
@@ -315,9 +401,13 @@ def _part(weight: Weight, spec: ModelSpec, tp_size: int, tp_rank: int) -> Box:
     return even_part(weight, tp_size, tp_rank)
 
 
-def _problems(weights: Sequence[Weight], spec: ModelSpec, tp_size: int, expert_parallel: bool) -> Iterator[str]:
+def _problems(
+    weights: Sequence[Weight], spec: ModelSpec, tp_size: int, expert_parallel: bool
+) -> Iterator[str]:
     """Yield what `rollout.tp` does not divide."""
-    misfitting = misfits(spec, tp=tp_size, etp=1 if expert_parallel else tp_size, engine=True)
+    misfitting = misfits(
+        spec, tp=tp_size, etp=1 if expert_parallel else tp_size, engine=True
+    )
     yield from (f"rollout.tp={tp_size} {misfit.reason}" for misfit in misfitting)
     expert = next((weight for weight in weights if weight.expert is not None), None)
     if expert and spec.moe and expert_parallel and spec.moe.num_experts < tp_size:
@@ -325,7 +415,9 @@ def _problems(weights: Sequence[Weight], spec: ModelSpec, tp_size: int, expert_p
             f"{expert.name}: the layer's {spec.moe.num_experts} experts are fewer than the rollout.tp {tp_size} "
             "ranks that divide them. Choose a smaller rollout.tp, or no expert parallelism."
         )
-    vocabulary = next((weight for weight in weights if weight.split is Split.VOCAB), None)
+    vocabulary = next(
+        (weight for weight in weights if weight.split is Split.VOCAB), None
+    )
     if vocabulary and _padded(vocabulary) % tp_size:
         padded = _padded(vocabulary)
         yield (

@@ -15,12 +15,14 @@ from megaverl.sharding.strided import Strides
 class Split(Enum):
     """Axis along which tensor parallelism splits a weight, and its part of a fused tensor.
 
-    VOCAB, COLUMN, Q, K, V, GATE and UP split the output rows (axis 0), ROW the input columns (axis 1). Q, K, V and
-    GATE, UP also name the part of a fused tensor. FUSED_QKV and FUSED_GATE_UP are fused in the files already (Phi-3):
-    all q rows, all k rows, then all v rows; all gate rows, then all up rows. Each of these parts is split. STACKED
-    weights hold all routed experts of a layer along axis 0, each transposed (`[in, out]`) or as a bias: STACKED_OUT is
-    split along the outputs, STACKED_IN along the inputs. STACKED_WHOLE, a bias on outputs that are summed over ranks,
-    is not split.
+    VOCAB, COLUMN, Q, K, V, GATE and UP split the output rows (axis 0), ROW the input
+    columns (axis 1). Q, K, V and GATE, UP also name the part of a fused tensor.
+    FUSED_QKV and FUSED_GATE_UP are fused in the files already (Phi-3): all q rows, all
+    k rows, then all v rows; all gate rows, then all up rows. Each of these parts is
+    split. STACKED weights hold all routed experts of a layer along axis 0, each
+    transposed (`[in, out]`) or as a bias: STACKED_OUT is split along the outputs,
+    STACKED_IN along the inputs. STACKED_WHOLE, a bias on outputs that are summed over
+    ranks, is not split.
     """
 
     REPLICATED = "replicated"
@@ -122,7 +124,9 @@ def fused_parts(weights: Sequence[Weight], q_rows: int, kv_rows: int) -> list[Ro
             half = weight.shape[0] // 2
             parts += [RowRange(number, 0, half), RowRange(number, half, half)]
         else:
-            parts.append(RowRange(number, 0, weight.shape[0], weight.split in (Split.K, Split.V)))
+            parts.append(
+                RowRange(number, 0, weight.shape[0], weight.split in (Split.K, Split.V))
+            )
     return parts
 
 
@@ -142,7 +146,9 @@ class StackedPart(NamedTuple):
 
 def stacked_part(weight: Weight, experts: range, tp: int, tp_rank: int) -> StackedPart:
     """Return one of `tp` parts of adjacent experts. The split size must be divisible by `tp`."""
-    axis = {Split.STACKED_OUT: len(weight.shape) - 1, Split.STACKED_IN: 1}.get(weight.split)
+    axis = {Split.STACKED_OUT: len(weight.shape) - 1, Split.STACKED_IN: 1}.get(
+        weight.split
+    )
     start = [experts.start] + [0] * (len(weight.shape) - 1)
     stop = [experts.stop, *weight.shape[1:]]
     if axis is not None:
@@ -163,11 +169,14 @@ GAP = "\0"
 def listed(lines: Iterable[str]) -> list[str]:
     """Return the lines with those merged that differ only in numbers from full ranges.
 
-    `layers.0.up: x`, `layers.1.up: x`, `layers.3.up: x` become `layers.0-1,3.up: x`. No information is lost.
+    `layers.0.up: x`, `layers.1.up: x`, `layers.3.up: x` become `layers.0-1,3.up: x`. No
+    information is lost.
     """
     alike: dict[str, list[tuple[int, ...]]] = {}
     for line in lines:
-        alike.setdefault(NUMBER.sub(GAP, line), []).append(tuple(map(int, NUMBER.findall(line))))
+        alike.setdefault(NUMBER.sub(GAP, line), []).append(
+            tuple(map(int, NUMBER.findall(line)))
+        )
     out = []
     for text, numbers in alike.items():
         distinct = sorted(set(numbers))

@@ -1,7 +1,8 @@
 """Independent PPO: several agents with their own actor and critic, trained on the same episodes.
 
-Source: IPPO, arXiv 2011.09533. Every agent treats the others as part of its environment, and runs PPO on what it
-observed, generated and was rewarded for. Enabled by `environment.agents: own`. With `shared`, all agents are one actor
+Source: IPPO, arXiv 2011.09533. Every agent treats the others as part of its
+environment, and runs PPO on what it observed, generated and was rewarded for. Enabled
+by `environment.agents: own`. With `shared`, all agents are one actor
 (`AdvantageComputer.assign_each`).
 """
 
@@ -46,7 +47,8 @@ def agents_roles(builder: Builder, *, generates: bool) -> Roles:
     for agent in player.agents:
         actor = builder.actor()
         builder.teach(actor, reference)
-        # All agents use the engine of the first one. It holds one agent's weights at a time.
+        # All agents use the engine of the first one. It holds one agent's weights at a
+        # time.
         rollout = rollouts[agent] = builder.rollout(actor.model, engine)
         engine = rollout.engine
         agents[agent] = Roles(
@@ -59,7 +61,14 @@ def agents_roles(builder: Builder, *, generates: bool) -> Roles:
             sync=rollout.sync,
         )
     first, engines = agents[player.agents[0]], AgentRollouts(rollouts)
-    return replace(first, reference=None, rollout=engines, sync=engines, player=player, agents=agents)
+    return replace(
+        first,
+        reference=None,
+        rollout=engines,
+        sync=engines,
+        player=player,
+        agents=agents,
+    )
 
 
 @dataclass
@@ -74,15 +83,29 @@ class AgentsStep(RLStep):
     def flow(self, places: Places | None = None) -> DataFlow:
         """Compile the flow: rollout, reward, then one operator for each agent."""
         flow = DataFlow()
-        flow.add_operator(Operator("rollout", self.generate, ("prompts", "step"), ("rollouts",), role="rollout"))
-        flow.add_operator(Operator("reward", self.score, ("rollouts",), ("scores",), role="reward"))
+        flow.add_operator(
+            Operator(
+                "rollout",
+                self.generate,
+                ("prompts", "step"),
+                ("rollouts",),
+                role="rollout",
+            )
+        )
+        flow.add_operator(
+            Operator("reward", self.score, ("rollouts",), ("scores",), role="reward")
+        )
         for number, agent in enumerate(agents_of(str(self.config.environment.name))):
             inputs = ("rollouts", "scores", "step")
             update = partial(self.train_agent, agent, number)
-            flow.add_operator(Operator(f"agent_{agent}", update, inputs, (), role="actor"))
+            flow.add_operator(
+                Operator(f"agent_{agent}", update, inputs, (), role="actor")
+            )
         return self.compiled(flow, places)
 
-    def train_agent(self, agent: str, number: int, rollouts: RolloutBatch, scores: Scores, step: int) -> None:
+    def train_agent(
+        self, agent: str, number: int, rollouts: RolloutBatch, scores: Scores, step: int
+    ) -> None:
         """Compute the agent's advantages and update its critic and actor on its own samples.
 
         Args:
@@ -90,25 +113,30 @@ class AgentsStep(RLStep):
         """
         if agent not in self.agents:
             # Created on first use, because the flow is compiled before the roles exist.
-            self.agents[agent] = RLStep(self.config, self.roles.agents[agent], warn=self.warn)
+            self.agents[agent] = RLStep(
+                self.config, self.roles.agents[agent], warn=self.warn
+            )
         engines = self.roles.rollout
         assert isinstance(engines, AgentRollouts)
         if step != self._last_step:
             self._last_step = step
             self._trained.clear()
-            # The updates of all agents in a step count as one new version of the weights.
+            # The updates of all agents in a step count as one new version of the
+            # weights.
             engines.weight_version += 1
         agent_step = self.agents[agent]
         rows = (rollouts.agent_ids == number).nonzero()[:, 0].tolist()
         agent_step.metrics = {}
         done = {"rollouts": own_samples(rollouts, rows), "scores": scores.select(rows)}
         agent_step.flow().run(self.span, done, prompts=[], step=step)
-        # The flow has loaded this agent's new weights into the engine. None makes the next generation load weights
-        # again.
+        # The flow has loaded this agent's new weights into the engine. None makes the
+        # next generation load weights again.
         engines.current = None
         agent_step.metrics["reward/mean"] = float(scores.total[rows].nanmean())
         self._trained[agent] = agent_step.metrics
-        self.metrics |= {f"{agent}/{name}": value for name, value in agent_step.metrics.items()}
+        self.metrics |= {
+            f"{agent}/{name}": value for name, value in agent_step.metrics.items()
+        }
         self.metrics |= self._means()
 
     def _means(self) -> dict[str, float]:
@@ -136,10 +164,17 @@ def plan_of(config: Config, world_size: int | None = None) -> CompiledFlow:
     replay = config.trainer.replay_rollouts
     nobody = cast(Roles, None)  # the flow accesses the roles only when it runs
     make_step = AgentsStep if config.environment.agents == "own" else RLStep
-    return make_step(config, nobody, RolloutFolder(replay) if replay else None).flow(places).plan
+    return (
+        make_step(config, nobody, RolloutFolder(replay) if replay else None)
+        .flow(places)
+        .plan
+    )
 
 
 def own_samples(rollouts: RolloutBatch, rows: list[int]) -> RolloutBatch:
     """Return one agent's samples as a batch without agent ids."""
     batch = rollouts.select(rows).trim()
-    return RolloutBatch({name: tensor for name, tensor in batch.tensors.items() if name != "agent_ids"}, batch.columns)
+    return RolloutBatch(
+        {name: tensor for name, tensor in batch.tensors.items() if name != "agent_ids"},
+        batch.columns,
+    )

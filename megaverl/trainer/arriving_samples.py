@@ -4,8 +4,9 @@
                                           |           |          |
     ranks of the rewards     score_arriving:  score 0    score 3    score 1
 
-The first rank of an engine sends each sample through host memory to the rank that scores it. Rewards do not depend on
-when they are computed, so a run gives the same results with and without this.
+The first rank of an engine sends each sample through host memory to the rank that
+scores it. Rewards do not depend on when they are computed, so a run gives the same
+results with and without this.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ def can_arrive(config: Config, placement: ResolvedPlacement) -> bool:
     is_apart = set(engines).isdisjoint(rewards)
     is_whole = (
         config.environment.name is not None  # episodes end at the same time
-        or config.rollout.function is not None  # a function returns all responses at once
+        # A function returns all responses at once.
+        or config.rollout.function is not None
         or config.rollout.in_flight_updates
         or config.algorithm.dynamic_sampling.metric is not None
         or config.trainer.replay_rollouts is not None
-        or bool(config.trainer.operators)  # operators may change responses before they are scored
+        # Operators may change responses before they are scored.
+        or bool(config.trainer.operators)
     )
     return is_apart and not is_whole
 
@@ -73,7 +76,11 @@ class SampleSender:
         self._sent.forget_done()
         ragged = as_ragged(sample.tensors, sample, sample.columns).on_host()
         header, payload, _ = ragged.pack([0], None)
-        self._sent.add(self._channel.send_to([self._scorer_of(row)], row.to_bytes(8, "little"), header, payload))
+        self._sent.add(
+            self._channel.send_to(
+                [self._scorer_of(row)], row.to_bytes(8, "little"), header, payload
+            )
+        )
 
     def end(self) -> None:
         """Notify the scoring ranks that this engine sends no further sample of the step."""
@@ -81,11 +88,17 @@ class SampleSender:
 
     def _scorer_of(self, row: int) -> int:
         size = len(self._rewards)
-        return next(rank for n, rank in enumerate(self._rewards) if row in rows_of_rank(self._num_samples, n, size))
+        return next(
+            rank
+            for n, rank in enumerate(self._rewards)
+            if row in rows_of_rank(self._num_samples, n, size)
+        )
 
 
 def receive_samples(
-    context: JobContext, engines: Sequence[int], waiting: Callable[[], AbstractContextManager[object]]
+    context: JobContext,
+    engines: Sequence[int],
+    waiting: Callable[[], AbstractContextManager[object]],
 ) -> Iterator[tuple[int, RolloutBatch]]:
     """Yield the samples of a step that this rank scores, with their numbers, until every engine has ended.
 
@@ -108,4 +121,7 @@ def receive_samples(
                 continue
             row, header, payload = parts
             ragged = RaggedBatch.unpack(header.numpy().tobytes(), payload, _FILLS, None)
-            yield int.from_bytes(row.numpy().tobytes(), "little"), RolloutBatch(ragged.tensors, ragged.columns)
+            yield (
+                int.from_bytes(row.numpy().tobytes(), "little"),
+                RolloutBatch(ragged.tensors, ragged.columns),
+            )

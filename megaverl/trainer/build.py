@@ -46,20 +46,31 @@ from megaverl.workers.offload import place_for
 from megaverl.workers.pairs import ImplicitRewardModel, RewardModel
 from megaverl.workers.player import Player
 from megaverl.workers.policy import Actor, Policy
-from megaverl.workers.reward import LearnedReward, RewardRole, ScoringModel, TransformersRewardModel
+from megaverl.workers.reward import (
+    LearnedReward,
+    RewardRole,
+    ScoringModel,
+    TransformersRewardModel,
+)
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.server_sync import ServerSync
 from megaverl.workers.teacher import Teacher, reference_policy
 from megaverl.workers.trainable import TrainableModel
-from megaverl.workers.weight_sync import ActorWeights, WeightSync, adopting, layouts_among, told_layouts
+from megaverl.workers.weight_sync import (
+    ActorWeights,
+    WeightSync,
+    adopting,
+    layouts_among,
+    told_layouts,
+)
 
 
 @dataclass
 class Builder:
     """Factory of a run's parts. Shared parts are created once.
 
-    Every method is collective over the ranks of this rank's role group, and all ranks call the methods in the same
-    order.
+    Every method is collective over the ranks of this rank's role group, and all ranks
+    call the methods in the same order.
 
     Attributes:
         context: connections to other role groups, if roles have separate ranks.
@@ -83,12 +94,15 @@ class Builder:
 
     def __post_init__(self, shared_groups: ProcessGroupManager | None) -> None:
         config = self.config
-        self.groups = shared_groups or ProcessGroupManager(patience(config.run.timeout_minutes))
+        self.groups = shared_groups or ProcessGroupManager(
+            patience(config.run.timeout_minutes)
+        )
         self.folder = self.files().folder
         with together():  # each machine may have the files on its own disk
             self.spec = ModelSpec.outline(self.folder)
             self.tokenizer = load_tokenizer(
-                config.model.tokenizer or self.folder, trust_remote_code=config.model.trust_remote_code
+                config.model.tokenizer or self.folder,
+                trust_remote_code=config.model.trust_remote_code,
             )
             check_fits(self.tokenizer, self.spec.vocab_size, model=config.model.path)
             self.images = Images.of(config.data.images, self.folder, self.tokenizer)
@@ -127,7 +141,9 @@ class Builder:
 
     def grid(self, config: GridConfig, role: str) -> Grid:
         """Create the grid of a role over all ranks of its role group."""
-        grid = self.groups.grid(GridShape.fit(dist.get_world_size(), **grid_sizes(config), role=role))
+        grid = self.groups.grid(
+            GridShape.fit(dist.get_world_size(), **grid_sizes(config), role=role)
+        )
         name_groups(role, grid.dimensions)
         return grid
 
@@ -160,7 +176,8 @@ class Builder:
             value_head=value_head,
             beside_logits=beside_logits,
         )
-        # The checkpoint fills all weights but the vocabulary's padding, which may have been smaller in it.
+        # The checkpoint fills all weights but the vocabulary's padding, which may have
+        # been smaller in it.
         if trained and self.resumes:
             model.clear_padding()
         elif from_files:
@@ -180,7 +197,9 @@ class Builder:
             trained=config.actor.lora is None,
         )
         return (ActorCritic if shares else Actor)(
-            make_trainable(model, config.actor, config.actor.optimizer, config.total_updates),
+            make_trainable(
+                model, config.actor, config.actor.optimizer, config.total_updates
+            ),
             config.algorithm,
             temperature=self.temperature,
             micro_batch_tokens=config.actor.micro_batch_tokens,
@@ -192,10 +211,16 @@ class Builder:
         """Create the critic. `heads` is the number of values per token, one for each agent."""
         config = self.config
         model = self.model(
-            config.critic, "critic", path=config.critic.path, value_head=heads, trained=config.critic.lora is None
+            config.critic,
+            "critic",
+            path=config.critic.path,
+            value_head=heads,
+            trained=config.critic.lora is None,
         )
         return Critic(
-            make_trainable(model, config.critic, config.critic.optimizer, config.total_updates),
+            make_trainable(
+                model, config.critic, config.critic.optimizer, config.total_updates
+            ),
             config.algorithm,
             micro_batch_tokens=config.critic.micro_batch_tokens,
             seed=config.run.seed,
@@ -216,15 +241,19 @@ class Builder:
                 micro_batch_tokens=config.micro_batch_tokens,
                 with_adapters=False,
             )
-        if self.config.algorithm.divergence_name is not None:  # logits are computed where they are compared
+        # Logits are computed where they are compared.
+        if self.config.algorithm.divergence_name is not None:
             config = config.model_copy(update={"chunked_logits": True})
         model = self.model(config, "reference", path=config.path)
         place = place_for(None)
-        # On a CPU the weights already are in host memory, where offloading would put them.
+        # On a CPU the weights already are in host memory, where offloading would put
+        # them.
         if config.offload and place is not None:
             model.offload_to(place)
         with together():
-            reference = reference_policy(self.config, model, self.files(config.path).folder, self.tokenizer)
+            reference = reference_policy(
+                self.config, model, self.files(config.path).folder, self.tokenizer
+            )
         return reference
 
     def teach(self, actor: Actor, reference: Policy | RemoteWorker | None) -> None:
@@ -237,11 +266,17 @@ class Builder:
         if name is not None:
             assert reference is not None
             actor.teacher = Teacher(
-                reference.model, name, distillation.options, temperature=heat, top_k=distillation.top_k
+                reference.model,
+                name,
+                distillation.options,
+                temperature=heat,
+                top_k=distillation.top_k,
             )
             actor.teacher.check_student(actor.model)
 
-    def rollout(self, actor: TrainingModel | None, engine: Engine | None = None) -> Rollout:
+    def rollout(
+        self, actor: TrainingModel | None, engine: Engine | None = None
+    ) -> Rollout:
         """Create the rollout with its engine, for ranks that also have the actor or no actor at all.
 
         Args:
@@ -254,8 +289,11 @@ class Builder:
             assert rollout is not None, "the engines are on these ranks"
             return rollout
         if actor is None:
-            return Rollout(engine or self._engine(weights_come=False, on_load=None), world)
-        if self.config.environment.agents == "own":  # the engine holds the weights of one agent at a time
+            return Rollout(
+                engine or self._engine(weights_come=False, on_load=None), world
+            )
+        # The engine holds the weights of one agent at a time.
+        if self.config.environment.agents == "own":
             reshard = reshard.model_copy(update={"alias": "never"})
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
@@ -273,11 +311,15 @@ class Builder:
             config=reshard,
             timeout=self._reshard_timeout,
             plan=on_load.plan if on_load is not None else None,
-            background=dist.new_group(timeout=self._reshard_timeout) if reshard.overlap else None,
+            background=dist.new_group(timeout=self._reshard_timeout)
+            if reshard.overlap
+            else None,
         )
         return Rollout(engine, world, sync)
 
-    def remote_rollout(self, actor: TrainingModel | None) -> tuple[WeightSync | ServerSync, Rollout | None]:
+    def remote_rollout(
+        self, actor: TrainingModel | None
+    ) -> tuple[WeightSync | ServerSync, Rollout | None]:
         """Create this rank's part in the weight transfer to engines on other ranks than the actor's.
 
         Collective over the ranks of actor and engines.
@@ -292,14 +334,18 @@ class Builder:
         assert context is not None
         placement = context.placement
         source, dest = placement.islands[0], placement.ranks["rollout"]
-        # Collectives of the transfer run in a group of exactly the ranks of actor and engines.
+        # Collectives of the transfer run in a group of exactly the ranks of actor and
+        # engines.
         members = tuple(sorted({*source, *dest}))
         group = join_some(context, "weights", members)
         if config.rollout.engine == "server":
             return server_rollout(self, actor, group)
         engine, layouts = None, None
         if actor is None:
-            per_node = sum(placement.node_of(rank) == placement.node_of(source[0]) for rank in source)
+            per_node = sum(
+                placement.node_of(rank) == placement.node_of(source[0])
+                for rank in source
+            )
             held, weights = self._actor_elsewhere(len(source), per_node)
             engine = self._engine(weights_come=True, on_load=None)
             layouts = engine.layouts(shapes_of(weights))
@@ -315,13 +361,19 @@ class Builder:
             config=config.reshard,
             timeout=self._reshard_timeout,
             group=group,
-            # A transfer that overlaps with training needs its own group, because other collectives use the first one
-            # meanwhile.
-            background=join_some(context, "weights in the background", members) if config.reshard.overlap else None,
+            # A transfer that overlaps with training needs its own group, because other
+            # collectives use the first one meanwhile.
+            background=join_some(context, "weights in the background", members)
+            if config.reshard.overlap
+            else None,
         )
-        return sync, Rollout(engine, default_group(), sync) if engine is not None else None
+        return sync, Rollout(
+            engine, default_group(), sync
+        ) if engine is not None else None
 
-    def _actor_elsewhere(self, num_ranks: int, per_node: int) -> tuple[ActorWeights, list[Weight]]:
+    def _actor_elsewhere(
+        self, num_ranks: int, per_node: int
+    ) -> tuple[ActorWeights, list[Weight]]:
         """Return weights and layouts of an actor on other ranks.
 
         Args:
@@ -330,13 +382,23 @@ class Builder:
         """
         actor = self.config.actor
         if actor.engine == "fsdp":
-            num_shards = count_shards(actor.fsdp, num_ranks // actor.tp, per_node // actor.tp, "actor")
+            num_shards = count_shards(
+                actor.fsdp, num_ranks // actor.tp, per_node // actor.tp, "actor"
+            )
             trust = self.config.model.trust_remote_code
             return ActorWeights.fsdp_elsewhere(
-                self.folder, self.spec, num_shards, actor.tp, self.dtype, actor.lora, trust_remote_code=trust
+                self.folder,
+                self.spec,
+                num_shards,
+                actor.tp,
+                self.dtype,
+                actor.lora,
+                trust_remote_code=trust,
             )
         shape = GridShape.fit(num_ranks, **grid_sizes(actor), role="actor")
-        held = ActorWeights.elsewhere(self.spec, shape, self.dtype, actor.megatron, actor.lora)
+        held = ActorWeights.elsewhere(
+            self.spec, shape, self.dtype, actor.megatron, actor.lora
+        )
         return held, weights_of(self.spec)
 
     def _engine(self, *, weights_come: bool, on_load: OnLoad | None) -> Engine:
@@ -352,8 +414,11 @@ class Builder:
         plays = config.algorithm.opponent_beta is not None
         return make_engine(
             config.rollout,
-            # vLLM reads no weight files if the actor sends the weights, so it does not wait for their download.
-            self.folder if weights_come and config.rollout.engine == "vllm" else self.files().wait(),
+            # vLLM reads no weight files if the actor sends the weights, so it does not
+            # wait for their download.
+            self.folder
+            if weights_come and config.rollout.engine == "vllm"
+            else self.files().wait(),
             seed=config.run.seed,
             dtype=self.dtype,
             max_model_len=config.max_tokens,
@@ -361,29 +426,48 @@ class Builder:
             load_weights=not weights_come,
             trust_remote_code=config.model.trust_remote_code,
             # Number of sequences that one engine serves at the same time, rounded up.
-            num_sequences=-(-config.samples_at_once * config.rollout.tp // dist.get_world_size()),
+            num_sequences=-(
+                -config.samples_at_once * config.rollout.tp // dist.get_world_size()
+            ),
             on_load=on_load,
             images=config.data.images if self.images is not None else None,
             tokenizer=config.model.tokenizer,
             routed_experts=config.actor.router_replay != "off",
-            reference_folder=self.files(config.reference.path).wait() if plays else None,
+            reference_folder=self.files(config.reference.path).wait()
+            if plays
+            else None,
         )
 
     @property
     def _reshard_timeout(self) -> timedelta:
-        return timedelta(minutes=self.config.reshard.timeout_minutes or self.config.run.timeout_minutes)
+        return timedelta(
+            minutes=self.config.reshard.timeout_minutes
+            or self.config.run.timeout_minutes
+        )
 
     def learned_reward(self) -> TrainableModel:
         """Create the reward model of `reward` that the run trains itself."""
         config, section = self.config, self.config.reward_model
-        [path] = [entry.path for entry in config.reward if entry.path is not None and entry.engine == "megatron"]
-        model = self.model(section, "reward_model", path=path, value_head=1, trained=section.lora is None)
+        [path] = [
+            entry.path
+            for entry in config.reward
+            if entry.path is not None and entry.engine == "megatron"
+        ]
+        model = self.model(
+            section,
+            "reward_model",
+            path=path,
+            value_head=1,
+            trained=section.lora is None,
+        )
         return make_trainable(model, section, section.optimizer, config.trainer.steps)
 
     def implicit_reward(self) -> ImplicitRewardModel:
         """Create PRIME's reward model."""
         config, section = self.config, self.config.reward_model
-        model = self.model(section, "reward_model", path=section.path, trained=section.lora is None)
+        model = self.model(
+            section, "reward_model", path=section.path, trained=section.lora is None
+        )
         return ImplicitRewardModel(
             make_trainable(model, section, section.optimizer, config.trainer.steps),
             temperature=self.temperature,
@@ -391,7 +475,9 @@ class Builder:
             beta=section.beta,
         )
 
-    def reward(self, trained: TrainableModel | None = None, *, models_are_here: bool = True) -> RewardRole:
+    def reward(
+        self, trained: TrainableModel | None = None, *, models_are_here: bool = True
+    ) -> RewardRole:
         """Create the reward role from rules, functions and reward models.
 
         Args:
@@ -404,21 +490,41 @@ class Builder:
         with together():
             may_be_empty = bool(models) or config.environment.name is not None
             row = RowNames(prompt=config.data.prompt_key, answer=config.data.answer_key)
-            reward = build_reward(others, may_be_empty=may_be_empty, modules=config.reward_modules, row=row)
+            reward = build_reward(
+                others,
+                may_be_empty=may_be_empty,
+                modules=config.reward_modules,
+                row=row,
+            )
         learned = []
         for entry in models:
-            model = self._reward_model(entry, trained) if models_are_here else RemoteWorker("reward")
+            model = (
+                self._reward_model(entry, trained)
+                if models_are_here
+                else RemoteWorker("reward")
+            )
             learned.append(LearnedReward(entry.label, entry.weight, model))
         reward.begin(TrainerState(0, config.trainer.steps, 0.0))
-        # Dynamic sampling selects samples after scoring, so it is not known yet which ones the records will show.
+        # Dynamic sampling selects samples after scoring, so it is not known yet which
+        # ones the records will show.
         is_chosen = config.algorithm.dynamic_sampling.metric is not None
-        num_shown = None if is_chosen and config.trainer.save_samples else config.trainer.save_samples
+        num_shown = (
+            None
+            if is_chosen and config.trainer.save_samples
+            else config.trainer.save_samples
+        )
         return RewardRole(reward, self.tokenizer, default_group(), learned, num_shown)
 
-    def _reward_model(self, entry: RewardConfig, trained: TrainableModel | None) -> ScoringModel:
+    def _reward_model(
+        self, entry: RewardConfig, trained: TrainableModel | None
+    ) -> ScoringModel:
         section = self.config.reward_model
         if entry.engine == "megatron":
-            model = trained.model if trained else self.model(section, "reward_model", path=entry.path, value_head=1)
+            model = (
+                trained.model
+                if trained
+                else self.model(section, "reward_model", path=entry.path, value_head=1)
+            )
             return RewardModel(model, micro_batch_tokens=section.micro_batch_tokens)
         folder = self.files(entry.path).wait()
         with together():
@@ -458,7 +564,11 @@ class Builder:
     def kl_controller(self) -> KLController:
         """Create the controller of the KL coefficient."""
         kl = self.config.algorithm.kl
-        return FixedKL(kl.coef) if kl.target is None else AdaptiveKL(kl.coef, kl.target, kl.gain)
+        return (
+            FixedKL(kl.coef)
+            if kl.target is None
+            else AdaptiveKL(kl.coef, kl.target, kl.gain)
+        )
 
     def encoder(self) -> PromptEncoder:
         """Create the encoder of prompts."""
@@ -472,9 +582,17 @@ class Builder:
         if data.tools is not None:
             with together():
                 tools = load_tools(data.tools)
-        return Columns(data.prompt_key, data.answer_key if needs_answer else None, data.tools_key, tools, self.images)
+        return Columns(
+            data.prompt_key,
+            data.answer_key if needs_answer else None,
+            data.tools_key,
+            tools,
+            self.images,
+        )
 
-    def dataset(self, sources: Sequence[Entry], *, needs_answer: bool = True) -> PromptDataset:
+    def dataset(
+        self, sources: Sequence[Entry], *, needs_answer: bool = True
+    ) -> PromptDataset:
         """Load and check all prompts of `sources`."""
         columns = self.columns(needs_answer=needs_answer)
         with together():
@@ -485,12 +603,19 @@ class Builder:
         data, seed = self.config.data, self.config.run.seed
         if not data.streaming:
             dataset = self.dataset(data.train)
-            return PromptStream(dataset, dataset.sampler(data.prompts_per_step, seed, shuffle=data.shuffle))
+            return PromptStream(
+                dataset,
+                dataset.sampler(data.prompts_per_step, seed, shuffle=data.shuffle),
+            )
         columns, buffer = self.columns(), data.shuffle_buffer if data.shuffle else 1
         with together():
-            return StreamedPrompts(data.train, self.encoder(), columns, seed=seed, shuffle_buffer=buffer)
+            return StreamedPrompts(
+                data.train, self.encoder(), columns, seed=seed, shuffle_buffer=buffer
+            )
 
 
 def grid_sizes(config: GridConfig) -> dict[str, Any]:
     """Return the sizes of a role's grid from its section, as arguments of `GridShape.fit`."""
-    return {name: getattr(config, name) for name in ("tp", "cp", "ep", "pp", "vpp", "etp")}
+    return {
+        name: getattr(config, name) for name in ("tp", "cp", "ep", "pp", "vpp", "etp")
+    }

@@ -1,6 +1,7 @@
 """Checks of user code and of sampled rows, before models are built.
 
-Code that a configuration names is loaded in a child process (`child_checks`). Rows of files are read in this process.
+Code that a configuration names is loaded in a child process (`child_checks`). Rows of
+files are read in this process.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from megaverl.plugins import load_object
 TEMPLATE_BYTES = 8 * 2**30
 # Checks that wait for a hub or an image server, which may be slow without being wrong.
 MAY_WAIT = ("far_rows", "image_rows")
-# Description of each kind of check, for the message if it does not end. All other kinds load code.
+# Description of each kind of check, for the message if it does not end. All other kinds
+# load code.
 _DOING = {
     "chat_template": "its chat template is rendered",
     "far_rows": "its first rows are read",
@@ -88,7 +90,9 @@ class Preflight:
     num_rows: int | None = None
 
 
-def preflight(config: Config, command: str, deadline: float = DEADLINE_SECONDS) -> Preflight:
+def preflight(
+    config: Config, command: str, deadline: float = DEADLINE_SECONDS
+) -> Preflight:
     """Load the code that the configuration names, and read some rows of every source.
 
     Args:
@@ -100,13 +104,19 @@ def preflight(config: Config, command: str, deadline: float = DEADLINE_SECONDS) 
     outside = [task for task in tasks if task.runs_own_code]
     results = [_run(task, config) for task in inside]
     checks = [task.for_child for task in outside]
-    results += run_in_children("megaverl.trainer.code_checks:make_runner", config.to_dict(), checks, deadline)
+    results += run_in_children(
+        "megaverl.trainer.code_checks:make_runner", config.to_dict(), checks, deadline
+    )
     counts: list[int | None] = []
     for task, result_of_task in zip([*inside, *outside], results, strict=True):
         if result_of_task.problem:
-            result.issues.append(ConfigIssue(task.key, result_of_task.problem, config.place(task.key)))
+            result.issues.append(
+                ConfigIssue(task.key, result_of_task.problem, config.place(task.key))
+            )
         if result_of_task.left_out:
-            result.not_checked.append(f"{task.name}: {result_of_task.left_out.rstrip('.')}")
+            result.not_checked.append(
+                f"{task.name}: {result_of_task.left_out.rstrip('.')}"
+            )
         if ".train." in task.key:
             counts.append(result_of_task.num_rows)
     if counts and None not in counts:
@@ -140,11 +150,20 @@ def _tasks(config: Config, command: str) -> Iterator[CodeCheck]:
     for key, entries in sources.items():
         for index, entry in enumerate(entries):
             kind = _ROWS_OF.get(_source_kind(entry.path), "own_rows")
-            yield CodeCheck("image_rows" if takes_images else kind, f"{key}.{index}", entry.path)
+            yield CodeCheck(
+                "image_rows" if takes_images else kind, f"{key}.{index}", entry.path
+            )
 
 
-# Maps the kind of a source to the kind of its check. User code produces the rows of all other sources.
-_ROWS_OF = {"files": "rows", "folder": "rows", "hub": "far_rows", "verifiers": "far_rows", "suite": "far_rows"}
+# Maps the kind of a source to the kind of its check. User code produces the rows of all
+# other sources.
+_ROWS_OF = {
+    "files": "rows",
+    "folder": "rows",
+    "hub": "far_rows",
+    "verifiers": "far_rows",
+    "suite": "far_rows",
+}
 
 
 def _source_kind(path: str) -> str:
@@ -167,7 +186,9 @@ def _reward_tasks(config: Config) -> Iterator[CodeCheck]:
         if entry.function is not None and entry.path is None:
             yield CodeCheck("reward", f"reward.{index}.function", entry.function)
         if entry.shape is not None:
-            yield CodeCheck("function", f"reward.{index}.shape", entry.shape, ("score",))
+            yield CodeCheck(
+                "function", f"reward.{index}.shape", entry.shape, ("score",)
+            )
 
 
 def _environment_tasks(config: Config) -> Iterator[CodeCheck]:
@@ -210,18 +231,32 @@ def _function_tasks(config: Config, command: str) -> Iterator[CodeCheck]:
             yield CodeCheck("function", f"run.log_with.{index}", tracker, ("info",))
     if command in (*REINFORCING, "eval", "generate"):
         if ":" in rollout.engine:
-            yield CodeCheck("function", "rollout.engine", rollout.engine, ("model_folder", "config"))
+            yield CodeCheck(
+                "function", "rollout.engine", rollout.engine, ("model_folder", "config")
+            )
         if rollout.function is not None:
             yield CodeCheck(
-                "function", "rollout.function", rollout.function, ("generate", "prompts", "sampling", "seeds")
+                "function",
+                "rollout.function",
+                rollout.function,
+                ("generate", "prompts", "sampling", "seeds"),
             )
     if command in REINFORCING:
         if config.trainer.program is not None:
-            yield CodeCheck("function", "trainer.program", config.trainer.program, ("run", "step"))
+            yield CodeCheck(
+                "function", "trainer.program", config.trainer.program, ("run", "step")
+            )
         for index, operator in enumerate(config.trainer.operators):
-            yield CodeCheck("function", f"trainer.operators.{index}", operator, ("flow",))
+            yield CodeCheck(
+                "function", f"trainer.operators.{index}", operator, ("flow",)
+            )
         if algorithm.rollout_filter is not None and ":" in algorithm.rollout_filter:
-            yield CodeCheck("function", "algorithm.rollout_filter", algorithm.rollout_filter, ("batch", "scores"))
+            yield CodeCheck(
+                "function",
+                "algorithm.rollout_filter",
+                algorithm.rollout_filter,
+                ("batch", "scores"),
+            )
         named = {
             "algorithm.advantage": algorithm.advantage,
             "algorithm.policy_loss": algorithm.policy_loss,
@@ -236,7 +271,11 @@ def _function_tasks(config: Config, command: str) -> Iterator[CodeCheck]:
             if name is not None and ":" in name:
                 yield CodeCheck("object", key, name)
     if command in ("dpo", "reward"):
-        section, loss = ("preference", config.preference.loss) if command == "dpo" else ("", config.reward_model.loss)
+        section, loss = (
+            ("preference", config.preference.loss)
+            if command == "dpo"
+            else ("", config.reward_model.loss)
+        )
         if ":" in loss:
             yield CodeCheck("object", f"{section or 'reward_model'}.loss", loss)
     yield from _passthrough_tasks(config)
@@ -251,7 +290,9 @@ def _passthrough_tasks(config: Config) -> Iterator[CodeCheck]:
             mapping = mapping.get(part) if isinstance(mapping, dict) else None
         fields = target.fields() if mapping else None
         for name, value in (mapping or {}).items():
-            is_function = fields and name in fields and "Callable" in fields[name].type_text
+            is_function = (
+                fields and name in fields and "Callable" in fields[name].type_text
+            )
             if is_function and isinstance(value, str) and ":" in value:
                 yield CodeCheck("object", f"{place}.{name}", value)
 
@@ -276,7 +317,9 @@ def _run(task: CodeCheck, config: Config) -> CheckResult:
         except DataError as error:
             if task.kind not in MAY_WAIT or not _is_unreachable(error):
                 raise
-            results.append(CheckResult(left_out="its rows, as the hub is not reached from here"))
+            results.append(
+                CheckResult(left_out="its rows, as the hub is not reached from here")
+            )
 
     problem = catch_problem(task.key, task.name, check)
     return CheckResult(problem) if problem else results[-1]
@@ -295,7 +338,9 @@ def _check_function(task: CodeCheck, config: Config) -> None:
     except (TypeError, ValueError):
         return  # a C function
     try:
-        bound = signature.bind_partial if task.key == "rollout.engine" else signature.bind
+        bound = (
+            signature.bind_partial if task.key == "rollout.engine" else signature.bind
+        )
         bound(*task.arguments)
     except TypeError as error:
         raise MegaverlError(
@@ -340,11 +385,15 @@ def _check_environment(task: CodeCheck, config: Config) -> None:
 def _check_tools(task: CodeCheck, config: Config) -> None:
     from megaverl.rollout.environments.tools import BUILT_IN, tool_specs
 
-    for name, spec in tool_specs(config.environment.options.get("tools", ("calculator",))).items():
+    for name, spec in tool_specs(
+        config.environment.options.get("tools", ("calculator",))
+    ).items():
         if "function" in spec and spec["function"] not in BUILT_IN.values():
             function = load_object(spec["function"], f"{task.key}.{name}")
             if not callable(function):
-                raise MegaverlError(f"{name} is {type(function).__name__}; expected a function.")
+                raise MegaverlError(
+                    f"{name} is {type(function).__name__}; expected a function."
+                )
         if "search" in spec and not Path(str(spec["search"])).exists():
             raise MegaverlError(f"{name}: {spec['search']} does not exist.")
         command = spec.get("mcp")
@@ -355,7 +404,8 @@ def _check_tools(task: CodeCheck, config: Config) -> None:
 def _check_template(task: CodeCheck, config: Config) -> None:
     """Render a chat template for one message to see that it ends.
 
-    Errors of the template are ignored here. They are reported with the row and in the words of its tokenizer.
+    Errors of the template are ignored here. They are reported with the row and in the
+    words of its tokenizer.
     """
     import resource
 
@@ -368,9 +418,13 @@ def _check_template(task: CodeCheck, config: Config) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (TEMPLATE_BYTES, hard))
     try:
         template = environment.from_string(_template_of(Path(task.name)))
-        template.render(messages=[{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+        template.render(
+            messages=[{"role": "user", "content": "Hello"}], add_generation_prompt=True
+        )
     except MemoryError:
-        raise MegaverlError(f"Its chat template needs more than {TEMPLATE_BYTES // 2**30} GiB of memory.") from None
+        raise MegaverlError(
+            f"Its chat template needs more than {TEMPLATE_BYTES // 2**30} GiB of memory."
+        ) from None
     # Names that transformers adds to templates are undefined here.
     except Exception:
         return
@@ -399,18 +453,30 @@ def _check_rows(task: CodeCheck, config: Config) -> CheckResult:
             has_images = True
         else:
             columns.read(row, where)
-    left_out = "its images, as the model's config.json is not on this machine" if has_images else ""
+    left_out = (
+        "its images, as the model's config.json is not on this machine"
+        if has_images
+        else ""
+    )
     return CheckResult("", sample.num_rows, left_out)
 
 
 def _is_unreachable(error: BaseException) -> bool:
     """Return whether an error comes from the network, by the exception types of network clients."""
     reasons: list[BaseException] = [error]
-    while (cause := reasons[-1].__cause__ or reasons[-1].__context__) is not None and cause not in reasons:
+    while (
+        cause := reasons[-1].__cause__ or reasons[-1].__context__
+    ) is not None and cause not in reasons:
         reasons.append(cause)
     names = {kind.__name__ for reason in reasons for kind in type(reason).__mro__}
-    is_refused = names & {"DatasetNotFoundError", "RepositoryNotFoundError", "DataFilesNotFoundError"}
-    return not is_refused and bool(names & {"ConnectionError", "TimeoutError", "TransportError", "HTTPError"})
+    is_refused = names & {
+        "DatasetNotFoundError",
+        "RepositoryNotFoundError",
+        "DataFilesNotFoundError",
+    }
+    return not is_refused and bool(
+        names & {"ConnectionError", "TimeoutError", "TransportError", "HTTPError"}
+    )
 
 
 def _check_image_rows(task: CodeCheck, config: Config) -> CheckResult:
@@ -421,7 +487,9 @@ def _check_image_rows(task: CodeCheck, config: Config) -> CheckResult:
     from megaverl.data.tokenizers import load_tokenizer
 
     data, model = config.data, config.model
-    tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(
+        model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
+    )
     images = Images.of(data.images, model.path, tokenizer)
     columns = Columns(data.prompt_key, data.answer_key, data.tools_key, images=images)
     sample = RowSample(_source_of(task, config))

@@ -1,10 +1,12 @@
 """Executor for roles on separate ranks.
 
-Each role group runs the operators of its roles at its own pace and exchanges batches and results with the others. After
-a step, the engines receive the new weights and the reporter receives the metrics of all role groups.
+Each role group runs the operators of its roles at its own pace and exchanges batches
+and results with the others. After a step, the engines receive the new weights and the
+reporter receives the metrics of all role groups.
 
-With asynchronous rollouts, a role group that only generates or scores may run ahead of training. The schedule fixes by
-how many steps before the run (`schedule.Schedule`), so two runs are bitwise identical.
+With asynchronous rollouts, a role group that only generates or scores may run ahead of
+training. The schedule fixes by how many steps before the run (`schedule.Schedule`), so
+two runs are bitwise identical.
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ from megaverl.trainer.executor import (
     Measured,
     SampleRouting,
 )
-from megaverl.trainer.islands import Island, IslandUpdates, island_file, island_name, place_of, reporting_ranks
+from megaverl.trainer.islands import (
+    Island,
+    IslandUpdates,
+    island_file,
+    island_name,
+    place_of,
+    reporting_ranks,
+)
 from megaverl.trainer.job import Job, Stages, reporter
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE, InFlightUpdates
 from megaverl.trainer.roles import make_roles
@@ -37,7 +46,12 @@ from megaverl.trainer.saving import Records, WorldMetrics
 from megaverl.trainer.schedule import RolloutFolder, Schedule, WaitingSamples
 from megaverl.trainer.step import RLStep
 from megaverl.weights.reshard import HIDDEN
-from megaverl.workers.decisions import Decision, GradientReport, UpdateCounts, counts_to_state
+from megaverl.workers.decisions import (
+    Decision,
+    GradientReport,
+    UpdateCounts,
+    counts_to_state,
+)
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.reward import Scores
 from megaverl.workers.trainable import TrainableModel
@@ -47,7 +61,12 @@ class Disaggregated(Executor):
     """Executor of a placement with several role groups."""
 
     def __init__(
-        self, builder: Builder, job: Job, stages: Stages, console: Console, replayed: RolloutFolder | None
+        self,
+        builder: Builder,
+        job: Job,
+        stages: Stages,
+        console: Console,
+        replayed: RolloutFolder | None,
     ) -> None:
         config = builder.config
         self.config, self.placement = config, job.context.placement
@@ -62,24 +81,36 @@ class Disaggregated(Executor):
         self.lag = Schedule.of(config, self.placement).lag(self.context.rank)
         self.waiting = WaitingSamples(config, self.context)
         # Ranks outside of all islands use the number of the first island.
-        self.island = next((n for n, ranks in enumerate(self.placement.islands) if self.context.rank in ranks), 0)
-        self._decides_alone = config.coordinator.islands_every > 1  # islands take local steps
+        self.island = next(
+            (
+                n
+                for n, ranks in enumerate(self.placement.islands)
+                if self.context.rank in ranks
+            ),
+            0,
+        )
+        # Islands take local steps.
+        self._decides_alone = config.coordinator.islands_every > 1
         if self.island and self._decides_alone:
-            # The engine has the first island's weights. This island's weights may differ from them.
+            # The engine has the first island's weights. This island's weights may
+            # differ from them.
             self.step.trust_engine()
         self.generates = self.context.has("rollout")
         self.makes_samples = self.generates or self.context.has("reward")
         self._done = 0  # steps completed on all ranks
-        self._idle_since = time.perf_counter()  # since the engines finished their last samples
+        # Since the engines finished their last samples.
+        self._idle_since = time.perf_counter()
         self._measured: dict[int, dict[str, float]] = {}
-        self._values: Mapping[str, Any] = {}  # samples of the last step, on the reporter
+        # Samples of the last step, on the reporter.
+        self._values: Mapping[str, Any] = {}
         self.reports = WorldMetrics(self.context, self.reporter)
 
     # --- this rank's models -------------------------------------------------------------------------------------------
 
     @property
     def trained(self) -> dict[str, TrainableModel]:
-        # Islands with local steps have different weights, so each is saved under its own name.
+        # Islands with local steps have different weights, so each is saved under its
+        # own name.
         number = self.island if self._decides_alone else 0
         return {
             island_name(role, number if self._on_islands(role) else 0): trainable
@@ -88,19 +119,25 @@ class Disaggregated(Executor):
 
     @property
     def saved(self) -> dict[str, TrainableModel]:
-        """Return the models that this rank saves. Islands that join every update are identical, so only the first one
-        saves.
+        """Return the models that this rank saves. Islands that join every update are
+        identical, so only the first one saves.
         """
         return {} if self.island and not self._decides_alone else self.trained
 
     @property
     def exported(self) -> dict[str, TrainingModel]:
-        return self.roles.exported if self.context.rank in self.placement.islands[0] else {}
+        return (
+            self.roles.exported
+            if self.context.rank in self.placement.islands[0]
+            else {}
+        )
 
     def _on_islands(self, role: str) -> bool:
         return self.placement.colocated(place_of(role), "actor")
 
-    def prepare_updates(self, counts: Mapping[str, UpdateCounts], resumed_from: Path | None) -> None:
+    def prepare_updates(
+        self, counts: Mapping[str, UpdateCounts], resumed_from: Path | None
+    ) -> None:
         """Prepare this rank's models for decisions over their updates, and for the islands' exchange.
 
         Raises:
@@ -113,13 +150,17 @@ class Disaggregated(Executor):
             if reporters := reporting_ranks(config, self.placement, role):
                 trainable.ask = partial(self._ask, self.context.rank in reporters)
             if islands > 1 and self._on_islands(role):
-                trainable.islands = Island(self.context, trainable, config.coordinator, trainable.counts.steps)
+                trainable.islands = Island(
+                    self.context, trainable, config.coordinator, trainable.counts.steps
+                )
         self._island_updates = IslandUpdates(config, self.context, counts)
         # A missing or wrong file on one rank is raised on all ranks.
         if resumed_from is not None:
             with together(self.control):
                 for role, island in self._islands.items():
-                    island.load_state(resumed_from / island_file(role, self.context.rank))
+                    island.load_state(
+                        resumed_from / island_file(role, self.context.rank)
+                    )
 
     def _ask(self, reports: bool, report: GradientReport) -> Decision:
         """Return the program's decision about an update of this rank.
@@ -133,7 +174,11 @@ class Disaggregated(Executor):
     def _islands(self) -> dict[str, Island]:
         """Return this rank's parts of islands, by role."""
         islands = {role: trainable.islands for role, trainable in self.trained.items()}
-        return {role: island for role, island in islands.items() if isinstance(island, Island)}
+        return {
+            role: island
+            for role, island in islands.items()
+            if isinstance(island, Island)
+        }
 
     # --- during a step ------------------------------------------------------------------------------------------------
 
@@ -153,13 +198,22 @@ class Disaggregated(Executor):
         self._done = step + 1
         self.waiting.forget(self._done)
         if step >= self.config.algorithm.critic_warmup_steps:
-            # Each training step after the critic's warm-up gives the engines one new weight version.
+            # Each training step after the critic's warm-up gives the engines one new
+            # weight version.
             self.step.newest_version += 1
         metrics = self.step.metrics | self.stages.timeline.step_metrics()
         # Resharding is measured on the engines' ranks, which receive the weights.
         if not self.context.has("rollout"):
-            of_reshard = [name for name in metrics if name.startswith("reshard/") or name == "time/reshard_ms"]
-            metrics = {name: value for name, value in metrics.items() if name not in of_reshard or name == HIDDEN}
+            of_reshard = [
+                name
+                for name in metrics
+                if name.startswith("reshard/") or name == "time/reshard_ms"
+            ]
+            metrics = {
+                name: value
+                for name, value in metrics.items()
+                if name not in of_reshard or name == HIDDEN
+            }
         self._measured[step] = self.reports.of_this_rank(metrics, step)
 
     def join_islands(self, role: str, step: int) -> None:
@@ -169,23 +223,32 @@ class Disaggregated(Executor):
         """Record the prompts' position, and the weights that the samples will be trained from."""
         groups = self.step.in_progress
         if isinstance(groups, InFlightUpdates) and self.roles.sync is not None:
-            # The engines run ahead of training. This is the number of updates that will be made before the step trains.
-            num_updates = max(0, step - max(self._done, self.config.algorithm.critic_warmup_steps))
+            # The engines run ahead of training. This is the number of updates that will
+            # be made before the step trains.
+            num_updates = max(
+                0, step - max(self._done, self.config.algorithm.critic_warmup_steps)
+            )
             groups.trains_from = self.roles.sync.weight_version + num_updates
         if self.waiting.is_here:
-            # Saved before the prompts are taken, because a resumed run takes the prompts of untrained steps again, even
-            # if their responses are restored.
+            # Saved before the prompts are taken, because a resumed run takes the
+            # prompts of untrained steps again, even if their responses are restored.
             self.waiting.begin(step, prompts.state_dict())
 
     def end_samples(self, step: int, rollouts: RolloutBatch) -> None:
         """Measure staleness and waiting time of the samples, and keep samples that are ahead of training."""
         self.step.metrics |= self.waiting.metrics(step - self._done, self.step.metrics)
         if self._keeps_waiting:
-            self.waiting.keep(step, self.roles.engines.weight_version, {"rollouts": rollouts}, self.step.metrics)
+            self.waiting.keep(
+                step,
+                self.roles.engines.weight_version,
+                {"rollouts": rollouts},
+                self.step.metrics,
+            )
         self._idle_since = time.perf_counter()
 
     def end_scores(self, step: int, scores: Scores) -> None:
-        # Bytes that arrived for scoring belong to the step that was scored, not to the step that trains.
+        # Bytes that arrived for scoring belong to the step that was scored, not to the
+        # step that trains.
         self.reports.book(step)
         if self._keeps_waiting:
             self.waiting.add_scores(step, scores, self.step.metrics)
@@ -209,7 +272,9 @@ class Disaggregated(Executor):
             return None
         batch = self._values["rollouts"]
         num_tokens = float(sum(sequence_lengths(batch).lengths))
-        metrics["train/tokens_per_sec"] = num_tokens / metrics["train/step_time_ms"] * 1e3
+        metrics["train/tokens_per_sec"] = (
+            num_tokens / metrics["train/step_time_ms"] * 1e3
+        )
         return Measured(metrics, batch, self._values["scores"])
 
     def share(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -221,14 +286,23 @@ class Disaggregated(Executor):
         """Merge the parts of a checkpoint's state, each from the rank that owns it."""
         part: dict[str, Any] = {}
         if self.context.rank == self.reporter:
-            of_reporter = ("next_step", "kl", "tokenizer", "best", "metrics_bytes", "cut_off")
+            of_reporter = (
+                "next_step",
+                "kl",
+                "tokenizer",
+                "best",
+                "metrics_bytes",
+                "cut_off",
+            )
             part = {name: state[name] for name in of_reporter}
         if self.context.rank == self.placement.ranks["rollout"][0]:
-            part |= {name: state[name] for name in ("weight_version", "generation_budget")}
+            part |= {
+                name: state[name] for name in ("weight_version", "generation_budget")
+            }
             part["ahead"] = self.waiting.facts
             part["partial_groups"] = state["partial_groups"]
-            # The engines may be ahead. The resumed run continues with the prompts of the first step that has not been
-            # trained on.
+            # The engines may be ahead. The resumed run continues with the prompts of
+            # the first step that has not been trained on.
             part["sampler"] = self.waiting.sampler(self._done) or state["sampler"]
         if self.context.world_rank == 0:
             counts = {name: trainable.counts for name, trainable in self.saved.items()}
@@ -237,7 +311,10 @@ class Disaggregated(Executor):
 
     def own_files(self) -> dict[str, bytes]:
         """Return the state of this rank's islands, unfinished responses, and samples that wait for training."""
-        islands = {island_file(role, self.context.rank): island.state() for role, island in self._islands.items()}
+        islands = {
+            island_file(role, self.context.rank): island.state()
+            for role, island in self._islands.items()
+        }
         groups = self.step.in_progress
         if self.waiting.is_here and groups is not None and groups.groups:
             with TemporaryDirectory() as folder:
@@ -246,7 +323,9 @@ class Disaggregated(Executor):
         return islands | self.waiting.files
 
     def write_timeline(self, records: Records, run_dir: Path) -> None:
-        records.aside(lambda: self.reports.write_timeline(self.stages.timeline, run_dir))
+        records.aside(
+            lambda: self.reports.write_timeline(self.stages.timeline, run_dir)
+        )
 
     def settle(self, records: Records, run_dir: Path) -> None:
         self.write_timeline(records, run_dir)

@@ -94,7 +94,9 @@ class SamplingRounds:
         # Every rank keeps the same groups, so the rows need no communication.
         rows = kept.rows.tolist()
         self.rollouts, self.scores = batch.select(rows).trim(), all_scores.select(rows)
-        self._metrics = _measure(batch, all_scores, self._rounds, num_silent=kept.silent)
+        self._metrics = _measure(
+            batch, all_scores, self._rounds, num_silent=kept.silent
+        )
 
     def metrics(self) -> Metrics:
         """Return the metrics of all generated samples, including those of dropped groups.
@@ -107,27 +109,43 @@ class SamplingRounds:
 def prompts_of(batch: RolloutBatch) -> torch.Tensor | None:
     """Return the number of each sample's prompt, [B].
 
-    None if each group has its own prompt. Several agents of a game have one group each for every prompt.
+    None if each group has its own prompt. Several agents of a game have one group each
+    for every prompt.
     """
     if "agent_ids" not in batch:
         return None
-    return batch.group_ids // len(set(batch.columns["agent"]))  # `episodes_batch` numbers groups this way
+    # `episodes_batch` numbers groups this way.
+    return batch.group_ids // len(set(batch.columns["agent"]))
 
 
-def _measure(batch: RolloutBatch, scores: Scores, rounds: Sequence[SampledRound], *, num_silent: int) -> Metrics:
+def _measure(
+    batch: RolloutBatch,
+    scores: Scores,
+    rounds: Sequence[SampledRound],
+    *,
+    num_silent: int,
+) -> Metrics:
     """Return the metrics of all rounds that this rank has measured.
 
-    With roles on separate ranks, a rank that only scores has not measured generation, and a rank that only generates
-    has not measured the duration of scoring.
+    With roles on separate ranks, a rank that only scores has not measured generation,
+    and a rank that only generates has not measured the duration of scoring.
     """
     prompts, last, metrics = prompts_of(batch), rounds[-1].metrics, Metrics()
     groups = len(torch.unique(batch.group_ids if prompts is None else prompts))
     if "rollout/seconds" in last:
         seconds = sum(round.metrics["rollout/seconds"] for round in rounds)
         metrics |= rollout_metrics(batch, seconds, int(last["rollout/weight_version"]))
-        metrics |= {"rollout/rounds": float(len(rounds)), "rollout/generated_groups": float(groups)}
+        metrics |= {
+            "rollout/rounds": float(len(rounds)),
+            "rollout/generated_groups": float(groups),
+        }
         metrics["rollout/kept_share"] = (groups - num_silent) / groups
     seconds = sum(round.metrics.get("reward/latency_ms", 0.0) for round in rounds) / 1e3
-    # The metrics cover all samples, like those that the engines' ranks keep with samples that wait for training.
+    # The metrics cover all samples, like those that the engines' ranks keep with
+    # samples that wait for training.
     scored = score_metrics(once(batch, scores), seconds)
-    return metrics | {name: value for name, value in scored.items() if name != "reward/latency_ms" or name in last}
+    return metrics | {
+        name: value
+        for name, value in scored.items()
+        if name != "reward/latency_ms" or name in last
+    }

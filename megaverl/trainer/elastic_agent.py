@@ -34,7 +34,15 @@ from typing import Any
 import psutil
 
 from megaverl.config import Config, smallest_world
-from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, STARTS_AGAIN, GridError, TrainingStopped
+from megaverl.errors import (
+    FAILED,
+    INTERRUPTED,
+    MISTAKE,
+    SAVED_AND_LEFT,
+    STARTS_AGAIN,
+    GridError,
+    TrainingStopped,
+)
 from megaverl.gpus import count_gpus
 from megaverl.processes import FINISHED, ending_with_parent
 from megaverl.rank_environment import prepare_agent
@@ -45,11 +53,14 @@ PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 MASTER_PORT = 29500  # torchrun's default
 C10D_PORT = 29400  # torch's default for an endpoint without a port
 JOIN_SECONDS = 600.0  # seconds to wait for the agents of all nodes
-# Exit codes of a rank after which the ranks are not restarted: a run that saved because it must leave, a run that was
-# interrupted, and a mistake in the configuration, which a restart would only repeat.
+# Exit codes of a rank after which the ranks are not restarted: a run that saved because
+# it must leave, a run that was interrupted, and a mistake in the configuration, which a
+# restart would only repeat.
 STAYS_DOWN = (SAVED_AND_LEFT, INTERRUPTED, MISTAKE)
-COMMAND_MODULES = ("megaverl", "megaverl.cli.main", "megaverl.cli.train")  # modules that run the rank of a command
-ENDS_RANKS = "SIGINT,SIGHUP,SIGQUIT"  # signals on which torch's agent still ends its ranks
+# Modules that run the rank of a command.
+COMMAND_MODULES = ("megaverl", "megaverl.cli.main", "megaverl.cli.train")
+# Signals on which torch's agent still ends its ranks.
+ENDS_RANKS = "SIGINT,SIGHUP,SIGQUIT"
 
 
 def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
@@ -66,7 +77,11 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
-    from torch.distributed.run import config_from_args, determine_local_world_size, parse_args
+    from torch.distributed.run import (
+        config_from_args,
+        determine_local_world_size,
+        parse_args,
+    )
 
     arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
     arguments.signals_to_handle = ENDS_RANKS
@@ -80,24 +95,42 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
             # The job's store lives as long as this reference.
             met = _meet(arguments)
             launch_config, program, program_arguments = config_from_args(arguments)
-            is_command = any(word in COMMAND_MODULES for word in map(str, program_arguments))
-            # With --run-path `program` is not a command, and torch's own processes end with this one.
+            is_command = any(
+                word in COMMAND_MODULES for word in map(str, program_arguments)
+            )
+            # With --run-path `program` is not a command, and torch's own processes end
+            # with this one.
             if isinstance(program, str):
-                program, *program_arguments = ending_with_parent([program, *program_arguments])
+                program, *program_arguments = ending_with_parent(
+                    [program, *program_arguments]
+                )
             with tempfile.TemporaryDirectory(prefix="megaverl_finished_") as finished:
                 os.environ[FINISHED] = finished
                 elastic_launch(launch_config, program)(*program_arguments)
-                # A rank leaves a file when its command finishes, so an early `os._exit(0)` is noticed.
-                absent = [rank for rank in range(nproc) if is_command and not Path(finished, str(rank)).exists()]
+                # A rank leaves a file when its command finishes, so an early
+                # `os._exit(0)` is noticed.
+                absent = [
+                    rank
+                    for rank in range(nproc)
+                    if is_command and not Path(finished, str(rank)).exists()
+                ]
             del met
         except (TrainingStopped, RendezvousError) as error:
-            where = "" if isinstance(error, TrainingStopped) else f"no rendezvous at {arguments.rdzv_endpoint}: "
+            where = (
+                ""
+                if isinstance(error, TrainingStopped)
+                else f"no rendezvous at {arguments.rdzv_endpoint}: "
+            )
             print(f"error: {where}{error}", file=sys.stderr, flush=True)
             remove_temporary_folder()
-            # No rank has begun. A thread of torch may still wait for an answer, so a normal exit could hang.
+            # No rank has begun. A thread of torch may still wait for an answer, so a
+            # normal exit could hang.
             os._exit(FAILED)
         except ChildFailedError as error:
-            return _explain({rank: failure.exitcode for rank, failure in error.failures.items()}, log_hint)
+            return _explain(
+                {rank: failure.exitcode for rank, failure in error.failures.items()},
+                log_hint,
+            )
         except (KeyboardInterrupt, SignalException) as error:
             return _interrupted(error)
     if absent:
@@ -129,14 +162,27 @@ def _meet(arguments: argparse.Namespace) -> object:
     from megaverl.distributed.store import LOOPBACK, keep_store, store_at
 
     if arguments.standalone or arguments.nnodes in ("1", "1:1"):
-        store = keep_store(LOOPBACK, arguments.master_port or 0, timedelta(seconds=JOIN_SECONDS))
-        arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.node_rank = "static", f"{LOOPBACK}:{store.port}", 0
+        store = keep_store(
+            LOOPBACK, arguments.master_port or 0, timedelta(seconds=JOIN_SECONDS)
+        )
+        arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.node_rank = (
+            "static",
+            f"{LOOPBACK}:{store.port}",
+            0,
+        )
         return store
     arguments.master_port = arguments.master_port or MASTER_PORT
-    if not arguments.nnodes.isdigit() or arguments.rdzv_backend not in ("static", "c10d"):
+    if not arguments.nnodes.isdigit() or arguments.rdzv_backend not in (
+        "static",
+        "c10d",
+    ):
         return None
-    settings = dict(part.split("=", 1) for part in arguments.rdzv_conf.split(",") if "=" in part)
-    endpoint = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
+    settings = dict(
+        part.split("=", 1) for part in arguments.rdzv_conf.split(",") if "=" in part
+    )
+    endpoint = (
+        arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
+    )
     host, _, port = endpoint.rpartition(":")
     if arguments.rdzv_backend == "c10d":
         with suppress(OSError):  # nobody listens yet
@@ -149,19 +195,27 @@ def _meet(arguments: argparse.Namespace) -> object:
 def _restart_only_what_failed() -> None:
     """Count only failures toward `--max-restarts`. A run that asks to start again (`STARTS_AGAIN`) is not limited.
 
-    torch's `launch_agent` creates an agent of the class that its module names and accepts no other class as argument
-    (torch 2.13, torch/distributed/launcher/api.py), so the name in the module is replaced.
+    torch's `launch_agent` creates an agent of the class that its module names and
+    accepts no other class as argument (torch 2.13, torch/distributed/launcher/api.py),
+    so the name in the module is replaced.
     """
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.agent.server.local_elastic_agent import (
+        LocalElasticAgent,
+    )
     from torch.distributed.launcher import api
 
     class Agent(LocalElasticAgent):
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
-            if any(failure.exitcode in STAYS_DOWN for failure in result.failures.values()):
+            if any(
+                failure.exitcode in STAYS_DOWN for failure in result.failures.values()
+            ):
                 self._remaining_restarts = 0
-            elif any(failure.exitcode == STARTS_AGAIN for failure in result.failures.values()):
-                # A rank computes its number of restarts as the difference of these two values.
+            elif any(
+                failure.exitcode == STARTS_AGAIN for failure in result.failures.values()
+            ):
+                # A rank computes its number of restarts as the difference of these two
+                # values.
                 worker_group.spec.max_restarts += 1
                 self._remaining_restarts += 1
             return result
@@ -172,12 +226,14 @@ def _restart_only_what_failed() -> None:
 def _silence_torchs_agent() -> None:
     """Silence the log messages of torch's agent.
 
-    A rank prints by itself why it fails, and `_explain` prints what a rank cannot. torch's agent would repeat both.
+    A rank prints by itself why it fails, and `_explain` prints what a rank cannot.
+    torch's agent would repeat both.
     """
     for name in ("elastic", "launcher"):
         logger = logging.getLogger(f"torch.distributed.{name}")
         logger.addHandler(logging.NullHandler())
-        # torch sets a level on each module's logger, so a level here would have no effect.
+        # torch sets a level on each module's logger, so a level here would have no
+        # effect.
         logger.propagate = False
 
 
@@ -200,8 +256,11 @@ def _explain(exitcodes: dict[int, int], log_hint: str = "") -> int:
         log_hint: folder of the ranks' logs.
     """
     ended_by_agent = -signal.SIGTERM
-    ended_first = {rank: code for rank, code in exitcodes.items() if code != ended_by_agent} or exitcodes
-    # If a signal ended a rank, that rank is the cause. The others then fail because their connection to it broke.
+    ended_first = {
+        rank: code for rank, code in exitcodes.items() if code != ended_by_agent
+    } or exitcodes
+    # If a signal ended a rank, that rank is the cause. The others then fail because
+    # their connection to it broke.
     rank, exitcode = min(ended_first.items(), key=lambda item: (item[1] > 0, item[0]))
     if exitcode in (FAILED, MISTAKE, INTERRUPTED, SAVED_AND_LEFT, STARTS_AGAIN):
         return exitcode
@@ -209,7 +268,9 @@ def _explain(exitcodes: dict[int, int], log_hint: str = "") -> int:
         print(f"rank {rank} ended with exit code {exitcode}.", file=sys.stderr)
         return exitcode
     name = signal.Signals(-exitcode).name
-    cause = " Out of memory is the usual cause (see dmesg)." if name == "SIGKILL" else ""
+    cause = (
+        " Out of memory is the usual cause (see dmesg)." if name == "SIGKILL" else ""
+    )
     where = f" Its log: {log_hint}/rank_{rank}.log" if log_hint else ""
     print(f"rank {rank} was ended by {name}.{cause}{where}", file=sys.stderr)
     return FAILED
@@ -242,7 +303,9 @@ def _is_rank(child: psutil.Process) -> bool:
         return False
 
 
-def launch(config: Config, command: str, argv: Sequence[str], nproc: int | None = None) -> int:
+def launch(
+    config: Config, command: str, argv: Sequence[str], nproc: int | None = None
+) -> int:
     """Run `megaverl argv` with as many ranks as the run needs. Return the exit code of the first rank that failed.
 
     Raises:
@@ -250,7 +313,11 @@ def launch(config: Config, command: str, argv: Sequence[str], nproc: int | None 
     """
     wanted = nproc or config.run.nproc or default_nproc(config, command)
     check_world(config, command, wanted)
-    return start_ranks(["-m", "megaverl.cli.main", *argv], wanted, log_hint=str(config.run_dir / "logs"))
+    return start_ranks(
+        ["-m", "megaverl.cli.main", *argv],
+        wanted,
+        log_hint=str(config.run_dir / "logs"),
+    )
 
 
 def default_nproc(config: Config, command: str) -> int:
@@ -266,7 +333,9 @@ def check_world(config: Config, command: str, world_size: int) -> None:
     """
     from megaverl.config.grids import grid_mistakes
 
-    mistakes = [str(mistake) for mistake in grid_mistakes(config, command, None, world_size)]
+    mistakes = [
+        str(mistake) for mistake in grid_mistakes(config, command, None, world_size)
+    ]
     if mistakes:
         raise GridError("\n".join(mistakes))
 
@@ -274,14 +343,18 @@ def check_world(config: Config, command: str, world_size: int) -> None:
 def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int:
     """Run `python arguments` in `nproc` ranks of one job. The caller has checked code and data.
 
-    A rank that fails prints the reason itself, and all other ranks are ended. This process prints only what a rank
-    cannot, such as a signal that ended it. SIGTERM and SIGUSR1 are forwarded to the ranks, which save and exit.
+    A rank that fails prints the reason itself, and all other ranks are ended. This
+    process prints only what a rank cannot, such as a signal that ended it. SIGTERM and
+    SIGUSR1 are forwarded to the ranks, which save and exit.
 
     Returns:
         0, or the exit code of the first rank that failed (1 if a signal ended it).
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with tempfile.TemporaryDirectory(prefix="megaverl_launch_") as log_dir, _marked_as_checked():
+    with (
+        tempfile.TemporaryDirectory(prefix="megaverl_launch_") as log_dir,
+        _marked_as_checked(),
+    ):
         agent = {
             "--nproc-per-node": str(nproc),
             "--rdzv-id": uuid.uuid4().hex,
@@ -289,8 +362,14 @@ def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int
             "--log-dir": log_dir,
             "--monitor-interval": "0.1",
         }
-        # After "--", nothing is parsed as an option of the agent, such as the command's own --nproc.
-        options = ["--standalone", *(word for option in agent.items() for word in option), "--no-python", "--"]
+        # After "--", nothing is parsed as an option of the agent, such as the command's
+        # own --nproc.
+        options = [
+            "--standalone",
+            *(word for option in agent.items() for word in option),
+            "--no-python",
+            "--",
+        ]
         return main([*options, sys.executable, *arguments], log_hint)
 
 

@@ -20,7 +20,8 @@ from megaverl.workers.rollout import Rollout
 def evaluate_suite(builder: Builder, rollout: Rollout, name: str) -> SuiteResult:
     """Generate and score the responses to a suite's prompts. Collective over all ranks, with the same result on each.
 
-    The responses of every call have the same seeds, so that two evaluations differ only by the model.
+    The responses of every call have the same seeds, so that two evaluations differ only
+    by the model.
     """
     suite = SUITES[name]
     own_builder = copy.copy(builder)
@@ -38,16 +39,26 @@ def suite_config(config: Config, suite: Suite) -> Config:
     """Return the run's configuration with the prompts, the reward and the samples of one suite."""
     evaluation = config.evaluation
     source = SourceConfig(path=evaluation.source(suite.name, config.run.seed))
-    data = config.data.model_copy(update={"validation": [source], "prompt_key": "prompt", "answer_key": "answer"})
+    data = config.data.model_copy(
+        update={"validation": [source], "prompt_key": "prompt", "answer_key": "answer"}
+    )
     given = {str(name): options for name, options in evaluation.options.items()}
     options = {**suite.options, **given.get(suite.name, {})}
     reward = RewardConfig(name=suite.reward, options=options, accuracy=True)
-    trainer = config.trainer.model_copy(update={"validation_samples": evaluation.num_samples(suite.name)})
-    return config.model_copy(update={"data": data, "reward": [reward], "trainer": trainer})
+    trainer = config.trainer.model_copy(
+        update={"validation_samples": evaluation.num_samples(suite.name)}
+    )
+    return config.model_copy(
+        update={"data": data, "reward": [reward], "trainer": trainer}
+    )
 
 
 def prompt_results(
-    suite: Suite, prompts: Sequence[PromptRecord], batch: RolloutBatch, scores: Scores, reward: RewardRole
+    suite: Suite,
+    prompts: Sequence[PromptRecord],
+    batch: RolloutBatch,
+    scores: Scores,
+    reward: RewardRole,
 ) -> list[PromptResult]:
     """Group the samples of a batch by prompt. The batch has the samples of each prompt one after the other."""
     size = len(batch) // len(prompts)
@@ -58,7 +69,11 @@ def prompt_results(
     results = []
     for number, prompt in enumerate(prompts):
         rows = range(number * size, (number + 1) * size)
-        answers = [] if suite.answer is None else [suite.answer(responses[row], prompt.extra) for row in rows]
+        answers = (
+            []
+            if suite.answer is None
+            else [suite.answer(responses[row], prompt.extra) for row in rows]
+        )
         result = PromptResult(
             prompt_id=str(prompt.extra[IDENTITY]),
             prompt=prompt.text,

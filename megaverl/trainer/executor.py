@@ -1,7 +1,8 @@
 """Executors: one rank's roles and metrics, and the routing of samples to ranks.
 
-`Colocated` has all roles on all ranks. `disaggregated.Disaggregated` has roles on separate ranks. `SampleRouting`
-decides which samples of a step each rank receives. A rank receives only its own rows unless an operator reads all.
+`Colocated` has all roles on all ranks. `disaggregated.Disaggregated` has roles on
+separate ranks. `SampleRouting` decides which samples of a step each rank receives. A
+rank receives only its own rows unless an operator reads all.
 """
 
 from __future__ import annotations
@@ -39,11 +40,24 @@ from megaverl.workers.model import TrainingModel
 from megaverl.workers.reward import Scores
 from megaverl.workers.trainable import TrainableModel
 
-# Operators that declare which rows of the rollouts they read. Any other (`mix`, a user's operator) reads all rows.
-SELECTIVE = ("reward", "ref_log_probs", "old_log_probs", "score_norms", "implicit_rewards", "values", "advantages")
+# Operators that declare which rows of the rollouts they read. Any other (`mix`, a
+# user's operator) reads all rows.
+SELECTIVE = (
+    "reward",
+    "ref_log_probs",
+    "old_log_probs",
+    "score_norms",
+    "implicit_rewards",
+    "values",
+    "advantages",
+)
 TOKENS = frozenset({"input_ids", "generated_ids"})
-# Operators that work with a rank's local rows. Any other operator needs all samples on every rank.
-OF_HELD = frozenset({*SELECTIVE, "rollout", "critic_update", "actor_update", "reshard"} - {"implicit_rewards"})
+# Operators that work with a rank's local rows. Any other operator needs all samples on
+# every rank.
+OF_HELD = frozenset(
+    {*SELECTIVE, "rollout", "critic_update", "actor_update", "reshard"}
+    - {"implicit_rewards"}
+)
 
 
 # Maps the lengths of a step's samples to the rows that each rank reads.
@@ -69,7 +83,8 @@ class SampleRouting:
     def rows_read(self) -> dict[str, RowsRead]:
         """Return, by operator name, the function that computes the rows which the operator reads.
 
-        The functions ask the roles, so they are called only when the sample lengths are known.
+        The functions ask the roles, so they are called only when the sample lengths are
+        known.
         """
         return {
             "reward": self._reward,
@@ -87,32 +102,56 @@ class SampleRouting:
         Returns:
             None if an operator, the environment or the algorithm reads all samples on every rank.
         """
-        config, operators = self.config, [operator.name for operator in flow.plan.operators]
+        config, operators = (
+            self.config,
+            [operator.name for operator in flow.plan.operators],
+        )
         here = [
             operator.name
             for operator in flow.plan.operators
             if not {*operator.roles}.isdisjoint(self.context.world.roles)
         ]
         algorithm, reads = config.algorithm, self.rows_read()
-        # Episodes and responses of a rollout function are produced as one batch, which every rank gets whole.
-        made_together = config.environment.name is not None or config.rollout.function is not None
-        looks_at_all = made_together or algorithm.dynamic_sampling.metric is not None or self._reads_all
+        # Episodes and responses of a rollout function are produced as one batch, which
+        # every rank gets whole.
+        made_together = (
+            config.environment.name is not None or config.rollout.function is not None
+        )
+        looks_at_all = (
+            made_together
+            or algorithm.dynamic_sampling.metric is not None
+            or self._reads_all
+        )
         # These losses depend on tokens or samples of the whole batch.
         selects = "selected" in policy_losses.get(algorithm.policy_loss_name).inputs
-        selects = selects or algorithm.top_entropy is not None or algorithm.positive_coef > 0
+        selects = (
+            selects or algorithm.top_entropy is not None or algorithm.positive_coef > 0
+        )
         estimator = advantage_estimators.get(algorithm.advantage_name)
-        if looks_at_all or selects or not estimator.of_groups or not OF_HELD.issuperset(operators):
+        if (
+            looks_at_all
+            or selects
+            or not estimator.of_groups
+            or not OF_HELD.issuperset(operators)
+        ):
             return None
         readers = [reads[name] for name in here if name in reads]
-        return RowSelection(self.context, lambda lengths: join_rows(rows(lengths) for rows in readers))
+        return RowSelection(
+            self.context, lambda lengths: join_rows(rows(lengths) for rows in readers)
+        )
 
     def readers_of_validation(self) -> RowSelection:
-        """Return the row selection for a validation: rows to score, and the first rows, which are written to the
-        records.
+        """Return the row selection for a validation: rows to score, and the first rows,
+        which are written to the records.
         """
 
         def rows(lengths: SequenceLengths) -> Rows:
-            return join_rows([self._reward(lengths), self._written(lengths, self.config.trainer.save_samples)])
+            return join_rows(
+                [
+                    self._reward(lengths),
+                    self._written(lengths, self.config.trainer.save_samples),
+                ]
+            )
 
         return RowSelection(self.context, rows)
 
@@ -127,8 +166,13 @@ class SampleRouting:
         return self._on("reference", self.roles.reference.rows(outline))
 
     def _old_log_probs(self, outline: SequenceLengths) -> Rows:
-        # The first step after a start always computes log-probs, to compare them with the engine's.
-        wanted = self.config.shares_backbone or self._steps.needs_log_probs(self.step) or self.step == self.first_step
+        # The first step after a start always computes log-probs, to compare them with
+        # the engine's.
+        wanted = (
+            self.config.shares_backbone
+            or self._steps.needs_log_probs(self.step)
+            or self.step == self.first_step
+        )
         return self._scored(outline) if wanted else {}
 
     def _scored(self, outline: SequenceLengths) -> Rows:
@@ -147,20 +191,37 @@ class SampleRouting:
     def _critic(self, outline: SequenceLengths) -> Rows:
         critic = self.roles.critic
         assert critic is not None
-        return join_rows([self._values(outline), self._updates("critic", local(critic), outline)])
+        return join_rows(
+            [self._values(outline), self._updates("critic", local(critic), outline)]
+        )
 
     def _trained(self, outline: SequenceLengths) -> Rows:
         """Return the rows that each actor rank trains on, and the rows that the reporter writes to the records."""
-        # A filter or an estimator that reads tokens needs all samples on every rank of the actor.
+        # A filter or an estimator that reads tokens needs all samples on every rank of
+        # the actor.
         if self._reads_all:
-            return dict.fromkeys(self.context.placement.ranks["actor"], range(len(outline)))
-        count = len(outline) if self.config.trainer.store_rollouts else self.config.trainer.save_samples
-        return join_rows([self._written(outline, count), self._updates("actor", local(self.roles.actor), outline)])
+            return dict.fromkeys(
+                self.context.placement.ranks["actor"], range(len(outline))
+            )
+        count = (
+            len(outline)
+            if self.config.trainer.store_rollouts
+            else self.config.trainer.save_samples
+        )
+        return join_rows(
+            [
+                self._written(outline, count),
+                self._updates("actor", local(self.roles.actor), outline),
+            ]
+        )
 
     @property
     def _reads_all(self) -> bool:
         """Return whether the advantage computation reads tokens of all samples."""
-        return self.config.algorithm.rollout_filter is not None or not TOKENS.isdisjoint(self._estimator_reads)
+        return (
+            self.config.algorithm.rollout_filter is not None
+            or not TOKENS.isdisjoint(self._estimator_reads)
+        )
 
     @property
     def _estimator_reads(self) -> frozenset[str]:
@@ -168,20 +229,33 @@ class SampleRouting:
         return frozenset(estimator.inputs) | frozenset(estimator.optional_inputs)
 
     def _updates(self, role: str, trained: Updated, outline: SequenceLengths) -> Rows:
-        # Every island plans the same updates and trains on its own part of each mini-batch.
+        # Every island plans the same updates and trains on its own part of each
+        # mini-batch.
         return join_rows(
-            dict(zip(ranks, rows_of_updates(trained, outline, self.step, part), strict=True))
+            dict(
+                zip(
+                    ranks,
+                    rows_of_updates(trained, outline, self.step, part),
+                    strict=True,
+                )
+            )
             for part, ranks in enumerate(self._worlds(role))
         )
 
     def _on(self, role: str, rows: Sequence[Sequence[int]]) -> Rows:
         """Assign rows to the ranks of a role. If islands have their own copy of the role, each works on all samples."""
-        return join_rows(dict(zip(ranks, rows, strict=True)) for ranks in self._worlds(role))
+        return join_rows(
+            dict(zip(ranks, rows, strict=True)) for ranks in self._worlds(role)
+        )
 
     def _worlds(self, role: str) -> Sequence[Sequence[int]]:
         """Return the ranks of a role, as one group per island if the role shares the actor's ranks."""
         placement = self.context.placement
-        return placement.islands if placement.colocated(role, "actor") else (placement.ranks[role],)
+        return (
+            placement.islands
+            if placement.colocated(role, "actor")
+            else (placement.ranks[role],)
+        )
 
 
 @dataclass(frozen=True)
@@ -266,7 +340,9 @@ class Executor(Protocol):
     def share(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return, on every rank, the metrics that the reporter has. Collective over all ranks."""
 
-    def prepare_updates(self, counts: Mapping[str, UpdateCounts], resumed_from: Path | None) -> None:
+    def prepare_updates(
+        self, counts: Mapping[str, UpdateCounts], resumed_from: Path | None
+    ) -> None:
         """Prepare this rank's models for decisions over their updates.
 
         Args:
@@ -311,13 +387,22 @@ class Colocated(Executor):
     """Executor of a run with all roles on all ranks."""
 
     def __init__(
-        self, builder: Builder, stages: Stages, console: Console, replayed: RolloutFolder | None, context: JobContext
+        self,
+        builder: Builder,
+        stages: Stages,
+        console: Console,
+        replayed: RolloutFolder | None,
+        context: JobContext,
     ) -> None:
         self.config, self.stages = builder.config, stages
         own_agents = self.config.environment.agents == "own"
-        self.roles = (agents_roles if own_agents else make_roles)(builder, generates=replayed is None)
+        self.roles = (agents_roles if own_agents else make_roles)(
+            builder, generates=replayed is None
+        )
         make_step = AgentsStep if own_agents else RLStep
-        self.step = make_step(self.config, self.roles, replayed, warn=console.warn, span=stages)
+        self.step = make_step(
+            self.config, self.roles, replayed, warn=console.warn, span=stages
+        )
         self.flow = self.step.flow()
         self.context = context
         self.routing = SampleRouting(self.step, context, reporter(context.placement))
@@ -334,7 +419,8 @@ class Colocated(Executor):
     def end_step(self, step: int) -> None:
         self.stages.timeline.end(step)
         self.step.end_measuring(step)
-        # Validation samples, which are generated between steps, have another row selection.
+        # Validation samples, which are generated between steps, have another row
+        # selection.
         self.step.readers = None
 
     def measured(self, done: int) -> Measured:
@@ -343,13 +429,15 @@ class Colocated(Executor):
         batch, times = self._values["rollouts"], self.stages.timeline.step_metrics()
         seconds = times["time/step_ms"] / 1e3
         metrics = {
-            # Default for responses that were drawn with the current weights. The step's own metrics override it.
+            # Default for responses that were drawn with the current weights. The step's
+            # own metrics override it.
             "rollout/staleness": 0.0,
             **self.step.metrics,
             **times,
             **memory_metrics("actor"),
             "train/step_time_ms": seconds * 1e3,
-            "train/tokens_per_sec": float(sum(sequence_lengths(batch).lengths)) / seconds,
+            "train/tokens_per_sec": float(sum(sequence_lengths(batch).lengths))
+            / seconds,
         }
         return Measured(metrics, batch, self._values["scores"])
 
@@ -366,7 +454,9 @@ class Colocated(Executor):
 
     def write_timeline(self, records: Records, run_dir: Path) -> None:
         if records.keeps:
-            records.aside(lambda: self.stages.timeline.export(run_dir / "timeline.json"))
+            records.aside(
+                lambda: self.stages.timeline.export(run_dir / "timeline.json")
+            )
 
     def settle(self, records: Records, run_dir: Path) -> None:
         """Do nothing. No communication is pending, and one timeline represents all ranks."""

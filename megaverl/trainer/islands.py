@@ -1,17 +1,19 @@
 """Islands of the actor: replica groups on slowly connected nodes, and how their updates are combined.
 
-Every island plans the same micro-batches of a mini-batch and trains on its share. The loss weights each token as in the
-whole mini-batch.
+Every island plans the same micro-batches of a mini-batch and trains on its share. The
+loss weights each token as in the whole mini-batch.
 
-`coordinator.islands_every` = 1: the islands sum their gradients in every update and all take the same step, which
-equals the step of a single island.
+`coordinator.islands_every` = 1: the islands sum their gradients in every update and all
+take the same step, which equals the step of a single island.
 
-`coordinator.islands_every` = K > 1 (DiLoCo, arXiv 2311.08105): each island takes K local steps on the mean loss over
-its share. The mean of the islands' weight changes is then the gradient of an outer optimizer, SGD with Nesterov
-momentum. The outer optimizer updates the inner optimizer's float32 weights, because most of the change would be lost to
-rounding in a bfloat16 model.
+`coordinator.islands_every` = K > 1 (DiLoCo, arXiv 2311.08105): each island takes K
+local steps on the mean loss over its share. The mean of the islands' weight changes is
+then the gradient of an outer optimizer, SGD with Nesterov momentum. The outer optimizer
+updates the inner optimizer's float32 weights, because most of the change would be lost
+to rounding in a bfloat16 model.
 
-In both cases the data goes through the coordinator in buckets: each island sends a bucket and receives the sum.
+In both cases the data goes through the coordinator in buckets: each island sends a
+bucket and receives the sum.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ from megaverl.config.roles import CoordinatorConfig
 from megaverl.distributed.collectives import broadcast_json, reduce_json
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.traffic import ISLANDS, count_received
-from megaverl.distributed.worlds import Channel, JobContext, PendingSends, receive_json, send_json
+from megaverl.distributed.worlds import (
+    Channel,
+    JobContext,
+    PendingSends,
+    receive_json,
+    send_json,
+)
 from megaverl.errors import CheckpointError, TrainingStopped
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
@@ -45,8 +53,9 @@ _NAME = "joining the islands' gradients"
 class Compressor:
     """bfloat16 compression with error feedback (arXiv 1901.09847): each rounding error is added to the next values.
 
-    The sum of all sent values therefore differs from the exact sum by at most one rounding error. Errors are dropped if
-    their shape differs from the values, as after a resume on another grid.
+    The sum of all sent values therefore differs from the exact sum by at most one
+    rounding error. Errors are dropped if their shape differs from the values, as after
+    a resume on another grid.
     """
 
     def __init__(self) -> None:
@@ -58,7 +67,8 @@ class Compressor:
         whole = values if left is None or left.shape != values.shape else values + left
         rounded = whole.to(torch.bfloat16)
         left = whole - rounded.to(values.dtype)
-        # The coordinator skips an update with an infinite gradient. A kept inf would spoil the next update as well.
+        # The coordinator skips an update with an infinite gradient. A kept inf would
+        # spoil the next update as well.
         self._left[name] = torch.where(torch.isfinite(left), left, 0.0)
         return rounded
 
@@ -78,20 +88,30 @@ class OuterOptimizer:
         lr, momentum: learning rate and momentum, 0.7 and 0.9 in DiLoCo.
     """
 
-    def __init__(self, masters: Mapping[str, Tensor], *, lr: float = 0.7, momentum: float = 0.9) -> None:
+    def __init__(
+        self, masters: Mapping[str, Tensor], *, lr: float = 0.7, momentum: float = 0.9
+    ) -> None:
         self.lr, self.momentum = lr, momentum
-        self._start = {name: master.detach().clone() for name, master in masters.items()}
-        self._buffer = {name: torch.zeros_like(start) for name, start in self._start.items()}
+        self._start = {
+            name: master.detach().clone() for name, master in masters.items()
+        }
+        self._buffer = {
+            name: torch.zeros_like(start) for name, start in self._start.items()
+        }
 
     def change(self, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this island's weight change as a gradient: starting point minus current weights.
 
         The caller averages it over the islands.
         """
-        return {name: start - masters[name].detach() for name, start in self._start.items()}
+        return {
+            name: start - masters[name].detach() for name, start in self._start.items()
+        }
 
     @torch.no_grad()
-    def step(self, masters: Mapping[str, Tensor], mean_change: Mapping[str, Tensor]) -> None:
+    def step(
+        self, masters: Mapping[str, Tensor], mean_change: Mapping[str, Tensor]
+    ) -> None:
         """Apply the outer step to the masters in place. The next local steps start from the result.
 
         Args:
@@ -122,7 +142,9 @@ class IslandMember:
         bucket: elements of a bucket.
     """
 
-    def __init__(self, context: JobContext, *, compress: bool = False, bucket: int = BUCKET) -> None:
+    def __init__(
+        self, context: JobContext, *, compress: bool = False, bucket: int = BUCKET
+    ) -> None:
         self._context, self._bucket = context, bucket
         self._compressor = Compressor() if compress else None
 
@@ -134,11 +156,13 @@ class IslandMember:
         if self._compressor is not None:
             self._compressor.load_state_dict(state)
 
-    def join(self, gradients: Mapping[str, Tensor], *, tokens: float, divided_by: float) -> float:
+    def join(
+        self, gradients: Mapping[str, Tensor], *, tokens: float, divided_by: float
+    ) -> float:
         """Replace this island's gradients, in place, by those of the mean loss over the tokens of all islands.
 
-        Collective over every rank of every island, with tensors of the same shapes in the same order. The coordinator
-        takes part with `serve_join`.
+        Collective over every rank of every island, with tensors of the same shapes in
+        the same order. The coordinator takes part with `serve_join`.
 
         Args:
             tokens: number of tokens in this island's loss.
@@ -158,7 +182,10 @@ class IslandMember:
         )
         count = sum(tensor.numel() for tensor in gradients.values())
         # float64 represents all of these numbers exactly.
-        numbers = torch.tensor([count, tokens, self._bucket, self._compressor is not None], dtype=torch.float64)
+        numbers = torch.tensor(
+            [count, tokens, self._bucket, self._compressor is not None],
+            dtype=torch.float64,
+        )
         channel.send_to([coordinator], numbers).wait()
         numbers = channel.receive_from(coordinator)[0].view(torch.float64)
         # The coordinator returns -1 if the islands do not match.
@@ -172,9 +199,14 @@ class IslandMember:
         if total <= 0:
             raise TrainingStopped("no island has a token to train on.")
         for number, views in enumerate(_buckets(gradients, self._bucket)):
-            # Undo the division of this island's loss, and divide by the tokens of all islands instead.
+            # Undo the division of this island's loss, and divide by the tokens of all
+            # islands instead.
             flat = torch.cat([view.float() for view in views]) * (divided_by / total)
-            wire = self._compressor.compress(str(number), flat) if self._compressor else flat
+            wire = (
+                self._compressor.compress(str(number), flat)
+                if self._compressor
+                else flat
+            )
             if context.has_device(coordinator):
                 channel.send(context.group, {coordinator: wire}).wait()
                 answer = torch.empty_like(flat)
@@ -183,7 +215,9 @@ class IslandMember:
                 channel.send_to([coordinator], wire.cpu()).wait()
                 answer = channel.receive_from(coordinator)[0].view(flat.dtype)
             count_received(ISLANDS, answer.numel() * answer.element_size())
-            for view, part in zip(views, answer.split([view.numel() for view in views]), strict=True):
+            for view, part in zip(
+                views, answer.split([view.numel() for view in views]), strict=True
+            ):
                 view.copy_(part)
         return total
 
@@ -191,18 +225,27 @@ class IslandMember:
 def serve_join(context: JobContext) -> None:
     """Serve one `join` on the coordinator: sum the islands' buckets in float64, in the order of the islands.
 
-    The coordinator needs memory for one bucket of each island, independent of the model's size. With K > 1 it serves
-    one join every K steps.
+    The coordinator needs memory for one bucket of each island, independent of the
+    model's size. With K > 1 it serves one join every K steps.
 
     Raises:
         TrainingStopped: the islands do not match (their ranks raise as well), or an island was lost.
     """
     channel, islands = Channel(context, _NAME), context.placement.islands
-    numbers = {rank: channel.receive_from(rank)[0].view(torch.float64) for ranks in islands for rank in ranks}
+    numbers = {
+        rank: channel.receive_from(rank)[0].view(torch.float64)
+        for ranks in islands
+        for rank in ranks
+    }
     places = list(zip(*islands, strict=True))
     answers = PendingSends()
-    shapes = {rank: values[[0, 2, 3]].tolist() for rank, values in numbers.items()}  # count, bucket, compressed
-    differ = [ranks for ranks in places if any(shapes[rank] != shapes[ranks[0]] for rank in ranks)]
+    # Count, bucket, compressed.
+    shapes = {rank: values[[0, 2, 3]].tolist() for rank, values in numbers.items()}
+    differ = [
+        ranks
+        for ranks in places
+        if any(shapes[rank] != shapes[ranks[0]] for rank in ranks)
+    ]
     tokens = sum(float(numbers[ranks[0]][1]) for ranks in islands)
     for ranks in places:
         answer = numbers[ranks[0]].clone()
@@ -210,26 +253,40 @@ def serve_join(context: JobContext) -> None:
         answers.add(channel.send_to(ranks, answer))
     answers.wait()
     if differ:
-        raise TrainingStopped(f"the actor's islands differ at the ranks {differ}: all islands need one grid.")
+        raise TrainingStopped(
+            f"the actor's islands differ at the ranks {differ}: all islands need one grid."
+        )
     if tokens <= 0:
         raise TrainingStopped("no island has a token to train on.")
     sizes = {ranks: [int(number) for number in shapes[ranks[0]]] for ranks in places}
     # Number of buckets of the longest part, rounded up.
-    longest = max((-(-count // bucket) for count, bucket, _ in sizes.values()), default=0)
-    # The first buckets of all positions are joined before the second bucket of any, so that all ranks progress
-    # together.
+    longest = max(
+        (-(-count // bucket) for count, bucket, _ in sizes.values()), default=0
+    )
+    # The first buckets of all positions are joined before the second bucket of any, so
+    # that all ranks progress together.
     for start in range(longest):
         for ranks, (count, bucket, compressed) in sizes.items():
             if (size := min(bucket, count - start * bucket)) > 0:
-                _join_bucket(context, ranks, size, torch.bfloat16 if compressed else torch.float32)
+                _join_bucket(
+                    context,
+                    ranks,
+                    size,
+                    torch.bfloat16 if compressed else torch.float32,
+                )
 
 
-def _join_bucket(context: JobContext, ranks: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
+def _join_bucket(
+    context: JobContext, ranks: tuple[int, ...], size: int, dtype: torch.dtype
+) -> None:
     channel = Channel(context, _NAME)
     on_device = context.has_device(context.rank)
     joined = torch.zeros(size, dtype=torch.float64, device=platform.device)
     if on_device:
-        parts = {rank: torch.empty(size, dtype=dtype, device=platform.device) for rank in ranks}
+        parts = {
+            rank: torch.empty(size, dtype=dtype, device=platform.device)
+            for rank in ranks
+        }
         channel.receive(context.group, parts)
     else:
         parts = {rank: channel.receive_from(rank)[0].view(dtype) for rank in ranks}
@@ -237,7 +294,11 @@ def _join_bucket(context: JobContext, ranks: tuple[int, ...], size: int, dtype: 
         count_received(ISLANDS, part.numel() * part.element_size())
         joined += part
     answer = joined.float()
-    sent = channel.send(context.group, dict.fromkeys(ranks, answer)) if on_device else channel.send_to(ranks, answer)
+    sent = (
+        channel.send(context.group, dict.fromkeys(ranks, answer))
+        if on_device
+        else channel.send_to(ranks, answer)
+    )
     sent.wait()
 
 
@@ -269,18 +330,39 @@ class Island:
         done: number of updates before this start of the run.
     """
 
-    def __init__(self, context: JobContext, trainable: TrainableModel, config: CoordinatorConfig, done: int) -> None:
+    def __init__(
+        self,
+        context: JobContext,
+        trainable: TrainableModel,
+        config: CoordinatorConfig,
+        done: int,
+    ) -> None:
         islands = context.placement.islands
-        self.number = next(n for n, ranks in enumerate(islands) if context.rank in ranks)
+        self.number = next(
+            n for n, ranks in enumerate(islands) if context.rank in ranks
+        )
         self.part = (self.number, len(islands))
-        self._context, self._trainable, self._every, self._done = context, trainable, config.islands_every, done
-        self._member = IslandMember(context, compress=config.islands_compress == "bfloat16")
+        self._context, self._trainable, self._every, self._done = (
+            context,
+            trainable,
+            config.islands_every,
+            done,
+        )
+        self._member = IslandMember(
+            context, compress=config.islands_compress == "bfloat16"
+        )
         self._outer: OuterOptimizer | None = None
         if self._every > 1:
             with trainable.present():
-                self._outer = OuterOptimizer(trainable.masters, lr=config.outer_lr, momentum=config.outer_momentum)
+                self._outer = OuterOptimizer(
+                    trainable.masters,
+                    lr=config.outer_lr,
+                    momentum=config.outer_momentum,
+                )
 
-    def before_update(self, sums: MetricSums, tokens: float, micro_batches: Sequence[MicroBatch]) -> MetricSums:
+    def before_update(
+        self, sums: MetricSums, tokens: float, micro_batches: Sequence[MicroBatch]
+    ) -> MetricSums:
         """Sum gradients and loss sums over the islands, or scale this island's gradients to its own mean loss.
 
         Args:
@@ -292,12 +374,13 @@ class Island:
             The sums of all islands if they join every update, otherwise `sums`.
         """
         if self._outer is None:
-            # With these arguments `join` computes a plain sum, because the loss was divided by the tokens of the whole
-            # mini-batch.
+            # With these arguments `join` computes a plain sum, because the loss was
+            # divided by the tokens of the whole mini-batch.
             count = float(self.part[1])
             self._member.join(self._trainable.gradients, tokens=1.0, divided_by=count)
             return self._join_sums(sums)
-        # The loss was divided by the tokens of the whole mini-batch. Divide by the tokens of this island instead.
+        # The loss was divided by the tokens of the whole mini-batch. Divide by the
+        # tokens of this island instead.
         island_tokens = self._own_tokens(micro_batches)
         for gradient in self._trainable.gradients.values():
             gradient.mul_(tokens / max(island_tokens, 1.0))
@@ -316,11 +399,15 @@ class Island:
 
     def state(self) -> bytes:
         """Return this rank's state for a checkpoint, as a safetensors file."""
-        tensors = {f"left.{name}": tensor for name, tensor in self._member.state_dict().items()}
+        tensors = {
+            f"left.{name}": tensor for name, tensor in self._member.state_dict().items()
+        }
         if self._outer is not None:
             for part, held in self._outer.state_dict().items():
                 tensors |= {f"{part}.{name}": tensor for name, tensor in held.items()}
-        return save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+        return save(
+            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        )
 
     def load_state(self, path: Path) -> None:
         """Restore the state that `state` returned.
@@ -329,13 +416,23 @@ class Island:
             CheckpointError: `islands_every` is above 1 and the file is missing or of another grid. The outer
                 optimizer's starting point is then unknown, and the islands could never agree on the same weights again.
         """
-        parts: dict[str, dict[str, torch.Tensor]] = {"left": {}, "start": {}, "buffer": {}}
-        for key, tensor in (load_file(path, str(platform.device)) if path.exists() else {}).items():
+        parts: dict[str, dict[str, torch.Tensor]] = {
+            "left": {},
+            "start": {},
+            "buffer": {},
+        }
+        for key, tensor in (
+            load_file(path, str(platform.device)) if path.exists() else {}
+        ).items():
             part, _, name = key.partition(".")
             parts[part][name] = tensor
         if self._outer is not None:
             if _shapes(parts["start"]) != _shapes(self._outer.state_dict()["start"]):
-                problem = "does not hold this rank's part of the model" if path.exists() else "is not there"
+                problem = (
+                    "does not hold this rank's part of the model"
+                    if path.exists()
+                    else "is not there"
+                )
                 raise CheckpointError(
                     f"{path}: it {problem}. With coordinator.islands_every above 1, a run can resume only with the "
                     "placement, actor_islands, grids and lora that it was saved with."
@@ -344,11 +441,17 @@ class Island:
         self._member.load_state_dict(parts["left"])
 
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> float:
-        num_tokens = sum(int((batch.fields["weights"] != 0).sum()) for batch in micro_batches)
+        num_tokens = sum(
+            int((batch.fields["weights"] != 0).sum()) for batch in micro_batches
+        )
         coords = self._trainable.model.grid.coords
         # The other ranks of this replica have the same micro-batches.
         speaks = coords.tp == coords.cp == coords.pp == 0
-        return float(reduce_json(num_tokens if speaks else 0, sum, self._trainable.model.grid.world))
+        return float(
+            reduce_json(
+                num_tokens if speaks else 0, sum, self._trainable.model.grid.world
+            )
+        )
 
     def _join_sums(self, sums: MetricSums) -> MetricSums:
         """Sum the metrics of all islands through their first ranks. Collective over the ranks of this island."""
@@ -369,7 +472,9 @@ class IslandUpdates:
         counts: counts of each model's updates so far.
     """
 
-    def __init__(self, config: Config, context: JobContext, counts: Mapping[str, UpdateCounts]) -> None:
+    def __init__(
+        self, config: Config, context: JobContext, counts: Mapping[str, UpdateCounts]
+    ) -> None:
         self._config, self._context = config, context
         self._joined = {name: count.steps for name, count in counts.items()}
 
@@ -412,7 +517,9 @@ def exchanges(updates: int, config: CoordinatorConfig, done: int) -> Iterator[bo
             yield False
 
 
-def reporting_ranks(config: Config, placement: ResolvedPlacement, role: str) -> tuple[int, ...]:
+def reporting_ranks(
+    config: Config, placement: ResolvedPlacement, role: str
+) -> tuple[int, ...]:
     """Return the ranks that report on a role's gradients to the program: its first rank, or that of each island.
 
     Returns:
@@ -427,7 +534,9 @@ def reporting_ranks(config: Config, placement: ResolvedPlacement, role: str) -> 
     is_joined = num_islands > 1 and placement.colocated(place_of(role), "actor")
     if not is_joined and not (is_apart and role != REWARD_MODEL):
         return ()
-    return tuple(world.ranks[0] for world in placement.worlds if place_of(role) in world.roles)
+    return tuple(
+        world.ranks[0] for world in placement.worlds if place_of(role) in world.roles
+    )
 
 
 def place_of(role: str) -> str:

@@ -1,6 +1,7 @@
 """Job: how a rank joins it, how it publishes its current stage, and how it handles signals to leave.
 
-After SIGTERM or SIGUSR1 the run saves at the next safe point, and every rank exits with the same exit code.
+After SIGTERM or SIGUSR1 the run saves at the next safe point, and every rank exits with
+the same exit code.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ import torch
 
 from megaverl.config import Config
 from megaverl.config.errors import InvalidConfig
-from megaverl.config.grids import CLAIMS, is_placed, placed_mistakes, resolve_placement, role_grids, used_roles
+from megaverl.config.grids import (
+    CLAIMS,
+    is_placed,
+    placed_mistakes,
+    resolve_placement,
+    role_grids,
+    used_roles,
+)
 from megaverl.controller.serving import StatusBoard
 from megaverl.distributed.heartbeat import Heartbeat
 from megaverl.distributed.liveness import Liveness, Timeouts, write_flight_record
@@ -40,13 +48,16 @@ from megaverl.processes import freeze_objects, thaw_objects
 from megaverl.version import __version__
 
 PYTHON_THRESHOLD = (700, 10, 10)  # default thresholds of Python's garbage collector
-# Seconds that the transports wait longer than the run allows, so that liveness can name the lost rank first.
+# Seconds that the transports wait longer than the run allows, so that liveness can name
+# the lost rank first.
 SPEAKS_FIRST = 60.0
 # Seconds between writes of `ranks.json`.
 WRITES_EVERY = 2.0
-# Seconds without a heartbeat before a rank counts as lost. Calls that hold the interpreter are shorter.
+# Seconds without a heartbeat before a rank counts as lost. Calls that hold the
+# interpreter are shorter.
 LOST_AFTER = 30.0
-# Longer on GPUs, where calls that compile and load kernels hold the interpreter. This value is not measured.
+# Longer on GPUs, where calls that compile and load kernels hold the interpreter. This
+# value is not measured.
 LOST_AFTER_ON_GPUS = 120.0
 # Components that compute. Their versions must be the same on all nodes.
 MUST_AGREE = ("torch", "megatron-core", "vllm", "transformers")
@@ -67,7 +78,9 @@ def patience(minutes: float) -> timedelta:
     return timedelta(seconds=minutes * 60 + SPEAKS_FIRST)
 
 
-def join_job(config: Config, command: str, console: Console, check: PlacementCheck | None = None) -> Job:
+def join_job(
+    config: Config, command: str, console: Console, check: PlacementCheck | None = None
+) -> Job:
     """Join the job: exchange facts with the other ranks, resolve the placement and create the process groups.
 
     Args:
@@ -81,15 +94,23 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
     store, rank, size = job_store(timedelta(minutes=config.run.timeout_minutes))
     sections = config.to_dict()
     facts = NodeInfo(
-        claims=claimed_roles(), agreed=digests(sections, _versions()), sections=sections, memory=_gpu_memory()
+        claims=claimed_roles(),
+        agreed=digests(sections, _versions()),
+        sections=sections,
+        memory=_gpu_memory(),
     )
-    nodes = introduce(store, rank, size, facts, timedelta(minutes=config.run.timeout_minutes))
-    # Every rank computes the placement from the same facts, so all get the same result or the same error.
+    nodes = introduce(
+        store, rank, size, facts, timedelta(minutes=config.run.timeout_minutes)
+    )
+    # Every rank computes the placement from the same facts, so all get the same result
+    # or the same error.
     placement = place(config, command, size, nodes)
     if check is not None:
         check(config, placement)
     world = placement.world_of(rank).name
-    write_flight_record(config.run_dir / "logs", "" if placement.is_colocated else world)
+    write_flight_record(
+        config.run_dir / "logs", "" if placement.is_colocated else world
+    )
     context = join(placement, store, rank, patience(config.run.timeout_minutes))
     seconds = config.run.timeout_minutes * 60
     console.speaks = rank == reporter(placement)
@@ -104,12 +125,17 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
             stalled_after=seconds,
             interval=min(1.0, seconds / 10),
             # No longer than the run lets ranks be silent.
-            lost_after=min(LOST_AFTER_ON_GPUS if platform.is_cuda else LOST_AFTER, seconds),
+            lost_after=min(
+                LOST_AFTER_ON_GPUS if platform.is_cuda else LOST_AFTER, seconds
+            ),
             grace=min(4.0, seconds / 2),
         ),
         world=world,
-        # With all roles on all ranks, the name of a role group adds nothing to a rank's number.
-        name=(lambda number: f"rank {number}") if placement.is_colocated else context.describe,
+        # With all roles on all ranks, the name of a role group adds nothing to a rank's
+        # number.
+        name=(lambda number: f"rank {number}")
+        if placement.is_colocated
+        else context.describe,
         say=console.error,
         show=RanksFile(config.run_dir),
     )
@@ -122,7 +148,9 @@ def alone(config: Config) -> JobContext:
     return of_default_group(roles, patience(config.run.timeout_minutes))
 
 
-def place(config: Config, command: str, size: int, nodes: tuple[Node, ...]) -> ResolvedPlacement:
+def place(
+    config: Config, command: str, size: int, nodes: tuple[Node, ...]
+) -> ResolvedPlacement:
     """Resolve the placement of the roles from `placement` and the nodes' `--role`.
 
     Without either, every role has every rank.
@@ -132,14 +160,20 @@ def place(config: Config, command: str, size: int, nodes: tuple[Node, ...]) -> R
     """
     claims = any(node.claims for node in nodes)
     if claims and command != "train":
-        raise ConfigError(f"--role: `megaverl {command}` has all roles on all ranks. Leave it out.")
+        raise ConfigError(
+            f"--role: `megaverl {command}` has all roles on all ranks. Leave it out."
+        )
     roles = used_roles(config, command)
     if is_placed(config, command) or claims:
-        placement = resolve_placement(config.placement, role_grids(config, roles), size, nodes)
+        placement = resolve_placement(
+            config.placement, role_grids(config, roles), size, nodes
+        )
         if mistakes := list(placed_mistakes(config, placement)):
             raise InvalidConfig(mistakes, "placement")
         return placement
-    return resolve({}, size, dict.fromkeys([*roles, "rollout", "reward", "coordinator"]), nodes)
+    return resolve(
+        {}, size, dict.fromkeys([*roles, "rollout", "reward", "coordinator"]), nodes
+    )
 
 
 def reporter(placement: ResolvedPlacement) -> int:
@@ -162,11 +196,19 @@ def claimed_roles() -> tuple[str, ...]:
 
 def _gpu_memory() -> float:
     """Return the memory of this rank's GPU in bytes, or 0 without a GPU."""
-    return float(torch.cuda.get_device_properties(platform.device).total_memory) if platform.is_cuda else 0.0
+    return (
+        float(torch.cuda.get_device_properties(platform.device).total_memory)
+        if platform.is_cuda
+        else 0.0
+    )
 
 
 def _versions() -> dict[str, str]:
-    versions = {component: known[1] for component in MUST_AGREE if (known := installed(component))}
+    versions = {
+        component: known[1]
+        for component in MUST_AGREE
+        if (known := installed(component))
+    }
     return {"megaverl": __version__, **versions}
 
 
@@ -184,7 +226,9 @@ class RanksFile:
         # Readers must never see a partly written file.
         part = self._path.with_suffix(".part")
         with suppress(OSError):  # the run does not depend on this file
-            part.write_text(json.dumps({"time": time.time(), "ranks": ranks}), encoding="utf-8")
+            part.write_text(
+                json.dumps({"time": time.time(), "ranks": ranks}), encoding="utf-8"
+            )
             os.replace(part, self._path)
 
 
@@ -266,7 +310,8 @@ class Leaving(Exception):
 class PreemptionHandler:
     """Handler of signals that ask the run to leave. It only stores the signal.
 
-    The signal reaches the run's program with the rank's next reply, and the program leaves at a safe point.
+    The signal reaches the run's program with the rank's next reply, and the program
+    leaves at a safe point.
 
     Example:
         leave = PreemptionHandler()
@@ -300,9 +345,10 @@ class PreemptionHandler:
 def kept_objects() -> Iterator[None]:
     """Exclude the existing objects from garbage collection until the end.
 
-    megatron-core collects garbage twice in every save. With all libraries imported, each collection takes half a
-    second. Objects created later are collected with Python's default thresholds. Existing garbage is collected first,
-    because frozen garbage would keep its tensors in memory until the end.
+    megatron-core collects garbage twice in every save. With all libraries imported,
+    each collection takes half a second. Objects created later are collected with
+    Python's default thresholds. Existing garbage is collected first, because frozen
+    garbage would keep its tensors in memory until the end.
     """
     gc.collect()
     freeze_objects()

@@ -27,12 +27,27 @@ from megaverl.platform import platform
 from megaverl.trainer.build import Builder
 from megaverl.trainer.disaggregated import Disaggregated
 from megaverl.trainer.executor import Colocated, Executor
-from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, alone, kept_objects, reporter
+from megaverl.trainer.job import (
+    Job,
+    Leaving,
+    PreemptionHandler,
+    Stages,
+    alone,
+    kept_objects,
+    reporter,
+)
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE, PartialRollouts
 from megaverl.trainer.program import begin_given, give_rollouts, take_given_step, train
 from megaverl.trainer.replanning import Replanning
 from megaverl.trainer.resuming import GoingOn
-from megaverl.trainer.saving import Records, Saving, export_model, sample_records, settle_file, tokenizer_digest
+from megaverl.trainer.saving import (
+    Records,
+    Saving,
+    export_model,
+    sample_records,
+    settle_file,
+    tokenizer_digest,
+)
 from megaverl.trainer.schedule import RolloutFolder, StoredRollouts, read_waiting
 from megaverl.trainer.served_run import ServedRun
 from megaverl.trainer.validation import Validation
@@ -45,8 +60,8 @@ ROLLOUT_FILE = "rollouts.safetensors"
 class Trainer:
     """Reinforcement learning run on one rank, from a configuration to trained weights.
 
-    Every rank creates one and calls `train`. The coordinator's rank runs the program of the run (`program.train`), and
-    all ranks serve its calls.
+    Every rank creates one and calls `train`. The coordinator's rank runs the program of
+    the run (`program.train`), and all ranks serve its calls.
 
     Args:
         job: this rank's place in the job. None: the default process group is the whole job.
@@ -72,30 +87,44 @@ class Trainer:
         self.config, self.console = config, console
         rank = job.context.rank if job else dist.get_rank()
         self.keeps_records = rank == (reporter(job.context.placement) if job else 0)
-        self.builder = builder = builder or Builder(config, context=job.context if job else None)
+        self.builder = builder = builder or Builder(
+            config, context=job.context if job else None
+        )
         self.run_dir = builder.config.run_dir
         self.records = Records(config, self.run_dir, console, keeps=self.keeps_records)
-        held_out = builder.dataset(config.data.validation) if config.data.validation else None
+        held_out = (
+            builder.dataset(config.data.validation) if config.data.validation else None
+        )
         self.validation = Validation(config, held_out, self.records, console)
         self.prompts = builder.prompts()
         if self.prompts.losses:
             console.print(f"training prompts: {self.prompts.losses}")
         self.timeline = Timeline(rank)
-        self.timeline.received, self.timeline.by_dimension = received_bytes, by_dimension
+        self.timeline.received, self.timeline.by_dimension = (
+            received_bytes,
+            by_dimension,
+        )
         self.stages = Stages(self.timeline, job)
-        self.profiler = Profiler(config.run.profile, self.run_dir, rank, self.timeline, console.warn)
+        self.profiler = Profiler(
+            config.run.profile, self.run_dir, rank, self.timeline, console.warn
+        )
         replay = config.trainer.replay_rollouts
         replayed = RolloutFolder(replay) if replay is not None else None
         self.stages.status("resume")
         placed = job is not None and not job.context.placement.is_colocated
-        # With separate role groups, the coordinator's rank decides on commits for all ranks of the job.
+        # With separate role groups, the coordinator's rank decides on commits for all
+        # ranks of the job.
         committer = Committer()
         if job is not None and placed:
-            committer = Committer(job.context.control, job.context.placement.coordinator)
-        self.saving = Saving(config, self.run_dir, self.stages.status, console, committer)
+            committer = Committer(
+                job.context.control, job.context.placement.coordinator
+            )
+        self.saving = Saving(
+            config, self.run_dir, self.stages.status, console, committer
+        )
         self.stages.status("build")
-        # The weights of trained roles come from the checkpoint, so the builder does not read them from the model's
-        # folder.
+        # The weights of trained roles come from the checkpoint, so the builder does not
+        # read them from the model's folder.
         builder.resumes = self.saving.resumed_from is not None
         self.executor: Executor
         if job is not None and placed:
@@ -109,37 +138,49 @@ class Trainer:
         for operator in self.executor.flow.plan.operators:
             own_roles = job.context.placement.roles_of(rank) if job else operator.roles
             if here := [role for role in operator.roles if role in own_roles]:
-                # The timeline shows an operator of several roles under the last of its roles on this rank.
+                # The timeline shows an operator of several roles under the last of its
+                # roles on this rank.
                 self.timeline.roles[operator.name] = here[-1]
         self.stragglers = self._stragglers(job)
-        self.rate = self._rate(job.context.placement.size if job else dist.get_world_size())
+        self.rate = self._rate(
+            job.context.placement.size if job else dist.get_world_size()
+        )
         if config.run.profile.steps:
             self.profiler.dims = self._named_groups()
         self.next_step = 0
         self.measured: dict[str, float] = {}
         self.served: ServedRun
         self.cut_off: StoredRollouts | None = None
-        self.stored = RolloutFolder(self.run_dir / "rollouts") if config.trainer.store_rollouts else None
+        self.stored = (
+            RolloutFolder(self.run_dir / "rollouts")
+            if config.trainer.store_rollouts
+            else None
+        )
         self.leave = PreemptionHandler()
         self.replanning = Replanning(config, console, keeps=self.keeps_records)
 
     def _named_groups(self) -> dict[tuple[int, ...], str]:
         """Return the names of this rank's process groups in its models' grids, by the groups' ranks.
 
-        A group of all ranks has the key (). A name is a role and a dimension of its grid, such as "actor tp".
+        A group of all ranks has the key (). A name is a role and a dimension of its
+        grid, such as "actor tp".
         """
         group_names: dict[tuple[int, ...], list[str]] = {}
         for role, trainable in self.roles.trained.items():
-            # The same group may belong to several grids, and is shown with all of its names.
+            # The same group may belong to several grids, and is shown with all of its
+            # names.
             grid = trainable.model.grid
             for dim, ranks in grid.shape.groups_of(grid.rank).items():
-                group_names.setdefault(() if len(ranks) == grid.shape.world_size else ranks, []).append(f"{role} {dim}")
+                group_names.setdefault(
+                    () if len(ranks) == grid.shape.world_size else ranks, []
+                ).append(f"{role} {dim}")
         return {ranks: ", ".join(names) for ranks, names in group_names.items()}
 
     def _stragglers(self, job: Job | None) -> Stragglers | None:
         """Create the straggler detection, or return None if `run.stragglers_every` is 0.
 
-        Ranks are compared with each other if they have the same roles and the same pipeline stage of the actor.
+        Ranks are compared with each other if they have the same roles and the same
+        pipeline stage of the actor.
         """
         if not (every := self.config.run.stragglers_every):
             return None
@@ -149,7 +190,9 @@ class Trainer:
         stage = None if isinstance(actor, RemoteWorker) else actor.model.grid.coords.pp
         name = job.context.describe if job else "rank {}".format
         group, say = self.executor.control, self.console.warn
-        return Stragglers(meter, f"{roles} {stage}", every, group=group, name=name, say=say)
+        return Stragglers(
+            meter, f"{roles} {stage}", every, group=group, name=name, say=say
+        )
 
     def _rate(self, world: int) -> MeasuredRate | None:
         """Create the meter of the ranks' compute throughput.
@@ -163,7 +206,9 @@ class Trainer:
             return None
         known = platform.is_cuda or self.config.run.hardware is not None
         try:
-            return MeasuredRate(self.config, world, hardware_of(self.config, world) if known else None)
+            return MeasuredRate(
+                self.config, world, hardware_of(self.config, world) if known else None
+            )
         except MegaverlError as error:
             self.console.warn(f"train/mfu and its like are not measured: {error}")
             return None
@@ -179,10 +224,15 @@ class Trainer:
         """
         with self.leave.listening(), kept_objects():
             self.resume()
-            # The stored rollouts must cover all steps before the first of them is trained on.
+            # The stored rollouts must cover all steps before the first of them is
+            # trained on.
             if self.step.replayed is not None:
                 with together(self.executor.control):
-                    self.step.replayed.check(self.next_step, self.config.trainer.steps, self.config.samples_per_step)
+                    self.step.replayed.check(
+                        self.next_step,
+                        self.config.trainer.steps,
+                        self.config.samples_per_step,
+                    )
             with self.recording():
                 self.served = ServedRun(self)
                 self.served.serve(lambda run: train(run, self.next_step))
@@ -202,8 +252,8 @@ class Trainer:
 
     @contextmanager
     def begin(self) -> Iterator[None]:
-        """Open a loop that a Python program drives: restore a checkpoint if there is one, and sync the engine's
-        weights.
+        """Open a loop that a Python program drives: restore a checkpoint if there is
+        one, and sync the engine's weights.
         """
         self.resume()
         with self.leave.listening(), self.recording():
@@ -242,7 +292,8 @@ class Trainer:
         self.served.serve(lambda run: take_given_step(run, step))
         done = self.next_step
         metrics: dict[str, float] = {}
-        # The history contains the step's metrics and those of a validation after it, as separate entries.
+        # The history contains the step's metrics and those of a validation after it, as
+        # separate entries.
         for number, measured in self.records.history:
             metrics |= measured if number == done else {}
         if done == self.config.trainer.steps and self.config.checkpoint.export_hf:
@@ -283,23 +334,37 @@ class Trainer:
         trainer, measured = self.config.trainer, self.executor.measured(done)
         slow = self.stragglers.compare(done) if self.stragglers is not None else {}
         if measured is not None:
-            # The reward functions define no correct response, so an accuracy would be meaningless.
+            # The reward functions define no correct response, so an accuracy would be
+            # meaningless.
             if not self.roles.reward.reward.has_accuracy:
                 measured.metrics.pop("reward/accuracy", None)
-            measured.metrics.update(slow | self.replanning.look(done, measured.metrics, measured.rollouts))
+            measured.metrics.update(
+                slow | self.replanning.look(done, measured.metrics, measured.rollouts)
+            )
             if self.rate is not None:
                 seconds = measured.metrics["train/step_time_ms"] / 1e3
-                measured.metrics.update(self.rate.metrics(sequence_lengths(measured.rollouts).lengths, seconds))
+                measured.metrics.update(
+                    self.rate.metrics(
+                        sequence_lengths(measured.rollouts).lengths, seconds
+                    )
+                )
             self.records.log(done, measured.metrics)
             if self.keeps_records:
-                samples = sample_records(measured.rollouts, measured.scores, self.roles.reward, trainer.save_samples)
+                samples = sample_records(
+                    measured.rollouts,
+                    measured.scores,
+                    self.roles.reward,
+                    trainer.save_samples,
+                )
                 self.records.log_samples(done, samples)
             self.console.step(done, trainer.steps, measured.metrics)
         if self.stored is not None:
             with together(self.executor.control):
                 if measured is not None and self.keeps_records:
                     values = {"rollouts": measured.rollouts, "scores": measured.scores}
-                    self.stored.append(self._rollouts(done - 1, values, measured.metrics))
+                    self.stored.append(
+                        self._rollouts(done - 1, values, measured.metrics)
+                    )
         return measured.metrics if measured is not None else {}
 
     def leave_run(self, signal: str, values: Mapping[str, Any]) -> None:
@@ -316,45 +381,58 @@ class Trainer:
         cut_off = None
         if values:
             batch: RolloutBatch = values["rollouts"]
-            # A checkpoint holds all samples, while this rank may hold only its own rows.
+            # A checkpoint holds all samples, while this rank may hold only its own
+            # rows.
             whole = whole_on(batch, 0)
             measured = self.step.measured(self.next_step)
-            cut_off = self._rollouts(self.next_step, {**values, "rollouts": whole}, measured)
+            cut_off = self._rollouts(
+                self.next_step, {**values, "rollouts": whole}, measured
+            )
         self._leave(signal, cut_off)
 
     def _leave(self, signal: str, cut_off: StoredRollouts | None) -> None:
-        # A run that has trained nothing has no checkpoint to write. A second start loses nothing.
+        # A run that has trained nothing has no checkpoint to write. A second start
+        # loses nothing.
         nothing_yet = self.next_step == 0 and cut_off is None
         if nothing_yet:
             progress = "nothing was trained yet"
         else:
             if not self._save(self.next_step, wait=True, cut_off=cut_off):
-                raise CheckpointError(f"{signal}: the run leaves, and could not save before.")
+                raise CheckpointError(
+                    f"{signal}: the run leaves, and could not save before."
+                )
             inside = f", inside step {self.next_step + 1}" if cut_off else ""
             progress = f"saved after {self.next_step} of {self.config.trainer.steps} steps{inside}"
         going_on = GoingOn.of(self.config, has_saved=not nothing_yet)
         raise Leaving(f"{signal}: {progress}; {going_on.advice}", going_on.code)
 
-    def _rollouts(self, step: int, values: Mapping[str, Any], metrics: Mapping[str, float]) -> StoredRollouts:
+    def _rollouts(
+        self, step: int, values: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> StoredRollouts:
         """Return the samples of a step so far, with the metrics that describe them."""
         # Other metrics belong to training and are measured when the step is repeated.
-        measured = {k: v for k, v in metrics.items() if k.startswith(("rollout/", "reward/"))}
+        measured = {
+            k: v for k, v in metrics.items() if k.startswith(("rollout/", "reward/"))
+        }
         version = self.roles.sync.weight_version if self.roles.sync else 0
-        return StoredRollouts(step, version, values["rollouts"], values.get("scores"), measured)
+        return StoredRollouts(
+            step, version, values["rollouts"], values.get("scores"), measured
+        )
 
     # --- records and checkpoints --------------------------------------------------------------------------------------
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Open the records for the remaining steps, and write the timeline at the end."""
-        # A resumed run repeats steps after its checkpoint and stores their rollouts again.
+        # A resumed run repeats steps after its checkpoint and stores their rollouts
+        # again.
         if self.keeps_records and self.stored is not None:
             self.stored.forget(self.next_step)
         try:
             with self.records.opened(self.next_step):
                 yield
-        # Every rank raises a MegaverlError. A checkpoint of an earlier step is then written completely and only needs
-        # its commit.
+        # Every rank raises a MegaverlError. A checkpoint of an earlier step is then
+        # written completely and only needs its commit.
         except MegaverlError:
             self.saving.commit_written()
             raise
@@ -374,10 +452,20 @@ class Trainer:
             self.console.print(f"models written to {folder}: {', '.join(models)}")
 
     def _save(
-        self, done: int, *, best: bool = False, wait: bool = False, cut_off: StoredRollouts | None = None
+        self,
+        done: int,
+        *,
+        best: bool = False,
+        wait: bool = False,
+        cut_off: StoredRollouts | None = None,
     ) -> bool:
-        files: dict[str, Callable[[Path], None]] = {ROLLOUT_FILE: cut_off.write} if cut_off else {}
-        if isinstance(self.step.in_progress, PartialRollouts) and self.step.in_progress.groups:
+        files: dict[str, Callable[[Path], None]] = (
+            {ROLLOUT_FILE: cut_off.write} if cut_off else {}
+        )
+        if (
+            isinstance(self.step.in_progress, PartialRollouts)
+            and self.step.in_progress.groups
+        ):
             files[PARTIAL_FILE] = self.step.in_progress.writer()
         with self.stages("checkpoint"):
             return self.saving.save(
@@ -401,12 +489,18 @@ class Trainer:
                 "sampler": self.prompts.state_dict(),
                 "tokenizer": tokenizer_digest(self.builder.tokenizer),
                 "weight_version": sync.weight_version if sync else 0,
-                "generation_budget": in_flight.budget if in_flight and in_flight.measures else None,
+                "generation_budget": in_flight.budget
+                if in_flight and in_flight.measures
+                else None,
                 "best": self.validation.state_dict(),
-                "metrics_bytes": settle_file(self.run_dir / "metrics.jsonl") if self.keeps_records else 0,
+                "metrics_bytes": settle_file(self.run_dir / "metrics.jsonl")
+                if self.keeps_records
+                else 0,
                 "cut_off": cut_off.facts() if cut_off else None,
                 "ahead": [],
-                "partial_groups": len(self.step.in_progress.groups) if self.step.in_progress is not None else 0,
+                "partial_groups": len(self.step.in_progress.groups)
+                if self.step.in_progress is not None
+                else 0,
             }
         )
 
@@ -417,25 +511,36 @@ class Trainer:
         state: dict[str, Any] | None = None
         notes: list[str] = []
         if path is not None:
-            # The engine may share tensors with the actor, so loading a checkpoint makes the engine's weights
-            # inconsistent.
+            # The engine may share tensors with the actor, so loading a checkpoint makes
+            # the engine's weights inconsistent.
             if sync is not None:
                 sync.source_changes()
-            path, state = self.saving.resume(self.executor.trained, "train", self.builder.tokenizer)
+            path, state = self.saving.resume(
+                self.executor.trained, "train", self.builder.tokenizer
+            )
             notes = self._take_up(path, state)
         if sync is not None:
             sync.reshard()
         if sync is not None and state is not None:
-            # Weight versions count over the whole run, because tokens of restored samples refer to them.
+            # Weight versions count over the whole run, because tokens of restored
+            # samples refer to them.
             sync.weight_version = int(state["weight_version"]) or sync.weight_version
             if (in_flight := self.roles.in_flight) is not None and in_flight.measures:
                 in_flight.budget = state.get("generation_budget")
         self.step.newest_version = (int(state["weight_version"]) if state else 0) or 1
-        self.executor.prepare_updates(counts_from_state(state["coordinator"]) if state else {}, path)
+        self.executor.prepare_updates(
+            counts_from_state(state["coordinator"]) if state else {}, path
+        )
         if path is not None:
-            inside = f", and step {self.next_step + 1} goes on after its rollout" if self.cut_off else ""
+            inside = (
+                f", and step {self.next_step + 1} goes on after its rollout"
+                if self.cut_off
+                else ""
+            )
             total = self.config.trainer.steps
-            self.saving.report_resumed(self.next_step, total, inside, self.executor.trained)
+            self.saving.report_resumed(
+                self.next_step, total, inside, self.executor.trained
+            )
             for note in notes:
                 self.console.print(note)
 
@@ -446,21 +551,30 @@ class Trainer:
         self.next_step = int(state["next_step"])
         notes = [*self.prompts.notes, *self._take_up_best(state["best"])]
         for role, trainable in self.executor.trained.items():
-            if moved := self.saving.changed.moved_updates(self.config, self.next_step, role):
+            if moved := self.saving.changed.moved_updates(
+                self.config, self.next_step, role
+            ):
                 trainable.move_schedule(moved)
         self.saving.note_resumed(self.next_step, inside=state["cut_off"] is not None)
         if self.step.replayed is None:
             with together():
                 if state["cut_off"] is not None:
-                    self.cut_off = StoredRollouts.read(path / ROLLOUT_FILE, state["cut_off"])
+                    self.cut_off = StoredRollouts.read(
+                        path / ROLLOUT_FILE, state["cut_off"]
+                    )
                 if state.get("partial_groups"):
                     self._take_up_partial(path, int(state["partial_groups"]))
                 if self.executor.makes_samples:
                     self.step.waiting = read_waiting(path, state.get("ahead", ()))
             notes += self._settle_samples()
         written = self.run_dir / "metrics.jsonl"
-        # Only a checkpoint of this run folder refers to this file. A resume from another run starts a new file.
-        if self.keeps_records and path.parent.parent == self.run_dir and settle_file(written) < state["metrics_bytes"]:
+        # Only a checkpoint of this run folder refers to this file. A resume from
+        # another run starts a new file.
+        if (
+            self.keeps_records
+            and path.parent.parent == self.run_dir
+            and settle_file(written) < state["metrics_bytes"]
+        ):
             self.console.warn(
                 f"{written} holds less than when {path.name} was saved ({state['metrics_bytes']} bytes then): "
                 "the steps that are missing there will stay so"
@@ -469,24 +583,41 @@ class Trainer:
 
     def _take_up_best(self, best: Mapping[str, Any]) -> list[str]:
         """Restore the best validation so far, unless the validation's prompts or metric have changed. Return notes."""
-        measure = ("trainer.best_metric", "trainer.validation_", "data.validation", "reward")
-        changed = [change.key for change in self.saving.changed.changes if change.key.startswith(measure)]
+        measure = (
+            "trainer.best_metric",
+            "trainer.validation_",
+            "data.validation",
+            "reward",
+        )
+        changed = [
+            change.key
+            for change in self.saving.changed.changes
+            if change.key.startswith(measure)
+        ]
         if changed:
-            return [f"the best validation so far is forgotten: {', '.join(changed)} changed what is best"]
+            return [
+                f"the best validation so far is forgotten: {', '.join(changed)} changed what is best"
+            ]
         # None in a checkpoint without held-out prompts, or of an older version.
         measured_on = best.get("data")
         if measured_on is not None and measured_on != self.validation.data_digest:
-            return ["the best validation so far is forgotten: the rows of data.validation have changed"]
+            return [
+                "the best validation so far is forgotten: the rows of data.validation have changed"
+            ]
         self.validation.load_state_dict(best)
         return []
 
     def _settle_samples(self) -> list[str]:
         """Keep or restart samples of the checkpoint that were generated under other generation settings. Return notes.
 
-        Complete responses are trained on with the settings that they were drawn with. Unfinished responses restart from
-        their prompts, because their remaining tokens would come from another distribution than their first ones.
+        Complete responses are trained on with the settings that they were drawn with.
+        Unfinished responses restart from their prompts, because their remaining tokens
+        would come from another distribution than their first ones.
         """
-        before, changed = self.saving.changed.before, self.saving.changed.generated_otherwise
+        before, changed = (
+            self.saving.changed.before,
+            self.saving.changed.generated_otherwise,
+        )
         if before is None or not changed:
             return []
         notes = []
@@ -494,15 +625,27 @@ class Trainer:
         keys = ", ".join(change.key for change in changed)
         if self.cut_off is not None:
             self.cut_off = self.cut_off.drawn_with(sampling)
-        self.step.waiting = {step: stored.drawn_with(sampling) for step, stored in self.step.waiting.items()}
-        steps = sorted({*self.step.waiting, *([self.cut_off.step] if self.cut_off is not None else [])})
+        self.step.waiting = {
+            step: stored.drawn_with(sampling)
+            for step, stored in self.step.waiting.items()
+        }
+        steps = sorted(
+            {
+                *self.step.waiting,
+                *([self.cut_off.step] if self.cut_off is not None else []),
+            }
+        )
         if steps:
             numbers = ", ".join(str(step + 1) for step in steps)
-            notes.append(f"responses of step {numbers} are trained on as they were generated before {keys} changed")
+            notes.append(
+                f"responses of step {numbers} are trained on as they were generated before {keys} changed"
+            )
         if self.step.in_progress is not None and self.step.in_progress.groups:
             self.step.in_progress.restart()
             count = len(self.step.in_progress.groups)
-            notes.append(f"{count} unfinished groups of responses begin anew from their prompts: {keys} changed")
+            notes.append(
+                f"{count} unfinished groups of responses begin anew from their prompts: {keys} changed"
+            )
         return notes
 
     def _take_up_partial(self, path: Path, number: int) -> None:

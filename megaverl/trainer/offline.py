@@ -4,8 +4,9 @@
       take_step, validate        one optimizer step on the rows of a step; metrics of held-out rows
       report_step, save_if_due   what follows a step
 
-`supervised.SFTTrainer` trains on prompt/answer pairs. `preferences.PreferenceTrainer` (`megaverl dpo`) and
-`preferences.RewardModelTrainer` (`megaverl reward`) train on pairs of responses.
+`supervised.SFTTrainer` trains on prompt/answer pairs. `preferences.PreferenceTrainer`
+(`megaverl dpo`) and `preferences.RewardModelTrainer` (`megaverl reward`) train on pairs
+of responses.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ from megaverl.monitoring.console import Console
 from megaverl.monitoring.profiler import Profiler
 from megaverl.monitoring.timeline import Timeline, memory_metrics
 from megaverl.trainer.build import Builder
-from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, alone, kept_objects
+from megaverl.trainer.job import (
+    Job,
+    Leaving,
+    PreemptionHandler,
+    Stages,
+    alone,
+    kept_objects,
+)
 from megaverl.trainer.resuming import GoingOn
 from megaverl.trainer.saving import Records, Saving, settle_file, tokenizer_digest
 from megaverl.trainer.serving import serve_program
@@ -41,7 +49,9 @@ from megaverl.workers.model import TrainingModel
 from megaverl.workers.trainable import TrainableModel
 
 
-async def train_on_rows(trainers: TrainerGroup, first_step: int, num_steps: int, validate_every: int) -> None:
+async def train_on_rows(
+    trainers: TrainerGroup, first_step: int, num_steps: int, validate_every: int
+) -> None:
     """Run the remaining steps. After each step, validate, save or leave if that is due.
 
     Args:
@@ -105,14 +115,22 @@ def with_longest(config: Config, longest: int | None) -> Config:
     if longest is None:
         return config
     sampling = {**config.rollout.sampling, "max_tokens": longest}
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"sampling": sampling})})
+    return config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"sampling": sampling})}
+    )
 
 
 def with_optimizer(
-    builder: Builder, model: TrainingModel, role: ActorConfig | RewardModelConfig, stage: SFTConfig | PreferenceConfig
+    builder: Builder,
+    model: TrainingModel,
+    role: ActorConfig | RewardModelConfig,
+    stage: SFTConfig | PreferenceConfig,
 ) -> TrainableModel:
     """Create the optimizer of a model with the learning rate, schedule and number of steps of a stage."""
-    schedule = {"lr_decay_style": stage.lr_decay_style, "lr_warmup_steps": stage.lr_warmup_steps}
+    schedule = {
+        "lr_decay_style": stage.lr_decay_style,
+        "lr_warmup_steps": stage.lr_warmup_steps,
+    }
     role = role.model_copy(update={"scheduler": schedule})
     return make_trainable(model, role, {**role.optimizer, "lr": stage.lr}, stage.steps)
 
@@ -153,9 +171,13 @@ class OfflineTrainer(ABC):
         self.run_dir = builder.config.run_dir
         self.stages = Stages(Timeline(dist.get_rank()), job)
         timeline = self.stages.timeline
-        self.profiler = Profiler(config.run.profile, self.run_dir, timeline.rank, timeline, console.warn)
+        self.profiler = Profiler(
+            config.run.profile, self.run_dir, timeline.rank, timeline, console.warn
+        )
         self.data = self.dataset(sources)
-        self.sampler = self.data.sampler(stage.batch_size, config.run.seed, shuffle=config.data.shuffle)
+        self.sampler = self.data.sampler(
+            stage.batch_size, config.run.seed, shuffle=config.data.shuffle
+        )
         self.saving = Saving(config, self.run_dir, self.stages.status, console)
         builder.resumes = self.saving.resumed_from is not None
         self.leave = PreemptionHandler()
@@ -203,7 +225,9 @@ class OfflineTrainer(ABC):
 
         async def program(controller: Controller) -> None:
             trainers = TrainerGroup("trainer", range(controller.num_ranks), controller)
-            await train_on_rows(trainers, self.next_step, self.steps, self.validate_every)
+            await train_on_rows(
+                trainers, self.next_step, self.steps, self.validate_every
+            )
 
         try:
             with self.records.opened(self.next_step):
@@ -218,15 +242,17 @@ class OfflineTrainer(ABC):
                 )
                 if self.leaving is not None:
                     raise self.leaving
-        # Every rank raises a MegaverlError. A checkpoint of an earlier step is then written completely and only needs
-        # its commit.
+        # Every rank raises a MegaverlError. A checkpoint of an earlier step is then
+        # written completely and only needs its commit.
         except MegaverlError:
             self.saving.commit_written()
             raise
         finally:
             self.profiler.close()
             if self.is_first:
-                self.records.aside(lambda: self.stages.timeline.export(self.run_dir / "timeline.json"))
+                self.records.aside(
+                    lambda: self.stages.timeline.export(self.run_dir / "timeline.json")
+                )
 
     def save(self, done: int, *, wait: bool) -> None:
         """Save a checkpoint after `done` steps. Collective over all ranks.
@@ -240,10 +266,14 @@ class OfflineTrainer(ABC):
             "steps": self.steps,
             "sampler": self.sampler.state_dict(),
             "tokenizer": tokenizer_digest(self.builder.tokenizer),
-            "metrics_bytes": settle_file(self.run_dir / "metrics.jsonl") if self.is_first else 0,
+            "metrics_bytes": settle_file(self.run_dir / "metrics.jsonl")
+            if self.is_first
+            else 0,
         }
         with self.stages("checkpoint"):
-            self.saving.save(done, self.trained, state, wait=wait, best=False, inside=False, files={})
+            self.saving.save(
+                done, self.trained, state, wait=wait, best=False, inside=False, files={}
+            )
 
     def _resume(self) -> None:
         """Load the checkpoint that the run resumes from, if there is one."""
@@ -276,8 +306,12 @@ class TrainerWorker:
             measured = trainer.one_step(records, step)
         trainer.profiler.end(step + 1)
         trainer.next_step = step + 1
-        self._metrics = {f"{trainer.name}/{name}": value for name, value in measured.items()}
-        self._metrics[f"{trainer.name}/step_time_ms"] = (time.perf_counter() - start) * 1e3
+        self._metrics = {
+            f"{trainer.name}/{name}": value for name, value in measured.items()
+        }
+        self._metrics[f"{trainer.name}/step_time_ms"] = (
+            time.perf_counter() - start
+        ) * 1e3
         self._metrics |= memory_metrics("actor")
         self._validated = {}
 
@@ -285,15 +319,21 @@ class TrainerWorker:
         """Measure the model on the held-out rows."""
         with self._trainer.stages("validation"):
             measured = self._trainer.validate()
-        self._validated = {f"validation/{name}": value for name, value in measured.items()}
+        self._validated = {
+            f"validation/{name}": value for name, value in measured.items()
+        }
 
     def report_step(self, done: int) -> None:
         """Write and display the metrics of a step."""
         trainer = self._trainer
         trainer.records.log(done, self._metrics | self._validated)
         shown = {"loss", "accuracy", "preference_accuracy", "margin"}
-        values = {name.rpartition("/")[2]: value for name, value in self._metrics.items()}
-        text = [f"{name} {value:.4f}" for name, value in values.items() if name in shown]
+        values = {
+            name.rpartition("/")[2]: value for name, value in self._metrics.items()
+        }
+        text = [
+            f"{name} {value:.4f}" for name, value in values.items() if name in shown
+        ]
         text += [f"{name} {value:.4f}" for name, value in self._validated.items()]
         trainer.console.print(f"step {done}/{trainer.steps}  " + "  ".join(text))
         trainer.result = self._validated or self._metrics
@@ -313,5 +353,6 @@ class TrainerWorker:
         going_on = GoingOn.of(trainer.config, has_saved=True)
         name = Signals(signal).name
         trainer.leaving = Leaving(
-            f"{name}: saved after {done} of {trainer.steps} steps; {going_on.advice}", going_on.code
+            f"{name}: saved after {done} of {trainer.steps} steps; {going_on.advice}",
+            going_on.code,
         )

@@ -34,22 +34,31 @@ def load_step(name: str) -> StepProgram:
     """
     function = load_function(name, KEY)
     if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{KEY}: {name} is not declared with `async def`, and could not await the calls of roles.")
+        raise ConfigError(
+            f"{KEY}: {name} is not declared with `async def`, and could not await the calls of roles."
+        )
 
     async def step(run: Run, number: int) -> Samples:
         def explain(error: BaseException) -> TrainingStopped:
-            return TrainingStopped(f"{KEY}: {name} raised {describe(error)}{where_raised(error)} in step {number + 1}.")
+            return TrainingStopped(
+                f"{KEY}: {name} raised {describe(error)}{where_raised(error)} in step {number + 1}."
+            )
 
         kept = (RunLeft, MegaverlError)
         try:
             with user_code(explain, keep=kept):
                 returned: Any = await function(run, number)
         except TrainingStopped as error:
-            # If the controller cancelled the program, the cancellation is passed on unchanged.
+            # If the controller cancelled the program, the cancellation is passed on
+            # unchanged.
             if isinstance(error.__cause__, asyncio.CancelledError):
                 raise error.__cause__ from None
             raise
-        if not (isinstance(returned, tuple) and len(returned) == 2 and all(isinstance(part, Ref) for part in returned)):
+        if not (
+            isinstance(returned, tuple)
+            and len(returned) == 2
+            and all(isinstance(part, Ref) for part in returned)
+        ):
             raise TrainingStopped(
                 f"{KEY}: {name} returned {show(returned)} in step {number + 1}; expected the samples that it "
                 "has trained on: rollouts and scores, as `sample` returns them."

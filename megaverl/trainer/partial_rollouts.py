@@ -1,17 +1,22 @@
 """Responses that continue over a weight update: partial rollouts and in-flight updates.
 
-With partial rollouts, a step takes the groups that finish first, and the others continue after the update. With
-in-flight updates, engines that run ahead of training receive new weights in the middle of their responses.
+With partial rollouts, a step takes the groups that finish first, and the others
+continue after the update. With in-flight updates, engines that run ahead of training
+receive new weights in the middle of their responses.
 
-Source: Kimi k1.5, arXiv 2501.12599, section 2.6.2. As in PipelineRL, arXiv 2509.19128, one response may contain tokens
-of several weight versions, and each token is weighted by the log-prob that it was drawn with.
+Source: Kimi k1.5, arXiv 2501.12599, section 2.6.2. As in PipelineRL, arXiv 2509.19128,
+one response may contain tokens of several weight versions, and each token is weighted
+by the log-prob that it was drawn with.
 
-More groups are in progress than a step takes. In each round, every unfinished response grows by `chunk_tokens`. The
-step has its samples after the first round in which enough groups are finished. The order in which groups finish depends
-only on their numbers of tokens, not on timing, on the number of engines or on cache sizes. Within a step, an engine
-finds earlier tokens in its prefix cache. After a weight update, it recomputes their keys and values.
+More groups are in progress than a step takes. In each round, every unfinished response
+grows by `chunk_tokens`. The step has its samples after the first round in which enough
+groups are finished. The order in which groups finish depends only on their numbers of
+tokens, not on timing, on the number of engines or on cache sizes. Within a step, an
+engine finds earlier tokens in its prefix cache. After a weight update, it recomputes
+their keys and values.
 
-Every rank holds all groups in progress, which are the same on all ranks: tokens and log-probs, no device tensors.
+Every rank holds all groups in progress, which are the same on all ranks: tokens and
+log-probs, no device tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +35,13 @@ from megaverl.data import batch_io
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.errors import DataError, RolloutError
-from megaverl.rollout.engine import Generation, Sampling, SamplingOptions, drawing, of_each
+from megaverl.rollout.engine import (
+    Generation,
+    Sampling,
+    SamplingOptions,
+    drawing,
+    of_each,
+)
 from megaverl.workers.responses import Draws, Metrics, rollout_batch, rollout_metrics
 from megaverl.workers.rollout import AgentRollouts, Rollout
 
@@ -70,7 +81,12 @@ class PartialResponse:
 
     def restart(self) -> None:
         """Drop all tokens. The next draws use other seeds, because `rounds` is kept."""
-        self.token_ids, self.log_probs, self.versions, self.finish_reason = [], [], [], ""
+        self.token_ids, self.log_probs, self.versions, self.finish_reason = (
+            [],
+            [],
+            [],
+            "",
+        )
 
 
 @dataclass
@@ -95,7 +111,10 @@ class PartialGroup:
 
     def oldest(self, version: int) -> int:
         """Return the version of the oldest token, or `version` if there is no token yet."""
-        return min((min(response.versions, default=version) for response in self.responses), default=version)
+        return min(
+            (min(response.versions, default=version) for response in self.responses),
+            default=version,
+        )
 
 
 # Maps prompts and their draws to the sampling options of the responses.
@@ -112,7 +131,8 @@ class GroupsInProgress:
     def __init__(self, config: Config, sampled: Sampled) -> None:
         self.config, self._sampled = config, sampled
         self.groups: list[PartialGroup] = []
-        # Equal options share one object, because an engine processes requests with the same options together.
+        # Equal options share one object, because an engine processes requests with the
+        # same options together.
         self._ways: dict[str, SamplingOptions] = {}
 
     @property
@@ -121,18 +141,25 @@ class GroupsInProgress:
         return self.config.data.prompts_per_step
 
     def _draws(self, step: int, number: int) -> Draws:
-        return Draws(self.config.run.seed, step, self.config.algorithm.group_size, number)
+        return Draws(
+            self.config.run.seed, step, self.config.algorithm.group_size, number
+        )
 
     def _group(self, prompt: PromptRecord, step: int, number: int) -> PartialGroup:
         draws = self._draws(step, number)
         options = of_each(self._sampled([prompt], draws), draws.group_size)
         return PartialGroup(
-            prompt, step, number, [self._ways.setdefault(repr(sampling), sampling) for sampling in options], []
+            prompt,
+            step,
+            number,
+            [self._ways.setdefault(repr(sampling), sampling) for sampling in options],
+            [],
         )
 
     def _begin(self, prompts: Sequence[PromptRecord], step: int) -> None:
         for number, prompt in enumerate(prompts):
-            # The response so far becomes part of the prompt, in which image placeholders are counted.
+            # The response so far becomes part of the prompt, in which image
+            # placeholders are counted.
             if prompt.images:
                 raise RolloutError(
                     "rollout.partial and rollout.in_flight_updates do not support prompts with images: they continue a "
@@ -163,29 +190,52 @@ class GroupsInProgress:
             options, response = group.sampling[number], group.responses[number]
             prompts.append([*group.prompt.token_ids, *response.token_ids])
             chunk = min(most, options.max_tokens - len(response.token_ids))
-            sampling.append(limited.setdefault((options, chunk), options.with_max_tokens(chunk)))
-            # The seed depends only on the sample and its number of rounds, not on other requests in progress.
-            seeds.append(self._draws(group.step, group.number).seed(number, response.rounds))
-        # All responses of a group go to the same engine in every round, which has their keys and values in its cache.
-        parts = rollout.generate(prompts, sampling, seeds, conversations=[place for place, _ in going])
+            sampling.append(
+                limited.setdefault((options, chunk), options.with_max_tokens(chunk))
+            )
+            # The seed depends only on the sample and its number of rounds, not on other
+            # requests in progress.
+            seeds.append(
+                self._draws(group.step, group.number).seed(number, response.rounds)
+            )
+        # All responses of a group go to the same engine in every round, which has their
+        # keys and values in its cache.
+        parts = rollout.generate(
+            prompts, sampling, seeds, conversations=[place for place, _ in going]
+        )
         for (place, number), part in zip(going, parts, strict=True):
             group = self.groups[place]
-            group.responses[number].append(part, version, group.sampling[number].max_tokens)
+            group.responses[number].append(
+                part, version, group.sampling[number].max_tokens
+            )
         return sum(len(part.token_ids) for part in parts)
 
-    def _measured(self, rollout: Rollout, batch: RolloutBatch, seconds: float, generated: int) -> Metrics:
-        metrics = rollout_metrics(batch, seconds, rollout.weight_version) | rollout.engine_metrics()
+    def _measured(
+        self, rollout: Rollout, batch: RolloutBatch, seconds: float, generated: int
+    ) -> Metrics:
+        metrics = (
+            rollout_metrics(batch, seconds, rollout.weight_version)
+            | rollout.engine_metrics()
+        )
         return metrics | {"rollout/throughput_tokens_per_sec": generated / seconds}
 
     def _finished(self, groups: Sequence[PartialGroup]) -> RolloutBatch:
         options = [sampling for group in groups for sampling in group.sampling]
         batch = _batch(groups)
-        # Without adaptive sampling all responses have the same options, of which one is enough.
-        return batch.with_(**drawing(options if self.config.rollout.adaptive_sampling else options[0], len(batch)))
+        # Without adaptive sampling all responses have the same options, of which one is
+        # enough.
+        return batch.with_(
+            **drawing(
+                options if self.config.rollout.adaptive_sampling else options[0],
+                len(batch),
+            )
+        )
 
     def restart(self) -> None:
         """Restart every response from its prompt, with the current sampling options."""
-        self.groups = [self._group(group.prompt, group.step, group.number) for group in self.groups]
+        self.groups = [
+            self._group(group.prompt, group.step, group.number) for group in self.groups
+        ]
         for group in self.groups:
             group.responses = [PartialResponse() for _ in group.sampling]
 
@@ -204,7 +254,10 @@ class GroupsInProgress:
             for group in self.groups
             for number, response in enumerate(group.responses)
         ]
-        kept = RolloutBatch(batch.tensors, {_FACTS: facts, "finish_reason": batch.columns["finish_reason"]})
+        kept = RolloutBatch(
+            batch.tensors,
+            {_FACTS: facts, "finish_reason": batch.columns["finish_reason"]},
+        )
         return partial(batch_io.save, kept)
 
     def read(self, path: Path) -> None:
@@ -227,12 +280,19 @@ class GroupsInProgress:
                 )
                 # A response with a prompt is the first of its group.
                 if facts["prompt"]:
-                    token_ids = batch.input_ids[row, : int(batch.prompt_lengths[row])].tolist()
-                    prompt, (step, number) = PromptRecord(token_ids=token_ids, **facts["prompt"]), facts["began"]
+                    token_ids = batch.input_ids[
+                        row, : int(batch.prompt_lengths[row])
+                    ].tolist()
+                    prompt, (step, number) = (
+                        PromptRecord(token_ids=token_ids, **facts["prompt"]),
+                        facts["began"],
+                    )
                     self.groups.append(self._group(prompt, step, number))
                 self.groups[-1].responses.append(response)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise DataError(f"{path}: these are no unfinished responses: {type(error).__name__}: {error}") from error
+            raise DataError(
+                f"{path}: these are no unfinished responses: {type(error).__name__}: {error}"
+            ) from error
 
 
 class PartialRollouts(GroupsInProgress):
@@ -242,7 +302,10 @@ class PartialRollouts(GroupsInProgress):
         super().__init__(config, sampled)
         assert config.rollout.partial is not None
         self.settings = config.rollout.partial
-        self.wanted, self.limit = config.data.prompts_per_step, config.rollout.max_staleness
+        self.wanted, self.limit = (
+            config.data.prompts_per_step,
+            config.rollout.max_staleness,
+        )
         # Version of the weights that filled the engine's prefix cache.
         self._version: int | None = None
 
@@ -252,7 +315,10 @@ class PartialRollouts(GroupsInProgress):
         return max(0, self.settings.num_groups(self.wanted) - len(self.groups))
 
     def run(
-        self, rollout: Rollout | AgentRollouts, prompts: Sequence[PromptRecord], step: int
+        self,
+        rollout: Rollout | AgentRollouts,
+        prompts: Sequence[PromptRecord],
+        step: int,
     ) -> tuple[RolloutBatch, Metrics]:
         """Generate in rounds until a step's groups are finished. Remove and return them.
 
@@ -260,11 +326,16 @@ class PartialRollouts(GroupsInProgress):
             The finished samples, and the metrics of the rollout.
         """
         assert isinstance(rollout, Rollout), "agents of their own write in episodes"
-        start, version, rounds, generated = time.perf_counter(), rollout.weight_version, 0, 0
+        start, version, rounds, generated = (
+            time.perf_counter(),
+            rollout.weight_version,
+            0,
+            0,
+        )
         self._begin(prompts, step)
         if version == self._version and not self.config.rollout.sleep:
-            # New weights would have reset the cache. Without them it is reset here, as a run that resumes here starts
-            # with an empty one.
+            # New weights would have reset the cache. Without them it is reset here, as
+            # a run that resumes here starts with an empty one.
             rollout.engine.reset_prefix_cache()
         self._version = version
         restarted = self._restart_stale(version)
@@ -280,7 +351,9 @@ class PartialRollouts(GroupsInProgress):
             "rollout/rounds": float(rounds),
             "rollout/generated_tokens": float(generated),
             "rollout/kept_groups": float(len(self.groups)),
-            "rollout/kept_tokens": float(sum(len(r.token_ids) for group in self.groups for r in group.responses)),
+            "rollout/kept_tokens": float(
+                sum(len(r.token_ids) for group in self.groups for r in group.responses)
+            ),
             "rollout/restarted": float(restarted),
         }
 
@@ -292,15 +365,21 @@ class PartialRollouts(GroupsInProgress):
             longer.
         """
         finished = [group for group in self.groups if group.is_finished]
-        # Oldest tokens first, so that no group waits longer than necessary. Step and number make the order unique.
-        finished.sort(key=lambda group: (group.oldest(version), group.step, group.number))
+        # Oldest tokens first, so that no group waits longer than necessary. Step and
+        # number make the order unique.
+        finished.sort(
+            key=lambda group: (group.oldest(version), group.step, group.number)
+        )
         if len(finished) < self.wanted:
             return None
         taken = finished[: self.wanted]
         if self.settings.when_stale == "finish" and len(finished) < len(self.groups):
-            # Every later step takes `wanted` groups. The groups that become due up to each later step must fit into
-            # these.
-            ages = [version - group.oldest(version) for group in _without(self.groups, taken)]
+            # Every later step takes `wanted` groups. The groups that become due up to
+            # each later step must fit into these.
+            ages = [
+                version - group.oldest(version)
+                for group in _without(self.groups, taken)
+            ]
             for later in range(self.limit + 1):
                 if sum(age + later >= self.limit for age in ages) > later * self.wanted:
                     return None
@@ -309,7 +388,8 @@ class PartialRollouts(GroupsInProgress):
     def _restart_stale(self, version: int) -> int:
         """Restart responses that have a token too old to be trained on. Return their number.
 
-        With `when_stale: finish` there are none, unless `max_staleness` was lowered before a resume.
+        With `when_stale: finish` there are none, unless `max_staleness` was lowered
+        before a resume.
         """
         stale = [
             response
@@ -325,7 +405,8 @@ class PartialRollouts(GroupsInProgress):
 class InFlightUpdates(GroupsInProgress):
     """In-flight updates (`rollout.in_flight_updates`): the engines receive new weights once within each response.
 
-    A run that leaves between `begin` and `finish` saves `groups` in its checkpoint and continues from there.
+    A run that leaves between `begin` and `finish` saves `groups` in its checkpoint and
+    continues from there.
 
     Attributes:
         trains_from: version of the weights from which the step that is being generated will be trained.
@@ -335,7 +416,12 @@ class InFlightUpdates(GroupsInProgress):
     _num_tokens = 0  # tokens generated for the running step
     _seconds = 0.0  # seconds that their generation took
 
-    def begin(self, rollout: Rollout | AgentRollouts, prompts: Sequence[PromptRecord], step: int) -> None:
+    def begin(
+        self,
+        rollout: Rollout | AgentRollouts,
+        prompts: Sequence[PromptRecord],
+        step: int,
+    ) -> None:
         """Generate the first `in_flight_tokens` of each response, unless they were restored from a checkpoint.
 
         The default is half of `max_tokens`.
@@ -347,7 +433,9 @@ class InFlightUpdates(GroupsInProgress):
             # Half of `max_tokens`, rounded up.
             half = -(-int(settings.sampling["max_tokens"]) // 2)
             self._begin(prompts, step)
-            self._num_tokens = self._round(rollout, rollout.weight_version, settings.in_flight_tokens or half)
+            self._num_tokens = self._round(
+                rollout, rollout.weight_version, settings.in_flight_tokens or half
+            )
         self._seconds = time.perf_counter() - start
 
     def finish(self, rollout: Rollout | AgentRollouts) -> tuple[RolloutBatch, Metrics]:
@@ -355,14 +443,18 @@ class InFlightUpdates(GroupsInProgress):
         assert isinstance(rollout, Rollout), "agents of their own write in episodes"
         start = time.perf_counter()
         longest = int(self.config.rollout.sampling["max_tokens"])
-        num_tokens = self._num_tokens + self._round(rollout, rollout.weight_version, longest)
+        num_tokens = self._num_tokens + self._round(
+            rollout, rollout.weight_version, longest
+        )
         batch, self.groups = self._finished(self.groups), []
         seconds = self._seconds + time.perf_counter() - start
         measured = self._measured(rollout, batch, seconds, num_tokens)
         return batch, measured | age_metrics(batch, self.trains_from)
 
 
-def _without(groups: Sequence[PartialGroup], others: Sequence[PartialGroup]) -> list[PartialGroup]:
+def _without(
+    groups: Sequence[PartialGroup], others: Sequence[PartialGroup]
+) -> list[PartialGroup]:
     # Compare by identity, because two groups of the same prompt may be equal.
     gone = set(map(id, others))
     return [group for group in groups if id(group) not in gone]
@@ -380,15 +472,24 @@ def _record(prompt: PromptRecord) -> dict[str, object]:
 
 def _batch(groups: Sequence[PartialGroup]) -> RolloutBatch:
     """Return the responses of all groups as one batch. Groups are numbered in order."""
-    rows = [(number, group, response) for number, group in enumerate(groups) for response in group.responses]
+    rows = [
+        (number, group, response)
+        for number, group in enumerate(groups)
+        for response in group.responses
+    ]
     batch = rollout_batch(
         [group.prompt for _, group, _ in rows],
-        [Generation(response.token_ids, response.log_probs, response.finish_reason) for _, _, response in rows],
+        [
+            Generation(response.token_ids, response.log_probs, response.finish_reason)
+            for _, _, response in rows
+        ],
         [number for number, _, _ in rows],
     )
     versions = torch.full_like(batch.generated_ids, -1)
     for row, (_, _, response) in enumerate(rows):
-        versions[row, : len(response.versions)] = torch.tensor(response.versions, dtype=torch.int64)
+        versions[row, : len(response.versions)] = torch.tensor(
+            response.versions, dtype=torch.int64
+        )
     return batch.with_(weight_versions=versions)
 
 

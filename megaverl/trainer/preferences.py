@@ -15,7 +15,11 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job
 from megaverl.trainer.offline import OfflineTrainer, with_optimizer
 from megaverl.trainer.saving import export_classifier, export_model
-from megaverl.workers.pairs import PreferenceUpdates, RewardModelUpdates, of_single_responses
+from megaverl.workers.pairs import (
+    PreferenceUpdates,
+    RewardModelUpdates,
+    of_single_responses,
+)
 
 VALIDATION_PAIRS = 256  # pairs in one batch
 
@@ -26,18 +30,27 @@ class PairTrainer(OfflineTrainer):
     updates: PreferenceUpdates | RewardModelUpdates
 
     def __init__(
-        self, config: Config, builder: Builder, console: Console, job: Job | None = None, *, pairs_only: bool = True
+        self,
+        config: Config,
+        builder: Builder,
+        console: Console,
+        job: Job | None = None,
+        *,
+        pairs_only: bool = True,
     ) -> None:
         preference = config.preference
         self.reader = PreferenceReader(
             builder.encoder(),
             PreferenceColumns.of(preference),
-            max_tokens=preference.max_response_tokens or int(config.rollout.sampling["max_tokens"]),
+            max_tokens=preference.max_response_tokens
+            or int(config.rollout.sampling["max_tokens"]),
             pairs_only=pairs_only,
         )
         super().__init__(config, builder, console, job, preference, preference.train)
         self.validate_every = preference.validate_every
-        self.held_out = self.dataset(preference.validation) if preference.validation else None
+        self.held_out = (
+            self.dataset(preference.validation) if preference.validation else None
+        )
 
     def dataset(self, sources: Sequence[Entry]) -> PromptDataset:
         dataset = self.builder.dataset(sources, needs_answer=False)
@@ -54,8 +67,13 @@ class PairTrainer(OfflineTrainer):
         total: dict[str, float] = {}
         for start in range(0, len(self.held_out), VALIDATION_PAIRS):
             rows = range(start, min(start + VALIDATION_PAIRS, len(self.held_out)))
-            metrics = self.updates.evaluate(self.reader.batch([self.held_out[i] for i in rows]))
-            total = {name: total.get(name, 0.0) + value * len(rows) for name, value in metrics.items()}
+            metrics = self.updates.evaluate(
+                self.reader.batch([self.held_out[i] for i in rows])
+            )
+            total = {
+                name: total.get(name, 0.0) + value * len(rows)
+                for name, value in metrics.items()
+            }
         return {name: value / len(self.held_out) for name, value in total.items()}
 
 
@@ -64,9 +82,17 @@ class PreferenceTrainer(PairTrainer):
 
     name = "dpo"
 
-    def __init__(self, config: Config, builder: Builder, console: Console, job: Job | None = None) -> None:
+    def __init__(
+        self, config: Config, builder: Builder, console: Console, job: Job | None = None
+    ) -> None:
         preference, actor = config.preference, config.actor
-        super().__init__(config, builder, console, job, pairs_only=not of_single_responses(preference.loss))
+        super().__init__(
+            config,
+            builder,
+            console,
+            job,
+            pairs_only=not of_single_responses(preference.loss),
+        )
         model = builder.model(actor, "actor", trained=actor.lora is None)
         policy = with_optimizer(builder, model, actor, preference)
         self.trained = {"actor": policy}
@@ -83,22 +109,31 @@ class PreferenceTrainer(PairTrainer):
 
 
 class RewardModelTrainer(PairTrainer):
-    """Trainer of a reward model: a sequence classifier with one label that ranks the responses of a pair
-    (Bradley-Terry).
+    """Trainer of a reward model: a sequence classifier with one label that ranks the
+    responses of a pair (Bradley-Terry).
     """
 
     name = "reward_model"
 
-    def __init__(self, config: Config, builder: Builder, console: Console, job: Job | None = None) -> None:
+    def __init__(
+        self, config: Config, builder: Builder, console: Console, job: Job | None = None
+    ) -> None:
         super().__init__(config, builder, console, job)
         section = config.reward_model
         fresh = section.lora is None
-        model = builder.model(section, "reward_model", path=section.path, value_head=1, trained=fresh)
+        model = builder.model(
+            section, "reward_model", path=section.path, value_head=1, trained=fresh
+        )
         classifier = with_optimizer(builder, model, section, config.preference)
         self.trained = {"reward_model": classifier}
         self.updates = RewardModelUpdates(
-            classifier, section.loss, section.options, micro_batch_tokens=section.micro_batch_tokens
+            classifier,
+            section.loss,
+            section.options,
+            micro_batch_tokens=section.micro_batch_tokens,
         )
 
     def export(self, folder: Path) -> None:
-        export_classifier(self.updates.model, self.builder, folder, path=self.config.reward_model.path)
+        export_classifier(
+            self.updates.model, self.builder, folder, path=self.config.reward_model.path
+        )

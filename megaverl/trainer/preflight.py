@@ -1,7 +1,8 @@
 """Checks of a run before its ranks start, for the command line and for Python programs.
 
-`load_config` has already checked the configuration. These functions check the machine, and the checkpoint that the run
-resumes from, without heavy imports. Ranks that torchrun started check their code and data here as well.
+`load_config` has already checked the configuration. These functions check the machine,
+and the checkpoint that the run resumes from, without heavy imports. Ranks that torchrun
+started check their code and data here as well.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from megaverl.config.roles import GridConfig
 from megaverl.config.run import is_hub_name
 from megaverl.config.wording import listed
 from megaverl.errors import ConfigError, ModelError, RolloutError
-from megaverl.gpus import cuda_builds_beside_cpu_torch, has_usable_gpu, is_processor_meant, unusable_gpus
+from megaverl.gpus import (
+    cuda_builds_beside_cpu_torch,
+    has_usable_gpu,
+    is_processor_meant,
+    unusable_gpus,
+)
 from megaverl.models.hub_lookup import missing_models
 from megaverl.rank_environment import Work, prepare_rank
 from megaverl.rollout.cpu_kernels import why_no_kernel
@@ -37,7 +43,8 @@ from megaverl.user_code import describe
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-# Marks ranks whose code and data the starting command has checked, or was told not to check.
+# Marks ranks whose code and data the starting command has checked, or was told not to
+# check.
 CHECKED = "_MEGAVERL_CHECKED"
 GENERATES = ("train", "eval", "generate", "quickstart")
 
@@ -45,7 +52,8 @@ GENERATES = ("train", "eval", "generate", "quickstart")
 def prepare_environment(config: Config, command: str) -> None:
     """Set the environment variables of this rank.
 
-    This must run before torch is imported, because torch and CUDA read their variables only once.
+    This must run before torch is imported, because torch and CUDA read their variables
+    only once.
     """
     roles = [getattr(config, role, None) for role in used_roles(config, command)]
     models = [role for role in roles if isinstance(role, GridConfig)]
@@ -53,7 +61,9 @@ def prepare_environment(config: Config, command: str) -> None:
     work = Work(
         engines=frozenset(role.engine for role in models),
         generates=command in GENERATES and config.rollout.engine == "vllm",
-        steps_on_cpu=any(optimizer.get("optimizer_cpu_offload") for optimizer in optimizers),
+        steps_on_cpu=any(
+            optimizer.get("optimizer_cpu_offload") for optimizer in optimizers
+        ),
     )
     prepare_rank(os.environ, work)
 
@@ -103,9 +113,14 @@ def engine_mistakes_here(config: Config, command: str) -> Iterator[ConfigIssue]:
     spec = _outline(config)
     fields = config.rollout.vllm
     try:
-        check_runs_here({"enforce_eager": True, **fields}, experts=spec is not None and spec.moe is not None)
+        check_runs_here(
+            {"enforce_eager": True, **fields},
+            experts=spec is not None and spec.moe is not None,
+        )
         if speculative := fields.get("speculative_config"):
-            method = speculative.get("method") or ("draft_model" if speculative.get("model") else "")
+            method = speculative.get("method") or (
+                "draft_model" if speculative.get("model") else ""
+            )
             speculation_here({**speculative, "method": method})
     except RolloutError as error:
         key, mark, rest = re.split("([=:])", str(error), maxsplit=1)
@@ -123,22 +138,31 @@ def _outline(config: Config) -> ModelSpec | None:
         return None  # the configuration's own check reports this better
 
 
-def field_mistakes_on(config: Config, command: str, machine: FieldMachine) -> Iterator[ConfigIssue]:
+def field_mistakes_on(
+    config: Config, command: str, machine: FieldMachine
+) -> Iterator[ConfigIssue]:
     """Yield an issue for each requirement of megatron-core's fields that this machine does not meet.
 
     Only the roles that `command` builds are checked.
     """
     sections = {role: getattr(config, role) for role in used_roles(config, command)}
-    on_megatron = {role: section for role, section in sections.items() if section.engine == "megatron"}
+    on_megatron = {
+        role: section
+        for role, section in sections.items()
+        if section.engine == "megatron"
+    }
     for role, parts in without_repeats(on_megatron).items():
         yield from need_mistakes(role, parts, machine)
 
 
-def check_fields(config: Config, command: str, *, dry_run: bool = False, with_trials: bool = True) -> list[str]:
+def check_fields(
+    config: Config, command: str, *, dry_run: bool = False, with_trials: bool = True
+) -> list[str]:
     """Check that this machine supports the fields that are passed to megatron-core and vLLM.
 
-    A dry run on a machine without a GPU may be meant for another machine, unless CUDA_VISIBLE_DEVICES selects the CPU.
-    Its issues are then returned as notes instead of being raised.
+    A dry run on a machine without a GPU may be meant for another machine, unless
+    CUDA_VISIBLE_DEVICES selects the CPU. Its issues are then returned as notes instead
+    of being raised.
 
     Args:
         with_trials: also build small models in child processes.
@@ -149,13 +173,20 @@ def check_fields(config: Config, command: str, *, dry_run: bool = False, with_tr
     Raises:
         InvalidConfig: lists the fields that this machine does not support.
     """
-    issues = [*head_size_mistakes(config, command), *engine_mistakes_here(config, command)]
+    issues = [
+        *head_size_mistakes(config, command),
+        *engine_mistakes_here(config, command),
+    ]
     issues += field_mistakes_on(config, command, FieldMachine.here())
     notes = []
     if with_trials and not issues and _outline(config) is not None:
-        tried = try_roles(config, command, generates=generates_with_vllm(config, command))
+        tried = try_roles(
+            config, command, generates=generates_with_vllm(config, command)
+        )
         issues += tried.issues
-        notes += [f"not certain before ranks start: {setting}" for setting in tried.not_tried]
+        notes += [
+            f"not certain before ranks start: {setting}" for setting in tried.not_tried
+        ]
     if not issues:
         return notes
     if not dry_run or has_usable_gpu() or is_processor_meant():
@@ -182,7 +213,8 @@ def check_models(config: Config, *, on_this_machine: bool = True) -> None:
 def check_dry_run(config: Config, command: str, *, with_files: bool) -> str:
     """Run the checks of a dry run. Return a warning, or an empty string.
 
-    A dry run may be of a recipe for another machine, so builds and GPUs of this machine are not errors.
+    A dry run may be of a recipe for another machine, so builds and GPUs of this machine
+    are not errors.
 
     Args:
         with_files: whether the folders of the model and the run are on this machine.
@@ -211,8 +243,9 @@ def check_code_and_data(config: Config, command: str) -> Preflight:
 def check_in_ranks(config: Config, command: str, group: dist.ProcessGroup) -> None:
     """Check code and rows once on each node, unless the starting command has done so. Collective over all ranks.
 
-    Ranks that torchrun started have not been checked. Files may be on each machine's own disk, so the first rank of
-    every node checks them. All ranks then raise the same error before any model is built.
+    Ranks that torchrun started have not been checked. Files may be on each machine's
+    own disk, so the first rank of every node checks them. All ranks then raise the same
+    error before any model is built.
 
     Args:
         group: all ranks of the job, with communication in host memory.
@@ -220,7 +253,8 @@ def check_in_ranks(config: Config, command: str, group: dist.ProcessGroup) -> No
     Raises:
         InvalidConfig: lists what is wrong, with the node if it is not wrong on all of them.
     """
-    # Removed after reading, so that a run which user code starts from here is checked again.
+    # Removed after reading, so that a run which user code starts from here is checked
+    # again.
     if os.environ.pop(CHECKED, ""):
         return
     report: dict[str, Any] | None = None
@@ -229,14 +263,24 @@ def check_in_ranks(config: Config, command: str, group: dist.ProcessGroup) -> No
         try:
             issues = [asdict(issue) for issue in preflight(config, command).issues]
         except Exception as error:
-            issues = [asdict(ConfigIssue("run", f"its code and data cannot be checked: {describe(error)}."))]
+            issues = [
+                asdict(
+                    ConfigIssue(
+                        "run",
+                        f"its code and data cannot be checked: {describe(error)}.",
+                    )
+                )
+            ]
         report = {"host": socket.gethostname(), "issues": issues}
     # Imported here because it imports torch, which only ranks need.
     from megaverl.distributed.collectives import reduce_json
 
     merged = reduce_json(report, _merge_reports, group)
     if merged:
-        mistakes = [ConfigIssue(**{**issue, "involves": tuple(issue["involves"])}) for issue in merged]
+        mistakes = [
+            ConfigIssue(**{**issue, "involves": tuple(issue["involves"])})
+            for issue in merged
+        ]
         raise InvalidConfig(mistakes, "code and data that it names")
 
 

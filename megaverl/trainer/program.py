@@ -1,8 +1,10 @@
 """Programs of a run: the training loop and its steps, written as ordinary async functions.
 
-Only the coordinator's rank runs a program. It calls methods of worker groups, and every rank serves these calls in the
-order in which they were made. A call returns immediately. Awaiting it gives its result, which is either a small value
-or a reference to a value that stays on the ranks. The same program runs whether roles share ranks or have their own.
+Only the coordinator's rank runs a program. It calls methods of worker groups, and every
+rank serves these calls in the order in which they were made. A call returns
+immediately. Awaiting it gives its result, which is either a small value or a reference
+to a value that stays on the ranks. The same program runs whether roles share ranks or
+have their own.
 
     train                               the loop
       take_step                         one step, its records, validation and checkpoint
@@ -26,7 +28,13 @@ from typing import Any
 
 from megaverl.controller.references import PendingCall, Ref
 from megaverl.data.batch import RolloutBatch
-from megaverl.trainer.role_groups import EarlySamples, Run, Samples, StepFlow, TrainedGroup
+from megaverl.trainer.role_groups import (
+    EarlySamples,
+    Run,
+    Samples,
+    StepFlow,
+    TrainedGroup,
+)
 from megaverl.trainer.sample_rows import Fields
 from megaverl.trainer.update_decisions import decide_together
 from megaverl.workers.decisions import Rules
@@ -54,7 +62,8 @@ async def train(run: Run, first_step: int) -> None:
         return
     finally:
         if run.ahead is not None:
-            # The task would otherwise start samples of further steps while the ranks leave.
+            # The task would otherwise start samples of further steps while the ranks
+            # leave.
             run.ahead.stop()
 
 
@@ -74,7 +83,8 @@ async def take_step(run: Run, step: int) -> None:
     # Not awaited, because the engines may still be generating samples of a later step.
     run.session.begin_step(step)
     samples = await run.step(run, step)
-    # These calls are not awaited one by one. Every rank executes them in the order in which they are sent.
+    # These calls are not awaited one by one. Every rank executes them in the order in
+    # which they are sent.
     run.recorder.take(*samples)
     run.session.report_step(step + 1)
     if run.validates and is_validation_due(run, step + 1):
@@ -122,7 +132,8 @@ async def asynchronous_step(run: Run, step: int) -> Samples:
 async def train_on(run: Run, step: int, samples: Samples) -> list[PendingCall[bool]]:
     """Compute log-probs, values and advantages, then start the updates.
 
-    Roles that the algorithm does not use are None: GRPO has no critic, and a run without a KL term has no reference.
+    Roles that the algorithm does not use are None: GRPO has no critic, and a run
+    without a KL term has no reference.
 
     Returns:
         The pending updates. Ranks are still working on them, and may report gradients (`finish_updates`).
@@ -130,8 +141,9 @@ async def train_on(run: Run, step: int, samples: Samples) -> list[PendingCall[bo
     config = run.config
     rollouts, scores = samples
 
-    # Send all calls before awaiting any, so that different roles compute at the same time. A rank that serves several
-    # of these roles executes their calls in this order.
+    # Send all calls before awaiting any, so that different roles compute at the same
+    # time. A rank that serves several of these roles executes their calls in this
+    # order.
     signals: list[PendingCall[Ref[Fields]]] = [run.actor.old_log_probs(rollouts, step)]
     if run.reference is not None:
         signals.append(run.reference.log_probs(rollouts))
@@ -145,13 +157,18 @@ async def train_on(run: Run, step: int, samples: Samples) -> list[PendingCall[bo
     # PRIME learns from the reference's log-probs, which `signals[1]` refers to.
     if config.estimator_reads("implicit_rewards"):
         signals.append(run.actor.implicit_rewards(rollouts, scores, await signals[1]))
-    experience = await run.actor.advantages(rollouts, scores, [await signal for signal in signals])
+    experience = await run.actor.advantages(
+        rollouts, scores, [await signal for signal in signals]
+    )
 
-    # Actor and critic train in parallel if they have separate ranks. The critic's update is sent first, so that its
-    # samples leave the actor's ranks before these start to train. On shared ranks with `reshard.overlap`, the actor
-    # trains first: its new weights are transferred while the critic trains.
+    # Actor and critic train in parallel if they have separate ranks. The critic's
+    # update is sent first, so that its samples leave the actor's ranks before these
+    # start to train. On shared ranks with `reshard.overlap`, the actor trains first:
+    # its new weights are transferred while the critic trains.
     updates: list[PendingCall[bool]] = []
-    is_critic_last = config.reshard.overlap and run.critic is not None and not run.is_critic_apart
+    is_critic_last = (
+        config.reshard.overlap and run.critic is not None and not run.is_critic_apart
+    )
     if run.critic is not None and not is_critic_last:
         updates.append(run.critic.begin_update(rollouts, experience, step))
     updates.append(run.actor.begin_update(rollouts, experience, step))
@@ -175,7 +192,9 @@ async def finish_updates(run: Run, updates: Sequence[PendingCall[Any]]) -> None:
         await update
 
 
-async def send_weights(run: Run, step: int, updates: Sequence[PendingCall[bool]]) -> None:
+async def send_weights(
+    run: Run, step: int, updates: Sequence[PendingCall[bool]]
+) -> None:
     """Finish the updates of a step and transfer the new weights to the engines.
 
     With `reshard.overlap`, the transfer starts while the updates are still running.
@@ -190,8 +209,9 @@ async def send_weights(run: Run, step: int, updates: Sequence[PendingCall[bool]]
 async def transfer_weights(run: Run, step: int) -> None:
     """Transfer the actor's weights to the engines.
 
-    Engines that generate ahead receive the weights only after they have begun all samples that the previous weights are
-    to generate. A resumed run therefore generates every response with the same weights as an uninterrupted run.
+    Engines that generate ahead receive the weights only after they have begun all
+    samples that the previous weights are to generate. A resumed run therefore generates
+    every response with the same weights as an uninterrupted run.
     """
     if run.ahead is not None:
         await run.ahead.until_begun(step)
@@ -204,8 +224,9 @@ async def transfer_weights(run: Run, step: int) -> None:
 async def sample_ahead(run: Run, step: int) -> EarlySamples:
     """Generate the samples of a later step, and score them if the reward ranks do not train meanwhile.
 
-    Reward ranks that train would score at an unpredictable time, before or after an update of the model that scores.
-    Two runs could then differ. In that case the rewards are left to the step itself.
+    Reward ranks that train would score at an unpredictable time, before or after an
+    update of the model that scores. Two runs could then differ. In that case the
+    rewards are left to the step itself.
     """
     if run.scores_ahead or run.has_rounds:
         return EarlySamples(*await sample(run, step))
@@ -217,7 +238,8 @@ async def sample_ahead(run: Run, step: int) -> EarlySamples:
 async def generate(run: Run, step: int) -> Ref[RolloutBatch]:
     """Return the responses of a step, from the engines or from the Python program that drives `PPOTrainer`.
 
-    With `rollout.in_flight_updates` each response is generated in two parts, with a weight update in between.
+    With `rollout.in_flight_updates` each response is generated in two parts, with a
+    weight update in between.
     """
     if run.is_given:
         return await run.session.given(step)
@@ -232,7 +254,8 @@ async def generate(run: Run, step: int) -> Ref[RolloutBatch]:
 async def sample(run: Run, step: int) -> Samples:
     """Generate the responses of a step and score them.
 
-    This is a safe point: if the run was asked to leave, it saves the samples made so far.
+    This is a safe point: if the run was asked to leave, it saves the samples made so
+    far.
 
     Raises:
         RunLeft: the run saved a checkpoint and its ranks exit.
@@ -242,7 +265,8 @@ async def sample(run: Run, step: int) -> Samples:
         await leave_if_asked(run, *samples)
         return samples
     if run.scores_arriving:
-        # Sent before the generation, so that the reward ranks receive samples while the engines still generate.
+        # Sent before the generation, so that the reward ranks receive samples while the
+        # engines still generate.
         run.reward.score_arriving(step)
     rollouts = await generate(run, step)
     await run.assign(rollouts)
@@ -272,7 +296,9 @@ async def sample_informative_groups(run: Run, step: int) -> Samples:
 
 
 async def leave_if_asked(
-    run: Run, rollouts: Ref[RolloutBatch] | None = None, scores: Ref[Scores] | None = None
+    run: Run,
+    rollouts: Ref[RolloutBatch] | None = None,
+    scores: Ref[Scores] | None = None,
 ) -> None:
     """Save and end the program if a rank has received a signal to leave.
 
@@ -283,7 +309,8 @@ async def leave_if_asked(
         RunLeft: the run has saved a checkpoint.
     """
     signal = run.controller.signal
-    # Roles on separate ranks are left between steps, because their ranks may be working on different steps.
+    # Roles on separate ranks are left between steps, because their ranks may be working
+    # on different steps.
     is_inside = rollouts is not None
     if not signal or (is_inside and not run.may_leave_inside):
         return
@@ -335,7 +362,8 @@ async def agents_step(run: Run, step: int) -> Samples:
 async def flow_step(run: Run, step: int) -> Samples:
     """Run the operators of the compiled flow, including those that `trainer.operators` adds, in order.
 
-    An operator may replace a value that an earlier operator produced. Each name refers to the latest value.
+    An operator may replace a value that an earlier operator produced. Each name refers
+    to the latest value.
     """
     operators = run.operators
     values = await start_of_flow(run, step)
@@ -362,11 +390,12 @@ async def flow_step(run: Run, step: int) -> Samples:
             is_last = len(updates) == num_updates
             if run.actor.reporting and (is_last or not run.is_critic_apart):
                 await finish_updates(run, updates)
-        # An operator without outputs (the critic's update) is not awaited. The critic can then train in parallel with
-        # the actor.
+        # An operator without outputs (the critic's update) is not awaited. The critic
+        # can then train in parallel with the actor.
         for name in operator.gives:
             values[name] = await operators.pick(await call, name)
-        if operator.name in ("rollout", "reward"):  # safe point: nothing has been trained yet
+        # Safe point: nothing has been trained yet.
+        if operator.name in ("rollout", "reward"):
             await leave_if_asked(run, values["rollouts"], values.get("scores"))
     return Samples(values["rollouts"], values["scores"])
 
@@ -374,13 +403,15 @@ async def flow_step(run: Run, step: int) -> Samples:
 async def start_of_flow(run: Run, step: int) -> dict[str, Ref[Any]]:
     """Return the values that exist before the flow's operators run.
 
-    These are the responses, and also their rewards after dynamic sampling or if rewards were computed ahead of
-    training. The result is empty if an operator changes the prompts first, because the flow then generates the
-    responses itself.
+    These are the responses, and also their rewards after dynamic sampling or if rewards
+    were computed ahead of training. The result is empty if an operator changes the
+    prompts first, because the flow then generates the responses itself.
     """
     if run.ahead is not None:
         early = await run.ahead.take(step)
-        return {"rollouts": early.rollouts} | ({"scores": early.scores} if early.scores is not None else {})
+        return {"rollouts": early.rollouts} | (
+            {"scores": early.scores} if early.scores is not None else {}
+        )
     if run.has_rounds:
         samples = await sample(run, step)
         return {"rollouts": samples.rollouts, "scores": samples.scores}

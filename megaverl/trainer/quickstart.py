@@ -1,7 +1,8 @@
 """Quickstart: a tiny model learns from scratch to reverse numbers, with the same code as a 70B run.
 
-If the recipe names an environment of the package, or its own rows, the model learns that task instead. Tokenizer, model
-and data are created locally. A short supervised warm-up teaches the format of an answer, and PPO the task.
+If the recipe names an environment of the package, or its own rows, the model learns
+that task instead. Tokenizer, model and data are created locally. A short supervised
+warm-up teaches the format of an answer, and PPO the task.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def prepare(config: Config) -> None:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
     )
-    # Restored afterwards, so that the run's own random numbers do not depend on whether the model was created here.
+    # Restored afterwards, so that the run's own random numbers do not depend on whether
+    # the model was created here.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)
         Qwen3ForCausalLM(model_config).save_pretrained(str(folder / "model"))
@@ -70,7 +72,10 @@ def prepare(config: Config) -> None:
 def make_inputs(config: Config) -> None:
     """Create the inputs once on each machine. The first process creates them while the others wait."""
     folder = Path(config.run.dir) / config.run.name / "inputs"
-    marker, wanted = folder / "made_of.json", json.dumps([__version__, config.run.seed, TASK, MODEL])
+    marker, wanted = (
+        folder / "made_of.json",
+        json.dumps([__version__, config.run.seed, TASK, MODEL]),
+    )
     folder.mkdir(parents=True, exist_ok=True)
     # A lock works between processes of one machine, before any process group exists.
     with (folder / "lock").open("w") as lock:
@@ -104,11 +109,15 @@ def _prepare_data(config: Config, folder: Path) -> Path:
 
 def _tokenizer_of_characters(config: Config, path: Path) -> Path:
     """Train a tokenizer on the characters of the configured rows. The common beginning of all prompts is one symbol."""
-    sources = [open_source(source) for source in (*config.data.train, *config.sft.train)]
+    sources = [
+        open_source(source) for source in (*config.data.train, *config.sft.train)
+    ]
     rows = [source[index] for source in sources for index in range(len(source))]
     prompts = [str(row[config.data.prompt_key]) for row in rows]
     beginning = os.path.commonprefix(prompts)
-    texts = [prompt.removeprefix(beginning) for prompt in prompts] + [str(row[config.data.answer_key]) for row in rows]
+    texts = [prompt.removeprefix(beginning) for prompt in prompts] + [
+        str(row[config.data.answer_key]) for row in rows
+    ]
     symbols = [beginning] if beginning else []
     num_special = 4
     size = num_special + len(symbols) + len(set().union(*texts))
@@ -124,7 +133,9 @@ def quickstart(config: Config, console: Console, job: Job | None = None) -> None
     warm = config.run_dir / "inputs" / "warm"
     if not on_first_rank(lambda: _goes_on(config, warm)):
         export_model(warm_up(config, builder, console), builder, warm)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(warm)})})
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": str(warm)})}
+    )
     trainer = Trainer(config, console, Builder(config, builder.groups), job)
     trainer.train()
     if dist.get_rank() == 0:
@@ -139,17 +150,40 @@ def _goes_on(config: Config, warm: Path) -> bool:
 
 def _report(trainer: Trainer, console: Console) -> None:
     """Print the results of the whole run, including the parts before interruptions."""
-    records = [(int(record["step"]), record) for record in read_metrics(trainer.run_dir / "metrics.jsonl")]
-    held_out = [(step, m["validation/accuracy"]) for step, m in records if "validation/accuracy" in m]
-    training = [(step, m["reward/accuracy"]) for step, m in records if "reward/accuracy" in m]
+    records = [
+        (int(record["step"]), record)
+        for record in read_metrics(trainer.run_dir / "metrics.jsonl")
+    ]
+    held_out = [
+        (step, m["validation/accuracy"])
+        for step, m in records
+        if "validation/accuracy" in m
+    ]
+    training = [
+        (step, m["reward/accuracy"]) for step, m in records if "reward/accuracy" in m
+    ]
     has_accuracy = bool(training)
     if not has_accuracy:  # no response can count as correct
-        training = [(step, m["reward/mean"]) for step, m in records if "reward/mean" in m]
-        held_out = [(step, m["validation/reward"]) for step, m in records if "validation/reward" in m]
-    metric, low, high = ("accuracy", 0.0, 1.0) if has_accuracy else ("reward", None, None)
+        training = [
+            (step, m["reward/mean"]) for step, m in records if "reward/mean" in m
+        ]
+        held_out = [
+            (step, m["validation/reward"])
+            for step, m in records
+            if "validation/reward" in m
+        ]
+    metric, low, high = (
+        ("accuracy", 0.0, 1.0) if has_accuracy else ("reward", None, None)
+    )
     shown = "{:.1%}" if has_accuracy else "{:.3f}"
-    picture = plot_curves({"held out": held_out, "training": training}, trainer.run_dir / "curve.png", metric)
-    console.print(text_curve(training, f"{metric} on training prompts", low=low, high=high))
+    picture = plot_curves(
+        {"held out": held_out, "training": training},
+        trainer.run_dir / "curve.png",
+        metric,
+    )
+    console.print(
+        text_curve(training, f"{metric} on training prompts", low=low, high=high)
+    )
     if held_out:  # empty with trainer.validate_every=0
         console.print(
             f"{metric} on held-out prompts: {shown.format(held_out[0][1])} before, "
@@ -157,6 +191,10 @@ def _report(trainer: Trainer, console: Console) -> None:
         )
     console.print(f"curve: {picture}")
     if trainer.config.checkpoint.export_hf:
-        per_agent = " for each agent" if trainer.config.environment.agents == "own" else ""
-        console.print(f"model: {trainer.run_dir / 'hf'} (Hugging Face folder{per_agent})")
+        per_agent = (
+            " for each agent" if trainer.config.environment.agents == "own" else ""
+        )
+        console.print(
+            f"model: {trainer.run_dir / 'hf'} (Hugging Face folder{per_agent})"
+        )
     console.print(f"everything else: megaverl report {trainer.run_dir}")

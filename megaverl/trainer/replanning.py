@@ -1,8 +1,9 @@
 """Replanning: find a better layout from a run's measurements, and continue on it after a checkpoint.
 
-Measured sequence lengths and operator times correct the planner's prediction. The ratio of measured to predicted time
-of each operator is assumed to hold for other layouts, too. For a layout that the run has used before, its own measured
-ratios are known. The run switches layouts at a checkpoint, in new processes.
+Measured sequence lengths and operator times correct the planner's prediction. The ratio
+of measured to predicted time of each operator is assumed to hold for other layouts,
+too. For a layout that the run has used before, its own measured ratios are known. The
+run switches layouts at a checkpoint, in new processes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.distributed.collectives import reduce_json
 from megaverl.errors import STARTS_AGAIN, ConfigError
 from megaverl.monitoring.console import Console
-from megaverl.planner.candidates import Settings, key_of, read_choice, shown, write_choice
+from megaverl.planner.candidates import (
+    Settings,
+    key_of,
+    read_choice,
+    shown,
+    write_choice,
+)
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.job import find_spec, make_job
 from megaverl.planner.search import LayoutSearch, hardware_of
@@ -83,21 +90,38 @@ class Replanned:
 def factors_of(seconds: Mapping[str, float], prediction: Prediction) -> Factors:
     """Return the ratio of measured to predicted seconds by operator.
 
-    Operators without a measurement or prediction get the ratio of all other operators together.
+    Operators without a measurement or prediction get the ratio of all other operators
+    together.
     """
     predicted = {phase.name: phase.seconds for phase in prediction.phases}
-    both = [name for name, taken in predicted.items() if taken > 0 and seconds.get(name, 0.0) > 0]
+    both = [
+        name
+        for name, taken in predicted.items()
+        if taken > 0 and seconds.get(name, 0.0) > 0
+    ]
     if not both:
         return {}
     # Ratio over all operators with both values, for those that lack one.
-    overall = sum(seconds[name] for name in both) / sum(predicted[name] for name in both)
-    return {name: seconds[name] / predicted[name] if name in both else overall for name in predicted}
+    overall = sum(seconds[name] for name in both) / sum(
+        predicted[name] for name in both
+    )
+    return {
+        name: seconds[name] / predicted[name] if name in both else overall
+        for name in predicted
+    }
 
 
-def replan(config: Config, make: Make, world: int, seen: Observation, known: Mapping[Any, Factors]) -> Replanned:
+def replan(
+    config: Config,
+    make: Make,
+    world: int,
+    seen: Observation,
+    known: Mapping[Any, Factors],
+) -> Replanned:
     """Search the best layout for a run's measurements.
 
-    The keys that were `auto` are chosen again. If there were none, all keys that could be `auto` are.
+    The keys that were `auto` are chosen again. If there were none, all keys that could
+    be `auto` are.
 
     Args:
         make: returns the configuration with changed settings.
@@ -157,34 +181,59 @@ class Replanning:
         self._steps = 0
         self._start = 0.0
 
-    def look(self, done: int, metrics: Mapping[str, float], batch: RolloutBatch) -> dict[str, float]:
+    def look(
+        self, done: int, metrics: Mapping[str, float], batch: RolloutBatch
+    ) -> dict[str, float]:
         """Record a step. If a search is due, print and return the gain of the best layout, as metrics."""
         if not self.every or not self.keeps:
             return {}
         self._steps += 1
         if self._steps == 1:
             self._start = self.seconds_until(metrics)
-        # The first step after a start is slower, because caches are empty and kernels are compiled.
+        # The first step after a start is slower, because caches are empty and kernels
+        # are compiled.
         if self._steps > WARM_UP:
             lengths = sequence_lengths(batch)
             self._prompts += lengths.prompt_lengths
             self._responses += lengths.response_lengths
-            times = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
-            self._seconds.append({n.removesuffix("_ms"): v / 1e3 for n, v in times.items() if n.endswith("_ms")})
+            times = {
+                name.removeprefix("time/"): value
+                for name, value in metrics.items()
+                if name.startswith("time/")
+            }
+            self._seconds.append(
+                {
+                    n.removesuffix("_ms"): v / 1e3
+                    for n, v in times.items()
+                    if n.endswith("_ms")
+                }
+            )
         if done % self.every or not self._seconds:
             return {}
         names = dict.fromkeys(name for seconds in self._seconds for name in seconds)
-        seconds = {name: statistics.median(measured.get(name, 0.0) for measured in self._seconds) for name in names}
+        seconds = {
+            name: statistics.median(
+                measured.get(name, 0.0) for measured in self._seconds
+            )
+            for name in names
+        }
         seen = Observation(self._prompts, self._responses, seconds)
         self._prompts, self._responses, self._seconds = [], [], []
         try:
-            better = replan(self.config, self.config.layered, self._world, seen, self._known())
+            better = replan(
+                self.config, self.config.layered, self._world, seen, self._known()
+            )
         except ConfigError as error:
-            # The model and the machine do not change during the run, so a later search would fail as well.
+            # The model and the machine do not change during the run, so a later search
+            # would fail as well.
             self.console.warn(f"trainer.replan_every: {error}")
             self.every = 0
             return {}
-        self.found = better if better.pays(self.config.trainer.steps - done, self._start) else None
+        self.found = (
+            better
+            if better.pays(self.config.trainer.steps - done, self._start)
+            else None
+        )
         self._say(better, done)
         return {
             "plan/gain": better.gain,
@@ -198,9 +247,15 @@ class Replanning:
         Args:
             metrics: metrics of the first step, which has just ended.
         """
-        return time.time() - psutil.Process().create_time() - metrics.get("time/step_ms", 0.0) / 1e3
+        return (
+            time.time()
+            - psutil.Process().create_time()
+            - metrics.get("time/step_ms", 0.0) / 1e3
+        )
 
-    def saved(self, done: int, group: dist.ProcessGroup | None, settle: Callable[[], bool]) -> None:
+    def saved(
+        self, done: int, group: dist.ProcessGroup | None, settle: Callable[[], bool]
+    ) -> None:
         """Leave the run after a checkpoint if a better layout was found. Collective over `group`.
 
         Args:
@@ -216,9 +271,14 @@ class Replanning:
         if not reduce_json(self.found is not None, any, group) or not settle():
             return
         if (better := self.found) is not None:
-            measured = [*self._measured(), {"settings": dict(self.config.chosen), "factors": better.factors}]
+            measured = [
+                *self._measured(),
+                {"settings": dict(self.config.chosen), "factors": better.factors},
+            ]
             write_choice(self.config, self._world, better.settings, measured)
-        raise StartingAgain(f"replan: saved after {done} of {steps} steps, which go on on the other layout.")
+        raise StartingAgain(
+            f"replan: saved after {done} of {steps} steps, which go on on the other layout."
+        )
 
     def _measured(self) -> list[dict[str, Any]]:
         """Return the measurements of other layouts that the run has used. The current layout has a newer one."""
@@ -227,16 +287,26 @@ class Replanning:
         return [choice for choice in choices if key_of(choice["settings"]) != own_key]
 
     def _known(self) -> dict[Any, dict[str, float]]:
-        return {key_of(choice["settings"]): choice["factors"] for choice in self._measured()}
+        return {
+            key_of(choice["settings"]): choice["factors"] for choice in self._measured()
+        }
 
     def _say(self, found: Replanned, done: int) -> None:
         if not found.is_better:
-            self.console.print(f"replan: no layout that fits is better than this one, {found.before:.3g} s a step.")
+            self.console.print(
+                f"replan: no layout that fits is better than this one, {found.before:.3g} s a step."
+            )
             return
-        settings = " ".join(f"{key}={value}" for key, value in shown(found.settings).items())
+        settings = " ".join(
+            f"{key}={value}" for key, value in shown(found.settings).items()
+        )
         taken = ""
         if self.config.run.replan and self.config.chosen:
-            taken = "; taken at the next checkpoint" if self.found else "; too few steps are left for a restart"
+            taken = (
+                "; taken at the next checkpoint"
+                if self.found
+                else "; too few steps are left for a restart"
+            )
         self.console.print(
             f"replan: {settings} would take {found.after:.3g} s a step instead of {found.before:.3g} s "
             f"({100 * found.gain:.0f} % less, as predicted and corrected by {done} steps){taken}."

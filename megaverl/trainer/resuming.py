@@ -1,7 +1,8 @@
 """Resuming a run from a checkpoint that was written with other settings.
 
-`megaverl.config.resuming` defines the outcome of each changed setting. This module reads the checkpoint's
-configuration, refuses or reports the changes, and computes the position in the learning-rate schedule.
+`megaverl.config.resuming` defines the outcome of each changed setting. This module
+reads the checkpoint's configuration, refuses or reports the changes, and computes the
+position in the learning-rate schedule.
 """
 
 from __future__ import annotations
@@ -14,13 +15,24 @@ from typing import Any
 from pydantic import ValidationError
 
 from megaverl.checkpoint import read_json
-from megaverl.checkpoint.choice import CONFIG_FILE, STATE_FILE, likely_source, saved_config
+from megaverl.checkpoint.choice import (
+    CONFIG_FILE,
+    STATE_FILE,
+    likely_source,
+    saved_config,
+)
 from megaverl.config import Config
 from megaverl.config.errors import InvalidConfig
 from megaverl.config.resuming import Change, changes, refusals
 from megaverl.errors import INTERRUPTED, SAVED_AND_LEFT, CheckpointError
 
-STAGE_OF = {"train": "train", "quickstart": "train", "sft": "sft", "dpo": "dpo", "reward": "reward_model"}
+STAGE_OF = {
+    "train": "train",
+    "quickstart": "train",
+    "sft": "sft",
+    "dpo": "dpo",
+    "reward": "reward_model",
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,9 @@ class ChangedSettings:
     changes: list[Change] = field(default_factory=list)
 
     @classmethod
-    def since(cls, folder: Path, before: Mapping[str, Any] | None, config: Config, stage: str) -> ChangedSettings:
+    def since(
+        cls, folder: Path, before: Mapping[str, Any] | None, config: Config, stage: str
+    ) -> ChangedSettings:
         """Compare a run with the checkpoint in `folder`, whose configuration is `before`.
 
         Raises:
@@ -60,17 +74,27 @@ class ChangedSettings:
         if self.source is None:
             return []
         if self.before is None:
-            return [f"{self.source.name} does not hold its settings: changes of them are not reported"]
+            return [
+                f"{self.source.name} does not hold its settings: changes of them are not reported"
+            ]
         used = [str(change) for change in self.changes if change.outcome == "used"]
-        lines = [f"changed since {self.source.name}, used from here on: {'; '.join(used)}"] if used else []
+        lines = (
+            [f"changed since {self.source.name}, used from here on: {'; '.join(used)}"]
+            if used
+            else []
+        )
         kept = [change for change in self.changes if change.outcome == "kept"]
-        return lines + [f"changed since {self.source.name}, without effect: {change}. {change.why}" for change in kept]
+        return lines + [
+            f"changed since {self.source.name}, without effect: {change}. {change.why}"
+            for change in kept
+        ]
 
     def moved_updates(self, config: Config, steps: int, role: str) -> int:
         """Return by how many updates the schedule's position moves if a step now has another number of updates.
 
-        The schedule of the new configuration counts its own updates. Its position after `steps` steps therefore differs
-        from the number of updates that the old configuration made.
+        The schedule of the new configuration counts its own updates. Its position after
+        `steps` steps therefore differs from the number of updates that the old
+        configuration made.
 
         Args:
             steps: number of completed training steps.
@@ -105,7 +129,8 @@ def config_writer(config: Config) -> dict[str, Callable[[Path], None]]:
 def check_resume(config: Config, command: str) -> None:
     """Refuse a run that cannot resume from its checkpoint with these settings, before any rank starts.
 
-    The ranks repeat the check with the checkpoint that they load. Damaged files are left to them.
+    The ranks repeat the check with the checkpoint that they load. Damaged files are
+    left to them.
 
     Raises:
         InvalidConfig: lists every change that a resumed run cannot follow.
@@ -140,8 +165,13 @@ class GoingOn:
         Args:
             has_saved: whether this run has a checkpoint. If not, nothing was trained, and a second start loses nothing.
         """
-        resume, folders = config.checkpoint.resume, (config.run_dir, config.run_dir / "checkpoints")
-        if resume in ("auto", "latest", "unfinished") or Path(resume).resolve() in [path.resolve() for path in folders]:
+        resume, folders = (
+            config.checkpoint.resume,
+            (config.run_dir, config.run_dir / "checkpoints"),
+        )
+        if resume in ("auto", "latest", "unfinished") or Path(resume).resolve() in [
+            path.resolve() for path in folders
+        ]:
             return cls(SAVED_AND_LEFT, "start the run again to go on.")
         if not has_saved:
             return cls(SAVED_AND_LEFT, "start the run again.")

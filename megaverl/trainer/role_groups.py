@@ -1,7 +1,8 @@
 """Handles of a run's roles, which its program calls: one method for each method of the role's workers.
 
-`role_workers` contains the methods that run on the ranks, under the same names. A handle's method sends a call to the
-ranks of its role and returns immediately with a `PendingCall`.
+`role_workers` contains the methods that run on the ranks, under the same names. A
+handle's method sends a call to the ranks of its role and returns immediately with a
+`PendingCall`.
 """
 
 from __future__ import annotations
@@ -63,18 +64,23 @@ class EarlySamples(NamedTuple):
 class Assignments:
     """Table of the rows of a step's samples that each rank works on, for roles on separate ranks.
 
-    Values computed from samples follow the same rows: a rank needs the same rows of the log-probs as of the responses.
+    Values computed from samples follow the same rows: a rank needs the same rows of the
+    log-probs as of the responses.
     """
 
     def __init__(self) -> None:
-        self._rows: weakref.WeakKeyDictionary[Ref[Any], dict[int, Rows]] = weakref.WeakKeyDictionary()
+        self._rows: weakref.WeakKeyDictionary[Ref[Any], dict[int, Rows]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def add(self, samples: Ref[Any], rows: RowsByRank) -> None:
         """Record which rows of `samples` each rank works on."""
         known = self._rows.setdefault(samples, {})
         known.update({rank: tuple(numbers) for rank, numbers in rows.items()})
 
-    def wanted(self, ranks: Sequence[int], samples: Ref[Any], arguments: Sequence[object]) -> dict[int, Wanted] | None:
+    def wanted(
+        self, ranks: Sequence[int], samples: Ref[Any], arguments: Sequence[object]
+    ) -> dict[int, Wanted] | None:
         """Return the rows of each argument that every rank needs for a call.
 
         Args:
@@ -88,11 +94,13 @@ class Assignments:
         known = self._rows.get(samples)
         if known is None:
             return None
-        # Ranks that were assigned no rows, such as those of the engines, use the rows that they hold.
+        # Ranks that were assigned no rows, such as those of the engines, use the rows
+        # that they hold.
         held = {rank: rows for rank, rows in samples.rows.items() if rank not in known}
         wanted: Wanted = {rank: known.get(rank, held.get(rank)) for rank in ranks}
         references = list_references([samples, *arguments])
-        # Values that are whole on their ranks (rows None) are transferred whole, so they need no entry.
+        # Values that are whole on their ranks (rows None) are transferred whole, so
+        # they need no entry.
         return {ref.id: wanted for ref in references if None not in ref.rows.values()}
 
 
@@ -100,28 +108,43 @@ class SampleGroup(WorkerGroup):
     """Worker group whose calls take the samples of a step as their first argument."""
 
     def __init__(
-        self, role: str, ranks: Sequence[int], controller: Controller, assignments: Assignments | None = None
+        self,
+        role: str,
+        ranks: Sequence[int],
+        controller: Controller,
+        assignments: Assignments | None = None,
     ) -> None:
         super().__init__(role, ranks, controller)
         self._assignments = assignments or Assignments()
 
-    def keep_of(self, samples: Ref[Any], method: str, *arguments: object) -> PendingCall[Ref[Any]]:
+    def keep_of(
+        self, samples: Ref[Any], method: str, *arguments: object
+    ) -> PendingCall[Ref[Any]]:
         """Call `keep` and send each rank only the rows of the samples that it works on."""
         wanted = self._assignments.wanted(self.ranks, samples, arguments)
         return self.keep(method, samples, *arguments, wanted=wanted)
 
     def report_of(
-        self, samples: Ref[Any], method: str, kind: type[T], *arguments: object, asking: Sequence[int] = ()
+        self,
+        samples: Ref[Any],
+        method: str,
+        kind: type[T],
+        *arguments: object,
+        asking: Sequence[int] = (),
     ) -> PendingCall[T]:
         """Call `report` and send each rank only the rows of the samples that it works on."""
         wanted = self._assignments.wanted(self.ranks, samples, arguments)
-        return self.report(method, kind, samples, *arguments, wanted=wanted, asking=asking)
+        return self.report(
+            method, kind, samples, *arguments, wanted=wanted, asking=asking
+        )
 
 
 class WorldGroup(SampleGroup):
     """Role group: ranks that work on the same samples, for one role or several."""
 
-    def deliver(self, rollouts: Ref[RolloutBatch], values: list[Ref[Any]]) -> PendingCall[None]:
+    def deliver(
+        self, rollouts: Ref[RolloutBatch], values: list[Ref[Any]]
+    ) -> PendingCall[None]:
         """Transfer samples to these ranks before the sending ranks start a long operation.
 
         Args:
@@ -142,7 +165,9 @@ class WorldGroup(SampleGroup):
 class RecorderGroup(SampleGroup):
     """Ranks that keep samples of a step for the run's records. One of them writes the records."""
 
-    def take(self, rollouts: Ref[RolloutBatch], scores: Ref[Scores]) -> PendingCall[None]:
+    def take(
+        self, rollouts: Ref[RolloutBatch], scores: Ref[Scores]
+    ) -> PendingCall[None]:
         """Keep the samples of a step until the step has been reported."""
         return self.report_of(rollouts, "take", NoneType, scores)
 
@@ -169,15 +194,20 @@ class SessionGroup(WorkerGroup):
     def save_if_due(self, done: int) -> PendingCall[bool]:
         """Save a checkpoint if one is due after `done` steps.
 
-        A checkpoint is due according to `checkpoint.save_every`, after the best validation so far and after the last
-        step.
+        A checkpoint is due according to `checkpoint.save_every`, after the best
+        validation so far and after the last step.
 
         Returns:
             Whether the ranks exit now because the run continues on another layout (`run.replan`).
         """
         return self.report("save_if_due", bool, done)
 
-    def leave(self, signal: int, rollouts: Ref[RolloutBatch] | None, scores: Ref[Scores] | None) -> PendingCall[None]:
+    def leave(
+        self,
+        signal: int,
+        rollouts: Ref[RolloutBatch] | None,
+        scores: Ref[Scores] | None,
+    ) -> PendingCall[None]:
         """Save a checkpoint with the samples of the running step. Every rank exits when the program has ended.
 
         Args:
@@ -213,11 +243,15 @@ class RolloutGroup(SampleGroup):
         """Start the rounds of dynamic sampling. Return the number of prompts of the first round."""
         return self.report("begin_rounds", int, step)
 
-    def generate_round(self, step: int, num_prompts: int) -> PendingCall[Ref[RolloutBatch]]:
+    def generate_round(
+        self, step: int, num_prompts: int
+    ) -> PendingCall[Ref[RolloutBatch]]:
         """Generate responses to the next `num_prompts` prompts."""
         return self.keep("generate_round", step, num_prompts)
 
-    def add_round(self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int) -> PendingCall[int]:
+    def add_round(
+        self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int
+    ) -> PendingCall[int]:
         """Add a round. Return the number of prompts of the next round, or 0 if there are enough groups.
 
         The call fails with TrainingStopped after `dynamic_sampling.max_rounds` rounds.
@@ -232,7 +266,9 @@ class RolloutGroup(SampleGroup):
         """Return the rewards of the responses that were kept from all rounds."""
         return self.keep("informative_scores")
 
-    def generate_greedy(self, rollouts: Ref[RolloutBatch], step: int) -> PendingCall[Ref[RolloutBatch]]:
+    def generate_greedy(
+        self, rollouts: Ref[RolloutBatch], step: int
+    ) -> PendingCall[Ref[RolloutBatch]]:
         """Generate a greedy response to the prompt of each group, [groups]."""
         return self.keep_of(rollouts, "generate_greedy", step)
 
@@ -240,7 +276,9 @@ class RolloutGroup(SampleGroup):
         """Generate `trainer.validation_samples` responses to every held-out prompt."""
         return self.keep("generate_held_out")
 
-    def measure_held_out(self, responses: Ref[RolloutBatch], scores: Ref[Scores]) -> PendingCall[HeldOutResult]:
+    def measure_held_out(
+        self, responses: Ref[RolloutBatch], scores: Ref[Scores]
+    ) -> PendingCall[HeldOutResult]:
         """Compute validation metrics from scored responses to the held-out prompts."""
         return self.report("measure_held_out", HeldOutResult, responses, scores)
 
@@ -296,21 +334,31 @@ class TrainedGroup(SampleGroup):
     rules = Rules()
 
     def __init__(
-        self, role: str, ranks: Sequence[int], controller: Controller, assignments: Assignments | None = None
+        self,
+        role: str,
+        ranks: Sequence[int],
+        controller: Controller,
+        assignments: Assignments | None = None,
     ) -> None:
         super().__init__(role, ranks, controller, assignments)
         self._decisions: set[asyncio.Task[None]] = set()
 
-    def begin_update(self, rollouts: Ref[RolloutBatch], experience: Ref[Fields], step: int) -> PendingCall[bool]:
+    def begin_update(
+        self, rollouts: Ref[RolloutBatch], experience: Ref[Fields], step: int
+    ) -> PendingCall[bool]:
         """Start the model's optimizer steps. Its ranks may then wait for the decisions of `program.finish_updates`.
 
         Returns:
             Whether the model was updated. The actor is not while only the critic warms up.
         """
         self.join_islands(step)
-        return self.report_of(rollouts, "update", bool, experience, step, asking=self.reporting)
+        return self.report_of(
+            rollouts, "update", bool, experience, step, asking=self.reporting
+        )
 
-    def update(self, rollouts: Ref[RolloutBatch], experience: Ref[Fields], step: int) -> PendingCall[bool]:
+    def update(
+        self, rollouts: Ref[RolloutBatch], experience: Ref[Fields], step: int
+    ) -> PendingCall[bool]:
         """Run the model's optimizer steps, and decide on its gradients without regard to other models.
 
         Returns:
@@ -318,7 +366,8 @@ class TrainedGroup(SampleGroup):
         """
         update = self.begin_update(rollouts, experience, step)
         if self.reporting:
-            # The ranks wait for the decisions, whether or not the program awaits the update.
+            # The ranks wait for the decisions, whether or not the program awaits the
+            # update.
             decisions = asyncio.create_task(decide_together([update], self.rules))
             self._decisions.add(decisions)
             decisions.add_done_callback(self._forget)
@@ -346,10 +395,13 @@ class CriticGroup(TrainedGroup):
 class ActorGroup(TrainedGroup):
     """Ranks of the policy that is trained."""
 
-    def old_log_probs(self, rollouts: Ref[RolloutBatch], step: int) -> PendingCall[Ref[Fields]]:
+    def old_log_probs(
+        self, rollouts: Ref[RolloutBatch], step: int
+    ) -> PendingCall[Ref[Fields]]:
         """Compute `old_log_probs` [B, R] of the policy before the step's updates.
 
-        With `critic.share_backbone` the same forward pass also returns `values` and `last_values`.
+        With `critic.share_backbone` the same forward pass also returns `values` and
+        `last_values`.
         """
         return self.keep_of(rollouts, "old_log_probs", step)
 
@@ -364,29 +416,40 @@ class ActorGroup(TrainedGroup):
         return self.keep_of(rollouts, "implicit_rewards", scores, reference)
 
     def advantages(
-        self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], signals: list[Ref[Fields]]
+        self,
+        rollouts: Ref[RolloutBatch],
+        scores: Ref[Scores],
+        signals: list[Ref[Fields]],
     ) -> PendingCall[Ref[Fields]]:
         """Compute `advantages` [B, R] and collect the signals that the updates train on in addition to the rollouts."""
         return self.keep_of(rollouts, "advantages", scores, signals)
 
-    def update_mix(self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], index: int, step: int) -> PendingCall[None]:
+    def update_mix(
+        self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], index: int, step: int
+    ) -> PendingCall[None]:
         """Run the additional update that entry `index` of `mix` describes, if this step is one of its steps."""
         return self.report_of(rollouts, "update_mix", NoneType, scores, index, step)
 
-    def sync_weights(self, rollout: RolloutGroup, is_updated: bool) -> PendingCall[None]:
+    def sync_weights(
+        self, rollout: RolloutGroup, is_updated: bool
+    ) -> PendingCall[None]:
         """Reshard the actor's weights into the engines. The ranks of both roles take part.
 
         Args:
             is_updated: False if the actor did not train in this step, so that the engines already have its weights.
         """
         ranks = sorted({*self.ranks, *rollout.ranks})
-        return WorkerGroup("weights", ranks, self._controller).report("sync", NoneType, is_updated)
+        return WorkerGroup("weights", ranks, self._controller).report(
+            "sync", NoneType, is_updated
+        )
 
 
 class AgentGroup(SampleGroup):
     """Ranks of one agent of a game, with its own actor and critic (`environment.agents: own`)."""
 
-    def train(self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int) -> PendingCall[None]:
+    def train(
+        self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int
+    ) -> PendingCall[None]:
         """Train the agent on its own samples and advantages, then update its engine's weights."""
         return self.report_of(rollouts, "train", NoneType, scores, step)
 
@@ -447,11 +510,15 @@ class OperatorGroup(SampleGroup):
         if rollouts is not None:
             wanted = self._assignments.wanted(ranks, rollouts, inputs)
         group = WorkerGroup(self.role, ranks, self._controller)
-        return group.keep("call", operator.name, inputs, wanted=wanted, asking=reporting)
+        return group.keep(
+            "call", operator.name, inputs, wanted=wanted, asking=reporting
+        )
 
     def pick(self, values: Ref[Any], name: str) -> PendingCall[Ref[Any]]:
         """Return one named value out of several, on the ranks that hold them."""
-        return WorkerGroup(self.role, values.holders, self._controller).keep("pick", values, name)
+        return WorkerGroup(self.role, values.holders, self._controller).keep(
+            "pick", values, name
+        )
 
 
 class SamplesAhead(Protocol):
@@ -539,21 +606,26 @@ class Run:
     async def assign(self, rollouts: Ref[RolloutBatch]) -> None:
         """Assign samples to ranks now that their lengths are known, and start sending each rank its rows.
 
-        There is nothing to assign if roles share all ranks, or if a Python program provides all samples on every rank.
+        There is nothing to assign if roles share all ranks, or if a Python program
+        provides all samples on every rank.
         """
         if not self.worlds or self.is_given:
             return
-        # Send all calls before awaiting any, so that the role groups decide at the same time.
+        # Send all calls before awaiting any, so that the role groups decide at the same
+        # time.
         facts = rollouts.describe(SampleFacts)
         decisions = [world.assign(rollouts.id, facts) for world in self.worlds]
         for decision in decisions:
             self.assignments.add(rollouts, await decision)
         await self.deliver(rollouts)
 
-    async def deliver(self, rollouts: Ref[RolloutBatch], scores: Ref[Scores] | None = None) -> None:
+    async def deliver(
+        self, rollouts: Ref[RolloutBatch], scores: Ref[Scores] | None = None
+    ) -> None:
         """Send samples that were generated ahead to the ranks that will train on them.
 
-        The calls are sent now, before the engines begin the next samples. The receiving ranks may still be training.
+        The calls are sent now, before the engines begin the next samples. The receiving
+        ranks may still be training.
         """
         if self.ahead is None:
             return
@@ -584,7 +656,8 @@ def make_run(
     worlds = [
         WorldGroup("world", world.ranks, controller, assignments)
         for world in placement.worlds
-        # A role group inside the engines' ranks already has all samples that the engines generated.
+        # A role group inside the engines' ranks already has all samples that the
+        # engines generated.
         if consumers.intersection(world.roles) and not set(world.ranks) <= set(engines)
     ]
 
@@ -597,7 +670,8 @@ def make_run(
     has_models = any(entry.path is not None for entry in config.reward)
     models_are_apart = has_models and not placement.colocated("reward", "rollout")
     scores_held_out = ranks_of("reward") if models_are_apart else ranks_of("rollout")
-    # With separate ranks, only the reporter (the actor's first rank) keeps samples for the records.
+    # With separate ranks, only the reporter (the actor's first rank) keeps samples for
+    # the records.
     recorders = everyone if is_shared else ranks_of("actor")[:1]
     run = Run(
         config=config,
@@ -609,14 +683,20 @@ def make_run(
         held_out_reward=RewardGroup("reward", scores_held_out, controller),
         actor=group(ActorGroup, "actor"),
         critic=group(CriticGroup, "critic") if config.uses_critic else None,
-        reference=group(ReferenceGroup, "reference") if config.uses_ref_log_probs else None,
-        agents={name: AgentGroup(f"agent.{name}", everyone, controller, assignments) for name in agents},
+        reference=group(ReferenceGroup, "reference")
+        if config.uses_ref_log_probs
+        else None,
+        agents={
+            name: AgentGroup(f"agent.{name}", everyone, controller, assignments)
+            for name in agents
+        },
         step=step,
         operators=OperatorGroup("operators", everyone, controller, assignments),
         worlds=[] if is_shared else worlds,
         assignments=assignments,
         has_engines=has_engines,
-        validates=has_engines and bool(config.data.validation and config.trainer.validate_every),
+        validates=has_engines
+        and bool(config.data.validation and config.trainer.validate_every),
         may_leave_inside=is_shared and has_engines,
         restored_steps=restored_steps,
     )
@@ -626,5 +706,7 @@ def make_run(
         trained.rules = Rules.from_config(config)
         trained.reporting = reporting_ranks(config, placement, trained.role)
         if len(placement.islands) > 1 and placement.colocated(trained.role, "actor"):
-            trained.islands = IslandGroup("islands", [placement.coordinator], controller)
+            trained.islands = IslandGroup(
+                "islands", [placement.coordinator], controller
+            )
     return run

@@ -1,7 +1,8 @@
 """Workers of the roles: the methods that run on the ranks when the program calls.
 
-`role_groups` contains the handles, whose methods have the same names and are documented there. All ranks of a role run
-a method in the same order (SPMD) on their main threads, including the role's collectives.
+`role_groups` contains the handles, whose methods have the same names and are documented
+there. All ranks of a role run a method in the same order (SPMD) on their main threads,
+including the role's collectives.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from megaverl.trainer.dynamic_sampling import SamplingRounds
 from megaverl.trainer.executor import Executor
 from megaverl.trainer.partial_rollouts import InFlightUpdates
 from megaverl.trainer.role_groups import HeldOutResult, OperatorFacts, StepFlow
-from megaverl.trainer.sample_rows import Fields, SampleFacts, SampleRows, SampleStore, SampleValue
+from megaverl.trainer.sample_rows import (
+    Fields,
+    SampleFacts,
+    SampleRows,
+    SampleStore,
+    SampleValue,
+)
 from megaverl.trainer.schedule import StoredRollouts
 from megaverl.trainer.validation import Validation, held_out_responses, measure_held_out
 from megaverl.workers.reward import Scores
@@ -66,7 +73,11 @@ class RolloutWorker:
         validation: Validation,
         sender: SampleSender | None,
     ) -> None:
-        self._executor, self._operators, self._stages = executor, executor.step, executor.stages
+        self._executor, self._operators, self._stages = (
+            executor,
+            executor.step,
+            executor.stages,
+        )
         self._config, self._prompts, self._store = executor.step.config, prompts, store
         self._validation = validation
         self._sender = sender
@@ -88,9 +99,13 @@ class RolloutWorker:
                 "one version of the weights. Take the samples with run.ahead.take(step), or remove the key."
             )
         operators.epochs[step] = self._prompts.epoch
-        # The samples of the interrupted step belong to the first step after the resume, so they are used once.
+        # The samples of the interrupted step belong to the first step after the resume,
+        # so they are used once.
         restored, self.cut_off = self.cut_off, None
-        if restored is None and self._config.algorithm.dynamic_sampling.metric is not None:
+        if (
+            restored is None
+            and self._config.algorithm.dynamic_sampling.metric is not None
+        ):
             restored = self._take_waiting(step)
         with operators.measuring(step), self._stages.in_step(step):
             if restored is not None:
@@ -123,7 +138,8 @@ class RolloutWorker:
     def _take_prompts(self, step: int) -> Sequence[PromptRecord]:
         self._executor.begin_samples(step, self._prompts)
         prompts = self._prompts.take(self._operators.num_prompts)
-        # The flow passes the prompts to its operators as a value (`OperatorWorker.begin`).
+        # The flow passes the prompts to its operators as a value
+        # (`OperatorWorker.begin`).
         if self._config.trainer.operators:
             self.taken[step] = prompts
         return prompts
@@ -132,7 +148,8 @@ class RolloutWorker:
         with self._stages("rollout"):
             if self._operators.replayed is not None:
                 return self._operators.replay(prompts, step)
-            # Restored samples are not sent, and the reward ranks do not wait for them (`score_arriving`).
+            # Restored samples are not sent, and the reward ranks do not wait for them
+            # (`score_arriving`).
             generates = step not in self._operators.waiting
             batch = self._operators.generate(prompts, step)
             if generates and self._sender is not None:
@@ -149,8 +166,16 @@ class RolloutWorker:
     def generate_round(self, step: int, num_prompts: int) -> SampleValue:
         """Generate responses to the next `num_prompts` prompts."""
         prompts = self._prompts.take(num_prompts)
-        with self._operators.measuring(step), self._stages.in_step(step), self._stages("rollout"):
-            return self._store.give(self._operators.generate(prompts, step, self._running_rounds.num_generated))
+        with (
+            self._operators.measuring(step),
+            self._stages.in_step(step),
+            self._stages("rollout"),
+        ):
+            return self._store.give(
+                self._operators.generate(
+                    prompts, step, self._running_rounds.num_generated
+                )
+            )
 
     def add_round(self, rollouts: SampleValue, scores: Scores, step: int) -> int:
         """Add a scored round. Return the number of prompts of the next round, or 0 if there are enough groups.
@@ -160,7 +185,9 @@ class RolloutWorker:
         """
         rounds = self._running_rounds
         with self._operators.measuring(step):
-            rounds.add(self._store.batch(rollouts), scores, dict(self._operators.metrics))
+            rounds.add(
+                self._store.batch(rollouts), scores, dict(self._operators.metrics)
+            )
             if rounds.is_complete:
                 self._operators.metrics |= rounds.metrics()
                 self._operators.metrics["train/epoch"] = self._prompts.epoch
@@ -179,24 +206,36 @@ class RolloutWorker:
     def generate_greedy(self, rollouts: SampleValue, step: int) -> SampleValue:
         """Generate a greedy response to the prompt of each group, [groups]."""
         with self._stages("greedy"):
-            return self._store.give(self._operators.greedy(self._store.batch(rollouts), step))
+            return self._store.give(
+                self._operators.greedy(self._store.batch(rollouts), step)
+            )
 
     def generate_held_out(self) -> SampleValue:
         """Generate responses to the held-out prompts."""
         roles = self._executor.roles
         with self._stages("validation"):
             batch = held_out_responses(
-                self._config, roles.engines, self._validation.prompts, roles.player, self._executor.held_out_readers
+                self._config,
+                roles.engines,
+                self._validation.prompts,
+                roles.player,
+                self._executor.held_out_readers,
             )
             with together():
-                # Responses of a later step must not reuse cache entries of the validation, so that its results do not
-                # depend on when the run validates.
+                # Responses of a later step must not reuse cache entries of the
+                # validation, so that its results do not depend on when the run
+                # validates.
                 roles.engines.engine.reset_prefix_cache()
         return self._store.give(batch)
 
     def measure_held_out(self, responses: SampleValue, scores: Scores) -> HeldOutResult:
         """Compute validation metrics and sample records from scored responses."""
-        evaluation = measure_held_out(self._config, self._executor.roles.reward, self._store.batch(responses), scores)
+        evaluation = measure_held_out(
+            self._config,
+            self._executor.roles.reward,
+            self._store.batch(responses),
+            scores,
+        )
         return HeldOutResult(evaluation.metrics, json.dumps(evaluation.samples))
 
     @property
@@ -227,14 +266,22 @@ class RoleWorker:
     """
 
     def __init__(self, executor: Executor, store: SampleStore) -> None:
-        self._executor, self._operators, self._stages = executor, executor.step, executor.stages
+        self._executor, self._operators, self._stages = (
+            executor,
+            executor.step,
+            executor.stages,
+        )
         self._store = store
 
-    def _experience(self, rollouts: SampleValue, experience: Fields | SampleRows) -> RolloutBatch:
+    def _experience(
+        self, rollouts: SampleValue, experience: Fields | SampleRows
+    ) -> RolloutBatch:
         """Return the rollouts together with the fields that an update trains on."""
         batch = self._store.batch(rollouts)
         fields = self._store.fields(experience, batch)
-        return batch.with_(**{name: tensor for name, tensor in fields.items() if tensor is not None})
+        return batch.with_(
+            **{name: tensor for name, tensor in fields.items() if tensor is not None}
+        )
 
 
 class RewardWorker(RoleWorker):
@@ -244,7 +291,9 @@ class RewardWorker(RoleWorker):
         restored: rewards by step, from the checkpoint that the run resumed from.
     """
 
-    def __init__(self, executor: Executor, store: SampleStore, restored: Mapping[int, Scores]) -> None:
+    def __init__(
+        self, executor: Executor, store: SampleStore, restored: Mapping[int, Scores]
+    ) -> None:
         super().__init__(executor, store)
         self.restored = dict(restored)
 
@@ -253,27 +302,35 @@ class RewardWorker(RoleWorker):
         restored = self.restored.pop(step, None)
         if restored is not None:
             return restored
-        # A replay has not run `generate` on this rank, so its stored rewards are read here.
+        # A replay has not run `generate` on this rank, so its stored rewards are read
+        # here.
         self._operators.begin(step, self._operators.epochs.get(step))
         self._operators.read_replayed(step)
-        has_rounds = self._operators.config.algorithm.dynamic_sampling.metric is not None
+        has_rounds = (
+            self._operators.config.algorithm.dynamic_sampling.metric is not None
+        )
         is_round = has_rounds and not self._executor.generates
         with self._operators.measuring(step), self._stages.in_step(step):
             with self._stages("reward"):
-                scores = self._operators.score(self._store.batch(rollouts), is_round=is_round)
+                scores = self._operators.score(
+                    self._store.batch(rollouts), is_round=is_round
+                )
             self._executor.end_scores(step, scores)
         return scores
 
     def score_arriving(self, step: int) -> None:
         """Score samples of this rank as they arrive, until every engine has ended the step."""
         operators, context = self._operators, self._executor.context
-        # These responses were generated before an interruption, so no engine will send them.
+        # These responses were generated before an interruption, so no engine will send
+        # them.
         if step in operators.waiting:
             return
         operators.begin(step, operators.epochs.get(step))
         engines = context.placement.ranks["rollout"][:: operators.config.rollout.tp]
         with operators.measuring(step), self._stages.in_step(step):
-            for row, sample in receive_samples(context, engines, partial(self._stages, "wait")):
+            for row, sample in receive_samples(
+                context, engines, partial(self._stages, "wait")
+            ):
                 with self._stages("reward"):
                     operators.score_some([row], sample)
 
@@ -282,14 +339,19 @@ class RewardWorker(RoleWorker):
         reward = self._executor.roles.reward
         with self._stages("validation"):
             scores = reward.score(self._store.batch(responses))
-        # Values logged by reward functions belong to the metrics of training steps, not to a validation.
+        # Values logged by reward functions belong to the metrics of training steps, not
+        # to a validation.
         reward.forget_logged()
         return scores
 
     def score_greedy(self, greedy: SampleValue) -> Fields:
         """Compute `greedy_rewards` [groups]."""
         with self._stages("greedy_rewards"):
-            return {"greedy_rewards": self._operators.greedy_rewards(self._store.batch(greedy))}
+            return {
+                "greedy_rewards": self._operators.greedy_rewards(
+                    self._store.batch(greedy)
+                )
+            }
 
 
 class ReferenceWorker(RoleWorker):
@@ -299,7 +361,9 @@ class ReferenceWorker(RoleWorker):
         """Compute `ref_log_probs` [B, R]."""
         batch = self._store.batch(rollouts)
         with self._stages("ref_log_probs"):
-            return self._store.give_fields({"ref_log_probs": self._operators.ref_log_probs(batch)}, batch)
+            return self._store.give_fields(
+                {"ref_log_probs": self._operators.ref_log_probs(batch)}, batch
+            )
 
 
 class CriticWorker(RoleWorker):
@@ -311,7 +375,9 @@ class CriticWorker(RoleWorker):
         with self._stages("values"):
             return self._store.give_fields(dict(self._operators.values(batch)), batch)
 
-    def update(self, rollouts: SampleValue, experience: Fields | SampleRows, step: int) -> bool:
+    def update(
+        self, rollouts: SampleValue, experience: Fields | SampleRows, step: int
+    ) -> bool:
         """Run the critic's optimizer steps."""
         batch = self._experience(rollouts, experience)
         with self._stages("critic_update"):
@@ -335,15 +401,23 @@ class ActorWorker(RoleWorker):
     def score_norms(self, rollouts: SampleValue) -> Fields:
         """Compute `score_norms` [B, R], the squared gradient of each log-prob with respect to the logits."""
         with self._stages("score_norms"):
-            return {"score_norms": self._operators.score_norms(self._store.batch(rollouts))}
+            return {
+                "score_norms": self._operators.score_norms(self._store.batch(rollouts))
+            }
 
-    def implicit_rewards(self, rollouts: SampleValue, scores: Scores, reference: Fields | SampleRows) -> Fields:
+    def implicit_rewards(
+        self, rollouts: SampleValue, scores: Scores, reference: Fields | SampleRows
+    ) -> Fields:
         """Update PRIME's reward model, then compute `implicit_rewards` [B, R]."""
         batch = self._store.batch(rollouts)
         ref_log_probs = self._store.fields(reference, batch)["ref_log_probs"]
         assert ref_log_probs is not None
         with self._stages("implicit_rewards"):
-            return {"implicit_rewards": self._operators.implicit_rewards(batch, scores, ref_log_probs)}
+            return {
+                "implicit_rewards": self._operators.implicit_rewards(
+                    batch, scores, ref_log_probs
+                )
+            }
 
     def advantages(
         self, rollouts: SampleValue, scores: Scores, signals: list[Fields | SampleRows]
@@ -355,20 +429,29 @@ class ActorWorker(RoleWorker):
             fields |= self._store.fields(signal, batch)
         old_log_probs = fields.pop("old_log_probs", None)
         with self._stages("advantages"):
-            experience = self._operators.advantages(batch, scores, old_log_probs, **fields)
-        # Only new tensors are values of the program. The other ranks already have the rest of the batch.
+            experience = self._operators.advantages(
+                batch, scores, old_log_probs, **fields
+            )
+        # Only new tensors are values of the program. The other ranks already have the
+        # rest of the batch.
         new: Fields = {
-            name: tensor for name, tensor in experience.tensors.items() if batch.tensors.get(name) is not tensor
+            name: tensor
+            for name, tensor in experience.tensors.items()
+            if batch.tensors.get(name) is not tensor
         }
         return self._store.give_fields(new, batch)
 
-    def update(self, rollouts: SampleValue, experience: Fields | SampleRows, step: int) -> bool:
+    def update(
+        self, rollouts: SampleValue, experience: Fields | SampleRows, step: int
+    ) -> bool:
         """Run the actor's optimizer steps. Return False while only the critic warms up."""
         batch = self._experience(rollouts, experience)
         with self._stages("actor_update"):
             return self._operators.update_actor(batch, step)
 
-    def update_mix(self, rollouts: SampleValue, scores: Scores, index: int, step: int) -> None:
+    def update_mix(
+        self, rollouts: SampleValue, scores: Scores, index: int, step: int
+    ) -> None:
         """Run the additional update that entry `index` of `mix` describes."""
         batch = self._store.batch(rollouts)
         mix = self._operators.mix
@@ -393,7 +476,9 @@ class AgentWorker(RoleWorker):
         agent, number: name of the agent and its position in the game.
     """
 
-    def __init__(self, executor: Executor, store: SampleStore, agent: str, number: int) -> None:
+    def __init__(
+        self, executor: Executor, store: SampleStore, agent: str, number: int
+    ) -> None:
         super().__init__(executor, store)
         self._agent, self._number = agent, number
 
@@ -444,12 +529,28 @@ class OperatorWorker:
     """
 
     def __init__(
-        self, executor: Executor, prompts: Prompts, store: SampleStore, rollout: RolloutWorker, rewards: RewardWorker
+        self,
+        executor: Executor,
+        prompts: Prompts,
+        store: SampleStore,
+        rollout: RolloutWorker,
+        rewards: RewardWorker,
     ) -> None:
-        self._operators, self._flow, self._stages = executor.step, executor.flow, executor.stages
+        self._operators, self._flow, self._stages = (
+            executor.step,
+            executor.flow,
+            executor.stages,
+        )
         self._generates = executor.generates
-        self._prompts, self._store, self._rollout, self._rewards = prompts, store, rollout, rewards
-        self._by_name = {operator.name: operator for operator in executor.flow.plan.operators}
+        self._prompts, self._store, self._rollout, self._rewards = (
+            prompts,
+            store,
+            rollout,
+            rewards,
+        )
+        self._by_name = {
+            operator.name: operator for operator in executor.flow.plan.operators
+        }
         self._shapes = ShapeChecker()
 
     def begin(self, step: int, made: list[str]) -> StepValues:
@@ -466,7 +567,8 @@ class OperatorWorker:
         epoch = operators.epochs.get(step, self._prompts.epoch)
         prompts = self._rollout.taken.pop(step, [])
         has_rounds = operators.config.algorithm.dynamic_sampling.metric is not None
-        # Ranks with an engine have already taken the prompts of existing responses from the stream.
+        # Ranks with an engine have already taken the prompts of existing responses from
+        # the stream.
         has_taken = "rollouts" in made and (self._generates or has_rounds)
         if not has_taken:
             prompts = self._prompts.take(operators.num_prompts)
@@ -482,10 +584,17 @@ class OperatorWorker:
         values = StepValues(inputs)
         values.flow = StepFlow(
             tuple(
-                # Operators whose outputs exist, from a checkpoint or from dynamic sampling, do not run again.
-                OperatorFacts(operator.name, operator.takes, operator.gives, plan.ranks[operator.name])
+                # Operators whose outputs exist, from a checkpoint or from dynamic
+                # sampling, do not run again.
+                OperatorFacts(
+                    operator.name,
+                    operator.takes,
+                    operator.gives,
+                    plan.ranks[operator.name],
+                )
                 for operator in plan.operators
-                if not operator.gives or any(name not in present for name in operator.gives)
+                if not operator.gives
+                or any(name not in present for name in operator.gives)
             ),
             tuple(inputs),
         )

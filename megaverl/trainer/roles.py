@@ -1,8 +1,9 @@
 """Roles of a run on one rank, and `mix`: additional updates on the responses of a training step.
 
-Each entry of `mix` is an operator of the step's flow, after the actor's update and before the reshard. An entry trains
-on the best responses (rejection sampling), on pairs of the best and the worst response (preference loss or learned
-reward), or on reference answers (supervised).
+Each entry of `mix` is an operator of the step's flow, after the actor's update and
+before the reshard. An entry trains on the best responses (rejection sampling), on pairs
+of the best and the worst response (preference loss or learned reward), or on reference
+answers (supervised).
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ from megaverl.workers import RemoteWorker, local
 from megaverl.workers.critic import Critic
 from megaverl.workers.micro_batches import Weighting, cross_entropy, micro_batches_for
 from megaverl.workers.model import TrainingModel
-from megaverl.workers.pairs import ImplicitRewardModel, PreferenceUpdates, RewardModelUpdates, as_metrics
+from megaverl.workers.pairs import (
+    ImplicitRewardModel,
+    PreferenceUpdates,
+    RewardModelUpdates,
+    as_metrics,
+)
 from megaverl.workers.player import Player
 from megaverl.workers.policy import Actor, Policy
 from megaverl.workers.reward import RewardRole, Scores
@@ -72,18 +78,27 @@ class Roles:
             RuntimeError: this rank has no engines.
         """
         if self.rollout is None or isinstance(self.rollout, RemoteWorker):
-            raise RuntimeError("this rank has no rollout engine: the run replays rollouts, or other ranks generate")
+            raise RuntimeError(
+                "this rank has no rollout engine: the run replays rollouts, or other ranks generate"
+            )
         return self.rollout
 
     @property
     def in_flight(self) -> InFlight | None:
         """Return the bounds on how many sequences this rank's engine decodes at once, or None without an engine."""
-        return self.rollout.engine.in_flight if isinstance(self.rollout, Rollout | AgentRollouts) else None
+        return (
+            self.rollout.engine.in_flight
+            if isinstance(self.rollout, Rollout | AgentRollouts)
+            else None
+        )
 
     def kl_state(self) -> dict[str, Any]:
         """Return the state of KL controllers and adaptive entropy bonuses, for a checkpoint."""
         if self.agents:
-            return {name: agent_roles.kl_state() for name, agent_roles in self.agents.items()}
+            return {
+                name: agent_roles.kl_state()
+                for name, agent_roles in self.agents.items()
+            }
         bonus = None if isinstance(self.actor, RemoteWorker) else self.actor.entropy
         return self.kl.state_dict() | ({} if bonus is None else bonus.state_dict())
 
@@ -93,7 +108,10 @@ class Roles:
             agent_roles.load_kl_state(state[name])
         if not self.agents:
             self.kl.load_state_dict(state)
-            if not isinstance(self.actor, RemoteWorker) and self.actor.entropy is not None:
+            if (
+                not isinstance(self.actor, RemoteWorker)
+                and self.actor.entropy is not None
+            ):
                 self.actor.entropy.load_state_dict(state)
 
     @property
@@ -105,10 +123,16 @@ class Roles:
                 for agent, roles in self.agents.items()
                 for role, trained in roles.trained.items()
             }
-        trained_models = {} if isinstance(self.actor, RemoteWorker) else {"actor": self.actor.trainable}
+        trained_models = (
+            {}
+            if isinstance(self.actor, RemoteWorker)
+            else {"actor": self.actor.trainable}
+        )
         if isinstance(self.critic, Critic):
             trained_models["critic"] = self.critic.trainable
-        if (model := self.implicit.trainable if self.implicit else self.learned) is not None:
+        if (
+            model := self.implicit.trainable if self.implicit else self.learned
+        ) is not None:
             trained_models[REWARD_MODEL] = model
         return trained_models
 
@@ -116,11 +140,17 @@ class Roles:
     def exported(self) -> dict[str, TrainingModel]:
         """Return the models that this rank exports, by the name of their folder in `hf`."""
         if self.agents:
-            return {agent: model for agent, roles in self.agents.items() for model in roles.exported.values()}
+            return {
+                agent: model
+                for agent, roles in self.agents.items()
+                for model in roles.exported.values()
+            }
         return {} if isinstance(self.actor, RemoteWorker) else {"": self.actor.model}
 
 
-def make_roles(builder: Builder, context: JobContext | None = None, *, generates: bool) -> Roles:
+def make_roles(
+    builder: Builder, context: JobContext | None = None, *, generates: bool
+) -> Roles:
     """Create this rank's part of every role. Collective over the ranks of its role group.
 
     Args:
@@ -135,32 +165,49 @@ def make_roles(builder: Builder, context: JobContext | None = None, *, generates
     player = builder.player()
     heads = len(player.agents) if player else 1
     actor = builder.actor(heads) if has("actor") else RemoteWorker("actor")
-    rollout: Rollout | RemoteWorker | None = RemoteWorker("rollout") if generates else None
+    rollout: Rollout | RemoteWorker | None = (
+        RemoteWorker("rollout") if generates else None
+    )
     sync = None
     shares = context is None or context.placement.colocated("actor", "rollout")
     # Only the first island's weights are sent to the engines.
     fills = context is None or context.rank in context.placement.islands[0]
     # Created first, so that the engines start while the other models are built.
     if generates and not shares and (fills or has("rollout")):
-        sync, engine = builder.remote_rollout(None if isinstance(actor, RemoteWorker) else actor.model)
+        sync, engine = builder.remote_rollout(
+            None if isinstance(actor, RemoteWorker) else actor.model
+        )
         rollout = engine or rollout
     reference: Policy | RemoteWorker | None = None
     if config.uses_reference:
         model = None if isinstance(actor, RemoteWorker) else actor.model
-        reference = builder.reference(model) if has("reference") else RemoteWorker("reference")
+        reference = (
+            builder.reference(model) if has("reference") else RemoteWorker("reference")
+        )
     if not isinstance(actor, RemoteWorker):
         builder.teach(actor, reference)
-    learned = builder.learned_reward() if config.mixes_reward_model and has("actor") else None
+    learned = (
+        builder.learned_reward() if config.mixes_reward_model and has("actor") else None
+    )
     critic: Critic | RemoteWorker | None = None
     if config.uses_critic:
         critic = builder.critic(heads) if has("critic") else RemoteWorker("critic")
     reward = builder.reward(learned, models_are_here=has("reward"))
-    implicit = builder.implicit_reward() if config.estimator_reads("implicit_rewards") and has("actor") else None
+    implicit = (
+        builder.implicit_reward()
+        if config.estimator_reads("implicit_rewards") and has("actor")
+        else None
+    )
     if generates and shares and not isinstance(actor, RemoteWorker):
         rollout = builder.rollout(actor.model)
         sync = rollout.sync
-    # With `reshard.overlap` the optimizer hands over weights as soon as they are updated.
-    if config.reshard.overlap and isinstance(sync, WeightSync) and not isinstance(actor, RemoteWorker):
+    # With `reshard.overlap` the optimizer hands over weights as soon as they are
+    # updated.
+    if (
+        config.reshard.overlap
+        and isinstance(sync, WeightSync)
+        and not isinstance(actor, RemoteWorker)
+    ):
         actor.trainable.sender = sync
     return Roles(
         actor=actor,
@@ -187,7 +234,12 @@ class Mix:
         record: called with a name and the metrics of each update.
     """
 
-    def __init__(self, config: Config, roles: Callable[[], Roles], record: Callable[[str, Metrics], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        roles: Callable[[], Roles],
+        record: Callable[[str, Metrics], None],
+    ) -> None:
         self.config, self._roles, self.record = config, roles, record
 
     @property
@@ -199,39 +251,65 @@ class Mix:
         """Add an operator for each entry to the flow, after the actor's update and before the operators in `before`."""
         for index in range(len(self.config.mix)):
             takes = ("rollouts", "scores", "step")
-            operator = Operator(self.name_of(index), partial(self.update, index), takes, (), role="actor")
+            operator = Operator(
+                self.name_of(index),
+                partial(self.update, index),
+                takes,
+                (),
+                role="actor",
+            )
             flow.add_operator(operator, after="actor_update", before=before)
 
     def name_of(self, index: int) -> str:
         """Return the name of an entry's operator."""
         return f"mix_{index}_{self.config.mix[index].update}"
 
-    def update(self, index: int, rollouts: RolloutBatch, scores: Scores, step: int) -> None:
-        """Run one entry's update if this step is one of its steps. The actor is not updated while only the critic warms
-        up.
+    def update(
+        self, index: int, rollouts: RolloutBatch, scores: Scores, step: int
+    ) -> None:
+        """Run one entry's update if this step is one of its steps. The actor is not
+        updated while only the critic warms up.
         """
         entry = self.config.mix[index]
-        warms_up = step < self.config.algorithm.critic_warmup_steps and entry.update != "reward_model"
+        warms_up = (
+            step < self.config.algorithm.critic_warmup_steps
+            and entry.update != "reward_model"
+        )
         if (step + 1) % entry.every or warms_up:
             return
         if entry.update == "rejection":
             take_step = self._rejection
         else:
             take_step = self._answers if entry.update == "sft" else self._pairs
-        self.record(f"mix_{entry.update}", take_step(entry, rollouts, scores.metric(entry.judge)))
+        self.record(
+            f"mix_{entry.update}",
+            take_step(entry, rollouts, scores.metric(entry.judge)),
+        )
 
-    def _rejection(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
+    def _rejection(
+        self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor
+    ) -> Metrics:
         """Train with cross-entropy on the best response of every group whose scores differ (RAFT, arXiv 2304.06767)."""
         # A group with equal scores has no best response.
         differing = set(best_and_worst(judged, rollouts.group_ids))
-        best = [row for row in best_of_each(judged, rollouts.group_ids) if row in differing]
-        metrics = answers_update(self.actor, rollouts.select(best), weight=entry.weight) if best else {}
+        best = [
+            row for row in best_of_each(judged, rollouts.group_ids) if row in differing
+        ]
+        metrics = (
+            answers_update(self.actor, rollouts.select(best), weight=entry.weight)
+            if best
+            else {}
+        )
         return metrics | {"samples": float(len(best))}
 
-    def _pairs(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
+    def _pairs(
+        self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor
+    ) -> Metrics:
         """Train on the best and the worst response of every group, by `preference.loss` or to rank them."""
         pairs = best_and_worst(judged, rollouts.group_ids)
-        metrics = self._pair_updates(entry).update(rollouts.select(pairs)) if pairs else {}
+        metrics = (
+            self._pair_updates(entry).update(rollouts.select(pairs)) if pairs else {}
+        )
         return metrics | {"samples": float(len(pairs))}
 
     def _pair_updates(self, entry: MixConfig) -> PreferenceUpdates | RewardModelUpdates:
@@ -255,14 +333,19 @@ class Mix:
             weight=entry.weight,
         )
 
-    def _answers(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
+    def _answers(
+        self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor
+    ) -> Metrics:
         """Train with cross-entropy on the reference answer of every prompt.
 
         Raises:
             DataError: a reference answer is not text.
         """
         tokenizer = self._roles().reward.tokenizer
-        firsts = [int((rollouts.group_ids == group).nonzero()[0, 0]) for group in rollouts.group_ids.unique()]
+        firsts = [
+            int((rollouts.group_ids == group).nonzero()[0, 0])
+            for group in rollouts.group_ids.unique()
+        ]
         prompts, answers = [], []
         for row in firsts:
             answer = rollouts.columns["reference"][row]
@@ -271,15 +354,23 @@ class Mix:
                     f"mix: the answer to {rollouts.columns['prompt'][row]!r:.60} is {type(answer).__name__}, and "
                     "update: sft needs text. Name the right column with data.answer_key."
                 )
-            prompts.append(rollouts.input_ids[row, : int(rollouts.prompt_lengths[row])].tolist())
+            prompts.append(
+                rollouts.input_ids[row, : int(rollouts.prompt_lengths[row])].tolist()
+            )
             answers.append([*tokenizer.encode(answer), tokenizer.eos_token_id])
-        metrics = answers_update(self.actor, pairs_of(prompts, answers), weight=entry.weight)
+        metrics = answers_update(
+            self.actor, pairs_of(prompts, answers), weight=entry.weight
+        )
         return metrics | {"samples": float(len(firsts))}
 
 
-def answers_update(actor: Actor, batch: RolloutBatch, *, weight: float = 1.0) -> Metrics:
+def answers_update(
+    actor: Actor, batch: RolloutBatch, *, weight: float = 1.0
+) -> Metrics:
     """Run one optimizer step of the actor on the mean cross-entropy of the masked tokens, times `weight`."""
     mask = batch.response_mask
     weights = Weighting("token_mean").weights(mask, count_denominators(mask)) * weight
-    micro = micro_batches_for(actor.model, batch, actor.micro_batch_tokens, {"weights": weights})
+    micro = micro_batches_for(
+        actor.model, batch, actor.micro_batch_tokens, {"weights": weights}
+    )
     return as_metrics(actor.trainable.update(micro, cross_entropy(actor.model)))

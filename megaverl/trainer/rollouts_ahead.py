@@ -3,8 +3,8 @@
     engines    gen 0 | gen 1 | sync 1 | gen 2     | sync 2 | gen 3
     actor      .     | train 0 ------^  train 1 ----------^  train 2       max_staleness: 1
 
-The weights that generate a step's responses depend only on the step's number, never on timing. A resumed run therefore
-generates the same responses.
+The weights that generate a step's responses depend only on the step's number, never on
+timing. A resumed run therefore generates the same responses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable
 
 from megaverl.trainer.role_groups import EarlySamples, Run
 
-# Maps a step to the number of completed steps after which the engines begin it, or take new weights within it.
+# Maps a step to the number of completed steps after which the engines begin it, or take
+# new weights within it.
 AfterSteps = Callable[[int], int]
 
 
@@ -51,7 +52,8 @@ class RolloutsAhead:
         self._first_step, self._last_step = first_step, last_step
         self._num_done = first_step  # steps completed on all ranks
         self._num_begun = first_step  # steps whose generation has begun
-        self._num_resumed = first_step  # steps whose generation has continued with new weights
+        # Steps whose generation has continued with new weights.
+        self._num_resumed = first_step
         self._samples: dict[int, EarlySamples] = {}
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
@@ -60,8 +62,11 @@ class RolloutsAhead:
         """Wait for the samples of a step and return them. All earlier steps must be complete on all ranks."""
         if self._task is None:
             self._task = asyncio.create_task(self._generate())
-            # Wake up waiting tasks if the generation fails, so that they raise its error.
-            self._task.add_done_callback(lambda task: asyncio.ensure_future(self._notify()))
+            # Wake up waiting tasks if the generation fails, so that they raise its
+            # error.
+            self._task.add_done_callback(
+                lambda task: asyncio.ensure_future(self._notify())
+            )
         self._num_done = step
         await self._notify()
         await self._wait(lambda: step in self._samples)
@@ -70,12 +75,20 @@ class RolloutsAhead:
     async def until_begun(self, step: int) -> None:
         """Wait until the engines have begun all samples that the weights before the update of `step` generate."""
         last_begun = self._last_due(self._begins_after, step)
-        last_resumed = -1 if self._new_weights_after is None else self._last_due(self._new_weights_after, step)
-        await self._wait(lambda: self._num_begun > last_begun and self._num_resumed > last_resumed)
+        last_resumed = (
+            -1
+            if self._new_weights_after is None
+            else self._last_due(self._new_weights_after, step)
+        )
+        await self._wait(
+            lambda: self._num_begun > last_begun and self._num_resumed > last_resumed
+        )
 
     def _last_due(self, is_after: AfterSteps, step: int) -> int:
         """Return the last step of which a phase must happen before the update of `step`."""
-        return max(later for later in range(step, self._last_step) if is_after(later) <= step)
+        return max(
+            later for later in range(step, self._last_step) if is_after(later) <= step
+        )
 
     async def until_new_weights(self, step: int) -> None:
         """Wait until the engines have received the weights that arrive in the middle of the responses of `step`."""
@@ -96,7 +109,8 @@ class RolloutsAhead:
             earliest = self._begins_after(step)
             await self._wait_until_done(earliest)
             generation = asyncio.ensure_future(self._sample(self._run, step))
-            # Let the task make its first call, so that calls of tasks that wait for it are sent afterwards.
+            # Let the task make its first call, so that calls of tasks that wait for it
+            # are sent afterwards.
             await asyncio.sleep(0)
             self._num_begun = step + 1
             await self._notify()
@@ -119,4 +133,6 @@ class RolloutsAhead:
             self._task.result()  # raises the error that ended the task
 
     def _has_failed(self) -> bool:
-        return self._task is not None and self._task.done() and not self._task.cancelled()
+        return (
+            self._task is not None and self._task.done() and not self._task.cancelled()
+        )

@@ -54,7 +54,9 @@ def main(
     """
     rank = int(os.environ.get("RANK", 0))
     config = with_absolute_paths(config)
-    options = {name: _absolute_option(name, value) for name, value in (options or {}).items()}
+    options = {
+        name: _absolute_option(name, value) for name, value in (options or {}).items()
+    }
     # From here on everything that libraries print goes to the rank's log.
     console = redirect_output(config.run_dir / "logs", rank)
     platform.start()
@@ -63,13 +65,17 @@ def main(
         config = with_engine_share(config, job.context.placement)
     try:
         with exits_fail():
-            code = _check_and_do(config, command, console, job, options, checks_files=checks_files)
+            code = _check_and_do(
+                config, command, console, job, options, checks_files=checks_files
+            )
     except BaseException as error:
-        # If a rank is lost, each other rank fails in its own way. Report the common cause instead.
+        # If a rank is lost, each other rank fails in its own way. Report the common
+        # cause instead.
         if verdict := job.liveness.explain(error):
             raise TrainingStopped(verdict) from error
         raise
-    # All ranks have finished before any leaves. Otherwise the others would report it as lost.
+    # All ranks have finished before any leaves. Otherwise the others would report it as
+    # lost.
     barrier(job.context.control)
     job.liveness.leave()
     if code == 0:
@@ -79,7 +85,13 @@ def main(
 
 
 def _check_and_do(
-    config: Config, command: str, console: Console, job: Job, options: dict[str, Any], *, checks_files: bool
+    config: Config,
+    command: str,
+    console: Console,
+    job: Job,
+    options: dict[str, Any],
+    *,
+    checks_files: bool,
 ) -> int:
     if checks_files:
         job.liveness.status("checking code and data")
@@ -88,12 +100,20 @@ def _check_and_do(
 
 
 def _absolute_option(name: str, value: Any) -> Any:
-    return str(Path(value).absolute()) if name in ("prompts", "output", "against") and value else value
+    return (
+        str(Path(value).absolute())
+        if name in ("prompts", "output", "against") and value
+        else value
+    )
 
 
-def _do(config: Config, command: str, console: Console, job: Job, options: dict[str, Any]) -> int:
+def _do(
+    config: Config, command: str, console: Console, job: Job, options: dict[str, Any]
+) -> int:
     seed_generators(config.run.seed)
-    on_first_rank(lambda: prepare_folder(config.run_dir, config, command), job.context.control)
+    on_first_rank(
+        lambda: prepare_folder(config.run_dir, config, command), job.context.control
+    )
     for warning in config.warnings:
         console.warn(warning)
     for choice in config.choices:
@@ -118,13 +138,22 @@ def prepare_folder(run_dir: Path, config: Config, command: str) -> None:
         # A resumed run on the same number of ranks reads this choice again.
         if config.chosen:
             world = int(os.environ.get("WORLD_SIZE", "1"))
-            write_choice(config, world, config.chosen, read_choice(config, world).get("measured", ()))
+            write_choice(
+                config,
+                world,
+                config.chosen,
+                read_choice(config, world).get("measured", ()),
+            )
         write_versions(run_dir)
     except OSError as error:
-        raise ConfigError(f"run.dir: {run_dir} cannot be written ({error}). Name another folder.") from error
+        raise ConfigError(
+            f"run.dir: {run_dir} cannot be written ({error}). Name another folder."
+        ) from error
 
 
-def _train(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
+def _train(
+    config: Config, console: Console, job: Job | None, options: dict[str, Any]
+) -> None:
     if config.trainer.rollout_only:
         from megaverl.trainer.validation import generate_only
 
@@ -135,20 +164,28 @@ def _train(config: Config, console: Console, job: Job | None, options: dict[str,
     Trainer(config, console, job=job).train()
 
 
-def _sft(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
+def _sft(
+    config: Config, console: Console, job: Job | None, options: dict[str, Any]
+) -> None:
     from megaverl.trainer.supervised import SFTTrainer
 
-    SFTTrainer(config, _offline_builder(config, config.sft.max_answer_tokens), console, job).train()
+    SFTTrainer(
+        config, _offline_builder(config, config.sft.max_answer_tokens), console, job
+    ).train()
 
 
-def _dpo(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
+def _dpo(
+    config: Config, console: Console, job: Job | None, options: dict[str, Any]
+) -> None:
     from megaverl.trainer.preferences import PreferenceTrainer
 
     builder = _offline_builder(config, config.preference.max_response_tokens)
     PreferenceTrainer(config, builder, console, job).train()
 
 
-def _reward(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
+def _reward(
+    config: Config, console: Console, job: Job | None, options: dict[str, Any]
+) -> None:
     from megaverl.trainer.preferences import RewardModelTrainer
 
     builder = _offline_builder(config, config.preference.max_response_tokens)
@@ -162,7 +199,9 @@ def _offline_builder(config: Config, longest: int | None) -> Builder:
     return Builder(with_longest(config, longest))
 
 
-def _eval(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
+def _eval(
+    config: Config, console: Console, job: Job | None, options: dict[str, Any]
+) -> None:
     from megaverl.trainer.build import Builder
     from megaverl.trainer.validation import evaluate
 
@@ -171,22 +210,33 @@ def _eval(config: Config, console: Console, job: Job | None, options: dict[str, 
         _eval_suites(builder, console, options)
         return
     if not config.data.validation:
-        raise ConfigError("data.validation: empty. Name the files of held-out prompts to evaluate on.")
+        raise ConfigError(
+            "data.validation: empty. Name the files of held-out prompts to evaluate on."
+        )
     data = builder.dataset(config.data.validation)
     count = min(len(data), config.trainer.validation_prompts or len(data))
     rollout, reward = builder.rollout(None), builder.reward()
     if note := reward.reward.accuracy_note:
         console.print(note)
-    result = evaluate(config, rollout, reward, [data[i] for i in range(count)], builder.player())
+    result = evaluate(
+        config, rollout, reward, [data[i] for i in range(count)], builder.player()
+    )
     if dist.get_rank() == 0:
-        (builder.config.run_dir / "eval.json").write_text(json.dumps(result.metrics, indent=2) + "\n", encoding="utf-8")
+        (builder.config.run_dir / "eval.json").write_text(
+            json.dumps(result.metrics, indent=2) + "\n", encoding="utf-8"
+        )
     for name, value in result.metrics.items():
         console.print(f"{name.removeprefix('validation/'):20} {value:.4f}")
 
 
 def _eval_suites(builder: Builder, console: Console, options: dict[str, Any]) -> None:
     """Evaluate on all suites, print one table, and write the results into the run's folder."""
-    from megaverl.monitoring.evaluations import read_suites, table_rows, table_text, write_suite
+    from megaverl.monitoring.evaluations import (
+        read_suites,
+        table_rows,
+        table_text,
+        write_suite,
+    )
     from megaverl.trainer.evaluation import evaluate_suite
 
     config = builder.config
@@ -194,7 +244,9 @@ def _eval_suites(builder: Builder, console: Console, options: dict[str, Any]) ->
     against = options.get("against")
     # Read first: a missing folder must not show only after hours of generation.
     if against and not on_first_rank(lambda: len(read_suites(Path(against)))):
-        raise ConfigError(f"--against: {against} has no results of suites. Evaluate that model first.")
+        raise ConfigError(
+            f"--against: {against} has no results of suites. Evaluate that model first."
+        )
     rollout = builder.rollout(None)
     results = []
     for name in config.evaluation.suites:
@@ -202,7 +254,9 @@ def _eval_suites(builder: Builder, console: Console, options: dict[str, Any]) ->
         on_first_rank(partial(write_suite, config.run_dir, result))
         results.append(result)
         if result.num_unscored:
-            console.warn(f"{name}: {result.num_unscored} prompts are left out, as a response could not be scored.")
+            console.warn(
+                f"{name}: {result.num_unscored} prompts are left out, as a response could not be scored."
+            )
         console.print(
             f"{name}: {len(result.prompts)} prompts, {result.num_samples} responses each, mean length "
             f"{result.length:.0f} tokens, {result.finished:.0%} finished"
@@ -212,13 +266,17 @@ def _eval_suites(builder: Builder, console: Console, options: dict[str, Any]) ->
         earlier = read_suites(Path(against)) if against else {}
         rows = list(table_rows(results, earlier, confidence))
         metrics = {f"{row.suite}/{row.metric}": row.estimate.value for row in rows}
-        (config.run_dir / "eval.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+        (config.run_dir / "eval.json").write_text(
+            json.dumps(metrics, indent=2) + "\n", encoding="utf-8"
+        )
         return table_text(rows, confidence)
 
     console.print(on_first_rank(write_and_show))
 
 
-def _generate(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
+def _generate(
+    config: Config, console: Console, job: Job | None, options: dict[str, Any]
+) -> None:
     from megaverl.trainer.build import Builder
 
     builder = Builder(config)
@@ -228,7 +286,10 @@ def _generate(config: Config, console: Console, job: Job | None, options: dict[s
     if options.get("prompts"):
         dataset = builder.dataset([str(options["prompts"])], needs_answer=False)
         records = [dataset[i] for i in range(len(dataset))]
-        texts, encoded = [record.text for record in records], [record.token_ids for record in records]
+        texts, encoded = (
+            [record.text for record in records],
+            [record.token_ids for record in records],
+        )
         images = [record.images or () for record in records]
     for prompt in options.get("prompt") or []:
         prompt_record = encoder.encode(prompt, "--prompt")
@@ -245,16 +306,25 @@ def _generate(config: Config, console: Console, job: Job | None, options: dict[s
         [sample_seed(config.run.seed, 0, i) for i in range(len(encoded))],
         images=images if any(images) else None,
     )
-    responses = [builder.tokenizer.decode(generation.token_ids) for generation in generations]
+    responses = [
+        builder.tokenizer.decode(generation.token_ids) for generation in generations
+    ]
     output = options.get("output")
 
     def write() -> None:
         lines = (
-            {"prompt": text, "response": response, "finish_reason": generation.finish_reason}
-            for text, response, generation in zip(texts, responses, generations, strict=True)
+            {
+                "prompt": text,
+                "response": response,
+                "finish_reason": generation.finish_reason,
+            }
+            for text, response, generation in zip(
+                texts, responses, generations, strict=True
+            )
         )
         Path(str(output)).write_text(
-            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8"
+            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines),
+            encoding="utf-8",
         )
 
     if output:
@@ -265,7 +335,9 @@ def _generate(config: Config, console: Console, job: Job | None, options: dict[s
             console.print(f"{text}\n  -> {response}\n")
 
 
-def _quickstart(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
+def _quickstart(
+    config: Config, console: Console, job: Job | None, options: dict[str, Any]
+) -> None:
     from megaverl.trainer.quickstart import quickstart
 
     quickstart(config, console, job)

@@ -5,8 +5,8 @@
                                        rows by rank                  <----
     send(move)  ----------------------- rows, rank to rank ------------->  receive(move)  -> SampleRows -> RolloutBatch
 
-Values computed from samples (log-probs, values, advantages) are rows, too. They move to the ranks that work on the same
-samples.
+Values computed from samples (log-probs, values, advantages) are rows, too. They move to
+the ranks that work on the same samples.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from megaverl.distributed.worlds import JobContext
 from megaverl.sharding.rows import Rows
 from megaverl.workers.reward import Scores
 
-# Fields of a batch by name, such as `old_log_probs` [B, R]. None if the step does not need the field.
+# Fields of a batch by name, such as `old_log_probs` [B, R]. None if the step does not
+# need the field.
 Fields = dict[str, Tensor | None]
-# Batches whose assignment a rank remembers. It exceeds the number of batches in use at the same time.
+# Batches whose assignment a rank remembers. It exceeds the number of batches in use at
+# the same time.
 KEPT_ASSIGNMENTS = 8
 
 
@@ -96,13 +98,20 @@ class SampleRows:
         if len(self._parts) > 1 or rows != self.rows:
             # Rows of several senders are merged once and then kept in their order.
             place = {row: number for number, row in enumerate(self.rows)}
-            parts = [([place[row] for row in rows], part, range(len(rows))) for rows, part in self._parts]
+            parts = [
+                ([place[row] for row in rows], part, range(len(rows)))
+                for rows, part in self._parts
+            ]
             self._parts = [(self.rows, merge(len(self.rows), parts))]
         return self._parts[0][1]
 
-    def with_part(self, rows: tuple[int, ...], part: RaggedBatch, value: int, num_bytes: int) -> SampleRows:
+    def with_part(
+        self, rows: tuple[int, ...], part: RaggedBatch, value: int, num_bytes: int
+    ) -> SampleRows:
         """Return these rows together with further rows, which other ranks sent as the value with this id."""
-        return SampleRows([*self._parts, (rows, part)], value, num_bytes=self.num_bytes + num_bytes)
+        return SampleRows(
+            [*self._parts, (rows, part)], value, num_bytes=self.num_bytes + num_bytes
+        )
 
     def places_of(self, rows: Sequence[int]) -> list[int]:
         """Return the positions of rows in `ragged`."""
@@ -122,7 +131,9 @@ class SampleStore:
         readers: decides which rows each rank of this role group works on. None: every rank works on all rows.
     """
 
-    def __init__(self, context: JobContext | None = None, readers: RowSelection | None = None) -> None:
+    def __init__(
+        self, context: JobContext | None = None, readers: RowSelection | None = None
+    ) -> None:
         self._context, self._readers = context, readers
         self._held: dict[int, HeldRows] = {}
 
@@ -133,18 +144,27 @@ class SampleStore:
     def assign(self, value: int, facts: SampleFacts) -> dict[int, list[int]]:
         """Decide which rows of a value each rank of this role group works on. Every rank makes the same decision.
 
-        A rank without work receives the first sample, because it needs a batch to take part in collectives.
+        A rank without work receives the first sample, because it needs a batch to take
+        part in collectives.
         """
         context = self._context
-        assert context is not None, "where roles share all ranks, every rank has what it works on"
+        assert context is not None, (
+            "where roles share all ranks, every rank has what it works on"
+        )
         lengths = facts.lengths
         everything = range(len(lengths))
         if self._readers is None:
             return {rank: list(everything) for rank in context.world.ranks}
         held = self._readers.held(lengths, facts.group_ids)
-        # Each island of the actor is a role group of its own, which assigns rows only to its own ranks.
-        rows: Rows = {rank: sorted(held.by_rank.get(rank, ())) or [0] for rank in context.world.ranks}
-        self._held[value] = HeldRows(context, lengths, facts.group_ids, rows, held.groups_by_rank)
+        # Each island of the actor is a role group of its own, which assigns rows only
+        # to its own ranks.
+        rows: Rows = {
+            rank: sorted(held.by_rank.get(rank, ())) or [0]
+            for rank in context.world.ranks
+        }
+        self._held[value] = HeldRows(
+            context, lengths, facts.group_ids, rows, held.groups_by_rank
+        )
         # Dictionaries keep the order of insertion, so the first entry is the oldest.
         while len(self._held) > KEPT_ASSIGNMENTS:
             del self._held[next(iter(self._held))]
@@ -161,8 +181,17 @@ class SampleStore:
         if not self._moves:
             return batch
         lengths = sequence_lengths(batch)
-        groups = batch.group_ids.tolist() if "group_ids" in batch else list(range(len(batch)))
-        facts = SampleFacts(list(lengths.prompt_lengths), list(lengths.response_lengths), list(lengths.prompts), groups)
+        groups = (
+            batch.group_ids.tolist()
+            if "group_ids" in batch
+            else list(range(len(batch)))
+        )
+        facts = SampleFacts(
+            list(lengths.prompt_lengths),
+            list(lengths.response_lengths),
+            list(lengths.prompts),
+            groups,
+        )
         ragged = as_ragged(batch.tensors, batch, batch.columns)
         samples = SampleRows([(tuple(range(len(batch))), ragged)], facts=facts)
         samples.batch = batch
@@ -183,8 +212,12 @@ class SampleStore:
     def give_fields(self, fields: Fields, batch: RolloutBatch) -> Fields | SampleRows:
         """Convert fields computed from a batch to a value of the program."""
         known = {name: tensor for name, tensor in fields.items() if tensor is not None}
-        # Fields without one row for each sample, such as a value per group, stay as they are.
-        are_rows = all(name in FIELDS and len(tensor) == len(batch) for name, tensor in known.items())
+        # Fields without one row for each sample, such as a value per group, stay as
+        # they are.
+        are_rows = all(
+            name in FIELDS and len(tensor) == len(batch)
+            for name, tensor in known.items()
+        )
         if not self._moves or not known or not are_rows:
             return fields
         rows = tuple(range(len(batch))) if batch.held is None else batch.held.rows
@@ -207,7 +240,11 @@ def _widen(name: str, tensor: Tensor, batch: RolloutBatch) -> Tensor:
         return tensor
     width = batch.generated_ids.shape[1]
     missing = width - tensor.shape[1]
-    return tensor if not missing else torch.nn.functional.pad(tensor, (0, missing), value=FIELDS[name].fill)
+    return (
+        tensor
+        if not missing
+        else torch.nn.functional.pad(tensor, (0, missing), value=FIELDS[name].fill)
+    )
 
 
 class RowMover(ValueMover):
@@ -232,7 +269,8 @@ class RowMover(ValueMover):
             received = traffic.received
             value = await super().receive(move, present)
             if isinstance(value, Scores):
-                # Scores may arrive early, in a step that depends on timing. They are not counted.
+                # Scores may arrive early, in a step that depends on timing. They are
+                # not counted.
                 traffic.received = received
             return value
         part, num_bytes = self._receive_rows(move)

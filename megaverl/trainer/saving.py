@@ -21,12 +21,22 @@ from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.distributed.collectives import barrier, on_first_rank
-from megaverl.distributed.worlds import JobContext, PendingSends, receive_json, send_json
+from megaverl.distributed.worlds import (
+    JobContext,
+    PendingSends,
+    receive_json,
+    send_json,
+)
 from megaverl.errors import CheckpointError
 from megaverl.models.folder import classifier_config
 from megaverl.monitoring.alerts import Alerts
 from megaverl.monitoring.console import Console
-from megaverl.monitoring.timeline import Timeline, memory_metrics, merge_traces, total_received
+from megaverl.monitoring.timeline import (
+    Timeline,
+    memory_metrics,
+    merge_traces,
+    total_received,
+)
 from megaverl.monitoring.tracker import Tracker
 from megaverl.outside import read_json as read_json_text
 from megaverl.outside import read_json_file
@@ -37,7 +47,13 @@ from megaverl.workers.reward import RewardRole, Scores
 from megaverl.workers.trainable import TrainableModel
 
 # Metrics of a single rank. Only the reporter's own values are recorded.
-OF_A_RANK = ("time/wait_ms", "time/step_ms", "time/other_ms", "memory/process_rss_mb", "memory/process_peak_rss_mb")
+OF_A_RANK = (
+    "time/wait_ms",
+    "time/step_ms",
+    "time/other_ms",
+    "memory/process_rss_mb",
+    "memory/process_peak_rss_mb",
+)
 
 
 class Records:
@@ -50,8 +66,15 @@ class Records:
         history: (completed steps, metrics) of this start of the run, on the rank that keeps the records.
     """
 
-    def __init__(self, config: Config, run_dir: Path, console: Console, *, keeps: bool) -> None:
-        self.config, self.run_dir, self.console, self.keeps = config, run_dir, console, keeps
+    def __init__(
+        self, config: Config, run_dir: Path, console: Console, *, keeps: bool
+    ) -> None:
+        self.config, self.run_dir, self.console, self.keeps = (
+            config,
+            run_dir,
+            console,
+            keeps,
+        )
         self.history: list[tuple[int, Mapping[str, float]]] = []
         self._tracker: Tracker | None = None
         self._alerts: Alerts | None = None
@@ -96,10 +119,14 @@ class Records:
             self._alerts.note(done, metrics)
         self.history.append((done, metrics))
 
-    def log_samples(self, done: int, records: Sequence[Mapping[str, Any]], split: str = "train") -> None:
+    def log_samples(
+        self, done: int, records: Sequence[Mapping[str, Any]], split: str = "train"
+    ) -> None:
         """Write samples for a person to read."""
         if self._tracker is not None:
-            self.aside(lambda: append_samples(self._samples, done, records, split=split))
+            self.aside(
+                lambda: append_samples(self._samples, done, records, split=split)
+            )
             self._tracker.log_samples(done, split, records)
 
     def aside(self, write: Callable[[], object]) -> None:
@@ -131,25 +158,37 @@ class WorldMetrics:
 
     def book(self, step: int) -> None:
         """Attribute the bytes received since the last call to a step, which may be ahead of training."""
-        self._booked[step] = self._booked.get(step, 0) + self.context.traffic.received - self._received
+        self._booked[step] = (
+            self._booked.get(step, 0) + self.context.traffic.received - self._received
+        )
         self._received = self.context.traffic.received
 
     def of_this_rank(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
         """Return a step's metrics, extended on the first rank of a role group by those of its roles.
 
-        These are memory, busy time in seconds, and the bytes of samples and results that the rank received.
+        These are memory, busy time in seconds, and the bytes of samples and results
+        that the rank received.
         """
-        own_metrics = {name: value for name, value in metrics.items() if not name.startswith("busy/")}
+        own_metrics = {
+            name: value
+            for name, value in metrics.items()
+            if not name.startswith("busy/")
+        }
         for role in self.context.world.roles:
-            # In seconds here. `of_all` divides by the duration of the whole step, which only the reporter knows.
+            # In seconds here. `of_all` divides by the duration of the whole step, which
+            # only the reporter knows.
             if (share := metrics.get(f"busy/{role}")) is not None:
                 own_metrics[f"busy/{role}"] = share * metrics["time/step_ms"] / 1e3
         if self.context.rank == self.context.world.ranks[0]:
             own_metrics |= memory_metrics(*self.context.world.roles)
             self.book(step)
             num_bytes = self._booked.pop(step)
-            # The bytes cannot be divided by role, so each role of the group reports all of them.
-            own_metrics |= {f"dataflow/{role}_bytes_received": float(num_bytes) for role in self.context.world.roles}
+            # The bytes cannot be divided by role, so each role of the group reports all
+            # of them.
+            own_metrics |= {
+                f"dataflow/{role}_bytes_received": float(num_bytes)
+                for role in self.context.world.roles
+            }
         return own_metrics
 
     def of_all(self, mine: Mapping[str, float]) -> dict[str, float]:
@@ -161,19 +200,27 @@ class WorldMetrics:
         if self.context.rank != self.reporter:
             if self.context.rank in firsts:
                 self._sent.forget_done()
-                self._sent.add(send_json(self.context, "metrics", self.reporter, dict(mine)))
+                self._sent.add(
+                    send_json(self.context, "metrics", self.reporter, dict(mine))
+                )
             return {}
         metrics: dict[str, float] = {}
         for rank in firsts:
             if rank != self.reporter:
                 received = receive_json(self.context, "metrics", rank)
-                # Metrics such as time/wait_ms have the same name on every rank, and only the reporter's are recorded.
-                metrics |= {name: value for name, value in received.items() if name not in OF_A_RANK}
+                # Metrics such as time/wait_ms have the same name on every rank, and
+                # only the reporter's are recorded.
+                metrics |= {
+                    name: value
+                    for name, value in received.items()
+                    if name not in OF_A_RANK
+                }
         seconds, self._last = time.perf_counter() - self._last, time.perf_counter()
         metrics |= mine
         metrics["train/step_time_ms"] = seconds * 1e3
         for name in [name for name in metrics if name.startswith("busy/")]:
-            # Clocks of two ranks may differ slightly, which must not give more than 100 %.
+            # Clocks of two ranks may differ slightly, which must not give more than 100
+            # %.
             metrics[name] = min(1.0, metrics[name] / seconds)
         return metrics
 
@@ -186,7 +233,10 @@ class WorldMetrics:
         """Merge the timelines of all role groups into one trace. Collective over all ranks of the job."""
         barrier(self.context.control)
         if self.context.rank == self.reporter:
-            traces = [_timeline_of(run_dir, world.name) for world in self.context.placement.worlds]
+            traces = [
+                _timeline_of(run_dir, world.name)
+                for world in self.context.placement.worlds
+            ]
             merge_traces(traces, run_dir / "timeline.json")
 
 
@@ -201,7 +251,9 @@ OF_SAMPLES = (
 )
 
 
-def sample_records(batch: RolloutBatch, scores: Scores, reward: RewardRole, count: int) -> list[dict[str, Any]]:
+def sample_records(
+    batch: RolloutBatch, scores: Scores, reward: RewardRole, count: int
+) -> list[dict[str, Any]]:
     """Return the first `count` samples as JSON-compatible records.
 
     `turns` is the number of turns in this conversation of the episode.
@@ -210,14 +262,22 @@ def sample_records(batch: RolloutBatch, scores: Scores, reward: RewardRole, coun
     return [
         {
             **({"agent": agents[i]} if agents else {}),
-            **({"episode": int(batch.episode_ids[i])} if "episode_ids" in batch else {}),
+            **(
+                {"episode": int(batch.episode_ids[i])} if "episode_ids" in batch else {}
+            ),
             **({"turns": len(turns[i])} if turns else {}),
             "prompt": batch.columns["prompt"][i],
             "response": reward.transcript(batch, i),
             "reference": batch.columns["reference"][i],
-            "reward": round(float(scores.total[i]), 6) if bool(scores.scored[i]) else None,
+            "reward": round(float(scores.total[i]), 6)
+            if bool(scores.scored[i])
+            else None,
             "finish_reason": batch.columns["finish_reason"][i],
-            **{name: value for name, value in scores.logged.get(i, {}).items() if name not in OF_SAMPLES},
+            **{
+                name: value
+                for name, value in scores.logged.get(i, {}).items()
+                if name not in OF_SAMPLES
+            },
         }
         for i in range(min(count, len(batch)))
     ]
@@ -232,16 +292,28 @@ def forget_samples(path: Path, after_step: int) -> None:
         lines = path.read_text(encoding="utf-8").splitlines() if after_step else []
         # A complete record ends with the brace of its JSON object.
         kept = [
-            line for line in lines if line.endswith("}") and read_json_text(line, not_finite=True)["step"] <= after_step
+            line
+            for line in lines
+            if line.endswith("}")
+            and read_json_text(line, not_finite=True)["step"] <= after_step
         ]
         path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
-def append_samples(path: Path, step: int, records: Sequence[Mapping[str, Any]], split: str = "train") -> None:
+def append_samples(
+    path: Path, step: int, records: Sequence[Mapping[str, Any]], split: str = "train"
+) -> None:
     """Append one JSON line per record to `path`."""
     with path.open("a", encoding="utf-8") as file:
         for record in records:
-            file.write(json.dumps({"step": step, "split": split, **record}, ensure_ascii=False, default=str) + "\n")
+            file.write(
+                json.dumps(
+                    {"step": step, "split": split, **record},
+                    ensure_ascii=False,
+                    default=str,
+                )
+                + "\n"
+            )
 
 
 class Saving:
@@ -268,11 +340,20 @@ class Saving:
         self.run, self.config, self.console = run, config, console
         self.changed = ChangedSettings()
         retention = Retention(
-            keep_last_k=config.keep_last_k, keep_best=config.keep_best, milestone_interval=config.milestone_interval
+            keep_last_k=config.keep_last_k,
+            keep_best=config.keep_best,
+            milestone_interval=config.milestone_interval,
         )
         folder, committer = run_dir / "checkpoints", committer or Committer()
-        self.store = CheckpointStore(folder, retention=retention, committer=committer, phase=phase, warn=console.warn)
-        # torchrun sets this variable. A restarted job prefers its own checkpoints (see `CheckpointStore.resolve`).
+        self.store = CheckpointStore(
+            folder,
+            retention=retention,
+            committer=committer,
+            phase=phase,
+            warn=console.warn,
+        )
+        # torchrun sets this variable. A restarted job prefers its own checkpoints (see
+        # `CheckpointStore.resolve`).
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         self.resumed_from = self.store.resolve(config.resume, restarted=restarted)
         self.num_failed = 0
@@ -286,15 +367,17 @@ class Saving:
             is_best: whether the validation after this step is the best so far.
         """
         interval = self.config.save_interval
-        return last or bool(interval and (done % interval == 0 or (is_best and self.config.keep_best)))
+        return last or bool(
+            interval and (done % interval == 0 or (is_best and self.config.keep_best))
+        )
 
     def resume(
         self, roles: Mapping[str, TrainableModel], stage: str, tokenizer: Tokenizer
     ) -> tuple[Path, dict[str, Any]]:
         """Load the checkpoint that the run resumes from. Collective over all ranks.
 
-        Settings are compared before anything is loaded. If the newest checkpoint is damaged, an older one is loaded,
-        and `resumed_from` then refers to it.
+        Settings are compared before anything is loaded. If the newest checkpoint is
+        damaged, an older one is loaded, and `resumed_from` then refers to it.
 
         Returns:
             Folder of the checkpoint, and the trainer's state.
@@ -313,20 +396,30 @@ class Saving:
 
     def _compare(self, folder: Path, stage: str, tokenizer: Tokenizer) -> None:
         """Compare command, tokenizer and settings of a checkpoint with those of the run. One rank reads the files."""
-        state, before = self.store.committer.decide(lambda: [read_json(folder / STATE_FILE), saved_config(folder)])
+        state, before = self.store.committer.decide(
+            lambda: [read_json(folder / STATE_FILE), saved_config(folder)]
+        )
         check_origin(folder, state, stage, tokenizer)
         self.changed = ChangedSettings.since(folder, before, self.run, stage)
 
-    def report_resumed(self, done: int, total: int, more: str, roles: Mapping[str, TrainableModel]) -> None:
+    def report_resumed(
+        self, done: int, total: int, more: str, roles: Mapping[str, TrainableModel]
+    ) -> None:
         """Print where the run resumes, which settings have changed, and the next learning rates.
 
         Args:
             more: text to append to the first line.
         """
-        self.console.print(f"resumed from {self.resumed_from}: {done} of {total} steps are done{more}")
+        self.console.print(
+            f"resumed from {self.resumed_from}: {done} of {total} steps are done{more}"
+        )
         for line in self.changed.lines():
             self.console.print(line)
-        if done < total and (rates := [f"{name} {role.learning_rate:.4g}" for name, role in roles.items()]):
+        if done < total and (
+            rates := [
+                f"{name} {role.learning_rate:.4g}" for name, role in roles.items()
+            ]
+        ):
             self.console.print(f"learning rate of the next update: {', '.join(rates)}")
 
     def note_resumed(self, done: int, *, inside: bool) -> None:
@@ -346,7 +439,13 @@ class Saving:
         self._attempt(lambda: self.store.finish(wait=False))
 
     def save(
-        self, done: int, roles: Mapping[str, TrainableModel], state: Mapping[str, Any], *, wait: bool, **options: Any
+        self,
+        done: int,
+        roles: Mapping[str, TrainableModel],
+        state: Mapping[str, Any],
+        *,
+        wait: bool,
+        **options: Any,
     ) -> bool:
         """Save a checkpoint after `done` steps.
 
@@ -361,13 +460,18 @@ class Saving:
             CheckpointError: the save failed, and `on_write_error` is stop.
         """
         in_background = self.config.async_save and not wait
-        # This state is being saved or is saved already, as after a signal at the end of a step.
+        # This state is being saved or is saved already, as after a signal at the end of
+        # a step.
         if self._last == (done, bool(options.get("inside"))):
             return self.settle()
         # A failure of the previous checkpoint does not prevent this one.
         earlier = self._attempt(self.store.finish)
         options["files"] = {**options.get("files", {}), **config_writer(self.run)}
-        started = self._attempt(lambda: self.store.start(done, roles, state, in_background=in_background, **options))
+        started = self._attempt(
+            lambda: self.store.start(
+                done, roles, state, in_background=in_background, **options
+            )
+        )
         if started:
             self._last = (done, bool(options.get("inside")))
         if not in_background:
@@ -377,7 +481,8 @@ class Saving:
     def commit_written(self) -> None:
         """Commit the checkpoint that is being written, when the run ends with an error on all ranks.
 
-        Failures are printed and not raised, so that they do not hide the error of the run.
+        Failures are printed and not raised, so that they do not hide the error of the
+        run.
         """
         try:
             self.store.finish()
@@ -397,7 +502,9 @@ class Saving:
             self._last = None
             if self.config.on_write_error == "stop":
                 raise
-            self.console.error(f"{error} The run continues without it (checkpoint.on_write_error=continue).")
+            self.console.error(
+                f"{error} The run continues without it (checkpoint.on_write_error=continue)."
+            )
             return False
         return True
 
@@ -413,7 +520,9 @@ def settle_file(path: Path) -> int:
         return 0
 
 
-def check_origin(path: Path, state: Mapping[str, Any], stage: str, tokenizer: Tokenizer) -> None:
+def check_origin(
+    path: Path, state: Mapping[str, Any], stage: str, tokenizer: Tokenizer
+) -> None:
     """Check that the same command with the same tokenizer wrote a checkpoint.
 
     Args:
@@ -441,14 +550,19 @@ def check_origin(path: Path, state: Mapping[str, Any], stage: str, tokenizer: To
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """Return a digest that is equal for tokenizers with the same vocabulary, stop tokens and chat template."""
-    facts = [sorted(tokenizer.backend.get_vocab().items()), tokenizer.stop_token_ids, tokenizer.chat_template]
+    facts = [
+        sorted(tokenizer.backend.get_vocab().items()),
+        tokenizer.stop_token_ids,
+        tokenizer.chat_template,
+    ]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
 
 def export_model(model: TrainingModel, builder: Builder, folder: Path) -> None:
     """Write weights, configuration and tokenizer to `folder`, replacing older files. Collective over all ranks.
 
-    Adapters are merged into the weights, and are also written separately to `folder`_adapter in peft's format.
+    Adapters are merged into the weights, and are also written separately to
+    `folder`_adapter in peft's format.
     """
     tokenizer = builder.config.run_dir / "tokenizer"
 
@@ -457,12 +571,18 @@ def export_model(model: TrainingModel, builder: Builder, folder: Path) -> None:
         builder.tokenizer.save(tokenizer)
 
     on_first_rank(save_tokenizer, model.grid.world)
-    model.export(folder, source_folder=builder.folder, tokenizer_folder=tokenizer, overwrite=True)
+    model.export(
+        folder, source_folder=builder.folder, tokenizer_folder=tokenizer, overwrite=True
+    )
     if model.adapters is not None:
-        model.save_adapters(folder.with_name(f"{folder.name}_adapter"), base=builder.config.model.path)
+        model.save_adapters(
+            folder.with_name(f"{folder.name}_adapter"), base=builder.config.model.path
+        )
 
 
-def export_classifier(model: TrainingModel, builder: Builder, folder: Path, *, path: str | None) -> None:
+def export_classifier(
+    model: TrainingModel, builder: Builder, folder: Path, *, path: str | None
+) -> None:
     """Write a reward model in the format of Hugging Face's `...ForSequenceClassification` with one label.
 
     Collective over all ranks.
@@ -473,10 +593,16 @@ def export_classifier(model: TrainingModel, builder: Builder, folder: Path, *, p
     source = builder.files(path).folder
 
     def describe() -> str:
-        folder = Path(tempfile.mkdtemp(prefix="classifier_", dir=builder.config.run_dir))
+        folder = Path(
+            tempfile.mkdtemp(prefix="classifier_", dir=builder.config.run_dir)
+        )
         config = read_json_file(source / "config.json")
-        described = classifier_config(config, pad_token_id=builder.tokenizer.pad_token_id)
-        (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        described = classifier_config(
+            config, pad_token_id=builder.tokenizer.pad_token_id
+        )
+        (folder / "config.json").write_text(
+            json.dumps(described, indent=2) + "\n", encoding="utf-8"
+        )
         builder.tokenizer.save(folder)
         return str(folder)
 

@@ -1,7 +1,8 @@
 """Schedule of asynchronous rollouts, and stored samples that are not trained on yet.
 
-The schedule fixes how far each role group may run ahead of training. Samples that wait for training are saved with a
-checkpoint. A `RolloutFolder` stores the rollouts of a whole run for a replay. No file contains pickled objects.
+The schedule fixes how far each role group may run ahead of training. Samples that wait
+for training are saved with a checkpoint. A `RolloutFolder` stores the rollouts of a
+whole run for a replay. No file contains pickled objects.
 
     rollouts/
         step_00000001.safetensors   a batch: tokens, log-probs, lengths, prompts, references and scores
@@ -54,7 +55,11 @@ class StoredRollouts:
     @property
     def values(self) -> dict[str, Any]:
         """Return the values of a step's flow that these samples provide."""
-        return {"rollouts": self.batch} if self.scores is None else {"rollouts": self.batch, "scores": self.scores}
+        return (
+            {"rollouts": self.batch}
+            if self.scores is None
+            else {"rollouts": self.batch, "scores": self.scores}
+        )
 
     def drawn_with(self, sampling: Mapping[str, Any]) -> StoredRollouts:
         """Return a copy that records the temperature at which its samples were drawn.
@@ -68,11 +73,17 @@ class StoredRollouts:
             return self
         # Every response of this run was drawn with the same options.
         options = [sampling_options(sampling)] * len(self.batch)
-        return replace(self, batch=self.batch.with_(**drawing(options, len(self.batch))))
+        return replace(
+            self, batch=self.batch.with_(**drawing(options, len(self.batch)))
+        )
 
     def facts(self) -> dict[str, Any]:
         """Return everything except the batch and its scores, as JSON-compatible values."""
-        return {"step": self.step, "weight_version": self.weight_version, "metrics": self.metrics}
+        return {
+            "step": self.step,
+            "weight_version": self.weight_version,
+            "metrics": self.metrics,
+        }
 
     def write(self, path: Path) -> None:
         """Write the batch and its scores as a safetensors file."""
@@ -83,7 +94,10 @@ class StoredRollouts:
                 {
                     "total": float(scores.total[i]),
                     "correct": bool(scores.correct[i]),
-                    "components": {name: float(values[i]) for name, values in scores.components.items()},
+                    "components": {
+                        name: float(values[i])
+                        for name, values in scores.components.items()
+                    },
                     "logged": dict(scores.logged.get(i, {})),
                 }
                 for i in range(len(batch))
@@ -102,11 +116,23 @@ class StoredRollouts:
         try:
             if SCORE_COLUMN in batch.columns:
                 scores = _scores(batch.columns[SCORE_COLUMN])
-                columns = {name: column for name, column in batch.columns.items() if name != SCORE_COLUMN}
+                columns = {
+                    name: column
+                    for name, column in batch.columns.items()
+                    if name != SCORE_COLUMN
+                }
                 batch = RolloutBatch(batch.tensors, columns)
-            return cls(int(facts["step"]), int(facts["weight_version"]), batch, scores, dict(facts["metrics"]))
+            return cls(
+                int(facts["step"]),
+                int(facts["weight_version"]),
+                batch,
+                scores,
+                dict(facts["metrics"]),
+            )
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{path}: these are not stored rollouts: {type(error).__name__}: {error}") from error
+            raise DataError(
+                f"{path}: these are not stored rollouts: {type(error).__name__}: {error}"
+            ) from error
 
 
 class RolloutFolder:
@@ -120,11 +146,17 @@ class RolloutFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step_{rollouts.step + 1:08d}.safetensors"
         rollouts.write(path)
-        entry = {"file": path.name, "bytes": path.stat().st_size, "crc32": crc32_of(path), **rollouts.facts()}
+        entry = {
+            "file": path.name,
+            "bytes": path.stat().st_size,
+            "crc32": crc32_of(path),
+            **rollouts.facts(),
+        }
         with (self.folder / INDEX_FILE).open("a", encoding="utf-8") as index:
             index.write(json.dumps(entry) + "\n")
             index.flush()
-            # The line must reach the disk before the next step, so that a killed run can continue after this one.
+            # The line must reach the disk before the next step, so that a killed run
+            # can continue after this one.
             os.fsync(index.fileno())
 
     def forget(self, from_step: int) -> None:
@@ -136,7 +168,11 @@ class RolloutFolder:
         if not path.exists():
             return
         # `not_finite`: metrics in the index may be NaN.
-        kept = [line for line in _whole_lines(path) if read_json(line, not_finite=True)["step"] < from_step]
+        kept = [
+            line
+            for line in _whole_lines(path)
+            if read_json(line, not_finite=True)["step"] < from_step
+        ]
         part = path.with_name(path.name + ".part")
         part.write_text("".join(kept), encoding="utf-8")
         part.replace(path)
@@ -154,9 +190,14 @@ class RolloutFolder:
                 "--rollout-only`, or with trainer.store_rollouts=true."
             )
         try:
-            return {int(entry["step"]): entry for entry in map(read_json, _whole_lines(path))}
+            return {
+                int(entry["step"]): entry
+                for entry in map(read_json, _whole_lines(path))
+            }
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}: damaged ({type(error).__name__}: {error}). Store the rollouts again.") from error
+            raise DataError(
+                f"{path}: damaged ({type(error).__name__}: {error}). Store the rollouts again."
+            ) from error
 
     def check(self, first: int, last: int, num_samples: int) -> None:
         """Check that the steps from `first` up to, but not including, `last` are stored and intact.
@@ -176,9 +217,13 @@ class RolloutFolder:
             if not path.is_file():
                 wrong.append(f"{path.name} is missing")
             elif (checksum := crc32_of(path)) != expected:
-                wrong.append(f"{path.name} has the checksum {checksum} instead of {expected}")
+                wrong.append(
+                    f"{path.name} has the checksum {checksum} instead of {expected}"
+                )
             elif (count := _count(batch_io.load(path))) != num_samples:
-                wrong.append(f"{path.name} holds {count} samples, and a step of this run takes {num_samples}")
+                wrong.append(
+                    f"{path.name} holds {count} samples, and a step of this run takes {num_samples}"
+                )
         if wrong:
             raise DataError(
                 f"{self.folder}: cannot be replayed: {'; '.join(wrong)}. Lower trainer.steps, or store these again "
@@ -198,20 +243,30 @@ def _count(batch: RolloutBatch) -> int:
 
 def _whole_lines(path: Path) -> list[str]:
     # A killed run may leave an incomplete last line.
-    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        line
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 def _scores(rows: list[dict[str, Any]]) -> Scores:
     names = list(rows[0]["components"]) if rows else []
     return Scores(
         torch.tensor([row["total"] for row in rows], dtype=torch.float32),
-        {name: torch.tensor([row["components"][name] for row in rows], dtype=torch.float32) for name in names},
+        {
+            name: torch.tensor(
+                [row["components"][name] for row in rows], dtype=torch.float32
+            )
+            for name in names
+        },
         torch.tensor([row["correct"] for row in rows], dtype=torch.bool),
         {number: row["logged"] for number, row in enumerate(rows) if row.get("logged")},
     )
 
 
-# Prefixes of the metrics that describe samples. They are saved with the samples and restored after an interruption.
+# Prefixes of the metrics that describe samples. They are saved with the samples and
+# restored after an interruption.
 KEPT = ("rollout/", "reward/", "queue/depth")
 
 
@@ -219,7 +274,8 @@ KEPT = ("rollout/", "reward/", "queue/depth")
 class Schedule:
     """Staleness schedule: after how many completed steps a role group begins its part of each step.
 
-    Steps count from 0. The schedule is fixed before the run, so that two runs use the same weights for each step.
+    Steps count from 0. The schedule is fixed before the run, so that two runs use the
+    same weights for each step.
 
     Attributes:
         placement: ranks of each role.
@@ -244,9 +300,17 @@ class Schedule:
         rollout = config.rollout
         limit = rollout.max_staleness if rollout.async_rollout else 0
         # A replay does not generate in rounds, so its rewards need not wait for them.
-        in_rounds = config.algorithm.dynamic_sampling.metric is not None and config.trainer.replay_rollouts is None
-        saves, validates = config.checkpoint.save_interval or 0, config.trainer.validate_every
-        return cls(placement, limit, saves, validates, in_rounds, rollout.in_flight_updates)
+        in_rounds = (
+            config.algorithm.dynamic_sampling.metric is not None
+            and config.trainer.replay_rollouts is None
+        )
+        saves, validates = (
+            config.checkpoint.save_interval or 0,
+            config.trainer.validate_every,
+        )
+        return cls(
+            placement, limit, saves, validates, in_rounds, rollout.in_flight_updates
+        )
 
     def lag(self, rank: int) -> int:
         """Return the lag of a rank's role group: the number of steps that it may be ahead of training."""
@@ -257,18 +321,28 @@ class Schedule:
         return max(step - lag, self._last_barrier(step, lag))
 
     def in_flight_after(self, step: int, lag: int) -> int:
-        """Return how many steps must be completed before engines with this lag take new weights in the middle of
-        `step`.
+        """Return how many steps must be completed before engines with this lag take new
+        weights in the middle of `step`.
         """
         return max(self.begins_after(step, lag), min(step, step - lag + 1))
 
     def _last_barrier(self, step: int, lag: int) -> int:
         """Return the last number of completed steps, up to `step`, that no role group may run ahead of."""
         # Only barriers within the lag can hold this step back.
-        return max((done for done in range(max(0, step - lag), step + 1) if self._is_barrier(done)), default=0)
+        return max(
+            (
+                done
+                for done in range(max(0, step - lag), step + 1)
+                if self._is_barrier(done)
+            ),
+            default=0,
+        )
 
     def _is_barrier(self, done: int) -> bool:
-        return any(every and done % every == 0 for every in (self.save_interval, self.validate_every))
+        return any(
+            every and done % every == 0
+            for every in (self.save_interval, self.validate_every)
+        )
 
 
 class WaitingSamples:
@@ -296,24 +370,41 @@ class WaitingSamples:
         self._samplers[step] = sampler
 
     def sampler(self, done: int) -> dict[str, Any] | None:
-        """Return the sampler state at the start of the step after `done` steps, or None if the engines have not begun
-        it.
+        """Return the sampler state at the start of the step after `done` steps, or None
+        if the engines have not begun it.
         """
         return self._samplers.get(done)
 
-    def keep(self, step: int, version: int, values: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    def keep(
+        self,
+        step: int,
+        version: int,
+        values: Mapping[str, Any],
+        metrics: Mapping[str, float],
+    ) -> None:
         """Keep the samples of a step, and their scores if they have any, until the step is trained on.
 
         Args:
             version: version of the weights that generated the samples.
         """
-        kept_metrics = {name: value for name, value in metrics.items() if name.startswith(KEPT)}
-        self._kept[step] = StoredRollouts(step, version, values["rollouts"], values.get("scores"), kept_metrics)
+        kept_metrics = {
+            name: value for name, value in metrics.items() if name.startswith(KEPT)
+        }
+        self._kept[step] = StoredRollouts(
+            step, version, values["rollouts"], values.get("scores"), kept_metrics
+        )
 
-    def add_scores(self, step: int, scores: Scores, metrics: Mapping[str, float]) -> None:
+    def add_scores(
+        self, step: int, scores: Scores, metrics: Mapping[str, float]
+    ) -> None:
         """Add scores, and the metrics measured since, to samples that wait."""
         if (kept := self._kept.get(step)) is not None:
-            self.keep(step, kept.weight_version, {"rollouts": kept.batch, "scores": scores}, metrics)
+            self.keep(
+                step,
+                kept.weight_version,
+                {"rollouts": kept.batch, "scores": scores},
+                metrics,
+            )
 
     def add_pause(self, seconds: float) -> None:
         """Add time in which the engines waited for new weights."""
@@ -336,8 +427,12 @@ class WaitingSamples:
 
     def forget(self, done: int) -> None:
         """Drop samples and sampler states of the first `done` steps, which have been trained on."""
-        self._kept = {step: rollouts for step, rollouts in self._kept.items() if step >= done}
-        self._samplers = {step: sampler for step, sampler in self._samplers.items() if step >= done}
+        self._kept = {
+            step: rollouts for step, rollouts in self._kept.items() if step >= done
+        }
+        self._samplers = {
+            step: sampler for step, sampler in self._samplers.items() if step >= done
+        }
 
     @property
     def facts(self) -> list[dict[str, Any]]:
@@ -356,7 +451,9 @@ class WaitingSamples:
         return files
 
 
-def read_waiting(folder: Path, facts: Iterable[Mapping[str, Any]]) -> dict[int, StoredRollouts]:
+def read_waiting(
+    folder: Path, facts: Iterable[Mapping[str, Any]]
+) -> dict[int, StoredRollouts]:
     """Read the samples that a checkpoint kept, by step.
 
     Args:
@@ -366,7 +463,10 @@ def read_waiting(folder: Path, facts: Iterable[Mapping[str, Any]]) -> dict[int, 
     Raises:
         DataError: a file is missing or damaged.
     """
-    waiting = (StoredRollouts.read(folder / file_of(int(stored["step"])), dict(stored)) for stored in facts)
+    waiting = (
+        StoredRollouts.read(folder / file_of(int(stored["step"])), dict(stored))
+        for stored in facts
+    )
     return {rollouts.step: rollouts for rollouts in waiting}
 
 

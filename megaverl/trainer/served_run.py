@@ -14,7 +14,13 @@ from megaverl.trainer.arriving_samples import SampleSender, can_arrive
 from megaverl.trainer.executor import Executor
 from megaverl.trainer.job import Leaving
 from megaverl.trainer.own_program import load_step
-from megaverl.trainer.program import agents_step, asynchronous_step, flow_step, policy_step, sample_ahead
+from megaverl.trainer.program import (
+    agents_step,
+    asynchronous_step,
+    flow_step,
+    policy_step,
+    sample_ahead,
+)
 from megaverl.trainer.role_groups import HeldOutResult, Run, StepProgram, make_run
 from megaverl.trainer.role_workers import (
     ActorWorker,
@@ -68,15 +74,26 @@ class ServedRun:
         store = SampleStore()
         if not self._placement.is_colocated:
             store = SampleStore(self._context, executor.routing.readers(executor.flow))
-        # Rounds of dynamic sampling must not run again for steps whose samples the checkpoint holds.
-        restored = dict(operators.waiting) if self._config.algorithm.dynamic_sampling.metric is not None else {}
+        # Rounds of dynamic sampling must not run again for steps whose samples the
+        # checkpoint holds.
+        restored = (
+            dict(operators.waiting)
+            if self._config.algorithm.dynamic_sampling.metric is not None
+            else {}
+        )
         if trainer.cut_off is not None:
             restored[trainer.cut_off.step] = trainer.cut_off
-        restored_scores = {step: stored.scores for step, stored in restored.items() if stored.scores is not None}
+        restored_scores = {
+            step: stored.scores
+            for step, stored in restored.items()
+            if stored.scores is not None
+        }
         self._restored_steps = frozenset(restored)
         sender = self._make_sender()
         operators.outlet = sender
-        self._rollout = RolloutWorker(executor, trainer.prompts, store, trainer.validation, sender)
+        self._rollout = RolloutWorker(
+            executor, trainer.prompts, store, trainer.validation, sender
+        )
         self._rollout.cut_off, trainer.cut_off = trainer.cut_off, None
         self._reward = RewardWorker(executor, store, restored_scores)
         self.session = SessionWorker(trainer, store)
@@ -91,11 +108,15 @@ class ServedRun:
             "actor": ActorWorker(executor, store),
             "weights": WeightsWorker(executor, store),
             "islands": IslandWorker(executor),
-            "operators": OperatorWorker(executor, trainer.prompts, store, self._rollout, self._reward),
+            "operators": OperatorWorker(
+                executor, trainer.prompts, store, self._rollout, self._reward
+            ),
         }
         self._agents = list(executor.roles.agents)
         for number, agent in enumerate(self._agents):
-            self._workers[f"agent.{agent}"] = AgentWorker(executor, store, agent, number)
+            self._workers[f"agent.{agent}"] = AgentWorker(
+                executor, store, agent, number
+            )
         self._step = self._choose_step()
         # The first operator of a flow without added operators is the rollout.
         self._changes_prompts = executor.flow.plan.operators[0].name != "rollout"
@@ -151,10 +172,17 @@ class ServedRun:
     @property
     def _scores_arriving(self) -> bool:
         """Return whether samples are scored while the engines generate others."""
-        if self._placement.is_colocated or self._config.trainer.program is not None or self._is_given:
+        if (
+            self._placement.is_colocated
+            or self._config.trainer.program is not None
+            or self._is_given
+        ):
             return False
         rewards = self._placement.ranks["reward"][0]
-        is_free = not self._is_ahead or Schedule.of(self._config, self._placement).lag(rewards) > 0
+        is_free = (
+            not self._is_ahead
+            or Schedule.of(self._config, self._placement).lag(rewards) > 0
+        )
         return is_free and can_arrive(self._config, self._placement)
 
     def _choose_step(self) -> StepProgram:
@@ -202,7 +230,9 @@ class ServedRun:
             lambda step: schedule.begins_after(step, lag),
             self._trainer.next_step,
             self._config.trainer.steps,
-            (lambda step: schedule.in_flight_after(step, lag)) if is_in_flight else None,
+            (lambda step: schedule.in_flight_after(step, lag))
+            if is_in_flight
+            else None,
         )
 
 
@@ -250,12 +280,15 @@ class SessionWorker:
         trainer.saving.look()
         return self.leaving is not None
 
-    def leave(self, signal: int, rollouts: RolloutBatch | None, scores: Scores | None) -> None:
+    def leave(
+        self, signal: int, rollouts: RolloutBatch | None, scores: Scores | None
+    ) -> None:
         """Save a checkpoint with the samples of the running step, and note that the run leaves."""
         values = {"rollouts": rollouts, "scores": scores}
         try:
             self._trainer.leave_run(
-                Signals(signal).name, {name: value for name, value in values.items() if value is not None}
+                Signals(signal).name,
+                {name: value for name, value in values.items() if value is not None},
             )
         except Leaving as leaving:
             self.leaving = leaving
@@ -267,13 +300,18 @@ class SessionWorker:
     def given(self, step: int) -> SampleValue:
         """Return the responses that the Python program of this rank provided."""
         responses, self.next_given = self.next_given, None
-        assert responses is not None, "every rank gives the responses before the program runs"
+        assert responses is not None, (
+            "every rank gives the responses before the program runs"
+        )
         operators = self._trainer.step
         with operators.measuring(step):
             operators.metrics |= responses.metrics
-        # Rows are selected only if roles share all ranks. Otherwise every rank works on all samples that were provided.
+        # Rows are selected only if roles share all ranks. Otherwise every rank works on
+        # all samples that were provided.
         readers = operators.readers
-        batch = responses.batch if readers is None else readers.of_whole(responses.batch)
+        batch = (
+            responses.batch if readers is None else readers.of_whole(responses.batch)
+        )
         return self._store.give(batch)
 
 

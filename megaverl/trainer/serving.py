@@ -43,7 +43,8 @@ def serve_program(
     """
     stages.board = StatusBoard()
     mover = RowMover(context)
-    # If roles share all ranks, a rank that waits has nothing else to do, so its wait is not recorded as a stage.
+    # If roles share all ranks, a rank that waits has nothing else to do, so its wait is
+    # not recorded as a stage.
     waiting = nullcontext if context.placement.is_colocated else partial(stages, "wait")
     run_program(
         context,

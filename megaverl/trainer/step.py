@@ -20,10 +20,20 @@ from megaverl.dataflow.plan import Places
 from megaverl.distributed.worlds import default_group
 from megaverl.plugins import call_object
 from megaverl.rewards.trl import TrainerState
-from megaverl.rollout.engine import Sampling, SamplingOptions, SavedWork, drawing, of_some
+from megaverl.rollout.engine import (
+    Sampling,
+    SamplingOptions,
+    SavedWork,
+    drawing,
+    of_some,
+)
 from megaverl.rollout.sampling_rules import sampling_of
 from megaverl.trainer.arriving_samples import TakesSamples
-from megaverl.trainer.partial_rollouts import GroupsInProgress, InFlightUpdates, PartialRollouts
+from megaverl.trainer.partial_rollouts import (
+    GroupsInProgress,
+    InFlightUpdates,
+    PartialRollouts,
+)
 from megaverl.trainer.roles import Mix, Roles
 from megaverl.trainer.schedule import RolloutFolder, StoredRollouts
 from megaverl.workers import local
@@ -71,7 +81,9 @@ class RLStep:
     outlet: TakesSamples | None = None
     waiting: dict[int, StoredRollouts] = field(default_factory=dict)
     warn: Callable[[str], None] = print
-    span: Callable[[str], AbstractContextManager[Any]] = field(default=lambda name: nullcontext())
+    span: Callable[[str], AbstractContextManager[Any]] = field(
+        default=lambda name: nullcontext()
+    )
     readers: RowSelection | None = None
     credit: AdvantageComputer = field(init=False)
     in_progress: GroupsInProgress | None = field(init=False, default=None)
@@ -110,66 +122,136 @@ class RLStep:
     @property
     def mix(self) -> Mix:
         """Return the additional updates of the step (`mix`)."""
-        # The roles are passed as a function, because a flow is compiled before or without them.
+        # The roles are passed as a function, because a flow is compiled before or
+        # without them.
         return Mix(self.config, lambda: self.roles, self._record)
 
     @property
     def num_prompts(self) -> int:
         """Return the number of prompts that the next step takes."""
-        return self.config.data.prompts_per_step if self.in_progress is None else self.in_progress.room
+        return (
+            self.config.data.prompts_per_step
+            if self.in_progress is None
+            else self.in_progress.room
+        )
 
     def flow(self, places: Places | None = None) -> DataFlow:
         """Compile the flow of a step, for `run(prompts=..., step=...)`.
 
-        Roles that a configuration does not use (critic, reference) have no operators. The roles are accessed only when
-        the flow runs, so a flow can be compiled without them.
+        Roles that a configuration does not use (critic, reference) have no operators.
+        The roles are accessed only when the flow runs, so a flow can be compiled
+        without them.
 
         Args:
             places: ranks of each role, or None if all roles share all ranks.
         """
         flow = DataFlow()
         source = self.generate if self.replayed is None else self.replay
-        # Samples from dynamic sampling or from a replay folder are available on the ranks of both roles.
-        both = self.replayed is not None or self.config.algorithm.dynamic_sampling.metric is not None
-        of_rollout, of_reward = (("reward", "rollout"), ("rollout", "reward")) if both else ("rollout", "reward")
-        flow.add_operator(Operator("rollout", source, ("prompts", "step"), ("rollouts",), role=of_rollout))
-        flow.add_operator(Operator("reward", self.score, ("rollouts",), ("scores",), role=of_reward))
+        # Samples from dynamic sampling or from a replay folder are available on the
+        # ranks of both roles.
+        both = (
+            self.replayed is not None
+            or self.config.algorithm.dynamic_sampling.metric is not None
+        )
+        of_rollout, of_reward = (
+            (("reward", "rollout"), ("rollout", "reward"))
+            if both
+            else ("rollout", "reward")
+        )
+        flow.add_operator(
+            Operator(
+                "rollout", source, ("prompts", "step"), ("rollouts",), role=of_rollout
+            )
+        )
+        flow.add_operator(
+            Operator("reward", self.score, ("rollouts",), ("scores",), role=of_reward)
+        )
         of_critic = ("values", "last_values")
-        scored = ("old_log_probs", *of_critic) if self.config.shares_backbone else ("old_log_probs",)
-        score = self.log_probs_and_values if self.config.shares_backbone else self.old_log_probs
-        flow.add_operator(Operator("old_log_probs", score, ("rollouts", "step"), scored, role="actor"))
+        scored = (
+            ("old_log_probs", *of_critic)
+            if self.config.shares_backbone
+            else ("old_log_probs",)
+        )
+        score = (
+            self.log_probs_and_values
+            if self.config.shares_backbone
+            else self.old_log_probs
+        )
+        flow.add_operator(
+            Operator("old_log_probs", score, ("rollouts", "step"), scored, role="actor")
+        )
         inputs = ["rollouts", "scores", *scored]
         if self.config.uses_ref_log_probs:
-            flow.add_operator(Operator("ref_log_probs", self.ref_log_probs, ("rollouts",), role="reference"))
+            flow.add_operator(
+                Operator(
+                    "ref_log_probs", self.ref_log_probs, ("rollouts",), role="reference"
+                )
+            )
             inputs.append("ref_log_probs")
         if self.config.uses_critic:
-            flow.add_operator(Operator("values", self.values, ("rollouts",), of_critic, role="critic"))
+            flow.add_operator(
+                Operator("values", self.values, ("rollouts",), of_critic, role="critic")
+            )
             inputs += of_critic
         if self.config.estimator_reads("greedy_rewards"):
-            flow.add_operator(Operator("greedy", self.greedy, ("rollouts", "step"), role="rollout"))
-            flow.add_operator(Operator("greedy_rewards", self.greedy_rewards, ("greedy",), role="reward"))
+            flow.add_operator(
+                Operator("greedy", self.greedy, ("rollouts", "step"), role="rollout")
+            )
+            flow.add_operator(
+                Operator(
+                    "greedy_rewards", self.greedy_rewards, ("greedy",), role="reward"
+                )
+            )
             inputs.append("greedy_rewards")
         if self.config.estimator_reads("score_norms"):
-            flow.add_operator(Operator("score_norms", self.score_norms, ("rollouts",), role="actor"))
+            flow.add_operator(
+                Operator("score_norms", self.score_norms, ("rollouts",), role="actor")
+            )
             inputs.append("score_norms")
         if self.config.estimator_reads("implicit_rewards"):
             takes = ("rollouts", "scores", "ref_log_probs")
-            flow.add_operator(Operator("implicit_rewards", self.implicit_rewards, takes, role="actor"))
+            flow.add_operator(
+                Operator("implicit_rewards", self.implicit_rewards, takes, role="actor")
+            )
             inputs.append("implicit_rewards")
-        flow.add_operator(Operator("advantages", self.advantages, tuple(inputs), ("experience",), role="actor"))
+        flow.add_operator(
+            Operator(
+                "advantages",
+                self.advantages,
+                tuple(inputs),
+                ("experience",),
+                role="actor",
+            )
+        )
         updated = ("experience", "step")
-        updates = [Operator("actor_update", self.update_actor, updated, ("updated",), role="actor")]
-        # If both update on the same ranks with `reshard.overlap`, the actor goes first. Its weights can then be
-        # transferred while the critic trains.
+        updates = [
+            Operator(
+                "actor_update", self.update_actor, updated, ("updated",), role="actor"
+            )
+        ]
+        # If both update on the same ranks with `reshard.overlap`, the actor goes first.
+        # Its weights can then be transferred while the critic trains.
         if self.config.uses_critic:
-            # A flow that is only inspected has no places, and its roles share all ranks.
-            is_apart = places is not None and tuple(places["critic"]) != tuple(places["actor"])
+            # A flow that is only inspected has no places, and its roles share all
+            # ranks.
+            is_apart = places is not None and tuple(places["critic"]) != tuple(
+                places["actor"]
+            )
             place = len(updates) if self.config.reshard.overlap and not is_apart else 0
-            updates.insert(place, Operator("critic_update", self.update_critic, updated, (), role="critic"))
+            updates.insert(
+                place,
+                Operator(
+                    "critic_update", self.update_critic, updated, (), role="critic"
+                ),
+            )
         for update in updates:
             flow.add_operator(update)
         if self.replayed is None:
-            flow.add_operator(Operator("reshard", self.reshard, ("updated",), (), role=("actor", "rollout")))
+            flow.add_operator(
+                Operator(
+                    "reshard", self.reshard, ("updated",), (), role=("actor", "rollout")
+                )
+            )
         if self.config.mix:
             self.mix.add_to(flow, before=("reshard",) if self.replayed is None else ())
         return self.compiled(flow, places)
@@ -184,47 +266,76 @@ class RLStep:
             call_object(name, "trainer.operators", flow)
         return flow.compile(given=("prompts", "step"), places=places)
 
-    def generate(self, prompts: Sequence[PromptRecord], step: int, first_group: int = 0) -> RolloutBatch:
+    def generate(
+        self, prompts: Sequence[PromptRecord], step: int, first_group: int = 0
+    ) -> RolloutBatch:
         """Generate `group_size` responses to every prompt, or episodes from it.
 
         Args:
             first_group: index of the first prompt among all prompts of the step. Groups are numbered and samples are
                 seeded by this index.
         """
-        # These samples were generated before an interruption and have not been trained on.
+        # These samples were generated before an interruption and have not been trained
+        # on.
         if step in self.waiting:
             stored = self.waiting.pop(step)
             self.metrics |= stored.metrics
             return stored.batch
-        # The counters of saved work, such as cached prompt tokens, start from zero in each generation.
+        # The counters of saved work, such as cached prompt tokens, start from zero in
+        # each generation.
         self.roles.engines.engine.saved_work = SavedWork()
         if isinstance(self.in_progress, PartialRollouts):
-            # The staleness of partial rollouts is measured from the weights that generate now.
+            # The staleness of partial rollouts is measured from the weights that
+            # generate now.
             self.newest_version = self.roles.engines.weight_version
             batch, metrics = self.in_progress.run(self.roles.engines, prompts, step)
             self.metrics |= metrics
             return batch if self.readers is None else self.readers.of_whole(batch)
         config, engines, start = self.config, self.roles.engines, time.perf_counter()
-        draws = Draws(config.run.seed, step, config.algorithm.group_size, first_group, config.algorithm.opponent_beta)
+        draws = Draws(
+            config.run.seed,
+            step,
+            config.algorithm.group_size,
+            first_group,
+            config.algorithm.opponent_beta,
+        )
         sampling = self._sampling(prompts, draws)
 
         def finished(number: int, sample: RolloutBatch) -> None:
             """Send one finished sample while the engine still generates others."""
             assert self.outlet is not None
-            self.outlet.give(number, self._dated(sample.with_(**drawing(of_some(sampling, [number]), 1))))
+            self.outlet.give(
+                number,
+                self._dated(sample.with_(**drawing(of_some(sampling, [number]), 1))),
+            )
 
         hears = finished if self.outlet is not None else None
         function = config.rollout.function
-        batch = responses(engines, prompts, sampling, draws, self.roles.player, function, hears, self.readers)
-        own_sampling = sampling if batch.held is None else of_some(sampling, batch.held.rows)
+        batch = responses(
+            engines,
+            prompts,
+            sampling,
+            draws,
+            self.roles.player,
+            function,
+            hears,
+            self.readers,
+        )
+        own_sampling = (
+            sampling if batch.held is None else of_some(sampling, batch.held.rows)
+        )
         batch = batch.with_(**drawing(own_sampling, len(batch)))
-        self.metrics |= rollout_metrics(batch, time.perf_counter() - start, engines.weight_version, draws)
+        self.metrics |= rollout_metrics(
+            batch, time.perf_counter() - start, engines.weight_version, draws
+        )
         self.metrics |= engines.engine_metrics()
         return self._dated(batch)
 
     def begin_responses(self, prompts: Sequence[PromptRecord], step: int) -> None:
         """Generate the first part of each response. The engines may receive new weights afterwards."""
-        assert isinstance(self.in_progress, InFlightUpdates), "rollout.in_flight_updates is off"
+        assert isinstance(self.in_progress, InFlightUpdates), (
+            "rollout.in_flight_updates is off"
+        )
         if step not in self.waiting:
             self.roles.engines.engine.saved_work = SavedWork()
             self.in_progress.begin(self.roles.engines, prompts, step)
@@ -234,7 +345,9 @@ class RLStep:
 
         Responses that an interrupted run had finished are returned without generating.
         """
-        assert isinstance(self.in_progress, InFlightUpdates), "rollout.in_flight_updates is off"
+        assert isinstance(self.in_progress, InFlightUpdates), (
+            "rollout.in_flight_updates is off"
+        )
         stored = self.waiting.pop(step, None)
         if stored is not None:
             self.metrics |= stored.metrics
@@ -245,10 +358,13 @@ class RLStep:
 
     def _sampling(self, prompts: Sequence[PromptRecord], draws: Draws) -> Sampling:
         """Return the sampling options of the responses: one for all, or one for each response."""
-        sampling = sampling_of(self.config.rollout, [len(prompt.token_ids) for prompt in prompts])
+        sampling = sampling_of(
+            self.config.rollout, [len(prompt.token_ids) for prompt in prompts]
+        )
         if isinstance(sampling, SamplingOptions):
             return sampling
-        # Samples are numbered by group, so each prompt's options are repeated for all samples of its group.
+        # Samples are numbered by group, so each prompt's options are repeated for all
+        # samples of its group.
         return [options for options in sampling for _ in range(draws.group_size)]
 
     def _dated(self, batch: RolloutBatch) -> RolloutBatch:
@@ -264,11 +380,17 @@ class RLStep:
         assert self.replayed is not None
         self.stored = self.replayed.read(step)
         self.metrics |= self.stored.metrics
-        return self.stored.batch if self.readers is None else self.readers.of_whole(self.stored.batch)
+        return (
+            self.stored.batch
+            if self.readers is None
+            else self.readers.of_whole(self.stored.batch)
+        )
 
     def read_replayed(self, step: int) -> None:
         """Read the stored rewards of a replayed step, on a rank that has not read the step's responses."""
-        if self.replayed is not None and (self.stored is None or self.stored.step != step):
+        if self.replayed is not None and (
+            self.stored is None or self.stored.step != step
+        ):
             self.stored = self.replayed.read(step)
 
     def begin(self, step: int, epoch: float | None) -> None:
@@ -290,14 +412,26 @@ class RLStep:
             return self.stored.scores
         start = time.perf_counter()
         scores = self.roles.reward.score(rollouts)
-        # An episode with several conversations counts once, and an opponent's responses do not count.
-        shown = once(rollouts, scores, has_opponents=self.config.algorithm.opponent_beta is not None)
-        measured = score_metrics(shown, time.perf_counter() - start + self._early_seconds)
+        # An episode with several conversations counts once, and an opponent's responses
+        # do not count.
+        shown = once(
+            rollouts,
+            scores,
+            has_opponents=self.config.algorithm.opponent_beta is not None,
+        )
+        measured = score_metrics(
+            shown, time.perf_counter() - start + self._early_seconds
+        )
         if is_round:
-            latency = self.metrics.get("reward/latency_ms", 0.0) + measured["reward/latency_ms"]
+            latency = (
+                self.metrics.get("reward/latency_ms", 0.0)
+                + measured["reward/latency_ms"]
+            )
             measured = {"reward/latency_ms": latency}
         self.metrics |= measured
-        self.metrics |= self.roles.reward.service_costs() | self.roles.reward.logged_metrics()
+        self.metrics |= (
+            self.roles.reward.service_costs() | self.roles.reward.logged_metrics()
+        )
         self._early_seconds = 0.0
         return scores
 
@@ -312,17 +446,20 @@ class RLStep:
         self._early_seconds += time.perf_counter() - start
 
     def old_log_probs(self, rollouts: RolloutBatch, step: int) -> torch.Tensor | None:
-        """Return the actor's log-probs [B, R] before the update, or None if the update's own forward pass gives the
-        same.
+        """Return the actor's log-probs [B, R] before the update, or None if the
+        update's own forward pass gives the same.
 
-        They are also computed in the first step after a start, to check the first reshard. A resumed run does not train
-        on these, because an uninterrupted run would not have computed them.
+        They are also computed in the first step after a start, to check the first
+        reshard. A resumed run does not train on these, because an uninterrupted run
+        would not have computed them.
         """
         if not self.wants_log_probs(step):
             return None
         return self._compared(rollouts, self.roles.actor.log_probs(rollouts), step)
 
-    def log_probs_and_values(self, rollouts: RolloutBatch, step: int) -> dict[str, torch.Tensor | None]:
+    def log_probs_and_values(
+        self, rollouts: RolloutBatch, step: int
+    ) -> dict[str, torch.Tensor | None]:
         """Return `old_log_probs`, `values` and `last_values` from one forward pass of a shared backbone."""
         actor = local(self.roles.actor)
         assert isinstance(actor, ActorCritic), "critic.share_backbone is off"
@@ -335,33 +472,54 @@ class RLStep:
 
     def needs_log_probs(self, step: int) -> bool:
         """Return whether the step trains on old log-probs because its own forward pass gives other values."""
-        return not self.roles.actor.is_on_policy or self.config.algorithm.kl.place == "reward" or step == 0
+        return (
+            not self.roles.actor.is_on_policy
+            or self.config.algorithm.kl.place == "reward"
+            or step == 0
+        )
 
     def wants_log_probs(self, step: int) -> bool:
         """Return whether the step computes old log-probs, to train on them or to compare them with the engine's."""
         return self.needs_log_probs(step) or not self._has_compared
 
-    def _compared(self, rollouts: RolloutBatch, log_probs: torch.Tensor, step: int) -> torch.Tensor | None:
+    def _compared(
+        self, rollouts: RolloutBatch, log_probs: torch.Tensor, step: int
+    ) -> torch.Tensor | None:
         """Compare log-probs with the engine's, and return them if the step trains on them, else None.
 
-        The first comparison after a start checks the first reshard and warns if the difference is too large.
+        The first comparison after a start checks the first reshard and warns if the
+        difference is too large.
         """
         if oldest_version(rollouts, self.newest_version) < self.newest_version:
-            # After an interruption, samples may be drawn with older weights. They cannot reveal errors of this reshard.
+            # After an interruption, samples may be drawn with older weights. They
+            # cannot reveal errors of this reshard.
             self.trust_engine()
         # The engine's log-probs are in host memory.
         difference, for_metrics = LogProbDifference(), log_probs.cpu()
         if (held := rollouts.held) is None:
-            difference.add(for_metrics - rollouts.rollout_log_probs, rollouts.response_mask)
+            difference.add(
+                for_metrics - rollouts.rollout_log_probs, rollouts.response_mask
+            )
         else:
-            # Several ranks may hold a sample. It counts only on the rank that reports for it.
+            # Several ranks may hold a sample. It counts only on the rank that reports
+            # for it.
             reported = rollouts.select(held.own)
-            difference.add(for_metrics[held.own] - reported.rollout_log_probs, reported.response_mask)
+            difference.add(
+                for_metrics[held.own] - reported.rollout_log_probs,
+                reported.response_mask,
+            )
             difference = difference.over_ranks(default_group())
         stats = difference.stats()
         self.metrics |= stats.metrics()
-        is_first, model = not self._has_compared and self.replayed is None, self.roles.actor.model
-        if is_first and (warning := check_first_comparison(stats, self.config, model.dtype, model.spec)):
+        is_first, model = (
+            not self._has_compared and self.replayed is None,
+            self.roles.actor.model,
+        )
+        if is_first and (
+            warning := check_first_comparison(
+                stats, self.config, model.dtype, model.spec
+            )
+        ):
             self.warn(warning)
         self._has_compared = True
         return log_probs if self.needs_log_probs(step) else None
@@ -385,7 +543,9 @@ class RLStep:
 
     def greedy(self, rollouts: RolloutBatch, step: int) -> RolloutBatch:
         """Generate the greedy response to each group's prompt."""
-        assert isinstance(self.roles.rollout, Rollout), "neither a replay nor agents of their own have greedy responses"
+        assert isinstance(self.roles.rollout, Rollout), (
+            "neither a replay nor agents of their own have greedy responses"
+        )
         return greedy_responses(self.config, self.roles.rollout, rollouts, step)
 
     def greedy_rewards(self, greedy: RolloutBatch) -> torch.Tensor:
@@ -398,16 +558,23 @@ class RLStep:
         """Return the squared gradient of each log-prob with respect to the actor's logits."""
         return self.roles.actor.score_norms(rollouts)
 
-    def implicit_rewards(self, rollouts: RolloutBatch, scores: Scores, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    def implicit_rewards(
+        self, rollouts: RolloutBatch, scores: Scores, ref_log_probs: torch.Tensor
+    ) -> torch.Tensor:
         """Train PRIME's reward model on the outcomes, then return its reward for each token, [B, R]."""
         assert self.roles.implicit is not None
         if not bool(scores.scored.all()):
             # Responses without a reward have no outcome to learn from.
             known = of_held(rollouts, scores.scored).unsqueeze(1)
             rollouts = rollouts.with_(response_mask=rollouts.response_mask & known)
-        self._record("reward_model", self.roles.implicit.update(rollouts, ref_log_probs, scores.correct))
+        self._record(
+            "reward_model",
+            self.roles.implicit.update(rollouts, ref_log_probs, scores.correct),
+        )
         rewards = self.roles.implicit.rewards(rollouts, ref_log_probs)
-        self.metrics["reward/implicit_mean"] = masked_mean(rewards, rollouts.response_mask.to(rewards.device))
+        self.metrics["reward/implicit_mean"] = masked_mean(
+            rewards, rollouts.response_mask.to(rewards.device)
+        )
         return rewards
 
     def advantages(
@@ -425,12 +592,17 @@ class RLStep:
         """Compute advantages. Return one batch with all fields that the updates need."""
         if self.config.algorithm.rollout_filter is not None:
             keep = kept_by(self.config.algorithm.rollout_filter, rollouts, scores)
-            rollouts = rollouts.with_(response_mask=rollouts.response_mask & keep.unsqueeze(1))
+            rollouts = rollouts.with_(
+                response_mask=rollouts.response_mask & keep.unsqueeze(1)
+            )
             self.metrics["rollout/filtered_fraction"] = 1.0 - float(keep.float().mean())
-        # Unscored responses have NaN rewards by design, so only scored ones are checked.
+        # Unscored responses have NaN rewards by design, so only scored ones are
+        # checked.
         check_finite("rewards", scores.total[scores.scored])
         rewards = of_held(rollouts, scores.total)
-        greedy = None if greedy_rewards is None else of_each_sample(greedy_rewards, rollouts)
+        greedy = (
+            None if greedy_rewards is None else of_each_sample(greedy_rewards, rollouts)
+        )
         if greedy is not None:
             # A group without a baseline has no advantage.
             rewards = rewards.where(~greedy.isnan(), torch.nan)
@@ -438,21 +610,34 @@ class RLStep:
         if self.config.algorithm.positive_coef:
             tensors["desirable"] = of_held(rollouts, scores.correct)
         optional = dict(
-            old_log_probs=old_log_probs, ref_log_probs=ref_log_probs, values=values, last_values=last_values
+            old_log_probs=old_log_probs,
+            ref_log_probs=ref_log_probs,
+            values=values,
+            last_values=last_values,
         )
         if last_values is not None and self.config.algorithm.bootstrap_truncated:
-            self.metrics["train/last_value_mean"] = float(of_all(rollouts, last_values).mean())
-        tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+            self.metrics["train/last_value_mean"] = float(
+                of_all(rollouts, last_values).mean()
+            )
+        tensors |= {
+            name: tensor for name, tensor in optional.items() if tensor is not None
+        }
         weights = self.roles.reward.weights(scores)
         extra = {
             "greedy_rewards": greedy,
             "score_norms": score_norms,
             "implicit_rewards": implicit_rewards,
-            "component_rewards": of_held(rollouts, torch.stack(list(scores.components.values()), dim=1)),
-            "component_weights": torch.tensor([weights[name] for name in scores.components]),
+            "component_rewards": of_held(
+                rollouts, torch.stack(list(scores.components.values()), dim=1)
+            ),
+            "component_weights": torch.tensor(
+                [weights[name] for name in scores.components]
+            ),
         }
         coef = self.roles.kl.coef
-        batch, metrics = self.credit.assign_each(rollouts.with_(**tensors), kl_coef=coef, extra=extra)
+        batch, metrics = self.credit.assign_each(
+            rollouts.with_(**tensors), kl_coef=coef, extra=extra
+        )
         self.metrics |= {f"train/{name}": value for name, value in metrics.items()}
         if "kl" in metrics:
             self.metrics["train/kl_coef"] = coef
@@ -470,18 +655,26 @@ class RLStep:
         if step < self.config.algorithm.critic_warmup_steps:
             return False
         if self.roles.sync is not None:
-            # The engine may share tensors with the actor, so an update makes the engine's weights inconsistent.
+            # The engine may share tensors with the actor, so an update makes the
+            # engine's weights inconsistent.
             self.roles.sync.source_changes()
         self._date(self.roles.actor.trainable, experience)
-        metrics = self.roles.actor.update(experience, step=step, kl_coef=self.roles.kl.coef)
+        metrics = self.roles.actor.update(
+            experience, step=step, kl_coef=self.roles.kl.coef
+        )
         others = (VALUES, "rollout/")
-        self.metrics |= {name if name.startswith(others) else f"actor/{name}": v for name, v in metrics.items()}
+        self.metrics |= {
+            name if name.startswith(others) else f"actor/{name}": v
+            for name, v in metrics.items()
+        }
         return True
 
     def _date(self, trainable: TrainableModel, experience: RolloutBatch) -> None:
         """Set the age of the samples that the next gradients come from."""
         if "weight_versions" in experience:
-            trainable.staleness = self.newest_version - oldest_version(experience, self.newest_version)
+            trainable.staleness = self.newest_version - oldest_version(
+                experience, self.newest_version
+            )
 
     def reshard(self, updated: bool) -> None:
         """Send the actor's new weights to the engines, if the actor was updated."""
@@ -505,7 +698,11 @@ def oldest_version(batch: RolloutBatch, newest: int) -> int:
         return newest
     # Includes the rows of other ranks, so that all ranks return the same version.
     if batch.held is not None:
-        return int(batch.held.of_all(batch.weight_versions.where(batch.response_mask, newest).amin(dim=1)).min())
+        return int(
+            batch.held.of_all(
+                batch.weight_versions.where(batch.response_mask, newest).amin(dim=1)
+            ).min()
+        )
     if not bool(batch.response_mask.any()):
         return newest
     return int(batch.weight_versions[batch.response_mask].min())

@@ -31,7 +31,9 @@ class AnswerUpdates:
         self.config, self.encoder = config, builder.encoder()
         self.algorithm, self.seed = AlgorithmConfig(), config.run.seed
         self.micro_batch_tokens = config.actor.micro_batch_tokens
-        self.model = builder.model(config.actor, "actor", trained=config.actor.lora is None)
+        self.model = builder.model(
+            config.actor, "actor", trained=config.actor.lora is None
+        )
         self.trainable = with_optimizer(builder, self.model, config.actor, config.sft)
 
     def update(self, records: Sequence[PromptRecord], step: int) -> dict[str, float]:
@@ -51,8 +53,12 @@ class SFTTrainer(OfflineTrainer):
 
     name = "sft"
 
-    def __init__(self, config: Config, builder: Builder, console: Console, job: Job | None = None) -> None:
-        super().__init__(config, builder, console, job, config.sft, answer_sources(config))
+    def __init__(
+        self, config: Config, builder: Builder, console: Console, job: Job | None = None
+    ) -> None:
+        super().__init__(
+            config, builder, console, job, config.sft, answer_sources(config)
+        )
         self.updates = AnswerUpdates(config, builder)
         self.trained = {"actor": self.updates.trainable}
 
@@ -88,18 +94,24 @@ def answer_sources(config: Config) -> Sequence[Entry]:
     return config.sft.train or config.data.train
 
 
-def answers_batch(config: Config, encoder: PromptEncoder, records: Sequence[PromptRecord]) -> RolloutBatch:
+def answers_batch(
+    config: Config, encoder: PromptEncoder, records: Sequence[PromptRecord]
+) -> RolloutBatch:
     """Return pairs as a batch whose responses are the reference answers.
 
     Raises:
         DataError: an answer is not text or is too long. The message names the row.
     """
     answers = [answer_tokens(config, encoder, record) for record in records]
-    generations = [Generation(tokens, [0.0] * len(tokens), "stop") for tokens in answers]
+    generations = [
+        Generation(tokens, [0.0] * len(tokens), "stop") for tokens in answers
+    ]
     return rollout_batch(records, generations, list(range(len(records))))
 
 
-def answer_tokens(config: Config, encoder: PromptEncoder, record: PromptRecord) -> list[int]:
+def answer_tokens(
+    config: Config, encoder: PromptEncoder, record: PromptRecord
+) -> list[int]:
     """Return the tokens of a row's answer, including the end of sequence.
 
     Raises:

@@ -63,17 +63,37 @@ def make_model(
         "pack_samples": config.pack_samples,
     }
     if isinstance(config, TrainedConfig):
-        options |= {"lora": config.lora, "activation_checkpointing": config.activation_checkpointing}
+        options |= {
+            "lora": config.lora,
+            "activation_checkpointing": config.activation_checkpointing,
+        }
     if config.engine == "fsdp":
-        options |= {"freeze": config.freeze} if isinstance(config, TrainedConfig) else {}
+        options |= (
+            {"freeze": config.freeze} if isinstance(config, TrainedConfig) else {}
+        )
         trust, trained = run.model.trust_remote_code, isinstance(config, TrainedConfig)
-        return FSDPModel(folder, grid, groups, fsdp=config.fsdp, trained=trained, trust_remote_code=trust, **options)
-    spec = read_model(folder)[1] if value_head and not beside_logits else ModelSpec.from_folder(folder)
+        return FSDPModel(
+            folder,
+            grid,
+            groups,
+            fsdp=config.fsdp,
+            trained=trained,
+            trust_remote_code=trust,
+            **options,
+        )
+    spec = (
+        read_model(folder)[1]
+        if value_head and not beside_logits
+        else ModelSpec.from_folder(folder)
+    )
     return MegatronModel(spec, grid, overrides=config.megatron, **options)
 
 
 def make_trainable(
-    model: TrainingModel, config: TrainedConfig, optimizer: dict[str, Any], total_updates: int
+    model: TrainingModel,
+    config: TrainedConfig,
+    optimizer: dict[str, Any],
+    total_updates: int,
 ) -> TrainableModel:
     """Create the optimizer of a model and return both as one object.
 
@@ -100,7 +120,9 @@ WEIGHTS = "rollout_weights"  # folder inside the run's folder
 
 
 def server_rollout(
-    builder: Builder, actor: TrainingModel | None, group: dist.ProcessGroup | None = None
+    builder: Builder,
+    actor: TrainingModel | None,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[ServerSync, Rollout | None]:
     """Create this rank's part in the weight transfer to inference servers, and its client if it has one.
 
@@ -121,8 +143,8 @@ def server_rollout(
             f"rollout.engine=server: servers receive only tokens, and {config.model.path} takes images. Use vllm."
         )
     engine: ServerEngine | None = None
-    # The engines' ranks are clients of the servers: all ranks if actor and rollout share them, else those without an
-    # actor.
+    # The engines' ranks are clients of the servers: all ranks if actor and rollout
+    # share them, else those without an actor.
     if group is None or actor is None:
         with together(world):
             engine = ServerEngine(
@@ -137,8 +159,11 @@ def server_rollout(
         engine,
         world,
         group or world,
-        # Each run has its own subfolder, because old contents of the folder are deleted.
-        folder=Path(servers.folder) / config.run.name if servers.folder is not None else config.run_dir / WEIGHTS,
+        # Each run has its own subfolder, because old contents of the folder are
+        # deleted.
+        folder=Path(servers.folder) / config.run.name
+        if servers.folder is not None
+        else config.run_dir / WEIGHTS,
         source_folder=builder.folder,
         dtype=builder.dtype,
         tolerance=servers.fingerprint_tolerance,

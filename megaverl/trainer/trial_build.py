@@ -1,14 +1,16 @@
 """Trials of megatron-core's and vLLM's fields in child processes, before ranks start.
 
-Fields that are passed to megatron-core can require kernels, packages and combinations that only its own code checks,
-some of them in the first step. A trial builds a model of the same kind with tiny matrices and these fields, and takes a
-step if the grid has one rank.
+Fields that are passed to megatron-core can require kernels, packages and combinations
+that only its own code checks, some of them in the first step. A trial builds a model of
+the same kind with tiny matrices and these fields, and takes a step if the grid has one
+rank.
 
-A field that fails on a CPU is refused. On a GPU, the model is built only if no table of needs (`field_needs`) covers
-the fields. A failure there is only a warning, because kernels may refuse tiny matrices.
+A field that fails on a CPU is refused. On a GPU, the model is built only if no table of
+needs (`field_needs`) covers the fields. A failure there is only a warning, because
+kernels may refuse tiny matrices.
 
-vLLM's configuration is created as its engine creates it, without weights. What vLLM refuses there, it refuses on any
-machine.
+vLLM's configuration is created as its engine creates it, without weights. What vLLM
+refuses there, it refuses on any machine.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
     from megaverl.distributed.grid import GridShape
     from megaverl.sharding.model_spec import ModelSpec
 
-# Imports of torch and megatron-core take most of the time, and much longer on a busy machine.
+# Imports of torch and megatron-core take most of the time, and much longer on a busy
+# machine.
 DEADLINE_SECONDS = 300.0
 SMALL_HEAD = 16
 SMALL_WIDTH = 64
@@ -57,7 +60,11 @@ class TrialResult:
 
 
 def try_roles(
-    config: Config, command: str, deadline: float = DEADLINE_SECONDS, *, generates: bool = False
+    config: Config,
+    command: str,
+    deadline: float = DEADLINE_SECONDS,
+    *,
+    generates: bool = False,
 ) -> TrialResult:
     """Try every role with unusual fields in a child process: small Megatron models, and vLLM's configuration.
 
@@ -72,14 +79,29 @@ def try_roles(
     for role, parts in roles.items():
         context = {"config": config.to_dict(), "command": command}
         key = f"{role}.{next(iter(parts))}"
-        # Without `may_wait`, a trial that is late on a busy machine would count as a refusal.
-        doing = "vLLM's configuration is made" if role == ENGINES else "its model is built"
+        # Without `may_wait`, a trial that is late on a busy machine would count as a
+        # refusal.
+        doing = (
+            "vLLM's configuration is made" if role == ENGINES else "its model is built"
+        )
         check = {"key": key, "role": role, "doing": doing, "may_wait": True}
-        # Each trial has its own process, because megatron-core stores some fields in the environment.
-        for outcome in run_in_children("megaverl.trainer.trial_build:make_runner", context, [check], deadline):
+        # Each trial has its own process, because megatron-core stores some fields in
+        # the environment.
+        for outcome in run_in_children(
+            "megaverl.trainer.trial_build:make_runner", context, [check], deadline
+        ):
             if outcome.problem:
-                fields = ", ".join(f"{role}.{part}.{name}" for part, names in parts.items() for name in names)
-                result.issues.append(ConfigIssue(key, f"{outcome.problem} Fields that may be the cause: {fields}."))
+                fields = ", ".join(
+                    f"{role}.{part}.{name}"
+                    for part, names in parts.items()
+                    for name in names
+                )
+                result.issues.append(
+                    ConfigIssue(
+                        key,
+                        f"{outcome.problem} Fields that may be the cause: {fields}.",
+                    )
+                )
             elif outcome.left_out:
                 result.not_tried.append(f"fields of {role} ({outcome.left_out})")
     return result
@@ -88,19 +110,26 @@ def try_roles(
 def unusual_fields(config: Config, command: str) -> dict[str, dict[str, list[str]]]:
     """Return, by role and mapping, the fields that select code. Fractional numbers select none."""
     sections = {role: getattr(config, role) for role in used_roles(config, command)}
-    on_megatron = {role: section for role, section in sections.items() if section.engine == "megatron"}
+    on_megatron = {
+        role: section
+        for role, section in sections.items()
+        if section.engine == "megatron"
+    }
     roles: dict[str, dict[str, list[str]]] = {}
     for role, parts in without_repeats(on_megatron).items():
         for part, mapping in parts.items():
             if part == "optimizer" and command not in REINFORCING:
                 continue  # other commands take optimizers from other sections
             fields = TARGETS[part].fields() or {}
-            # A list, because values such as those of recompute_modules are not hashable.
+            # A list, because values such as those of recompute_modules are not
+            # hashable.
             usual = [("optimizer", "adam")] if part == "optimizer" else []
             names = [
                 name
                 for name, value in mapping.items()
-                if (name, value) not in usual and name in fields and fields[name].type_text not in _PLAIN
+                if (name, value) not in usual
+                and name in fields
+                and fields[name].type_text not in _PLAIN
             ]
             if names:
                 roles.setdefault(role, {})[part] = names
@@ -113,7 +142,9 @@ def unusual_engine_fields(config: Config) -> list[str]:
     return [
         name
         for name in config.rollout.vllm
-        if name != "enforce_eager" and name in fields and fields[name].type_text not in _PLAIN
+        if name != "enforce_eager"
+        and name in fields
+        and fields[name].type_text not in _PLAIN
     ]
 
 
@@ -140,7 +171,9 @@ def make_runner(context: Any) -> CheckRunner:
 def _try_engine(config: Config) -> str:
     """Return the reason why vLLM refuses the fields, or an empty string."""
     # Variables that vLLM's `external_launcher` reads.
-    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(config.rollout.tp)})
+    os.environ.update(
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(config.rollout.tp)}
+    )
     from megaverl.rollout import vllm_engine
     from megaverl.rollout.vllm_tracing import inspect_here
     from megaverl.sharding.model_spec import ModelSpec
@@ -189,7 +222,10 @@ def _try_role(config: Config, command: str, role: str) -> CheckResult:
     spec = ModelSpec.from_folder(folder)
     dtype = _dtype_of(config)
     sizes = grid_sizes(section)
-    stage, experts = sizes["tp"] * sizes["cp"], (sizes["etp"] or sizes["tp"]) * sizes["ep"]
+    stage, experts = (
+        sizes["tp"] * sizes["cp"],
+        (sizes["etp"] or sizes["tp"]) * sizes["ep"],
+    )
     # Fewest data-parallel ranks over which experts can be divided.
     world = math.lcm(stage, experts) * sizes["pp"]
     shape = GridShape.fit(world, **sizes, role=role)
@@ -217,7 +253,9 @@ def _try_role(config: Config, command: str, role: str) -> CheckResult:
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         if platform.is_cuda:
-            return CheckResult(left_out=f"on this GPU a small model with them fails with {_sentence(problem)[:-1]}")
+            return CheckResult(
+                left_out=f"on this GPU a small model with them fails with {_sentence(problem)[:-1]}"
+            )
         return CheckResult(_sentence(f"megatron-core cannot use it here: {problem}"))
     return CheckResult()
 
@@ -261,7 +299,9 @@ def small_spec(spec: ModelSpec, shape: GridShape) -> ModelSpec:
     if spec.moe is not None:
         width = SMALL_HEAD * shape.expert_tp
         shared = SMALL_HEAD * shape.tp if spec.moe.shared_ffn_hidden_size else 0
-        changes["moe"] = replace(spec.moe, ffn_hidden_size=width, shared_ffn_hidden_size=shared)
+        changes["moe"] = replace(
+            spec.moe, ffn_hidden_size=width, shared_ffn_hidden_size=shared
+        )
     return replace(spec, **changes)
 
 
@@ -313,7 +353,9 @@ def build_and_step(
     )
     if not hasattr(section, "ddp"):
         if shape.world_size == 1:
-            policy = Policy(model, temperature=1.0, micro_batch_tokens=4 * NUM_TRIED_TOKENS)
+            policy = Policy(
+                model, temperature=1.0, micro_batch_tokens=4 * NUM_TRIED_TOKENS
+            )
             policy.log_probs(_tried_batch(spec.vocab_size))
         return
     trainable = MegatronTrainable(
@@ -325,7 +367,13 @@ def build_and_step(
     )
     if shape.world_size == 1:
         algorithm = AlgorithmConfig()
-        actor = Actor(trainable, algorithm, temperature=1.0, micro_batch_tokens=4 * NUM_TRIED_TOKENS, seed=RANDOM)
+        actor = Actor(
+            trainable,
+            algorithm,
+            temperature=1.0,
+            micro_batch_tokens=4 * NUM_TRIED_TOKENS,
+            seed=RANDOM,
+        )
         actor.update(_tried_batch(spec.vocab_size), step=0)
 
 

@@ -1,6 +1,7 @@
 """Rollouts without an update: validation on held-out prompts, and `--rollout-only` runs.
 
-A validation measures mean reward, accuracy and pass@k. A rollout-only run stores scored rollouts for a later replay.
+A validation measures mean reward, accuracy and pass@k. A rollout-only run stores scored
+rollouts for a later replay.
 """
 
 from __future__ import annotations
@@ -59,8 +60,19 @@ class Validation:
         best: best validation by `trainer.best_metric`.
     """
 
-    def __init__(self, config: Config, data: PromptDataset | None, records: Records, console: Console) -> None:
-        self.config, self.data, self.records, self.console = config, data, records, console
+    def __init__(
+        self,
+        config: Config,
+        data: PromptDataset | None,
+        records: Records,
+        console: Console,
+    ) -> None:
+        self.config, self.data, self.records, self.console = (
+            config,
+            data,
+            records,
+            console,
+        )
         self.best = Best()
 
     @property
@@ -68,26 +80,35 @@ class Validation:
         """Return the held-out prompts, at most `trainer.validation_prompts`."""
         assert self.data is not None
         most = self.config.trainer.validation_prompts
-        return [self.data[i] for i in range(len(self.data) if most is None else min(len(self.data), most))]
+        return [
+            self.data[i]
+            for i in range(
+                len(self.data) if most is None else min(len(self.data), most)
+            )
+        ]
 
     def note(self, done: int, evaluation: Evaluation) -> None:
         """Update the best validation, then write and print this one.
 
-        If all accuracies are 0, the reward decides which is best. Otherwise the first validation would always be the
-        best.
+        If all accuracies are 0, the reward decides which is best. Otherwise the first
+        validation would always be the best.
         """
         metrics = evaluation.metrics
         reward = metrics["validation/reward"]
         value = metrics.get(f"validation/{self.config.trainer.best_metric}", reward)
         tie = reward if value == 0.0 else 0.0
-        # Tuples compare by value first. On a tie, the earlier validation stays the best.
+        # Tuples compare by value first. On a tie, the earlier validation stays the
+        # best.
         if (value, tie) > (self.best.value, self.best.tie):
             self.best = Best(done, value, tie)
         self.records.log(done, metrics)
         self.records.log_samples(done, evaluation.samples, split="validation")
         self.console.print(
             f"validation after step {done}: "
-            + "  ".join(f"{name.removeprefix('validation/')} {value:.3f}" for name, value in metrics.items())
+            + "  ".join(
+                f"{name.removeprefix('validation/')} {value:.3f}"
+                for name, value in metrics.items()
+            )
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,10 +122,13 @@ class Validation:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the best validation from `state_dict`."""
-        self.best = Best(int(state["step"]), float(state["value"]), float(state.get("tie", 0.0)))
+        self.best = Best(
+            int(state["step"]), float(state["value"]), float(state.get("tie", 0.0))
+        )
 
 
-# Step number that seeds the draws of validations. No training step has it, so no seed is used twice.
+# Step number that seeds the draws of validations. No training step has it, so no seed
+# is used twice.
 VALIDATION_STEP = 1 << 40
 
 
@@ -143,32 +167,50 @@ def held_out_responses(
     Args:
         readers: row selection for scoring and recording, or None if every rank gets all responses.
     """
-    sampling = sampling_options(config.rollout.sampling, **config.trainer.validation_sampling)
+    sampling = sampling_options(
+        config.rollout.sampling, **config.trainer.validation_sampling
+    )
     draws = Draws(config.run.seed, VALIDATION_STEP, config.trainer.validation_samples)
-    return responses(rollout, prompts, sampling, draws, player, config.rollout.function, readers=readers)
+    return responses(
+        rollout,
+        prompts,
+        sampling,
+        draws,
+        player,
+        config.rollout.function,
+        readers=readers,
+    )
 
 
-def measure_held_out(config: Config, reward: RewardRole, batch: RolloutBatch, given: Scores) -> Evaluation:
+def measure_held_out(
+    config: Config, reward: RewardRole, batch: RolloutBatch, given: Scores
+) -> Evaluation:
     """Return metrics and sample records from scored responses to held-out prompts."""
     group_ids = of_all(batch, batch.group_ids)
-    # Discard values that reward functions have logged for this validation. They are not part of a step.
+    # Discard values that reward functions have logged for this validation. They are not
+    # part of a step.
     reward.forget_logged()
     scores = once(batch, given)
     # Conversations of the same episode count once, like in training metrics.
     if scores is not given:
         group_ids = group_ids[answer_rows(batch).unique()]
     known = scores.known
-    # pass@k needs all samples of a prompt, so groups with an unscored sample are left out.
+    # pass@k needs all samples of a prompt, so groups with an unscored sample are left
+    # out.
     whole = ~torch.isin(group_ids, group_ids[~scores.scored])
     correct: dict[str, float] = {}
     if reward.reward.has_accuracy:
         correct["accuracy"] = float(known.correct.float().mean())
         for k in config.trainer.pass_at:
-            correct[f"pass@{k}"] = mean_pass_at_k(scores.correct[whole], group_ids[whole], k)
+            correct[f"pass@{k}"] = mean_pass_at_k(
+                scores.correct[whole], group_ids[whole], k
+            )
     metrics = {
         "reward": float(known.total.mean()),
         **correct,
-        "response_length": float(of_all(batch, batch.response_mask.sum(dim=1)).float().mean()),
+        "response_length": float(
+            of_all(batch, batch.response_mask.sum(dim=1)).float().mean()
+        ),
     }
     return Evaluation(
         {f"validation/{name}": value for name, value in metrics.items()},
@@ -179,8 +221,8 @@ def measure_held_out(config: Config, reward: RewardRole, batch: RolloutBatch, gi
 def generate_only(config: Config, console: Console, job: Job | None = None) -> None:
     """Store the rollouts of `trainer.steps` steps in the run folder. Collective over all ranks.
 
-    Each step takes the same prompts and seeds as a training run. An interrupted run continues after its last stored
-    step, unless `checkpoint.resume` is never.
+    Each step takes the same prompts and seeds as a training run. An interrupted run
+    continues after its last stored step, unless `checkpoint.resume` is never.
     """
     builder = Builder(config)
     stages = Stages(Timeline(), job)
@@ -205,10 +247,14 @@ def generate_only(config: Config, console: Console, job: Job | None = None) -> N
             batch, scores = _sample_in_rounds(config, operators, stages, stream, step)
         else:
             with stages("rollout"):
-                batch = operators.generate(stream.take(config.data.prompts_per_step), step)
+                batch = operators.generate(
+                    stream.take(config.data.prompts_per_step), step
+                )
             with stages("reward"):
                 scores = operators.score(batch)
-        stored = StoredRollouts(step, rollout.weight_version, batch, scores, operators.metrics)
+        stored = StoredRollouts(
+            step, rollout.weight_version, batch, scores, operators.metrics
+        )
         with stages("store"):
             on_first_rank(partial(folder.append, stored))
         console.step(step + 1, config.trainer.steps, stored.metrics)
@@ -240,11 +286,18 @@ def _start(folder: RolloutFolder, config: Config) -> tuple[int, int]:
     resume = config.checkpoint.resume
     if resume in ("auto", "unfinished") and (folder.folder / "index.jsonl").exists():
         entries = folder.entries()
-        # `unfinished` does not continue a run that has stored all steps, but starts it again.
-        if resume == "unfinished" and all(step in entries for step in range(config.trainer.steps)):
+        # `unfinished` does not continue a run that has stored all steps, but starts it
+        # again.
+        if resume == "unfinished" and all(
+            step in entries for step in range(config.trainer.steps)
+        ):
             entries = {}
         while first in entries:
-            position += int(entries[first]["metrics"].get("rollout/generated_groups", config.data.prompts_per_step))
+            position += int(
+                entries[first]["metrics"].get(
+                    "rollout/generated_groups", config.data.prompts_per_step
+                )
+            )
             first += 1
     folder.forget(first)
     return first, position

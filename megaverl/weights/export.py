@@ -22,7 +22,11 @@ from megaverl.sharding.layout import EMPTY, Layout, Piece
 from megaverl.sharding.plan import Plan, Transfer, make_plan
 from megaverl.sharding.proof import check_plan
 from megaverl.sharding.weight import Weight
-from megaverl.weights.safetensors_writer import FolderWriter, cannot_write, replace_folder
+from megaverl.weights.safetensors_writer import (
+    FolderWriter,
+    cannot_write,
+    replace_folder,
+)
 from megaverl.weights.transports import (
     BUCKET_BYTES,
     TransferJob,
@@ -35,13 +39,14 @@ from megaverl.weights.transports.local import copy_local
 from megaverl.weights.transports.point_to_point import PointToPoint
 
 SHARD_BYTES = 5 * 10**9
-# Suffixes of a model's small files: configuration, tokenizer, chat template, remote code.
+# Suffixes of a model's small files: configuration, tokenizer, chat template, remote
+# code.
 COPIED_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
 
 
 class Factors(Protocol):
-    """An adapter's factors: names and shapes of A [rank, columns] and B [rows, rank], whose product is added to a
-    weight.
+    """An adapter's factors: names and shapes of A [rank, columns] and B [rows, rank],
+    whose product is added to a weight.
     """
 
     @property
@@ -52,7 +57,8 @@ class Factors(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
 
-AddFactors = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # (rows of a weight, A, rows of B), in place
+# (rows of a weight, A, rows of B), in place.
+AddFactors = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class _Chunk(NamedTuple):
@@ -93,8 +99,9 @@ def save_folder(
 ) -> None:
     """Write the model in Hugging Face format: safetensors (with an index if several), config.json, tokenizer.
 
-    Collective over `group`, whose first rank writes. That rank holds at most one bucket of other ranks' weights at a
-    time. Files are written to `folder.tmp`, which is renamed to `folder` at the very end.
+    Collective over `group`, whose first rank writes. That rank holds at most one bucket
+    of other ranks' weights at a time. Files are written to `folder.tmp`, which is
+    renamed to `folder` at the very end.
 
     Args:
         source_folder: the folder that the model came from; provides config.json and the other small files.
@@ -122,26 +129,52 @@ def save_folder(
     of_files = dtype or of_model.common
     windows = _windows(weights, adapters, max(1, bucket_bytes // of_files.itemsize))
     with together(group):
-        plans = _plans(windows, weights, adapters, layouts, dist.get_world_size(group), rank)
-    sources = [Path(source_folder), *([Path(tokenizer_folder)] if tokenizer_folder is not None else [])]
-    on_first_rank(lambda: _prepare(folder, temporary, sources, of_files, overwrite), group)
+        plans = _plans(
+            windows, weights, adapters, layouts, dist.get_world_size(group), rank
+        )
+    sources = [
+        Path(source_folder),
+        *([Path(tokenizer_folder)] if tokenizer_folder is not None else []),
+    ]
+    on_first_rank(
+        lambda: _prepare(folder, temporary, sources, of_files, overwrite), group
+    )
 
     def wire(tensor: str) -> torch.dtype:
-        return min(of_files, of_model.dtype_of(tensor) or of_files, key=lambda candidate: candidate.itemsize)
+        return min(
+            of_files,
+            of_model.dtype_of(tensor) or of_files,
+            key=lambda candidate: candidate.itemsize,
+        )
 
     def converts(tensor: str) -> bool:
         return of_model.dtype_of(tensor) != of_files
 
-    failures, options = Failures(group, rank, None), TransportOptions(bucket_bytes=bucket_bytes)
-    with torch.no_grad(), FolderWriter(temporary, weights, of_files, shard_bytes, writes=rank == 0) as writer:
+    failures, options = (
+        Failures(group, rank, None),
+        TransportOptions(bucket_bytes=bucket_bytes),
+    )
+    with (
+        torch.no_grad(),
+        FolderWriter(
+            temporary, weights, of_files, shard_bytes, writes=rank == 0
+        ) as writer,
+    ):
         for window, plan in zip(windows, plans, strict=True):
-            # Every rank sends its parts of this window to the first rank, the only one that has chunks to fill.
+            # Every rank sends its parts of this window to the first rank, the only one
+            # that has chunks to fill.
             landed = {
-                chunk.name: torch.empty(chunk.box.shape, dtype=of_files, device=platform.device)
+                chunk.name: torch.empty(
+                    chunk.box.shape, dtype=of_files, device=platform.device
+                )
                 for chunk in (window.chunks if rank == 0 else ())
             }
             copy_local(plan.copies, held, landed)
-            transport = PointToPoint.take(TransferJob(plan, held, landed, wire, converts, group, options, failures))
+            transport = PointToPoint.take(
+                TransferJob(
+                    plan, held, landed, wire, converts, group, options, failures
+                )
+            )
             if transport is not None:
                 transport.start(0)
                 transport.finish()
@@ -154,7 +187,9 @@ def save_folder(
     on_first_rank(lambda: replace_folder(temporary, folder), group)
 
 
-def _windows(weights: Sequence[Weight], adapters: Mapping[str, Factors], max_numel: int) -> list[_Window]:
+def _windows(
+    weights: Sequence[Weight], adapters: Mapping[str, Factors], max_numel: int
+) -> list[_Window]:
     """Divide the model's elements, in file order, into windows of at most `max_numel` elements."""
     windows: list[list[_Chunk]] = [[]]
     filled = 0
@@ -167,20 +202,43 @@ def _windows(weights: Sequence[Weight], adapters: Mapping[str, Factors], max_num
             filled += box.numel
     made = []
     for number, window in enumerate(windows):
-        merged = [adapters[tensor] for tensor in dict.fromkeys(chunk.tensor for chunk in window) if tensor in adapters]
-        factors = [(name, shape) for adapter in merged for name, shape in adapter.shapes.items()]
-        made.append(_Window(window, [_Chunk(f"{name}#{number}", name, whole(shape)) for name, shape in factors]))
+        merged = [
+            adapters[tensor]
+            for tensor in dict.fromkeys(chunk.tensor for chunk in window)
+            if tensor in adapters
+        ]
+        factors = [
+            (name, shape)
+            for adapter in merged
+            for name, shape in adapter.shapes.items()
+        ]
+        made.append(
+            _Window(
+                window,
+                [
+                    _Chunk(f"{name}#{number}", name, whole(shape))
+                    for name, shape in factors
+                ],
+            )
+        )
     return made
 
 
 def _merge(
-    landed: Mapping[str, torch.Tensor], window: _Window, adapters: Mapping[str, Factors], add: AddFactors
+    landed: Mapping[str, torch.Tensor],
+    window: _Window,
+    adapters: Mapping[str, Factors],
+    add: AddFactors,
 ) -> None:
     factors = {chunk.tensor: landed[chunk.name] for chunk in window.factors}
     for chunk in window.weights:
         if (adapter := adapters.get(chunk.tensor)) is not None:
             rows, columns = chunk.box.slices
-            add(landed[chunk.name], factors[adapter.a][:, columns], factors[adapter.b][rows])
+            add(
+                landed[chunk.name],
+                factors[adapter.a][:, columns],
+                factors[adapter.b][rows],
+            )
 
 
 def _plans(
@@ -192,18 +250,27 @@ def _plans(
     rank: int,
 ) -> list[Plan]:
     """Plan to gather everything on rank 0, and split the plan into one plan per window."""
-    shapes: dict[str, tuple[int, ...]] = {weight.name: weight.shape for weight in weights}
+    shapes: dict[str, tuple[int, ...]] = {
+        weight.name: weight.shape for weight in weights
+    }
     for adapter in adapters.values():
         shapes |= adapter.shapes
     chunks = [chunk for window in windows for chunk in window.chunks]
     everything = Layout(
-        tuple(Piece(chunk.tensor, chunk.box, chunk.name, whole(chunk.box.shape)) for chunk in chunks),
+        tuple(
+            Piece(chunk.tensor, chunk.box, chunk.name, whole(chunk.box.shape))
+            for chunk in chunks
+        ),
         {chunk.name: chunk.box.shape for chunk in chunks},
         shapes,
     )
-    plan = make_plan(layouts, lambda other: everything if other == 0 else EMPTY, world, rank)
+    plan = make_plan(
+        layouts, lambda other: everything if other == 0 else EMPTY, world, rank
+    )
     check_plan(plan)
-    window_of = {chunk.name: i for i, window in enumerate(windows) for chunk in window.chunks}
+    window_of = {
+        chunk.name: i for i, window in enumerate(windows) for chunk in window.chunks
+    }
 
     def cut(transfers: Sequence[Transfer]) -> list[tuple[Transfer, ...]]:
         parts: list[list[Transfer]] = [[] for _ in windows]
@@ -228,26 +295,46 @@ def _plans(
 def model_files(folder: Path) -> Iterator[Path]:
     """Yield a model folder's files beside the weights: the small files, and the licence."""
     for file in sorted(folder.iterdir()):
-        is_small = file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json")
+        is_small = file.suffix in COPIED_SUFFIXES and not file.name.endswith(
+            ".index.json"
+        )
         if file.is_file() and (is_small or file.name.startswith(("LICENSE", "NOTICE"))):
             yield file
 
 
-def _prepare(folder: Path, temporary: Path, sources: Sequence[Path], dtype: torch.dtype, overwrite: bool) -> None:
+def _prepare(
+    folder: Path,
+    temporary: Path,
+    sources: Sequence[Path],
+    dtype: torch.dtype,
+    overwrite: bool,
+) -> None:
     """Create an empty `folder.tmp` with all files except weights. If several sources have a file, the last one wins."""
-    if not overwrite and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder}: exists already. Name another folder, or remove this one first.")
+    if (
+        not overwrite
+        and folder.exists()
+        and (not folder.is_dir() or any(folder.iterdir()))
+    ):
+        raise CheckpointError(
+            f"{folder}: exists already. Name another folder, or remove this one first."
+        )
     config_file = sources[0] / "config.json"
     if not config_file.is_file():
-        raise ModelError(f"{config_file}: not found, so the exported folder would have no configuration.")
+        raise ModelError(
+            f"{config_file}: not found, so the exported folder would have no configuration."
+        )
     try:
         config = read_json_file(config_file)
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(
+            dtype
+        ).removeprefix("torch.")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         for file in (file for source in sources for file in model_files(source)):
             shutil.copyfile(file, temporary / file.name)
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (temporary / "config.json").write_text(
+            json.dumps(config, indent=2) + "\n", encoding="utf-8"
+        )
     except ValueError as error:
         raise ModelError(
             f"{config_file}: cannot be read ({error}), so the export would have no configuration."

@@ -1,8 +1,9 @@
 """Fingerprints: verify that the weights on both sides of a reshard are equal, element by element.
 
-The fingerprint of a box of a global array is the sum, modulo 2**64, of each element's bits (as an integer of its own
-width) times an odd 64-bit weight. The weight depends on the element's place in the *global* array: it is the product
-over the axes of a hash of the index along that axis. It follows that
+The fingerprint of a box of a global array is the sum, modulo 2**64, of each element's
+bits (as an integer of its own width) times an odd 64-bit weight. The weight depends on
+the element's place in the *global* array: it is the product over the axes of a hash of
+the index along that axis. It follows that
 - fingerprints are exact and independent of order: the sums of disjoint boxes add up to that of their union, whichever
   ranks hold them;
 - a single changed element always shows (its change, less than 2**32, times an odd number is not zero), and the bits of
@@ -35,17 +36,21 @@ from megaverl.sharding.layout import Layout, Piece
 from megaverl.sharding.plan import MAX_NAMED, Layouts
 from megaverl.weights.transports import Tensors, agree_on_dtypes, view, viewed
 
-# Elements that are widened to 64 bits at a time. A CPU's chunk fits into its cache; a GPU's keeps it busy.
+# Elements that are widened to 64 bits at a time. A CPU's chunk fits into its cache; a
+# GPU's keeps it busy.
 CPU_CHUNK, CUDA_CHUNK = 2**18, 2**23
 # From a local tensor's name and a box to its elements.
 ViewOf = Callable[[str, Box], torch.Tensor]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fingerprints(layout: Layout, tensors: Tensors, dtype: torch.dtype | None = None) -> dict[str, int]:
+def fingerprints(
+    layout: Layout, tensors: Tensors, dtype: torch.dtype | None = None
+) -> dict[str, int]:
     """Return this rank's part of every global tensor's fingerprint, each between 0 and 2**64 - 1.
 
-    Parts of disjoint boxes, on one rank or several, add up modulo 2**64. A box that a rank holds twice counts twice.
+    Parts of disjoint boxes, on one rank or several, add up modulo 2**64. A box that a
+    rank holds twice counts twice.
 
     Args:
         tensors: local name -> tensor, as in `layout`.
@@ -54,15 +59,24 @@ def fingerprints(layout: Layout, tensors: Tensors, dtype: torch.dtype | None = N
     sums: dict[str, torch.Tensor] = {}
     tensors = viewed(layout, tensors)
     for piece in layout.pieces:
-        part = box_fingerprint(view(tensors[piece.local], piece.local_box), piece.box, dtype)
+        part = box_fingerprint(
+            view(tensors[piece.local], piece.local_box), piece.box, dtype
+        )
         sums[piece.tensor] = sums[piece.tensor] + part if piece.tensor in sums else part
     if not sums:
         return {}
-    return {name: value % 2**64 for name, value in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)}
+    return {
+        name: value % 2**64
+        for name, value in zip(
+            sums, torch.stack(list(sums.values())).tolist(), strict=True
+        )
+    }
 
 
 @torch.no_grad()
-def box_fingerprint(data: torch.Tensor, box: Box, dtype: torch.dtype | None = None) -> torch.Tensor:
+def box_fingerprint(
+    data: torch.Tensor, box: Box, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Return the fingerprint of one box as an int64 scalar on the data's device.
 
     Args:
@@ -73,10 +87,11 @@ def box_fingerprint(data: torch.Tensor, box: Box, dtype: torch.dtype | None = No
     dtype = dtype or data.dtype
     shape = box.shape or (1,)
     weights = [
-        _axis_weights(axis, low, high, data.device) for axis, (low, high) in enumerate(zip(*box, strict=True))
+        _axis_weights(axis, low, high, data.device)
+        for axis, (low, high) in enumerate(zip(*box, strict=True))
     ] or [torch.ones(1, dtype=torch.int64, device=data.device)]
-    # An element's weight is the product of its indices' hashes, so that it does not depend on the box around the
-    # element.
+    # An element's weight is the product of its indices' hashes, so that it does not
+    # depend on the box around the element.
     columns = weights[-1]
     rows = torch.ones(1, dtype=torch.int64, device=data.device)
     for weight in weights[:-1]:
@@ -86,7 +101,8 @@ def box_fingerprint(data: torch.Tensor, box: Box, dtype: torch.dtype | None = No
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     width = min(chunk, matrix.shape[1])
     height = min(max(1, chunk // max(1, width)), matrix.shape[0])
-    # One small buffer for all chunks: an int64 copy of the whole box would take up to eight times its memory.
+    # One small buffer for all chunks: an int64 copy of the whole box would take up to
+    # eight times its memory.
     widened = torch.empty(height, width, dtype=torch.int64, device=data.device)
     for top in range(0, matrix.shape[0], max(1, height)):
         for left in range(0, matrix.shape[1], max(1, width)):
@@ -101,7 +117,9 @@ def box_fingerprint(data: torch.Tensor, box: Box, dtype: torch.dtype | None = No
 @lru_cache(maxsize=32)
 def _axis_weights(axis: int, low: int, high: int, device: torch.device) -> torch.Tensor:
     """Return odd hashes [high - low] of the indices along an axis: splitmix64, in wrapping int64."""
-    mixed = torch.arange(low, high, dtype=torch.int64, device=device) + (axis + 1) * 2**40
+    mixed = (
+        torch.arange(low, high, dtype=torch.int64, device=device) + (axis + 1) * 2**40
+    )
     mixed = mixed * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ _shifted(mixed, shift)) * _signed(factor)
@@ -163,9 +181,10 @@ class CheckStats:
 class ReshardCheck:
     """Compares both sides of a reshard, any number of times. Construction and comparison are collective over the group.
 
-    Every copy is compared on its own, in cells: the intersections of the boxes that source and destination ranks hold.
-    One source rank provides the fingerprint of each cell to all ranks, in one all-reduce of 8 bytes a cell. Each rank
-    then compares its own copies.
+    Every copy is compared on its own, in cells: the intersections of the boxes that
+    source and destination ranks hold. One source rank provides the fingerprint of each
+    cell to all ranks, in one all-reduce of 8 bytes a cell. Each rank then compares its
+    own copies.
 
     Args:
         source_layouts, dest_layouts: rank -> layout; the same functions on every rank.
@@ -195,14 +214,18 @@ class ReshardCheck:
     @cached_property
     def _cells(self) -> _Cells:
         rank, world = dist.get_rank(self._group), dist.get_world_size(self._group)
-        return _Cells(self._layouts["source"], self._layouts["destination"], world, rank)
+        return _Cells(
+            self._layouts["source"], self._layouts["destination"], world, rank
+        )
 
     @property
     def tensors(self) -> frozenset[str]:
         """Global names of all weights of the source."""
         return frozenset(self._cells.tensors)
 
-    def compare(self, only: Collection[str] | None = None, landed: ViewOf | None = None) -> CheckStats:
+    def compare(
+        self, only: Collection[str] | None = None, landed: ViewOf | None = None
+    ) -> CheckStats:
         """Compare every copy of every element on both sides.
 
         Args:
@@ -222,10 +245,13 @@ class ReshardCheck:
         return stats
 
     def differences(
-        self, limit: int = MAX_NAMED, only: Collection[str] | None = None, landed: ViewOf | None = None
+        self,
+        limit: int = MAX_NAMED,
+        only: Collection[str] | None = None,
+        landed: ViewOf | None = None,
     ) -> tuple[CheckStats, list[Difference], int]:
-        """Return the differences in the first `limit` cells that have some, equal on every rank, and the number of
-        further cells.
+        """Return the differences in the first `limit` cells that have some, equal on
+        every rank, and the number of further cells.
 
         Args:
             only: weights to compare, equal on every rank; None: all.
@@ -233,12 +259,23 @@ class ReshardCheck:
         """
         start, rank = time.perf_counter(), dist.get_rank(self._group)
         if self._dtypes is None:
-            sides = {"destination": (self._layouts["destination"](rank), self._tensors["destination"])}
+            sides = {
+                "destination": (
+                    self._layouts["destination"](rank),
+                    self._tensors["destination"],
+                )
+            }
             self._dtypes = agree_on_dtypes(sides, self._group)["destination"].dtype_of
         cells = self._cells if only is None else self._cells.only(only)
         num_tensors = len(self._cells.tensors if only is None else only)
-        tensors = {side: viewed(self._layouts[side](rank), held) for side, held in self._tensors.items()}
-        nbytes, values = 0, torch.zeros(len(cells.held), dtype=torch.int64, device=platform.device)
+        tensors = {
+            side: viewed(self._layouts[side](rank), held)
+            for side, held in self._tensors.items()
+        }
+        nbytes, values = (
+            0,
+            torch.zeros(len(cells.held), dtype=torch.int64, device=platform.device),
+        )
         for i, held in enumerate(cells.held):
             if landed is not None and held.side == "destination":
                 data = landed(held.local, held.local_box)
@@ -246,17 +283,26 @@ class ReshardCheck:
                 data = view(tensors[held.side][held.local], held.local_box)
             values[i] = box_fingerprint(data, held.box, self._dtypes(held.tensor))
             nbytes += data.numel() * data.element_size()
-        index = torch.tensor([held.cell for held in cells.held], dtype=torch.int64, device=values.device)
+        index = torch.tensor(
+            [held.cell for held in cells.held], dtype=torch.int64, device=values.device
+        )
         expected = torch.zeros(cells.num_cells, dtype=torch.int64, device=values.device)
         expected[index[cells.given]] = values[cells.given]
-        # One rank contributes each cell's value and all others zero, so the sum is that value.
+        # One rank contributes each cell's value and all others zero, so the sum is that
+        # value.
         dist.all_reduce(expected, group=self._group)
         wrong = (values != expected[index]).nonzero().flatten()
         named_differences: list[Difference] = []
         num_more = 0
         if reduce_json(wrong.numel(), sum, self._group):
-            named_differences, num_more = self._name(cells.held, set(wrong.tolist()), values.tolist(), limit)
-        return CheckStats(num_tensors, nbytes, time.perf_counter() - start), named_differences, num_more
+            named_differences, num_more = self._name(
+                cells.held, set(wrong.tolist()), values.tolist(), limit
+            )
+        return (
+            CheckStats(num_tensors, nbytes, time.perf_counter() - start),
+            named_differences,
+            num_more,
+        )
 
     def _name(
         self, held_here: list[Held], wrong: set[int], values: list[int], limit: int
@@ -268,7 +314,11 @@ class ReshardCheck:
         """
         cells = sorted({held_here[i].cell for i in wrong})
         all_wrong = sorted(
-            {cell for named_differences in gather_json(cells, self._group) for cell in named_differences}
+            {
+                cell
+                for named_differences in gather_json(cells, self._group)
+                for cell in named_differences
+            }
         )
         named = set(all_wrong[:limit])
         reports_here = [
@@ -279,9 +329,15 @@ class ReshardCheck:
         copies: dict[int, list[_Copy]] = {}
         for rank, reports in enumerate(gather_json(reports_here, self._group)):
             for cell, tensor, (low, high), side, local, value in reports:
-                copy = _Copy(tensor, Box(tuple(low), tuple(high)), side, local, rank, value)
+                copy = _Copy(
+                    tensor, Box(tuple(low), tuple(high)), side, local, rank, value
+                )
                 copies.setdefault(cell, []).append(copy)
-        named_differences = [difference for cell in sorted(copies) for difference in _odd_ones(copies[cell])]
+        named_differences = [
+            difference
+            for cell in sorted(copies)
+            for difference in _odd_ones(copies[cell])
+        ]
         return named_differences, len(all_wrong) - len(named)
 
 
@@ -301,10 +357,14 @@ def _odd_ones(copies: list[_Copy]) -> Iterator[Difference]:
         if copy.side == "source":
             votes[copy.value] = votes.get(copy.value, 0) + 1
     right = max(votes, key=lambda value: votes[value])
-    holder = min(copy.rank for copy in copies if copy.side == "source" and copy.value == right)
+    holder = min(
+        copy.rank for copy in copies if copy.side == "source" and copy.value == right
+    )
     for copy in copies:
         if copy.value != right:
-            yield Difference(copy.tensor, copy.box, copy.side, copy.local, copy.rank, holder)
+            yield Difference(
+                copy.tensor, copy.box, copy.side, copy.local, copy.rank, holder
+            )
 
 
 class _Cells:
@@ -314,7 +374,9 @@ class _Cells:
         given: positions in `held` of the copies whose values this rank provides to all.
     """
 
-    def __init__(self, source_layouts: Layouts, dest_layouts: Layouts, world: int, rank: int) -> None:
+    def __init__(
+        self, source_layouts: Layouts, dest_layouts: Layouts, world: int, rank: int
+    ) -> None:
         sources, dests = _holders(source_layouts, world), _holders(dest_layouts, world)
         own_source, own_dest = _own(source_layouts(rank)), _own(dest_layouts(rank))
         self.num_cells = 0
@@ -333,7 +395,9 @@ class _Cells:
                     if pieces_here and sources[tensor][box] == rank:
                         self.given.append(len(self.held))
                     self._add(pieces_here, common, "source")
-                    self._add(own_dest.get((tensor, boxes[number]), ()), common, "destination")
+                    self._add(
+                        own_dest.get((tensor, boxes[number]), ()), common, "destination"
+                    )
                     self.num_cells += 1
             self._numbers[tensor] = range(first, self.num_cells)
         self._given = frozenset(self.given)
@@ -362,7 +426,9 @@ class _Cells:
         for piece in pieces:
             local_box = carry(common, piece.box, piece.local_box)
             self._positions.setdefault(piece.tensor, []).append(len(self.held))
-            self.held.append(Held(self.num_cells, side, piece.tensor, common, piece.local, local_box))
+            self.held.append(
+                Held(self.num_cells, side, piece.tensor, common, piece.local, local_box)
+            )
 
 
 def _holders(layouts: Layouts, world: int) -> dict[str, dict[Box, int]]:
@@ -385,7 +451,9 @@ def _own(layout: Layout) -> dict[tuple[str, Box], list[Piece]]:
     return pieces
 
 
-def model_identity(layouts: Layouts, tensors: Tensors, group: dist.ProcessGroup | None = None) -> str:
+def model_identity(
+    layouts: Layouts, tensors: Tensors, group: dist.ProcessGroup | None = None
+) -> str:
     """Return 16 hexadecimal digits that depend on every element of every weight. Collective over the group.
 
     Args:
@@ -394,8 +462,17 @@ def model_identity(layouts: Layouts, tensors: Tensors, group: dist.ProcessGroup 
     """
     rank = dist.get_rank(group)
     layout, first = layouts(rank), _holders(layouts, dist.get_world_size(group))
-    counted = {(p.tensor, p.box): p for p in reversed(layout.pieces) if first[p.tensor][p.box] == rank}
-    counted_layout = Layout(tuple(counted.values()), layout.local_shapes, layout.global_shapes, views=layout.views)
+    counted = {
+        (p.tensor, p.box): p
+        for p in reversed(layout.pieces)
+        if first[p.tensor][p.box] == rank
+    }
+    counted_layout = Layout(
+        tuple(counted.values()),
+        layout.local_shapes,
+        layout.global_shapes,
+        views=layout.views,
+    )
     parts = fingerprints(counted_layout, tensors)
 
     def digest(ranks: list[dict[str, str]]) -> str:
@@ -403,7 +480,11 @@ def model_identity(layouts: Layouts, tensors: Tensors, group: dist.ProcessGroup 
         for part in ranks:
             for name, value in part.items():
                 total[name] = (total.get(name, 0) + int(value)) % 2**64
-        return hashlib.blake2b(json.dumps(sorted(total.items())).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(
+            json.dumps(sorted(total.items())).encode(), digest_size=8
+        ).hexdigest()
 
     # JSON numbers cannot hold 64 bits exactly, so send the values as text.
-    return str(reduce_json({name: str(value) for name, value in parts.items()}, digest, group))
+    return str(
+        reduce_json({name: str(value) for name, value in parts.items()}, digest, group)
+    )

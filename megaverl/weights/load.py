@@ -33,7 +33,8 @@ from megaverl.weights.torch_dist_index import IndexedArray, is_torch_dist, read_
 from megaverl.weights.transports import check_tensors, view, viewed
 
 MAX_READ = 1 << 24  # elements per read if they cannot be read directly into their place
-# Tensors in some files that no model reads: buffers that are computed from the configuration.
+# Tensors in some files that no model reads: buffers that are computed from the
+# configuration.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 LM_HEAD = "lm_head.weight"
 
@@ -48,7 +49,8 @@ def load_folder(
 ) -> list[str]:
     """Fill this rank's tensors from a folder, reading only the boxes that the layout names.
 
-    Values are converted to the tensors' dtype. Padding (vocabulary rows beyond the model's) becomes zero.
+    Values are converted to the tensors' dtype. Padding (vocabulary rows beyond the
+    model's) becomes zero.
 
     Args:
         folder: a Hugging Face folder with one or several safetensors files, or a Megatron distributed checkpoint with a
@@ -71,10 +73,17 @@ def load_folder(
     if is_torch_dist(folder):
         return _load_checkpoint(folder, layout, tensors, weights, optional)
     stored = read_folder(folder)
-    absent = [weight.name for weight in weights if weight.name in optional and weight.name not in stored]
+    absent = [
+        weight.name
+        for weight in weights
+        if weight.name in optional and weight.name not in stored
+    ]
     check_stored(folder, stored, weights, absent)
-    # Read only the model's weights. Some folders also store an output layer that is tied to the embedding.
-    held = {weight.name: stored[weight.name] for weight in weights if weight.name in stored}
+    # Read only the model's weights. Some folders also store an output layer that is
+    # tied to the embedding.
+    held = {
+        weight.name: stored[weight.name] for weight in weights if weight.name in stored
+    }
     wanted = layout.without(absent)
     clear_padding(wanted, tensors)
     fill(folder_layout(held), stored_arrays(held), wanted, tensors)
@@ -84,8 +93,8 @@ def load_folder(
 class ArrivingFolder:
     """Load a folder file by file, so that one file is read while the next is downloaded.
 
-    Arguments and errors are those of `load_folder`. With an index, names are checked before the first file; shapes are
-    checked with each file.
+    Arguments and errors are those of `load_folder`. With an index, names are checked
+    before the first file; shapes are checked with each file.
     """
 
     def __init__(
@@ -123,9 +132,16 @@ class ArrivingFolder:
     def finish(self) -> list[str]:
         """Check after the last file that nothing is missing; return the optional names that the files lack."""
         absent = [
-            weight.name for weight in self._weights if weight.name in self._optional and weight.name not in self._seen
+            weight.name
+            for weight in self._weights
+            if weight.name in self._optional and weight.name not in self._seen
         ]
-        check_names(self._folder, dict.fromkeys(self._seen, self._folder.name), self._weights, absent)
+        check_names(
+            self._folder,
+            dict.fromkeys(self._seen, self._folder.name),
+            self._weights,
+            absent,
+        )
         return absent
 
 
@@ -138,7 +154,10 @@ def _load_checkpoint(
 ) -> list[str]:
     opened = open_checkpoint(folder)
     absent = without_head(weights, opened, optional)
-    source = opened.layout([weight for weight in weights if weight.name not in absent], ModelSpec.from_folder(folder))
+    source = opened.layout(
+        [weight for weight in weights if weight.name not in absent],
+        ModelSpec.from_folder(folder),
+    )
     wanted = layout.without(absent)
     clear_padding(wanted, tensors)
     fill(source, opened.arrays(source), wanted, tensors)
@@ -146,7 +165,10 @@ def _load_checkpoint(
 
 
 def fill(
-    source: Layout, arrays: Mapping[str, StoredArray], wanted: Layout, tensors: Mapping[str, torch.Tensor]
+    source: Layout,
+    arrays: Mapping[str, StoredArray],
+    wanted: Layout,
+    tensors: Mapping[str, torch.Tensor],
 ) -> None:
     """Read the boxes that `wanted` names from stored arrays into their places."""
     tensors = viewed(wanted, tensors)
@@ -154,8 +176,16 @@ def fill(
         for transfer in intersect_layouts(source, wanted):
             for box in split(transfer.dest_box, MAX_READ):
                 target = view(tensors[transfer.dest_local], box)
-                read = target if target.device.type == "cpu" else torch.empty(box.shape, dtype=target.dtype)
-                reader.read(transfer.source_local, carry(box, transfer.dest_box, transfer.source_box), read)
+                read = (
+                    target
+                    if target.device.type == "cpu"
+                    else torch.empty(box.shape, dtype=target.dtype)
+                )
+                reader.read(
+                    transfer.source_local,
+                    carry(box, transfer.dest_box, transfer.source_box),
+                    read,
+                )
                 if read is not target:
                     target.copy_(read)
 
@@ -167,7 +197,12 @@ def clear_padding(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
             tensors[name].zero_()
 
 
-def check_names(folder: Path, files: Mapping[str, str], weights: Sequence[Weight], absent: Collection[str]) -> None:
+def check_names(
+    folder: Path,
+    files: Mapping[str, str],
+    weights: Sequence[Weight],
+    absent: Collection[str],
+) -> None:
     """Check that every weight exists, and that every stored tensor is a weight of the model.
 
     Args:
@@ -187,7 +222,8 @@ def check_names(folder: Path, files: Mapping[str, str], weights: Sequence[Weight
     problems += [
         f"{name}: in {file}, but config.json describes a model without it"
         for name, file in files.items()
-        # Some folders of tied models and of critics store an output layer that the model does not use.
+        # Some folders of tied models and of critics store an output layer that the
+        # model does not use.
         if name not in names
         and name != LM_HEAD
         and not name.endswith(IGNORED_SUFFIXES)
@@ -199,15 +235,24 @@ def check_names(folder: Path, files: Mapping[str, str], weights: Sequence[Weight
 def further_predictors(folder: Path, weights: Sequence[Weight]) -> tuple[str, ...]:
     """Return the name prefixes of layers for multi-token prediction, which a policy does not use.
 
-    DeepSeek-V3 and GLM-4.5 have `num_nextn_predict_layers` of them behind the last decoder layer.
+    DeepSeek-V3 and GLM-4.5 have `num_nextn_predict_layers` of them behind the last
+    decoder layer.
     """
     file = folder / "config.json"
     config = read_json_file(file) if file.is_file() else {}
-    first = 1 + max((weight.stage for weight in weights if isinstance(weight.stage, int)), default=-1)
-    return tuple(f"model.layers.{first + number}." for number in range(config.get("num_nextn_predict_layers") or 0))
+    first = 1 + max(
+        (weight.stage for weight in weights if isinstance(weight.stage, int)),
+        default=-1,
+    )
+    return tuple(
+        f"model.layers.{first + number}."
+        for number in range(config.get("num_nextn_predict_layers") or 0)
+    )
 
 
-def check_shapes(folder: Path, stored: Mapping[str, StoredTensor], weights: Sequence[Weight]) -> None:
+def check_shapes(
+    folder: Path, stored: Mapping[str, StoredTensor], weights: Sequence[Weight]
+) -> None:
     """Raise a ModelError that lists every stored tensor whose shape differs from the model's weight."""
     _refuse(
         folder,
@@ -221,10 +266,18 @@ def check_shapes(folder: Path, stored: Mapping[str, StoredTensor], weights: Sequ
 
 
 def check_stored(
-    folder: Path, stored: Mapping[str, StoredTensor], weights: Sequence[Weight], absent: Collection[str]
+    folder: Path,
+    stored: Mapping[str, StoredTensor],
+    weights: Sequence[Weight],
+    absent: Collection[str],
 ) -> None:
     """Run `check_names`, then `check_shapes`."""
-    check_names(folder, {name: tensor.file.name for name, tensor in stored.items()}, weights, absent)
+    check_names(
+        folder,
+        {name: tensor.file.name for name, tensor in stored.items()},
+        weights,
+        absent,
+    )
     check_shapes(folder, stored, weights)
 
 
@@ -238,8 +291,10 @@ def _refuse(folder: Path, problems: Sequence[str]) -> None:
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 HEAD_KEY = "output_layer.weight"
-RECORDS = ("manifest.json", "conversion.json")  # files that runs and conversions of megaverl write beside an index
-BESIDE_KEY = "value_head.weight"  # value head of a critic that shares the actor's backbone
+# Files that runs and conversions of megaverl write beside an index.
+RECORDS = ("manifest.json", "conversion.json")
+# Value head of a critic that shares the actor's backbone.
+BESIDE_KEY = "value_head.weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,7 +316,10 @@ class OpenedCheckpoint:
         if self.as_critic:
             return self.index[self.prefix + BESIDE_KEY].shape[0] == 1
         head = self.index.get(self.prefix + HEAD_KEY)
-        return head is not None and head.shape[0] == 1 < self.index[self.prefix + EMBEDDING_KEY].shape[0]
+        return (
+            head is not None
+            and head.shape[0] == 1 < self.index[self.prefix + EMBEDDING_KEY].shape[0]
+        )
 
     def layout(self, weights: Sequence[Weight], spec: ModelSpec) -> Layout:
         """Return the places of the weights in the arrays.
@@ -270,17 +328,24 @@ class OpenedCheckpoint:
             CheckpointError: arrays are missing, have other shapes or belong to another model (all are listed), or
                 another program wrote the checkpoint and orders its experts differently.
         """
-        if spec.activation == "clamped_swiglu" and not any((self.folder / name).is_file() for name in RECORDS):
+        if spec.activation == "clamped_swiglu" and not any(
+            (self.folder / name).is_file() for name in RECORDS
+        ):
             raise CheckpointError(
                 f"{self.folder}: neither a run nor a conversion of megaverl wrote it. Others hold an expert's gates "
                 f"first; those of {spec.architecture} are in turn here. Take the model's Hugging Face folder."
             )
         if self.as_critic:
-            weights = [w._replace(megatron=BESIDE_KEY) if w.megatron == HEAD_KEY else w for w in weights]
+            weights = [
+                w._replace(megatron=BESIDE_KEY) if w.megatron == HEAD_KEY else w
+                for w in weights
+            ]
         layout = checkpoint_layout(
             weights,
             spec,
-            padded_vocab_size=max(self.index[self.prefix + EMBEDDING_KEY].shape[0], spec.vocab_size),
+            padded_vocab_size=max(
+                self.index[self.prefix + EMBEDDING_KEY].shape[0], spec.vocab_size
+            ),
             prefix=self.prefix,
             present=self.index.keys(),
         )
@@ -289,7 +354,9 @@ class OpenedCheckpoint:
 
     def arrays(self, layout: Layout) -> dict[str, StoredArray]:
         """Return the arrays that the layout names, and their views, with the places of their elements."""
-        return with_views(locate({name: self.index[name] for name in layout.local_shapes}), layout)
+        return with_views(
+            locate({name: self.index[name] for name in layout.local_shapes}), layout
+        )
 
     def _check(self, layout: Layout) -> None:
         shapes = layout.local_shapes
@@ -323,7 +390,9 @@ def open_checkpoint(folder: Path, role: str | None = None) -> OpenedCheckpoint:
         CheckpointError: as `read_arrays`; or no model has that role, or several could be meant.
     """
     index = read_arrays(folder)
-    prefixes = [key.removesuffix(EMBEDDING_KEY) for key in index if key.endswith(EMBEDDING_KEY)]
+    prefixes = [
+        key.removesuffix(EMBEDDING_KEY) for key in index if key.endswith(EMBEDDING_KEY)
+    ]
     prefixes = [prefix for prefix in prefixes if "optimizer." not in prefix]
     if not prefixes and any(".lora_" in key for key in index):
         raise CheckpointError(
@@ -331,8 +400,14 @@ def open_checkpoint(folder: Path, role: str | None = None) -> OpenedCheckpoint:
             "model, hf_adapter a peft adapter; or resume the run for its last steps."
         )
     if not prefixes:
-        raise CheckpointError(f"{folder}: holds no GPT model: none of its {len(index)} arrays is an {EMBEDDING_KEY}.")
-    if role == "critic" and "critic." not in prefixes and f"actor.{BESIDE_KEY}" in index:
+        raise CheckpointError(
+            f"{folder}: holds no GPT model: none of its {len(index)} arrays is an {EMBEDDING_KEY}."
+        )
+    if (
+        role == "critic"
+        and "critic." not in prefixes
+        and f"actor.{BESIDE_KEY}" in index
+    ):
         return OpenedCheckpoint(folder, index, "actor.", as_critic=True)
     return OpenedCheckpoint(folder, index, _choose(folder, prefixes, role))
 
@@ -346,11 +421,22 @@ def _choose(folder: Path, prefixes: Sequence[str], role: str | None) -> str:
         return prefixes[roles.index(wanted)]
     held = ", ".join(name or "(unnamed)" for name in roles)
     if role is None:
-        raise CheckpointError(f"{folder}: holds several models; choose one with --role: {held}.")
+        raise CheckpointError(
+            f"{folder}: holds several models; choose one with --role: {held}."
+        )
     raise CheckpointError(f"{folder}: no role {role!r} in it. It holds: {held}.")
 
 
-def without_head(weights: Sequence[Weight], opened: OpenedCheckpoint, optional: Collection[str]) -> list[str]:
+def without_head(
+    weights: Sequence[Weight], opened: OpenedCheckpoint, optional: Collection[str]
+) -> list[str]:
     """List the optional weights (a critic's head) that the checkpoint does not have."""
-    absent = {HEAD_KEY: not opened.has_value_head, BESIDE_KEY: opened.prefix + BESIDE_KEY not in opened.index}
-    return [weight.name for weight in weights if weight.name in optional and absent.get(weight.megatron, False)]
+    absent = {
+        HEAD_KEY: not opened.has_value_head,
+        BESIDE_KEY: opened.prefix + BESIDE_KEY not in opened.index,
+    }
+    return [
+        weight.name
+        for weight in weights
+        if weight.name in optional and absent.get(weight.megatron, False)
+    ]

@@ -24,7 +24,13 @@ import torch
 import torch.distributed as dist
 
 from megaverl.distributed.collectives import device_of, reduce_json, together
-from megaverl.distributed.failures import GRACE_SECONDS, Failures, record_event, wait, wait_for_event
+from megaverl.distributed.failures import (
+    GRACE_SECONDS,
+    Failures,
+    record_event,
+    wait,
+    wait_for_event,
+)
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
 from megaverl.sharding.layout import Layout
@@ -49,11 +55,20 @@ from megaverl.weights.transports.point_to_point import PointToPoint
 from megaverl.weights.transports.quantised import QuantisedDestination, QuantisedLanding
 from megaverl.weights.transports.shared_folder import SharedFolder
 
-# Each transport takes the transfers that it supports and leaves the rest to the next one.
-TRANSPORTS: tuple[TransportKind, ...] = (Alias, LocalCopy, CrossMemory, CudaIpc, SharedFolder, PointToPoint)
+# Each transport takes the transfers that it supports and leaves the rest to the next
+# one.
+TRANSPORTS: tuple[TransportKind, ...] = (
+    Alias,
+    LocalCopy,
+    CrossMemory,
+    CudaIpc,
+    SharedFolder,
+    PointToPoint,
+)
 
 HIDDEN = "reshard/hidden_fraction"
-# Limit of parts of a background version. Each part has transports of its own, with one or two collectives per run.
+# Limit of parts of a background version. Each part has transports of its own, with one
+# or two collectives per run.
 MAX_PARTS = 8
 
 
@@ -90,15 +105,20 @@ class ReshardStats:
             "reshard/bytes_local": float(self.bytes_local),
             "reshard/bytes_sent": float(self.busiest_sent),
         }
-        return metrics if self.hidden_seconds is None else metrics | {HIDDEN: self.hidden_seconds / self.seconds}
+        return (
+            metrics
+            if self.hidden_seconds is None
+            else metrics | {HIDDEN: self.hidden_seconds / self.seconds}
+        )
 
 
 class Resharder:
     """Moves one set of weights into another's layout, in place, any number of times.
 
-    Construction and every run are collective over `group`. Between `start` and `finish` the source's tensors must not
-    change, and the destination holds no complete version. After a failed run the destination counts as inconsistent
-    until a complete run has succeeded.
+    Construction and every run are collective over `group`. Between `start` and `finish`
+    the source's tensors must not change, and the destination holds no complete version.
+    After a failed run the destination counts as inconsistent until a complete run has
+    succeeded.
 
     Args:
         plan: this rank's plan; checked here.
@@ -145,39 +165,65 @@ class Resharder:
         self._plan, self._group = plan, group
         options = options or TransportOptions()
         self._timeout = options.timeout
-        # All ranks raise together: a rank that raised alone would leave the others waiting in the next collective.
+        # All ranks raise together: a rank that raised alone would leave the others
+        # waiting in the next collective.
         with together(group) if plan.world > 1 else nullcontext():
             check_plan(plan)
-            check_tensors(plan.source_layout, source_tensors, "the source", ReshardError, exact=True)
-            check_tensors(plan.dest_layout, dest_tensors, "the destination", ReshardError, exact=True)
+            check_tensors(
+                plan.source_layout,
+                source_tensors,
+                "the source",
+                ReshardError,
+                exact=True,
+            )
+            check_tensors(
+                plan.dest_layout,
+                dest_tensors,
+                "the destination",
+                ReshardError,
+                exact=True,
+            )
         source, dest = dict(source_tensors), dict(dest_tensors)
-        sides = {"source": (plan.source_layout, source), "destination": (plan.dest_layout, dest)}
+        sides = {
+            "source": (plan.source_layout, source),
+            "destination": (plan.dest_layout, dest),
+        }
         dtypes = agree_on_dtypes(sides, group)
         self._failures = Failures(group, plan.rank, options.timeout)
         wire, converts = wire_dtypes(dtypes), converting(dtypes)
         views = viewed(plan.source_layout, source), viewed(plan.dest_layout, dest)
-        self._job = TransferJob(plan, *views, wire, converts, group, options, self._failures)
+        self._job = TransferJob(
+            plan, *views, wire, converts, group, options, self._failures
+        )
         self._all_transports = self._transports = assign(self._job, quantised)
-        self._aliases = [transport for transport in self._transports if isinstance(transport, Alias)]
+        self._aliases = [
+            transport for transport in self._transports if isinstance(transport, Alias)
+        ]
         self._later_transports, later = self._transports, self._job
         if changing is not None:
             changing = frozenset(changing)
             if quantised is not None:
                 quantised = quantised.changing(changing)
                 changing |= quantised.tensors
-            # Frozen weights travel once, in the first version; every later one moves only those that the source
-            # changes.
+            # Frozen weights travel once, in the first version; every later one moves
+            # only those that the source changes.
             later = replace(self._job, plan=plan.only(changing.__contains__))
-            # Transports take their transfers out of the job, so that later versions need a job and transports of their
-            # own.
+            # Transports take their transfers out of the job, so that later versions
+            # need a job and transports of their own.
             if background is None:
                 self._later_transports = assign(later, quantised)
         self._parts: list[list[Transport]] = []
         if background is not None:
-            self._later_transports = self._take_parts(replace(later), background, in_order)
-        self.brings_all = True  # the next run moves all weights, not only those that change
-        # If all weights stay on their ranks, no rank can be behind another, and `_agree` needs no collective.
-        self._anything_travels = plan.world > 1 and reduce_json(plan.travels, any, group)
+            self._later_transports = self._take_parts(
+                replace(later), background, in_order
+            )
+        # The next run moves all weights, not only those that change.
+        self.brings_all = True
+        # If all weights stay on their ranks, no rank can be behind another, and
+        # `_agree` needs no collective.
+        self._anything_travels = plan.world > 1 and reduce_json(
+            plan.travels, any, group
+        )
         self._background: Future[tuple[Moved, float]] | None = None
         self._started = self._hides = False
 
@@ -200,7 +246,9 @@ class Resharder:
         assert not self._started, "finish() the version that was started"
         begin = time.perf_counter()
         self._started = True
-        self._transports = self._all_transports if self.brings_all else self._later_transports
+        self._transports = (
+            self._all_transports if self.brings_all else self._later_transports
+        )
         self._hides = final is not None
         with torch.no_grad(), self._writing():
             for transport in self._transports:
@@ -230,8 +278,12 @@ class Resharder:
         self.version += 1
         self.inconsistent = None
         self.brings_all, self._started, self._background = False, False, None
-        own_seconds, last = self._seconds + time.perf_counter() - begin, time.perf_counter() - arrived
-        # A version in the background took at least as long as its moves, though the main thread waited for less.
+        own_seconds, last = (
+            self._seconds + time.perf_counter() - begin,
+            time.perf_counter() - arrived,
+        )
+        # A version in the background took at least as long as its moves, though the
+        # main thread waited for less.
         seconds = max(own_seconds, self._seconds + moving + last)
         return ReshardStats(
             bytes_local=moved.local,
@@ -245,11 +297,18 @@ class Resharder:
             busiest_sent=busiest_sent,
         )
 
-    def _result_of(self, background: Future[tuple[Moved, float]]) -> tuple[Moved, float]:
+    def _result_of(
+        self, background: Future[tuple[Moved, float]]
+    ) -> tuple[Moved, float]:
         """Wait for the background thread and return its `Moved`, and the seconds that its moves took.
 
-        The time limit allows every part one wait for other ranks."""
-        seconds = None if self._timeout is None else self._timeout.total_seconds() * (self.num_parts + 1)
+        The time limit allows every part one wait for other ranks.
+        """
+        seconds = (
+            None
+            if self._timeout is None
+            else self._timeout.total_seconds() * (self.num_parts + 1)
+        )
         if not futures.wait([background], seconds).done:
             raise ReshardError(
                 f"this rank's weights of version {self.version + 1} have not moved in the background within "
@@ -260,12 +319,13 @@ class Resharder:
     def source_changes(self) -> None:
         """Declare that the source's weights are about to change.
 
-        Tensors that share storage change with the source, while copies stay behind. So the destination holds no
-        complete version until the next run.
+        Tensors that share storage change with the source, while copies stay behind. So
+        the destination holds no complete version until the next run.
         """
         if self.inconsistent is None and any(alias.shares() for alias in self._aliases):
             self.inconsistent = (
-                f"part of it shares storage with the source, which has changed since version {self.version}"
+                "part of it shares storage with the source, which has changed since "
+                f"version {self.version}"
             )
 
     def destination_lost(self) -> None:
@@ -293,26 +353,38 @@ class Resharder:
     def _writing(self) -> Iterator[None]:
         """Mark the destination as inconsistent while it is written, and keep the reason if the block fails."""
         wanted = self.version + 1
-        self.inconsistent = f"version {wanted} is being written over version {self.version}"
+        self.inconsistent = (
+            f"version {wanted} is being written over version {self.version}"
+        )
         try:
             yield
         except Exception as error:
             self._started, self._background = False, None
-            # It is unknown which weights have arrived, so the next run brings all of them.
+            # It is unknown which weights have arrived, so the next run brings all of
+            # them.
             self.brings_all = True
-            self.inconsistent = f"the reshard from version {self.version} to {wanted} failed ({error})"
+            self.inconsistent = (
+                f"the reshard from version {self.version} to {wanted} failed ({error})"
+            )
             raise
 
     def _take_parts(
-        self, job: TransferJob, background: dist.ProcessGroup, in_order: Sequence[Collection[str]]
+        self,
+        job: TransferJob,
+        background: dist.ProcessGroup,
+        in_order: Sequence[Collection[str]],
     ) -> list[Transport]:
         """Make the transports of each background part. Aliases move nothing, so they are updated once at the end."""
         aliases = Alias.take(job)
         left = replace(job.plan, copies=tuple(job.copies))
         first = parts_of(job.plan.source_layout, in_order, self._group)
         named = frozenset().union(*first)
-        plans = [*(left.only(part.__contains__) for part in first), left.only(lambda tensor: tensor not in named)]
-        # The aliases above have taken what shares storage; what is left must be copied, however its storage lies.
+        plans = [
+            *(left.only(part.__contains__) for part in first),
+            left.only(lambda tensor: tensor not in named),
+        ]
+        # The aliases above have taken what shares storage; what is left must be copied,
+        # however its storage lies.
         job = replace(job, group=background, options=replace(job.options, alias=False))
         self._parts = [assign(replace(job, plan=plan)) for plan in plans]
         return [] if aliases is None else [aliases]
@@ -323,8 +395,8 @@ class Resharder:
         return len(self._parts)
 
     def _move(self, final: FinalParts) -> tuple[Moved, float]:
-        """Move one part after the other, in the same order on every rank; return the sum of their moves, and the
-        seconds.
+        """Move one part after the other, in the same order on every rank; return the
+        sum of their moves, and the seconds.
         """
         moved, seconds = Moved(), 0.0
         for number, transports in enumerate(self._parts):
@@ -337,8 +409,8 @@ class Resharder:
         return moved, seconds
 
     def _agree(self, sent: int) -> int:
-        """Check that every rank has reached the same version, by an all-gather of two numbers; return the most bytes
-        that a rank sent. Skipped if nothing travels.
+        """Check that every rank has reached the same version, by an all-gather of two
+        numbers; return the most bytes that a rank sent. Skipped if nothing travels.
 
         Args:
             sent: bytes that this rank sent.
@@ -348,9 +420,15 @@ class Resharder:
         device = device_of(self._group)
         own_report = torch.tensor([self.version + 1, sent], device=device)
         reports = torch.empty(self._plan.world * 2, dtype=torch.int64, device=device)
-        patience = None if self._timeout is None else self._timeout + timedelta(seconds=GRACE_SECONDS)
+        patience = (
+            None
+            if self._timeout is None
+            else self._timeout + timedelta(seconds=GRACE_SECONDS)
+        )
         try:
-            work = dist.all_gather_into_tensor(reports, own_report, group=self._group, async_op=True)
+            work = dist.all_gather_into_tensor(
+                reports, own_report, group=self._group, async_op=True
+            )
             wait(work, patience)
             wait_for_event(record_event(), patience)
         except (RuntimeError, TimeoutError) as error:
@@ -358,22 +436,36 @@ class Resharder:
             raise self._failures.blame(self.version + 1, -1, state, error) from error
         numbers = reports.tolist()
         versions, sent_by_rank = numbers[::2], numbers[1::2]
-        if other := {rank: version for rank, version in enumerate(versions) if version != self.version + 1}:
-            raise ReshardError(f"this rank brought the weights to version {self.version + 1}, others to {other}.")
+        if other := {
+            rank: version
+            for rank, version in enumerate(versions)
+            if version != self.version + 1
+        }:
+            raise ReshardError(
+                f"this rank brought the weights to version {self.version + 1}, others to {other}."
+            )
         return max(sent_by_rank)
 
 
-def assign(job: TransferJob, quantised: QuantisedDestination | None = None) -> list[Transport]:
+def assign(
+    job: TransferJob, quantised: QuantisedDestination | None = None
+) -> list[Transport]:
     """Assign every copy, send and receive of the job to a transport, in working order. Collective over the group.
 
     Raises:
         ReshardError: no transport supports some transfer.
     """
-    last: list[Transport] = [] if quantised is None else [QuantisedLanding.take(job, quantised, assign)]
-    transports = [transport for cls in TRANSPORTS if (transport := cls.take(job)) is not None]
+    last: list[Transport] = (
+        [] if quantised is None else [QuantisedLanding.take(job, quantised, assign)]
+    )
+    transports = [
+        transport for cls in TRANSPORTS if (transport := cls.take(job)) is not None
+    ]
     transports += last
     if job.copies or any(hop.sends or hop.receives for hop in job.hops):
-        raise ReshardError(f"no transport carries the weights between rank {job.plan.rank} and {sorted(job.sends)}.")
+        raise ReshardError(
+            f"no transport carries the weights between rank {job.plan.rank} and {sorted(job.sends)}."
+        )
     return transports
 
 
@@ -390,18 +482,25 @@ def finished(transports: Sequence[Transport]) -> Moved:
 def parts_of(
     source: Layout, in_order: Sequence[Collection[str]], group: dist.ProcessGroup | None
 ) -> list[frozenset[str]]:
-    """Return the weights of each part of a background version except the last, which has the rest. Collective over the
-    group.
+    """Return the weights of each part of a background version except the last, which
+    has the rest. Collective over the group.
 
-    A weight that several ranks hold belongs to the part in which the last of them gets its new values.
+    A weight that several ranks hold belongs to the part in which the last of them gets
+    its new values.
 
     Args:
         source: this rank's layout.
         in_order: as in `Resharder`.
     """
-    # Ranks of different pipeline stages have different numbers of sets; all must agree on the number of parts.
-    number = min(MAX_PARTS, reduce_json(len(in_order), max, group)) if dist.is_initialized() else 0
-    # A single part could only begin after the last step, which is what a run without background does.
+    # Ranks of different pipeline stages have different numbers of sets; all must agree
+    # on the number of parts.
+    number = (
+        min(MAX_PARTS, reduce_json(len(in_order), max, group))
+        if dist.is_initialized()
+        else 0
+    )
+    # A single part could only begin after the last step, which is what a run without
+    # background does.
     if number < 2:
         return []
     places = {local: at for at, names in enumerate(in_order) for local in names}
@@ -412,8 +511,14 @@ def parts_of(
         last_part[piece.tensor] = max(part, last_part.get(piece.tensor, 0))
 
     def latest(reports: list[dict[str, int]]) -> list[list[str]]:
-        parts = {name: max(report.get(name, 0) for report in reports) for name in set().union(*reports)}
-        return [sorted(name for name, part in parts.items() if part == at) for at in range(number - 1)]
+        parts = {
+            name: max(report.get(name, 0) for report in reports)
+            for name in set().union(*reports)
+        }
+        return [
+            sorted(name for name, part in parts.items() if part == at)
+            for at in range(number - 1)
+        ]
 
     return [frozenset(names) for names in reduce_json(last_part, latest, group)]
 
@@ -440,7 +545,11 @@ class FinalParts:
         """Report that the first `step` steps (None: all of them) have been enqueued on the current stream."""
         event = record_event()
         with self._condition:
-            self._final = self._num_parts if step is None else step * self._num_parts // self._num_steps
+            self._final = (
+                self._num_parts
+                if step is None
+                else step * self._num_parts // self._num_steps
+            )
             self._event = event
             self._condition.notify_all()
 
@@ -453,7 +562,9 @@ class FinalParts:
         with self._condition:
             seconds = None if timeout is None else timeout.total_seconds()
             if not self._condition.wait_for(lambda: self._final > part, seconds):
-                raise ReshardError(f"an optimizer step has not made new weights within {seconds:g} s.")
+                raise ReshardError(
+                    f"an optimizer step has not made new weights within {seconds:g} s."
+                )
             event = self._event
         wait_for_event(event, timeout)
 
@@ -470,7 +581,10 @@ def in_background(function: Callable[[], Result]) -> Future[Result]:
             # The current device is a property of the thread.
             platform.start()
             stream = torch.cuda.Stream() if platform.is_cuda else None
-            with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
+            with (
+                torch.no_grad(),
+                torch.cuda.stream(stream) if stream is not None else nullcontext(),
+            ):
                 future.set_result(function())
         except BaseException as error:
             # Raised again by future.result().

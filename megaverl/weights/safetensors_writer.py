@@ -1,7 +1,8 @@
 """Stream tensors into safetensors files: headers first, then elements as they arrive.
 
-Why by hand: for a file of 1 GiB, safetensors' own writer needed 1,027 MiB of memory and this one 68 MiB, one tensor.
-torch's (DCP's HuggingFaceStorageWriter, torch 2.13) wrote 512 MiB for 256 MiB of weights: every byte twice.
+Why by hand: for a file of 1 GiB, safetensors' own writer needed 1,027 MiB of memory and
+this one 68 MiB, one tensor. torch's (DCP's HuggingFaceStorageWriter, torch 2.13) wrote
+512 MiB for 256 MiB of weights: every byte twice.
 """
 
 from __future__ import annotations
@@ -28,15 +29,23 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class FolderWriter:
     """Streams tensors into safetensors files in the order of the weights. On ranks that do not write, it does nothing.
 
-    A disk error must not block the other ranks. So the error is kept until `finish`, and later chunks are dropped. The
-    folder is removed if anything fails.
+    A disk error must not block the other ranks. So the error is kept until `finish`,
+    and later chunks are dropped. The folder is removed if anything fails.
     """
 
     def __init__(
-        self, folder: Path, weights: Sequence[Weight], dtype: torch.dtype, shard_bytes: int, *, writes: bool
+        self,
+        folder: Path,
+        weights: Sequence[Weight],
+        dtype: torch.dtype,
+        shard_bytes: int,
+        *,
+        writes: bool,
     ) -> None:
         self._folder, self._writes = folder, writes
-        self._headers = shard_headers([(weight.name, weight.shape, dtype) for weight in weights], shard_bytes)
+        self._headers = shard_headers(
+            [(weight.name, weight.shape, dtype) for weight in weights], shard_bytes
+        )
         self._coming = iter(self._headers.items())
         self._left = 0
         self._stream: BinaryIO | None = None
@@ -73,7 +82,9 @@ class FolderWriter:
         try:
             self._close()
             if self._error is None and len(self._headers) > 1:
-                (self._folder / INDEX_FILE).write_text(index_text(self._headers), encoding="utf-8")
+                (self._folder / INDEX_FILE).write_text(
+                    index_text(self._headers), encoding="utf-8"
+                )
         except OSError as error:
             self._error = cannot_write(self._folder, error)
         self._done = self._error is None
@@ -97,8 +108,8 @@ class FolderWriter:
 def shard_headers(tensors: Iterable[Tensor], shard_bytes: int) -> dict[str, str]:
     """Return file name -> JSON header of the files that hold the tensors, in order.
 
-    A file has at most `shard_bytes`, or one larger tensor. Wider dtypes come first in a file, so that every tensor is
-    aligned to its dtype.
+    A file has at most `shard_bytes`, or one larger tensor. Wider dtypes come first in a
+    file, so that every tensor is aligned to its dtype.
     """
     shards: list[list[Tensor]] = [[]]
     filled = 0
@@ -110,7 +121,10 @@ def shard_headers(tensors: Iterable[Tensor], shard_bytes: int) -> dict[str, str]
         shards[-1].append(tensor)
         filled += nbytes
     count = len(shards)
-    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    names = [
+        f"model-{number:05d}-of-{count:05d}.safetensors"
+        for number in range(1, count + 1)
+    ]
     names = [SINGLE_FILE] if count == 1 else names
     return {name: _header(shard) for name, shard in zip(names, shards, strict=True)}
 
@@ -120,7 +134,11 @@ def _header(shard: Sequence[Tensor]) -> str:
     end = 0
     for name, shape, dtype in sorted(shard, key=lambda tensor: -tensor[2].itemsize):
         start, end = end, end + _nbytes((name, shape, dtype))
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":"))
     return text + " " * (-len(text.encode()) % 8)
 
@@ -132,22 +150,33 @@ def framed(header: str) -> bytes:
 
 
 def entries_of(header: str) -> dict[str, dict[str, Any]]:
-    """Return tensor -> its header entry: `dtype`, `shape` and `data_offsets` (begin, end) from the first element of the
-    file.
+    """Return tensor -> its header entry: `dtype`, `shape` and `data_offsets` (begin,
+    end) from the first element of the file.
     """
-    return {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+    return {
+        name: entry
+        for name, entry in json.loads(header).items()
+        if name != "__metadata__"
+    }
 
 
 def data_bytes(header: str) -> int:
     """Return the bytes of all tensors of a file."""
-    return max((entry["data_offsets"][1] for entry in entries_of(header).values()), default=0)
+    return max(
+        (entry["data_offsets"][1] for entry in entries_of(header).values()), default=0
+    )
 
 
 def index_text(headers: Mapping[str, str]) -> str:
     """Return the text of the index of these files (name -> header)."""
-    weight_map = {name: file for file, header in headers.items() for name in entries_of(header)}
+    weight_map = {
+        name: file for file, header in headers.items() for name in entries_of(header)
+    }
     total = sum(map(data_bytes, headers.values()))
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
     return json.dumps(index, indent=2) + "\n"
 
 
@@ -177,4 +206,6 @@ def replace_folder(finished: Path, folder: Path) -> None:
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
     """Return the error for a path that cannot be written."""
-    return CheckpointError(f"{path}: cannot be written ({error}). Free space or choose another folder.")
+    return CheckpointError(
+        f"{path}: cannot be written ({error}). Free space or choose another folder."
+    )

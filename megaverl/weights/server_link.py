@@ -1,7 +1,8 @@
 """Link between an actor's ranks and the workers of inference servers, over which weights move shard to shard.
 
-The senders (the actor's ranks) and the receivers (the servers' workers) belong to different jobs. They meet in a store
-that the rank which talks to the servers opens for each link:
+The senders (the actor's ranks) and the receivers (the servers' workers) belong to
+different jobs. They meet in a store that the rank which talks to the servers opens for
+each link:
 
     store   "source"          layouts of all senders, and the shapes of the weights    first sender   -> receivers
             "layout/RANK"     digest of a receiver's layout, "layouts/DIGEST" has it   each receiver  -> everyone
@@ -9,7 +10,8 @@ that the rank which talks to the servers opens for each link:
     group   senders first, then the workers of one server after another: gloo, or NCCL
     plan    computed by every process from the layouts; a receiver gets each element once, straight into its place
 
-A process that fails writes its error to the store and leaves the group, which ends the others' waits at once.
+A process that fails writes its error to the store and leaves the group, which ends the
+others' waits at once.
 """
 
 from __future__ import annotations
@@ -98,7 +100,9 @@ class LinkAddress:
             if store.check([FAILED]):
                 raise LinkError(store.get(FAILED).decode())
             if time.monotonic() > end:
-                raise TimeoutError(f"{what} did not come within {self.seconds:g} s ({KEY})")
+                raise TimeoutError(
+                    f"{what} did not come within {self.seconds:g} s ({KEY})"
+                )
             time.sleep(POLL_SECONDS)
 
 
@@ -120,13 +124,27 @@ class Link:
     """
 
     def __init__(
-        self, address: LinkAddress, store: dist.Store, rank: int, source_of: LayoutOf, tensors: Tensors, dest: Tensors
+        self,
+        address: LinkAddress,
+        store: dist.Store,
+        rank: int,
+        source_of: LayoutOf,
+        tensors: Tensors,
+        dest: Tensors,
     ) -> None:
         self.address = address
         self._store = store
         receivers = range(address.num_senders, address.size)
         dest_of = _layouts_of(address, store, receivers)
-        self._group = join_processes(address.backend, address.name, store, rank, address.size, address.timeout, key=KEY)
+        self._group = join_processes(
+            address.backend,
+            address.name,
+            store,
+            rank,
+            address.size,
+            address.timeout,
+            key=KEY,
+        )
         self.plan = make_plan(
             lambda place: source_of(place) if place < address.num_senders else EMPTY,
             lambda place: dest_of[place] if place >= address.num_senders else EMPTY,
@@ -136,7 +154,9 @@ class Link:
             allow_unused=True,
         )
         options = TransportOptions(timeout=address.timeout)
-        self._resharder: Resharder | None = Resharder(self.plan, tensors, dest, self._group, options)
+        self._resharder: Resharder | None = Resharder(
+            self.plan, tensors, dest, self._group, options
+        )
 
     def run(self) -> ReshardStats:
         """Move one version of the weights.
@@ -165,7 +185,13 @@ def report_failure(store: dist.Store, error: str) -> None:
     store.compare_set(FAILED, "", error or "unknown error")
 
 
-def open_as_sender(address: LinkAddress, rank: int, layout_of: LayoutOf, shapes: Shapes, tensors: Tensors) -> Link:
+def open_as_sender(
+    address: LinkAddress,
+    rank: int,
+    layout_of: LayoutOf,
+    shapes: Shapes,
+    tensors: Tensors,
+) -> Link:
     """Open this sender's end of a link.
 
     Args:
@@ -180,14 +206,21 @@ def open_as_sender(address: LinkAddress, rank: int, layout_of: LayoutOf, shapes:
     with _reporting(store, f"rank {rank} of the actor"):
         if rank == 0:
             held = RankLayouts(layout_of, address.num_senders)
-            told = {"class_of": held.class_of, "layouts": [each.to_json() for each in held.layouts], "shapes": shapes}
+            told = {
+                "class_of": held.class_of,
+                "layouts": [each.to_json() for each in held.layouts],
+                "shapes": shapes,
+            }
             store.set(SOURCE, json.dumps(told))
         own = {name: tensors[name] for name in layout_of(rank).local_shapes}
         return Link(address, store, rank, layout_of, own, {})
 
 
 def open_as_receiver(
-    address: LinkAddress, rank: int, lay_out: Callable[[Shapes], tuple[Layout, Tensors]], name: str
+    address: LinkAddress,
+    rank: int,
+    lay_out: Callable[[Shapes], tuple[Layout, Tensors]],
+    name: str,
 ) -> Link:
     """Open this worker's end of a link.
 
@@ -202,10 +235,19 @@ def open_as_receiver(
     with _reporting(store, name):
         address.wait_for(store, [SOURCE], "the actor's layout")
         told = json.loads(store.get(SOURCE))
-        layout, tensors = lay_out({weight: tuple(shape) for weight, shape in told["shapes"].items()})
+        layout, tensors = lay_out(
+            {weight: tuple(shape) for weight, shape in told["shapes"].items()}
+        )
         _publish(store, rank, layout)
         sources = [Layout.from_json(each) for each in told["layouts"]]
-        return Link(address, store, rank, lambda place: sources[told["class_of"][place]], {}, tensors)
+        return Link(
+            address,
+            store,
+            rank,
+            lambda place: sources[told["class_of"][place]],
+            {},
+            tensors,
+        )
 
 
 @contextmanager
@@ -229,31 +271,48 @@ def _publish(store: dist.Store, rank: int, layout: Layout) -> None:
     store.set(f"layout/{rank}", digest)
 
 
-def _layouts_of(address: LinkAddress, store: dist.Store, receivers: Sequence[int]) -> dict[int, Layout]:
+def _layouts_of(
+    address: LinkAddress, store: dist.Store, receivers: Sequence[int]
+) -> dict[int, Layout]:
     """Wait for the layouts of all receivers. Receivers with equal layouts share one object."""
     keys = [f"layout/{rank}" for rank in receivers]
     address.wait_for(store, keys, "a server's worker")
     digests = [digest.decode() for digest in store.multi_get(keys)]
-    layouts = {digest: Layout.from_json(json.loads(store.get(f"layouts/{digest}"))) for digest in set(digests)}
-    return {rank: layouts[digest] for rank, digest in zip(receivers, digests, strict=True)}
+    layouts = {
+        digest: Layout.from_json(json.loads(store.get(f"layouts/{digest}")))
+        for digest in set(digests)
+    }
+    return {
+        rank: layouts[digest] for rank, digest in zip(receivers, digests, strict=True)
+    }
 
 
 def dealt(layout_of: LayoutOf, num_ranks: int) -> LayoutOf:
     """Return layouts in which ranks that hold the same share it out, tensor by tensor.
 
-    They describe the copies in host memory from which late servers are served: a rank need not keep what another keeps.
+    They describe the copies in host memory from which late servers are served: a rank
+    need not keep what another keeps.
     """
     held = RankLayouts(layout_of, num_ranks)
 
     def shared_out(rank: int) -> Layout:
         layout = held.layouts[held.class_of[rank]]
         holders = held.ranks[held.class_of[rank]]
-        home: dict[str, str] = {}  # weight -> the local tensor that it lies in; those of one tensor stay together
+        # weight -> the local tensor that it lies in; those of one tensor stay together.
+        home: dict[str, str] = {}
         for piece in layout.pieces:
             home.setdefault(piece.tensor, layout.stored_in(piece.local))
-        number = {local: place for place, local in enumerate(dict.fromkeys(home.values()))}
+        number = {
+            local: place for place, local in enumerate(dict.fromkeys(home.values()))
+        }
         place = holders.index(rank)
-        return layout.without({weight for weight, local in home.items() if number[local] % len(holders) != place})
+        return layout.without(
+            {
+                weight
+                for weight, local in home.items()
+                if number[local] % len(holders) != place
+            }
+        )
 
     layouts = [shared_out(rank) for rank in range(num_ranks)]
     return layouts.__getitem__

@@ -1,9 +1,10 @@
 """Arrays in files, whole or in chunks, any box of which can be read directly into its place.
 
-One reader serves both formats. safetensors' `get_slice` makes a tensor that must be copied, and does not know chunks;
-torch's `mmap=True` needs one tensor per file. Contiguous runs are read with `pread`, not through a memory map, where a
-disk error would kill the process. Headers are parsed here because safetensors does not report where a tensor lies in
-its file.
+One reader serves both formats. safetensors' `get_slice` makes a tensor that must be
+copied, and does not know chunks; torch's `mmap=True` needs one tensor per file.
+Contiguous runs are read with `pread`, not through a memory map, where a disk error
+would kill the process. Headers are parsed here because safetensors does not report
+where a tensor lies in its file.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from megaverl.outside import read_json, read_json_file
 from megaverl.sharding.boxes import Box, BoxIndex, whole
 from megaverl.sharding.layout import Layout, whole_layout
 
-# safetensors' dtype name -> torch dtype. safetensors maps names that this torch version lacks to None.
+# safetensors' dtype name -> torch dtype. safetensors maps names that this torch version
+# lacks to None.
 DTYPES = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
 
-MAPPED_BYTES = 1 << 20  # bytes of a file in memory at a time when only some columns are read
+# Bytes of a file in memory at a time when only some columns are read.
+MAPPED_BYTES = 1 << 20
 
 
 class Extent(NamedTuple):
@@ -81,20 +84,36 @@ def stored_arrays(stored: Mapping[str, StoredTensor]) -> dict[str, StoredArray]:
     Raises:
         ModelError: a tensor has an unknown dtype.
     """
-    unknown = [f"{name} ({tensor.dtype})" for name, tensor in stored.items() if tensor.dtype not in DTYPES]
+    unknown = [
+        f"{name} ({tensor.dtype})"
+        for name, tensor in stored.items()
+        if tensor.dtype not in DTYPES
+    ]
     if unknown:
         raise ModelError(
             f"tensors of dtypes that cannot be read here: {', '.join(unknown[:8])}. Dequantise the model first."
         )
     return {
-        name: StoredArray(tensor.shape, DTYPES[tensor.dtype], [Extent(whole(tensor.shape), tensor.file, tensor.offset)])
+        name: StoredArray(
+            tensor.shape,
+            DTYPES[tensor.dtype],
+            [Extent(whole(tensor.shape), tensor.file, tensor.offset)],
+        )
         for name, tensor in stored.items()
     }
 
 
-def with_views(arrays: Mapping[str, StoredArray], layout: Layout) -> dict[str, StoredArray]:
+def with_views(
+    arrays: Mapping[str, StoredArray], layout: Layout
+) -> dict[str, StoredArray]:
     """Add the views of a layout to the arrays. Views of stored arrays can only transpose."""
-    return {**arrays, **{name: arrays[local].transposed(view.axes) for name, (local, view) in layout.views.items()}}
+    return {
+        **arrays,
+        **{
+            name: arrays[local].transposed(view.axes)
+            for name, (local, view) in layout.views.items()
+        },
+    }
 
 
 class StoredArrayReader:
@@ -133,50 +152,80 @@ class StoredArrayReader:
             part = target[_within(common, box)]
             self._read_extent(array.dtype, array.extents[number], common, part)
 
-    def _read_extent(self, dtype: torch.dtype, extent: Extent, box: Box, out: torch.Tensor) -> None:
+    def _read_extent(
+        self, dtype: torch.dtype, extent: Extent, box: Box, out: torch.Tensor
+    ) -> None:
         try:
             first = None if extent.strides else _run_start(box, extent.box)
             straight = out.dtype == dtype and (first is None or out.is_contiguous())
-            read = out if straight else self._buffer(box.numel * dtype.itemsize).view(dtype).view(box.shape)
+            read = (
+                out
+                if straight
+                else self._buffer(box.numel * dtype.itemsize)
+                .view(dtype)
+                .view(box.shape)
+            )
             if first is None:
                 self._copy_strided(dtype, extent, box, read)
             else:
-                self._pread(extent.file, read.reshape(-1).view(torch.uint8), extent.offset + first * dtype.itemsize)
+                self._pread(
+                    extent.file,
+                    read.reshape(-1).view(torch.uint8),
+                    extent.offset + first * dtype.itemsize,
+                )
             if not straight:
                 out.copy_(read)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{extent.file}: cannot be read ({error}). {AGAIN}") from error
+            raise CheckpointError(
+                f"{extent.file}: cannot be read ({error}). {AGAIN}"
+            ) from error
 
     def _pread(self, file: Path, out: torch.Tensor, offset: int) -> None:
         data = out.numpy().data
         while data:
             count = os.preadv(self._descriptor(file), [data], offset)
             if count == 0:
-                raise CheckpointError(f"{file}: truncated: it ends before byte {offset + len(data)}. {AGAIN}")
+                raise CheckpointError(
+                    f"{file}: truncated: it ends before byte {offset + len(data)}. {AGAIN}"
+                )
             data, offset = data[count:], offset + count
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         """Return this thread's buffer.
 
-        It is reused, since a new one for each read would fragment the allocator's memory.
+        It is reused, since a new one for each read would fragment the allocator's
+        memory.
         """
         buffer: torch.Tensor | None = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < nbytes:
             buffer = self._local.buffer = torch.empty(nbytes, dtype=torch.uint8)
         return buffer[:nbytes]
 
-    def _copy_strided(self, dtype: torch.dtype, extent: Extent, box: Box, out: torch.Tensor) -> None:
+    def _copy_strided(
+        self, dtype: torch.dtype, extent: Extent, box: Box, out: torch.Tensor
+    ) -> None:
         """Copy columns, or a transposed chunk, through the page cache, some rows at a time."""
         mapped, size = self._map(extent.file), dtype.itemsize
-        numel, strides = whole(extent.box.shape).numel, extent.strides or row_major(extent.box.shape)
+        numel, strides = (
+            whole(extent.box.shape).numel,
+            extent.strides or row_major(extent.box.shape),
+        )
         if extent.offset + numel * size > len(mapped):
             raise CheckpointError(
                 f"{extent.file}: truncated: it ends before byte {extent.offset + numel * size}. {AGAIN}"
             )
-        flat = torch.frombuffer(mapped, dtype=torch.uint8, count=numel * size, offset=extent.offset)
-        # View the file as bytes, since chunks may start at addresses that are not aligned to their dtype.
-        array = flat.as_strided((*extent.box.shape, size), (*(stride * size for stride in strides), 1))
-        source, dest = array[_within(box, extent.box)], out.unsqueeze(-1).view(torch.uint8)
+        flat = torch.frombuffer(
+            mapped, dtype=torch.uint8, count=numel * size, offset=extent.offset
+        )
+        # View the file as bytes, since chunks may start at addresses that are not
+        # aligned to their dtype.
+        array = flat.as_strided(
+            (*extent.box.shape, size), (*(stride * size for stride in strides), 1)
+        )
+        source, dest = (
+            array[_within(box, extent.box)],
+            out.unsqueeze(-1).view(torch.uint8),
+        )
         if extent.strides is not None:
             dest.copy_(source)
             _give_back(mapped, extent.offset, extent.offset + numel * size)
@@ -186,7 +235,9 @@ class StoredArrayReader:
         row, length = strides[axis] * size, box.shape[axis]
         begin = extent.offset + size * sum(
             (low - base) * stride
-            for low, base, stride in zip(box.start[: axis + 1], extent.box.start, strides, strict=False)
+            for low, base, stride in zip(
+                box.start[: axis + 1], extent.box.start, strides, strict=False
+            )
         )
         step = max(1, MAPPED_BYTES // row)
         for low in range(0, length, step):
@@ -204,14 +255,16 @@ class StoredArrayReader:
         descriptor = self._descriptor(file)
         with self._lock:
             if file not in self._maps:
-                # torch accepts only writable buffers, so map copy-on-write. Nothing writes to it.
+                # torch accepts only writable buffers, so map copy-on-write. Nothing
+                # writes to it.
                 self._maps[file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
             return self._maps[file]
 
 
 def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(
-        slice(low - base, high - base) for low, high, base in zip(inner.start, inner.stop, outer.start, strict=True)
+        slice(low - base, high - base)
+        for low, high, base in zip(inner.start, inner.stop, outer.start, strict=True)
     )
 
 
@@ -226,14 +279,23 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 def _run_start(inner: Box, outer: Box) -> int | None:
     """Return the offset of `inner` in `outer`'s elements if it is one contiguous run; otherwise None."""
     strides = row_major(outer.shape)
-    free = False  # True once a faster axis is taken only in part; every slower axis must then have length one
+    # True once a faster axis is taken only in part; every slower axis must then have
+    # length one.
+    free = False
     for low, high, base, end in zip(
-        reversed(inner.start), reversed(inner.stop), reversed(outer.start), reversed(outer.stop), strict=True
+        reversed(inner.start),
+        reversed(inner.stop),
+        reversed(outer.start),
+        reversed(outer.stop),
+        strict=True,
     ):
         if free and high - low > 1:
             return None
         free = free or (low, high) != (base, end)
-    return sum((low - base) * stride for low, base, stride in zip(inner.start, outer.start, strides, strict=True))
+    return sum(
+        (low - base) * stride
+        for low, base, stride in zip(inner.start, outer.start, strides, strict=True)
+    )
 
 
 def _give_back(mapped: mmap.mmap, start: int, stop: int) -> None:
@@ -251,8 +313,8 @@ AGAIN = "Copy or download the file again from its source."
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: its shape, its dtype in safetensors' notation (`F32`, `BF16`, ...), and the offset of its
-    first byte.
+    """A tensor in a file: its shape, its dtype in safetensors' notation (`F32`, `BF16`,
+    ...), and the offset of its first byte.
     """
 
     file: Path
@@ -307,7 +369,8 @@ MAX_DIMS = 16
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Read the tensors of one safetensors file, by name.
 
-    Format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes (safetensors' README).
+    Format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes
+    (safetensors' README).
 
     Raises:
         ModelError: the file is truncated or not safetensors.
@@ -317,24 +380,42 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise ModelError(f"{file}: truncated or not a safetensors file ({size} bytes). {AGAIN}")
+            raise ModelError(
+                f"{file}: truncated or not a safetensors file ({size} bytes). {AGAIN}"
+            )
         text = stream.read(length)
     try:
         header = read_json(text)
         header.pop("__metadata__", None)
         tensors = {
-            name: StoredTensor(file, tuple(entry["shape"]), entry["dtype"], 8 + length + entry["data_offsets"][0])
+            name: StoredTensor(
+                file,
+                tuple(entry["shape"]),
+                entry["dtype"],
+                8 + length + entry["data_offsets"][0],
+            )
             for name, entry in header.items()
         }
         for name, entry in header.items():
-            # The header comes from outside: negative or huge numbers in it must not reach the arithmetic and the reads
-            # below.
+            # The header comes from outside: negative or huge numbers in it must not
+            # reach the arithmetic and the reads below.
             sizes = [*entry["shape"], *entry["data_offsets"]]
-            if not all(isinstance(size, int) and 0 <= size < 2**63 for size in sizes) or len(entry["shape"]) > MAX_DIMS:
-                raise ValueError(f"{name}: shape {entry['shape']}, offsets {entry['data_offsets']}")
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            if (
+                not all(isinstance(size, int) and 0 <= size < 2**63 for size in sizes)
+                or len(entry["shape"]) > MAX_DIMS
+            ):
+                raise ValueError(
+                    f"{name}: shape {entry['shape']}, offsets {entry['data_offsets']}"
+                )
+        end = (
+            8
+            + length
+            + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        )
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ModelError(f"{file}: its safetensors header is damaged ({error}). {AGAIN}") from error
+        raise ModelError(
+            f"{file}: its safetensors header is damaged ({error}). {AGAIN}"
+        ) from error
     if size != end:
         raise ModelError(
             f"{file}: {'truncated' if size < end else 'damaged'}: {size} bytes found, {end} expected by its "
@@ -353,4 +434,6 @@ def read_weight_map(index: Path) -> dict[str, str]:
         weight_map = read_json_file(index)["weight_map"]
         return {str(tensor): str(file) for tensor, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index}: not a safetensors index ({error!r}). {AGAIN}") from error
+        raise ModelError(
+            f"{index}: not a safetensors index ({error!r}). {AGAIN}"
+        ) from error

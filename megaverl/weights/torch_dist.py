@@ -1,8 +1,8 @@
 """Chunks of `torch_dist` checkpoints: find their elements, and write zip archives like `torch.save` in parts.
 
-`torch.save` and `torch.load` handle whole tensors. Here several ranks and threads write one chunk slab by slab, since
-its length is known before its elements are, and any box of it can be read. (torch 2.13,
-`caffe2/serialize/inline_container.cc`.)
+`torch.save` and `torch.load` handle whole tensors. Here several ranks and threads write
+one chunk slab by slab, since its length is known before its elements are, and any box
+of it can be read. (torch 2.13, `caffe2/serialize/inline_container.cc`.)
 """
 
 from __future__ import annotations
@@ -26,11 +26,20 @@ import torch
 from megaverl.errors import CheckpointError
 from megaverl.sharding.boxes import whole
 from megaverl.weights.stored import Extent, StoredArray, row_major
-from megaverl.weights.torch_dist_index import BACKEND, COPY_AGAIN, FORMAT_FILE, INDEX_FILE, Chunk, IndexedArray
+from megaverl.weights.torch_dist_index import (
+    BACKEND,
+    COPY_AGAIN,
+    FORMAT_FILE,
+    INDEX_FILE,
+    Chunk,
+    IndexedArray,
+)
 
 COMMON_FILE = "common.pt"
 MAX_NAMED = 12  # damaged chunks that a message lists
-CHUNK_BYTES = 1 << 28  # largest chunk: small enough to share work between threads, and below zip's limit of 4 GiB
+# Largest chunk: small enough to share work between threads, and below zip's limit of 4
+# GiB.
+CHUNK_BYTES = 1 << 28
 # megatron-core stores this as the extra state of a linear layer that has none.
 NO_EXTRA_STATE: list[None] = [None]
 
@@ -52,7 +61,8 @@ def locate(arrays: Mapping[str, IndexedArray]) -> dict[str, StoredArray]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     located = {}
-    # Under FakeTensorMode, torch.load reads a tensor's description but none of its elements.
+    # Under FakeTensorMode, torch.load reads a tensor's description but none of its
+    # elements.
     with ExitStack() as stack, FakeTensorMode():
 
         @cache
@@ -66,7 +76,9 @@ def locate(arrays: Mapping[str, IndexedArray]) -> dict[str, StoredArray]:
     return located
 
 
-def check_checksums(arrays: Mapping[str, IndexedArray], share: int = 0, shares: int = 1) -> None:
+def check_checksums(
+    arrays: Mapping[str, IndexedArray], share: int = 0, shares: int = 1
+) -> None:
     """Read every byte of one of `shares` equal parts of the chunks, and compare the checksums in their zips.
 
     Raises:
@@ -76,9 +88,16 @@ def check_checksums(arrays: Mapping[str, IndexedArray], share: int = 0, shares: 
     chunks = [(name, chunk) for name, array in arrays.items() for chunk in array.chunks]
     for name, chunk in chunks[share::shares]:
         try:
-            with chunk.file.open("rb", buffering=0) as file, zipfile.ZipFile(_ChunkFile(file, chunk)) as archive:
-                # torch does not compress its records. A compressed one could unpack to any size.
-                stored = all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())
+            with (
+                chunk.file.open("rb", buffering=0) as file,
+                zipfile.ZipFile(_ChunkFile(file, chunk)) as archive,
+            ):
+                # torch does not compress its records. A compressed one could unpack to
+                # any size.
+                stored = all(
+                    record.compress_type == zipfile.ZIP_STORED
+                    for record in archive.infolist()
+                )
                 intact = stored and archive.testzip() is None
         except (OSError, zipfile.BadZipFile):
             intact = False
@@ -87,20 +106,31 @@ def check_checksums(arrays: Mapping[str, IndexedArray], share: int = 0, shares: 
     if wrong:
         more = f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
         named = "; ".join(wrong[:MAX_NAMED]) + more
-        raise CheckpointError(f"{chunk.file.parent}: bytes were changed since it was written: {named}. {COPY_AGAIN}")
+        raise CheckpointError(
+            f"{chunk.file.parent}: bytes were changed since it was written: {named}. {COPY_AGAIN}"
+        )
 
 
-def _extent(name: str, dtype: torch.dtype, chunk: Chunk, opened: Callable[[Path], BinaryIO]) -> Extent:
+def _extent(
+    name: str, dtype: torch.dtype, chunk: Chunk, opened: Callable[[Path], BinaryIO]
+) -> Extent:
     try:
         file: Any = _ChunkFile(opened(chunk.file), chunk)
         tensor = torch.load(file, weights_only=True)
-        if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, chunk.box.shape):
-            raise ValueError(f"it is {tensor}, the index says {dtype} {list(chunk.box.shape)}")
+        if not isinstance(tensor, torch.Tensor) or (
+            tensor.dtype,
+            tuple(tensor.shape),
+        ) != (dtype, chunk.box.shape):
+            raise ValueError(
+                f"it is {tensor}, the index says {dtype} {list(chunk.box.shape)}"
+            )
         shape, strides = tuple(tensor.shape), tensor.stride()
         begin = tensor.untyped_storage()._checkpoint_offset
         assert begin is not None, "torch.load marks it under FakeTensorMode"
         start = begin + int(tensor.storage_offset()) * dtype.itemsize
-        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        last = sum(
+            (size - 1) * stride for size, stride in zip(shape, strides, strict=True)
+        )
         if start + (last + 1) * dtype.itemsize > chunk.length:
             raise ValueError("it ends too early")
     except pickle.UnpicklingError:
@@ -112,7 +142,12 @@ def _extent(name: str, dtype: torch.dtype, chunk: Chunk, opened: Callable[[Path]
         raise CheckpointError(
             f"{chunk.file}: {name} {chunk.box} is damaged ({type(error).__name__}: {error}). {COPY_AGAIN}"
         ) from error
-    return Extent(chunk.box, chunk.file, chunk.offset + start, None if strides == row_major(shape) else strides)
+    return Extent(
+        chunk.box,
+        chunk.file,
+        chunk.offset + start,
+        None if strides == row_major(shape) else strides,
+    )
 
 
 class _ChunkFile(io.RawIOBase):
@@ -128,7 +163,9 @@ class _ChunkFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._chunk.length}[whence] + offset
+        at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._chunk.length}[
+            whence
+        ] + offset
         if at < 0:
             raise OSError("before the beginning")
         self._at = at
@@ -152,8 +189,16 @@ class Frame:
         stream = io.BytesIO()
         _FramePickler(stream, protocol=2).dump(self)
         self.nbytes = numel * dtype.itemsize
-        self._small = [("data.pkl", stream.getvalue()), ("byteorder", b"little"), ("version", b"3\n")]
-        unpadded = sum(30 + len(_name(name)) + len(data) for name, data in self._small) + 30 + len(_name("data/0"))
+        self._small = [
+            ("data.pkl", stream.getvalue()),
+            ("byteorder", b"little"),
+            ("version", b"3\n"),
+        ]
+        unpadded = (
+            sum(30 + len(_name(name)) + len(data) for name, data in self._small)
+            + 30
+            + len(_name("data/0"))
+        )
         self._padding = -(unpadded + 4) % self.ALIGNMENT
         self.data_offset = unpadded + 4 + self._padding
         self.length = self.data_offset + self.nbytes + len(self.tail(0))
@@ -162,12 +207,22 @@ class Frame:
         """Pickle like the tensor that it frames, as `torch.save` does."""
         # Empty. OrderedDict[str, Any]() would be pickled differently from torch's.
         hooks: dict[str, Any] = OrderedDict()
-        arguments = (self._storage, 0, self._shape, row_major(self._shape), False, hooks)
+        arguments = (
+            self._storage,
+            0,
+            self._shape,
+            row_major(self._shape),
+            False,
+            hooks,
+        )
         return torch._utils._rebuild_tensor_v2, arguments
 
     def head(self, crc: int) -> bytes:
         """Return all bytes before the elements."""
-        parts = [_local_header(name, zlib.crc32(data), len(data)) + data for name, data in self._small]
+        parts = [
+            _local_header(name, zlib.crc32(data), len(data)) + data
+            for name, data in self._small
+        ]
         extra = struct.pack("<HH", 0x4246, self._padding) + b"Z" * self._padding
         return b"".join([*parts, _local_header("data/0", crc, self.nbytes, extra)])
 
@@ -180,7 +235,15 @@ class Frame:
         entries.append(_directory_entry("data/0", crc, self.nbytes, at))
         directory = b"".join(entries)
         end = struct.pack(
-            "<4sHHHHIIH", b"PK\5\6", 0, 0, len(entries), len(entries), len(directory), self.data_offset + self.nbytes, 0
+            "<4sHHHHIIH",
+            b"PK\5\6",
+            0,
+            0,
+            len(entries),
+            len(entries),
+            len(directory),
+            self.data_offset + self.nbytes,
+            0,
         )
         return directory + end
 
@@ -195,19 +258,50 @@ def _name(name: str) -> bytes:
 
 
 def _local_header(name: str, crc: int, size: int, extra: bytes = b"") -> bytes:
-    return struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 20, 0, 0, 0, 0, crc, size, size, len(_name(name)), len(extra)) + (
-        _name(name) + extra
-    )
+    return struct.pack(
+        "<4sHHHHHIIIHH",
+        b"PK\3\4",
+        20,
+        0,
+        0,
+        0,
+        0,
+        crc,
+        size,
+        size,
+        len(_name(name)),
+        len(extra),
+    ) + (_name(name) + extra)
 
 
 def _directory_entry(name: str, crc: int, size: int, offset: int) -> bytes:
     return struct.pack(
         "<4sHHHHHHIIIHHHHHII",
-        *(b"PK\1\2", 20, 20, 0, 0, 0, 0, crc, size, size, len(_name(name)), 0, 0, 0, 0, 0, offset),
+        *(
+            b"PK\1\2",
+            20,
+            20,
+            0,
+            0,
+            0,
+            0,
+            crc,
+            size,
+            size,
+            len(_name(name)),
+            0,
+            0,
+            0,
+            0,
+            0,
+            offset,
+        ),
     ) + _name(name)
 
 
-def write_index(folder: Path, arrays: Mapping[str, IndexedArray], objects: Mapping[str, Chunk]) -> None:
+def write_index(
+    folder: Path, arrays: Mapping[str, IndexedArray], objects: Mapping[str, Chunk]
+) -> None:
     """Write `.metadata`, `metadata.json` and an empty `common.pt`."""
     from torch.distributed.checkpoint import metadata as words
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -218,15 +312,24 @@ def write_index(folder: Path, arrays: Mapping[str, IndexedArray], objects: Mappi
         entries[name] = words.TensorStorageMetadata(
             words.TensorProperties(dtype=getattr(torch, array.dtype)),
             torch.Size(array.shape),
-            [words.ChunkStorageMetadata(torch.Size(c.box.start), torch.Size(c.box.shape)) for c in array.chunks],
+            [
+                words.ChunkStorageMetadata(
+                    torch.Size(c.box.start), torch.Size(c.box.shape)
+                )
+                for c in array.chunks
+            ],
         )
         for number, chunk in enumerate(array.chunks):
             index = words.MetadataIndex(name, torch.Size(chunk.box.start), number)
             places[index] = _StorageInfo(chunk.file.name, chunk.offset, chunk.length)
     for name, chunk in objects.items():
         entries[name] = words.BytesStorageMetadata()
-        places[words.MetadataIndex(name)] = _StorageInfo(chunk.file.name, chunk.offset, chunk.length)
-    content = words.Metadata(entries, storage_data=places, storage_meta=words.StorageMeta())
+        places[words.MetadataIndex(name)] = _StorageInfo(
+            chunk.file.name, chunk.offset, chunk.length
+        )
+    content = words.Metadata(
+        entries, storage_data=places, storage_meta=words.StorageMeta()
+    )
     with (folder / INDEX_FILE).open("wb") as file:
         pickle.dump(content, file)
     torch.save({}, folder / COMMON_FILE)

@@ -1,8 +1,8 @@
 """Read the index of a `torch_dist` checkpoint safely: torch's own reader would execute whatever its pickle names.
 
-`.metadata` (torch's distributed checkpointing) names arrays, their chunks and the chunks' places in `*.distcp` files.
-This reader replaces every class that may occur by a stand-in without behaviour, and refuses all others. It does not
-need torch.
+`.metadata` (torch's distributed checkpointing) names arrays, their chunks and the
+chunks' places in `*.distcp` files. This reader replaces every class that may occur by a
+stand-in without behaviour, and refuses all others. It does not need torch.
 """
 
 from __future__ import annotations
@@ -113,7 +113,10 @@ class CheckpointIndex:
     def wrong_sizes(self) -> list[str]:
         """List every file that is missing, or shorter than the index requires, in words."""
         ends: dict[Path, int] = {}
-        for chunk in [*(chunk for array in self.arrays.values() for chunk in array.chunks), *self.objects.values()]:
+        for chunk in [
+            *(chunk for array in self.arrays.values() for chunk in array.chunks),
+            *self.objects.values(),
+        ]:
             ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
         wrong = []
         for file, end in sorted(ends.items()):
@@ -121,7 +124,9 @@ class CheckpointIndex:
             if size is None:
                 wrong.append(f"{file.name} is missing")
             elif size < end:
-                wrong.append(f"{file.name} has {size} bytes, and the index names some up to {end}")
+                wrong.append(
+                    f"{file.name} has {size} bytes, and the index names some up to {end}"
+                )
         return wrong
 
 
@@ -164,7 +169,9 @@ def read_index(folder: Path, fix: str = COPY_AGAIN) -> CheckpointIndex:
         raise CheckpointError(f"{path}: cannot be read ({error}). {fix}") from error
     except Exception as error:
         # A damaged pickle can raise anything.
-        raise CheckpointError(f"{path}: refused: {type(error).__name__}: {error}. {fix}") from error
+        raise CheckpointError(
+            f"{path}: refused: {type(error).__name__}: {error}. {fix}"
+        ) from error
 
 
 def _index_of(folder: Path, metadata: Any) -> CheckpointIndex:
@@ -173,45 +180,65 @@ def _index_of(folder: Path, metadata: Any) -> CheckpointIndex:
         if place.relative_path not in files:
             files[place.relative_path] = folder / place.relative_path
             if not files[place.relative_path].resolve().is_relative_to(root):
-                raise CheckpointError(f"{folder / INDEX_FILE}: {key.fqn} lies outside of the folder. Refused.")
+                raise CheckpointError(
+                    f"{folder / INDEX_FILE}: {key.fqn} lies outside of the folder. Refused."
+                )
     places = {}
     for key, place in metadata.storage_data.items():
         start = getattr(key, "offset", None)  # an object has none
         places[key.fqn, None if start is None else tuple(start)] = place
 
-    def chunk(name: str, start: tuple[int, ...] | None, sizes: Sequence[int] = ()) -> Chunk:
+    def chunk(
+        name: str, start: tuple[int, ...] | None, sizes: Sequence[int] = ()
+    ) -> Chunk:
         place = places.get((name, start))
         if place is None:
-            raise CheckpointError(f"{folder / INDEX_FILE}: names no file for {name} at {start}. {COPY_AGAIN}")
+            raise CheckpointError(
+                f"{folder / INDEX_FILE}: names no file for {name} at {start}. {COPY_AGAIN}"
+            )
         if getattr(place, "transform_descriptors", None):
-            raise CheckpointError(f"{folder}: {name} is stored compressed, which cannot be read here.")
+            raise CheckpointError(
+                f"{folder}: {name} is stored compressed, which cannot be read here."
+            )
         low = start or ()
-        box = Box(low, tuple(begin + size for begin, size in zip(low, sizes, strict=True)))
+        box = Box(
+            low, tuple(begin + size for begin, size in zip(low, sizes, strict=True))
+        )
         return Chunk(box, files[place.relative_path], place.offset, place.length)
 
     arrays = {
         name: IndexedArray(
             tuple(entry.size),
             entry.properties.dtype,
-            [chunk(name, tuple(stored_chunk.offsets), tuple(stored_chunk.sizes)) for stored_chunk in entry.chunks],
+            [
+                chunk(name, tuple(stored_chunk.offsets), tuple(stored_chunk.sizes))
+                for stored_chunk in entry.chunks
+            ],
         )
         for name, entry in metadata.state_dict_metadata.items()
         if hasattr(entry, "chunks")
     }
-    return CheckpointIndex(arrays, {name: chunk(name, None) for name, start in places if start is None})
+    return CheckpointIndex(
+        arrays, {name: chunk(name, None) for name, start in places if start is None}
+    )
 
 
 def _check_format(folder: Path) -> None:
     path = folder / FORMAT_FILE
     try:
         content = read_json_file(path)
-        backend, version = content["sharded_backend"], content["sharded_backend_version"]
+        backend, version = (
+            content["sharded_backend"],
+            content["sharded_backend_version"],
+        )
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: not a whole distributed checkpoint: it has no {FORMAT_FILE}. {COPY_AGAIN}"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error}). {COPY_AGAIN}") from error
+        raise CheckpointError(
+            f"{path}: damaged ({type(error).__name__}: {error}). {COPY_AGAIN}"
+        ) from error
     if {"sharded_backend": backend, "sharded_backend_version": version} != BACKEND:
         raise CheckpointError(
             f"{path}: format {backend!r} version {version}; this megaverl reads torch_dist version 1. "

@@ -2,9 +2,9 @@
 
     gradient -> GradientReport -> decide() -> Decision: apply, skip or stop
 
-Each rank of a model decides by itself, because all of them have the same report. Only where the gradients of several
-groups of ranks belong together, their first ranks report to the run's program, which decides for all
-(`trainer.update_decisions`).
+Each rank of a model decides by itself, because all of them have the same report. Only
+where the gradients of several groups of ranks belong together, their first ranks report
+to the run's program, which decides for all (`trainer.update_decisions`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from megaverl.config import Config
 
-# Relative tolerance for the norms of islands, which sum the same gradients and differ only by rounding.
+# Relative tolerance for the norms of islands, which sum the same gradients and differ
+# only by rounding.
 SAME_NORM = 1e-3
 
 
@@ -37,7 +38,11 @@ class UpdateCounts:
 
     def after(self, decision: Decision) -> UpdateCounts:
         """Return the counts after an update that was applied or skipped."""
-        return UpdateCounts(self.steps + 1, self.version + decision.applies, 0 if decision.applies else self.skips + 1)
+        return UpdateCounts(
+            self.steps + 1,
+            self.version + decision.applies,
+            0 if decision.applies else self.skips + 1,
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,10 @@ class Reason(IntEnum):
     SPIKE = 4, "its gradient norm is above the limit for a step"
     STALE = 5, "its oldest sample is of weights older than max_staleness allows"
     OUT_OF_STEP = 6, "it is at another update than the first island"
-    OTHER_VERSION = 7, "its gradient was taken at another version of the weights than the first island's"
+    OTHER_VERSION = (
+        7,
+        "its gradient was taken at another version of the weights than the first island's",
+    )
     ISLANDS_DIFFER = 8, "its islands have gradients of different norms"
     TOO_MANY_SKIPS = 9, "too many updates in a row were skipped"
 
@@ -156,14 +164,28 @@ def decide(reports: Sequence[GradientReport], rules: Rules) -> Decision:
     """
     findings = [finding for report in reports for finding in _judge(report, rules)]
     for role in dict.fromkeys(report.role for report in reports):
-        findings += _compare_islands([report for report in reports if report.role == role])
+        findings += _compare_islands(
+            [report for report in reports if report.role == role]
+        )
     if not findings:
         return Decision(Verdict.APPLY)
-    # The most severe verdict first, then the lowest reason and the first report, so that the result is unique.
+    # The most severe verdict first, then the lowest reason and the first report, so
+    # that the result is unique.
     names = [report.name for report in reports]
-    worst = min(findings, key=lambda finding: (-finding.verdict, finding.reason, names.index(finding.culprit)))
+    worst = min(
+        findings,
+        key=lambda finding: (
+            -finding.verdict,
+            finding.reason,
+            names.index(finding.culprit),
+        ),
+    )
     skips = 1 + max(report.counts.skips for report in reports)
-    if worst.verdict is Verdict.SKIP and worst.reason is not Reason.OVERFLOW and skips > rules.max_skips:
+    if (
+        worst.verdict is Verdict.SKIP
+        and worst.reason is not Reason.OVERFLOW
+        and skips > rules.max_skips
+    ):
         return replace(worst, verdict=Verdict.STOP, reason=Reason.TOO_MANY_SKIPS)
     return worst
 
@@ -204,7 +226,10 @@ def counts_to_state(counts: Mapping[str, UpdateCounts]) -> dict[str, dict[str, i
     """Return the counts of all models for a checkpoint, by field and model."""
     rows = {name: asdict(count) for name, count in counts.items()}
     keys = {"steps": "steps", "versions": "version", "skips": "skips"}
-    return {key: {name: row[attribute] for name, row in rows.items()} for key, attribute in keys.items()}
+    return {
+        key: {name: row[attribute] for name, row in rows.items()}
+        for key, attribute in keys.items()
+    }
 
 
 def counts_from_state(state: Mapping[str, Any]) -> dict[str, UpdateCounts]:

@@ -57,7 +57,8 @@ logger = logging.getLogger(__name__)
 class FSDPModel(TrainingModel):
     """Causal language model of transformers, with each parameter sharded by rows over the ranks.
 
-    Trained parameters are stored in float32 and computed in `dtype`. A model that only scores is stored in `dtype`.
+    Trained parameters are stored in float32 and computed in `dtype`. A model that only
+    scores is stored in `dtype`.
 
     Args:
         folder: a Hugging Face folder; only its config.json and code are read here.
@@ -96,12 +97,25 @@ class FSDPModel(TrainingModel):
         with together(grid.world):
             self.spec = spec = ModelSpec.outline(folder)
         self.grid, self.role, self.value_head = grid, role, int(value_head)
-        self.vocab_size, self.token_multiple, self.beside_logits = spec.vocab_size, 1, beside_logits
-        self.dtype = dtype if fsdp.param_dtype is None else getattr(torch, fsdp.param_dtype)
+        self.vocab_size, self.token_multiple, self.beside_logits = (
+            spec.vocab_size,
+            1,
+            beside_logits,
+        )
+        self.dtype = (
+            dtype if fsdp.param_dtype is None else getattr(torch, fsdp.param_dtype)
+        )
         self.trained = trained
-        # Nodes may have different numbers of ranks, but all ranks must use the same shard count.
-        per_node = broadcast_json(int(os.environ.get("LOCAL_WORLD_SIZE", grid.shape.world_size)), 0, grid.world)
-        self.num_shards = num_shards = count_shards(fsdp, grid.shape.dp, per_node // grid.shape.tp, role)
+        # Nodes may have different numbers of ranks, but all ranks must use the same
+        # shard count.
+        per_node = broadcast_json(
+            int(os.environ.get("LOCAL_WORLD_SIZE", grid.shape.world_size)),
+            0,
+            grid.world,
+        )
+        self.num_shards = num_shards = count_shards(
+            fsdp, grid.shape.dp, per_node // grid.shape.tp, role
+        )
         kept = torch.float32 if trained and lora is None else self.dtype
         with together(grid.world):
             model, reading = build_module(
@@ -115,23 +129,47 @@ class FSDPModel(TrainingModel):
             freeze_weights(model, freeze, role)
             self._cuts = tensor_cuts(model, grid.shape.tp, role)
             everything = sharded_weights(
-                model, spec, num_shards, value_head=self.value_head, beside_logits=beside_logits, cuts=self._cuts
+                model,
+                spec,
+                num_shards,
+                value_head=self.value_head,
+                beside_logits=beside_logits,
+                cuts=self._cuts,
             )
         if pack_samples and reading.padded_because and not grid.rank:
-            logger.warning("%s.pack_samples: rows are padded: %s", role, reading.padded_because)
+            logger.warning(
+                "%s.pack_samples: rows are padded: %s", role, reading.padded_because
+            )
         self.pack = reading.pack if pack_samples else None
         has_logits = beside_logits or not value_head
-        gives_hidden = not has_logits or (chunked_logits and self._logits_are_plain(model))
+        gives_hidden = not has_logits or (
+            chunked_logits and self._logits_are_plain(model)
+        )
         if not has_logits:
             _take_head_away(model)
         if lora is not None:
             more = (VALUE_WEIGHT,) if value_head else ()
-            self.adapters = HFAdapters(model, everything, lora, grid, num_shards, trained=more, role=role, seed=seed)
-        self._router_loss = router_loss_coef(model, fsdp.router_aux_loss_coef, role) if trained else 0.0
+            self.adapters = HFAdapters(
+                model,
+                everything,
+                lora,
+                grid,
+                num_shards,
+                trained=more,
+                role=role,
+                seed=seed,
+            )
+        self._router_loss = (
+            router_loss_coef(model, fsdp.router_aux_loss_coef, role) if trained else 0.0
+        )
         of_head, balances = torch.float32 if trained else kept, bool(self._router_loss)
-        self.module = PolicyModule(model, self.value_head, gives_hidden, of_head, balances)
+        self.module = PolicyModule(
+            model, self.value_head, gives_hidden, of_head, balances
+        )
         self.vision = VisionReader.of(model.config)
-        _prepare_blocks(model, activation_checkpointing if trained else "none", fsdp.compile)
+        _prepare_blocks(
+            model, activation_checkpointing if trained else "none", fsdp.compile
+        )
         mesh, tensor_mesh = shard_meshes(groups, grid, num_shards)
         if tensor_mesh is not None:
             cut_over_tensor_ranks(model, self._cuts, tensor_mesh)
@@ -140,7 +178,8 @@ class FSDPModel(TrainingModel):
             mesh,
             param_dtype=self.dtype if trained and self.dtype != torch.float32 else None,
             reduce_dtype=getattr(torch, fsdp.reduce_dtype or "float32"),
-            reshard_after_forward=fsdp.sharding_strategy in ("full_shard", "hybrid_shard"),
+            reshard_after_forward=fsdp.sharding_strategy
+            in ("full_shard", "hybrid_shard"),
             cpu_offload=fsdp.cpu_offload,
         )
         if gives_hidden and has_logits:
@@ -165,23 +204,46 @@ class FSDPModel(TrainingModel):
         """Record names, shapes and layouts of all weights. Engines get them without a value head beside the logits."""
         named = dict(self.module.model.named_parameters())
         self._cut_over_tp = {id(named[name]) for name in self._cuts.axes}
-        self._partial = [named[name] for name in sorted(self._cuts.partial) if named[name].requires_grad]
+        self._partial = [
+            named[name]
+            for name in sorted(self._cuts.partial)
+            if named[name].requires_grad
+        ]
         tensors = local_tensors(self.module)
-        self.held_parameters = {name: held for name, held in tensors.items() if f".{ADAPTER}." not in name}
+        self.held_parameters = {
+            name: held for name, held in tensors.items() if f".{ADAPTER}." not in name
+        }
         if isinstance(self.adapters, HFAdapters):
             self.adapters.attach(tensors)
-        self.held_weights, self.held_layout_of = everything.weights, everything.layout_of
-        self.weights, self.layout_of, self.parameters = self.held_weights, self.held_layout_of, self.held_parameters
+        self.held_weights, self.held_layout_of = (
+            everything.weights,
+            everything.layout_of,
+        )
+        self.weights, self.layout_of, self.parameters = (
+            self.held_weights,
+            self.held_layout_of,
+            self.held_parameters,
+        )
         if self.beside_logits:
-            self.weights = [weight for weight in self.held_weights if weight.name != VALUE_WEIGHT]
-            self.layout_of = follow(self.held_layout_of, lambda layout: layout.without([VALUE_WEIGHT]))
-            self.parameters = {name: held for name, held in self.held_parameters.items() if name != VALUE_WEIGHT}
+            self.weights = [
+                weight for weight in self.held_weights if weight.name != VALUE_WEIGHT
+            ]
+            self.layout_of = follow(
+                self.held_layout_of, lambda layout: layout.without([VALUE_WEIGHT])
+            )
+            self.parameters = {
+                name: held
+                for name, held in self.held_parameters.items()
+                if name != VALUE_WEIGHT
+            }
 
     def speaks_for(self, parameter: torch.Tensor) -> bool:
         """Return whether this rank represents all ranks that hold the same part of `parameter`."""
         tp = self.grid.shape.tp
         is_cut = id(parameter) in self._cut_over_tp
-        return self.grid.rank < self.num_shards * tp and (is_cut or self.grid.coords.tp == 0)
+        return self.grid.rank < self.num_shards * tp and (
+            is_cut or self.grid.coords.tp == 0
+        )
 
     def is_cut_over_tp(self, local: str) -> bool:
         """Return whether tensor-parallel ranks hold different parts of the tensor with local name `local`."""
@@ -201,7 +263,9 @@ class FSDPModel(TrainingModel):
         return list(self.module.buffers())
 
     def outputs(
-        self, micro_batches: Sequence[MicroBatch], take: Callable[[torch.Tensor, MicroBatch], Taken]
+        self,
+        micro_batches: Sequence[MicroBatch],
+        take: Callable[[torch.Tensor, MicroBatch], Taken],
     ) -> list[Taken]:
         taken = []
         self.module.eval()
@@ -216,20 +280,31 @@ class FSDPModel(TrainingModel):
         self.module.train()
         return taken
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> list[Mapping[str, torch.Tensor]]:
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss
+    ) -> list[Mapping[str, torch.Tensor]]:
         """Accumulate gradients over `micro_batches`, summed over the ranks, and return each micro-batch's sums.
 
-        Sharded gradients are reduced after every micro-batch, so that full gradients never stay in memory. Replicas
-        all-reduce after the last micro-batch. The router loss of experts is the token-weighted mean over the
-        micro-batches, with padding counted, as under Megatron.
+        Sharded gradients are reduced after every micro-batch, so that full gradients
+        never stay in memory. Replicas all-reduce after the last micro-batch. The router
+        loss of experts is the token-weighted mean over the micro-batches, with padding
+        counted, as under Megatron.
         """
         reports, tokens = [], sum(batch.tokens.numel() for batch in micro_batches)
-        # Divide by the tokens of all ranks, because gradients are summed and not averaged over the ranks.
-        of_token = self._router_loss / reduce_json(tokens, sum, self.grid.world) if self._router_loss else 0.0
+        # Divide by the tokens of all ranks, because gradients are summed and not
+        # averaged over the ranks.
+        of_token = (
+            self._router_loss / reduce_json(tokens, sum, self.grid.world)
+            if self._router_loss
+            else 0.0
+        )
         for number, micro_batch in enumerate(micro_batches):
-            batch, last = micro_batch.to(platform.device), number == len(micro_batches) - 1
-            # Replicas all-reduce once per update. shard_grad_op and no_shard accumulate unsharded gradients, and reduce
-            # them once, too.
+            batch, last = (
+                micro_batch.to(platform.device),
+                number == len(micro_batches) - 1,
+            )
+            # Replicas all-reduce once per update. shard_grad_op and no_shard accumulate
+            # unsharded gradients, and reduce them once, too.
             self._root.set_is_last_backward(last)
             self._root.set_requires_gradient_sync(last or not self._syncs_once)
             self._root.set_requires_all_reduce(last)
@@ -239,12 +314,13 @@ class FSDPModel(TrainingModel):
                 if of_routers is not None:
                     value = value + of_token * batch.tokens.numel() * of_routers
                 if self._beside is not None and self._beside.waits:
-                    # Give every parameter a gradient, even if the loss ignores the values.
+                    # Give every parameter a gradient, even if the loss ignores the
+                    # values.
                     value = value + 0.0 * self._beside.take().sum()
                 value.backward()
             reports.append(sums)
-        # Each tensor-parallel rank applies these replicated parameters to its own part of the activations, so their
-        # gradients must be summed.
+        # Each tensor-parallel rank applies these replicated parameters to its own part
+        # of the activations, so their gradients must be summed.
         for parameter in self._partial:
             if parameter.grad is not None:
                 local_gradient = parameter.grad.to_local()
@@ -253,13 +329,19 @@ class FSDPModel(TrainingModel):
                 local_gradient.copy_(whole)
         return reports
 
-    def _forward(self, batch: MicroBatch, *, router_loss: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _forward(
+        self, batch: MicroBatch, *, router_loss: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the model's output, and the router loss if `router_loss` is set."""
         if batch.packing is None:
-            positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
+            positions = torch.arange(
+                batch.tokens.shape[1], device=batch.tokens.device
+            ).expand_as(batch.tokens)
         else:
             positions = batch.packing.positions.unsqueeze(0)
-        output, values, of_routers = self.module(batch.tokens, positions, batch.vision, router_loss=router_loss)
+        output, values, of_routers = self.module(
+            batch.tokens, positions, batch.vision, router_loss=router_loss
+        )
         if self._beside is not None:
             self._beside.seen = values
             return output, of_routers
@@ -278,17 +360,25 @@ class _Beside:
 
     def take(self) -> torch.Tensor:
         """Return the values, [b, s, num_values] float32, and clear them."""
-        assert self.seen is not None, "there was no forward pass, or its values were taken"
+        assert self.seen is not None, (
+            "there was no forward pass, or its values were taken"
+        )
         values, self.seen = self.seen, None
         return values
 
 
-def _check_ranks(grid: Grid, fsdp: FsdpConfig, lora: LoraConfig | None, role: str) -> None:
+def _check_ranks(
+    grid: Grid, fsdp: FsdpConfig, lora: LoraConfig | None, role: str
+) -> None:
     if grid.shape.world_size != grid.shape.tp * grid.shape.dp:
-        raise ConfigError(f"{role}: engine: fsdp has data- and tensor-parallel ranks. Leave out pp, cp and ep.")
+        raise ConfigError(
+            f"{role}: engine: fsdp has data- and tensor-parallel ranks. Leave out pp, cp and ep."
+        )
     if grid.shape.tp > 1 and (lora is not None or fsdp.compile):
         unread = "fsdp.compile" if fsdp.compile else "lora"
-        raise ConfigError(f"{role}.{unread}: engine: fsdp has it with {role}.tp=1 alone. Leave one of both out.")
+        raise ConfigError(
+            f"{role}.{unread}: engine: fsdp has it with {role}.tp=1 alone. Leave one of both out."
+        )
 
 
 def count_shards(fsdp: FsdpConfig, num_ranks: int, per_node: int, role: str) -> int:
@@ -313,25 +403,40 @@ def count_shards(fsdp: FsdpConfig, num_ranks: int, per_node: int, role: str) -> 
     return size
 
 
-def shard_meshes(groups: ProcessGroupManager, grid: Grid, num_shards: int) -> tuple[DeviceMesh, DeviceMesh | None]:
+def shard_meshes(
+    groups: ProcessGroupManager, grid: Grid, num_shards: int
+) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the (replicate, shard) mesh, and the tensor-parallel mesh if tp > 1. Collective over the role's ranks."""
     kind, world, tp = platform.device.type, grid.shape.world_size, grid.shape.tp
     if num_shards == world:
         return DeviceMesh.from_group(grid.world, kind, mesh_dim_names=("shard",)), None
     ranks = torch.arange(world).view(-1, num_shards, tp)
-    of_replicas, of_shards = ranks.permute(1, 2, 0).flatten(0, 1), ranks.transpose(1, 2).flatten(0, 1)
-    replicas, shards = (groups.group(rows.tolist() for rows in slices) for slices in (of_replicas, of_shards))
+    of_replicas, of_shards = (
+        ranks.permute(1, 2, 0).flatten(0, 1),
+        ranks.transpose(1, 2).flatten(0, 1),
+    )
+    replicas, shards = (
+        groups.group(rows.tolist() for rows in slices)
+        for slices in (of_replicas, of_shards)
+    )
     assert replicas is not None and shards is not None
     if tp == 1:
         both = DeviceMesh.from_group(
-            [replicas, shards], kind, mesh=ranks.squeeze(2), mesh_dim_names=("replicate", "shard")
+            [replicas, shards],
+            kind,
+            mesh=ranks.squeeze(2),
+            mesh_dim_names=("replicate", "shard"),
         )
         return both, None
     if len(ranks) == 1:
-        both = DeviceMesh.from_group([shards, grid.tp_group], kind, mesh=ranks[0], mesh_dim_names=("shard", "tp"))
+        both = DeviceMesh.from_group(
+            [shards, grid.tp_group], kind, mesh=ranks[0], mesh_dim_names=("shard", "tp")
+        )
         return both["shard"], both["tp"]
     names = ("replicate", "shard", "tp")
-    every = DeviceMesh.from_group([replicas, shards, grid.tp_group], kind, mesh=ranks, mesh_dim_names=names)
+    every = DeviceMesh.from_group(
+        [replicas, shards, grid.tp_group], kind, mesh=ranks, mesh_dim_names=names
+    )
     return every["replicate", "shard"], every["tp"]
 
 

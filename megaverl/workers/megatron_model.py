@@ -1,6 +1,7 @@
 """Megatron-core model of one role on its grid: it scores tokens and takes updates.
 
-Every pipeline stage knows all micro-batches, so stages exchange only activations and gradients.
+Every pipeline stage knows all micro-batches, so stages exchange only activations and
+gradients.
 """
 
 from __future__ import annotations
@@ -19,9 +20,21 @@ from megaverl.distributed.collectives import reduce_json
 from megaverl.distributed.groups import Grid
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
-from megaverl.models.build import build_model, layouts_of, named_parameters, packer, why_not_cut, why_padded
+from megaverl.models.build import (
+    build_model,
+    layouts_of,
+    named_parameters,
+    packer,
+    why_not_cut,
+    why_padded,
+)
 from megaverl.models.context_attention import Part, own_places
-from megaverl.models.layers import AtPositions, HiddenHead, ValuesBesideLogits, as_one_row
+from megaverl.models.layers import (
+    AtPositions,
+    HiddenHead,
+    ValuesBesideLogits,
+    as_one_row,
+)
 from megaverl.models.lora.adapters import Adapters
 from megaverl.models.options import (
     check_divides,
@@ -48,10 +61,12 @@ Shape = tuple[int, int, int]  # (sequence, samples, hidden)
 class StageCommunicator(P2PCommunicator):
     """Megatron-core's P2PCommunicator without the exchange of tensor shapes.
 
-    For micro-batches of different lengths megatron-core (0.16 to 0.19, `pipeline_parallel/p2p_communication.py`) sends
-    the shape of each tensor ahead of it, which blocks the host on the device on both sides, in each direction of each
-    micro-batch. Here the shapes follow from the micro-batches, which all stages process in the same order, forward and
-    backward. Virtual stages process them in another order and still exchange shapes.
+    For micro-batches of different lengths megatron-core (0.16 to 0.19,
+    `pipeline_parallel/p2p_communication.py`) sends the shape of each tensor ahead of
+    it, which blocks the host on the device on both sides, in each direction of each
+    micro-batch. Here the shapes follow from the micro-batches, which all stages process
+    in the same order, forward and backward. Virtual stages process them in another
+    order and still exchange shapes.
     """
 
     def __init__(self, grid: Grid, config: TransformerConfig) -> None:
@@ -64,7 +79,9 @@ class StageCommunicator(P2PCommunicator):
         """Set the micro-batches that pass through the pipeline next."""
         width = self.config.hidden_size
         sizes = [batch.tokens.shape for batch in micro_batches]
-        self._shapes = [(-(-length // self._tp), samples, width) for samples, length in sizes]
+        self._shapes = [
+            (-(-length // self._tp), samples, width) for samples, length in sizes
+        ]
         self._forward = self._backward = 0
 
     def _communicate_shapes(
@@ -76,7 +93,9 @@ class StageCommunicator(P2PCommunicator):
     ) -> Any:
         """Return the shapes of the activations from the previous stage and of the gradient from the next stage."""
         if self.virtual_pipeline_model_parallel_size is not None:
-            return super()._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+            return super()._communicate_shapes(
+                tensor_send_next, tensor_send_prev, recv_prev, recv_next
+            )
         nothing = (0, 0, 0)
         forward = self._shapes[self._forward] if recv_prev else nothing
         backward = self._shapes[self._backward] if recv_next else nothing
@@ -87,9 +106,11 @@ class StageCommunicator(P2PCommunicator):
 
 logger = logging.getLogger(__name__)
 
-# TransformerConfig fields with the coefficients of the router losses, which are added to the policy loss.
+# TransformerConfig fields with the coefficients of the router losses, which are added
+# to the policy loss.
 ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-# First megatron-core release whose router losses account for ranks that hold parts of a sequence.
+# First megatron-core release whose router losses account for ranks that hold parts of a
+# sequence.
 COUNTS_PARTS = Version("0.19")
 
 
@@ -134,26 +155,48 @@ class MegatronModel(TrainingModel):
             raise ModelError(f"{role}.lora: {reason}")
         self.spec, self.grid, self.role, self.value_head = spec, grid, role, value_head
         self.vocab_size, self.dtype = spec.vocab_size, dtype
-        options = recompute_options(activation_checkpointing, spec) | dict(overrides or {})
-        # Random initialisation takes long for large models, and is wasted if all weights are loaded.
+        options = recompute_options(activation_checkpointing, spec) | dict(
+            overrides or {}
+        )
+        # Random initialisation takes long for large models, and is wasted if all
+        # weights are loaded.
         options |= {} if initialize else {"perform_initialization": False}
         self.config = transformer_config(spec, grid.shape, dtype, options)
         if reason := why_not_cut(self.config):
             raise ModelError(f"{role}.cp={grid.shape.cp}: {reason}.")
         self.token_multiple = token_multiple(self.config, grid.shape)
-        self._router_losses = {name: getattr(self.config, name) for name in ROUTER_LOSSES if getattr(self.config, name)}
+        self._router_losses = {
+            name: getattr(self.config, name)
+            for name in ROUTER_LOSSES
+            if getattr(self.config, name)
+        }
         self.beside_logits = beside_logits
         self.chunks = build_model(
-            spec, self.config, grid, value_head=value_head, seed=seed, beside_logits=beside_logits
+            spec,
+            self.config,
+            grid,
+            value_head=value_head,
+            seed=seed,
+            beside_logits=beside_logits,
         )
-        self.held_parameters: dict[str, torch.nn.Parameter] = named_parameters(self.chunks)
-        self.held_weights = weights_of(spec, value_head=value_head, beside_logits=beside_logits)
+        self.held_parameters: dict[str, torch.nn.Parameter] = named_parameters(
+            self.chunks
+        )
+        self.held_weights = weights_of(
+            spec, value_head=value_head, beside_logits=beside_logits
+        )
         self.weights = weights_of(spec) if beside_logits else self.held_weights
-        self.held_layout_of = layouts_of(self.held_weights, spec, self.config, grid.shape)
+        self.held_layout_of = layouts_of(
+            self.held_weights, spec, self.config, grid.shape
+        )
         self.layout_of = self.held_layout_of
         if beside_logits:
             self.layout_of = layouts_of(self.weights, spec, self.config, grid.shape)
-        named = self.layout_of(grid.rank).local_shapes if beside_logits else self.held_parameters
+        named = (
+            self.layout_of(grid.rank).local_shapes
+            if beside_logits
+            else self.held_parameters
+        )
         self.parameters = {name: self.held_parameters[name] for name in named}
         if lora is not None:
             self.adapters = Adapters(
@@ -176,16 +219,26 @@ class MegatronModel(TrainingModel):
         self.pack = self._packer() if pack_samples else None
         if self.pack and grid.shape.cp > 1 and uses_transformer_engine():
             self.sequence_multiple = 2 * grid.shape.cp
-        self._replay = None if why_not_replayed(self.config) else RouterReplay(self.chunks, self.config, grid)
-        # Packed and context-parallel rows do not start at position 0, so rotary embeddings get explicit positions.
+        self._replay = (
+            None
+            if why_not_replayed(self.config)
+            else RouterReplay(self.chunks, self.config, grid)
+        )
+        # Packed and context-parallel rows do not start at position 0, so rotary
+        # embeddings get explicit positions.
         self._positions = AtPositions()
         for chunk in self.chunks:
-            # Latent attention has a rotary embedding in every layer instead of one per chunk.
-            if (self.pack or grid.shape.cp > 1) and not self.config.multi_latent_attention:
+            # Latent attention has a rotary embedding in every layer instead of one per
+            # chunk.
+            if (
+                self.pack or grid.shape.cp > 1
+            ) and not self.config.multi_latent_attention:
                 self._positions.attach(chunk.rotary_pos_emb)
             if self.pack and chunk.pre_process:
                 chunk.embedding.register_forward_hook(as_one_row)
-        self._schedule = get_forward_backward_func(pp_size=grid.shape.pp, vp_size=grid.shape.vpp)
+        self._schedule = get_forward_backward_func(
+            pp_size=grid.shape.pp, vp_size=grid.shape.vpp
+        )
         self._p2p = StageCommunicator(grid, self.config) if grid.shape.pp > 1 else None
 
     def _packer(self) -> Pack | None:
@@ -216,36 +269,55 @@ class MegatronModel(TrainingModel):
         return [buffer for chunk in self.chunks for buffer in chunk.buffers()]
 
     def outputs(
-        self, micro_batches: Sequence[MicroBatch], take: Callable[[torch.Tensor, MicroBatch], Taken]
+        self,
+        micro_batches: Sequence[MicroBatch],
+        take: Callable[[torch.Tensor, MicroBatch], Taken],
     ) -> list[Taken]:
-        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        def forward_step(
+            batches: Iterator[MicroBatch], model: Any
+        ) -> tuple[torch.Tensor, Callable[..., Any]]:
             batch = next(batches).to(platform.device)
-            return self._forward(model, batch, is_kept=False), lambda output, non_loss_data=True: take(output, batch)
+            return self._forward(
+                model, batch, is_kept=False
+            ), lambda output, non_loss_data=True: take(output, batch)
 
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad(), self.on_device:
-            taken: list[Taken] = self._run(self.chunks, micro_batches, forward_step, forward_only=True)
+            taken: list[Taken] = self._run(
+                self.chunks, micro_batches, forward_step, forward_only=True
+            )
         for chunk in self.chunks:
             chunk.train()
         return taken
 
     def forward_backward(
-        self, chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], loss: Loss
+        self,
+        chunks: Sequence[torch.nn.Module],
+        micro_batches: Sequence[MicroBatch],
+        loss: Loss,
     ) -> list[Mapping[str, torch.Tensor]]:
         """Accumulate gradients over `micro_batches`. Return each one's sums on the last stage, else an empty list."""
         self._weigh_router_losses(micro_batches)
 
-        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        def forward_step(
+            batches: Iterator[MicroBatch], model: Any
+        ) -> tuple[torch.Tensor, Callable[..., Any]]:
             batch = next(batches).to(platform.device)
 
-            def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
+            def loss_func(
+                output: torch.Tensor,
+            ) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
                 value, sums = loss(output, batch)
                 if self._values_beside is not None and self._values_beside.waits:
                     # The loss used only logits. Megatron-core waits for the gradient of every parameter, so add
                     # a zero term.
                     value = value + 0.0 * self._values_beside.take().sum()
-                return value, torch.ones((), dtype=torch.int, device=output.device), sums
+                return (
+                    value,
+                    torch.ones((), dtype=torch.int, device=output.device),
+                    sums,
+                )
 
             return self._forward(model, batch, is_kept=True), loss_func
 
@@ -254,30 +326,49 @@ class MegatronModel(TrainingModel):
     def _weigh_router_losses(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Scale the router losses to means over the tokens of the whole mini-batch, with padding counted.
 
-        Megatron-core multiplies router losses by the number of tokens that a rank sees of a micro-batch, and since 0.19
-        also by the number of ranks that share a sequence (`attach_and_log_load_balancing_loss` and `apply_z_loss` of
-        `transformer/moe/router.py`). It relies on gradients being divided by all tokens afterwards. Here the policy
-        loss is already normalised and gradients are not divided, so the coefficients are.
+        Megatron-core multiplies router losses by the number of tokens that a rank sees
+        of a micro-batch, and since 0.19 also by the number of ranks that share a
+        sequence (`attach_and_log_load_balancing_loss` and `apply_z_loss` of
+        `transformer/moe/router.py`). It relies on gradients being divided by all tokens
+        afterwards. Here the policy loss is already normalised and gradients are not
+        divided, so the coefficients are.
         """
         if not self._router_losses:
             return
         shape = self.grid.shape
         coords = self.grid.coords
-        # The other ranks of a model replica have the same micro-batches and must not be counted again.
+        # The other ranks of a model replica have the same micro-batches and must not be
+        # counted again.
         speaks = coords.tp == coords.cp == coords.pp == 0
-        num_tokens = shape.cp * sum(batch.tokens.numel() for batch in micro_batches) if speaks else 0
-        # Before 0.19 each rank that shares a sequence counts only its own part of the tokens.
-        parts = 1 if Version(metadata.version("megatron-core")) >= COUNTS_PARTS else shape.tp * shape.cp
+        num_tokens = (
+            shape.cp * sum(batch.tokens.numel() for batch in micro_batches)
+            if speaks
+            else 0
+        )
+        # Before 0.19 each rank that shares a sequence counts only its own part of the
+        # tokens.
+        parts = (
+            1
+            if Version(metadata.version("megatron-core")) >= COUNTS_PARTS
+            else shape.tp * shape.cp
+        )
         factor = parts / reduce_json(num_tokens, sum, self.grid.world)
         for name, coefficient in self._router_losses.items():
             setattr(
                 self.config,
                 name,
-                [value * factor for value in coefficient] if isinstance(coefficient, list) else coefficient * factor,
+                [value * factor for value in coefficient]
+                if isinstance(coefficient, list)
+                else coefficient * factor,
             )
 
     def _run(
-        self, chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], step: Any, *, forward_only: bool
+        self,
+        chunks: Sequence[torch.nn.Module],
+        micro_batches: Sequence[MicroBatch],
+        step: Any,
+        *,
+        forward_only: bool,
     ) -> Any:
         iterators = [iter(micro_batches) for _ in chunks]
         if self._p2p is not None:
@@ -288,7 +379,8 @@ class MegatronModel(TrainingModel):
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=chunks if len(chunks) > 1 else chunks[0],
                 num_microbatches=len(micro_batches),
-                # With variable_seq_lengths, megatron-core uses the shape of each micro-batch instead of these two.
+                # With variable_seq_lengths, megatron-core uses the shape of each
+                # micro-batch instead of these two.
                 seq_length=micro_batches[0].tokens.shape[1],
                 micro_batch_size=micro_batches[0].tokens.shape[0],
                 forward_only=forward_only,
@@ -303,16 +395,29 @@ class MegatronModel(TrainingModel):
     def _forward(self, model: Any, batch: MicroBatch, *, is_kept: bool) -> torch.Tensor:
         tokens, positions = batch.tokens, batch.places
         if self._replay is not None:
-            width = tokens.shape[1] if batch.packing is not None or positions is not None else self._width(tokens)
+            width = (
+                tokens.shape[1]
+                if batch.packing is not None or positions is not None
+                else self._width(tokens)
+            )
             self._replay.expect(model, batch, width, is_kept=is_kept)
         if batch.packing is not None:
             with self._positions.at(batch.packing.positions):
-                return model(tokens, batch.packing.positions.unsqueeze(0), None, packed_seq_params=batch.packing)
+                return model(
+                    tokens,
+                    batch.packing.positions.unsqueeze(0),
+                    None,
+                    packed_seq_params=batch.packing,
+                )
         if positions is not None:
             with self._positions.at(positions):
                 return model(tokens, positions.expand_as(tokens), None)
-        tokens = torch.nn.functional.pad(tokens, (0, self._width(tokens) - tokens.shape[1]))
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        tokens = torch.nn.functional.pad(
+            tokens, (0, self._width(tokens) - tokens.shape[1])
+        )
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(
+            tokens
+        )
         return model(tokens, positions, None)
 
     def _width(self, tokens: torch.Tensor) -> int:

@@ -26,7 +26,11 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import MicroBatchRule, mini_batches, plan_micro_batches
 from megaverl.data.distributed_batch import of_all, of_held
 from megaverl.data.images import COLUMN, images_of_rows
-from megaverl.data.prefix_packing import plan_packed_micro_batches, sequence_lengths, shared_tokens
+from megaverl.data.prefix_packing import (
+    plan_packed_micro_batches,
+    sequence_lengths,
+    shared_tokens,
+)
 from megaverl.data.routed_experts import EXPERTS_COLUMN as EXPERTS
 from megaverl.data.routed_experts import padded_experts
 from megaverl.data.sequence_lengths import SequenceLengths
@@ -37,7 +41,13 @@ from megaverl.models.packing import MicroBatch
 from megaverl.workers.model import Loss, Score, TrainingModel
 from megaverl.workers.trainable import TrainableModel, UpdateReport
 
-READ = ("input_ids", "prompt_lengths", "generated_ids", "response_lengths", "response_mask")
+READ = (
+    "input_ids",
+    "prompt_lengths",
+    "generated_ids",
+    "response_lengths",
+    "response_mask",
+)
 DRAWING = ("temperatures", "top_ks")
 
 
@@ -65,7 +75,14 @@ def micro_batches_for(
         DataError: a single sample exceeds the budget.
     """
     outline = sequence_lengths(batch)
-    return micro_batches_of(model, batch, outline, plan_for(model, outline, max_tokens, unit=unit), fields, unit=unit)
+    return micro_batches_of(
+        model,
+        batch,
+        outline,
+        plan_for(model, outline, max_tokens, unit=unit),
+        fields,
+        unit=unit,
+    )
 
 
 def plan_for(
@@ -80,7 +97,8 @@ def plan_for(
 ) -> MicroBatchPlan:
     """Plan the micro-batches of all data-parallel ranks.
 
-    The plan depends only on lengths, so every rank computes the same one. Plans are cached in `outline.plans`.
+    The plan depends only on lengths, so every rank computes the same one. Plans are
+    cached in `outline.plans`.
 
     Args:
         max_tokens: upper bound of rows x longest row of a micro-batch, or of the row's tokens if the model packs.
@@ -97,7 +115,8 @@ def plan_for(
     """
     shape = model.grid.shape
     part = None if samples is None else tuple(samples)
-    # The key holds everything that the plan depends on, because several models share one `outline`.
+    # The key holds everything that the plan depends on, because several models share
+    # one `outline`.
     same = (
         model.pack is None,
         shape.dp,
@@ -112,7 +131,9 @@ def plan_for(
         parts,
     )
     if same not in outline.plans:
-        outline.plans[same] = _planned(model, outline, max_tokens, samples, least=least, unit=unit, parts=parts)
+        outline.plans[same] = _planned(
+            model, outline, max_tokens, samples, least=least, unit=unit, parts=parts
+        )
     return outline.plans[same]
 
 
@@ -139,20 +160,39 @@ def _planned(
     whole = [range(number * unit, (number + 1) * unit) for number in units]
     lengths, num_ranks = outline.lengths, shape.dp * parts
     if model.pack:
-        shared, prompts, multiple = shared_tokens(outline.prompt_lengths), outline.prompts, model.sequence_multiple
+        shared, prompts, multiple = (
+            shared_tokens(outline.prompt_lengths),
+            outline.prompts,
+            model.sequence_multiple,
+        )
         if multiple > 1:
-            lengths, prompts = [-(-length // multiple) * multiple for length in lengths], list(range(len(outline)))
-        return plan_packed_micro_batches(whole, lengths, shared, prompts, num_ranks, max_tokens, rule)
+            lengths, prompts = (
+                [-(-length // multiple) * multiple for length in lengths],
+                list(range(len(outline))),
+            )
+        return plan_packed_micro_batches(
+            whole, lengths, shared, prompts, num_ranks, max_tokens, rule
+        )
     # All rows of a unit are padded to the longest one.
-    costs = [unit * max(lengths[first : first + unit]) for first in range(0, len(outline) - unit + 1, unit)]
+    costs = [
+        unit * max(lengths[first : first + unit])
+        for first in range(0, len(outline) - unit + 1, unit)
+    ]
     rule = replace(rule, multiple_of=rule.multiple_of * unit)
     return [
-        [[number * unit + i for number in micro for i in range(unit)] for micro in rank_batches]
-        for rank_batches in plan_micro_batches(costs, num_ranks, max_tokens, rule, indices=units)
+        [
+            [number * unit + i for number in micro for i in range(unit)]
+            for micro in rank_batches
+        ]
+        for rank_batches in plan_micro_batches(
+            costs, num_ranks, max_tokens, rule, indices=units
+        )
     ]
 
 
-def of_each_rank(model: TrainingModel, plan: MicroBatchPlan, part: int = 0) -> list[Sequence[int]]:
+def of_each_rank(
+    model: TrainingModel, plan: MicroBatchPlan, part: int = 0
+) -> list[Sequence[int]]:
     """Return the samples that each rank of the model's grid works on, which are those of its data-parallel rank."""
     shape = model.grid.shape
     parts = [
@@ -188,12 +228,21 @@ def micro_batches_of(
     shown = {name: batch.columns[name] for name in wanted if name in batch.columns}
     bare = RolloutBatch({name: batch[name] for name in READ}, shown)
     # Log-probs refer to the distribution that each sample was drawn from.
-    fields = {**(fields or {}), **{name: batch[name].unsqueeze(1) for name in DRAWING if name in batch}}
+    fields = {
+        **(fields or {}),
+        **{name: batch[name].unsqueeze(1) for name in DRAWING if name in batch},
+    }
     rank_batches = plan[part * model.grid.shape.dp + model.grid.coords.dp]
     if batch.held is None:
-        return [_micro_batch(model, bare, rows, fields, outline.prompts, unit) for rows in rank_batches]
+        return [
+            _micro_batch(model, bare, rows, fields, outline.prompts, unit)
+            for rows in rank_batches
+        ]
     place, prompts = batch.held.place, [outline.prompts[row] for row in batch.held.rows]
-    return [_micro_batch(model, bare, [place[row] for row in rows], fields, prompts, unit) for rows in rank_batches]
+    return [
+        _micro_batch(model, bare, [place[row] for row in rows], fields, prompts, unit)
+        for rows in rank_batches
+    ]
 
 
 def _micro_batch(
@@ -206,13 +255,19 @@ def _micro_batch(
 ) -> MicroBatch:
     if rows:
         batch, index = batch.select(rows), torch.tensor(rows, dtype=torch.int64)
-    # A rank without samples takes part in collectives with a padding row (or unit): no response, no weight.
+    # A rank without samples takes part in collectives with a padding row (or unit): no
+    # response, no weight.
     else:
-        batch, index = batch.select([]).pad_to(samples=unit), torch.zeros(unit, dtype=torch.int64)
+        batch, index = (
+            batch.select([]).pad_to(samples=unit),
+            torch.zeros(unit, dtype=torch.int64),
+        )
     packing = None
     if model.pack is None:
         tokens = batch.joined(multiple_of=model.token_multiple)
-        experts = padded_experts(batch.columns.get(EXPERTS), batch.sequence_lengths, tokens.shape[1])
+        experts = padded_experts(
+            batch.columns.get(EXPERTS), batch.sequence_lengths, tokens.shape[1]
+        )
     else:
         padded = batch.joined()
         packing = model.pack(
@@ -223,21 +278,32 @@ def _micro_batch(
             multiple_of=model.token_multiple,
         )
         tokens = padded.flatten()[packing.source].unsqueeze(0)
-        experts = padded_experts(batch.columns.get(EXPERTS), batch.sequence_lengths, padded.shape[1])
-        experts = None if experts is None else experts.flatten(0, 1)[packing.source].unsqueeze(0)
+        experts = padded_experts(
+            batch.columns.get(EXPERTS), batch.sequence_lengths, padded.shape[1]
+        )
+        experts = (
+            None
+            if experts is None
+            else experts.flatten(0, 1)[packing.source].unsqueeze(0)
+        )
     width = int(batch.response_lengths.max())
     vision = None
     if model.vision is not None:
         # In a packed row a shared prompt is stored once, together with its images.
         shared_prompts = [prompts[row] for row in rows] if packing is not None else None
         images = images_of_rows(batch.columns.get(COLUMN), shared_prompts)
-        vision = model.vision.read(tokens, batch.prompt_lengths, batch.response_lengths, packing, images)
+        vision = model.vision.read(
+            tokens, batch.prompt_lengths, batch.response_lengths, packing, images
+        )
     micro = MicroBatch(
         samples=index,
         tokens=tokens,
         prompt_lengths=batch.prompt_lengths,
         response_lengths=batch.response_lengths,
-        fields={name: tensor[beside(tensor, index), :width] for name, tensor in fields.items()},
+        fields={
+            name: tensor[beside(tensor, index), :width]
+            for name, tensor in fields.items()
+        },
         packing=packing,
         vision=vision,
         routed_experts=experts,
@@ -252,12 +318,20 @@ class ModelWorker:
         replays: route tokens to the experts that the engine chose (`actor.router_replay`).
     """
 
-    def __init__(self, model: TrainingModel, *, micro_batch_tokens: int, replays: bool = False) -> None:
-        self.model, self.micro_batch_tokens, self.replays = model, micro_batch_tokens, replays
+    def __init__(
+        self, model: TrainingModel, *, micro_batch_tokens: int, replays: bool = False
+    ) -> None:
+        self.model, self.micro_batch_tokens, self.replays = (
+            model,
+            micro_batch_tokens,
+            replays,
+        )
 
     def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
         """Return the samples that each rank of the model's grid reads to score a batch."""
-        return of_each_rank(self.model, plan_for(self.model, outline, self.micro_batch_tokens))
+        return of_each_rank(
+            self.model, plan_for(self.model, outline, self.micro_batch_tokens)
+        )
 
     def score(
         self,
@@ -272,17 +346,26 @@ class ModelWorker:
         """
         outline = sequence_lengths(batch)
         plan = plan_for(self.model, outline, self.micro_batch_tokens)
-        micro = micro_batches_of(self.model, batch, outline, plan, fields, replays=self.replays)
+        micro = micro_batches_of(
+            self.model, batch, outline, plan, fields, replays=self.replays
+        )
         if batch.held is None:
             return self.model.score(micro, score, shape)
         # Each sample's scores are on the one rank that reports it, and are sent from there.
         # Without the sum over all ranks of `score`: a rank receives only the samples that it holds.
-        world, rank_rows = batch.held.context.world.ranks, of_each_rank(self.model, plan)
+        world, rank_rows = (
+            batch.held.context.world.ranks,
+            of_each_rank(self.model, plan),
+        )
         source = {
-            rank: rows for n, (rank, rows) in enumerate(zip(world, rank_rows, strict=True)) if self.model.reporter(n)
+            rank: rows
+            for n, (rank, rows) in enumerate(zip(world, rank_rows, strict=True))
+            if self.model.reporter(n)
         }
         received = batch.held.spread(
-            f"scores of {self.model.role}", {"scores": self.model.scored(micro, score, shape)}, source
+            f"scores of {self.model.role}",
+            {"scores": self.model.scored(micro, score, shape)},
+            source,
         )
         return received["scores"]
 
@@ -303,7 +386,8 @@ class MiniBatch(NamedTuple):
 
 # mini-batch -> additional fields of its loss
 Selection = Callable[[MiniBatch], Mapping[str, torch.Tensor]]
-# Called with the micro-batches of a mini-batch before the update; returns those to train on.
+# Called with the micro-batches of a mini-batch before the update; returns those to
+# train on.
 Preparation = Callable[[list[MicroBatch]], list[MicroBatch]]
 
 
@@ -348,25 +432,51 @@ def run_updates(
     of_episodes = shares_of_episodes(batch, num_tokens)
     with trainable.updating():
         for planned in plan_updates(role, outline, step):
-            chosen = batch.held.places_of(planned.samples) if batch.held is not None else planned.samples
+            chosen = (
+                batch.held.places_of(planned.samples)
+                if batch.held is not None
+                else planned.samples
+            )
             mask = mini_batch_mask(batch.response_mask, chosen)
             parts = None if of_episodes is None else of_episodes[planned.samples]
-            mini = MiniBatch(mask, make_denominators(num_tokens[planned.samples], parts), planned.number)
+            mini = MiniBatch(
+                mask,
+                make_denominators(num_tokens[planned.samples], parts),
+                planned.number,
+            )
             extra = select(mini) if select else {}
             own_episodes = None if of_episodes is None else of_held(batch, of_episodes)
-            update_fields = {**fields, **extra, "weights": weighting.weights(mask, mini.denominators, own_episodes)}
+            update_fields = {
+                **fields,
+                **extra,
+                "weights": weighting.weights(mask, mini.denominators, own_episodes),
+            }
             part = trainable.part[0]
             micro = micro_batches_of(
-                trainable.model, batch, outline, planned.micro_batches, update_fields, part=part, replays=replays
+                trainable.model,
+                batch,
+                outline,
+                planned.micro_batches,
+                update_fields,
+                part=part,
+                replays=replays,
             )
             micro = prepare(micro) if prepare else micro
-            # After the last update no weight changes until the next reshard, so sending can start with it.
-            is_last = len(reports) + 1 == role.algorithm.num_epochs * role.algorithm.num_mini_batches
+            # After the last update no weight changes until the next reshard, so sending
+            # can start with it.
+            is_last = (
+                len(reports) + 1
+                == role.algorithm.num_epochs * role.algorithm.num_mini_batches
+            )
             with naming_what_is_not_finite(fields, mask):
-                report = trainable.update(micro, loss, float(mini.denominators.num_tokens), is_last=is_last)
+                report = trainable.update(
+                    micro, loss, float(mini.denominators.num_tokens), is_last=is_last
+                )
             reports.append(report)
             sums = add_metrics(sums, reports[-1].sums)
-    shares = {name: sums.pop(name) for name in list(sums) if name.rpartition("/")[2] == "loss"}
+    shares = {
+        name: sums.pop(name) for name in list(sums) if name.rpartition("/")[2] == "loss"
+    }
     return {
         **finalize(sums),
         **{name: float(value[1]) / len(reports) for name, value in shares.items()},
@@ -378,10 +488,13 @@ def run_updates(
 
 
 @contextmanager
-def naming_what_is_not_finite(fields: Mapping[str, torch.Tensor], mask: torch.Tensor) -> Iterator[None]:
+def naming_what_is_not_finite(
+    fields: Mapping[str, torch.Tensor], mask: torch.Tensor
+) -> Iterator[None]:
     """Add the names of non-finite loss inputs to the error of a stopped update.
 
-    The inputs are checked only after a failure, so that a successful update copies nothing more from the device.
+    The inputs are checked only after a failure, so that a successful update copies
+    nothing more from the device.
 
     Args:
         fields: `[B, R]` tensors, or tensors with one value per sample.
@@ -390,15 +503,22 @@ def naming_what_is_not_finite(fields: Mapping[str, torch.Tensor], mask: torch.Te
     try:
         yield
     except TrainingStopped as error:
-        tokens = {name: tensor for name, tensor in fields.items() if tensor.shape == mask.shape}
+        tokens = {
+            name: tensor
+            for name, tensor in fields.items()
+            if tensor.shape == mask.shape
+        }
         wrong = [
             sentence
             for name, tensor in tokens.items()
-            if tensor.is_floating_point() and (sentence := non_finite_token(name, tensor.cpu(), mask.cpu()))
+            if tensor.is_floating_point()
+            and (sentence := non_finite_token(name, tensor.cpu(), mask.cpu()))
         ]
         if not wrong:
             raise
-        raise TrainingStopped(f"{error} Not finite in this mini-batch: {' '.join(wrong)}") from error
+        raise TrainingStopped(
+            f"{error} Not finite in this mini-batch: {' '.join(wrong)}"
+        ) from error
 
 
 class PlannedUpdate(NamedTuple):
@@ -409,11 +529,13 @@ class PlannedUpdate(NamedTuple):
     micro_batches: MicroBatchPlan
 
 
-def plan_updates(role: Updated, outline: SequenceLengths, step: int) -> Iterator[PlannedUpdate]:
+def plan_updates(
+    role: Updated, outline: SequenceLengths, step: int
+) -> Iterator[PlannedUpdate]:
     """Yield all updates of a step, identical on every rank, from the lengths of all samples.
 
-    Samples with the same prompt go to the same mini-batch as far as its size allows, because packed rows share the
-    prompt's tokens.
+    Samples with the same prompt go to the same mini-batch as far as its size allows,
+    because packed rows share the prompt's tokens.
 
     Raises:
         DataError: a single sample exceeds the budget, or there are fewer samples than mini-batches.
@@ -421,13 +543,29 @@ def plan_updates(role: Updated, outline: SequenceLengths, step: int) -> Iterator
     trainable, seed, count = role.trainable, role.seed, role.algorithm.num_mini_batches
     least, islands = trainable.gradient_accumulation, trainable.part[1]
     for epoch in range(role.algorithm.num_epochs):
-        parts = mini_batches(len(outline), count, seed=seed, step=step, epoch=epoch, group_ids=outline.prompts)
+        parts = mini_batches(
+            len(outline),
+            count,
+            seed=seed,
+            step=step,
+            epoch=epoch,
+            group_ids=outline.prompts,
+        )
         for number, samples in enumerate(parts):
-            plan = plan_for(trainable.model, outline, role.micro_batch_tokens, samples, least=least, parts=islands)
+            plan = plan_for(
+                trainable.model,
+                outline,
+                role.micro_batch_tokens,
+                samples,
+                least=least,
+                parts=islands,
+            )
             yield PlannedUpdate((step, epoch, number), samples, plan)
 
 
-def rows_of_updates(role: Updated, outline: SequenceLengths, step: int, part: int) -> list[Sequence[int]]:
+def rows_of_updates(
+    role: Updated, outline: SequenceLengths, step: int, part: int
+) -> list[Sequence[int]]:
     """Return the samples that each rank of the model's grid trains on, over all updates of a step.
 
     Args:
@@ -437,7 +575,11 @@ def rows_of_updates(role: Updated, outline: SequenceLengths, step: int, part: in
     shape = model.grid.shape
     rank_rows: list[set[int]] = [set() for _ in range(shape.dp)]
     for update in plan_updates(role, outline, step):
-        for rows, micro in zip(rank_rows, update.micro_batches[part * shape.dp : (part + 1) * shape.dp], strict=True):
+        for rows, micro in zip(
+            rank_rows,
+            update.micro_batches[part * shape.dp : (part + 1) * shape.dp],
+            strict=True,
+        ):
             rows.update(*micro)
     return of_each_rank(model, [[sorted(rows)] for rows in rank_rows])
 
@@ -447,22 +589,39 @@ class Weighting:
 
     def __init__(self, name: str, **options: int | None) -> None:
         self.aggregation: Entry[torch.Tensor] = aggregations.get(name)
-        self.options = {key: value for key, value in options.items() if key in self.aggregation.options}
+        self.options = {
+            key: value
+            for key, value in options.items()
+            if key in self.aggregation.options
+        }
 
     def weights(
-        self, mask: torch.Tensor, denominators: Denominators, episode_shares: torch.Tensor | None = None
+        self,
+        mask: torch.Tensor,
+        denominators: Denominators,
+        episode_shares: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return [B, R] weights of the tokens under `mask`, normalised by the denominators of the whole mini-batch."""
-        inputs = {"response_mask": mask, "denominators": denominators, "episode_shares": episode_shares}
+        inputs = {
+            "response_mask": mask,
+            "denominators": denominators,
+            "episode_shares": episode_shares,
+        }
         return self.aggregation(inputs, **self.options)
 
 
-def shares_of_episodes(batch: RolloutBatch, num_tokens: torch.Tensor) -> torch.Tensor | None:
+def shares_of_episodes(
+    batch: RolloutBatch, num_tokens: torch.Tensor
+) -> torch.Tensor | None:
     """Return `episode_shares` per agent, [B] over all samples of a step; None without episodes."""
     if "episode_ids" not in batch:
         return None
-    agents = batch.agent_ids if "agent_ids" in batch else torch.zeros_like(batch.episode_ids)
-    return episode_shares(num_tokens, of_all(batch, batch.episode_ids * (1 + int(agents.max())) + agents))
+    agents = (
+        batch.agent_ids if "agent_ids" in batch else torch.zeros_like(batch.episode_ids)
+    )
+    return episode_shares(
+        num_tokens, of_all(batch, batch.episode_ids * (1 + int(agents.max())) + agents)
+    )
 
 
 def mini_batch_mask(response_mask: torch.Tensor, samples: list[int]) -> torch.Tensor:
@@ -475,7 +634,9 @@ def mini_batch_mask(response_mask: torch.Tensor, samples: list[int]) -> torch.Te
 def cross_entropy(model: TrainingModel) -> Loss:
     """Return the loss -log p of every token, multiplied by the field `weights`."""
 
-    def loss(logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    def loss(
+        logits: torch.Tensor, micro: MicroBatch
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         log_probs, _ = model.log_probs(logits, micro)
         value = -(micro.fields["weights"] * log_probs).sum()
         return value, {"loss": share(value)}

@@ -1,6 +1,7 @@
 """Base class of a role's model on its grid, for every training backend.
 
-It computes scores from the model's outputs, and loads, exports and offloads its weights.
+It computes scores from the model's outputs, and loads, exports and offloads its
+weights.
 """
 
 from __future__ import annotations
@@ -18,10 +19,19 @@ import torch.distributed as dist
 from megaverl.distributed.collectives import together
 from megaverl.distributed.groups import Grid
 from megaverl.models.layers import sum_values
-from megaverl.models.lora.adapter_set import AdapterSet, add_product, load_adapters, save_adapters
+from megaverl.models.lora.adapter_set import (
+    AdapterSet,
+    add_product,
+    load_adapters,
+    save_adapters,
+)
 from megaverl.models.packing import MicroBatch, Pack, spread
 from megaverl.models.vision import VisionReader
-from megaverl.models.vocab_parallel import Distributions, vocab_parallel_log_probs, vocab_parallel_squared_probs
+from megaverl.models.vocab_parallel import (
+    Distributions,
+    vocab_parallel_log_probs,
+    vocab_parallel_squared_probs,
+)
 from megaverl.platform import platform
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
@@ -32,8 +42,11 @@ from megaverl.workers.offload import Offload, OffloadTarget, storages_of
 
 # (model output on the last stage, micro-batch) -> values per response token, [b, r]
 Score = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-# The same arguments -> (this micro-batch's share of the global loss, sums to add over micro-batches and ranks)
-Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+# The same arguments -> (this micro-batch's share of the global loss, sums to add over
+# micro-batches and ranks)
+Loss = Callable[
+    [torch.Tensor, MicroBatch], tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+]
 Taken = TypeVar("Taken")
 
 
@@ -122,7 +135,9 @@ class TrainingModel(ABC):
 
     @abstractmethod
     def outputs(
-        self, micro_batches: Sequence[MicroBatch], take: Callable[[torch.Tensor, MicroBatch], Taken]
+        self,
+        micro_batches: Sequence[MicroBatch],
+        take: Callable[[torch.Tensor, MicroBatch], Taken],
     ) -> list[Taken]:
         """Run a forward pass without gradients, and return `take(output, micro_batch)` of each micro-batch.
 
@@ -137,12 +152,14 @@ class TrainingModel(ABC):
         """Return metrics of the experts that routers chose since the last call, or {} without experts. Collective."""
         return {}
 
-    def load(self, folder: str | Path, arriving: Iterable[Path] | None = None) -> list[str]:
+    def load(
+        self, folder: str | Path, arriving: Iterable[Path] | None = None
+    ) -> list[str]:
         """Fill this rank's parameters from a Hugging Face folder or a distributed checkpoint.
 
-        A rank reads only its own slices. A critic may start from a language model: its value head keeps its initial
-        values. Collective over the grid; all ranks fail if one does. Returns the names of weights that are missing in
-        the folder.
+        A rank reads only its own slices. A critic may start from a language model: its
+        value head keeps its initial values. Collective over the grid; all ranks fail if
+        one does. Returns the names of weights that are missing in the folder.
 
         Args:
             arriving: yields the folder's weight files as each is downloaded (`ModelFiles.arriving`). None: all are
@@ -153,14 +170,30 @@ class TrainingModel(ABC):
             CheckpointError: the same, of a distributed checkpoint.
         """
         absent: list[str] = []
-        layout, optional = self.held_layout_of(self.grid.rank), ("score.weight",) if self.value_head else ()
+        layout, optional = (
+            self.held_layout_of(self.grid.rank),
+            ("score.weight",) if self.value_head else (),
+        )
         if arriving is None:
             with together(self.grid.world):
-                absent = load_folder(folder, layout, self.held_parameters, weights=self.held_weights, optional=optional)
+                absent = load_folder(
+                    folder,
+                    layout,
+                    self.held_parameters,
+                    weights=self.held_weights,
+                    optional=optional,
+                )
             return absent
         with together(self.grid.world):
-            reader = ArrivingFolder(folder, layout, self.held_parameters, weights=self.held_weights, optional=optional)
-        # `together` is entered once per file, so that no rank waits in a later collective for one that failed.
+            reader = ArrivingFolder(
+                folder,
+                layout,
+                self.held_parameters,
+                weights=self.held_weights,
+                optional=optional,
+            )
+        # `together` is entered once per file, so that no rank waits in a later
+        # collective for one that failed.
         for file in arriving:
             with together(self.grid.world):
                 reader.read(file)
@@ -180,8 +213,14 @@ class TrainingModel(ABC):
         """Write all weights with `save_folder`, with adapters merged in. Collective over the grid."""
         layouts, tensors, adapters, add = self.layout_of, self.parameters, None, None
         if self.adapters is not None:
-            adapters, add = self.adapters.low_ranks, partial(add_product, scaling=self.adapters.scaling)
-            layouts, tensors = self.adapters.beside(layouts), {**tensors, **self.adapters.parameters}
+            adapters, add = (
+                self.adapters.low_ranks,
+                partial(add_product, scaling=self.adapters.scaling),
+            )
+            layouts, tensors = (
+                self.adapters.beside(layouts),
+                {**tensors, **self.adapters.parameters},
+            )
         with self.on_device:
             save_folder(
                 folder,
@@ -227,7 +266,9 @@ class TrainingModel(ABC):
         """Return whether the weights are offloaded at times. If so, other tensors must not share their storage."""
         return isinstance(self.on_device, Offload)
 
-    def score(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, ...]) -> torch.Tensor:
+    def score(
+        self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, ...]
+    ) -> torch.Tensor:
         """Compute per-response-token values of the whole batch, identical on every rank. Collective over the grid.
 
         Each data-parallel rank passes the micro-batches of its own samples.
@@ -237,13 +278,18 @@ class TrainingModel(ABC):
             gives n values.
         """
         result = self.scored(micro_batches, score, shape)
-        # Each sample's row is non-zero only on the rank that reports it, so the sum copies it to all ranks.
+        # Each sample's row is non-zero only on the rank that reports it, so the sum
+        # copies it to all ranks.
         dist.all_reduce(result, group=self.grid.world)
         return result
 
-    def scored(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, ...]) -> torch.Tensor:
+    def scored(
+        self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, ...]
+    ) -> torch.Tensor:
         """Compute `score` for the samples that this rank reports; other rows are zero. Collective over the grid."""
-        outputs = self.outputs(micro_batches, lambda output, batch: (batch.samples, score(output, batch)))
+        outputs = self.outputs(
+            micro_batches, lambda output, batch: (batch.samples, score(output, batch))
+        )
         result = torch.zeros(shape, dtype=torch.float32, device=platform.device)
         if self.reports:
             for samples, values in outputs:
@@ -251,7 +297,12 @@ class TrainingModel(ABC):
         return result
 
     def log_probs(
-        self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        logits: torch.Tensor,
+        batch: MicroBatch,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute log-probability and entropy of every response token.
 
@@ -263,9 +314,13 @@ class TrainingModel(ABC):
             (log_probs, entropy), each [b, r] float32, zero in the padding. Entropy is zero unless `with_entropy`.
         """
         options = self._given(logits, batch, temperature)
-        log_probs, entropy = vocab_parallel_log_probs(logits, with_entropy=with_entropy, **options)
+        log_probs, entropy = vocab_parallel_log_probs(
+            logits, with_entropy=with_entropy, **options
+        )
         if not with_entropy:
-            return self.joined(log_probs, batch), entropy.new_zeros(batch.predicted.shape)
+            return self.joined(log_probs, batch), entropy.new_zeros(
+                batch.predicted.shape
+            )
         return self.joined(log_probs, batch), self.joined(entropy, batch)
 
     def squared_probs(
@@ -275,18 +330,23 @@ class TrainingModel(ABC):
 
         Arguments and shapes as in `log_probs`.
         """
-        log_probs, squares = vocab_parallel_squared_probs(logits, **self._given(logits, batch, temperature))
+        log_probs, squares = vocab_parallel_squared_probs(
+            logits, **self._given(logits, batch, temperature)
+        )
         return self.joined(log_probs, batch), self.joined(squares, batch)
 
     def joined(self, flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Add up values of response tokens over context-parallel ranks: [local tokens] -> [b, r].
 
-        The padding is zero. Each rank computes the whole loss but the gradient of its own tokens only, so that summed
-        gradients count every token once. Collective over the context-parallel group.
+        The padding is zero. Each rank computes the whole loss but the gradient of its
+        own tokens only, so that summed gradients count every token once. Collective
+        over the context-parallel group.
         """
         return sum_values(spread(flat, batch), self.grid.cp_group)
 
-    def _given(self, output: torch.Tensor, batch: MicroBatch, temperature: float) -> dict[str, Any]:
+    def _given(
+        self, output: torch.Tensor, batch: MicroBatch, temperature: float
+    ) -> dict[str, Any]:
         """Return targets, positions and sampling parameters of the response tokens."""
         sample, row, position = batch.predicting
         return {
@@ -315,17 +375,21 @@ class TrainingModel(ABC):
     def distributions(self, output: torch.Tensor, batch: MicroBatch) -> Distributions:
         """Return this model's distributions of the response tokens.
 
-        They consist of logits, or with `chunked_logits` of hidden states and the output layer's weight.
+        They consist of logits, or with `chunked_logits` of hidden states and the output
+        layer's weight.
         """
         _, row, position = batch.predicting
         weight = None if self._head is None else self._head.weight
         return Distributions(output, row * output.shape[1] + position, weight)
 
-    def values(self, output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def values(
+        self, output: torch.Tensor, batch: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Split value outputs [b, s, heads] into values before each response token and after the last one.
 
-        With several heads the field `heads` [b, 1] selects the head of each sample. If values are computed beside
-        logits, those of the forward pass that produced `output` are used.
+        With several heads the field `heads` [b, 1] selects the head of each sample. If
+        values are computed beside logits, those of the forward pass that produced
+        `output` are used.
 
         Returns:
             Values [b, r], zero in the padding, and [b].
@@ -333,13 +397,18 @@ class TrainingModel(ABC):
         output = output if self._values_beside is None else self._values_beside.take()
         sample, row, position = batch.predicting
         heads = batch.fields.get("heads")
-        head = torch.zeros_like(batch.samples) if heads is None or not heads.shape[1] else heads[:, 0].long()
+        head = (
+            torch.zeros_like(batch.samples)
+            if heads is None or not heads.shape[1]
+            else heads[:, 0].long()
+        )
         after = self.at_the_end(output, batch).gather(1, head.unsqueeze(1))[:, 0]
         return self.joined(output[row, position, head[sample]].float(), batch), after
 
     def at_the_end(self, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Return the output at each sequence's last token, [b, s, k] -> [b, k] float32.
 
-        Rows without a response have arbitrary values. Collective over the context-parallel group.
+        Rows without a response have arbitrary values. Collective over the
+        context-parallel group.
         """
         return sum_values(batch.at_the_end(output).float(), self.grid.cp_group)

@@ -1,11 +1,13 @@
 """Offload tensors from device memory and bring them back in place, so that every view of them stays valid.
 
-Offloading works on storages. Weights and gradients are views of Megatron's buffers, an optimizer's master weights may
-be views of the weights, and an engine's parameters may be views of the actor's. A storage is emptied and later
-refilled, and all views see its values again. Nothing may read it in between.
+Offloading works on storages. Weights and gradients are views of Megatron's buffers, an
+optimizer's master weights may be views of the weights, and an engine's parameters may
+be views of the actor's. A storage is emptied and later refilled, and all views see its
+values again. Nothing may read it in between.
 
-On CUDA the copies go to pinned host memory, on a separate stream. If a folder is configured they go to files, also on a
-machine without an accelerator. Without a folder, a machine without an accelerator offloads nothing.
+On CUDA the copies go to pinned host memory, on a separate stream. If a folder is
+configured they go to files, also on a machine without an accelerator. Without a folder,
+a machine without an accelerator offloads nothing.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ ALIGNMENT = 512  # bytes; alignment of a storage in a slab
 class PinnedMemory:
     """Pinned host memory that is allocated once and reused.
 
-    The memory consists of slabs of one size, over which the storages are laid end to end. torch rounds every pinned
-    allocation up to a power of two (2.13, ATen/core/CachingHostAllocator.h): one allocation per storage could take
-    twice its size, while slabs of a power of two waste nothing.
+    The memory consists of slabs of one size, over which the storages are laid end to
+    end. torch rounds every pinned allocation up to a power of two (2.13,
+    ATen/core/CachingHostAllocator.h): one allocation per storage could take twice its
+    size, while slabs of a power of two waste nothing.
     """
 
     def __init__(self) -> None:
@@ -56,10 +59,13 @@ class PinnedMemory:
         self._stream.synchronize()  # the caller frees the device memory next
 
     def fetch(self, storages: Storages) -> None:
-        # The new device memory of the storages may still be in use by kernels on the current stream.
+        # The new device memory of the storages may still be in use by kernels on the
+        # current stream.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for number, first, slab, start, size in slab_pieces([storage.nbytes() for storage in storages]):
+            for number, first, slab, start, size in slab_pieces(
+                [storage.nbytes() for storage in storages]
+            ):
                 target = as_bytes(storages[number])[first : first + size]
                 target.copy_(self._slabs[slab][start : start + size], non_blocking=True)
         torch.cuda.current_stream().wait_stream(self._stream)
@@ -111,7 +117,9 @@ class Files:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (open as long as this is)
         except OSError as error:
-            raise ConfigError(f"offload.folder={folder}: cannot be written ({error}). Name another one.") from error
+            raise ConfigError(
+                f"offload.folder={folder}: cannot be written ({error}). Name another one."
+            ) from error
         self._folder = folder
 
     def store(self, storages: Storages) -> None:
@@ -122,18 +130,26 @@ class Files:
                 while left:
                     left = left[self._file.write(left) :]
         except OSError as error:
-            raise TrainingStopped(f"offload.folder={self._folder}: {error}. Make room, or name another one.") from error
+            raise TrainingStopped(
+                f"offload.folder={self._folder}: {error}. Make room, or name another one."
+            ) from error
 
     def fetch(self, storages: Storages) -> None:
         self._file.seek(0)
         for storage in storages:
             target = as_bytes(storage)
-            read = target if target.device.type == "cpu" else torch.empty(target.numel(), dtype=torch.uint8)
+            read = (
+                target
+                if target.device.type == "cpu"
+                else torch.empty(target.numel(), dtype=torch.uint8)
+            )
             left = memory_of(read)
             while left:
                 count = os.readv(self._file.fileno(), [left])
                 if not count:
-                    raise TrainingStopped(f"offload.folder={self._folder}: what was written there is gone.")
+                    raise TrainingStopped(
+                        f"offload.folder={self._folder}: what was written there is gone."
+                    )
                 left = left[count:]
             if read is not target:
                 target.copy_(read)
@@ -150,7 +166,8 @@ class Nowhere:
             as_bytes(storage).zero_()
 
 
-# Target of offloaded storages. They may be emptied once `store` returns; `fetch` fills them after they are resized.
+# Target of offloaded storages. They may be emptied once `store` returns; `fetch` fills
+# them after they are resized.
 OffloadTarget = PinnedMemory | Files | Nowhere
 
 
@@ -181,7 +198,12 @@ class Offload:
         self.onload()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._inside -= 1
         if not self._inside:
             self.offload()
@@ -195,10 +217,12 @@ class Offload:
         self._place.store(storages)
         self._offloaded = [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:
-            # Resizing to 0 frees the memory, while all views keep pointing to the storage.
+            # Resizing to 0 frees the memory, while all views keep pointing to the
+            # storage.
             storage.resize_(0)
         if platform.is_cuda:
-            # Other allocators, such as a waking engine's, can only use memory that was returned to the driver.
+            # Other allocators, such as a waking engine's, can only use memory that was
+            # returned to the driver.
             torch.cuda.empty_cache()
 
     @torch.no_grad()
@@ -218,17 +242,23 @@ def place_for(folder: str | None) -> OffloadTarget | None:
     return PinnedMemory() if platform.is_cuda else None
 
 
-def storages_of(tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor] = ()) -> Storages:
+def storages_of(
+    tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor] = ()
+) -> Storages:
     """Return the storages of the tensors, each once, except those that `without` uses.
 
-    It leaves out storages that are not on the platform's device, cannot be resized, or are smaller than `SMALLEST`
-    bytes, such as an optimizer's step count.
+    It leaves out storages that are not on the platform's device, cannot be resized, or
+    are smaller than `SMALLEST` bytes, such as an optimizer's step count.
     """
     left_out = {tensor.untyped_storage().data_ptr() for tensor in without}
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        moves = storage.nbytes() >= SMALLEST and storage.resizable() and tensor.device.type == platform.device.type
+        moves = (
+            storage.nbytes() >= SMALLEST
+            and storage.resizable()
+            and tensor.device.type == platform.device.type
+        )
         if moves and storage.data_ptr() not in left_out:
             storages.setdefault(storage.data_ptr(), storage)
     return list(storages.values())
@@ -236,7 +266,9 @@ def storages_of(tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor]
 
 def memory_of(data: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, without numpy, which would make its storage non-resizable."""
-    array = (ctypes.c_char * (data.numel() * data.element_size())).from_address(data.data_ptr())
+    array = (ctypes.c_char * (data.numel() * data.element_size())).from_address(
+        data.data_ptr()
+    )
     return memoryview(array).cast("B")
 
 

@@ -1,7 +1,7 @@
 """Trainable models on Megatron-core and FSDP2: gradients, optimizers and learning-rate schedules.
 
-Megatron-core models use its DistributedDataParallel and optimizer, FSDP2 models torch's AdamW on their shards. Both
-use megatron-core's parameter scheduler.
+Megatron-core models use its DistributedDataParallel and optimizer, FSDP2 models torch's
+AdamW on their shards. Both use megatron-core's parameter scheduler.
 """
 
 from __future__ import annotations
@@ -63,14 +63,21 @@ class MegatronTrainable(TrainableModel):
     ) -> None:
         grid = model.grid
         replicas = grid.shape.dp * grid.shape.cp
-        config, ddp_config = optimizer_configs(model.role, optimizer, ddp, model.config.params_dtype, replicas)
-        super().__init__(model, max_norm=float(config.clip_grad), gradient_accumulation=gradient_accumulation)
+        config, ddp_config = optimizer_configs(
+            model.role, optimizer, ddp, model.config.params_dtype, replicas
+        )
+        super().__init__(
+            model,
+            max_norm=float(config.clip_grad),
+            gradient_accumulation=gradient_accumulation,
+        )
         self.chunks = [
             DistributedDataParallel(
                 config=model.config,
                 ddp_config=ddp_config,
                 module=chunk,
-                # As in Megatron-LM's training loop: later chunks communicate while others compute, without buckets.
+                # As in Megatron-LM's training loop: later chunks communicate while
+                # others compute, without buckets.
                 disable_bucketing=index > 0,
                 pg_collection=grid.pg_collection,
             )
@@ -78,16 +85,28 @@ class MegatronTrainable(TrainableModel):
         ]
         self._overlap_param_gather = ddp_config.overlap_param_gather
         if self._overlap_param_gather:
-            names = {id(parameter): name for name, parameter in model.parameters.items()}
+            names = {
+                id(parameter): name for name, parameter in model.parameters.items()
+            }
             model.in_order = [
-                frozenset(names[id(p)] for bucket in group.buckets for p in bucket.params if id(p) in names)
+                frozenset(
+                    names[id(p)]
+                    for bucket in group.buckets
+                    for p in bucket.params
+                    if id(p) in names
+                )
                 for group in self._gathered_groups
             ]
         self._is_distributed = ddp_config.use_distributed_optimizer
         self.optimizer = get_megatron_optimizer(
-            config, self.chunks, use_gloo_process_groups=False, pg_collection=grid.pg_collection
+            config,
+            self.chunks,
+            use_gloo_process_groups=False,
+            pg_collection=grid.pg_collection,
         )
-        self.scheduler = OptimizerParamScheduler(self.optimizer, **scheduler_options(config, scheduler, total_updates))
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer, **scheduler_options(config, scheduler, total_updates)
+        )
         model.config.grad_scale_func = self.optimizer.scale_loss
         model.config.finalize_model_grads_func = _finalize
         if ddp_config.overlap_grad_reduce:
@@ -100,17 +119,24 @@ class MegatronTrainable(TrainableModel):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> list[Mapping[str, torch.Tensor]]:
+    def _forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss
+    ) -> list[Mapping[str, torch.Tensor]]:
         return self.model.forward_backward(self.chunks, micro_batches, loss)
 
     def _gradient_norm(self) -> float | None:
-        return None if self.optimizer.prepare_grads() else float(self.optimizer.get_grad_norm())
+        return (
+            None
+            if self.optimizer.prepare_grads()
+            else float(self.optimizer.get_grad_norm())
+        )
 
     def _step(self) -> None:
         self.optimizer.step_with_ready_grads()
         if self._overlap_param_gather:
             for number, group in enumerate(self._gathered_groups, start=1):
-                # Gather group by group, so that one can be sent to the engines while the next is gathered.
+                # Gather group by group, so that one can be sent to the engines while
+                # the next is gathered.
                 group.start_param_sync(force_sync=True)
                 if self._sends_to is not None:
                     self._sends_to.final(number)
@@ -118,11 +144,19 @@ class MegatronTrainable(TrainableModel):
     @property
     def _gathered_groups(self) -> list[Any]:
         """Bucket groups, each gathered together, in the order of DistributedDataParallel.start_param_sync."""
-        return [g for chunk in self.chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+        return [
+            g
+            for chunk in self.chunks
+            for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+        ]
 
     @property
     def _buffers(self) -> list[Any]:
-        return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return [
+            buffer
+            for chunk in self.chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
 
     @property
     def _gradient_buffers(self) -> list[torch.Tensor]:
@@ -144,20 +178,33 @@ class MegatronTrainable(TrainableModel):
             for bucket_group in groups:
                 for bucket in bucket_group.buckets:
                     flat = bucket.grad_data
-                    if bucket_group.ddp_config.use_distributed_optimizer:  # keep only this rank's shard
+                    # Keep only this rank's shard.
+                    if bucket_group.ddp_config.use_distributed_optimizer:
                         size = bucket_group.intra_distributed_optimizer_instance_size
-                        flat = flat.view(size, -1)[bucket_group.intra_distributed_optimizer_instance_rank]
+                        flat = flat.view(size, -1)[
+                            bucket_group.intra_distributed_optimizer_instance_rank
+                        ]
                     gradients[f"{number}.{len(gradients)}"] = flat
         return gradients
 
     def _masters(self) -> dict[str, torch.Tensor]:
         optimizers = enumerate(_chain(self.optimizer))
-        masters = ((number, tensor) for number, single in optimizers for tensor in _stepped_on(single))
-        return {f"{number}.{index}": tensor.detach() for index, (number, tensor) in enumerate(masters)}
+        masters = (
+            (number, tensor)
+            for number, single in optimizers
+            for tensor in _stepped_on(single)
+        )
+        return {
+            f"{number}.{index}": tensor.detach()
+            for index, (number, tensor) in enumerate(masters)
+        }
 
     def follow_masters(self) -> None:
         for single in _chain(self.optimizer):
-            if isinstance(single, MixedPrecisionOptimizer) and not single.is_stub_optimizer:
+            if (
+                isinstance(single, MixedPrecisionOptimizer)
+                and not single.is_stub_optimizer
+            ):
                 single._copy_main_params_to_model_params()
         if self._is_distributed:
             for chunk in self.chunks:
@@ -168,16 +215,28 @@ class MegatronTrainable(TrainableModel):
         if factor == 1.0:
             return
         for optimizer in _chain(self.optimizer):
-            parameters = [] if getattr(optimizer, "is_stub_optimizer", False) else optimizer.get_parameters()
-            of_precision_aware = (getattr(parameter, "decoupled_grad", None) for parameter in parameters)
-            for parameter, decoupled in zip(parameters, of_precision_aware, strict=True):
+            parameters = (
+                []
+                if getattr(optimizer, "is_stub_optimizer", False)
+                else optimizer.get_parameters()
+            )
+            of_precision_aware = (
+                getattr(parameter, "decoupled_grad", None) for parameter in parameters
+            )
+            for parameter, decoupled in zip(
+                parameters, of_precision_aware, strict=True
+            ):
                 gradient = decoupled if decoupled is not None else parameter.grad
                 if gradient is not None:
                     gradient.mul_(factor)
 
 
 def optimizer_configs(
-    role: str, optimizer: Mapping[str, Any], ddp: Mapping[str, Any], dtype: torch.dtype, replicas: int = 1
+    role: str,
+    optimizer: Mapping[str, Any],
+    ddp: Mapping[str, Any],
+    dtype: torch.dtype,
+    replicas: int = 1,
 ) -> tuple[OptimizerConfig, DistributedDataParallelConfig]:
     """Build megatron-core's optimizer and DistributedDataParallel configurations from a role's mappings.
 
@@ -199,9 +258,13 @@ def optimizer_configs(
             "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
             "min_lr": 0.0,
         }
-        config = OptimizerConfig(**(defaults | coerce(OptimizerConfig, optimizer, f"{role}.optimizer")))
+        config = OptimizerConfig(
+            **(defaults | coerce(OptimizerConfig, optimizer, f"{role}.optimizer"))
+        )
     except (AssertionError, ValueError, TypeError) as error:
-        raise ConfigError(f"{role}.optimizer or {role}.ddp: megatron-core refuses it: {error}") from error
+        raise ConfigError(
+            f"{role}.optimizer or {role}.ddp: megatron-core refuses it: {error}"
+        ) from error
     return config, ddp_config
 
 
@@ -209,8 +272,12 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters that megatron-core's optimizers update and their state, over all optimizers of a chain."""
     for single in _chain(optimizer):
         yield from _stepped_on(single)
-        for state in single.optimizer.state.values() if single.optimizer is not None else ():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        for state in (
+            single.optimizer.state.values() if single.optimizer is not None else ()
+        ):
+            yield from (
+                value for value in state.values() if isinstance(value, torch.Tensor)
+            )
 
 
 def _chain(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -221,10 +288,14 @@ def _chain(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 def _stepped_on(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     inner = optimizer.optimizer
     if inner is not None:  # None if this rank has no trainable parameter
-        yield from (parameter for group in inner.param_groups for parameter in group["params"])
+        yield from (
+            parameter for group in inner.param_groups for parameter in group["params"]
+        )
 
 
-def scheduler_options(config: OptimizerConfig, given: Mapping[str, Any], total_updates: int) -> dict[str, Any]:
+def scheduler_options(
+    config: OptimizerConfig, given: Mapping[str, Any], total_updates: int
+) -> dict[str, Any]:
     """Return arguments of megatron-core's OptimizerParamScheduler; `given` overrides a constant learning rate."""
     peak = config.lr if config.lr is not None else 1e-6
     weight_decay = config.weight_decay
@@ -275,7 +346,9 @@ class FSDPTrainable(TrainableModel):
         offload: OffloadConfig | None = None,
     ) -> None:
         try:
-            fields = {"min_lr": 0.0} | coerce(OptimizerConfig, optimizer, f"{model.role}.optimizer")
+            fields = {"min_lr": 0.0} | coerce(
+                OptimizerConfig, optimizer, f"{model.role}.optimizer"
+            )
             config = OptimizerConfig(**fields)
         except (AssertionError, ValueError, TypeError) as error:
             raise ConfigError(f"{model.role}.optimizer: {error}") from error
@@ -284,38 +357,63 @@ class FSDPTrainable(TrainableModel):
                 f"{model.role}: engine: fsdp trains in float32 or bfloat16; float16 would need its loss scaled. Set "
                 "model.dtype=bfloat16."
             )
-        super().__init__(model, max_norm=float(config.clip_grad), gradient_accumulation=gradient_accumulation)
-        parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+        super().__init__(
+            model,
+            max_norm=float(config.clip_grad),
+            gradient_accumulation=gradient_accumulation,
+        )
+        parameters = [
+            parameter
+            for parameter in model.module.parameters()
+            if parameter.requires_grad
+        ]
         # A rank may hold no row of a small parameter.
         self.parameters = [p for p in parameters if local(p).numel()]
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": [p for p in self.parameters if p.dim() != 1], "wd_mult": 1.0},
-                {"params": [p for p in self.parameters if p.dim() == 1], "wd_mult": 0.0},
+                {
+                    "params": [p for p in self.parameters if p.dim() != 1],
+                    "wd_mult": 1.0,
+                },
+                {
+                    "params": [p for p in self.parameters if p.dim() == 1],
+                    "wd_mult": 0.0,
+                },
             ],
             lr=config.lr or 1e-6,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
         )
-        self.scheduler = OptimizerParamScheduler(self.optimizer, **scheduler_options(config, scheduler, total_updates))
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer, **scheduler_options(config, scheduler, total_updates)
+        )
         self._offload(offload or OffloadConfig())
 
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> list[Mapping[str, torch.Tensor]]:
+    def _forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss
+    ) -> list[Mapping[str, torch.Tensor]]:
         return self.model.forward_backward(micro_batches, loss)
 
     def _gradient_norm(self) -> float | None:
         """Return the norm over all shards, each counted once.
 
-        Squares are added in float64, in the order of parameters and ranks, so that the result is reproducible.
+        Squares are added in float64, in the order of parameters and ranks, so that the
+        result is reproducible.
         """
         square_sum = 0.0
-        gradients = [local(p.grad) for p in self.parameters if p.grad is not None and self.model.speaks_for(p)]
+        gradients = [
+            local(p.grad)
+            for p in self.parameters
+            if p.grad is not None and self.model.speaks_for(p)
+        ]
         if gradients:
-            square_sum = float(torch.stack(torch._foreach_norm(gradients)).double().square().sum())
+            square_sum = float(
+                torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+            )
         return math.sqrt(reduce_json(square_sum, sum, self.model.grid.world))
 
     def _multiply_gradients(self, factor: float) -> None:
@@ -333,7 +431,9 @@ class FSDPTrainable(TrainableModel):
     @property
     def _state(self) -> list[torch.Tensor]:
         """Moments and step counts of the optimizer."""
-        values = (value for state in self.optimizer.state.values() for value in state.values())
+        values = (
+            value for state in self.optimizer.state.values() for value in state.values()
+        )
         return [local(value) for value in values if isinstance(value, torch.Tensor)]
 
     def _optimizer_storages(self) -> Storages:
@@ -345,11 +445,20 @@ class FSDPTrainable(TrainableModel):
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
-        gradients = ((number, parameter.grad) for number, parameter in enumerate(self.parameters))
-        return {str(number): local(gradient) for number, gradient in gradients if gradient is not None}
+        gradients = (
+            (number, parameter.grad) for number, parameter in enumerate(self.parameters)
+        )
+        return {
+            str(number): local(gradient)
+            for number, gradient in gradients
+            if gradient is not None
+        }
 
     def _masters(self) -> dict[str, torch.Tensor]:
-        return {str(number): local(parameter).detach() for number, parameter in enumerate(self.parameters)}
+        return {
+            str(number): local(parameter).detach()
+            for number, parameter in enumerate(self.parameters)
+        }
 
     def follow_masters(self) -> None:
         """Do nothing: the optimizer updates the weights themselves."""

@@ -1,8 +1,10 @@
 """Updates on judged responses: a policy by a preference loss, a reward model by a ranking loss or by outcomes.
 
-A batch alternates better and worse responses; for KTO its rows are independent responses, `desirable` or not. A pair is
-never split over micro-batches, so that one forward pass yields both sides of its loss. Weights are normalised over the
-pairs (for KTO the responses) of the whole batch, so that the result depends neither on the split nor on the grid.
+A batch alternates better and worse responses; for KTO its rows are independent
+responses, `desirable` or not. A pair is never split over micro-batches, so that one
+forward pass yields both sides of its loss. Weights are normalised over the pairs (for
+KTO the responses) of the whole batch, so that the result depends neither on the split
+nor on the grid.
 """
 
 from __future__ import annotations
@@ -79,7 +81,12 @@ class PairUpdates(ModelWorker):
         return loss, {**result.metrics, "loss": share(loss)}
 
     def run(
-        self, batch: RolloutBatch, fields: Mapping[str, torch.Tensor], loss: Loss, *, unit: int = 2
+        self,
+        batch: RolloutBatch,
+        fields: Mapping[str, torch.Tensor],
+        loss: Loss,
+        *,
+        unit: int = 2,
     ) -> dict[str, float]:
         """Take one optimizer step on the pairs (or responses) of `batch`. Collective over the role's ranks.
 
@@ -88,9 +95,14 @@ class PairUpdates(ModelWorker):
             unit: number of responses per term of the loss.
         """
         weights = torch.full((len(batch),), 1.0 / max(len(batch) // unit, 1))
-        pair_fields = {name: values.unsqueeze(1).float() for name, values in {**fields, "weights": weights}.items()}
+        pair_fields = {
+            name: values.unsqueeze(1).float()
+            for name, values in {**fields, "weights": weights}.items()
+        }
         pair_fields["own"] = batch.response_mask
-        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens, pair_fields, unit=unit)
+        micro = micro_batches_for(
+            self.model, batch, self.micro_batch_tokens, pair_fields, unit=unit
+        )
         return as_metrics(self.trainable.update(micro, loss))
 
 
@@ -125,9 +137,13 @@ class PreferenceUpdates(PairUpdates):
         micro_batch_tokens: int,
         weight: float = 1.0,
     ) -> None:
-        super().__init__(policy, name, options, micro_batch_tokens=micro_batch_tokens, weight=weight)
+        super().__init__(
+            policy, name, options, micro_batch_tokens=micro_batch_tokens, weight=weight
+        )
         self._single = of_single_responses(name)
-        self._plain = Policy(self.model, temperature=1.0, micro_batch_tokens=micro_batch_tokens)
+        self._plain = Policy(
+            self.model, temperature=1.0, micro_batch_tokens=micro_batch_tokens
+        )
         self._reference = None if reference is None else reference.untempered()
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
@@ -138,14 +154,20 @@ class PreferenceUpdates(PairUpdates):
         fields |= self._of_the_mini_batch(batch, fields.get("ref"))
         if not self._single:
             return self.run(batch, fields, self._loss)
-        return self.run(batch, {**fields, "desirable": batch.desirable}, self._loss, unit=1)
+        return self.run(
+            batch, {**fields, "desirable": batch.desirable}, self._loss, unit=1
+        )
 
-    def _of_the_mini_batch(self, batch: RolloutBatch, ref: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def _of_the_mini_batch(
+        self, batch: RolloutBatch, ref: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
         """Compute loss inputs that depend on all rows, from the policy before the update; each [B]."""
         wanted, fields = {*self.entry.inputs, *self.entry.optional_inputs}, {}
         if "reference_kl" in wanted:
             assert self._reference is not None
-            fields["reference_kl"] = self._mismatched_kl(batch, self._reference).expand(len(batch))
+            fields["reference_kl"] = self._mismatched_kl(batch, self._reference).expand(
+                len(batch)
+            )
         if "chosen_alignment" in wanted:
             fields["alignment"] = alignment(self._plain, batch)
         if "mean_chosen_length" in wanted:
@@ -155,25 +177,37 @@ class PreferenceUpdates(PairUpdates):
             assert ref is not None
             log_ratios = _of_responses(self._plain, batch)[0] - ref
             if "reward_shift" in wanted:
-                fields["reward_shift"] = mean_log_ratio(log_ratios, batch.desirable).expand(len(batch))
-            chosen, rejected, margins = log_ratios[0::2], log_ratios[1::2], ref[0::2] - ref[1::2]
+                fields["reward_shift"] = mean_log_ratio(
+                    log_ratios, batch.desirable
+                ).expand(len(batch))
+            chosen, rejected, margins = (
+                log_ratios[0::2],
+                log_ratios[1::2],
+                ref[0::2] - ref[1::2],
+            )
             if "margin_shifts" in wanted:
                 shifts = margins - matched(chosen - rejected + margins, margins)
                 fields["margin_shifts"] = shifts.repeat_interleave(2)
             if "chosen_matched" in wanted:
-                fields["matched"] = torch.stack([matched(chosen, rejected), matched(rejected, chosen)], dim=1).flatten()
+                fields["matched"] = torch.stack(
+                    [matched(chosen, rejected), matched(rejected, chosen)], dim=1
+                ).flatten()
         return fields
 
     def evaluate(self, batch: RolloutBatch) -> dict[str, float]:
         """Return `accuracy`, the fraction of pairs or responses that the policy ranks correctly.
 
-        A pair counts if the better response is the likelier one, relative to the reference if there is one. An
-        independent response counts if its log-ratio is above the loss's reference point (KTO, BCO) exactly when it is
-        desirable.
+        A pair counts if the better response is the likelier one, relative to the
+        reference if there is one. An independent response counts if its log-ratio is
+        above the loss's reference point (KTO, BCO) exactly when it is desirable.
         """
         reference = self._reference
         sums, lengths = _of_responses(self._plain, batch)
-        sums = sums / lengths.clamp(min=1) if reference is None else sums - _of_responses(reference, batch)[0]
+        sums = (
+            sums / lengths.clamp(min=1)
+            if reference is None
+            else sums - _of_responses(reference, batch)[0]
+        )
         if self._single:
             bar: torch.Tensor | float = 0.0
             if "reward_shift" in self.entry.inputs:
@@ -195,38 +229,59 @@ class PreferenceUpdates(PairUpdates):
                 "response_mask": shifted.response_mask,
             }
         )
-        policy_log_probs, frozen = (_of_responses(policy, crossed)[0] for policy in (self._plain, reference))
+        policy_log_probs, frozen = (
+            _of_responses(policy, crossed)[0] for policy in (self._plain, reference)
+        )
         return kto_reference_kl(policy_log_probs, frozen)
 
-    def _loss(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    def _loss(
+        self, logits: torch.Tensor, micro: MicroBatch
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         log_probs, _ = self.model.log_probs(logits, micro)
         sums, lengths = response_log_probs(log_probs, micro.fields["own"])
         weights = column(micro, "weights")
         inputs: dict[str, torch.Tensor] = {}
         if self._single:
-            inputs = {"log_probs": sums, "desirable": column(micro, "desirable") > 0, "weights": weights}
-            scalars = [name for name in ("reference_kl", "reward_shift") if name in micro.fields]
+            inputs = {
+                "log_probs": sums,
+                "desirable": column(micro, "desirable") > 0,
+                "weights": weights,
+            }
+            scalars = [
+                name
+                for name in ("reference_kl", "reward_shift")
+                if name in micro.fields
+            ]
             inputs |= {name: column(micro, name)[:1].sum() for name in scalars}
             if "ref" in micro.fields:
                 inputs["ref_log_probs"] = column(micro, "ref")
         else:
             for place, side in enumerate(("chosen", "rejected")):
-                inputs[f"{side}_log_probs"], inputs[f"{side}_lengths"] = sums[place::2], lengths[place::2]
+                inputs[f"{side}_log_probs"], inputs[f"{side}_lengths"] = (
+                    sums[place::2],
+                    lengths[place::2],
+                )
                 if "ref" in micro.fields:
                     inputs[f"ref_{side}_log_probs"] = column(micro, "ref")[place::2]
-                    inputs[f"{side}_log_ratios"] = sums[place::2] - inputs[f"ref_{side}_log_probs"]
+                    inputs[f"{side}_log_ratios"] = (
+                        sums[place::2] - inputs[f"ref_{side}_log_probs"]
+                    )
                 for name in {"alignment", "matched"} & set(micro.fields):
                     inputs[f"{side}_{name}"] = column(micro, name)[place::2]
             if "margin_shifts" in micro.fields:
                 inputs["margin_shifts"] = column(micro, "margin_shifts")[0::2]
             if "mean_chosen_length" in micro.fields:
-                inputs["mean_chosen_length"] = column(micro, "mean_chosen_length")[:1].sum()
+                inputs["mean_chosen_length"] = column(micro, "mean_chosen_length")[
+                    :1
+                ].sum()
             # Both rows of a pair have the weight of the pair.
             inputs["weights"] = weights[0::2]
         return self.share_of_loss(inputs)
 
 
-def _of_responses(policy: Policy, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_responses(
+    policy: Policy, batch: RolloutBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (log-probs, lengths) of whole responses, both [B], in host memory."""
     return response_log_probs(policy.log_probs(batch).cpu(), batch.response_mask)
 
@@ -238,7 +293,9 @@ def alignment(policy: Policy, batch: RolloutBatch) -> torch.Tensor:
     """
 
     def score(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        log_probs, squares = policy.model.squared_probs(logits, micro, temperature=policy.temperature)
+        log_probs, squares = policy.model.squared_probs(
+            logits, micro, temperature=policy.temperature
+        )
         return torch.where(micro.response_mask, log_probs - squares.log(), 0.0)
 
     policy_log_probs = policy.score(batch, score, batch.response_shape).cpu()
@@ -254,16 +311,20 @@ def of_single_responses(name: str) -> bool:
 def of_the_next(group_ids: Sequence[int]) -> list[int]:
     """Return for every row a row of the next group; the last group is followed by the first.
 
-    The row has the same index in its group, or the last one if the next group is smaller.
+    The row has the same index in its group, or the last one if the next group is
+    smaller.
     """
     groups: dict[int, list[int]] = {}
     for row, group in enumerate(group_ids):
         groups.setdefault(group, []).append(row)
     order = list(groups)
-    following = {group: groups[order[(i + 1) % len(order)]] for i, group in enumerate(order)}
+    following = {
+        group: groups[order[(i + 1) % len(order)]] for i, group in enumerate(order)
+    }
     places = [groups[group].index(row) for row, group in enumerate(group_ids)]
     return [
-        following[group][min(place, len(following[group]) - 1)] for group, place in zip(group_ids, places, strict=True)
+        following[group][min(place, len(following[group]) - 1)]
+        for group, place in zip(group_ids, places, strict=True)
     ]
 
 
@@ -276,7 +337,12 @@ class RewardModel(ModelWorker):
 
     def scores(self, batch: RolloutBatch) -> torch.Tensor:
         """Return the scores of all samples, [B] float32 in host memory, identical on every rank."""
-        return of_all(batch, self.score(batch, partial(at_the_end, self.model), (len(batch), 1))[:, 0].cpu())
+        return of_all(
+            batch,
+            self.score(batch, partial(at_the_end, self.model), (len(batch), 1))[
+                :, 0
+            ].cpu(),
+        )
 
 
 class RewardModelUpdates(PairUpdates):
@@ -298,46 +364,71 @@ class RewardModelUpdates(PairUpdates):
         """Return `accuracy`, how often the better response scores higher, and `margin`, the mean score difference."""
         scores = self.reward_model.scores(batch)
         better, worse = scores[0::2], scores[1::2]
-        return {"accuracy": float((better > worse).float().mean()), "margin": float((better - worse).mean())}
+        return {
+            "accuracy": float((better > worse).float().mean()),
+            "margin": float((better - worse).mean()),
+        }
 
-    def _loss(self, output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    def _loss(
+        self, output: torch.Tensor, micro: MicroBatch
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         scores = at_the_end(self.model, output, micro)[:, 0]
         return self.share_of_loss(
             {
                 "chosen_rewards": scores[0::2],
                 "rejected_rewards": scores[1::2],
                 "weights": column(micro, "weights")[0::2],
-                "margins": column(micro, "margins")[0::2] if "margins" in micro.fields else None,
+                "margins": column(micro, "margins")[0::2]
+                if "margins" in micro.fields
+                else None,
             }
         )
 
 
-def at_the_end(model: TrainingModel, output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+def at_the_end(
+    model: TrainingModel, output: torch.Tensor, micro: MicroBatch
+) -> torch.Tensor:
     """Return the value at each sequence's last token: [b, s, 1] -> [b, 1] float32, 0 for padding rows."""
     values = model.at_the_end(output, micro)
-    return values.masked_fill((micro.response_lengths == 0).unsqueeze(1), 0.0)  # zero padding rows
+    # Zero padding rows.
+    return values.masked_fill((micro.response_lengths == 0).unsqueeze(1), 0.0)
 
 
 class ImplicitRewardModel(Policy):
     """PRIME (arXiv 2502.01456): a language model phi, initialised from the policy, whose log-probs give token rewards.
 
-    r_t = beta log(phi(y_t) / reference(y_t)). phi is trained online by the cross-entropy of sigmoid(sum r_t) with the
-    correctness of the response.
+    r_t = beta log(phi(y_t) / reference(y_t)). phi is trained online by the
+    cross-entropy of sigmoid(sum r_t) with the correctness of the response.
 
     Args:
         beta: scale of the rewards.
     """
 
-    def __init__(self, trainable: TrainableModel, *, temperature: float, micro_batch_tokens: int, beta: float) -> None:
-        super().__init__(trainable.model, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+    def __init__(
+        self,
+        trainable: TrainableModel,
+        *,
+        temperature: float,
+        micro_batch_tokens: int,
+        beta: float,
+    ) -> None:
+        super().__init__(
+            trainable.model,
+            temperature=temperature,
+            micro_batch_tokens=micro_batch_tokens,
+        )
         self.trainable, self.beta = trainable, beta
 
     def rewards(self, batch: RolloutBatch, ref_log_probs: torch.Tensor) -> torch.Tensor:
         """Return the reward of every response token, [B, R] float32, identical on every rank."""
         log_probs = self.log_probs(batch)
-        return implicit_rewards(log_probs, ref_log_probs.to(log_probs.device), beta=self.beta)
+        return implicit_rewards(
+            log_probs, ref_log_probs.to(log_probs.device), beta=self.beta
+        )
 
-    def update(self, batch: RolloutBatch, ref_log_probs: torch.Tensor, correct: torch.Tensor) -> dict[str, float]:
+    def update(
+        self, batch: RolloutBatch, ref_log_probs: torch.Tensor, correct: torch.Tensor
+    ) -> dict[str, float]:
         """Take one optimizer step on all responses. Collective over the role's ranks.
 
         Args:
@@ -354,7 +445,9 @@ class ImplicitRewardModel(Policy):
         micro = micro_batches_for(self.model, batch, self.micro_batch_tokens, fields)
         return as_metrics(self.trainable.update(micro, self._loss))
 
-    def _loss(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    def _loss(
+        self, logits: torch.Tensor, micro: MicroBatch
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         log_probs, _ = self.model.log_probs(logits, micro, temperature=self.temperature)
         result = outcome_cross_entropy(
             log_probs,

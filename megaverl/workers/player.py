@@ -31,7 +31,9 @@ from megaverl.rollout.environments import (
 )
 from megaverl.user_code import describe, show, user_code
 
-SIDE_BY_SIDE = 16  # maximum concurrent episodes per rank, if environments wait for something outside the process
+# Maximum concurrent episodes per rank, if environments wait for something outside the
+# process.
+SIDE_BY_SIDE = 16
 
 
 class Player:
@@ -57,11 +59,15 @@ class Player:
         max_prompt_tokens: int,
         chat: bool,
     ) -> None:
-        assert config.name is not None, "a run without an environment has no episodes to play"
+        assert config.name is not None, (
+            "a run without an environment has no episodes to play"
+        )
         self.name, self.options, self.world = config.name, config.options, world
         self.codec = Codec(tokenizer, chat=chat)
         turn_tokens = config.max_turn_tokens or max_tokens // config.max_turns
-        self.limits = Limits(config.max_turns, turn_tokens, max_tokens, max_prompt_tokens)
+        self.limits = Limits(
+            config.max_turns, turn_tokens, max_tokens, max_prompt_tokens
+        )
         self.max_prompt_tokens = max_prompt_tokens
         with together(world):
             self.agents = agents_of(self.name)
@@ -85,11 +91,17 @@ class Player:
                 for number in own_numbers:
                     with self._environment(number, "reset"):
                         games[number] = make_game(self.name, self.codec, self.options)
-                begun = self._side_by_side(games, lambda number: self._begin(games[number], number, starts[number]))
-            views = self._play(starts, games, _joined(gather_json(begun, self.world)), generate)
+                begun = self._side_by_side(
+                    games,
+                    lambda number: self._begin(games[number], number, starts[number]),
+                )
+            views = self._play(
+                starts, games, _joined(gather_json(begun, self.world)), generate
+            )
         except BaseException:
             for number, game in games.items():
-                # Errors of close() are dropped, because the first error is more informative.
+                # Errors of close() are dropped, because the first error is more
+                # informative.
                 with suppress(MegaverlError), self._environment(number, "close"):
                     game.close()
             raise
@@ -100,18 +112,31 @@ class Player:
         return views
 
     def _play(
-        self, starts: Sequence[Start], games: Mapping[int, Game], everyone: Mapping[int, Any], generate: Generate
+        self,
+        starts: Sequence[Start],
+        games: Mapping[int, Game],
+        everyone: Mapping[int, Any],
+        generate: Generate,
     ) -> list[Views]:
-        def step(turns: Mapping[int, Mapping[str, list[list[int]]]]) -> dict[int, Turns]:
+        def step(
+            turns: Mapping[int, Mapping[str, list[list[int]]]],
+        ) -> dict[int, Turns]:
             results: dict[int, Any] = {}
             with together(self.world):
-                own_games = {number: games[number] for number in turns if number in games}
+                own_games = {
+                    number: games[number] for number in turns if number in games
+                }
                 results = self._side_by_side(
-                    own_games, lambda number: self._step(own_games[number], number, turns[number])
+                    own_games,
+                    lambda number: self._step(own_games[number], number, turns[number]),
                 )
             return {
-                number: Turns({agent: outcome_of(row) for agent, row in outcomes.items()}, acting)
-                for number, (outcomes, acting) in _joined(gather_json(results, self.world)).items()
+                number: Turns(
+                    {agent: outcome_of(row) for agent, row in outcomes.items()}, acting
+                )
+                for number, (outcomes, acting) in _joined(
+                    gather_json(results, self.world)
+                ).items()
             }
 
         return play(
@@ -131,9 +156,16 @@ class Player:
         """
         start = replace(start, limits=self.limits)
         with self._environment(number, "reset"):
-            prompts = {agent: [int(token) for token in ids] for agent, ids in game.reset(start).items()}
+            prompts = {
+                agent: [int(token) for token in ids]
+                for agent, ids in game.reset(start).items()
+            }
             acting = list(game.acting())
-        if set(prompts) != set(self.agents) or not acting or not set(acting) <= set(self.agents):
+        if (
+            set(prompts) != set(self.agents)
+            or not acting
+            or not set(acting) <= set(self.agents)
+        ):
             raise EpisodeError(
                 f"environment '{self.name}', episode {number}: prompts for {', '.join(prompts) or 'nobody'}, and "
                 f"{', '.join(acting) or 'nobody'} writes first; its agents are {', '.join(self.agents)}."
@@ -146,18 +178,26 @@ class Player:
                 )
         return [prompts, acting]
 
-    def _side_by_side(self, games: Mapping[int, Game], call: Callable[[int], Any]) -> dict[int, Any]:
+    def _side_by_side(
+        self, games: Mapping[int, Game], call: Callable[[int], Any]
+    ) -> dict[int, Any]:
         """Run `call` for each episode, in threads if the environment waits for something outside this process."""
         first = next(iter(games.values()), None)
-        environment: Any = getattr(first, "environment", first)  # the user's environment object
+        # The user's environment object.
+        environment: Any = getattr(first, "environment", first)
         if games and type(environment).waits:
             with ThreadPoolExecutor(min(len(games), SIDE_BY_SIDE)) as threads:
                 return dict(zip(games, threads.map(call, games), strict=True))
         return {number: call(number) for number in games}
 
-    def _step(self, game: Game, number: int, turns: Mapping[str, list[list[int]]]) -> list[Any]:
+    def _step(
+        self, game: Game, number: int, turns: Mapping[str, list[list[int]]]
+    ) -> list[Any]:
         with self._environment(number, "step"):
-            outcomes = {agent: outcome_row(outcome) for agent, outcome in game.step_each(turns).items()}
+            outcomes = {
+                agent: outcome_row(outcome)
+                for agent, outcome in game.step_each(turns).items()
+            }
             done = any(outcome[2] for outcome in outcomes.values())
             acting = [] if done else list(game.acting())
         return [outcomes, acting]
@@ -183,20 +223,29 @@ def outcome_row(outcome: Outcome) -> list[Any]:
     try:
         reward = read_number(float(outcome.reward))
     except (TypeError, ValueError, OverflowError) as error:
-        raise EpisodeError(f"the reward of a turn is {show(outcome.reward)}; it must be a finite number.") from error
+        raise EpisodeError(
+            f"the reward of a turn is {show(outcome.reward)}; it must be a finite number."
+        ) from error
     columns = [
         reward,
         bool(outcome.done),
         outcome.conversation,
         [outcome_row(other_outcome) for other_outcome in outcome.also],
     ]
-    return [[*map(int, outcome.token_ids)], *columns, outcome.overlaps, [*outcome.untrained]]
+    return [
+        [*map(int, outcome.token_ids)],
+        *columns,
+        outcome.overlaps,
+        [*outcome.untrained],
+    ]
 
 
 def outcome_of(row: Sequence[Any]) -> Outcome:
     """Return the outcome that `outcome_row` serialised."""
     token_ids, reward, done, conversation, also, *rest = row
-    return Outcome(token_ids, reward, done, conversation, [outcome_of(row) for row in also], *rest)
+    return Outcome(
+        token_ids, reward, done, conversation, [outcome_of(row) for row in also], *rest
+    )
 
 
 def _joined(parts: Sequence[Mapping[Any, Any]]) -> dict[int, Any]:

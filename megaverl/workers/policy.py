@@ -1,8 +1,9 @@
 """Policy workers: log-probs of responses, and the actor's update by a policy loss.
 
-The module also compares the engine's log-probs with the actor's. Weight fingerprints show that both have the same
-weights, but not that both compute the same function, so the first step of a run is checked. In 16 bits two correct
-implementations may differ by any amount at single tokens, so the check uses the mean and the 99.9th percentile.
+The module also compares the engine's log-probs with the actor's. Weight fingerprints
+show that both have the same weights, but not that both compute the same function, so
+the first step of a run is checked. In 16 bits two correct implementations may differ by
+any amount at single tokens, so the check uses the mean and the 99.9th percentile.
 """
 
 from __future__ import annotations
@@ -96,13 +97,17 @@ class Policy(ModelWorker):
     def untempered(self) -> Policy:
         """Return a policy of the same model at temperature 1."""
         cap, adapters = self.micro_batch_tokens, self._with_adapters
-        return Policy(self.model, temperature=1.0, micro_batch_tokens=cap, with_adapters=adapters)
+        return Policy(
+            self.model, temperature=1.0, micro_batch_tokens=cap, with_adapters=adapters
+        )
 
     def entropies(self, batch: RolloutBatch) -> torch.Tensor:
         """Return the entropy of the distribution of each response token, [B, R] float32, identical on every rank."""
 
         def score(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-            return self.model.log_probs(logits, micro, temperature=self.temperature, with_entropy=True)[1]
+            return self.model.log_probs(
+                logits, micro, temperature=self.temperature, with_entropy=True
+            )[1]
 
         return self.score(batch, score, batch.response_shape)
 
@@ -113,7 +118,9 @@ class Policy(ModelWorker):
         """
 
         def score(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-            norms = score_norms(*self.model.squared_probs(logits, micro, temperature=self.temperature))
+            norms = score_norms(
+                *self.model.squared_probs(logits, micro, temperature=self.temperature)
+            )
             return norms.masked_fill(~micro.response_mask, 0.0)
 
         return self.score(batch, score, batch.response_shape)
@@ -150,14 +157,23 @@ class Actor(Policy):
         self.trainable, self.algorithm, self.seed = trainable, algorithm, seed
         self._policy_loss = policy_losses.get(algorithm.policy_loss_name)
         selects = "selected" in self._policy_loss.inputs
-        self._selector = token_selectors.get(algorithm.token_selector_name) if selects else None
-        self._weighting = Weighting(algorithm.aggregation_name, max_tokens=algorithm.loss_length)
+        self._selector = (
+            token_selectors.get(algorithm.token_selector_name) if selects else None
+        )
+        self._weighting = Weighting(
+            algorithm.aggregation_name, max_tokens=algorithm.loss_length
+        )
         self._corrections = rollout_corrections(algorithm)
         target, step = algorithm.entropy_target, algorithm.entropy_step
-        self.entropy = None if target is None else AdaptiveEntropy(algorithm.entropy_coef, target, step)
+        self.entropy = (
+            None
+            if target is None
+            else AdaptiveEntropy(algorithm.entropy_coef, target, step)
+        )
         self.teacher: Teacher | None = None
         self._kl_coef = 0.0
-        # [2, b, r] of each micro-batch: difference to the engine's log-prob, and 1.0 where there is a token.
+        # [2, b, r] of each micro-batch: difference to the engine's log-prob, and 1.0
+        # where there is a token.
         self._differences: list[torch.Tensor] = []
 
     @property
@@ -168,7 +184,9 @@ class Actor(Policy):
         """
         return self.algorithm.num_epochs == 1 and self.algorithm.num_mini_batches == 1
 
-    def update(self, batch: RolloutBatch, *, step: int, kl_coef: float = 0.0) -> dict[str, float]:
+    def update(
+        self, batch: RolloutBatch, *, step: int, kl_coef: float = 0.0
+    ) -> dict[str, float]:
         """Take all updates of one step. Collective over the role's ranks.
 
         Args:
@@ -180,7 +198,8 @@ class Actor(Policy):
             Metrics. Without old log-probs they include those of `DifferenceStats`.
         """
         self._kl_coef, self._differences = kl_coef, []
-        # The teacher's forward passes run between the updates, so its weights stay on the device for all of them.
+        # The teacher's forward passes run between the updates, so its weights stay on
+        # the device for all of them.
         with self.teacher.model.on_device if self.teacher else nullcontext():
             metrics = run_updates(
                 self,
@@ -197,18 +216,26 @@ class Actor(Policy):
             metrics["entropy_coef"] = self.entropy.update(metrics["entropy"])
         metrics |= self.model.router_metrics()
         if "old_log_probs" not in batch:
-            metrics |= self._difference().over_ranks(self.model.grid.world).stats().metrics()
+            metrics |= (
+                self._difference().over_ranks(self.model.grid.world).stats().metrics()
+            )
         return metrics
 
     def _difference(self) -> LogProbDifference:
         """Return the difference to the engine's log-probs over this rank's samples.
 
-        All micro-batches are copied from the device at once, after the last update, to avoid blocking copies in
-        between.
+        All micro-batches are copied from the device at once, after the last update, to
+        avoid blocking copies in between.
         """
         total, held, self._differences = LogProbDifference(), self._differences, []
-        flat = torch.cat([pair.flatten() for pair in held]).cpu() if held else torch.empty(0)
-        for pair, values in zip(held, flat.split([pair.numel() for pair in held]), strict=True):
+        flat = (
+            torch.cat([pair.flatten() for pair in held]).cpu()
+            if held
+            else torch.empty(0)
+        )
+        for pair, values in zip(
+            held, flat.split([pair.numel() for pair in held]), strict=True
+        ):
             difference, mask = values.view(pair.shape)
             total.add(difference, mask != 0)
         return total
@@ -222,14 +249,22 @@ class Actor(Policy):
         """Return the function that computes the loss's inputs of a whole mini-batch, or None if it needs none."""
         if self.algorithm.top_entropy is not None:
             batch = batch.with_(entropies=self.entropies(batch).cpu())
-        looks = self._selector is not None or "entropies" in batch or self.algorithm.positive_coef > 0
+        looks = (
+            self._selector is not None
+            or "entropies" in batch
+            or self.algorithm.positive_coef > 0
+        )
         return partial(self._select, batch) if looks else None
 
-    def _select(self, batch: RolloutBatch, mini: MiniBatch) -> Mapping[str, torch.Tensor]:
+    def _select(
+        self, batch: RolloutBatch, mini: MiniBatch
+    ) -> Mapping[str, torch.Tensor]:
         """Return masks of the tokens that the loss treats specially in a mini-batch, identical on every rank."""
         selectors, algorithm = {}, self.algorithm
         if algorithm.top_entropy is not None:
-            selectors["trains"] = highest_entropies(batch.entropies, mini.mask, fraction=algorithm.top_entropy)
+            selectors["trains"] = highest_entropies(
+                batch.entropies, mini.mask, fraction=algorithm.top_entropy
+            )
         if algorithm.positive_coef:
             positive = mini.mask & batch.desirable.unsqueeze(1)
             selectors["positive"] = positive / positive.sum().clamp(min=1)
@@ -237,48 +272,77 @@ class Actor(Policy):
             return selectors
         (step, epoch, number), mask = mini.number, mini.mask
         # Every rank draws the same numbers, so all of them select the same tokens.
-        seed = sample_seed(self.seed, step, epoch * self.algorithm.num_mini_batches + number, "token_selector")
+        seed = sample_seed(
+            self.seed,
+            step,
+            epoch * self.algorithm.num_mini_batches + number,
+            "token_selector",
+        )
         inputs = {
-            "log_probs": batch.tensors.get("old_log_probs", batch.rollout_log_probs).cpu(),
+            "log_probs": batch.tensors.get(
+                "old_log_probs", batch.rollout_log_probs
+            ).cpu(),
             "advantages": batch.advantages.cpu(),
             "response_mask": mask,
-            "draws": torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)),
+            "draws": torch.rand(
+                mask.shape, generator=torch.Generator().manual_seed(seed)
+            ),
         }
         selector_options = {
-            name: v for name, v in self.algorithm.policy_loss_options.items() if name in self._selector.options
+            name: v
+            for name, v in self.algorithm.policy_loss_options.items()
+            if name in self._selector.options
         }
         return {**selectors, "selected": self._selector(inputs, **selector_options)}
 
-    def _loss(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    def _loss(
+        self, logits: torch.Tensor, micro: MicroBatch
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         algorithm, fields = self.algorithm, micro.fields
         with_entropy = algorithm.entropy_coef > 0 or self.entropy is not None
         log_probs, entropies = self.model.log_probs(
             logits, micro, temperature=self.temperature, with_entropy=with_entropy
         )
         weights = fields["weights"]
-        # On-policy updates have no field `old_log_probs`: the ratio is then 1 and only its gradient matters.
+        # On-policy updates have no field `old_log_probs`: the ratio is then 1 and only
+        # its gradient matters.
         inputs = {"old_log_probs": log_probs.detach(), **fields, "log_probs": log_probs}
         corrected: Mapping[str, torch.Tensor] = {}
         if self._corrections:
             corrected = self._correct(inputs)
         if "trains" in fields:
             self._train_only(fields["trains"], inputs)
-        policy = self._policy_loss(inputs, **policy_loss_options(self._policy_loss, algorithm))
+        policy = self._policy_loss(
+            inputs, **policy_loss_options(self._policy_loss, algorithm)
+        )
         terms: list[tuple[float, LossOutput]] = [(1.0, policy)]
         if algorithm.kl.place == "loss":
             kl = algorithm.kl
             reference = fields["ref_log_probs"]
             old = inputs["old_log_probs"]
-            penalty = kl_loss(log_probs, reference, weights, old, kind=kl.kind_name, gradient=kl.gradient)
+            penalty = kl_loss(
+                log_probs,
+                reference,
+                weights,
+                old,
+                kind=kl.kind_name,
+                gradient=kl.gradient,
+            )
             terms.append((self._kl_coef, penalty))
         if with_entropy:
-            coef = algorithm.entropy_coef if self.entropy is None else self.entropy.weight
+            coef = (
+                algorithm.entropy_coef if self.entropy is None else self.entropy.weight
+            )
             terms.append((-coef, entropy_sum(entropies, weights)))
         if "positive" in fields:
-            terms.append((algorithm.positive_coef, likelihood_sum(log_probs, fields["positive"])))
+            terms.append(
+                (algorithm.positive_coef, likelihood_sum(log_probs, fields["positive"]))
+            )
         if self.teacher is not None:
             divergence = self.teacher.divergence(self.model, logits, micro)
-            terms.append((algorithm.distillation.coef, distillation_loss(divergence, weights)))
+            terms.append(
+                (algorithm.distillation.coef, distillation_loss(divergence, weights))
+            )
         total = combine(*terms)
         metrics = {**total.metrics, **corrected, "loss": share(total.loss)}
         if (
@@ -286,18 +350,23 @@ class Actor(Policy):
             # Only last stages add differences, so that each sample counts once.
         ):
             difference = log_probs.detach() - fields["rollout_log_probs"]
-            self._differences.append(torch.stack([difference, (weights != 0).to(difference.dtype)]))
+            self._differences.append(
+                torch.stack([difference, (weights != 0).to(difference.dtype)])
+            )
         return total.loss, metrics
 
     def _correct(self, inputs: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Add the corrections to the inputs of the policy loss, and return their metrics.
 
-        A loss that declares `correction_factors` or `importance_weights` applies them itself. Otherwise they multiply
-        the advantages. See `algorithms.policy_losses`.
+        A loss that declares `correction_factors` or `importance_weights` applies them
+        itself. Otherwise they multiply the advantages. See `algorithms.policy_losses`.
         """
         mask = inputs["weights"] != 0
         masked_inputs = {**inputs, "response_mask": mask}
-        parts = [(entry.name, entry(masked_inputs, **options)) for entry, options in self._corrections]
+        parts = [
+            (entry.name, entry(masked_inputs, **options))
+            for entry, options in self._corrections
+        ]
         apart = OF_SINGLE_TOKENS if self._reads("importance_weights") else ()
         weighing = [part for name, part in parts if name in apart]
         others = [part for name, part in parts if name not in apart]
@@ -309,17 +378,23 @@ class Actor(Policy):
             inputs["advantages"] = inputs["advantages"] * _product(others, mask).factors
         return _product([part for _, part in parts], mask).metrics
 
-    def _train_only(self, trained: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
+    def _train_only(
+        self, trained: torch.Tensor, inputs: dict[str, torch.Tensor]
+    ) -> None:
         """Restrict the policy loss's gradient to the tokens in `trained`, a [b, r] bool mask.
 
-        The rest of the loss must not see the selection: ratios, means and baselines of responses use all tokens.
+        The rest of the loss must not see the selection: ratios, means and baselines of
+        responses use all tokens.
         """
-        inputs["log_probs"] = torch.where(trained, inputs["log_probs"], inputs["log_probs"].detach())
+        inputs["log_probs"] = torch.where(
+            trained, inputs["log_probs"], inputs["log_probs"].detach()
+        )
         if self._reads("trained_tokens"):
             inputs["trained_tokens"] = trained
         else:
-            # The value of the loss then covers only the trained tokens. A product is used because it lets a non-finite
-            # advantage reach the loss, which torch.where would hide.
+            # The value of the loss then covers only the trained tokens. A product is
+            # used because it lets a non-finite advantage reach the loss, which
+            # torch.where would hide.
             inputs["advantages"] = inputs["advantages"] * trained
         if "selected" in inputs:
             inputs["selected"] = inputs["selected"] & trained
@@ -337,7 +412,8 @@ def _product(parts: list[Correction], mask: torch.Tensor) -> Correction:
     return parts[0] if len(parts) == 1 else combined(parts, mask)
 
 
-PER_OCTAVE = 32  # histogram bins per factor of 2, so that percentiles are accurate to 2.2 %
+# Histogram bins per factor of 2, so that percentiles are accurate to 2.2 %.
+PER_OCTAVE = 32
 SMALLEST, LARGEST = -40, 8  # exponents of 2; values outside go to the first or last bin
 NUM_BINS = (LARGEST - SMALLEST) * PER_OCTAVE
 
@@ -361,7 +437,8 @@ class DifferenceStats(NamedTuple):
 class LogProbDifference:
     """Accumulator of log-prob differences on the host.
 
-    A histogram with logarithmic bins makes the percentile over all ranks' tokens a single small all-reduce.
+    A histogram with logarithmic bins makes the percentile over all ranks' tokens a
+    single small all-reduce.
     """
 
     def __init__(self) -> None:
@@ -371,10 +448,18 @@ class LogProbDifference:
 
     def add(self, difference: torch.Tensor, mask: torch.Tensor) -> None:
         """Add the tokens under `mask`; both arguments are `[batch, response]`. NaN counts as infinite."""
-        # A NaN counts as infinite, so that it cannot hide in the mean or the percentile.
-        difference = difference[mask].abs().double().nan_to_num(nan=math.inf, posinf=math.inf)
+        # A NaN counts as infinite, so that it cannot hide in the mean or the
+        # percentile.
+        difference = (
+            difference[mask].abs().double().nan_to_num(nan=math.inf, posinf=math.inf)
+        )
         if difference.numel():
-            bins = ((difference.log2() - SMALLEST) * PER_OCTAVE).floor().clamp(0, NUM_BINS - 1).long()
+            bins = (
+                ((difference.log2() - SMALLEST) * PER_OCTAVE)
+                .floor()
+                .clamp(0, NUM_BINS - 1)
+                .long()
+            )
             self._counts += torch.bincount(bins, minlength=NUM_BINS)
             self._total += difference.sum()
             self._largest = torch.maximum(self._largest, difference.max())
@@ -382,10 +467,15 @@ class LogProbDifference:
     def over_ranks(self, group: dist.ProcessGroup) -> LogProbDifference:
         """Return the sum over all ranks of `group`, on each of them."""
         joined, device = LogProbDifference(), device_of(group)
-        sums, largest = torch.cat([self._counts, self._total]).to(device), self._largest.to(device, copy=True)
+        sums, largest = (
+            torch.cat([self._counts, self._total]).to(device),
+            self._largest.to(device, copy=True),
+        )
         dist.all_reduce(sums, group=group)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        joined._counts, joined._total, joined._largest = torch.cat([sums, largest]).cpu().split([NUM_BINS, 1, 1])
+        joined._counts, joined._total, joined._largest = (
+            torch.cat([sums, largest]).cpu().split([NUM_BINS, 1, 1])
+        )
         return joined
 
     def stats(self) -> DifferenceStats:
@@ -402,7 +492,8 @@ class LogProbDifference:
         )
 
 
-# Tolerance in nats for float32 on a CPU, where only rounding differs: the test suite's runs show 1e-5.
+# Tolerance in nats for float32 on a CPU, where only rounding differs: the test suite's
+# runs show 1e-5.
 STRICT = 1e-3
 
 
@@ -423,14 +514,19 @@ class Rounding(NamedTuple):
     most: float
 
 
-# Measured in bfloat16 between transformers and megatron-core, on random models of the supported architectures with 2
-# and 8 layers, and log-probs as spread out as a trained model's: means of 0.007 to 0.039 for dense models and of 0.021
-# to 0.15 with experts, where rounding changes the expert of a token near a tie. Reported: 0.011 (Qwen3-4B), 0.064
-# (4 layers of 30B-A3B), 0.21 (8 layers, 2 of 32 experts). A wrong rotary base or window shows 0.18 and more.
+# Measured in bfloat16 between transformers and megatron-core, on random models of the
+# supported architectures with 2 and 8 layers, and log-probs as spread out as a trained
+# model's: means of 0.007 to 0.039 for dense models and of 0.021 to 0.15 with experts,
+# where rounding changes the expert of a token near a tie. Reported: 0.011 (Qwen3-4B),
+# 0.064 (4 layers of 30B-A3B), 0.21 (8 layers, 2 of 32 experts). A wrong rotary base or
+# window shows 0.18 and more.
 DENSE = Rounding("a dense model", mean=5.0, p999=64.0, most=16.0)
 WITH_EXPERTS = Rounding("a mixture of experts", mean=20.0, p999=256.0, most=32.0)
-# For an engine with weights or cache in 8 bits, whatever the model: in units of bfloat16.
-QUANTISED = Rounding("an engine with 8-bit weights or cache", mean=32.0, p999=512.0, most=64.0)
+# For an engine with weights or cache in 8 bits, whatever the model: in units of
+# bfloat16.
+QUANTISED = Rounding(
+    "an engine with 8-bit weights or cache", mean=32.0, p999=512.0, most=64.0
+)
 
 
 def rounding_of(spec: ModelSpec, rollout: RolloutConfig) -> Rounding:
@@ -439,12 +535,16 @@ def rounding_of(spec: ModelSpec, rollout: RolloutConfig) -> Rounding:
     An architecture that no table describes may have experts, and is treated so.
     """
     cache = str(rollout.vllm.get("kv_cache_dtype") or "auto")
-    if rollout.vllm.get("quantization") or not cache.startswith(("auto", "bfloat16", "float16")):
+    if rollout.vllm.get("quantization") or not cache.startswith(
+        ("auto", "bfloat16", "float16")
+    ):
         return QUANTISED
     return DENSE if spec.is_tabled and spec.moe is None else WITH_EXPERTS
 
 
-def check_first_comparison(found: DifferenceStats, config: Config, dtype: torch.dtype, spec: ModelSpec) -> str | None:
+def check_first_comparison(
+    found: DifferenceStats, config: Config, dtype: torch.dtype, spec: ModelSpec
+) -> str | None:
     """Compare the difference of engine and actor with what the rounding of `dtype` explains.
 
     Returns:
@@ -460,7 +560,11 @@ def check_first_comparison(found: DifferenceStats, config: Config, dtype: torch.
     if tolerance is not None:
         if found.largest <= tolerance:
             return None
-        raise TrainingStopped(_difference_text(found, config, f"allowed are {tolerance:.3g} for any token"))
+        raise TrainingStopped(
+            _difference_text(
+                found, config, f"allowed are {tolerance:.3g} for any token"
+            )
+        )
     rounding = rounding_of(spec, config.rollout)
     # On CUDA, float32 matrix products may use TF32, which has the precision of float16.
     unit = torch.finfo(torch.float16 if dtype == torch.float32 else dtype).eps
@@ -484,7 +588,9 @@ def _difference_text(found: DifferenceStats, config: Config, limit: str) -> str:
     engine = config.rollout.engine
     is_compared = config.reshard.check_every >= 0
     weights = (
-        "have the same weights" if is_compared else "may have other weights (reshard.check_every=-1 compares none)"
+        "have the same weights"
+        if is_compared
+        else "may have other weights (reshard.check_every=-1 compares none)"
     )
     return (
         f"the log-probs that {engine} reports and those that the actor computes for the same tokens differ by "
@@ -497,7 +603,9 @@ def _difference_text(found: DifferenceStats, config: Config, limit: str) -> str:
     )
 
 
-def policy_loss_options(loss: Entry[LossOutput], algorithm: AlgorithmConfig) -> dict[str, Any]:
+def policy_loss_options(
+    loss: Entry[LossOutput], algorithm: AlgorithmConfig
+) -> dict[str, Any]:
     """Return the loss options that the configuration sets. The function's defaults apply to the others."""
     options: dict[str, Any] = dict(algorithm.preset_loss_options)
     if algorithm.clip_range is not None:
@@ -505,16 +613,24 @@ def policy_loss_options(loss: Entry[LossOutput], algorithm: AlgorithmConfig) -> 
     if algorithm.clip_range_high is not None:
         options["clip_high"] = algorithm.clip_range_high
     loss_options = algorithm.policy_loss_options.items()
-    return options | {name: value for name, value in loss_options if name in loss.options}
+    return options | {
+        name: value for name, value in loss_options if name in loss.options
+    }
 
 
-def rollout_corrections(algorithm: AlgorithmConfig) -> list[tuple[Entry[Correction], dict[str, Any]]]:
+def rollout_corrections(
+    algorithm: AlgorithmConfig,
+) -> list[tuple[Entry[Correction], dict[str, Any]]]:
     """Return the configured corrections with their options; empty if none is configured."""
     entries = []
     for correction in (algorithm.correction, *algorithm.correction.also):
         limits = {
-            name: limit for name, limit in (("low", correction.low), ("high", correction.high)) if limit is not None
+            name: limit
+            for name, limit in (("low", correction.low), ("high", correction.high))
+            if limit is not None
         }
         if correction.kind != "none":
-            entries.append((corrections.get(correction.kind), {**correction.options, **limits}))
+            entries.append(
+                (corrections.get(correction.kind), {**correction.options, **limits})
+            )
     return entries

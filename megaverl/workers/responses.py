@@ -55,25 +55,42 @@ class Draws:
 
     def is_opponent(self, sample: int) -> bool:
         """Return whether a sample is an opponent: if there are any, they are the second half of each group."""
-        return self.opponent_beta is not None and sample % self.group_size >= self.group_size // 2
+        return (
+            self.opponent_beta is not None
+            and sample % self.group_size >= self.group_size // 2
+        )
 
     def ways(self, sampling: Sampling, count: int) -> Sampling:
         """Return the sampling options of `count` samples, with the mixture distribution for opponents."""
         if self.opponent_beta is None:
             return sampling
         sampling_of_each = of_each(sampling, count)
-        mixed = {options: options.mixed(self.opponent_beta) for options in sampling_of_each}
+        mixed = {
+            options: options.mixed(self.opponent_beta) for options in sampling_of_each
+        }
         return [
-            mixed[options] if self.is_opponent(sample) else options for sample, options in enumerate(sampling_of_each)
+            mixed[options] if self.is_opponent(sample) else options
+            for sample, options in enumerate(sampling_of_each)
         ]
 
     def seed(self, sample: int, turn: int = 0, agent: str = "") -> int:
         """Return the seed of one turn of one sample."""
-        return turn_seed(self.run_seed, self.step, self.first_group * self.group_size + sample, turn, agent)
+        return turn_seed(
+            self.run_seed,
+            self.step,
+            self.first_group * self.group_size + sample,
+            turn,
+            agent,
+        )
 
     def environment_seed(self, sample: int) -> int:
         """Return the seed of a sample's environment. It is the same for a whole group, whose episodes start alike."""
-        return sample_seed(self.run_seed, self.step, self.first_group + sample // self.group_size, "environment")
+        return sample_seed(
+            self.run_seed,
+            self.step,
+            self.first_group + sample // self.group_size,
+            "environment",
+        )
 
 
 def responses(
@@ -105,7 +122,9 @@ def responses(
     group_ids = [draws.first_group + i // size for i in range(len(repeated))]
     if player is not None:
         played = episodes(rollout, repeated, sampling, draws, player)
-        return episodes_batch(repeated, played, player.agents, group_ids, draws.first_group * size)
+        return episodes_batch(
+            repeated, played, player.agents, group_ids, draws.first_group * size
+        )
     assert isinstance(rollout, Rollout), "agents of their own write in episodes"
     if readers is not None and function is None:
         return held_responses(rollout, repeated, sampling, draws, group_ids, readers)
@@ -113,22 +132,36 @@ def responses(
     seeds = [draws.seed(sample) for sample in range(len(repeated))]
     if function is not None:
         if images is not None:
-            raise RolloutError(f"rollout.function: {function} generates from tokens, and the prompts have images.")
-        assert isinstance(sampling, SamplingOptions), "the configuration allows one of the two"
-        generations = generate_by(function, rollout.generate, token_ids, sampling, seeds)
+            raise RolloutError(
+                f"rollout.function: {function} generates from tokens, and the prompts have images."
+            )
+        assert isinstance(sampling, SamplingOptions), (
+            "the configuration allows one of the two"
+        )
+        generations = generate_by(
+            function, rollout.generate, token_ids, sampling, seeds
+        )
     else:
 
         def one_finished(number: int, generation: Generation) -> None:
             assert finished is not None
-            sample_batch = rollout_batch([repeated[number]], [generation], [group_ids[number]])
+            sample_batch = rollout_batch(
+                [repeated[number]], [generation], [group_ids[number]]
+            )
             finished(number, without_opponents(sample_batch, [number], draws))
 
         hears = one_finished if finished is not None else None
-        generations = rollout.generate(token_ids, sampling, seeds, group_size=size, finished=hears, images=images)
-    return without_opponents(rollout_batch(repeated, generations, group_ids), range(len(repeated)), draws)
+        generations = rollout.generate(
+            token_ids, sampling, seeds, group_size=size, finished=hears, images=images
+        )
+    return without_opponents(
+        rollout_batch(repeated, generations, group_ids), range(len(repeated)), draws
+    )
 
 
-def without_opponents(batch: RolloutBatch, numbers: Sequence[int], draws: Draws) -> RolloutBatch:
+def without_opponents(
+    batch: RolloutBatch, numbers: Sequence[int], draws: Draws
+) -> RolloutBatch:
     """Remove the tokens of opponents from `response_mask`, because opponents do not train.
 
     Args:
@@ -155,19 +188,34 @@ def held_responses(
     token_ids, images = [prompt.token_ids for prompt in prompts], images_of(prompts)
     numbers: dict[Any, int] = {}
     same = [
-        numbers.setdefault((*prompt.token_ids, *(image.key for image in prompt.images or ())), len(numbers))
+        numbers.setdefault(
+            (*prompt.token_ids, *(image.key for image in prompt.images or ())),
+            len(numbers),
+        )
         for prompt in prompts
     ]
 
     def hold(response_lengths: Sequence[int]) -> HeldRows:
-        lengths = SequenceLengths([len(ids) for ids in token_ids], list(response_lengths), same)
+        lengths = SequenceLengths(
+            [len(ids) for ids in token_ids], list(response_lengths), same
+        )
         return readers.held(lengths, group_ids)
 
     seeds = [draws.seed(sample) for sample in range(len(prompts))]
     held, generations = rollout.generate_held(
-        token_ids, sampling, seeds, group_size=draws.group_size, context=readers.context, hold=hold, images=images
+        token_ids,
+        sampling,
+        seeds,
+        group_size=draws.group_size,
+        context=readers.context,
+        hold=hold,
+        images=images,
     )
-    held_batch = rollout_batch([prompts[row] for row in held.rows], generations, [group_ids[row] for row in held.rows])
+    held_batch = rollout_batch(
+        [prompts[row] for row in held.rows],
+        generations,
+        [group_ids[row] for row in held.rows],
+    )
     return as_held(without_opponents(held_batch, held.rows, draws), held)
 
 
@@ -184,27 +232,45 @@ def episodes(
         RolloutError: the prompts have images.
     """
     if images_of(prompts) is not None:
-        raise RolloutError("environment.name: episodes are of text, and the prompts have images. Leave one out.")
+        raise RolloutError(
+            "environment.name: episodes are of text, and the prompts have images. Leave one out."
+        )
     starts = [
-        Start(prompt.token_ids, prompt.text, prompt.reference, prompt.extra, draws.environment_seed(number))
+        Start(
+            prompt.token_ids,
+            prompt.text,
+            prompt.reference,
+            prompt.extra,
+            draws.environment_seed(number),
+        )
         for number, prompt in enumerate(prompts)
     ]
     a_turn = {
-        options: options.with_max_tokens(player.limits.turn_tokens) for options in of_each(sampling, len(prompts))
+        options: options.with_max_tokens(player.limits.turn_tokens)
+        for options in of_each(sampling, len(prompts))
     }
     turn_sampling = (
-        a_turn[sampling] if isinstance(sampling, SamplingOptions) else [a_turn[options] for options in sampling]
+        a_turn[sampling]
+        if isinstance(sampling, SamplingOptions)
+        else [a_turn[options] for options in sampling]
     )
 
     def write(requests: Sequence[Request]) -> Sequence[Generation]:
-        names = [("" if r.agent == ALONE else r.agent) + r.conversation for r in requests]
-        seeds = [draws.seed(r.episode, r.turn, name) for r, name in zip(requests, names, strict=True)]
+        names = [
+            ("" if r.agent == ALONE else r.agent) + r.conversation for r in requests
+        ]
+        seeds = [
+            draws.seed(r.episode, r.turn, name)
+            for r, name in zip(requests, names, strict=True)
+        ]
         # The engine's prefix cache helps within a group, whose episodes start alike.
         groups = [r.episode // draws.group_size for r in requests]
         prompts = [r.token_ids for r in requests]
         turns = of_some(turn_sampling, [r.episode for r in requests])
         if isinstance(rollout, AgentRollouts):
-            return rollout.generate_as([r.agent for r in requests], prompts, turns, seeds, groups)
+            return rollout.generate_as(
+                [r.agent for r in requests], prompts, turns, seeds, groups
+            )
         return rollout.generate(prompts, turns, seeds, conversations=groups)
 
     with rollout.awake():
@@ -212,7 +278,9 @@ def episodes(
 
 
 def rollout_batch(
-    prompts: Sequence[PromptRecord], generations: Sequence[Generation], group_ids: Sequence[int]
+    prompts: Sequence[PromptRecord],
+    generations: Sequence[Generation],
+    group_ids: Sequence[int],
 ) -> RolloutBatch:
     """Return a batch of prompts and their responses, with the columns that rewards and samples read."""
     return RolloutBatch.from_generations(
@@ -232,20 +300,32 @@ def rollout_batch(
 
 def images_of(prompts: Sequence[PromptRecord]) -> Images | None:
     """Return the images of each prompt, or None if no prompt has any."""
-    return [prompt.images or () for prompt in prompts] if any(prompt.images for prompt in prompts) else None
+    return (
+        [prompt.images or () for prompt in prompts]
+        if any(prompt.images for prompt in prompts)
+        else None
+    )
 
 
 def episode_batch(
-    prompts: Sequence[PromptRecord], views: Sequence[View], group_ids: Sequence[int], first_episode: int = 0
+    prompts: Sequence[PromptRecord],
+    views: Sequence[View],
+    group_ids: Sequence[int],
+    first_episode: int = 0,
 ) -> RolloutBatch:
     """Return one agent's views of episodes as a batch with one row per conversation.
 
-    Only the agent's own tokens are in `response_mask`. The environment's tokens and turns marked as untrained are not.
+    Only the agent's own tokens are in `response_mask`. The environment's tokens and
+    turns marked as untrained are not.
 
     Args:
         first_episode: number of the first episode in the step.
     """
-    rows = [(number, part) for number, view in enumerate(views) for part in view.conversations()]
+    rows = [
+        (number, part)
+        for number, view in enumerate(views)
+        for part in view.conversations()
+    ]
     numbers, parts = [number for number, _ in rows], [part for _, part in rows]
     batch = RolloutBatch.from_generations(
         [part.prompt for part in parts],
@@ -258,18 +338,29 @@ def episode_batch(
             "turns": [part.spans for part in parts],
         },
     )
-    written_mask, turns = torch.zeros_like(batch.response_mask), torch.zeros_like(batch.generated_ids)
+    written_mask, turns = (
+        torch.zeros_like(batch.response_mask),
+        torch.zeros_like(batch.generated_ids),
+    )
     rewards = torch.zeros_like(batch.rollout_log_probs)
     for row, part in enumerate(parts):
         length = len(part.tokens)
-        written_mask[row, :length] = trained = torch.tensor(part.trained, dtype=torch.bool)
+        written_mask[row, :length] = trained = torch.tensor(
+            part.trained, dtype=torch.bool
+        )
         turns[row, :length] = torch.tensor(part.turns, dtype=torch.int64)
         for (_, end), reward in zip(part.spans, part.rewards, strict=True):
-            # The reward of an untrained turn goes to the last trained token before its end.
+            # The reward of an untrained turn goes to the last trained token before its
+            # end.
             places = trained[:end].nonzero()
             rewards[row, int(places[-1]) if len(places) else end - 1] += reward
     episodes = torch.tensor(numbers) + first_episode
-    return batch.with_(response_mask=written_mask, turn_ids=turns, turn_rewards=rewards, episode_ids=episodes)
+    return batch.with_(
+        response_mask=written_mask,
+        turn_ids=turns,
+        turn_rewards=rewards,
+        episode_ids=episodes,
+    )
 
 
 def episodes_batch(
@@ -293,7 +384,9 @@ def episodes_batch(
         return parts[0]
     return RolloutBatch.concat(
         [
-            part.with_(agent_ids=torch.full((len(part),), number)).with_columns(agent=[agent] * len(part))
+            part.with_(agent_ids=torch.full((len(part),), number)).with_columns(
+                agent=[agent] * len(part)
+            )
             for number, (agent, part) in enumerate(zip(agents, parts, strict=True))
         ]
     )
@@ -304,17 +397,30 @@ def own_rows(batch: RolloutBatch) -> list[int]:
 
     An opponent's sample has tokens, but none in the mask (`without_opponents`).
     """
-    return of_all(batch, batch.response_mask.any(dim=1) | (batch.response_lengths == 0)).nonzero()[:, 0].tolist()
+    return (
+        of_all(batch, batch.response_mask.any(dim=1) | (batch.response_lengths == 0))
+        .nonzero()[:, 0]
+        .tolist()
+    )
 
 
-def rollout_metrics(batch: RolloutBatch, seconds: float, weight_version: int, draws: Draws | None = None) -> Metrics:
+def rollout_metrics(
+    batch: RolloutBatch, seconds: float, weight_version: int, draws: Draws | None = None
+) -> Metrics:
     """Return metrics of responses that took `seconds` to generate. Opponents count only in the throughput."""
     written_tokens = of_all(batch, batch.response_mask.sum(dim=1)).double()
-    stopped = torch.tensor([reason == "stop" for reason in batch.columns["finish_reason"]], dtype=torch.bool)
+    stopped = torch.tensor(
+        [reason == "stop" for reason in batch.columns["finish_reason"]],
+        dtype=torch.bool,
+    )
     finished, num_tokens = of_all(batch, stopped), float(written_tokens.sum())
     if draws is not None and draws.opponent_beta is not None:
         rows, written = own_rows(batch), of_all(batch, batch.response_lengths)
-        written_tokens, finished, num_tokens = written_tokens[rows], finished[rows], float(written.sum())
+        written_tokens, finished, num_tokens = (
+            written_tokens[rows],
+            finished[rows],
+            float(written.sum()),
+        )
     return {
         "rollout/seconds": seconds,
         "rollout/throughput_tokens_per_sec": num_tokens / seconds,
@@ -332,8 +438,12 @@ def _turn_metrics(batch: RolloutBatch) -> Metrics:
         return {}
     _, episode = answer_rows(batch).unique(return_inverse=True)
     conversations = torch.bincount(episode).double()
-    turns = torch.bincount(episode, torch.tensor([len(spans) for spans in batch.columns["turns"]]).double())
-    of_environment = torch.bincount(episode, (batch.response_lengths - batch.response_mask.sum(dim=1)).double())
+    turns = torch.bincount(
+        episode, torch.tensor([len(spans) for spans in batch.columns["turns"]]).double()
+    )
+    of_environment = torch.bincount(
+        episode, (batch.response_lengths - batch.response_mask.sum(dim=1)).double()
+    )
     return {
         "rollout/turns_mean": float(turns.mean()),
         "rollout/turns_max": float(turns.max()),
@@ -347,10 +457,14 @@ def once(batch: RolloutBatch, scores: Scores, *, has_opponents: bool = False) ->
     """Return the scores of the policy's own samples, with one score per episode however many conversations it has."""
     if has_opponents:
         return scores.select(own_rows(batch))
-    return scores.select(answer_rows(batch).unique()) if "episode_ids" in batch else scores
+    return (
+        scores.select(answer_rows(batch).unique()) if "episode_ids" in batch else scores
+    )
 
 
-def greedy_responses(config: Config, rollout: Rollout, rollouts: RolloutBatch, step: int) -> RolloutBatch:
+def greedy_responses(
+    config: Config, rollout: Rollout, rollouts: RolloutBatch, step: int
+) -> RolloutBatch:
     """Generate the greedy response to the prompt of each group of `rollouts`. Collective over the role's ranks.
 
     Returns:
@@ -359,15 +473,24 @@ def greedy_responses(config: Config, rollout: Rollout, rollouts: RolloutBatch, s
     of_sample, groups = places_of_groups(rollouts)
     firsts = rollouts.select([of_sample.index(number) for number in range(groups)])
     prompts = [
-        row[:length].tolist() for row, length in zip(firsts.input_ids, firsts.prompt_lengths.tolist(), strict=True)
+        row[:length].tolist()
+        for row, length in zip(
+            firsts.input_ids, firsts.prompt_lengths.tolist(), strict=True
+        )
     ]
     generations = rollout.generate(
         prompts,
         sampling_options(config.rollout.sampling, temperature=0.0),
-        [sample_seed(config.run.seed, step, number, "greedy") for number in range(groups)],
+        [
+            sample_seed(config.run.seed, step, number, "greedy")
+            for number in range(groups)
+        ],
         images=firsts.columns.get(COLUMN),
     )
-    columns = {name: firsts.columns[name] for name in ("messages", "is_conversation", "prompt", "reference", "extra")}
+    columns = {
+        name: firsts.columns[name]
+        for name in ("messages", "is_conversation", "prompt", "reference", "extra")
+    }
     if (images := firsts.columns.get(COLUMN)) is not None:
         columns[COLUMN] = images
     return RolloutBatch.from_generations(prompts, generations, columns=columns)
@@ -381,7 +504,9 @@ def of_each_sample(of_groups: torch.Tensor, rollouts: RolloutBatch) -> torch.Ten
 def places_of_groups(rollouts: RolloutBatch) -> tuple[list[int], int]:
     """Return the index of each sample's group, in order of first appearance, and the number of groups."""
     place: dict[int, int] = {}
-    of_sample = [place.setdefault(group, len(place)) for group in rollouts.group_ids.tolist()]
+    of_sample = [
+        place.setdefault(group, len(place)) for group in rollouts.group_ids.tolist()
+    ]
     return of_sample, len(place)
 
 
@@ -395,6 +520,13 @@ def score_metrics(scores: Scores, seconds: float) -> Metrics:
         "reward/max": float(scored.total.max()),
         "reward/min": float(scored.total.min()),
         "reward/accuracy": float(scored.correct.float().mean()),
-        **{f"reward/{name}": float(values.nanmean()) for name, values in scores.components.items()},
-        **({} if scored is scores else {"reward/unscored_fraction": 1.0 - float(scores.scored.float().mean())}),
+        **{
+            f"reward/{name}": float(values.nanmean())
+            for name, values in scores.components.items()
+        },
+        **(
+            {}
+            if scored is scores
+            else {"reward/unscored_fraction": 1.0 - float(scores.scored.float().mean())}
+        ),
     }

@@ -57,18 +57,29 @@ class Scores:
     @property
     def known(self) -> Scores:
         """Scores of only the samples that could be scored."""
-        return self if bool(self.scored.all()) else self.select(self.scored.nonzero()[:, 0])
+        return (
+            self
+            if bool(self.scored.all())
+            else self.select(self.scored.nonzero()[:, 0])
+        )
 
     def metric(self, name: str) -> torch.Tensor:
         """Return `accuracy`, `reward` (the total) or a reward by its name, [B]; NaN where it is unknown."""
-        total_metrics = {"accuracy": self.correct.float().where(self.scored, torch.nan), "reward": self.total}
+        total_metrics = {
+            "accuracy": self.correct.float().where(self.scored, torch.nan),
+            "reward": self.total,
+        }
         return total_metrics[name] if name in total_metrics else self.components[name]
 
     def select(self, rows: Sequence[int] | torch.Tensor) -> Scores:
         """Return the scores of these samples, in this order."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         components = {name: values[index] for name, values in self.components.items()}
-        logged = {new: self.logged[old] for new, old in enumerate(index.tolist()) if old in self.logged}
+        logged = {
+            new: self.logged[old]
+            for new, old in enumerate(index.tolist())
+            if old in self.logged
+        }
         return Scores(self.total[index], components, self.correct[index], logged)
 
     @staticmethod
@@ -82,13 +93,17 @@ class Scores:
             first_row += len(part.total)
         return Scores(
             torch.cat([part.total for part in parts]),
-            {name: torch.cat([part.components[name] for part in parts]) for name in names},
+            {
+                name: torch.cat([part.components[name] for part in parts])
+                for name in names
+            },
             torch.cat([part.correct for part in parts]),
             logged,
         )
 
 
-ENVIRONMENT = "environment"  # component name of the environment's rewards, with weight 1
+# Component name of the environment's rewards, with weight 1.
+ENVIRONMENT = "environment"
 
 
 class ScoringModel(Protocol):
@@ -131,12 +146,23 @@ class RewardRole:
         num_shown: int | None = 0,
     ) -> None:
         self.num_shown = num_shown
-        self.reward, self.tokenizer, self.world, self.learned = reward, tokenizer, world, list(learned)
-        self._scored: dict[int, list[float]] = {}  # scores of `score_some`: sample -> [total, correct, *components]
-        self._logged: dict[int, dict[str, Any]] = {}  # sample -> values passed to `log_extra`
+        self.reward, self.tokenizer, self.world, self.learned = (
+            reward,
+            tokenizer,
+            world,
+            list(learned),
+        )
+        # Scores of `score_some`: sample -> [total, correct, *components].
+        self._scored: dict[int, list[float]] = {}
+        # sample -> values passed to `log_extra`.
+        self._logged: dict[int, dict[str, Any]] = {}
         self._failed: RewardError | None = None
         self._asked: list[Future[None]] = []
-        self._threads = ThreadPoolExecutor(SIDE_BY_SIDE, thread_name_prefix="reward") if self._waits else None
+        self._threads = (
+            ThreadPoolExecutor(SIDE_BY_SIDE, thread_name_prefix="reward")
+            if self._waits
+            else None
+        )
 
     @property
     def _waits(self) -> bool:
@@ -145,34 +171,57 @@ class RewardRole:
         A user's function may not be thread-safe.
         """
         functions = [component.function for component in self.reward.components]
-        ours = (str(component.function.__module__).partition(".")[0] == "megaverl" for component in functions)
+        ours = (
+            str(component.function.__module__).partition(".")[0] == "megaverl"
+            for component in functions
+        )
         return any(component.may_fail for component in functions) and all(ours)
 
-    def score_some(self, part: RolloutBatch, rows: Sequence[int], num_samples: int) -> None:
+    def score_some(
+        self, part: RolloutBatch, rows: Sequence[int], num_samples: int
+    ) -> None:
         """Score this rank's samples of an incomplete batch, ahead of `score`.
 
-        Errors are kept until `score` raises them on all ranks. Calls of services run in background threads.
+        Errors are kept until `score` raises them on all ranks. Calls of services run in
+        background threads.
 
         Args:
             rows: numbers of the samples of `part` in the whole batch.
             num_samples: number of samples of the whole batch.
         """
-        rank_rows = rows_of_rank(num_samples, dist.get_rank(self.world), dist.get_world_size(self.world))
+        rank_rows = rows_of_rank(
+            num_samples, dist.get_rank(self.world), dist.get_world_size(self.world)
+        )
         places = [place for place, row in enumerate(rows) if row in rank_rows]
         if not places or self._failed is not None:
             return
         if self._threads is not None:
-            self._asked.append(self._threads.submit(self._score_places, part, rows, places))
+            self._asked.append(
+                self._threads.submit(self._score_places, part, rows, places)
+            )
         else:
             self._score_places(part, rows, places)
         for learned in self.learned:
             if isinstance(learned.model, TransformersRewardModel):
-                self._kept(partial(learned.model.score_some, part, {rows[place]: place for place in places}, rank_rows))
+                self._kept(
+                    partial(
+                        learned.model.score_some,
+                        part,
+                        {rows[place]: place for place in places},
+                        rank_rows,
+                    )
+                )
 
-    def _score_places(self, part: RolloutBatch, rows: Sequence[int], places: Sequence[int]) -> None:
+    def _score_places(
+        self, part: RolloutBatch, rows: Sequence[int], places: Sequence[int]
+    ) -> None:
         numbers = [rows[place] for place in places]
-        if (scored := self._kept(partial(self._columns, part, places, numbers))) is not None:
-            self._scored.update({rows[place]: row for place, row in zip(places, scored, strict=True)})
+        if (
+            scored := self._kept(partial(self._columns, part, places, numbers))
+        ) is not None:
+            self._scored.update(
+                {rows[place]: row for place, row in zip(places, scored, strict=True)}
+            )
 
     def _kept(self, score: Callable[[], T]) -> T | None:
         try:
@@ -181,7 +230,9 @@ class RewardRole:
             self._failed = error
             return None
 
-    def _columns(self, batch: RolloutBatch, rows: Sequence[int], numbers: Sequence[int]) -> list[list[float]]:
+    def _columns(
+        self, batch: RolloutBatch, rows: Sequence[int], numbers: Sequence[int]
+    ) -> list[list[float]]:
         """Return [total, correct, *components] for each of these samples.
 
         Args:
@@ -191,17 +242,30 @@ class RewardRole:
         output = self.reward.score(self.samples(batch, rows))
         if self._logs_extra:
             logged = zip(numbers, self.reward.take_columns(len(rows)), strict=True)
-            self._logged.update({number: columns for number, columns in logged if columns})
-        found: list[Sequence[float]] = [output.total, output.correct, *output.components.values()]
-        return [[float(column[number]) for column in found] for number in range(len(rows))]
+            self._logged.update(
+                {number: columns for number, columns in logged if columns}
+            )
+        found: list[Sequence[float]] = [
+            output.total,
+            output.correct,
+            *output.components.values(),
+        ]
+        return [
+            [float(column[number]) for column in found] for number in range(len(rows))
+        ]
 
-    def _of_answers(self, batch: RolloutBatch, rows: Sequence[int], answers: torch.Tensor | None) -> list[list[float]]:
+    def _of_answers(
+        self, batch: RolloutBatch, rows: Sequence[int], answers: torch.Tensor | None
+    ) -> list[list[float]]:
         """Return `_columns` of the samples, with NaN for conversations that do not end an episode."""
         if answers is None:
             return self._columns(batch, places_in(batch, rows), rows)
         kept = [row for row in rows if int(answers[row]) == row]
         scored = dict(zip(kept, self._columns(batch, kept, kept), strict=True))
-        return [scored.get(row, [torch.nan] * (2 + len(self.reward.components))) for row in rows]
+        return [
+            scored.get(row, [torch.nan] * (2 + len(self.reward.components)))
+            for row in rows
+        ]
 
     def _take_scored(self, rows: Sequence[int]) -> list[list[float]] | None:
         """Return what `score_some` scored if it covers all of `rows`, else None. Reset the early scores.
@@ -212,10 +276,19 @@ class RewardRole:
         for asked in self._asked:
             asked.result()
         self._asked.clear()
-        scored, failed, self._scored, self._failed = self._scored, self._failed, {}, None
+        scored, failed, self._scored, self._failed = (
+            self._scored,
+            self._failed,
+            {},
+            None,
+        )
         if failed is not None:
             raise failed
-        return [scored[row] for row in rows] if scored and scored.keys() >= set(rows) else None
+        return (
+            [scored[row] for row in rows]
+            if scored and scored.keys() >= set(rows)
+            else None
+        )
 
     def score(self, batch: RolloutBatch) -> Scores:
         """Score all samples and return the scores on every rank. Collective over the role's ranks.
@@ -230,39 +303,65 @@ class RewardRole:
         scored = torch.empty(0)
         answers = answer_rows(batch) if "episode_ids" in batch else None
         with together(self.world):
-            # Early scores are used only if they cover every sample; otherwise all are scored again.
+            # Early scores are used only if they cover every sample; otherwise all are
+            # scored again.
             columns = self._take_scored(rows) or self._of_answers(batch, rows, answers)
-            scored = torch.tensor(columns, dtype=torch.float32).reshape(len(rows), 2 + len(self.reward.components))
+            scored = torch.tensor(columns, dtype=torch.float32).reshape(
+                len(rows), 2 + len(self.reward.components)
+            )
         table = gather_host_rows(scored, self.world)
-        components = {component.name: table[:, 2 + i] for i, component in enumerate(self.reward.components)}
+        components = {
+            component.name: table[:, 2 + i]
+            for i, component in enumerate(self.reward.components)
+        }
         total, correct = table[:, 0], table[:, 1].bool()
         for learned in self.learned:
-            components[learned.name] = learned.model.scores(batch)  # scores of all samples
+            # Scores of all samples.
+            components[learned.name] = learned.model.scores(batch)
             total = total + learned.weight * components[learned.name]
-        # Without a rule that decides correctness, a positive score of the first reward model counts as correct.
+        # Without a rule that decides correctness, a positive score of the first reward
+        # model counts as correct.
         if self.learned and self.reward.accuracy_component is None:
             correct = components[self.learned[0].name] > 0
         if "turn_rewards" in batch:
             earned = of_all(batch, batch.turn_rewards.sum(dim=1))
-            earned = earned if answers is None else torch.zeros_like(earned).index_add(0, answers, earned)
+            earned = (
+                earned
+                if answers is None
+                else torch.zeros_like(earned).index_add(0, answers, earned)
+            )
             components[ENVIRONMENT], total = earned, total + earned
             if self.reward.accuracy_component is None and not self.learned:
                 correct = earned > 0
-        # Single failures of a service are tolerated, but a batch without any reward would train on nothing.
+        # Single failures of a service are tolerated, but a batch without any reward
+        # would train on nothing.
         if len(total) and bool(total.isnan().all()):
-            lost = [name for name, values in components.items() if bool(values.isnan().all())]
+            lost = [
+                name
+                for name, values in components.items()
+                if bool(values.isnan().all())
+            ]
             raise RewardError(
                 f"none of {len(total)} responses could be scored: {', '.join(lost) or 'all rewards'} failed. "
                 f"{self._why()}Check that the service is running, and start the run again."
             )
-        # Every conversation of an episode shows the values that were logged for its last one.
+        # Every conversation of an episode shows the values that were logged for its
+        # last one.
         shown = range(len(total)) if answers is None else answers.tolist()
-        scores = Scores(total, components, correct, self._gather_logged(set(shown[: self.num_shown])))
+        scores = Scores(
+            total,
+            components,
+            correct,
+            self._gather_logged(set(shown[: self.num_shown])),
+        )
         return scores.select(shown)
 
     def logged_metrics(self) -> dict[str, float]:
         """Return means over all ranks of the values logged since the last call. Collective over the role's ranks."""
-        if not any(component.function.may_take(LOG_METRIC) for component in self.reward.components):
+        if not any(
+            component.function.may_take(LOG_METRIC)
+            for component in self.reward.components
+        ):
             return {}
         return dict(reduce_json(self.reward.take_logged(), _means, self.world))
 
@@ -272,16 +371,23 @@ class RewardRole:
 
     @property
     def _logs_extra(self) -> bool:
-        return any(component.function.may_take(LOG_EXTRA) for component in self.reward.components)
+        return any(
+            component.function.may_take(LOG_EXTRA)
+            for component in self.reward.components
+        )
 
     def _gather_logged(self, shown: set[int]) -> dict[int, dict[str, Any]]:
         """Return the values passed to `log_extra` for the samples that are shown. Collective over the role."""
-        shown_columns = {str(row): columns for row, columns in self._logged.items() if row in shown}
+        shown_columns = {
+            str(row): columns for row, columns in self._logged.items() if row in shown
+        }
         self._logged.clear()
         if not self._logs_extra:
             return {}
         merged = reduce_json(
-            shown_columns, lambda every: {row: logged[row] for logged in every for row in logged}, self.world
+            shown_columns,
+            lambda every: {row: logged[row] for logged in every for row in logged},
+            self.world,
         )
         return {int(row): columns for row, columns in merged.items()}
 
@@ -297,22 +403,30 @@ class RewardRole:
         if not any(component.function.may_fail for component in self.reward.components):
             return {}
         added = reduce_json(
-            Service.spent(), lambda reports: {k: sum(r[k] for r in reports) for k in reports[0]}, self.world
+            Service.spent(),
+            lambda reports: {k: sum(r[k] for r in reports) for k in reports[0]},
+            self.world,
         )
         return {name: float(count) for name, count in added.items()}
 
     @staticmethod
     def _why() -> str:
         """Return a sentence with the last failure of a service on this rank, or ""."""
-        failures = [service.last_failure for service in Service.known() if service.last_failure]
+        failures = [
+            service.last_failure for service in Service.known() if service.last_failure
+        ]
         return f"The last failure: {failures[-1]}. " if failures else ""
 
     def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
         """Return the samples that each rank of the role reads, including those that its models read."""
         size = dist.get_world_size(self.world)
-        rank_rows = [set(rows_of_rank(len(outline), rank, size)) for rank in range(size)]
+        rank_rows = [
+            set(rows_of_rank(len(outline), rank, size)) for rank in range(size)
+        ]
         for learned in self.learned:
-            for needed, rows in zip(rank_rows, learned.model.rows(outline), strict=True):
+            for needed, rows in zip(
+                rank_rows, learned.model.rows(outline), strict=True
+            ):
                 needed.update(rows)
         return [sorted(numbers) for numbers in rank_rows]
 
@@ -326,24 +440,37 @@ class RewardRole:
         """Return the samples `rows` as reward functions see them."""
         trained_tokens = batch.response_mask.sum(dim=1)
         # `response_mask` excludes an opponent's tokens, so count by length there.
-        num_tokens = trained_tokens.where(trained_tokens > 0, batch.response_lengths).tolist()
+        num_tokens = trained_tokens.where(
+            trained_tokens > 0, batch.response_lengths
+        ).tolist()
         return [self._sample(batch, row, num_tokens[row]) for row in rows]
 
     def _sample(self, batch: RolloutBatch, row: int, num_tokens: int) -> RewardSample:
         transcript = self.transcript(batch, row)
-        begin, end = (batch.columns["turns"][row] or [(0, 0)])[-1] if "turns" in batch.columns else (0, None)
+        begin, end = (
+            (batch.columns["turns"][row] or [(0, 0)])[-1]
+            if "turns" in batch.columns
+            else (0, None)
+        )
         length = int(batch.response_lengths[row])
         return RewardSample(
             prompt=batch.columns["prompt"][row],
-            response=self.response(batch, row) if "turns" in batch.columns else transcript,
+            response=self.response(batch, row)
+            if "turns" in batch.columns
+            else transcript,
             transcript=transcript,
             reference=batch.columns["reference"][row],
             extra=batch.columns["extra"][row],
             num_tokens=num_tokens,
             finish_reason=batch.columns["finish_reason"][row],
-            messages=batch.columns["messages"][row] if "messages" in batch.columns else None,
-            is_conversation="is_conversation" in batch.columns and bool(batch.columns["is_conversation"][row]),
-            token_ids=batch.generated_ids[row, begin : length if end is None else end].tolist(),
+            messages=batch.columns["messages"][row]
+            if "messages" in batch.columns
+            else None,
+            is_conversation="is_conversation" in batch.columns
+            and bool(batch.columns["is_conversation"][row]),
+            token_ids=batch.generated_ids[
+                row, begin : length if end is None else end
+            ].tolist(),
         )
 
     def response(self, batch: RolloutBatch, row: int) -> str:
@@ -355,7 +482,9 @@ class RewardRole:
 
     def transcript(self, batch: RolloutBatch, row: int) -> str:
         """Return everything after the prompt as text without special tokens."""
-        return self.tokenizer.decode(batch.generated_ids[row, : int(batch.response_lengths[row])].tolist())
+        return self.tokenizer.decode(
+            batch.generated_ids[row, : int(batch.response_lengths[row])].tolist()
+        )
 
 
 def _means(logged: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
@@ -364,21 +493,26 @@ def _means(logged: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
     for metrics in logged:
         for name, values in metrics.items():
             values_by_name.setdefault(f"reward/{name}", []).extend(values)
-    return {name: sum(values) / len(values) for name, values in sorted(values_by_name.items())}
+    return {
+        name: sum(values) / len(values)
+        for name, values in sorted(values_by_name.items())
+    }
 
 
-# Samples are scored in fixed blocks, so that rounding does not depend on whether they were scored ahead.
+# Samples are scored in fixed blocks, so that rounding does not depend on whether they
+# were scored ahead.
 BLOCK = 8
-# Id of the padding token. transformers scores the last token that is not padding, and no row is padded here because a
-# forward pass holds rows of one length.
+# Id of the padding token. transformers scores the last token that is not padding, and
+# no row is padded here because a forward pass holds rows of one length.
 NO_TOKEN = -1
 
 
 class TransformersRewardModel:
     """Sequence classifier with one label, replicated on every rank. The ranks share the responses.
 
-    With the run's vocabulary and chat template, it reads the token ids of prompt and response. Otherwise it reads the
-    conversation in its own chat template or, without one, as plain text.
+    With the run's vocabulary and chat template, it reads the token ids of prompt and
+    response. Otherwise it reads the conversation in its own chat template or, without
+    one, as plain text.
 
     Args:
         folder: a Hugging Face folder with weights, which keep their dtype.
@@ -401,7 +535,11 @@ class TransformersRewardModel:
     ) -> None:
         from transformers import AutoConfig, AutoModelForSequenceClassification
 
-        self.folder, self.world, self.micro_batch_tokens = folder, world, micro_batch_tokens
+        self.folder, self.world, self.micro_batch_tokens = (
+            folder,
+            world,
+            micro_batch_tokens,
+        )
         own_tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
         alike = own_tokenizer.backend.get_vocab() == tokenizer.backend.get_vocab()
         alike = alike and own_tokenizer.chat_template in (None, tokenizer.chat_template)
@@ -409,18 +547,26 @@ class TransformersRewardModel:
         self._run_tokenizer = tokenizer
 
         def not_read(error: BaseException) -> ModelError:
-            return ModelError(f"{folder}: transformers cannot read it as a sequence classifier: {describe(error)}")
+            return ModelError(
+                f"{folder}: transformers cannot read it as a sequence classifier: {describe(error)}"
+            )
 
-        with user_code(not_read, keep=ModelError):  # remote model code may raise anything
-            labels = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code).num_labels
+        # Remote model code may raise anything.
+        with user_code(not_read, keep=ModelError):
+            labels = AutoConfig.from_pretrained(
+                str(folder), trust_remote_code=trust_remote_code
+            ).num_labels
             if labels != 1:
-                raise ModelError(f"{folder}: it has {labels} labels; a reward model has one.")
+                raise ModelError(
+                    f"{folder}: it has {labels} labels; a reward model has one."
+                )
             model = AutoModelForSequenceClassification.from_pretrained(
                 str(folder), dtype="auto", trust_remote_code=trust_remote_code
             )
         model.config.get_text_config().pad_token_id = NO_TOKEN
         model.config.pad_token_id = NO_TOKEN
-        self._waiting: dict[int, list[int]] = {}  # sample -> tokens, until its block is complete
+        # sample -> tokens, until its block is complete.
+        self._waiting: dict[int, list[int]] = {}
         self._early: dict[int, float] = {}
         self.model: Any = model.to(platform.device).eval().requires_grad_(False)
         flash_attention.use_in(self.model)
@@ -442,34 +588,54 @@ class TransformersRewardModel:
             if not early.keys() >= set(rows):
                 early = {}
                 for block in blocks_of(rows, BLOCK):
-                    tokens = [self._tokens(batch, place) for place in places_in(batch, block)]
+                    tokens = [
+                        self._tokens(batch, place) for place in places_in(batch, block)
+                    ]
                     early |= self._scored(dict(zip(block, tokens, strict=True)))
-        return gather_host_rows(torch.tensor([early[row] for row in rows], dtype=torch.float32), self.world)
+        return gather_host_rows(
+            torch.tensor([early[row] for row in rows], dtype=torch.float32), self.world
+        )
 
-    def score_some(self, part: RolloutBatch, places: Mapping[int, int], mine: range) -> None:
+    def score_some(
+        self, part: RolloutBatch, places: Mapping[int, int], mine: range
+    ) -> None:
         """Score samples of an incomplete batch ahead of `scores`, in the same blocks, each as soon as it is complete.
 
         Args:
             places: number of a sample -> its row in `part`.
             mine: numbers of all of this rank's samples.
         """
-        self._waiting |= {row: self._tokens(part, place) for row, place in places.items()}
+        self._waiting |= {
+            row: self._tokens(part, place) for row, place in places.items()
+        }
         for block in blocks_of(mine, BLOCK):
             if self._waiting.keys() >= set(block):
-                self._early |= self._scored({row: self._waiting.pop(row) for row in block})
+                self._early |= self._scored(
+                    {row: self._waiting.pop(row) for row in block}
+                )
 
     @torch.no_grad()
     def _scored(self, tokens_of: Mapping[int, list[int]]) -> dict[int, float]:
         """Return the scores of samples by their numbers."""
-        rows, tokens, scores = list(tokens_of), list(tokens_of.values()), torch.zeros(len(tokens_of))
+        rows, tokens, scores = (
+            list(tokens_of),
+            list(tokens_of.values()),
+            torch.zeros(len(tokens_of)),
+        )
         self._check_lengths(tokens, rows)
         for places in self._micro_batches(tokens):
-            ids = torch.tensor([tokens[place] for place in places], device=platform.device)
-            logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+            ids = torch.tensor(
+                [tokens[place] for place in places], device=platform.device
+            )
+            logits = self.model(
+                input_ids=ids, attention_mask=torch.ones_like(ids)
+            ).logits
             scores[places] = logits[:, 0].float().cpu()
         if not scores.isfinite().all():
             place = int((~scores.isfinite()).nonzero()[0, 0])
-            raise RewardError(f"{self.folder}: the score of response {rows[place]} is {scores[place]}.")
+            raise RewardError(
+                f"{self.folder}: the score of response {rows[place]} is {scores[place]}."
+            )
         return dict(zip(rows, scores.tolist(), strict=True))
 
     def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
@@ -482,16 +648,24 @@ class TransformersRewardModel:
         response = batch.generated_ids[row, : int(batch.response_lengths[row])].tolist()
         if self._tokenizer is None:
             return [*prompt, *response]
-        messages, answer = self._messages(batch, row, prompt), self._run_tokenizer.decode(response)
+        messages, answer = (
+            self._messages(batch, row, prompt),
+            self._run_tokenizer.decode(response),
+        )
         if self._tokenizer.chat_template is None:
             text = "\n\n".join(message["content"] for message in messages) + answer
             return self._tokenizer.encode(text, add_special_tokens=True)
         conversation = [*messages, {"role": "assistant", "content": answer}]
-        return self._tokenizer.encode(self._tokenizer.render_chat(conversation, where=f"response {row}"))
+        return self._tokenizer.encode(
+            self._tokenizer.render_chat(conversation, where=f"response {row}")
+        )
 
-    def _messages(self, batch: RolloutBatch, row: int, prompt: list[int]) -> list[Message]:
+    def _messages(
+        self, batch: RolloutBatch, row: int, prompt: list[int]
+    ) -> list[Message]:
         """Return the conversation before a response."""
-        # The environment may have changed the prompt, so decode it as plain text; see `reads_text`.
+        # The environment may have changed the prompt, so decode it as plain text; see
+        # `reads_text`.
         if "turns" in batch.columns:
             return [{"role": "user", "content": self._run_tokenizer.decode(prompt)}]
         if "messages" not in batch.columns:
@@ -502,8 +676,12 @@ class TransformersRewardModel:
             )
         return list(batch.columns["messages"][row])
 
-    def _check_lengths(self, tokens: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+    def _check_lengths(
+        self, tokens: Sequence[Sequence[int]], rows: Sequence[int]
+    ) -> None:
+        limit = getattr(
+            self.model.config.get_text_config(), "max_position_embeddings", None
+        )
         for row, ids in zip(rows, tokens, strict=True):
             if limit is not None and len(ids) > limit:
                 raise RewardError(

@@ -53,7 +53,12 @@ class Rollout:
             second = rollout.generate(next_prompts, sampling, next_seeds)
     """
 
-    def __init__(self, engine: Engine, world: dist.ProcessGroup, sync: WeightSync | ServerSync | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        world: dist.ProcessGroup,
+        sync: WeightSync | ServerSync | None = None,
+    ) -> None:
         self.engine, self.world, self.sync = engine, world, sync
         self._stays_awake = False
 
@@ -77,7 +82,8 @@ class Rollout:
         engine, metrics = self.engine, {}
         if engine.in_flight is not None:
             metrics["rollout/sequences_in_flight"] = float(engine.in_flight.number)
-        # All ranks of a replica have the same counters, so only its first rank reports them.
+        # All ranks of a replica have the same counters, so only its first rank reports
+        # them.
         counted = vars(engine.saved_work if engine.tp_rank == 0 else SavedWork())
         return metrics | dict(reduce_json(counted, SavedWork.shares, self.world))
 
@@ -118,7 +124,9 @@ class Rollout:
             images=images,
         )
         everything = _as_rows(numbers, generations).gather(self.world)
-        responses = dict(zip(everything.columns["number"], _from_rows(everything), strict=True))
+        responses = dict(
+            zip(everything.columns["number"], _from_rows(everything), strict=True)
+        )
         return [responses[number] for number in range(len(prompts))]
 
     def generate_held(
@@ -144,21 +152,29 @@ class Rollout:
             The result of `hold`, and this rank's responses in the order of its samples.
         """
         numbers, generations = self.write(
-            prompts, sampling, seeds, group_size=group_size, finished=finished, images=images
+            prompts,
+            sampling,
+            seeds,
+            group_size=group_size,
+            finished=finished,
+            images=images,
         )
         sizes = [
             [number, len(generation.token_ids), context.rank]
             for number, generation in zip(numbers, generations, strict=True)
         ]
         own_sizes = torch.tensor(sizes, dtype=torch.int32).reshape(-1, 3)
-        # Only the lengths go to every rank. Each rank computes the same assignment, and tokens go point to point.
+        # Only the lengths go to every rank. Each rank computes the same assignment, and
+        # tokens go point to point.
         table = sorted(gather_host_rows(own_sizes, self.world).tolist())
         source: dict[int, list[int]] = {rank: [] for rank in context.world.ranks}
         for number, _, rank in table:
             source[rank].append(number)
         held = hold([length for _, length, _ in table])
         moved = move_ragged(
-            context, Moving.plan(context, "responses", source, held.by_rank), _as_rows(numbers, generations)
+            context,
+            Moving.plan(context, "responses", source, held.by_rank),
+            _as_rows(numbers, generations),
         )
         assert moved is not None
         return held, _from_rows(moved)
@@ -196,22 +212,34 @@ class Rollout:
         engine = self.engine
         self._wake()
         if engine.in_flight is not None and engine.in_flight.measures:
-            # The rank with the least free memory sets the budget of all, because the number of concurrent sequences
-            # affects an engine's rounding.
-            engine.in_flight.fit(int(reduce_json(platform.free_memory(), min, self.world)))
-        numbers = self.numbers([len(prompt) for prompt in prompts], group_size, conversations)
-        # All ranks of a replica hold the same responses, so only its first rank returns them.
+            # The rank with the least free memory sets the budget of all, because the
+            # number of concurrent sequences affects an engine's rounding.
+            engine.in_flight.fit(
+                int(reduce_json(platform.free_memory(), min, self.world))
+            )
+        numbers = self.numbers(
+            [len(prompt) for prompt in prompts], group_size, conversations
+        )
+        # All ranks of a replica hold the same responses, so only its first rank returns
+        # them.
         speaks = engine.tp_rank == 0
         generations: list[Generation] = []
-        with together(self.world), _reporting(engine, numbers, finished if speaks else None) as rest:
+        with (
+            together(self.world),
+            _reporting(engine, numbers, finished if speaks else None) as rest,
+        ):
             if self.sync is not None:
                 self.sync.check_whole()
             own_prompts = [list(prompts[i]) for i in numbers]
-            # Pass `images` only if there are any, because an engine may not accept the argument.
+            # Pass `images` only if there are any, because an engine may not accept the
+            # argument.
             more = {} if images is None else {"images": [images[i] for i in numbers]}
             with user_code(_engine_ended, keep=Exception):  # engines can be user code
                 generations = engine.generate(
-                    own_prompts, of_some(sampling, numbers), [seeds[i] for i in numbers], **more
+                    own_prompts,
+                    of_some(sampling, numbers),
+                    [seeds[i] for i in numbers],
+                    **more,
                 )
             rest(generations)
         if not self._stays_awake:
@@ -219,18 +247,25 @@ class Rollout:
         return (numbers, generations) if speaks else ([], [])
 
     def numbers(
-        self, lengths: Sequence[int], group_size: int = 1, conversations: Sequence[int] | None = None
+        self,
+        lengths: Sequence[int],
+        group_size: int = 1,
+        conversations: Sequence[int] | None = None,
     ) -> list[int]:
         """Return the numbers of the prompts that this rank's engine answers, ascending.
 
         Args:
             lengths: number of tokens of each prompt.
         """
-        return split_prompts(lengths, self.engine.num_replicas, group_size, conversations)[self.engine.replica]
+        return split_prompts(
+            lengths, self.engine.num_replicas, group_size, conversations
+        )[self.engine.replica]
 
 
 def _engine_ended(error: BaseException) -> RolloutError:
-    return RolloutError(f"rollout.engine: generate() raised {describe(error)}{where_raised(error)}.")
+    return RolloutError(
+        f"rollout.engine: generate() raised {describe(error)}{where_raised(error)}."
+    )
 
 
 @contextmanager
@@ -265,27 +300,59 @@ def _reporting(
 
 def _as_rows(numbers: Sequence[int], generations: Sequence[Generation]) -> RaggedBatch:
     """Pack responses as rows, each with the number of its prompt."""
-    tokens = [torch.tensor(generation.token_ids, dtype=torch.int32) for generation in generations]
-    log_probs = [torch.tensor(generation.log_probs, dtype=torch.float32) for generation in generations]
+    tokens = [
+        torch.tensor(generation.token_ids, dtype=torch.int32)
+        for generation in generations
+    ]
+    log_probs = [
+        torch.tensor(generation.log_probs, dtype=torch.float32)
+        for generation in generations
+    ]
     tensors = {
-        name: pad_sequence(rows, batch_first=True) if rows else torch.empty(0, 0, dtype=dtype)
-        for name, rows, dtype in (("tokens", tokens, torch.int32), ("log_probs", log_probs, torch.float32))
+        name: pad_sequence(rows, batch_first=True)
+        if rows
+        else torch.empty(0, 0, dtype=dtype)
+        for name, rows, dtype in (
+            ("tokens", tokens, torch.int32),
+            ("log_probs", log_probs, torch.float32),
+        )
     }
-    lengths = torch.tensor([len(generation.token_ids) for generation in generations], dtype=torch.int64)
+    lengths = torch.tensor(
+        [len(generation.token_ids) for generation in generations], dtype=torch.int64
+    )
     reasons = [generation.finish_reason for generation in generations]
     columns: dict[str, Sequence[object]] = {"number": numbers, "finish_reason": reasons}
-    # Ranks without rows or experts send the column too, because all ranks must send the same columns.
-    columns[EXPERTS] = experts_column(generations).get(EXPERTS, [None] * len(generations))
-    return RaggedBatch(tensors, dict.fromkeys(tensors, "R"), {"R": lengths}, columns=columns)
+    # Ranks without rows or experts send the column too, because all ranks must send the
+    # same columns.
+    columns[EXPERTS] = experts_column(generations).get(
+        EXPERTS, [None] * len(generations)
+    )
+    return RaggedBatch(
+        tensors, dict.fromkeys(tensors, "R"), {"R": lengths}, columns=columns
+    )
 
 
 def _from_rows(rows: RaggedBatch) -> list[Generation]:
     """Undo `_as_rows`, in the order of the rows."""
-    tokens, log_probs, lengths = rows.tensors["tokens"], rows.tensors["log_probs"], rows.lengths["R"].tolist()
+    tokens, log_probs, lengths = (
+        rows.tensors["tokens"],
+        rows.tensors["log_probs"],
+        rows.lengths["R"].tolist(),
+    )
     return [
-        Generation(tokens[i, :length].tolist(), log_probs[i, :length].tolist(), reason, experts_of(taken))
+        Generation(
+            tokens[i, :length].tolist(),
+            log_probs[i, :length].tolist(),
+            reason,
+            experts_of(taken),
+        )
         for i, (reason, length, taken) in enumerate(
-            zip(rows.columns["finish_reason"], lengths, rows.columns[EXPERTS], strict=True)
+            zip(
+                rows.columns["finish_reason"],
+                lengths,
+                rows.columns[EXPERTS],
+                strict=True,
+            )
         )
     ]
 
@@ -293,8 +360,8 @@ def _from_rows(rows: RaggedBatch) -> list[Generation]:
 class AgentRollouts:
     """Rollouts of all agents over the same engine. Each agent has its own actor as the source of weights.
 
-    The engine holds one agent's weights at a time, so its storage must not be shared with an actor
-    (`reshard.alias: never`). Every change of agent costs one reshard.
+    The engine holds one agent's weights at a time, so its storage must not be shared
+    with an actor (`reshard.alias: never`). Every change of agent costs one reshard.
 
     Attributes:
         weight_version: number of times that the agents' weights have changed.
@@ -362,17 +429,29 @@ class AgentRollouts:
         """Generate one response per prompt with the weights of its agent, one agent after the other."""
         generations: dict[int, Generation] = {}
         # Start with the agent whose weights are loaded, which saves a reshard.
-        for agent in sorted(set(agents), key=lambda name: (name != self.current, list(self.rollouts).index(name))):
-            numbers = [number for number, writer in enumerate(agents) if writer == agent]
-            prompts_of, seeds_of = [prompts[n] for n in numbers], [seeds[n] for n in numbers]
+        for agent in sorted(
+            set(agents),
+            key=lambda name: (name != self.current, list(self.rollouts).index(name)),
+        ):
+            numbers = [
+                number for number, writer in enumerate(agents) if writer == agent
+            ]
+            prompts_of, seeds_of = (
+                [prompts[n] for n in numbers],
+                [seeds[n] for n in numbers],
+            )
             kept_at = [conversations[n] for n in numbers]
-            written = self.of(agent).generate(prompts_of, of_some(sampling, numbers), seeds_of, conversations=kept_at)
+            written = self.of(agent).generate(
+                prompts_of, of_some(sampling, numbers), seeds_of, conversations=kept_at
+            )
             generations |= dict(zip(numbers, written, strict=True))
         return [generations[number] for number in range(len(prompts))]
 
 
 # prompts (token ids), sampling, seeds -> one response each
-Generate = Callable[[Sequence[Sequence[int]], SamplingOptions, Sequence[int]], list[Generation]]
+Generate = Callable[
+    [Sequence[Sequence[int]], SamplingOptions, Sequence[int]], list[Generation]
+]
 
 
 def generate_by(
@@ -384,13 +463,16 @@ def generate_by(
 ) -> list[Generation]:
     """Generate responses with the user function that `rollout.function` names.
 
-    It is called as function(generate, prompts, sampling, seeds) on every rank alike, and may call `generate` any number
-    of times. It returns one `Generation` per prompt, which is what the actor trains on.
+    It is called as function(generate, prompts, sampling, seeds) on every rank alike,
+    and may call `generate` any number of times. It returns one `Generation` per prompt,
+    which is what the actor trains on.
 
     Raises:
         ConfigError: the function does not exist.
         RolloutError: the result is not one response per prompt.
     """
-    generations = list(call_object(name, "rollout.function", generate, prompts, sampling, seeds))
+    generations = list(
+        call_object(name, "rollout.function", generate, prompts, sampling, seeds)
+    )
     check_generations(generations, len(prompts))
     return generations

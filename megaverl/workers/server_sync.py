@@ -17,7 +17,13 @@ import torch.distributed as dist
 
 from megaverl.config.roles import ServersConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.distributed.collectives import broadcast_json, on_first_rank, raise_together, reduce_json, together
+from megaverl.distributed.collectives import (
+    broadcast_json,
+    on_first_rank,
+    raise_together,
+    reduce_json,
+    together,
+)
 from megaverl.errors import ReshardError
 from megaverl.outside import read_json_file
 from megaverl.platform import platform
@@ -33,7 +39,8 @@ from megaverl.workers.weight_sender import WeightSender
 
 FINGERPRINT = "fingerprint.json"
 NUM_TOKENS = 16  # number of tokens whose log-probs are compared
-FINGERPRINT_BATCH = 4096  # token limit of the comparison's micro-batch; large enough to hold it in one
+# Token limit of the comparison's micro-batch; large enough to hold it in one.
+FINGERPRINT_BATCH = 4096
 TOLERANCE = {torch.float32: 1e-3}
 ROUGH = 0.1  # nats; in 16 bits engine and trainer round differently
 
@@ -41,12 +48,13 @@ ROUGH = 0.1  # nats; in 16 bits engine and trainer round differently
 class ServerSync:
     """Counterpart of `WeightSync` for servers. Every rank of the actor and of the rollout takes part in each reshard.
 
-    The actor's ranks export the weights to a folder, together with the actor's log-probs of a few tokens. The first
-    rank of the rollout makes the servers read the folder (`ServerEngine.use`), compares their log-probs with the
-    actor's, and broadcasts the result to the other ranks.
+    The actor's ranks export the weights to a folder, together with the actor's
+    log-probs of a few tokens. The first rank of the rollout makes the servers read the
+    folder (`ServerEngine.use`), compares their log-probs with the actor's, and
+    broadcasts the result to the other ranks.
 
-    With `direct`, there is no folder: while the first rank of the rollout calls the servers, the actor's ranks send
-    their shards (`WeightSender`).
+    With `direct`, there is no folder: while the first rank of the rollout calls the
+    servers, the actor's ranks send their shards (`WeightSender`).
 
     Args:
         model: the actor on this rank. None: it lives on other ranks, or the run has no actor and a constant folder.
@@ -79,10 +87,16 @@ class ServerSync:
         direct: ServersConfig | None = None,
     ) -> None:
         self.weight_version = 0
-        self._model, self._engine, self._world, self._group = model, engine, world, group
+        self._model, self._engine, self._world, self._group = (
+            model,
+            engine,
+            world,
+            group,
+        )
         self._folder, self._source_folder = folder, source_folder
         self._tolerance = tolerance or TOLERANCE.get(dtype, ROUGH)
-        self._num_tokens = min(NUM_TOKENS, max_tokens - 2)  # leave room for one sampled token
+        # Leave room for one sampled token.
+        self._num_tokens = min(NUM_TOKENS, max_tokens - 2)
         # Prefix of folder names that is unique among runs and restarts.
         self._run = broadcast_json(os.urandom(6).hex(), 0, group)
         self._number, self._whole = 0, False
@@ -103,11 +117,16 @@ class ServerSync:
         self._board = DeliveryBoard(store, self._run)
         limits = config.load_timeout_seconds, config.wait_seconds
         if self._model is not None:
-            self._sender = WeightSender(self._model, self._board, sum(limits) + GRACE_SECONDS)
+            self._sender = WeightSender(
+                self._model, self._board, sum(limits) + GRACE_SECONDS
+            )
         if self._speaks:
             assert self._engine is not None
-            # A worker without a GPU could not join NCCL; servers and actor are of one kind.
-            self._transfer = ShardTransfer(self._board, num_senders, platform.backend, limits[0])
+            # A worker without a GPU could not join NCCL; servers and actor are of one
+            # kind.
+            self._transfer = ShardTransfer(
+                self._board, num_senders, platform.backend, limits[0]
+            )
             self._engine.pool.transfer = self._transfer
 
     def source_changes(self) -> None:
@@ -131,15 +150,28 @@ class ServerSync:
         if self._model is not None:
             try:
                 self._write(self._model, folder)
-            # Only the actor's ranks have the error here; `raise_together` passes it to the rollout's ranks.
+            # Only the actor's ranks have the error here; `raise_together` passes it to
+            # the rollout's ranks.
             except Exception as caught:
                 error = caught
         raise_together(error, self._group)
         self._use(folder)
         self._whole = True
         self.weight_version += 1
-        sent = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if self._speaks else 0
-        return ReshardStats(0, sent, 0, perf_counter() - start, 0, version=self.weight_version, busiest_sent=sent)
+        sent = (
+            sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+            if self._speaks
+            else 0
+        )
+        return ReshardStats(
+            0,
+            sent,
+            0,
+            perf_counter() - start,
+            0,
+            version=self.weight_version,
+            busiest_sent=sent,
+        )
 
     def _send(self, board: DeliveryBoard, start: float) -> ReshardStats:
         """Send the actor's weights to all servers, shard to shard. Collective over actor and rollout."""
@@ -147,7 +179,8 @@ class ServerSync:
         sender, engine = self._sender, self._engine
         before = (0, 0) if sender is None else (sender.bytes_sent, sender.num_messages)
         with ExitStack() as stack:
-            # No server may still be receiving the version whose copies are overwritten below.
+            # No server may still be receiving the version whose copies are overwritten
+            # below.
             if self._speaks and engine is not None:
                 stack.enter_context(engine.pool.only_reshard_delivers())
             own: dict[str, Any] | None = None
@@ -158,7 +191,13 @@ class ServerSync:
                 error = caught
             raise_together(error, self._group)
             known = reduce_json(own, _first_given, self._group)
-            weights = PublishedWeights(None, name, tuple(known["tokens"]), tuple(known["log_probs"]), self._tolerance)
+            weights = PublishedWeights(
+                None,
+                name,
+                tuple(known["tokens"]),
+                tuple(known["log_probs"]),
+                self._tolerance,
+            )
             try:
                 if self._model is not None:
                     stack.enter_context(self._model.on_device)
@@ -172,9 +211,14 @@ class ServerSync:
             engine.use(PublishedWeights(None, name))
         self._whole = True
         self.weight_version += 1
-        sent, messages = (0, 0) if sender is None else (sender.bytes_sent, sender.num_messages)
+        sent, messages = (
+            (0, 0) if sender is None else (sender.bytes_sent, sender.num_messages)
+        )
         # Those of servers that came late since the last reshard are among them.
-        counted, self._counted = self._counted, 0 if self._transfer is None else self._transfer.bytes_received
+        counted, self._counted = (
+            self._counted,
+            0 if self._transfer is None else self._transfer.bytes_received,
+        )
         return ReshardStats(
             bytes_local=0,
             bytes_sent=sent - before[0],
@@ -184,7 +228,12 @@ class ServerSync:
             version=self.weight_version,
         )
 
-    def _serve(self, board: DeliveryBoard, sender: WeightSender | None, weights: PublishedWeights) -> None:
+    def _serve(
+        self,
+        board: DeliveryBoard,
+        sender: WeightSender | None,
+        weights: PublishedWeights,
+    ) -> None:
         """Do this rank's part while servers get the weights: call them, send to them, or both at the same time."""
         engine = self._engine
 
@@ -250,8 +299,8 @@ class ServerSync:
     def _remove_old(self) -> None:
         """Remove outdated versions that no server is reading.
 
-        These are versions before the current one, and versions from before a restart of the run. A newer version may
-        already be in the folder.
+        These are versions before the current one, and versions from before a restart of
+        the run. A newer version may already be in the folder.
         """
         assert self._engine is not None
         kept = self._engine.pool.being_read()
@@ -270,7 +319,9 @@ class ServerSync:
                 f"({error}). Name a folder that both and all servers see: rollout.servers.folder."
             ) from error
         tokens, log_probs = tuple(published["tokens"]), tuple(published["log_probs"])
-        return PublishedWeights(str(folder.absolute()), folder.name, tokens, log_probs, self._tolerance)
+        return PublishedWeights(
+            str(folder.absolute()), folder.name, tokens, log_probs, self._tolerance
+        )
 
     def use_folder(self, folder: Path) -> None:
         """Load a constant folder into the servers. Collective over the role's ranks."""
@@ -309,4 +360,7 @@ def _first_given(fingerprints: list[Any]) -> Any:
 
 def fingerprint_tokens(vocab_size: int, count: int = NUM_TOKENS) -> list[int]:
     """Return a first token and `count` more, spread over the vocabulary; identical in every run."""
-    return [sample_seed(0, 0, place, "fingerprint") % vocab_size for place in range(1 + count)]
+    return [
+        sample_seed(0, 0, place, "fingerprint") % vocab_size
+        for place in range(1 + count)
+    ]

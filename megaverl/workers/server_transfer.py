@@ -1,6 +1,7 @@
 """Weights that go from the actor's ranks to vLLM's servers shard to shard, all servers at once: the calling side.
 
-The rank that talks to the servers announces each delivery to the actor's ranks and calls all servers meanwhile:
+The rank that talks to the servers announces each delivery to the actor's ranks and
+calls all servers meanwhile:
 
     this rank                      actor's ranks                       servers' workers
     announce delivery N  ------->  open the link, send their shards
@@ -8,8 +9,9 @@ The rank that talks to the servers announces each delivery to the actor's ranks 
     wait for all         <-------  done N
                          <-------------------------------------------  bytes, or an error
 
-All of them form one group (`weights/server_link.py`), which is kept while the servers stay the same. A server that
-fails ends the group for all; the others are served again without it.
+All of them form one group (`weights/server_link.py`), which is kept while the servers
+stay the same. A server that fails ends the group for all; the others are served again
+without it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ import torch.distributed as dist
 
 from megaverl.distributed.store import address_towards, keep_store
 from megaverl.errors import MegaverlError, ReshardError, RolloutError
-from megaverl.rollout.server_api import InferenceServer, ServerLost, VLLMShardServer, is_loopback
+from megaverl.rollout.server_api import (
+    InferenceServer,
+    ServerLost,
+    VLLMShardServer,
+    is_loopback,
+)
 from megaverl.weights.server_link import LinkAddress, report_failure
 
 logger = logging.getLogger(__name__)
@@ -67,7 +74,11 @@ class DeliveryBoard:
     def announced(self, number: int) -> Announcement | None:
         """Return a delivery's announcement, or None if there is none yet."""
         key = f"delivery/{number}"
-        return Announcement(*json.loads(self._store.get(key))) if self._store.check([key]) else None
+        return (
+            Announcement(*json.loads(self._store.get(key)))
+            if self._store.check([key])
+            else None
+        )
 
     def done(self, number: int, error: str | None = None) -> None:
         """Report that a sender has done its part, or why it could not."""
@@ -89,7 +100,11 @@ class DeliveryBoard:
                     f"servers within {seconds:g} s (rollout.servers.load_timeout_seconds)."
                 )
             time.sleep(POLL_SECONDS)
-        return self._store.get(f"error/{number}").decode() if self._store.check([f"error/{number}"]) else None
+        return (
+            self._store.get(f"error/{number}").decode()
+            if self._store.check([f"error/{number}"])
+            else None
+        )
 
     def finish(self, version: str) -> None:
         """Report that all servers have a version, or that it has failed."""
@@ -113,8 +128,15 @@ class ShardTransfer:
         bytes_received: bytes that all workers have received in all deliveries.
     """
 
-    def __init__(self, board: DeliveryBoard, num_senders: int, live_backend: str, seconds: float) -> None:
-        self._board, self._num_senders, self._live_backend, self._seconds = board, num_senders, live_backend, seconds
+    def __init__(
+        self, board: DeliveryBoard, num_senders: int, live_backend: str, seconds: float
+    ) -> None:
+        self._board, self._num_senders, self._live_backend, self._seconds = (
+            board,
+            num_senders,
+            live_backend,
+            seconds,
+        )
         self._number = 0
         self._link: LinkAddress | None = None
         self._link_is_live = False
@@ -122,7 +144,9 @@ class ShardTransfer:
         self._store: dist.Store | None = None  # of the link
         self.bytes_received = 0
 
-    def deliver(self, servers: Sequence[InferenceServer], *, live: bool) -> dict[str, RolloutError]:
+    def deliver(
+        self, servers: Sequence[InferenceServer], *, live: bool
+    ) -> dict[str, RolloutError]:
         """Bring the weights to all servers; return the errors of those that did not take them, by URL.
 
         Args:
@@ -138,17 +162,22 @@ class ShardTransfer:
             try:
                 errors = self._attempt(left, live=live)
             except (MegaverlError, dist.DistError) as error:
-                # A server that comes late is no reason to end the run: it is tried again.
+                # A server that comes late is no reason to end the run: it is tried
+                # again.
                 if live:
                     raise
-                errors = {server.url: ServerLost(f"{server.url}: {error}") for server in left}
+                errors = {
+                    server.url: ServerLost(f"{server.url}: {error}") for server in left
+                }
             if not errors:
                 break
             failures |= errors
             left = [server for server in left if server.url not in errors]
         return failures | _in_threads(lambda server: server.forget_cached(), left)
 
-    def _attempt(self, servers: Sequence[VLLMShardServer], *, live: bool) -> dict[str, RolloutError]:
+    def _attempt(
+        self, servers: Sequence[VLLMShardServer], *, live: bool
+    ) -> dict[str, RolloutError]:
         """Deliver to these servers; return the errors of the servers at fault. Without any, all servers have it all."""
         start = time.perf_counter()
         address = self._address(servers, live=live)
@@ -163,7 +192,9 @@ class ShardTransfer:
 
         def call(server: VLLMShardServer) -> None:
             try:
-                answers[server.url] = server.receive(address.to_json(), first_ranks[server.url])
+                answers[server.url] = server.receive(
+                    address.to_json(), first_ranks[server.url]
+                )
             except RolloutError as error:
                 # The others may be waiting for this server in the link's store.
                 assert self._store is not None
@@ -171,11 +202,15 @@ class ShardTransfer:
                 raise
 
         lost = _in_threads(call, servers)
-        sender_error = self._board.outcome(number, self._num_senders, self._seconds + GRACE_SECONDS)
+        sender_error = self._board.outcome(
+            number, self._num_senders, self._seconds + GRACE_SECONDS
+        )
         failed, own = _failures_in(answers)
         errors = lost | failed
         if not errors and sender_error is None:
-            received = sum(int(worker["bytes"]) for answer in answers.values() for worker in answer)
+            received = sum(
+                int(worker["bytes"]) for answer in answers.values() for worker in answer
+            )
             self.bytes_received += received
             logger.info(
                 "weights went shard to shard to %d servers: %d bytes in %.3f s (%s)",
@@ -188,28 +223,40 @@ class ShardTransfer:
         self._link = None
         own |= lost
         if not own and sender_error is not None:
-            raise ReshardError(f"the actor's ranks could not send their weights to the servers: {sender_error}")
+            raise ReshardError(
+                f"the actor's ranks could not send their weights to the servers: {sender_error}"
+            )
         return own or errors
 
-    def _address(self, servers: Sequence[VLLMShardServer], *, live: bool) -> LinkAddress:
+    def _address(
+        self, servers: Sequence[VLLMShardServer], *, live: bool
+    ) -> LinkAddress:
         """Return the address of the link to these servers: the last one, or one whose store is opened here."""
         urls = [server.url for server in servers]
         # Links of both kinds have other tensors at the senders' end.
         if self._link is not None and urls == self._urls and self._link_is_live == live:
             return self._link
         backend = self._live_backend if live else "gloo"
-        hosts = [urlsplit(server.url).hostname or "" for server in servers if not is_loopback(server.url)]
+        hosts = [
+            urlsplit(server.url).hostname or ""
+            for server in servers
+            if not is_loopback(server.url)
+        ]
         host = address_towards(hosts[0] if hosts else "localhost")
         name = f"link_{os.urandom(4).hex()}"
         size = self._num_senders + sum(server.num_workers for server in servers)
-        link = LinkAddress(host, 0, name, self._num_senders, size, backend, self._seconds)
+        link = LinkAddress(
+            host, 0, name, self._num_senders, size, backend, self._seconds
+        )
         self._store = keep_store(host, 0, link.timeout)
         link = replace(link, port=self._store.port)
         self._link, self._link_is_live, self._urls = link, live, urls
         return link
 
 
-def _in_threads(call: Callable[[VLLMShardServer], None], servers: Sequence[VLLMShardServer]) -> dict[str, RolloutError]:
+def _in_threads(
+    call: Callable[[VLLMShardServer], None], servers: Sequence[VLLMShardServer]
+) -> dict[str, RolloutError]:
     """Call all servers at once; return the errors by URL."""
     errors: dict[str, RolloutError] = {}
 
@@ -225,10 +272,13 @@ def _in_threads(call: Callable[[VLLMShardServer], None], servers: Sequence[VLLMS
     return errors
 
 
-def _failures_in(answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[dict[str, RolloutError], ...]:
+def _failures_in(
+    answers: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> tuple[dict[str, RolloutError], ...]:
     """Return the errors of all servers that failed, and those of servers at fault.
 
-    A server is at fault if a worker has an error of its own. The others failed because a process of the link left it.
+    A server is at fault if a worker has an error of its own. The others failed because
+    a process of the link left it.
     """
     failed: dict[str, RolloutError] = {}
     own: dict[str, RolloutError] = {}
@@ -237,7 +287,9 @@ def _failures_in(answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[di
         if not errors:
             continue
         worst = max(errors, key=lambda worker: bool(worker.get("own")))
-        failed[url] = ServerLost(f"{url}: did not receive the weights: {worst['error']}")
+        failed[url] = ServerLost(
+            f"{url}: did not receive the weights: {worst['error']}"
+        )
         if worst.get("own"):
             own[url] = failed[url]
     return failed, own

@@ -1,10 +1,12 @@
 """Teachers that score the policy's own responses.
 
-`Teacher` compares whole distributions over the same vocabulary. `TextTeacher` compares texts, with another tokenizer.
+`Teacher` compares whole distributions over the same vocabulary. `TextTeacher` compares
+texts, with another tokenizer.
 
-Two tokenizers split a text at different positions. A chunk lies between two neighbouring positions where both split it;
-the end of sequence of both is a chunk too. The log-prob of a chunk is the sum over its tokens. The student's tokens are
-those that were sampled, the teacher's are those of its tokenizer for the same text.
+Two tokenizers split a text at different positions. A chunk lies between two
+neighbouring positions where both split it; the end of sequence of both is a chunk too.
+The log-prob of a chunk is the sum over its tokens. The student's tokens are those that
+were sampled, the teacher's are those of its tokenizer for the same text.
 
     text       Hello world!
     student    Hel | lo | _world!
@@ -40,8 +42,10 @@ from megaverl.workers.model import TrainingModel
 from megaverl.workers.policy import Policy
 
 INSIDE = -1  # end of a token that stops within a character
-MOST_INSIDE = 32  # maximum run of tokens that end within characters; after a longer run the search stops
-MOST_UNFINISHED = 3  # maximum number of tokens of a character whose last token is missing
+# Maximum run of tokens that end within characters; after a longer run the search stops.
+MOST_INSIDE = 32
+# Maximum number of tokens of a character whose last token is missing.
+MOST_UNFINISHED = 3
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # replaces invalid bytes in decoded text
 
 
@@ -51,7 +55,10 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.backend.added_tokens_decoder
         self.tokenizer = tokenizer
-        self.special = {*tokenizer.backend.all_special_ids, *(number for number in added if added[number].special)}
+        self.special = {
+            *tokenizer.backend.all_special_ids,
+            *(number for number in added if added[number].special),
+        }
         self._before = tokenizer.encode("a")[-1:]
         self._text_before = self._decode(self._before)
         self._pieces: dict[int, str] = {}
@@ -70,7 +77,8 @@ class TokenTexts:
     def ends(self, token_ids: Sequence[int], text: str, *, follows: bool) -> list[int]:
         """Return the end of each token in characters of `text`, or `INSIDE` if it ends within a character.
 
-        The list stops early if the ends of the last tokens cannot be determined. Its last entry is never `INSIDE`.
+        The list stops early if the ends of the last tokens cannot be determined. Its
+        last entry is never `INSIDE`.
 
         Args:
             text: text of the tokens.
@@ -91,9 +99,13 @@ class TokenTexts:
     def read(self, token_ids: Sequence[int], *, follows: bool) -> tuple[str, list[int]]:
         """Return the text of tokens and their ends.
 
-        It stops at the first special token and at the first bytes that are not valid text. Later tokens have no entry.
+        It stops at the first special token and at the first bytes that are not valid
+        text. Later tokens have no entry.
         """
-        first = next((number for number, token in enumerate(token_ids) if token in self.special), len(token_ids))
+        first = next(
+            (number for number, token in enumerate(token_ids) if token in self.special),
+            len(token_ids),
+        )
         text = self.text(token_ids[:first], follows=follows)
         ends = self.ends(token_ids[:first], text, follows=follows)
         whole = len(text.partition(BROKEN)[0])
@@ -111,13 +123,18 @@ class TokenTexts:
         encode = self.tokenizer.encode
         line = encode(
             "\n"
-            # A newline merges with no letters, and it absorbs the space that some tokenizers put before a text.
+            # A newline merges with no letters, and it absorbs the space that some
+            # tokenizers put before a text.
         )
         after_line = encode(f"\n{text}")
         candidates = [(encode(text), True), (encode(text.removeprefix(" ")), True)]
-        candidates += [(after_line[len(line) :], True)] if after_line[: len(line)] == line else []
+        candidates += (
+            [(after_line[len(line) :], True)] if after_line[: len(line)] == line else []
+        )
         for token_ids, follows in [*candidates, (encode(text), False)]:
-            if self.text(token_ids, follows=follows) == text and not self.special.intersection(token_ids):
+            if self.text(
+                token_ids, follows=follows
+            ) == text and not self.special.intersection(token_ids):
                 ends = self.ends(token_ids, text, follows=follows)
                 return (token_ids, ends) if len(ends) == len(token_ids) else None
         return None
@@ -131,14 +148,19 @@ class TokenTexts:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         backend = self.tokenizer.backend
-        return backend.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return backend.decode(
+            list(token_ids),
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
 
 
 class Teacher:
     """Measures the divergence between a student and this model, which has the same vocabulary.
 
-    The hidden states of the response tokens are kept for the micro-batches of one mini-batch. Logits are computed from
-    them in chunks during the comparison, to save memory.
+    The hidden states of the response tokens are kept for the micro-batches of one
+    mini-batch. Logits are computed from them in chunks during the comparison, to save
+    memory.
 
     Args:
         model: a model with `chunked_logits` on the student's grid.
@@ -165,14 +187,17 @@ class Teacher:
         self.model, self.temperature, self.top_k = model, temperature, top_k
 
         def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-            return entry({"student_log_probs": student, "teacher_log_probs": teacher}, **options)
+            return entry(
+                {"student_log_probs": student, "teacher_log_probs": teacher}, **options
+            )
 
         self._divergence = divergence
 
     def check_student(self, student: TrainingModel) -> None:
         """Check that student and teacher have the same vocabulary size.
 
-        The student's micro-batches are then packed only if both models can read packed rows.
+        The student's micro-batches are then packed only if both models can read packed
+        rows.
 
         Raises:
             ConfigError: the vocabulary sizes differ.
@@ -185,7 +210,9 @@ class Teacher:
                 "same family, or algorithm.name: distillation, which compares texts."
             )
         student.pack = student.pack if student.pack is self.model.pack else None
-        student.token_multiple = math.lcm(student.token_multiple, self.model.token_multiple)
+        student.token_multiple = math.lcm(
+            student.token_multiple, self.model.token_multiple
+        )
 
     def attend(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches with this model's hidden states of each response token. Collective over the grid."""
@@ -197,14 +224,21 @@ class Teacher:
         taught = self.model.outputs(micro_batches, take)
         if not taught:  # not the last stage
             return micro_batches
-        return [replace(batch, taught=states) for batch, states in zip(micro_batches, taught, strict=True)]
+        return [
+            replace(batch, taught=states)
+            for batch, states in zip(micro_batches, taught, strict=True)
+        ]
 
-    def divergence(self, student: TrainingModel, output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    def divergence(
+        self, student: TrainingModel, output: torch.Tensor, micro: MicroBatch
+    ) -> torch.Tensor:
         """Return the divergence at each response token, [b, r] float32, zero in the padding.
 
         Gradients flow to the student's output.
         """
-        assert micro.taught is not None, "the teacher attends to micro-batches before they are trained on"
+        assert micro.taught is not None, (
+            "the teacher attends to micro-batches before they are trained on"
+        )
         index = torch.arange(len(micro.taught), device=micro.taught.device)
         teacher = Distributions(micro.taught, index, self.model.head_weight)
         values = vocab_parallel_divergence(
@@ -219,14 +253,21 @@ class Teacher:
         return student.joined(values, micro)
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+)
 
 
-def other_tokenizer(config: Config, folder: Path, student: Tokenizer, spec: ModelSpec) -> Tokenizer | None:
+def other_tokenizer(
+    config: Config, folder: Path, student: Tokenizer, spec: ModelSpec
+) -> Tokenizer | None:
     """Return the tokenizer of the reference, whose files are in `folder`, or None if it shares the model's tokens.
 
-    Tokens are shared if every id in both vocabularies stands for the same token. One vocabulary may have additional
-    tokens, such as those of a chat template.
+    Tokens are shared if every id in both vocabularies stands for the same token. One
+    vocabulary may have additional tokens, such as those of a chat template.
 
     Raises:
         ConfigError: the tokens differ and the run uses a feature that needs equal tokens.
@@ -234,20 +275,39 @@ def other_tokenizer(config: Config, folder: Path, student: Tokenizer, spec: Mode
     """
     path = config.reference.path or config.model.path
     named = config.reference.tokenizer
-    if named is None and (path == config.model.path or not any((folder / name).is_file() for name in TOKENIZER_FILES)):
+    if named is None and (
+        path == config.model.path
+        or not any((folder / name).is_file() for name in TOKENIZER_FILES)
+    ):
         return None
-    tokenizer = load_tokenizer(named or folder, trust_remote_code=config.model.trust_remote_code)
-    teacher_tokens = {number: token for token, number in tokenizer.backend.get_vocab().items()}
-    if all(teacher_tokens.get(number, token) == token for token, number in student.backend.get_vocab().items()):
+    tokenizer = load_tokenizer(
+        named or folder, trust_remote_code=config.model.trust_remote_code
+    )
+    teacher_tokens = {
+        number: token for token, number in tokenizer.backend.get_vocab().items()
+    }
+    if all(
+        teacher_tokens.get(number, token) == token
+        for token, number in student.backend.get_vocab().items()
+    ):
         return None
     if mistakes := list(other_tokenizer_issues(config)):
         lines = [f"  - {mistake}" for mistake in mistakes]
-        raise ConfigError("\n".join([f"reference.path: {path} has other tokens than {student.source}:", *lines]))
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"reference.path: {path} has other tokens than {student.source}:",
+                    *lines,
+                ]
+            )
+        )
     check_fits(tokenizer, spec.vocab_size, model=path)
     return tokenizer
 
 
-def chunks_of(ends: Sequence[int], others: Sequence[int]) -> tuple[list[int], list[int]]:
+def chunks_of(
+    ends: Sequence[int], others: Sequence[int]
+) -> tuple[list[int], list[int]]:
     """Return the chunk index of each token, for two tokenizations of one text given by their tokens' ends."""
     cuts = sorted({*ends} & {*others} - {INSIDE})
 
@@ -263,7 +323,10 @@ def chunks_of(ends: Sequence[int], others: Sequence[int]) -> tuple[list[int], li
 
 
 def compared(
-    log_probs: torch.Tensor, teacher: torch.Tensor, chunks: Sequence[int], teacher_chunks: Sequence[int]
+    log_probs: torch.Tensor,
+    teacher: torch.Tensor,
+    chunks: Sequence[int],
+    teacher_chunks: Sequence[int],
 ) -> torch.Tensor:
     """Return each token's log-prob plus the log-ratio of teacher to student on its whole chunk, [n] float64.
 
@@ -278,8 +341,13 @@ def compared(
         chunks: chunk index of each student token.
         teacher_chunks: chunk index of each teacher token. Every chunk has tokens of both.
     """
-    index, teacher_index = (torch.tensor(list(numbers), dtype=torch.int64) for numbers in (chunks, teacher_chunks))
-    sums = torch.zeros(2, int(index.max()) + 1 if len(index) else 0, dtype=torch.float64)
+    index, teacher_index = (
+        torch.tensor(list(numbers), dtype=torch.int64)
+        for numbers in (chunks, teacher_chunks)
+    )
+    sums = torch.zeros(
+        2, int(index.max()) + 1 if len(index) else 0, dtype=torch.float64
+    )
     sums[0].index_add_(0, index, log_probs.double())
     sums[1].index_add_(0, teacher_index, teacher.double())
     return log_probs.double() + (sums[1] - sums[0])[index]
@@ -306,7 +374,8 @@ class ReadText(NamedTuple):
 class TextTeacher(Policy):
     """Reference model with its own tokenizer.
 
-    It reads the conversation in its own chat template, or the text of the prompt, followed by the text of the response.
+    It reads the conversation in its own chat template, or the text of the prompt,
+    followed by the text of the response.
 
     Args:
         student: the run's tokenizer.
@@ -324,7 +393,9 @@ class TextTeacher(Policy):
         micro_batch_tokens: int,
         chat: bool,
     ) -> None:
-        super().__init__(model, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+        super().__init__(
+            model, temperature=temperature, micro_batch_tokens=micro_batch_tokens
+        )
         self._student, self._own = TokenTexts(student), TokenTexts(own)
         self._student_chats = chat and student.chat_template is not None
         self._chats = chat and own.chat_template is not None
@@ -333,16 +404,18 @@ class TextTeacher(Policy):
     def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
         """Return all samples for every rank.
 
-        The micro-batches depend on the teacher's token counts, which are known only from the texts.
+        The micro-batches depend on the teacher's token counts, which are known only
+        from the texts.
         """
         return [range(len(outline))] * self.model.grid.shape.world_size
 
     def log_probs(self, batch: RolloutBatch) -> torch.Tensor:
         """Return the log-probs of `compared`, [B, R] float32 in host memory, identical on every rank.
 
-        Tokens without a counterpart get NaN. A token that belongs to no text, because it is special or has invalid
-        bytes, gets `LOWEST`, and the tokens after it NaN. Without this penalty the student would learn to produce such
-        tokens to avoid being scored.
+        Tokens without a counterpart get NaN. A token that belongs to no text, because
+        it is special or has invalid bytes, gets `LOWEST`, and the tokens after it NaN.
+        Without this penalty the student would learn to produce such tokens to avoid
+        being scored.
 
         Args:
             batch: has the columns `messages` and `prompt`.
@@ -351,7 +424,9 @@ class TextTeacher(Policy):
             DataError: a column is missing, or prompts have images.
         """
         if any(batch.columns.get(COLUMN) or ()):
-            raise DataError("reference.tokenizer: the teacher reads only text, and the prompts have images.")
+            raise DataError(
+                "reference.tokenizer: the teacher reads only text, and the prompts have images."
+            )
         if missing := {"messages", "prompt"} - batch.columns.keys():
             raise DataError(
                 f"reference.tokenizer: the teacher writes the conversations by itself, and the batch has no column "
@@ -363,12 +438,20 @@ class TextTeacher(Policy):
         for row, text in enumerate(read):
             student_log_probs = batch.rollout_log_probs[row, : len(text.chunks)]
             estimates = compared(
-                student_log_probs, teacher_log_probs[row, : len(text.response)], text.chunks, text.own_chunks
+                student_log_probs,
+                teacher_log_probs[row, : len(text.response)],
+                text.chunks,
+                text.own_chunks,
             )
             result[row, : len(text.chunks)] = estimates.to(result.dtype)
-            result[row, len(text.chunks) : len(text.chunks) + text.then_impossible] = LOWEST
+            result[row, len(text.chunks) : len(text.chunks) + text.then_impossible] = (
+                LOWEST
+            )
             self._count(
-                student_log_probs, teacher_log_probs[row, : len(text.response)], text, int(batch.response_lengths[row])
+                student_log_probs,
+                teacher_log_probs[row, : len(text.response)],
+                text,
+                int(batch.response_lengths[row]),
             )
         beyond = torch.arange(result.shape[1]) >= batch.response_lengths.unsqueeze(1)
         return result.masked_fill(beyond, 0.0)
@@ -376,9 +459,10 @@ class TextTeacher(Policy):
     def report(self) -> dict[str, float]:
         """Return metrics of the comparisons since the last call.
 
-        `kl_per_token` is log student - log teacher per student token (nats), `tokens_per_chunk` the student tokens per
-        chunk, and `compared_fraction` the compared share of all tokens. `impossible_samples` counts samples with a
-        token that belongs to no text, `unread_samples` those without any scored token.
+        `kl_per_token` is log student - log teacher per student token (nats),
+        `tokens_per_chunk` the student tokens per chunk, and `compared_fraction` the
+        compared share of all tokens. `impossible_samples` counts samples with a token
+        that belongs to no text, `unread_samples` those without any scored token.
 
         Raises:
             DataError: no sample could be scored.
@@ -401,21 +485,38 @@ class TextTeacher(Policy):
             "unread_samples": counts["unread"],
         }
 
-    def _count(self, mine: torch.Tensor, theirs: torch.Tensor, text: ReadText, length: int) -> None:
+    def _count(
+        self, mine: torch.Tensor, theirs: torch.Tensor, text: ReadText, length: int
+    ) -> None:
         gap = float(mine.double().sum() - theirs.double().sum())
-        counts = {"gap": gap, "compared": len(text.chunks), "chunks": len({*text.chunks}), "tokens": length}
+        counts = {
+            "gap": gap,
+            "compared": len(text.chunks),
+            "chunks": len({*text.chunks}),
+            "tokens": length,
+        }
         judged = bool(text.chunks) or text.then_impossible
-        counts |= {"samples": 1, "impossible": text.then_impossible, "unread": not judged}
+        counts |= {
+            "samples": 1,
+            "impossible": text.then_impossible,
+            "unread": not judged,
+        }
         for name, value in counts.items():
             self._counts[name] = self._counts.get(name, 0.0) + value
 
     def _read(self, batch: RolloutBatch, row: int) -> ReadText:
         tokenizer = self._own.tokenizer
-        prompt, nothing = self._prompt(batch, row), ReadText([tokenizer.eos_token_id], [], [], [])
+        prompt, nothing = (
+            self._prompt(batch, row),
+            ReadText([tokenizer.eos_token_id], [], [], []),
+        )
         response = batch.generated_ids[row, : int(batch.response_lengths[row])].tolist()
-        ended = bool(response) and response[-1] in self._student.tokenizer.stop_token_ids
+        ended = (
+            bool(response) and response[-1] in self._student.tokenizer.stop_token_ids
+        )
         spoken = response[:-1] if ended else response
-        # After a chat template, an answer starts without the leading space that some tokenizers add to a text.
+        # After a chat template, an answer starts without the leading space that some
+        # tokenizers add to a text.
         text, ends = self._student.read(spoken, follows=not self._student_chats)
         written = self._own.write(text) if text else ([], [])
         if written is None or not prompt:
@@ -423,30 +524,53 @@ class TextTeacher(Policy):
         token_ids, own_ends = written
         chunks, own_chunks = chunks_of(ends if token_ids else [], own_ends)
         if ended and len(chunks) == len(spoken):
-            token_ids, last = [*token_ids, tokenizer.eos_token_id], max(chunks, default=-1) + 1
+            token_ids, last = (
+                [*token_ids, tokenizer.eos_token_id],
+                max(chunks, default=-1) + 1,
+            )
             chunks, own_chunks = [*chunks, last], [*own_chunks, last]
         rest = spoken[len(chunks) :]
         # A character that the length limit cut off is not impossible.
-        impossible = bool(rest) and (rest[0] in self._student.special or ended or len(rest) > MOST_UNFINISHED)
+        impossible = bool(rest) and (
+            rest[0] in self._student.special or ended or len(rest) > MOST_UNFINISHED
+        )
         fits = len(prompt) + len(token_ids) <= self.model.spec.max_positions
-        return ReadText(prompt, token_ids, chunks, own_chunks, impossible) if fits else nothing
+        return (
+            ReadText(prompt, token_ids, chunks, own_chunks, impossible)
+            if fits
+            else nothing
+        )
 
     def _prompt(self, batch: RolloutBatch, row: int) -> list[int]:
         """Return the teacher's tokens of everything before a response."""
         messages, tokenizer = batch.columns["messages"][row], self._own.tokenizer
         if self._chats:
-            return tokenizer.encode(tokenizer.render_chat(messages, where=f"reference.tokenizer: sample {row}"))
-        texts = [message["content"] for message in messages] if self._student_chats else [batch.columns["prompt"][row]]
+            return tokenizer.encode(
+                tokenizer.render_chat(
+                    messages, where=f"reference.tokenizer: sample {row}"
+                )
+            )
+        texts = (
+            [message["content"] for message in messages]
+            if self._student_chats
+            else [batch.columns["prompt"][row]]
+        )
         token_ids = tokenizer.encode("\n\n".join(texts), add_special_tokens=True)
-        # Some tokenizers append an end-of-sequence token, which must not end the prompt.
-        return token_ids[:-1] if token_ids[-1:] == [tokenizer.eos_token_id] else token_ids
+        # Some tokenizers append an end-of-sequence token, which must not end the
+        # prompt.
+        return (
+            token_ids[:-1] if token_ids[-1:] == [tokenizer.eos_token_id] else token_ids
+        )
 
     def _batch(self, batch: RolloutBatch, read: Sequence[ReadText]) -> RolloutBatch:
         """Return the batch in the teacher's tokens."""
 
         def rows(of: Sequence[Sequence[int]]) -> torch.Tensor:
             width = max([1, *map(len, of)])
-            return torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in of], dtype=torch.int64)
+            return torch.tensor(
+                [[*tokens, *[0] * (width - len(tokens))] for tokens in of],
+                dtype=torch.int64,
+            )
 
         lengths = torch.tensor([len(text.response) for text in read])
         generated = rows([text.response for text in read])
@@ -458,11 +582,16 @@ class TextTeacher(Policy):
             "response_mask": torch.arange(generated.shape[1]) < lengths.unsqueeze(1),
         }
         if "temperatures" in batch:
-            tensors |= {"temperatures": batch["temperatures"], "top_ks": torch.zeros_like(batch["top_ks"])}
+            tensors |= {
+                "temperatures": batch["temperatures"],
+                "top_ks": torch.zeros_like(batch["top_ks"]),
+            }
         return RolloutBatch(tensors)
 
 
-def reference_policy(config: Config, model: TrainingModel, folder: Path, student: Tokenizer) -> Policy:
+def reference_policy(
+    config: Config, model: TrainingModel, folder: Path, student: Tokenizer
+) -> Policy:
     """Build the reference of a run from its model, whose files are in `folder`. See `other_tokenizer`.
 
     Raises:
@@ -470,8 +599,18 @@ def reference_policy(config: Config, model: TrainingModel, folder: Path, student
         DataError: see `other_tokenizer`.
     """
     own_tokenizer = other_tokenizer(config, folder, student, model.spec)
-    cap, temperature = config.reference.micro_batch_tokens, float(config.rollout.sampling.get("temperature", 1.0))
+    cap, temperature = (
+        config.reference.micro_batch_tokens,
+        float(config.rollout.sampling.get("temperature", 1.0)),
+    )
     if own_tokenizer is None:
         return Policy(model, temperature=temperature, micro_batch_tokens=cap)
     chat = config.data.chat_template == "auto"
-    return TextTeacher(model, student, own_tokenizer, temperature=temperature, micro_batch_tokens=cap, chat=chat)
+    return TextTeacher(
+        model,
+        student,
+        own_tokenizer,
+        temperature=temperature,
+        micro_batch_tokens=cap,
+        chat=chat,
+    )

@@ -1,6 +1,7 @@
 """Base class of models with an optimizer.
 
-An update computes gradients of micro-batches, reports on them, and applies them if the decision is to do so.
+An update computes gradients of micro-batches, reports on them, and applies them if the
+decision is to do so.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from megaverl.errors import ReshardError, TrainingStopped
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
 from megaverl.weights.fingerprint import model_identity
-from megaverl.workers.decisions import Decision, GradientReport, Rules, UpdateCounts, Verdict, decide
+from megaverl.workers.decisions import (
+    Decision,
+    GradientReport,
+    Rules,
+    UpdateCounts,
+    Verdict,
+    decide,
+)
 from megaverl.workers.model import Loss, TrainingModel
 from megaverl.workers.offload import Nowhere, Offload, Storages, place_for, storages_of
 
@@ -58,7 +66,9 @@ class Islands(Protocol):
 
     part: tuple[int, int]
 
-    def before_update(self, sums: MetricSums, tokens: float, micro_batches: Sequence[MicroBatch]) -> MetricSums:
+    def before_update(
+        self, sums: MetricSums, tokens: float, micro_batches: Sequence[MicroBatch]
+    ) -> MetricSums:
         """Return the loss sums to report. Called after this island's gradients are summed over its ranks."""
 
     def after_update(self) -> None:
@@ -107,17 +117,34 @@ class TrainableModel(ABC):
 
     scheduler: OptimizerParamScheduler
 
-    def __init__(self, model: TrainingModel, *, max_norm: float, gradient_accumulation: int = 1) -> None:
-        self.model, self.gradient_accumulation, self._max_norm = model, gradient_accumulation, max_norm
+    def __init__(
+        self, model: TrainingModel, *, max_norm: float, gradient_accumulation: int = 1
+    ) -> None:
+        self.model, self.gradient_accumulation, self._max_norm = (
+            model,
+            gradient_accumulation,
+            max_norm,
+        )
         self.before_step: Callable[[], None] = lambda: None
-        # Adapters fit only the weights that they were trained on. Checkpoints compare this identity.
+        # Adapters fit only the weights that they were trained on. Checkpoints compare
+        # this identity.
         adapted = model.adapters is not None
-        self.base_identity = model_identity(model.layout_of, model.parameters, model.grid.world) if adapted else ""
-        self.name, self.rules, self.counts, self.staleness = model.role, Rules(), UpdateCounts(), 0
+        self.base_identity = (
+            model_identity(model.layout_of, model.parameters, model.grid.world)
+            if adapted
+            else ""
+        )
+        self.name, self.rules, self.counts, self.staleness = (
+            model.role,
+            Rules(),
+            UpdateCounts(),
+            0,
+        )
         self.ask: Callable[[GradientReport], Decision] | None = None
         self.islands: Islands | None = None
         self.sender: SendsWeights | None = None
-        self._sends_to: SendsWeights | None = None  # set during an optimizer step that sends its weights
+        # Set during an optimizer step that sends its weights.
+        self._sends_to: SendsWeights | None = None
         self._is_updating = False
         self._gradients: Offload | None = None
         self._optimizer_state: Offload | None = None
@@ -127,10 +154,13 @@ class TrainableModel(ABC):
         """Zero the gradients before an update."""
 
     @abstractmethod
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> list[Mapping[str, torch.Tensor]]:
+    def _forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss
+    ) -> list[Mapping[str, torch.Tensor]]:
         """Accumulate gradients and sum them over the data-parallel ranks.
 
-        Returns the sums of each micro-batch on ranks that report, see `TrainingModel.reports`.
+        Returns the sums of each micro-batch on ranks that report, see
+        `TrainingModel.reports`.
         """
 
     @abstractmethod
@@ -168,8 +198,9 @@ class TrainableModel(ABC):
     def masters(self) -> dict[str, torch.Tensor]:
         """Float32 tensors that the optimizer updates, in a fixed order.
 
-        They cover all trained parameters, or only this data-parallel rank's part. With float32 weights they are the
-        weights themselves. Read them inside `updating` or `present`.
+        They cover all trained parameters, or only this data-parallel rank's part. With
+        float32 weights they are the weights themselves. Read them inside `updating` or
+        `present`.
         """
         if self._optimizer_state is not None:
             self._optimizer_state.onload()  # a skipped update does not load it
@@ -194,7 +225,9 @@ class TrainableModel(ABC):
         if place is None:
             return
         if config.gradients:
-            self._gradients = Offload(lambda: storages_of(self._gradient_buffers), Nowhere())
+            self._gradients = Offload(
+                lambda: storages_of(self._gradient_buffers), Nowhere()
+            )
             self._gradients.offload()
         if config.optimizer:
             self._optimizer_state = Offload(self._optimizer_storages, place)
@@ -211,8 +244,9 @@ class TrainableModel(ABC):
     def updating(self) -> Iterator[None]:
         """Return a context for the updates of one stage. Weights and gradients are on the device inside it.
 
-        The optimizer's state is loaded at the first applied step. `update` enters the context itself. A stage of
-        several updates enters it once around all of them, which avoids moving the state in between.
+        The optimizer's state is loaded at the first applied step. `update` enters the
+        context itself. A stage of several updates enters it once around all of them,
+        which avoids moving the state in between.
         """
         outermost, self._is_updating = not self._is_updating, True
         with self.model.on_device, self._gradients or nullcontext():
@@ -235,7 +269,12 @@ class TrainableModel(ABC):
         return self.islands.part if self.islands is not None else (0, 1)
 
     def update(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, tokens: float = 1.0, *, is_last: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Loss,
+        tokens: float = 1.0,
+        *,
+        is_last: bool = False,
     ) -> UpdateReport:
         """Take one optimizer step on this data-parallel rank's share of a mini-batch. Collective over the role's ranks.
 
@@ -253,14 +292,21 @@ class TrainableModel(ABC):
                 "to the engines. Set reshard.overlap=false."
             )
         with self.updating():
-            return self._update(micro_batches, loss, tokens, self.sender if is_last else None)
+            return self._update(
+                micro_batches, loss, tokens, self.sender if is_last else None
+            )
 
     def _update(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, tokens: float, sender: SendsWeights | None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Loss,
+        tokens: float,
+        sender: SendsWeights | None,
     ) -> UpdateReport:
         self._zero_gradients()
         reports = self._forward_backward(micro_batches, loss)
-        # The reductions and the norm are collectives, so every rank reaches the same decision.
+        # The reductions and the norm are collectives, so every rank reaches the same
+        # decision.
         sums = self._reduce(reports)
         if self.islands is not None:
             sums = self.islands.before_update(sums, tokens, micro_batches)
@@ -281,8 +327,9 @@ class TrainableModel(ABC):
             self._sends_to.begin()
         if decision.applies:
             self._step()
-            # The schedule pauses at a skipped update, as in Megatron-LM's training loop (`train_step`). Otherwise a
-            # warm-up would be over before the first step, while float16's loss scaling searches for its scale.
+            # The schedule pauses at a skipped update, as in Megatron-LM's training loop
+            # (`train_step`). Otherwise a warm-up would be over before the first step,
+            # while float16's loss scaling searches for its scale.
             self.move_schedule(1)
         if self.islands is not None:
             self.islands.after_update()
@@ -290,24 +337,33 @@ class TrainableModel(ABC):
             sender.final()
         return UpdateReport(sums, grad_norm, learning_rate, not decision.applies)
 
-    def _decide(self, sums: MetricSums, grad_norm: float, tokens: float, *, has_overflow: bool) -> Decision:
+    def _decide(
+        self, sums: MetricSums, grad_norm: float, tokens: float, *, has_overflow: bool
+    ) -> Decision:
         """Decide whether to apply the gradient.
 
         Raises:
             TrainingStopped: the run ends here; the message gives the reason.
         """
-        wrong = [name for name, value in sums.items() if not bool(torch.isfinite(value).all())]
+        wrong = [
+            name
+            for name, value in sums.items()
+            if not bool(torch.isfinite(value).all())
+        ]
         report = GradientReport(
             role=self.name,
             island=self.part[0],
             counts=self.counts,
             tokens=tokens,
-            # A non-finite loss counts as a non-finite norm, so that both are treated alike.
+            # A non-finite loss counts as a non-finite norm, so that both are treated
+            # alike.
             norm=math.nan if wrong else grad_norm,
             has_overflow=has_overflow,
             staleness=self.staleness,
         )
-        decision = decide([report], self.rules) if self.ask is None else self.ask(report)
+        decision = (
+            decide([report], self.rules) if self.ask is None else self.ask(report)
+        )
         if decision.verdict is Verdict.STOP:
             if not has_overflow:
                 self._check_finite(wrong, grad_norm)  # this error is more specific
@@ -319,7 +375,8 @@ class TrainableModel(ABC):
     def _reduce(self, reports: list[Mapping[str, torch.Tensor]]) -> MetricSums:
         """Sum the losses' sums over micro-batches and ranks. Last stages send the metric names to the other ranks.
 
-        The sums are copied from the device in a single blocking copy, and reduced on the host.
+        The sums are copied from the device in a single blocking copy, and reduced on
+        the host.
         """
         local_sums = MetricSums()
         if self.model.reports:
@@ -328,8 +385,13 @@ class TrainableModel(ABC):
         names, values = sorted(local_sums), []
         if names:
             values = torch.stack([local_sums[name].double() for name in names]).tolist()
-        total = reduce_json(dict(zip(names, values, strict=True)), _total, self.model.grid.world)
-        return {name: torch.tensor(sums, dtype=torch.float64) for name, sums in total.items()}
+        total = reduce_json(
+            dict(zip(names, values, strict=True)), _total, self.model.grid.world
+        )
+        return {
+            name: torch.tensor(sums, dtype=torch.float64)
+            for name, sums in total.items()
+        }
 
     def _check_finite(self, wrong: list[str], grad_norm: float) -> None:
         if wrong or not math.isfinite(grad_norm):
@@ -352,6 +414,8 @@ def _total(ranks: list[dict[str, list[float]]]) -> dict[str, list[float]]:
     for rank_sums in ranks:
         for name, sums in rank_sums.items():
             total[name] = (
-                [value + more for value, more in zip(total[name], sums, strict=True)] if name in total else sums
+                [value + more for value, more in zip(total[name], sums, strict=True)]
+                if name in total
+                else sums
             )
     return total

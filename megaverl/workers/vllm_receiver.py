@@ -1,15 +1,17 @@
 """The worker's side of weights that go to a vLLM server shard to shard (`rollout.servers.transfer: direct`).
 
-`megaverl serve rollout` starts servers with `--worker-extension-cls megaverl.workers.vllm_receiver.ShardReceiver`, so
-each worker has the method that the run calls through `/collective_rpc`:
+`megaverl serve rollout` starts servers with `--worker-extension-cls
+megaverl.workers.vllm_receiver.ShardReceiver`, so each worker has the method that the
+run calls through `/collective_rpc`:
 
     run     POST /collective_rpc {"method": "megaverl_receive", ...}  ->  every worker of the server
     worker  first call of a link: trace vLLM's loader, join the actor's ranks (`weights/server_link.py`)
             every call: receive one version in place, and compute again what vLLM derives from weights
     worker  answer: received bytes, or an error
 
-A worker never raises: vLLM's executor stops reading at the first error, and would take the answers of the other workers
-for those of the next call (0.32: v1/executor/multiproc_executor.py).
+A worker never raises: vLLM's executor stops reading at the first error, and would take
+the answers of the other workers for those of the next call (0.32:
+v1/executor/multiproc_executor.py).
 """
 
 from __future__ import annotations
@@ -28,9 +30,20 @@ from megaverl.errors import ReshardError, RolloutError, TrainingStopped
 from megaverl.platform import platform
 from megaverl.rollout.vllm_layouts import LoaderLayouts
 from megaverl.rollout.vllm_requests import vllm_cpu
-from megaverl.rollout.vllm_weights import loaded_tensors, quantised_weights, remake_derived
+from megaverl.rollout.vllm_weights import (
+    loaded_tensors,
+    quantised_weights,
+    remake_derived,
+)
 from megaverl.sharding.layout import Layout
-from megaverl.weights.server_link import Link, LinkAddress, LinkError, Shapes, open_as_receiver, report_failure
+from megaverl.weights.server_link import (
+    Link,
+    LinkAddress,
+    LinkError,
+    Shapes,
+    open_as_receiver,
+    report_failure,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -95,7 +108,9 @@ class WorkerLayouts:
         self.model: torch.nn.Module = worker.model_runner.get_model()
         self.dtype = self.config.model_config.dtype
         if quantised_weights(self.model):
-            raise RolloutError("its weights are quantised, which only transfer: folder can update. Use that.")
+            raise RolloutError(
+                "its weights are quantised, which only transfer: folder can update. Use that."
+            )
         # The platform's device is that of LOCAL_RANK, which vLLM's workers do not have.
         if platform.is_cuda:
             os.environ["LOCAL_RANK"] = str(worker.device.index or 0)
@@ -116,7 +131,9 @@ class WorkerLayouts:
             self._shapes = shapes
         assert self.loader.mine is not None
         held = loaded_tensors(self.model)
-        return self.loader.mine, {name: held[name] for name in self.loader.local_names()} | self.loader.beside
+        return self.loader.mine, {
+            name: held[name] for name in self.loader.local_names()
+        } | self.loader.beside
 
     def written(self) -> None:
         """Compute again what vLLM derives from the weights that were written."""
@@ -136,11 +153,15 @@ class ReceivingEnd:
 
     link: Link
 
-    def __init__(self, layouts: WorkerLayouts, address: LinkAddress, first_rank: int) -> None:
+    def __init__(
+        self, layouts: WorkerLayouts, address: LinkAddress, first_rank: int
+    ) -> None:
         self._layouts = layouts
         rank = first_rank + layouts.tp_rank
         with torch.no_grad():
-            self.link = open_as_receiver(address, rank, layouts.lay_out, f"worker {layouts.tp_rank}")
+            self.link = open_as_receiver(
+                address, rank, layouts.lay_out, f"worker {layouts.tp_rank}"
+            )
 
     def receive(self) -> int:
         """Receive one version; return the bytes that arrived."""

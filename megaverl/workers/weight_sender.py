@@ -1,8 +1,8 @@
 """The actor's side of weights that go to inference servers shard to shard (`rollout.servers.transfer: direct`).
 
-During a reshard the main thread sends the actor's own tensors to all servers. A server that comes later gets a copy of
-the same version from host memory, which a thread sends beside the training, since a second thread must not use the
-device's collectives:
+During a reshard the main thread sends the actor's own tensors to all servers. A server
+that comes later gets a copy of the same version from host memory, which a thread sends
+beside the training, since a second thread must not use the device's collectives:
 
     main thread   | reshard: serve, keep_copy |   train, generate, ...   | reshard ...
     late thread                               |  watch for deliveries    |
@@ -27,7 +27,8 @@ from megaverl.workers.server_transfer import DeliveryBoard
 
 POLL_SECONDS = 0.02  # of the main thread, which has nothing else to do
 RANKS_PER_POLL = 32  # more ranks ask the job's store less often
-LATE_POLL_SECONDS = 1.0  # of the thread; every rank of the actor asks the job's store that often
+# Of the thread; every rank of the actor asks the job's store that often.
+LATE_POLL_SECONDS = 1.0
 
 LayoutOf = Callable[[int], Layout]
 
@@ -50,7 +51,9 @@ class WeightSender:
             sender.keep_copy()                              # for servers that come later
     """
 
-    def __init__(self, model: TrainingModel, board: DeliveryBoard, seconds: float) -> None:
+    def __init__(
+        self, model: TrainingModel, board: DeliveryBoard, seconds: float
+    ) -> None:
         self._model, self._board, self._seconds = model, board, seconds
         self._rank = dist.get_rank(model.grid.world)
         self._num_ranks = dist.get_world_size(model.grid.world)
@@ -76,7 +79,10 @@ class WeightSender:
         """
         last = time.monotonic()
         # Checked before the announcements, so that none is missed.
-        while not (finished := is_finished()) or self._board.announced(self._next) is not None:
+        while (
+            not (finished := is_finished())
+            or self._board.announced(self._next) is not None
+        ):
             if self._serve_next(live=True):
                 last = time.monotonic()
             elif not finished and time.monotonic() - last > self._seconds:
@@ -97,7 +103,9 @@ class WeightSender:
                 self._copy[name] = torch.empty_like(tensor, device="cpu")
             self._copy[name].copy_(tensor)
         if self._watcher is None:
-            self._watcher = threading.Thread(target=self._watch, name="late servers", daemon=True)
+            self._watcher = threading.Thread(
+                target=self._watch, name="late servers", daemon=True
+            )
             self._watcher.start()
 
     def _watch(self) -> None:
@@ -143,7 +151,9 @@ class WeightSender:
                     self._link = None
                 layout_of, tensors = self._source(live=live)
                 shapes = shapes_of(self._model.weights)
-                self._link = open_as_sender(address, self._rank, layout_of, shapes, tensors)
+                self._link = open_as_sender(
+                    address, self._rank, layout_of, shapes, tensors
+                )
             stats = self._link.run()
         self.bytes_sent += stats.bytes_sent
         self.num_messages += stats.num_messages

@@ -20,7 +20,13 @@ from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import layouts_of
 from megaverl.models.hf_shards import module_without_data, sharded_weights, tensor_cuts
-from megaverl.models.lora import LowRank, adapter_names, low_ranks, with_factors, written_to
+from megaverl.models.lora import (
+    LowRank,
+    adapter_names,
+    low_ranks,
+    with_factors,
+    written_to,
+)
 from megaverl.models.lora.adapter_set import Merge
 from megaverl.models.lora.adapters import layer_factors
 from megaverl.models.options import transformer_config
@@ -72,7 +78,13 @@ class ActorWeights:
     @classmethod
     def of(cls, model: TrainingModel) -> ActorWeights:
         """Return the weights of an actor on this rank."""
-        held = cls(model.layout_of, model.parameters, model.dtype, model.on_device, model.offloads)
+        held = cls(
+            model.layout_of,
+            model.parameters,
+            model.dtype,
+            model.on_device,
+            model.offloads,
+        )
         if (adapters := model.adapters) is None:
             return replace(held, in_order=model.in_order)
         return replace(
@@ -85,10 +97,18 @@ class ActorWeights:
 
     @classmethod
     def elsewhere(
-        cls, spec: ModelSpec, shape: GridShape, dtype: torch.dtype, options: Mapping[str, Any], lora: LoraConfig | None
+        cls,
+        spec: ModelSpec,
+        shape: GridShape,
+        dtype: torch.dtype,
+        options: Mapping[str, Any],
+        lora: LoraConfig | None,
     ) -> ActorWeights:
         """Return the weights of an actor on other ranks: layouts of a `TrainingModel` on this grid, without tensors."""
-        weights, config = weights_of(spec), transformer_config(spec, shape, dtype, options)
+        weights, config = (
+            weights_of(spec),
+            transformer_config(spec, shape, dtype, options),
+        )
         layout_of = layouts_of(weights, spec, config, shape)
         held = cls(layout_of, {}, config.params_dtype)
         if lora is None:
@@ -116,7 +136,9 @@ class ActorWeights:
     ) -> tuple[ActorWeights, list[Weight]]:
         """Return the weights of an `FSDPModel` on other ranks: its layouts without tensors, and its list of weights."""
         model = module_without_data(folder, trust_remote_code=trust_remote_code)
-        weights = sharded_weights(model, spec, num_shards, cuts=tensor_cuts(model, tp, "actor"))
+        weights = sharded_weights(
+            model, spec, num_shards, cuts=tensor_cuts(model, tp, "actor")
+        )
         held = cls(weights.layout_of, {}, dtype)
         if lora is not None:
             chosen = layer_factors(model, weights, lora, "actor")
@@ -136,7 +158,12 @@ class ActorWeights:
         return self.layout_of, with_factors(layout_of, self.low_ranks)
 
     def plan(
-        self, layout_of: LayoutOf, group: dist.ProcessGroup, node_of: NodeOf | None, *, fan_out: bool = False
+        self,
+        layout_of: LayoutOf,
+        group: dist.ProcessGroup,
+        node_of: NodeOf | None,
+        *,
+        fan_out: bool = False,
     ) -> Plan:
         """Return the copy plan of this rank of `group`, from the actor's layout to the engines' `layout_of`.
 
@@ -148,11 +175,16 @@ class ActorWeights:
             ReshardError: see `make_plan`.
         """
         place = dist.get_world_size(group), dist.get_rank(group)
-        # Engines ignore some weights of a folder, so the actor may have weights that no engine takes.
-        return make_plan(*self.sides(layout_of), *place, node_of, allow_unused=True, fan_out=fan_out)
+        # Engines ignore some weights of a folder, so the actor may have weights that no
+        # engine takes.
+        return make_plan(
+            *self.sides(layout_of), *place, node_of, allow_unused=True, fan_out=fan_out
+        )
 
 
-def layouts_among(members: Sequence[int], ranks: Sequence[int], layout_of: LayoutOf) -> LayoutOf:
+def layouts_among(
+    members: Sequence[int], ranks: Sequence[int], layout_of: LayoutOf
+) -> LayoutOf:
     """Return the layouts of one side by rank of the group, if actor and engines live on different ranks.
 
     Ranks of the group that are not on this side have an empty layout.
@@ -166,7 +198,9 @@ def layouts_among(members: Sequence[int], ranks: Sequence[int], layout_of: Layou
     return lambda place: layout_of(places[place]) if place in places else EMPTY
 
 
-def told_layouts(layout_of: LayoutOf | None, engines: Sequence[int], group: dist.ProcessGroup) -> LayoutOf:
+def told_layouts(
+    layout_of: LayoutOf | None, engines: Sequence[int], group: dist.ProcessGroup
+) -> LayoutOf:
     """Broadcast the engines' layouts to every rank of `group`, because an actor on other ranks has no engine to ask.
 
     Args:
@@ -200,15 +234,17 @@ class SynchronisesWeights(Protocol):
 class WeightSync:
     """Copies weights from the actor's layout to the engines' after every change. Every rank of both sides takes part.
 
-    An engine that can sleep has memory only while it needs it, and only this class switches it: its cache exists from
-    `wake` to `sleep`, its weights from `start` to `sleep`. So no cache is allocated while a reshard uses its buckets.
+    An engine that can sleep has memory only while it needs it, and only this class
+    switches it: its cache exists from `wake` to `sleep`, its weights from `start` to
+    `sleep`. So no cache is allocated while a reshard uses its buckets.
 
                   start        finish       wake        sleep
         weights     |-- copied --|------------|-----------|
         cache                                 |-----------|
 
-    If actor and engines share their ranks, `sleep` drops the weights instead of copying them to host memory. `start`
-    writes them again, and so does `wake` if something is generated before the next reshard.
+    If actor and engines share their ranks, `sleep` drops the weights instead of copying
+    them to host memory. `start` writes them again, and so does `wake` if something is
+    generated before the next reshard.
 
     Args:
         source: the actor's weights.
@@ -248,21 +284,30 @@ class WeightSync:
         plan: Plan | None = None,
         background: dist.ProcessGroup | None = None,
     ) -> None:
-        self.config, self.world, self.weight_version = config or ReshardConfig(), world, 0
+        self.config, self.world, self.weight_version = (
+            config or ReshardConfig(),
+            world,
+            0,
+        )
         self._engine, self._actor, self._reading = engine, source, ExitStack()
         self._merge: Merge | None = None
-        self._final: FinalParts | None = None  # of weights that are being sent in the background
-        # Without other ranks, the weights can be copied again at any time, so sleeping may drop them.
+        # Of weights that are being sent in the background.
+        self._final: FinalParts | None = None
+        # Without other ranks, the weights can be copied again at any time, so sleeping
+        # may drop them.
         self._refills = engine is not None and group is None and not self.config.overlap
         self._lost = self._source_changed = False
         group = group or world
         tensors = {**source.tensors, **(source.factors or {})}
         self._dest = engine.named_parameters() if engine is not None else {}
         held = self._held = layout_of(dist.get_rank(group))
-        # Tensors that a reshard writes completely. All others, such as padded ones, must survive sleeping.
+        # Tensors that a reshard writes completely. All others, such as padded ones,
+        # must survive sleeping.
         self._written = frozenset(self._dest) - frozenset(padded_tensors(held))
         if source.low_ranks is not None:
-            self._merge = Merge(held, source.low_ranks, source.scaling, source.dtype, platform.device)
+            self._merge = Merge(
+                held, source.low_ranks, source.scaling, source.dtype, platform.device
+            )
             self._dest |= self._merge.factors
         options = TransportOptions(
             bucket_bytes=self.config.bucket_mb * 2**20,
@@ -272,12 +317,14 @@ class WeightSync:
             timeout=timeout,
             folder=None if self.config.folder is None else Path(self.config.folder),
             ipc=self.config.ipc == "auto",
-            # Merging adapters writes to these tensors, so they must not share storage with the actor.
+            # Merging adapters writes to these tensors, so they must not share storage
+            # with the actor.
             never_alias=self._merge.written if self._merge is not None else frozenset(),
         )
         self._quantised = self._landing(layout_of, group)
         self._resharder = Resharder(
-            plan or source.plan(layout_of, group, node_of, fan_out=self.config.may_fan_out),
+            plan
+            or source.plan(layout_of, group, node_of, fan_out=self.config.may_fan_out),
             tensors,
             self._dest,
             group,
@@ -289,9 +336,13 @@ class WeightSync:
         )
         self._check: ReshardCheck | None = None
         if self.config.check_every >= 0:
-            self._check = ReshardCheck(*source.sides(layout_of), tensors, self._dest, group)
+            self._check = ReshardCheck(
+                *source.sides(layout_of), tensors, self._dest, group
+            )
 
-    def _landing(self, layout_of: LayoutOf, group: dist.ProcessGroup) -> QuantisedDestination | None:
+    def _landing(
+        self, layout_of: LayoutOf, group: dist.ProcessGroup
+    ) -> QuantisedDestination | None:
         """Return the destination of weights for quantised engines, or None if no engine quantises."""
         layouts = RankLayouts(layout_of, dist.get_world_size(group)).layouts
         max_numel = self.config.bucket_mb * 2**20 // self._actor.dtype.itemsize
@@ -325,12 +376,15 @@ class WeightSync:
     def begin(self) -> None:
         """Start sending weights in the background while the last optimizer step before the next reshard runs.
 
-        `final` reports which weights have their new values. The engines must no longer use the old weights.
+        `final` reports which weights have their new values. The engines must no longer
+        use the old weights.
         """
         # All weights must move, so `reshard` sends them when all are final.
         if self._resharder.brings_all:
             return
-        self._final = FinalParts(self._resharder.num_parts, max(1, len(self._actor.in_order)))
+        self._final = FinalParts(
+            self._resharder.num_parts, max(1, len(self._actor.in_order))
+        )
         self.start()
 
     def final(self, number: int | None = None) -> None:
@@ -349,7 +403,8 @@ class WeightSync:
             if self._refills:
                 self.sleep()  # the cache is outdated, and the buckets need its memory
             self._engine.wake_weights()
-        # The actor's weights stay on the device until `finish`, because they may be sent in the background.
+        # The actor's weights stay on the device until `finish`, because they may be
+        # sent in the background.
         self._reading.enter_context(self._actor.on_device)
         self._resharder.start(self._final)
 
@@ -406,8 +461,9 @@ class WeightSync:
     def source_changes(self) -> None:
         """Mark the engine's weights as outdated. Call it before the actor's weights change.
 
-        Tensors that the engine shares with the actor change too, so nothing may be generated before the next reshard.
-        An actor that trains adapters shares only weights that never change.
+        Tensors that the engine shares with the actor change too, so nothing may be
+        generated before the next reshard. An actor that trains adapters shares only
+        weights that never change.
         """
         self._source_changed = True
         if self._merge is None:
@@ -430,7 +486,9 @@ class WeightSync:
         resharder.inconsistent = f"the adapters of version {resharder.version} are being merged into its weights"
         landed = self._quantised.tensors if self._quantised is not None else frozenset()
         dest = viewed(self._held, self._dest)
-        self._merge.apply(lambda local, box: view(dest[local], box), self._merge.brought - landed)
+        self._merge.apply(
+            lambda local, box: view(dest[local], box), self._merge.brought - landed
+        )
         if platform.is_cuda:
             torch.cuda.current_stream().synchronize()
         resharder.inconsistent = None
@@ -455,36 +513,59 @@ class WeightSync:
         try:
             self._check.compare(rest)
         except ReshardError as error:
-            self._resharder.inconsistent = f"version {self._resharder.version} did not arrive as it left ({error})"
+            self._resharder.inconsistent = (
+                f"version {self._resharder.version} did not arrive as it left ({error})"
+            )
             raise
 
 
 class Adopting:
     """`make_engine`'s `on_load`: lets the engine's weights take over the actor's storage.
 
-    This must happen before the engine captures the addresses of its weights. The `WeightSync` of both then finds the
-    tensors aliased, and uses the same plan.
+    This must happen before the engine captures the addresses of its weights. The
+    `WeightSync` of both then finds the tensors aliased, and uses the same plan.
 
     Attributes:
         plan: this rank's plan, set when the engine has been loaded.
     """
 
     def __init__(
-        self, model: TrainingModel, world: dist.ProcessGroup, node_of: NodeOf | None, *, fan_out: bool
+        self,
+        model: TrainingModel,
+        world: dist.ProcessGroup,
+        node_of: NodeOf | None,
+        *,
+        fan_out: bool,
     ) -> None:
-        self._model, self._world, self._node_of, self._fan_out = model, world, node_of, fan_out
+        self._model, self._world, self._node_of, self._fan_out = (
+            model,
+            world,
+            node_of,
+            fan_out,
+        )
         self.plan: Plan | None = None
 
-    def __call__(self, parameters: Mapping[str, torch.Tensor], layouts: Callable[[Shapes], LayoutOf]) -> None:
+    def __call__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        layouts: Callable[[Shapes], LayoutOf],
+    ) -> None:
         source = ActorWeights.of(self._model)
         layout_of = layouts(shapes_of(self._model.weights))
-        self.plan = source.plan(layout_of, self._world, self._node_of, fan_out=self._fan_out)
-        never_alias = written_to(layout_of(dist.get_rank(self._world)), source.low_ranks or {})
+        self.plan = source.plan(
+            layout_of, self._world, self._node_of, fan_out=self._fan_out
+        )
+        never_alias = written_to(
+            layout_of(dist.get_rank(self._world)), source.low_ranks or {}
+        )
         adopt(self.plan, source.tensors, parameters, never_alias)
 
 
 def adopting(
-    model: TrainingModel, world: dist.ProcessGroup, node_of: NodeOf | None, config: ReshardConfig
+    model: TrainingModel,
+    world: dist.ProcessGroup,
+    node_of: NodeOf | None,
+    config: ReshardConfig,
 ) -> Adopting | None:
     """Return an `Adopting`, or None if `reshard.alias` or offloading rules out shared storage."""
     if config.alias != "auto" or model.offloads:

@@ -1,6 +1,7 @@
 """Policy losses in float64, token by token, straight from the papers' equations; gradients by autograd.
 
-`old` is what the ratio is taken to: the log-probs at the start of the update, or the engine's (DPPO).
+`old` is what the ratio is taken to: the log-probs at the start of the update, or the
+engine's (DPPO).
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def inputs_of(case: Case, *, per_response: bool = False) -> Inputs:
     """Random inputs; `per_response`: one advantage for all tokens of a response."""
     new = (case.normal(scale=0.7) - 2.0).clamp(max=-0.05)
     old = (new + case.normal(scale=0.4)).clamp(max=-0.05)
-    advantages = case.normal(len(case.mask), 1).expand_as(new) if per_response else case.normal()
+    advantages = (
+        case.normal(len(case.mask), 1).expand_as(new) if per_response else case.normal()
+    )
     return Inputs(new.requires_grad_(), old, advantages, case.normal() > 0.5, case.mask)
 
 
@@ -69,7 +72,9 @@ def sapo(x: Inputs, i: int, t: int) -> Tensor:
 
 def gspo_token(x: Inputs, i: int, t: int) -> Tensor:
     """Eq. 13 and 14: the stop-gradient of the sequence ratio times pi_t over itself."""
-    s = torch.exp(sum(x.new[i, k] - x.old[i, k] for k in x.tokens(i)) / len(x.tokens(i))).detach()
+    s = torch.exp(
+        sum(x.new[i, k] - x.old[i, k] for k in x.tokens(i)) / len(x.tokens(i))
+    ).detach()
     s = s * torch.exp(x.new[i, t]) / torch.exp(x.new[i, t]).detach()
     a = x.advantages[i, t]
     return torch.minimum(s * a, s.clamp(0.9, 1.1) * a)
@@ -77,7 +82,9 @@ def gspo_token(x: Inputs, i: int, t: int) -> Tensor:
 
 def gspo(x: Inputs, i: int, t: int) -> Tensor:
     """Eq. 5 to 7, spread over the tokens of the response."""
-    s = torch.exp(sum(x.new[i, k] - x.old[i, k] for k in x.tokens(i)) / len(x.tokens(i)))
+    s = torch.exp(
+        sum(x.new[i, k] - x.old[i, k] for k in x.tokens(i)) / len(x.tokens(i))
+    )
     a = x.advantages[i, t]
     return torch.minimum(s * a, s.clamp(0.9, 1.1) * a)
 
@@ -108,7 +115,13 @@ def dro(x: Inputs, i: int, t: int) -> Tensor:
     return x.advantages[i, t] * x.new[i, t] - 0.3 / 2 * h**2 / len(x.tokens(i))
 
 
-def dppo(x: Inputs, i: int, t: int, divergence: Callable[[float, float], float], threshold: float) -> Tensor:
+def dppo(
+    x: Inputs,
+    i: int,
+    t: int,
+    divergence: Callable[[float, float], float],
+    threshold: float,
+) -> Tensor:
     pi, mu = float(torch.exp(x.new[i, t])), float(torch.exp(x.old[i, t]))
     a, r = x.advantages[i, t], x.ratio(i, t)
     outwards = (a > 0 and r > 1) or (a < 0 and r < 1)
@@ -136,12 +149,17 @@ def kl_cov(x: Inputs, i: int, t: int) -> Tensor:
     return x.ratio(i, t) * x.advantages[i, t] - penalty
 
 
-# registered name -> (objective, the options that it is written for, one advantage per response)
+# registered name -> (objective, the options that it is written for, one advantage per
+# response)
 REFERENCES: dict[str, tuple[Objective, dict[str, float], bool]] = {
     "policy_gradient": (policy_gradient, {}, False),
     "gpg": (policy_gradient, {}, False),
     "importance_sampling": (importance_sampling, {}, False),
-    "ppo_clip": (lambda x, i, t: clip(x, i, t, 0.2, 0.3), {"clip_low": 0.2, "clip_high": 0.3}, False),
+    "ppo_clip": (
+        lambda x, i, t: clip(x, i, t, 0.2, 0.3),
+        {"clip_low": 0.2, "clip_high": 0.3},
+        False,
+    ),
     "dual_clip": (dual_clip, {"clip_dual": 1.5}, False),
     "cispo": (cispo, {"clip_low": 0.3, "clip_high": 0.2}, False),
     "sapo": (sapo, {}, False),
@@ -149,7 +167,12 @@ REFERENCES: dict[str, tuple[Objective, dict[str, float], bool]] = {
     "gmpo": (gmpo, {"clip_low": 0.3, "clip_high": 0.2}, True),
     "vespo": (
         vespo,
-        {"power_positive": 1.5, "decay_positive": 2.5, "power_negative": 2.0, "decay_negative": 1.0},
+        {
+            "power_positive": 1.5,
+            "decay_positive": 2.5,
+            "power_negative": 2.0,
+            "decay_negative": 1.0,
+        },
         True,
     ),
     "dro": (dro, {"beta": 0.3}, True),

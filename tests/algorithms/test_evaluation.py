@@ -58,10 +58,14 @@ def by_name(values: list[float]) -> dict[str, float]:
 
 def test_a_paired_comparison_of_scipy() -> None:
     """scipy 1.17.1: `ttest_rel(AFTER, BEFORE)`, its `pvalue` and `confidence_interval(0.95)`."""
-    difference = paired_difference(by_name(BEFORE), {**by_name(AFTER), "of one alone": 1.0})
+    difference = paired_difference(
+        by_name(BEFORE), {**by_name(AFTER), "of one alone": 1.0}
+    )
     assert (difference.value, difference.num_prompts) == (0.15625, 8)
     assert difference.p_value == pytest.approx(SCIPY_PAIRED[0], rel=1e-9)
-    assert (difference.low, difference.high) == pytest.approx(SCIPY_PAIRED[1:], rel=1e-9)
+    assert (difference.low, difference.high) == pytest.approx(
+        SCIPY_PAIRED[1:], rel=1e-9
+    )
 
 
 def test_comparisons_without_deviation() -> None:
@@ -78,7 +82,9 @@ def test_intervals() -> None:
     assert (estimate.low, estimate.high) == pytest.approx(SCIPY_INTERVAL, rel=1e-9)
     none, all_right = mean_with_interval([0.0] * 20), mean_with_interval([1.0] * 20)
     assert (none.low, none.high) == pytest.approx((0.0, 0.16843347098308536), rel=1e-9)
-    assert (all_right.low, all_right.high) == pytest.approx((1 - 0.16843347098308536, 1.0), rel=1e-9)
+    assert (all_right.low, all_right.high) == pytest.approx(
+        (1 - 0.16843347098308536, 1.0), rel=1e-9
+    )
     one = mean_with_interval([0.5])
     assert (one.low, one.high) == (0.0, 1.0)
     with pytest.raises(ValueError, match="no scores"):
@@ -90,17 +96,23 @@ def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
     covered = 0
     for _ in range(400):
         difficulties = [draw.betavariate(2, 2) for _ in range(30)]
-        scores = [sum(draw.random() < share for _ in range(4)) / 4 for share in difficulties]
+        scores = [
+            sum(draw.random() < share for _ in range(4)) / 4 for share in difficulties
+        ]
         estimate = mean_with_interval(scores)
         covered += estimate.low <= 0.5 <= estimate.high
     assert 0.92 <= covered / 400 <= 0.98
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
-def test_pass_at_k_is_the_share_of_subsets(correct: list[bool], data: st.DataObject) -> None:
+def test_pass_at_k_is_the_share_of_subsets(
+    correct: list[bool], data: st.DataObject
+) -> None:
     k = data.draw(st.integers(1, len(correct)))
     subsets = list(itertools.combinations(correct, k))
-    assert PromptScores(tuple(correct)).passed(k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+    assert PromptScores(tuple(correct)).passed(k) == pytest.approx(
+        sum(map(any, subsets)) / len(subsets)
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +131,9 @@ def test_pass_at_k_is_the_share_of_subsets(correct: list[bool], data: st.DataObj
         (("7", "7", "2", "2", "7"), (True, True, False, False, True), 2, 0.5),
     ],
 )
-def test_majority(answers: tuple[str | None, ...], correct: tuple[bool, ...], k: int, value: float) -> None:
+def test_majority(
+    answers: tuple[str | None, ...], correct: tuple[bool, ...], k: int, value: float
+) -> None:
     assert PromptScores(correct, answers).majority(k) == value
 
 

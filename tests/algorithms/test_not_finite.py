@@ -44,7 +44,9 @@ def tokens(sign: float = 1.0) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("selected", [True, False])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("name", list(policy_losses))
-def test_nan_at_one_token_makes_a_policy_loss_nan(name: str, sign: float, selected: bool) -> None:
+def test_nan_at_one_token_makes_a_policy_loss_nan(
+    name: str, sign: float, selected: bool
+) -> None:
     loss = policy_losses.get(name)
     for field in [each for each in TOKENS if each in loss.inputs]:
         batch = {**tokens(sign), "selected": torch.full((ROWS, LENGTH), selected)}
@@ -57,14 +59,20 @@ def test_nan_at_one_token_makes_a_policy_loss_nan(name: str, sign: float, select
         if optional in loss.optional_inputs:
             factors = torch.ones(ROWS, LENGTH)
             factors[BAD] = math.nan
-            assert math.isnan(float(loss({**tokens(sign), optional: factors}).loss)), optional
+            assert math.isnan(float(loss({**tokens(sign), optional: factors}).loss)), (
+                optional
+            )
 
 
 @pytest.mark.parametrize("field", ["values", "old_values", "returns"])
 def test_nan_makes_a_value_loss_nan(field: str) -> None:
-    batch = {name: torch.zeros(ROWS, LENGTH) for name in ("values", "old_values", "returns")}
+    batch = {
+        name: torch.zeros(ROWS, LENGTH) for name in ("values", "old_values", "returns")
+    }
     batch[field][BAD] = math.nan
-    loss = value_losses.get("clipped")({**batch, "weights": torch.full((ROWS, LENGTH), 1 / 12)})
+    loss = value_losses.get("clipped")(
+        {**batch, "weights": torch.full((ROWS, LENGTH), 1 / 12)}
+    )
     assert math.isnan(float(loss.loss))
 
 
@@ -82,16 +90,34 @@ def test_nan_makes_estimates_and_corrections_nan() -> None:
             for sign in (1.0, -1.0):
                 batch = {**tokens(sign), "response_mask": mask}
                 batch[field][BAD] = math.nan
-                assert math.isnan(float(entry(batch, **options).factors[BAD])), (name, field, sign)
+                assert math.isnan(float(entry(batch, **options).factors[BAD])), (
+                    name,
+                    field,
+                    sign,
+                )
 
 
 def of_pairs(name: str) -> dict[str, torch.Tensor]:
     entry = preference_losses.get(name)
-    batch = {each: torch.full((3,), -2.0) for each in (*entry.inputs, *entry.optional_inputs)}
-    batch |= {"weights": torch.full((3,), 1 / 3), "desirable": torch.tensor([True, False, True])}
-    batch |= {side: torch.full((3,), 5) for side in ("chosen_lengths", "rejected_lengths")}
-    batch |= {each: torch.tensor(0.5) for each in ("reference_kl", "reward_shift", "mean_chosen_length")}
-    return {each: value for each, value in batch.items() if each in (*entry.inputs, *entry.optional_inputs)}
+    batch = {
+        each: torch.full((3,), -2.0) for each in (*entry.inputs, *entry.optional_inputs)
+    }
+    batch |= {
+        "weights": torch.full((3,), 1 / 3),
+        "desirable": torch.tensor([True, False, True]),
+    }
+    batch |= {
+        side: torch.full((3,), 5) for side in ("chosen_lengths", "rejected_lengths")
+    }
+    batch |= {
+        each: torch.tensor(0.5)
+        for each in ("reference_kl", "reward_shift", "mean_chosen_length")
+    }
+    return {
+        each: value
+        for each, value in batch.items()
+        if each in (*entry.inputs, *entry.optional_inputs)
+    }
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -100,19 +126,29 @@ def test_what_is_not_finite_shows_in_a_preference_loss(name: str, bad: float) ->
     """A sigmoid of infinity is 0 or 1, and a limit of it the limit."""
     options: dict[str, Any] = {"sft_over": "token"} if name == "cpo" else {}
     for field, value in of_pairs(name).items():
-        if field in ("weights", "desirable", "mean_chosen_length") or not value.is_floating_point():
+        if (
+            field in ("weights", "desirable", "mean_chosen_length")
+            or not value.is_floating_point()
+        ):
             continue
         batch = of_pairs(name)
         batch[field][1 if value.dim() else ()] = bad
-        assert not math.isfinite(float(preference_losses.get(name)(batch, **options).loss)), field
+        assert not math.isfinite(
+            float(preference_losses.get(name)(batch, **options).loss)
+        ), field
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_shows_in_a_reward_model_loss(bad: float) -> None:
     for field in ("chosen_rewards", "rejected_rewards", "margins"):
-        batch = {each: torch.zeros(3) for each in ("chosen_rewards", "rejected_rewards", "margins")}
+        batch = {
+            each: torch.zeros(3)
+            for each in ("chosen_rewards", "rejected_rewards", "margins")
+        }
         batch[field][1] = bad
-        loss = reward_model_losses.get("bradley_terry")({**batch, "weights": torch.full((3,), 1 / 3)})
+        loss = reward_model_losses.get("bradley_terry")(
+            {**batch, "weights": torch.full((3,), 1 / 3)}
+        )
         assert not math.isfinite(float(loss.loss)), field
 
 
@@ -121,14 +157,22 @@ def test_a_selection_names_what_is_not_finite(bad: float) -> None:
     mask = torch.ones(ROWS, LENGTH).bool()
     entropies = torch.rand(ROWS, LENGTH)
     entropies[BAD] = bad
-    with pytest.raises(DataError, match=r"entropies of sample 1 is (nan|inf|-inf) at response token 2"):
+    with pytest.raises(
+        DataError, match=r"entropies of sample 1 is (nan|inf|-inf) at response token 2"
+    ):
         highest_entropies(entropies, mask, fraction=0.5)
     mask_without = mask.clone()
     mask_without[BAD] = False
-    assert int(highest_entropies(entropies, mask_without, fraction=0.5).sum()) == 5, "outside the mask it may be"
+    assert int(highest_entropies(entropies, mask_without, fraction=0.5).sum()) == 5, (
+        "outside the mask it may be"
+    )
     for name in token_selectors:
         for field in ("log_probs", "advantages"):
-            batch = {**tokens(), "response_mask": mask, "draws": torch.rand(ROWS, LENGTH)}
+            batch = {
+                **tokens(),
+                "response_mask": mask,
+                "draws": torch.rand(ROWS, LENGTH),
+            }
             batch[field][BAD] = bad
             with pytest.raises(DataError, match=f"{field} of sample 1"):
                 token_selectors.get(name)(batch)
@@ -137,15 +181,31 @@ def test_a_selection_names_what_is_not_finite(bad: float) -> None:
         keep_groups(scores, torch.tensor([0, 0, 1, 1]), wanted=2)
 
 
-@pytest.mark.parametrize("name", ["gae", "turn_gae", "reinforce_plus_plus", "optimal_token_baseline", "distillation"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gae",
+        "turn_gae",
+        "reinforce_plus_plus",
+        "optimal_token_baseline",
+        "distillation",
+    ],
+)
 def test_nan_shows_in_advantages_of_tokens(name: str) -> None:
     entry = advantage_estimators.get(name)
-    fields = [each for each in entry.inputs if each not in ("response_mask", "group_ids", "turn_ids")]
+    fields = [
+        each
+        for each in entry.inputs
+        if each not in ("response_mask", "group_ids", "turn_ids")
+    ]
     for field in fields:
         batch: dict[str, Any] = {each: torch.rand(ROWS, LENGTH) for each in fields}
         batch[field][BAD] = math.nan
         # the second sample is a group of its own, and no other could show it
-        batch |= {"response_mask": torch.ones(ROWS, LENGTH).bool(), "group_ids": torch.tensor([0, 1, 0])}
+        batch |= {
+            "response_mask": torch.ones(ROWS, LENGTH).bool(),
+            "group_ids": torch.tensor([0, 1, 0]),
+        }
         batch["turn_ids"] = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
         if field == "score_norms":
             batch["group_ids"] = torch.zeros(ROWS, dtype=torch.int64)
@@ -159,11 +219,17 @@ def test_a_stopped_update_names_its_input() -> None:
     mask = torch.ones(ROWS, LENGTH).bool()
     fields["advantages"][BAD] = math.nan
     with (
-        pytest.raises(TrainingStopped, match="not finite.*advantages of sample 1 is nan at response token 2"),
+        pytest.raises(
+            TrainingStopped,
+            match="not finite.*advantages of sample 1 is nan at response token 2",
+        ),
         naming_what_is_not_finite(fields, mask),
     ):
         raise TrainingStopped("actor: the update is not finite.")
     mask[BAD] = False
     assert non_finite_token("advantages", fields["advantages"], mask) is None
-    with pytest.raises(TrainingStopped, match="^a rank is lost$"), naming_what_is_not_finite(fields, mask):
+    with (
+        pytest.raises(TrainingStopped, match="^a rank is lost$"),
+        naming_what_is_not_finite(fields, mask),
+    ):
         raise TrainingStopped("a rank is lost")

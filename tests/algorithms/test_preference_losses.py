@@ -47,13 +47,16 @@ def log_odds(mean: Tensor) -> Tensor:
 def dpo(x: Pairs, i: int) -> Tensor:
     chosen = 0.3 * (x["chosen_log_probs"][i] - x["ref_chosen_log_probs"][i])
     rejected = 0.3 * (x["rejected_log_probs"][i] - x["ref_rejected_log_probs"][i])
-    return -0.9 * sigmoid(chosen - rejected).log() - 0.1 * sigmoid(rejected - chosen).log()
+    return (
+        -0.9 * sigmoid(chosen - rejected).log() - 0.1 * sigmoid(rejected - chosen).log()
+    )
 
 
 def ipo(x: Pairs, i: int) -> Tensor:
     """Of log-probs per token."""
     ratios = [
-        (x[f"{side}_log_probs"][i] - x[f"ref_{side}_log_probs"][i]) / x[f"{side}_lengths"][i]
+        (x[f"{side}_log_probs"][i] - x[f"ref_{side}_log_probs"][i])
+        / x[f"{side}_lengths"][i]
         for side in ("chosen", "rejected")
     ]
     return (ratios[0] - ratios[1] - 1 / (2 * 0.3)) ** 2
@@ -81,7 +84,9 @@ def orpo(x: Pairs, i: int) -> Tensor:
 def kto(x: Pairs, i: int) -> Tensor:
     z = max(float(x["reference_kl"]), 0.0)
     gain = 0.3 * (x["log_probs"][i] - x["ref_log_probs"][i] - z)
-    return 1.5 * (1 - sigmoid(gain)) if x["desirable"][i] else 0.5 * (1 - sigmoid(-gain))
+    return (
+        1.5 * (1 - sigmoid(gain)) if x["desirable"][i] else 0.5 * (1 - sigmoid(-gain))
+    )
 
 
 def log_ratio(x: Pairs, side: str, i: int) -> Tensor:
@@ -111,13 +116,18 @@ def exo(x: Pairs, i: int) -> Tensor:
 
 def nca(x: Pairs, i: int) -> Tensor:
     chosen, rejected = rewards(x, i)
-    return -sigmoid(chosen).log() - 0.5 * sum(sigmoid(-r).log() for r in (chosen, rejected))
+    return -sigmoid(chosen).log() - 0.5 * sum(
+        sigmoid(-r).log() for r in (chosen, rejected)
+    )
 
 
 def sppo(x: Pairs, i: int) -> Tensor:
     eta = 1 / 0.3
     wins = {"chosen": 1.0, "rejected": 0.0}
-    return sum(((log_ratio(x, side, i) - eta * (p - 0.5)) ** 2 for side, p in wins.items()), torch.zeros(()).double())
+    return sum(
+        ((log_ratio(x, side, i) - eta * (p - 0.5)) ** 2 for side, p in wins.items()),
+        torch.zeros(()).double(),
+    )
 
 
 def apo_zero(x: Pairs, i: int) -> Tensor:
@@ -141,7 +151,10 @@ def f_dpo(slope: Callable[[Tensor], Tensor]) -> Callable[[Pairs, int], Tensor]:
     """From f' as a function of u = pi / pi_ref."""
 
     def loss(x: Pairs, i: int) -> Tensor:
-        chosen, rejected = (0.3 * slope(torch.exp(log_ratio(x, side, i))) for side in ("chosen", "rejected"))
+        chosen, rejected = (
+            0.3 * slope(torch.exp(log_ratio(x, side, i)))
+            for side in ("chosen", "rejected")
+        )
         return -sigmoid(chosen - rejected).log()
 
     return loss
@@ -149,7 +162,9 @@ def f_dpo(slope: Callable[[Tensor], Tensor]) -> Callable[[Pairs, int], Tensor]:
 
 def wpo(x: Pairs, i: int) -> Tensor:
     chosen, rejected = rewards(x, i)
-    weight = float(torch.exp(x["chosen_alignment"][i]) * torch.exp(x["rejected_alignment"][i]))
+    weight = float(
+        torch.exp(x["chosen_alignment"][i]) * torch.exp(x["rejected_alignment"][i])
+    )
     return -min(weight, 1.0) * sigmoid(chosen - rejected).log()
 
 
@@ -165,13 +180,18 @@ def aot(x: Pairs, i: int) -> Tensor:
     """The policy's margin next to the reference's of the same rank."""
     policy = x["chosen_log_probs"] - x["rejected_log_probs"]
     frozen = x["ref_chosen_log_probs"] - x["ref_rejected_log_probs"]
-    return -sigmoid(0.3 * (policy[i] - of_rank(rank(policy.tolist(), i), frozen.tolist()))).log()
+    return -sigmoid(
+        0.3 * (policy[i] - of_rank(rank(policy.tolist(), i), frozen.tolist()))
+    ).log()
 
 
 def aot_unpaired(x: Pairs, i: int) -> Tensor:
     """The i-th smallest chosen reward next to the i-th smallest rejected one."""
     count = len(x["weights"])
-    chosen, rejected = (sorted((rewards(x, k)[side] for k in range(count)), key=Tensor.item) for side in (0, 1))
+    chosen, rejected = (
+        sorted((rewards(x, k)[side] for k in range(count)), key=Tensor.item)
+        for side in (0, 1)
+    )
     return -sigmoid(chosen[i] - rejected[i]).log()
 
 
@@ -183,7 +203,13 @@ def cpo(x: Pairs, i: int) -> Tensor:
 def alphapo(alpha: float) -> Callable[[Pairs, int], Tensor]:
     def loss(x: Pairs, i: int) -> Tensor:
         chosen, rejected = (
-            2.5 * (1 - torch.exp(x[f"{side}_log_probs"][i] / x[f"{side}_lengths"][i]) ** -alpha) / alpha
+            2.5
+            * (
+                1
+                - torch.exp(x[f"{side}_log_probs"][i] / x[f"{side}_lengths"][i])
+                ** -alpha
+            )
+            / alpha
             for side in ("chosen", "rejected")
         )
         return -sigmoid(chosen - rejected - 0.2).log()
@@ -213,12 +239,18 @@ LOSSES: dict[str, tuple[Callable[[Pairs, int], Tensor], dict[str, Any]]] = {
     "apo_down": (apo_down, {"beta": 0.3}),
     "discopop": (discopop, {"beta": 0.3, "tau": 0.7}),
     "f_dpo reverse_kl": (f_dpo(torch.log), {"beta": 0.3, "divergence": "reverse_kl"}),
-    "f_dpo forward_kl": (f_dpo(lambda u: -1 / u), {"beta": 0.3, "divergence": "forward_kl"}),
+    "f_dpo forward_kl": (
+        f_dpo(lambda u: -1 / u),
+        {"beta": 0.3, "divergence": "forward_kl"},
+    ),
     "f_dpo jensen_shannon": (
         f_dpo(lambda u: torch.log(2 * u / (1 + u))),
         {"beta": 0.3, "divergence": "jensen_shannon"},
     ),
-    "f_dpo alpha": (f_dpo(lambda u: (1 - u**-0.3) / 0.3), {"beta": 0.3, "divergence": "alpha", "alpha": 0.3}),
+    "f_dpo alpha": (
+        f_dpo(lambda u: (1 - u**-0.3) / 0.3),
+        {"beta": 0.3, "divergence": "alpha", "alpha": 0.3},
+    ),
     "wpo": (wpo, {"beta": 0.3}),
     "aot": (aot, {"beta": 0.3}),
     "aot_unpaired": (aot_unpaired, {"beta": 0.3}),
@@ -233,20 +265,42 @@ def pairs(count: int, seed: int, scale: float = 3.0) -> Pairs:
     generator = torch.Generator().manual_seed(seed)
 
     def log_probs() -> Tensor:
-        return -0.05 - scale * torch.rand(count, generator=generator, dtype=torch.float64)
+        return -0.05 - scale * torch.rand(
+            count, generator=generator, dtype=torch.float64
+        )
 
-    names = ("chosen_log_probs", "rejected_log_probs", "log_probs", "ref_chosen_log_probs", "ref_rejected_log_probs")
-    x = {name: log_probs().requires_grad_(not name.startswith("ref_")) for name in names}
-    x |= {name: torch.randint(1, 9, (count,), generator=generator) for name in ("chosen_lengths", "rejected_lengths")}
-    x |= {"ref_log_probs": log_probs(), "desirable": torch.rand(count, generator=generator) > 0.5}
+    names = (
+        "chosen_log_probs",
+        "rejected_log_probs",
+        "log_probs",
+        "ref_chosen_log_probs",
+        "ref_rejected_log_probs",
+    )
+    x = {
+        name: log_probs().requires_grad_(not name.startswith("ref_")) for name in names
+    }
+    x |= {
+        name: torch.randint(1, 9, (count,), generator=generator)
+        for name in ("chosen_lengths", "rejected_lengths")
+    }
+    x |= {
+        "ref_log_probs": log_probs(),
+        "desirable": torch.rand(count, generator=generator) > 0.5,
+    }
     x |= {f"{side}_alignment": log_probs() + 1.5 for side in ("chosen", "rejected")}
-    x |= {"reference_kl": torch.tensor(0.4).double(), "weights": torch.full((count,), 1 / count).double()}
+    x |= {
+        "reference_kl": torch.tensor(0.4).double(),
+        "weights": torch.full((count,), 1 / count).double(),
+    }
     return with_log_ratios(x)
 
 
 def with_log_ratios(x: Pairs) -> Pairs:
     """And what follows from those of all pairs."""
-    chosen, rejected = (x[f"{side}_log_probs"] - x[f"ref_{side}_log_probs"] for side in ("chosen", "rejected"))
+    chosen, rejected = (
+        x[f"{side}_log_probs"] - x[f"ref_{side}_log_probs"]
+        for side in ("chosen", "rejected")
+    )
     policy = (x["chosen_log_probs"] - x["rejected_log_probs"]).detach()
     frozen = x["ref_chosen_log_probs"] - x["ref_rejected_log_probs"]
     return x | {
@@ -255,12 +309,17 @@ def with_log_ratios(x: Pairs) -> Pairs:
         "chosen_matched": matched(chosen.detach(), rejected.detach()),
         "rejected_matched": matched(rejected.detach(), chosen.detach()),
         "margin_shifts": frozen - matched(policy, frozen),
-        "reward_shift": mean_log_ratio((x["log_probs"] - x["ref_log_probs"]).nan_to_num(), x["desirable"]),
+        "reward_shift": mean_log_ratio(
+            (x["log_probs"] - x["ref_log_probs"]).nan_to_num(), x["desirable"]
+        ),
     }
 
 
 def part(x: Pairs, rows: Tensor) -> Pairs:
-    return {name: tensor if tensor.dim() == 0 else tensor[rows] for name, tensor in x.items()}
+    return {
+        name: tensor if tensor.dim() == 0 else tensor[rows]
+        for name, tensor in x.items()
+    }
 
 
 def leaves(x: Pairs) -> list[Tensor]:
@@ -287,13 +346,23 @@ def test_a_loss_is_its_equation_whole_and_in_parts(name: str):
     def check(count: int, seed: int, data: st.DataObject) -> None:
         x = pairs(count, seed)
         result = loss(x, **options)
-        expected = sum((reference(x, i) / count for i in range(count)), torch.zeros(()).double())
-        assert float(result.loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
-        for ours, wanted in zip(gradients(result.loss, x), gradients(expected, x), strict=True):
+        expected = sum(
+            (reference(x, i) / count for i in range(count)), torch.zeros(()).double()
+        )
+        assert float(result.loss.detach()) == pytest.approx(
+            float(expected.detach()), abs=1e-6
+        )
+        for ours, wanted in zip(
+            gradients(result.loss, x), gradients(expected, x), strict=True
+        ):
             assert torch.allclose(ours, wanted, rtol=0, atol=1e-6)
-        first = torch.tensor(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+        first = torch.tensor(
+            data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+        )
         shares = [loss(part(x, rows), **options) for rows in (first, ~first)]
-        assert float(sum(s.loss.detach() for s in shares)) == pytest.approx(float(result.loss.detach()), abs=1e-9)
+        assert float(sum(s.loss.detach() for s in shares)) == pytest.approx(
+            float(result.loss.detach()), abs=1e-9
+        )
         metrics = finalize(add_metrics(shares[0].metrics, shares[1].metrics))
         assert metrics == pytest.approx(finalize(result.metrics), abs=1e-9)
 
@@ -303,59 +372,107 @@ def test_a_loss_is_its_equation_whole_and_in_parts(name: str):
 @pytest.mark.parametrize("name", preference_losses)
 @pytest.mark.parametrize("log_prob", [-1e5, 0.0])
 def test_extremes_and_padding_stay_finite(name: str, log_prob: float):
-    x = {key: value.detach().float() if value.is_floating_point() else value for key, value in pairs(3, 0).items()}
+    x = {
+        key: value.detach().float() if value.is_floating_point() else value
+        for key, value in pairs(3, 0).items()
+    }
     for key in ("chosen_log_probs", "log_probs"):
         x[key] = torch.tensor([log_prob, -1.0, math.nan]).requires_grad_()
     x["rejected_log_probs"] = torch.tensor([-1.0, log_prob, math.nan]).requires_grad_()
     x["weights"] = torch.tensor([0.5, 0.5, 0.0])
     x["chosen_lengths"][1] = 0
     result = preference_losses.get(name)(with_log_ratios(x))
-    assert torch.isfinite(result.loss) and all(torch.isfinite(m).all() for m in result.metrics.values())
+    assert torch.isfinite(result.loss) and all(
+        torch.isfinite(m).all() for m in result.metrics.values()
+    )
     assert all(torch.isfinite(g).all() for g in gradients(result.loss, x))
 
 
 def one(name: str, **numbers: float) -> float:
-    x = {key: torch.tensor([value], dtype=torch.float64) for key, value in numbers.items()}
-    return float(preference_losses.get(name)({**x, "weights": torch.ones(1).double()}).loss)
+    x = {
+        key: torch.tensor([value], dtype=torch.float64)
+        for key, value in numbers.items()
+    }
+    return float(
+        preference_losses.get(name)({**x, "weights": torch.ones(1).double()}).loss
+    )
 
 
 def test_dpo_and_ipo_by_hand():
-    same = {"chosen_log_probs": -5.0, "ref_chosen_log_probs": -5.0, "rejected_log_probs": -7.0}
+    same = {
+        "chosen_log_probs": -5.0,
+        "ref_chosen_log_probs": -5.0,
+        "rejected_log_probs": -7.0,
+    }
     assert one("dpo", **same, ref_rejected_log_probs=-7.0) == pytest.approx(math.log(2))
     # the rejected one fell by 10: margin 0.1 x 10
-    assert one("dpo", **same, ref_rejected_log_probs=3.0) == pytest.approx(math.log(1 + math.exp(-1.0)))
+    assert one("dpo", **same, ref_rejected_log_probs=3.0) == pytest.approx(
+        math.log(1 + math.exp(-1.0))
+    )
     # h = 5 = 1 / (2 x 0.1): 0 - (-10) / 2 per token
     lengths = {"chosen_lengths": 4.0, "rejected_lengths": 2.0}
-    assert one("ipo", **same, ref_rejected_log_probs=3.0, **lengths) == pytest.approx(0.0)
+    assert one("ipo", **same, ref_rejected_log_probs=3.0, **lengths) == pytest.approx(
+        0.0
+    )
 
 
 def test_simpo_and_orpo_by_hand():
     lengths = {"chosen_lengths": 2.0, "rejected_lengths": 4.0}
-    assert one("simpo", chosen_log_probs=-2.0, rejected_log_probs=-6.0, **lengths) == pytest.approx(math.log(2))
-    half = {"chosen_log_probs": 2 * math.log(0.5), "rejected_log_probs": 4 * math.log(0.25)}
+    assert one(
+        "simpo", chosen_log_probs=-2.0, rejected_log_probs=-6.0, **lengths
+    ) == pytest.approx(math.log(2))
+    half = {
+        "chosen_log_probs": 2 * math.log(0.5),
+        "rejected_log_probs": 4 * math.log(0.25),
+    }
     odds = -math.log(3 / (1 + 3))  # (0.5 / 0.5) / (0.25 / 0.75) = 3
     assert one("orpo", **half, **lengths) == pytest.approx(math.log(2) + 0.1 * odds)
 
 
 def test_kto_by_hand():
-    x = {"log_probs": torch.tensor([1.0, 1.0]), "ref_log_probs": torch.zeros(2), "weights": torch.tensor([1.0, 0.5])}
-    x |= {"desirable": torch.tensor([True, False]), "reference_kl": torch.tensor(-3.0)}  # a KL below 0 counts as 0
+    x = {
+        "log_probs": torch.tensor([1.0, 1.0]),
+        "ref_log_probs": torch.zeros(2),
+        "weights": torch.tensor([1.0, 0.5]),
+    }
+    # A KL below 0 counts as 0.
+    x |= {"desirable": torch.tensor([True, False]), "reference_kl": torch.tensor(-3.0)}
     result = preference_losses.get("kto")(x, beta=1.0)
-    assert float(result.loss) == pytest.approx(1 / (1 + math.e) + 0.5 / (1 + 1 / math.e))  # sigmoid(-1), sigmoid(1)
-    assert float(kto_reference_kl(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0]))) == 1.5
+    # sigmoid(-1), sigmoid(1).
+    assert float(result.loss) == pytest.approx(
+        1 / (1 + math.e) + 0.5 / (1 + 1 / math.e)
+    )
+    assert (
+        float(kto_reference_kl(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0])))
+        == 1.5
+    )
     assert float(kto_reference_kl(torch.zeros(0), torch.zeros(0))) == 0.0
 
 
-SIDES, OTHER = {"chosen": "rejected", "rejected": "chosen"}, re.compile("chosen|rejected")
+SIDES, OTHER = (
+    {"chosen": "rejected", "rejected": "chosen"},
+    re.compile("chosen|rejected"),
+)
 
 
 def test_ranks_and_means_by_hand():
     numbers = torch.tensor([3.0, 1.0, 2.0, 2.0])
-    assert matched(numbers, torch.tensor([10.0, 40.0, 30.0, 20.0])).tolist() == [40.0, 10.0, 20.0, 30.0]
-    assert matched(numbers, numbers).tolist() == numbers.tolist() and matched(numbers[:0], numbers[:0]).tolist() == []
+    assert matched(numbers, torch.tensor([10.0, 40.0, 30.0, 20.0])).tolist() == [
+        40.0,
+        10.0,
+        20.0,
+        30.0,
+    ]
+    assert (
+        matched(numbers, numbers).tolist() == numbers.tolist()
+        and matched(numbers[:0], numbers[:0]).tolist() == []
+    )
     right = torch.tensor([True, False, False, False])
     assert float(mean_log_ratio(numbers, right)) == pytest.approx((3 + 5 / 3) / 2)
-    assert float(mean_log_ratio(numbers, right | True)) == 2.0 and float(mean_log_ratio(numbers[:0], right[:0])) == 0.0
+    assert (
+        float(mean_log_ratio(numbers, right | True)) == 2.0
+        and float(mean_log_ratio(numbers[:0], right[:0])) == 0.0
+    )
 
 
 def test_what_is_known_of_the_relatives():
@@ -365,7 +482,8 @@ def test_what_is_known_of_the_relatives():
     assert one("robust", **even) == pytest.approx(math.log(2))
     assert one("discopop", **even) == pytest.approx(0.5 * math.log(2) + 0.5)
     win = {"chosen_log_ratios": 500.0, "rejected_log_ratios": -500.0}
-    assert one("sppo", **win) == 0.0 and one("hinge", **win) == 0.0  # h = +- eta / 2, and a margin of 100
+    # H = +- eta / 2, and a margin of 100.
+    assert one("sppo", **win) == 0.0 and one("hinge", **win) == 0.0
     assert one("exo", **win) == pytest.approx(-math.log(1 - 1e-3))
 
     x = pairs(5, 1)
@@ -374,31 +492,50 @@ def test_what_is_known_of_the_relatives():
         ("alphapo", {"alpha": 0.0, **ALPHAPO}, "simpo", ALPHAPO),
         ("robust", {"label_smoothing": 0.0}, "dpo", {}),
     ):
-        ours, theirs = preference_losses.get(name)(x, **options).loss, preference_losses.get(twin)(x, **same).loss
+        ours, theirs = (
+            preference_losses.get(name)(x, **options).loss,
+            preference_losses.get(twin)(x, **same).loss,
+        )
         torch.testing.assert_close(ours, theirs)
-    flipped = with_log_ratios({OTHER.sub(lambda m: SIDES[m[0]], name): each for name, each in x.items()})
+    flipped = with_log_ratios(
+        {OTHER.sub(lambda m: SIDES[m[0]], name): each for name, each in x.items()}
+    )
     noisy = 0.8 * preference_losses.get("robust")(x, label_smoothing=0.2).loss
-    noisy = noisy + 0.2 * preference_losses.get("robust")(flipped, label_smoothing=0.2).loss
-    torch.testing.assert_close(noisy, preference_losses.get("dpo")(x).loss, msg="labels flipped by chance cost nothing")
+    noisy = (
+        noisy + 0.2 * preference_losses.get("robust")(flipped, label_smoothing=0.2).loss
+    )
+    torch.testing.assert_close(
+        noisy,
+        preference_losses.get("dpo")(x).loss,
+        msg="labels flipped by chance cost nothing",
+    )
 
 
 def test_response_log_probs_by_hand():
     sums, lengths = response_log_probs(
-        torch.tensor([[-1.0, -2.0], [-4.0, math.nan], [math.nan] * 2]), torch.tensor([[1, 1], [1, 0], [0, 0]]).bool()
+        torch.tensor([[-1.0, -2.0], [-4.0, math.nan], [math.nan] * 2]),
+        torch.tensor([[1, 1], [1, 0], [0, 0]]).bool(),
     )
     assert sums.tolist() == [-3.0, -4.0, 0.0] and lengths.tolist() == [2, 1, 0]
 
 
 def test_bradley_terry_by_hand():
-    chosen, rejected = torch.tensor([2.0, 0.0, math.nan]).requires_grad_(), torch.tensor([1.0, 1.0, math.nan])
+    chosen, rejected = (
+        torch.tensor([2.0, 0.0, math.nan]).requires_grad_(),
+        torch.tensor([1.0, 1.0, math.nan]),
+    )
     weights = torch.tensor([0.5, 0.5, 0.0])
     plain = bradley_terry(chosen, rejected, weights)
     expected = (math.log(1 + math.exp(-1)) + math.log(1 + math.exp(1))) / 2
     assert float(plain.loss.detach()) == pytest.approx(expected)
     assert finalize(plain.metrics)["preference_accuracy"] == 0.5
     (gradient,) = torch.autograd.grad(plain.loss, chosen)
-    torch.testing.assert_close(gradient, -torch.tensor([1 / (1 + math.e), 1 / (1 + 1 / math.e), 0.0]) / 2)
-    wide = bradley_terry(chosen, rejected, weights, torch.tensor([1.0, 0.0, math.nan]), center_coef=0.1)
+    torch.testing.assert_close(
+        gradient, -torch.tensor([1 / (1 + math.e), 1 / (1 + 1 / math.e), 0.0]) / 2
+    )
+    wide = bradley_terry(
+        chosen, rejected, weights, torch.tensor([1.0, 0.0, math.nan]), center_coef=0.1
+    )
     expected = (math.log(2) + 0.1 * 9 + math.log(1 + math.exp(1)) + 0.1) / 2
     assert float(wide.loss.detach()) == pytest.approx(expected)
 
@@ -413,7 +550,9 @@ def jensen_shannon(s: list[float], t: list[float]) -> float:
     return 0.3 * kl(t, m) + 0.7 * kl(s, m)
 
 
-DIVERGENCES: dict[str, tuple[Callable[[list[float], list[float]], float], dict[str, float]]] = {
+DIVERGENCES: dict[
+    str, tuple[Callable[[list[float], list[float]], float], dict[str, float]]
+] = {
     "forward_kl": (lambda s, t: kl(t, s), {}),
     "reverse_kl": (kl, {}),
     "jensen_shannon": (jensen_shannon, {"beta": 0.3}),
@@ -435,7 +574,10 @@ def test_a_divergence_is_its_equation(name: str):
         result: LossOutput = distillation_loss(apart, case.mask / 7.0)
         expected = 0.0
         for i, t in case.mask.nonzero().tolist():
-            expected += reference(student[i, t].exp().tolist(), teacher[i, t].exp().tolist()) / 7.0
+            expected += (
+                reference(student[i, t].exp().tolist(), teacher[i, t].exp().tolist())
+                / 7.0
+            )
         assert float(result.loss.detach()) == pytest.approx(expected, abs=1e-6)
         (gradient,) = torch.autograd.grad(result.loss, logits)
         assert torch.isfinite(gradient).all() and not gradient[~case.mask].any()
@@ -446,11 +588,19 @@ def test_a_divergence_is_its_equation(name: str):
 @pytest.mark.parametrize("name", divergences)
 def test_gradients_of_divergences_by_finite_differences(name: str):
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1, 2, 3, generator=generator, dtype=torch.float64).requires_grad_()
-    teacher = torch.randn(1, 2, 3, generator=generator, dtype=torch.float64).log_softmax(-1)
+    logits = torch.randn(
+        1, 2, 3, generator=generator, dtype=torch.float64
+    ).requires_grad_()
+    teacher = torch.randn(
+        1, 2, 3, generator=generator, dtype=torch.float64
+    ).log_softmax(-1)
     function = divergences.get(name).function
     assert torch.autograd.gradcheck(
-        lambda x: distillation_loss(function(x.log_softmax(-1), teacher), torch.full((1, 2), 0.5).double()).loss,
+        lambda x: (
+            distillation_loss(
+                function(x.log_softmax(-1), teacher), torch.full((1, 2), 0.5).double()
+            ).loss
+        ),
         logits,
     )
 
@@ -467,11 +617,22 @@ def test_the_distillation_advantage_is_the_gradient_of_the_reverse_kl():
     """Summed over all tokens with their probability, the policy gradient is that of KL(student || teacher)."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_()
-    student, teacher = logits.log_softmax(0), torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(0)
-    inputs = {"rollout_log_probs": student.detach()[:, None], "ref_log_probs": teacher[:, None]}
+    student, teacher = (
+        logits.log_softmax(0),
+        torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(0),
+    )
+    inputs = {
+        "rollout_log_probs": student.detach()[:, None],
+        "ref_log_probs": teacher[:, None],
+    }
     estimator = advantage_estimators.get("distillation")
-    advantages = estimator({**inputs, "response_mask": torch.ones(5, 1).bool()}).advantages[:, 0]
+    advantages = estimator(
+        {**inputs, "response_mask": torch.ones(5, 1).bool()}
+    ).advantages[:, 0]
     surrogate = (student.exp().detach() * advantages * student).sum()
     exact = -(student.exp() * (student - teacher)).sum()
-    gradients = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (surrogate, exact)]
+    gradients = [
+        torch.autograd.grad(value, logits, retain_graph=True)[0]
+        for value in (surrogate, exact)
+    ]
     torch.testing.assert_close(*gradients)

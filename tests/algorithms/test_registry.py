@@ -30,24 +30,39 @@ def registry() -> Registry[float]:
     registry: Registry[float] = Registry("policy loss")
 
     @registry.register("double_clip")
-    def double_clip(log_probs, advantages, weights=None, *, clip: float = 0.2, scale: float) -> float:
-        return float(log_probs.sum()) * scale + clip + (0.0 if weights is None else 100.0)
+    def double_clip(
+        log_probs, advantages, weights=None, *, clip: float = 0.2, scale: float
+    ) -> float:
+        return (
+            float(log_probs.sum()) * scale + clip + (0.0 if weights is None else 100.0)
+        )
 
     return registry
 
 
 def test_an_entry_knows_its_inputs_and_options(registry):
     entry = registry.get("double_clip")
-    assert entry.inputs == ("log_probs", "advantages") and entry.optional_inputs == ("weights",)
+    assert entry.inputs == ("log_probs", "advantages") and entry.optional_inputs == (
+        "weights",
+    )
     assert list(entry.options) == ["clip", "scale"]
-    batch = {"log_probs": torch.ones(2), "advantages": torch.ones(2), "other": torch.ones(2)}
+    batch = {
+        "log_probs": torch.ones(2),
+        "advantages": torch.ones(2),
+        "other": torch.ones(2),
+    }
     assert entry(batch, scale=3.0) == pytest.approx(6.2)
     assert entry({**batch, "weights": torch.ones(2)}, scale=3.0, clip=0.0) == 106.0
 
 
 def test_missing_input_is_named(registry):
-    with pytest.raises(DataError, match="policy loss 'double_clip' needs 'advantages'.*only 'log_probs'"):
-        registry.get("double_clip")({"log_probs": torch.ones(1), "values": None}, scale=1.0)
+    with pytest.raises(
+        DataError,
+        match="policy loss 'double_clip' needs 'advantages'.*only 'log_probs'",
+    ):
+        registry.get("double_clip")(
+            {"log_probs": torch.ones(1), "values": None}, scale=1.0
+        )
 
 
 def test_all_wrong_options_are_named_at_once(registry):
@@ -59,7 +74,10 @@ def test_all_wrong_options_are_named_at_once(registry):
 
 
 def test_unknown_name_lists_the_nearest(registry):
-    with pytest.raises(ConfigError, match=r"unknown policy loss 'duble_clip' \(did you mean 'double_clip'\?\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown policy loss 'duble_clip' \(did you mean 'double_clip'\?\)",
+    ):
         registry.get("duble_clip")
 
 
@@ -76,15 +94,27 @@ def test_every_parameter_must_have_a_name(registry):
 def test_a_function_of_the_users_own(registry, tmp_path, monkeypatch):
     text = "def mine(log_probs, *, power=2):\n    return power\ndef zero(log_probs):\n    return 1 / 0\n"
     (tmp_path / "my_losses_for_test.py").write_text(text)
-    (tmp_path / "my_broken_for_test.py").write_text("raise RuntimeError('no licence')\n")
+    (tmp_path / "my_broken_for_test.py").write_text(
+        "raise RuntimeError('no licence')\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        assert registry.get("my_losses_for_test:mine")({"log_probs": torch.ones(1)}, power=3) == 3
-        with pytest.raises(ConfigError, match=r"test:zero' raised ZeroDivisionError: division.*test\.py, line 4\)"):
+        assert (
+            registry.get("my_losses_for_test:mine")(
+                {"log_probs": torch.ones(1)}, power=3
+            )
+            == 3
+        )
+        with pytest.raises(
+            ConfigError,
+            match=r"test:zero' raised ZeroDivisionError: division.*test\.py, line 4\)",
+        ):
             registry.get("my_losses_for_test:zero")({"log_probs": torch.ones(1)})
         with pytest.raises(ConfigError, match=r"no 'mien' \(did you mean 'mine'"):
             registry.get("my_losses_for_test:mien")
-        with pytest.raises(ConfigError, match="cannot be imported: RuntimeError: no licence"):
+        with pytest.raises(
+            ConfigError, match="cannot be imported: RuntimeError: no licence"
+        ):
             registry.get("my_broken_for_test:mine")
         with pytest.raises(ConfigError, match="ModuleNotFoundError"):
             registry.get("no_such_module_for_test:mine")
@@ -108,7 +138,8 @@ OUR_OWN = {"none", "token_sum"}  # what needs no paper
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(each.kind, name) for each in SOURCED for name in each if name not in OUR_OWN]
+    ("kind", "name"),
+    [(each.kind, name) for each in SOURCED for name in each if name not in OUR_OWN],
 )
 def test_every_function_names_its_paper_and_the_place_in_it(kind: str, name: str):
     [registry] = [each for each in SOURCED if each.kind == kind]
@@ -119,10 +150,16 @@ def test_every_function_names_its_paper_and_the_place_in_it(kind: str, name: str
 
 def test_the_table_of_algorithms_has_every_function():
     rows = [
-        row.split("|") for row in (ROOT / "docs" / "algorithms.md").read_text().splitlines() if row.startswith("| ")
+        row.split("|")
+        for row in (ROOT / "docs" / "algorithms.md").read_text().splitlines()
+        if row.startswith("| ")
     ]
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row[1])} | {"bradley_terry"}
-    assert {name for each in (*SOURCED, kl_estimators) for name in each} - named == set()
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row[1])} | {
+        "bradley_terry"
+    }
+    assert {
+        name for each in (*SOURCED, kl_estimators) for name in each
+    } - named == set()
 
 
 RETURNED = """
@@ -146,22 +183,42 @@ def nothing(student_log_probs): return None
     ("kind", "name", "said"),
     [
         (advantage_estimators, "plain", r"returned Tensor; expected Advantages"),
-        (advantage_estimators, "flat", r"returned as advantages shape \[2\]; expected \[2, 3\]"),
-        (advantage_estimators, "flat_returns", r"returned as returns shape \[3\]; expected \[2, 3\]"),
+        (
+            advantage_estimators,
+            "flat",
+            r"returned as advantages shape \[2\]; expected \[2, 3\]",
+        ),
+        (
+            advantage_estimators,
+            "flat_returns",
+            r"returned as returns shape \[3\]; expected \[2, 3\]",
+        ),
         (policy_losses, "plain", r"returned Tensor; expected LossOutput"),
         (policy_losses, "no_number", r"returned as loss shape \[2, 3\]; expected \[\]"),
-        (policy_losses, "no_gradient", r"returned a loss that has no gradient; compute it from log_probs"),
+        (
+            policy_losses,
+            "no_gradient",
+            r"returned a loss that has no gradient; compute it from log_probs",
+        ),
         (preference_losses, "plain", r"returned Tensor; expected LossOutput"),
         (reward_model_losses, "plain", r"returned Tensor; expected LossOutput"),
         (kl_estimators, "one_number", r"returned shape \[\]; expected \[2, 3\]"),
         (aggregations, "row_sums", r"returned shape \[2\]; expected \[2, 3\]"),
         (corrections, "plain", r"returned Tensor; expected Correction"),
-        (corrections, "flat_factors", r"returned as factors shape \[2\]; expected \[2, 3\]"),
+        (
+            corrections,
+            "flat_factors",
+            r"returned as factors shape \[2\]; expected \[2, 3\]",
+        ),
         (divergences, "every_entry", r"returned shape \[2, 5\]; expected \[2\]"),
         (token_selectors, "row_sums", r"returned shape \[2\]; expected \[2, 3\]"),
         (token_selectors, "plain", r"returned torch.float32; expected torch.bool"),
         (value_losses, "plain", r"returned Tensor; expected LossOutput"),
-        (divergences, "nothing", r"returned NoneType; expected a tensor of shape \[2\]"),
+        (
+            divergences,
+            "nothing",
+            r"returned NoneType; expected a tensor of shape \[2\]",
+        ),
     ],
 )
 def test_what_a_function_of_the_users_own_may_not_return(kind, name, said, tmp_path):

@@ -18,15 +18,31 @@ from tests.algorithms.strategies import PROPERTY, Case, cases
 QUICK = settings(PROPERTY, max_examples=25)
 
 
-def call(name: str, old: Tensor, rollout: Tensor, mask: Tensor, advantages: Tensor | None = None, **options: Any):
+def call(
+    name: str,
+    old: Tensor,
+    rollout: Tensor,
+    mask: Tensor,
+    advantages: Tensor | None = None,
+    **options: Any,
+):
     """The registered one, of responses with negative advantages if not given; the policy is the old one."""
     needed = {"high": 0.3} if name == "reject" else {}
-    inputs = {"old_log_probs": old, "log_probs": old, "rollout_log_probs": rollout, "response_mask": mask}
-    inputs["advantages"] = -torch.ones_like(rollout) if advantages is None else advantages
+    inputs = {
+        "old_log_probs": old,
+        "log_probs": old,
+        "rollout_log_probs": rollout,
+        "response_mask": mask,
+    }
+    inputs["advantages"] = (
+        -torch.ones_like(rollout) if advantages is None else advantages
+    )
     return corrections.get(name)(inputs, **(needed | options))
 
 
-def correct(name: str, ratios: list[list[float]], mask: Tensor | None = None, **options: Any):
+def correct(
+    name: str, ratios: list[list[float]], mask: Tensor | None = None, **options: Any
+):
     old = torch.tensor(ratios, dtype=torch.float64).log()
     mask = torch.ones_like(old).bool() if mask is None else mask
     return call(name, old, torch.zeros_like(old), mask, **options)
@@ -71,12 +87,27 @@ def inside(value: float) -> bool:
 # one response's factors from its ratios, from the equations
 EQUATIONS: dict[str, tuple[Callable[[list[float]], list[float]], dict[str, Any]]] = {
     "token_truncate": (lambda rs: [min(r, 1.25) for r in rs], {"high": 1.25}),
-    "token_truncate with a floor": (lambda rs: [max(min(r, 1.25), 0.8) for r in rs], WINDOW),
+    "token_truncate with a floor": (
+        lambda rs: [max(min(r, 1.25), 0.8) for r in rs],
+        WINDOW,
+    ),
     "token_mask": (lambda rs: [r if inside(r) else 0.0 for r in rs], WINDOW),
-    "sequence_truncate": (lambda rs: [min(product(rs), 1.25)] * len(rs), {"high": 1.25}),
-    "sequence_mask": (lambda rs: [product(rs) if inside(product(rs)) else 0.0] * len(rs), WINDOW),
-    "geometric_mask": (lambda rs: [1.0 if inside(geometric_mean(rs)) else 0.0] * len(rs), WINDOW),
-    "off_policy_mask": (lambda rs: [0.0 if -math.log(geometric_mean(rs)) > 0.1 else 1.0] * len(rs), {"high": 0.1}),
+    "sequence_truncate": (
+        lambda rs: [min(product(rs), 1.25)] * len(rs),
+        {"high": 1.25},
+    ),
+    "sequence_mask": (
+        lambda rs: [product(rs) if inside(product(rs)) else 0.0] * len(rs),
+        WINDOW,
+    ),
+    "geometric_mask": (
+        lambda rs: [1.0 if inside(geometric_mean(rs)) else 0.0] * len(rs),
+        WINDOW,
+    ),
+    "off_policy_mask": (
+        lambda rs: [0.0 if -math.log(geometric_mean(rs)) > 0.1 else 1.0] * len(rs),
+        {"high": 0.1},
+    ),
     **{
         f"reject {estimator} {over}": (
             rejected(estimator, over),
@@ -90,8 +121,10 @@ EQUATIONS: dict[str, tuple[Callable[[list[float]], list[float]], dict[str, Any]]
 
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_a_correction_is_its_equation(name: str):
-    """Truncated importance sampling (TIS) with and without a floor, its masks of tokens and of sequences, off-policy
-    sequence masking, and rejection by k1, k2 or k3 of a token or by sum, mean or maximum."""
+    """Truncated importance sampling (TIS) with and without a floor, its masks of tokens
+    and of sequences, off-policy sequence masking, and rejection by k1, k2 or k3 of a
+    token or by sum, mean or maximum.
+    """
     expected, options = EQUATIONS[name]
 
     @QUICK
@@ -99,11 +132,23 @@ def test_a_correction_is_its_equation(name: str):
     def check(case: Case) -> None:
         old, rollout = case.normal(), case.normal(scale=0.2)
         old = rollout + 0.2 * old
-        result = call(name.split()[0], case.garbage(old), case.garbage(rollout), case.mask, **options)
+        result = call(
+            name.split()[0],
+            case.garbage(old),
+            case.garbage(rollout),
+            case.mask,
+            **options,
+        )
         for i in range(len(case.mask)):
-            ratios = [math.exp(float(old[i, t] - rollout[i, t])) for t in range(case.mask.shape[1]) if case.mask[i, t]]
+            ratios = [
+                math.exp(float(old[i, t] - rollout[i, t]))
+                for t in range(case.mask.shape[1])
+                if case.mask[i, t]
+            ]
             wanted = torch.tensor(expected(ratios), dtype=torch.float64)
-            assert torch.allclose(result.factors[i][case.mask[i]], wanted, rtol=0, atol=1e-6)
+            assert torch.allclose(
+                result.factors[i][case.mask[i]], wanted, rtol=0, atol=1e-6
+            )
         assert not result.factors[~case.mask].any()
 
     check()
@@ -115,21 +160,40 @@ def test_every_correction_has_its_equation():
 
 def test_only_what_went_wrong_is_masked_off_policy():
     left, kept = [[0.5, 0.5]], [[1.1, 0.9]]
-    for ratios, advantage, factor in ((left, -1.0, 0.0), (left, 1.0, 1.0), (left, 0.0, 1.0), (kept, -1.0, 1.0)):
+    for ratios, advantage, factor in (
+        (left, -1.0, 0.0),
+        (left, 1.0, 1.0),
+        (left, 0.0, 1.0),
+        (kept, -1.0, 1.0),
+    ):
         given = torch.full((1, 2), advantage).double()
-        assert correct("off_policy_mask", ratios, advantages=given).factors.tolist() == [[factor] * 2]
+        assert correct(
+            "off_policy_mask", ratios, advantages=given
+        ).factors.tolist() == [[factor] * 2]
 
 
 def test_several_are_multiplied():
     """Truncated weights of tokens, without the responses whose ratio is far off."""
-    ratios, mask = [[4.0, 1.0], [1.2, 1.0], [9.0, 9.0]], torch.tensor([[True, True], [True, False], [False, False]])
+    ratios, mask = (
+        [[4.0, 1.0], [1.2, 1.0], [9.0, 9.0]],
+        torch.tensor([[True, True], [True, False], [False, False]]),
+    )
     weights = correct("token_truncate", ratios, mask)
-    whole = correct("reject", ratios, mask, estimator="k1", over="sum", low=-1.0, high=1.0)
+    whole = correct(
+        "reject", ratios, mask, estimator="k1", over="sum", low=-1.0, high=1.0
+    )
     both = combined([weights, whole], mask)
-    torch.testing.assert_close(both.factors, torch.tensor([[0.0, 0.0], [1.2, 0.0], [0.0, 0.0]]).double())
+    torch.testing.assert_close(
+        both.factors, torch.tensor([[0.0, 0.0], [1.2, 0.0], [0.0, 0.0]]).double()
+    )
     metrics = finalize(both.metrics)
-    assert metrics["correction_factor"] == pytest.approx(0.4) and metrics["rejected_fraction"] == pytest.approx(2 / 3)
-    assert metrics["correction_fraction"] == finalize(weights.metrics)["correction_fraction"]
+    assert metrics["correction_factor"] == pytest.approx(0.4) and metrics[
+        "rejected_fraction"
+    ] == pytest.approx(2 / 3)
+    assert (
+        metrics["correction_fraction"]
+        == finalize(weights.metrics)["correction_fraction"]
+    )
 
 
 @pytest.mark.parametrize("name", corrections)
@@ -138,8 +202,13 @@ def test_rows_are_corrected_on_their_own(name: str):
     old, rollout = (torch.randn(6, 5, generator=generator) * 0.2 for _ in range(2))
     mask = torch.arange(5) < torch.tensor([[5], [0], [3], [1], [4], [2]])
     whole = call(name, old, rollout, mask)
-    parts = [call(name, old[rows], rollout[rows], mask[rows]) for rows in ([0, 3], [1, 2, 5], [4])]
-    torch.testing.assert_close(torch.cat([p.factors for p in parts]), whole.factors[[0, 3, 1, 2, 5, 4]])
+    parts = [
+        call(name, old[rows], rollout[rows], mask[rows])
+        for rows in ([0, 3], [1, 2, 5], [4])
+    ]
+    torch.testing.assert_close(
+        torch.cat([p.factors for p in parts]), whole.factors[[0, 3, 1, 2, 5, 4]]
+    )
     metrics: dict[str, Tensor] = {}
     for part in parts:
         metrics = add_metrics(metrics, part.metrics)
@@ -147,18 +216,25 @@ def test_rows_are_corrected_on_their_own(name: str):
 
 
 def test_by_hand():
-    torch.testing.assert_close(correct("token_truncate", [[4.0, 0.5]]).factors, torch.tensor([[2.0, 0.5]]).double())
     torch.testing.assert_close(
-        correct("token_mask", [[8.0, 0.4, 2.0]]).factors, torch.tensor([[0.0, 0.0, 2.0]]).double()
+        correct("token_truncate", [[4.0, 0.5]]).factors,
+        torch.tensor([[2.0, 0.5]]).double(),
     )
     torch.testing.assert_close(
-        correct("sequence_truncate", [[4.0, 0.25], [4.0, 1.0]]).factors, torch.tensor([[1.0] * 2, [2.0] * 2]).double()
+        correct("token_mask", [[8.0, 0.4, 2.0]]).factors,
+        torch.tensor([[0.0, 0.0, 2.0]]).double(),
     )
     torch.testing.assert_close(
-        correct("sequence_mask", [[4.0, 0.25], [4.0, 1.0]]).factors, torch.tensor([[1.0] * 2, [0.0] * 2]).double()
+        correct("sequence_truncate", [[4.0, 0.25], [4.0, 1.0]]).factors,
+        torch.tensor([[1.0] * 2, [2.0] * 2]).double(),
     )
     torch.testing.assert_close(
-        correct("geometric_mask", [[4.0, 0.25], [1.1, 1.0]]).factors, torch.tensor([[1.0] * 2, [0.0] * 2]).double()
+        correct("sequence_mask", [[4.0, 0.25], [4.0, 1.0]]).factors,
+        torch.tensor([[1.0] * 2, [0.0] * 2]).double(),
+    )
+    torch.testing.assert_close(
+        correct("geometric_mask", [[4.0, 0.25], [1.1, 1.0]]).factors,
+        torch.tensor([[1.0] * 2, [0.0] * 2]).double(),
     )
 
 
@@ -185,10 +261,14 @@ def test_a_log_prob_that_is_not_a_number_is_not_let_through(name: str):
     factors = call(name, torch.zeros(2, 2), rollout, torch.ones(2, 2).bool()).factors
     assert math.isnan(float(factors[0, 0])) and factors[1].tolist() == [1.0, 1.0]
     hidden = torch.tensor([[False, True], [True, True]])
-    assert torch.equal(call(name, torch.zeros(2, 2), rollout, hidden).factors, hidden.float())
+    assert torch.equal(
+        call(name, torch.zeros(2, 2), rollout, hidden).factors, hidden.float()
+    )
 
 
-@pytest.mark.parametrize("name", ["sequence_truncate", "sequence_mask", "geometric_mask"])
+@pytest.mark.parametrize(
+    "name", ["sequence_truncate", "sequence_mask", "geometric_mask"]
+)
 def test_a_ratio_of_responses_is_bounded_after_its_sum(name: str):
     """e^-50 e^25 e^25 is 1; with each factor bounded at e^20 first it would be e^20."""
     old = torch.tensor([[-50.0, 25.0, 25.0]])
@@ -201,4 +281,6 @@ def test_a_ratio_of_responses_is_bounded_after_its_sum(name: str):
 def test_no_gradient_flows_through_a_correction(gap: float):
     old = torch.full((1, 2), gap, requires_grad=True)
     for name in corrections:
-        assert not call(name, old, torch.zeros(1, 2), torch.ones(1, 2).bool()).factors.requires_grad
+        assert not call(
+            name, old, torch.zeros(1, 2), torch.ones(1, 2).bool()
+        ).factors.requires_grad

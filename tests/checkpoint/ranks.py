@@ -35,24 +35,32 @@ from megaverl.workers.model import Loss, TrainingModel
 from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable, local
 from tests.models.ranks import manager, whole_rows
 
-# megatron-core collects garbage at every save and load: what the libraries brought along need not be looked through
+# megatron-core collects garbage at every save and load: what the libraries brought
+# along need not be looked through
 gc.freeze()
 
 Roles = dict[str, Any]
 OPTIMIZER = {"lr": 1e-2, "min_lr": 0.0, "weight_decay": 0.1, "clip_grad": 1.0}
 SCHEDULE = {"lr_warmup_steps": 2, "lr_decay_style": "cosine"}
-TOKENS = torch.randint(0, 100, (8, 12), generator=torch.Generator().manual_seed(3)).tolist()
+TOKENS = torch.randint(
+    0, 100, (8, 12), generator=torch.Generator().manual_seed(3)
+).tolist()
 
 
-def build(folder: str, grids: dict[str, dict[str, Any]], *, seed: int = 0, **options: Any) -> Roles:
+def build(
+    folder: str, grids: dict[str, dict[str, Any]], *, seed: int = 0, **options: Any
+) -> Roles:
     """An actor, and a critic if `grids` names one; each starts from random weights of `seed`.
 
-    A grid of {"fsdp": {...}} is a role under FSDP2, so configured; with "tp" on tensor-parallel ranks too.
+    A grid of {"fsdp": {...}} is a role under FSDP2, so configured; with "tp" on
+    tensor-parallel ranks too.
     """
     roles: Roles = {}
     for role, sizes in grids.items():
         if "fsdp" in sizes:
-            roles[role] = build_fsdp(folder, role, sizes["fsdp"], tp=sizes.get("tp", 1), seed=seed, **options)
+            roles[role] = build_fsdp(
+                folder, role, sizes["fsdp"], tp=sizes.get("tp", 1), seed=seed, **options
+            )
             continue
         options_of_grid: dict[str, Any] = {"role": role, **sizes}
         shape = GridShape.fit(dist.get_world_size(), **options_of_grid)
@@ -74,7 +82,9 @@ def build(folder: str, grids: dict[str, dict[str, Any]], *, seed: int = 0, **opt
     return roles
 
 
-def build_fsdp(folder: str, role: str, fsdp: dict[str, Any], *, tp: int, seed: int, **options: Any) -> FSDPTrainable:
+def build_fsdp(
+    folder: str, role: str, fsdp: dict[str, Any], *, tp: int, seed: int, **options: Any
+) -> FSDPTrainable:
     model = FSDPModel(
         folder,
         manager().grid(GridShape.fit(dist.get_world_size(), tp=tp, role=role)),
@@ -98,7 +108,9 @@ def build_fsdp(folder: str, role: str, fsdp: dict[str, Any], *, tp: int, seed: i
 def loss_of(model: TrainingModel) -> Loss:
     """Likelihood of the tokens for an actor, squared distance from 1 for a critic."""
 
-    def loss(output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(
+        output: torch.Tensor, micro: MicroBatch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         if model.value_head:
             value = (model.values(output, micro)[0] - 1.0).square().sum() / 88
         else:
@@ -125,14 +137,20 @@ def digest(roles: Roles) -> dict[str, str]:
     for role, trainable in roles.items():
         for name, parameter in trainable.model.parameters.items():
             found[f"{role}.{name}"] = _hash(parameter)
-        found[f"{role}.schedule"] = f"{trainable.learning_rate} {trainable.scheduler.num_steps}"
+        found[f"{role}.schedule"] = (
+            f"{trainable.learning_rate} {trainable.scheduler.num_steps}"
+        )
         if isinstance(trainable, FSDPTrainable):
             for place, parameter in enumerate(trainable.parameters):
                 for key, value in trainable.optimizer.state[parameter].items():
                     found[f"{role}.{place}.{key}"] = _hash(local(value))
             continue
-        for index, optimizer in enumerate(getattr(trainable.optimizer, "chained_optimizers", [trainable.optimizer])):
-            parameters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+        for index, optimizer in enumerate(
+            getattr(trainable.optimizer, "chained_optimizers", [trainable.optimizer])
+        ):
+            parameters = [
+                p for group in optimizer.optimizer.param_groups for p in group["params"]
+            ]
             for place, parameter in enumerate(parameters):
                 found[f"{role}.{index}.{place}.main"] = _hash(parameter)
                 for key, value in optimizer.optimizer.state[parameter].items():
@@ -145,7 +163,9 @@ def _hash(tensor: torch.Tensor) -> str:
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
 
 
-def interrupted_run(folder: str, root: str, grids: dict[str, dict[str, int]], **options: Any) -> dict[str, Any]:
+def interrupted_run(
+    folder: str, root: str, grids: dict[str, dict[str, int]], **options: Any
+) -> dict[str, Any]:
     """Train 2 updates, save, train 2 more; then load into other models and train these 2 again."""
     roles = build(folder, grids, **options)
     before = options.get("updates_before", 2)
@@ -159,7 +179,8 @@ def interrupted_run(folder: str, root: str, grids: dict[str, dict[str, int]], **
         at_save = digest(roles)
         losses = train(roles, 2)
     resumed = build(folder, grids, seed=9, **options)
-    train(resumed, options.get("updates_of_resumed", 1))  # a used model and optimizer must be overwritten too
+    # A used model and optimizer must be overwritten too.
+    train(resumed, options.get("updates_of_resumed", 1))
     state = store.load(path, resumed)
     return {
         "state": state,
@@ -169,7 +190,9 @@ def interrupted_run(folder: str, root: str, grids: dict[str, dict[str, int]], **
     }
 
 
-def _save_while_training(store: CheckpointStore, step: int, roles: Roles) -> tuple[Path, list[float]]:
+def _save_while_training(
+    store: CheckpointStore, step: int, roles: Roles
+) -> tuple[Path, list[float]]:
     """Start a save, take 2 updates, and only then let it write."""
     go_on, write = threading.Event(), store_module._write
 
@@ -190,10 +213,18 @@ def _save_while_training(store: CheckpointStore, step: int, roles: Roles) -> tup
 
 
 def _changed(one: dict[str, str], other: dict[str, str]) -> list[str]:
-    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+    return sorted(
+        name for name in one.keys() | other.keys() if one.get(name) != other.get(name)
+    )
 
 
-def save_run(folder: str, root: str, grids: dict[str, dict[str, int]], steps: list[int], **options: Any) -> list[float]:
+def save_run(
+    folder: str,
+    root: str,
+    grids: dict[str, dict[str, int]],
+    steps: list[int],
+    **options: Any,
+) -> list[float]:
     """Save at each of `steps`, one update before each; the losses of 2 updates after the last."""
     store = CheckpointStore(root, retention=Retention(**options.get("retention", {})))
     roles = build(folder, grids, **options)
@@ -204,7 +235,11 @@ def save_run(folder: str, root: str, grids: dict[str, dict[str, int]], steps: li
 
 
 def resume_run(
-    folder: str, root: str, grids: dict[str, dict[str, int]], resume: str = "auto", **options: Any
+    folder: str,
+    root: str,
+    grids: dict[str, dict[str, int]],
+    resume: str = "auto",
+    **options: Any,
 ) -> dict[str, Any]:
     """Resume as a run does, and take 2 updates."""
     store = CheckpointStore(root)
@@ -225,7 +260,11 @@ def settings(roles: Roles) -> dict[str, Any]:
         role: [
             trainable.scheduler.num_steps,
             [
-                {name: repr(value) for name, value in group.items() if name not in ("params", "step")}
+                {
+                    name: repr(value)
+                    for name, value in group.items()
+                    if name not in ("params", "step")
+                }
                 for group in trainable.scheduler.optimizer.param_groups
             ],
         ]
@@ -233,7 +272,9 @@ def settings(roles: Roles) -> dict[str, Any]:
     }
 
 
-def resume_with(folder: str, root: str, saved: dict[str, Any], resumed: dict[str, Any]) -> list[dict[str, Any]]:
+def resume_with(
+    folder: str, root: str, saved: dict[str, Any], resumed: dict[str, Any]
+) -> list[dict[str, Any]]:
     """Save after 4 updates, resume with other options; the settings then, and those of a run that never stopped."""
     roles = build(folder, **saved)
     train(roles, 4)
@@ -256,14 +297,28 @@ class Traffic(TorchDispatchMode):
         self.sent = self.taken = 0
         self._places: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         found = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            self.sent += sum(each.nbytes for each in tree_leaves(args) if isinstance(each, torch.Tensor))
+            self.sent += sum(
+                each.nbytes
+                for each in tree_leaves(args)
+                if isinstance(each, torch.Tensor)
+            )
             return found
-        known = {_place(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        known = {
+            _place(each)
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, torch.Tensor)
+        }
         for each in tree_leaves(found):
-            if isinstance(each, torch.Tensor) and each.device.type == "cpu" and _place(each) not in known:
+            if (
+                isinstance(each, torch.Tensor)
+                and each.device.type == "cpu"
+                and _place(each) not in known
+            ):
                 self.taken += each.untyped_storage().nbytes()
         return found
 
@@ -272,23 +327,37 @@ def _place(tensor: torch.Tensor) -> int:
     return 0 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()
 
 
-def measured_save(folder: str, root: str, grids: dict[str, dict[str, int]], **options: Any) -> dict[str, Any]:
+def measured_save(
+    folder: str, root: str, grids: dict[str, dict[str, int]], **options: Any
+) -> dict[str, Any]:
     """Save after an update: the bytes that this rank has written, sent and taken; and those of the whole state."""
     roles = build(folder, grids, **options)
     train(roles, 1)
     with Traffic() as traffic:
         path = CheckpointStore(root).save(1, roles, {"step": 1})
     # the names of files end with a rank's
-    written = sum(file.stat().st_size for file in path.glob(f"__{dist.get_rank()}_*.distcp"))
+    written = sum(
+        file.stat().st_size for file in path.glob(f"__{dist.get_rank()}_*.distcp")
+    )
     state = sum(array.nbytes for array in read_index(path).arrays.values())
-    return {"written": written, "sent": traffic.sent, "taken": traffic.taken, "state": state}
+    return {
+        "written": written,
+        "sent": traffic.sent,
+        "taken": traffic.taken,
+        "state": state,
+    }
 
 
-def gathered_save(folder: str, root: str, grids: dict[str, dict[str, int]], **options: Any) -> list[str]:
+def gathered_save(
+    folder: str, root: str, grids: dict[str, dict[str, int]], **options: Any
+) -> list[str]:
     """Save as megaverl did when megatron-core gathered the state, resume that, and say what is not as it was."""
     roles = build(folder, grids, **options)
     train(roles, 2)
-    replaced = [(engine_state, "_own_shards", contextlib.nullcontext), (engine_state, "share_replicas", _nothing)]
+    replaced = [
+        (engine_state, "_own_shards", contextlib.nullcontext),
+        (engine_state, "share_replicas", _nothing),
+    ]
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, instead in replaced:
             patch.setattr(owner, name, instead)
@@ -302,7 +371,9 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def move(folder: str, root: str, to: str, grids: dict[str, dict[str, int]], **options: Any) -> None:
+def move(
+    folder: str, root: str, to: str, grids: dict[str, dict[str, int]], **options: Any
+) -> None:
     """Load the newest checkpoint on `grids` and save it elsewhere."""
     roles = build(folder, grids, seed=9, **options)
     source = CheckpointStore(root).latest()
@@ -312,7 +383,11 @@ def move(folder: str, root: str, to: str, grids: dict[str, dict[str, int]], **op
 
 
 def failing_save(
-    folder: str, root: str, grids: dict[str, dict[str, int]], fault: str, in_background: bool = False
+    folder: str,
+    root: str,
+    grids: dict[str, dict[str, int]],
+    fault: str,
+    in_background: bool = False,
 ) -> dict[str, str]:
     """Save at step 2 where one rank, or the disk, fails on the way; what each rank hears."""
     store = CheckpointStore(root)
@@ -343,7 +418,11 @@ def failing_save(
         store.start(2, roles, {"step": 2}, in_background=in_background)
         store.finish()
     except MegaverlError as error:
-        return {"error": type(error).__name__, "text": str(error), "latest": str(store.latest())}
+        return {
+            "error": type(error).__name__,
+            "text": str(error),
+            "latest": str(store.latest()),
+        }
     finally:
         for owner, name, original in replaced:
             setattr(owner, name, original)

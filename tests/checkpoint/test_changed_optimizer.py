@@ -20,7 +20,11 @@ WHOLE = {"ddp": {"use_distributed_optimizer": False}}
 
 
 def resumed(
-    launch: Launcher, path: Path, grids: dict[str, Any], before: dict[str, Any], now: dict[str, Any]
+    launch: Launcher,
+    path: Path,
+    grids: dict[str, Any],
+    before: dict[str, Any],
+    now: dict[str, Any],
 ) -> tuple[list[float], dict[str, Any]]:
     """Return the losses of a run that was not stopped, and what the resumed run gives."""
     folder = make_tiny_folder(path / "model", "Qwen2ForCausalLM")
@@ -30,11 +34,15 @@ def resumed(
 
 
 @pytest.mark.parametrize("grids", [MEGATRON, FSDP], ids=["megatron", "fsdp"])
-@pytest.mark.parametrize(("before", "now"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    ("before", "now"), [("float32", "bfloat16"), ("bfloat16", "float32")]
+)
 def test_another_dtype_goes_on_from_the_master_weights(
     launch: Launcher, tmp_path: Path, grids: dict[str, Any], before: str, now: str
 ) -> None:
-    expected, found = resumed(launch, tmp_path, grids, {"dtype": before}, {"dtype": now})
+    expected, found = resumed(
+        launch, tmp_path, grids, {"dtype": before}, {"dtype": now}
+    )
     assert found["losses"] == pytest.approx(expected, abs=4e-3)
     assert abs(expected[0] - expected[1]) > 0.1  # an update without moments would show
 
@@ -49,12 +57,18 @@ def test_another_dtype_goes_on_from_the_master_weights(
     ids=["sharded-to-whole", "whole-to-sharded", "unfrozen"],
 )
 def test_what_the_configuration_refuses_cannot_be_loaded(
-    launch: Launcher, tmp_path: Path, grids: dict[str, Any], before: dict[str, Any], now: dict[str, Any]
+    launch: Launcher,
+    tmp_path: Path,
+    grids: dict[str, Any],
+    before: dict[str, Any],
+    now: dict[str, Any],
 ) -> None:
     _, found = resumed(launch, tmp_path, grids, before, now)
     assert "error" in found
 
 
 def test_more_weights_can_be_frozen(launch: Launcher, tmp_path: Path) -> None:
-    expected, found = resumed(launch, tmp_path, FSDP, {}, {"freeze": ["model.layers.0.*"]})
+    expected, found = resumed(
+        launch, tmp_path, FSDP, {}, {"freeze": ["model.layers.0.*"]}
+    )
     assert found["losses"][0] == expected[0]

@@ -27,7 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(launch: Launcher, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(
+    launch: Launcher, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A run folder with the checkpoints of steps 1 and 2."""
     run = tmp_path_factory.mktemp("run")
     save(launch, folder, run, [1, 2])
@@ -40,19 +42,39 @@ def run(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "run"))
 
 
-def save(launch: Launcher, folder: Path, run: Path, steps: list[int], **options: Any) -> None:
-    launch.world(2, RANKS + "save_run", folder=folder, root=run / "checkpoints", grids=GRIDS, steps=steps, **options)
+def save(
+    launch: Launcher, folder: Path, run: Path, steps: list[int], **options: Any
+) -> None:
+    launch.world(
+        2,
+        RANKS + "save_run",
+        folder=folder,
+        root=run / "checkpoints",
+        grids=GRIDS,
+        steps=steps,
+        **options,
+    )
 
 
-def resume(launch: Launcher, folder: Path, run: Path, resume: str | Path = "auto", **grids: Any) -> dict[str, Any]:
+def resume(
+    launch: Launcher, folder: Path, run: Path, resume: str | Path = "auto", **grids: Any
+) -> dict[str, Any]:
     """What every rank found; they must agree but for whose error it is."""
     results = launch.world(
-        2, RANKS + "resume_run", folder=folder, root=run / "checkpoints", grids=grids or GRIDS, resume=str(resume)
+        2,
+        RANKS + "resume_run",
+        folder=folder,
+        root=run / "checkpoints",
+        grids=grids or GRIDS,
+        resume=str(resume),
     )
     if "error" in results[0]:
         assert results[1]["error"] == results[0]["error"]
         assert results[0]["error"] in ("CheckpointError", "DamagedCheckpoint")
-        assert results[1]["text"] == "rank 0: " + results[0]["text"] or results[1]["text"] == results[0]["text"]
+        assert (
+            results[1]["text"] == "rank 0: " + results[0]["text"]
+            or results[1]["text"] == results[0]["text"]
+        )
     return results[0]
 
 
@@ -60,7 +82,9 @@ def names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-def test_resume_finds_the_newest_or_the_given_one(launch: Launcher, folder: Path, saved: Path, tmp_path: Path) -> None:
+def test_resume_finds_the_newest_or_the_given_one(
+    launch: Launcher, folder: Path, saved: Path, tmp_path: Path
+) -> None:
     root = saved / "checkpoints"
     assert resume(launch, folder, saved)["state"] == {"step": 2}
     assert resume(launch, folder, saved, "never") == {"path": None}
@@ -95,11 +119,22 @@ def test_the_manifest_says_what_is_there(saved: Path) -> None:
     ],
 )
 def test_a_failed_save_leaves_no_checkpoint(
-    launch: Launcher, folder: Path, tmp_path: Path, fault: str, text: str, in_background: bool
+    launch: Launcher,
+    folder: Path,
+    tmp_path: Path,
+    fault: str,
+    text: str,
+    in_background: bool,
 ) -> None:
     save(launch, folder, tmp_path, [1])
     root = tmp_path / "checkpoints"
-    options = {"folder": folder, "root": root, "grids": GRIDS, "fault": fault, "in_background": in_background}
+    options = {
+        "folder": folder,
+        "root": root,
+        "grids": GRIDS,
+        "fault": fault,
+        "in_background": in_background,
+    }
     for heard in launch.world(2, RANKS + "failing_save", **options):
         assert heard["error"] == "CheckpointError"
         assert "step_00000002.tmp" in heard["text"] and text in heard["text"]
@@ -166,7 +201,9 @@ def test_damage_is_named_and_the_newest_whole_one_is_used(
     found = resume(launch, folder, run, newest)
     assert str(newest) in found["text"] and text in found["text"]
     assert resume(launch, folder, run)["state"] == {"step": 1}
-    assert resume(launch, folder, run, actor={"tp": 1})["path"].endswith("step_00000001")
+    assert resume(launch, folder, run, actor={"tp": 1})["path"].endswith(
+        "step_00000001"
+    )
     shutil.rmtree(run / "checkpoints" / "step_00000001")
     found = resume(launch, folder, run)
     assert "no checkpoint is intact" in found["text"] and text in found["text"]
@@ -177,7 +214,9 @@ class Payload:
         return Path.touch, (Path(self.target),)  # type: ignore[attr-defined]
 
 
-def test_a_planted_pickle_is_not_run(launch: Launcher, folder: Path, run: Path, tmp_path: Path) -> None:
+def test_a_planted_pickle_is_not_run(
+    launch: Launcher, folder: Path, run: Path, tmp_path: Path
+) -> None:
     newest = run / "checkpoints" / "step_00000002"
     payload = Payload()
     payload.target = tmp_path / "ran"  # type: ignore[attr-defined]
@@ -190,23 +229,52 @@ def test_a_planted_pickle_is_not_run(launch: Launcher, folder: Path, run: Path, 
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_does_not_fit_the_run_is_said(launch: Launcher, folder: Path, saved: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_the_run_is_said(
+    launch: Launcher, folder: Path, saved: Path, tmp_path: Path
+) -> None:
     found = resume(launch, folder, saved, actor={"tp": 2}, critic={})
     assert "it holds actor, but no critic" in found["text"]
     other = make_tiny_folder(tmp_path / "other", hidden_size=48, **SMALL)
-    assert "actor.hidden_size is 32, this run has 48" in resume(launch, other, saved)["text"]
-    assert "no such folder" in resume(launch, folder, saved, tmp_path / "nowhere")["text"]
-    assert "a file, not a folder" in resume(launch, folder, saved, other / "config.json")["text"]
+    assert (
+        "actor.hidden_size is 32, this run has 48"
+        in resume(launch, other, saved)["text"]
+    )
+    assert (
+        "no such folder" in resume(launch, folder, saved, tmp_path / "nowhere")["text"]
+    )
+    assert (
+        "a file, not a folder"
+        in resume(launch, folder, saved, other / "config.json")["text"]
+    )
     assert "holds no checkpoint" in resume(launch, folder, saved, other)["text"]
 
 
-def test_the_newest_and_the_best_are_kept(launch: Launcher, folder: Path, tmp_path: Path) -> None:
-    save(launch, folder, tmp_path, [1, 2, 3, 4, 5], retention={"keep_last_k": 2, "milestone_interval": 3}, best=[1])
-    assert names(tmp_path) == ["best.json", "step_00000001", "step_00000003", "step_00000004", "step_00000005"]
-    assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {"folder": "step_00000001"}
+def test_the_newest_and_the_best_are_kept(
+    launch: Launcher, folder: Path, tmp_path: Path
+) -> None:
+    save(
+        launch,
+        folder,
+        tmp_path,
+        [1, 2, 3, 4, 5],
+        retention={"keep_last_k": 2, "milestone_interval": 3},
+        best=[1],
+    )
+    assert names(tmp_path) == [
+        "best.json",
+        "step_00000001",
+        "step_00000003",
+        "step_00000004",
+        "step_00000005",
+    ]
+    assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {
+        "folder": "step_00000001"
+    }
     # a run that went back to step 1: what it saves now is newer than step 5
     save(launch, folder, tmp_path, [3, 2], retention={"keep_last_k": 2}, best=[2])
     assert names(tmp_path) == ["best.json", "step_00000002", "step_00000003"]
     assert resume(launch, folder, tmp_path)["state"] == {"step": 2}
-    save(launch, folder, tmp_path, [5], retention={"keep_last_k": 1, "keep_best": False})
+    save(
+        launch, folder, tmp_path, [5], retention={"keep_last_k": 1, "keep_best": False}
+    )
     assert names(tmp_path) == ["best.json", "step_00000005"]

@@ -23,10 +23,25 @@ from megaverl.checkpoint import (
     read_json,
     readable,
 )
-from megaverl.checkpoint.commit import Committer, Retention, best_name, commit, job_name, prepare_folder, prune, remove
+from megaverl.checkpoint.commit import (
+    Committer,
+    Retention,
+    best_name,
+    commit,
+    job_name,
+    prepare_folder,
+    prune,
+    remove,
+)
 from megaverl.errors import CheckpointError, DamagedCheckpoint
 
-ROLES = {"actor": {"model": {"hidden_size": 32, "num_layers": 2}, "value_head": False, "grid": {"tp": 2}}}
+ROLES = {
+    "actor": {
+        "model": {"hidden_size": 32, "num_layers": 2},
+        "value_head": False,
+        "grid": {"tp": 2},
+    }
+}
 Event = tuple[str, ...]
 
 
@@ -34,7 +49,14 @@ def manifest(step: int = 1, **fields: Any) -> Manifest:
     return replace(Manifest(FORMAT_VERSION, 0, step, 2, "", ROLES, {}, {}), **fields)
 
 
-def write(root: Path, step: int, files: dict[str, bytes] | None = None, *, inside: bool = False, **fields: Any) -> Path:
+def write(
+    root: Path,
+    step: int,
+    files: dict[str, bytes] | None = None,
+    *,
+    inside: bool = False,
+    **fields: Any,
+) -> Path:
     """A committed checkpoint of these files."""
     folder, best = folder_of(root, step, inside=inside), fields.pop("best", False)
     partial_name(folder).mkdir(parents=True)
@@ -42,7 +64,9 @@ def write(root: Path, step: int, files: dict[str, bytes] | None = None, *, insid
     for name, data in (files or {"a": b"one"}).items():
         (partial_name(folder) / name).write_bytes(data)
         records[name] = [len(data), f"{zlib.crc32(data):08x}"]
-    commit(folder, manifest(step, files=records, **fields), best=best, phase=lambda _: None)
+    commit(
+        folder, manifest(step, files=records, **fields), best=best, phase=lambda _: None
+    )
     return folder
 
 
@@ -74,7 +98,11 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     return seen
 
 
-BEST = [("fsync", "best.json.tmp"), ("rename", "best.json.tmp", "best.json"), ("fsync", "checkpoints")]
+BEST = [
+    ("fsync", "best.json.tmp"),
+    ("rename", "best.json.tmp", "best.json"),
+    ("fsync", "checkpoints"),
+]
 
 
 @pytest.mark.parametrize("best", [False, True])
@@ -85,7 +113,12 @@ def test_a_checkpoint_has_its_name_after_all_of_it_is_on_the_disk(
     folder = root / "step_00000001"
     partial_name(folder).mkdir(parents=True)
     phases: list[tuple[str, int]] = []
-    commit(folder, manifest(), best=best, phase=lambda name: phases.append((name, len(events))))
+    commit(
+        folder,
+        manifest(),
+        best=best,
+        phase=lambda name: phases.append((name, len(events))),
+    )
     assert events == [
         ("fsync", "manifest.json"),
         ("fsync", "step_00000001.tmp"),
@@ -93,7 +126,11 @@ def test_a_checkpoint_has_its_name_after_all_of_it_is_on_the_disk(
         ("fsync", "checkpoints"),
         *(BEST if best else []),
     ]
-    assert phases == [("checkpoint_manifest", 0), ("checkpoint_rename", 2), ("checkpoint_marked", 4)]
+    assert phases == [
+        ("checkpoint_manifest", 0),
+        ("checkpoint_rename", 2),
+        ("checkpoint_marked", 4),
+    ]
     assert best_name(root) == ("step_00000001" if best else None)
 
 
@@ -123,7 +160,9 @@ def test_an_old_one_of_the_same_name_stays_whole_until_the_new_one_has_it(
     assert names(root) == (["best.json"] if best else []) + ["step_00000001"]
 
 
-def test_the_best_of_another_step_stays_when_one_is_written_again(tmp_path: Path) -> None:
+def test_the_best_of_another_step_stays_when_one_is_written_again(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, 1, best=True)
     write(tmp_path, 2)
     write(tmp_path, 2)
@@ -155,12 +194,18 @@ def test_what_a_failed_move_left_does_not_stop_the_next_one(tmp_path: Path) -> N
     assert names(tmp_path) == []
 
 
-def test_one_that_cannot_be_removed_is_said_and_the_others_go(tmp_path: Path, caplog: Any) -> None:
+def test_one_that_cannot_be_removed_is_said_and_the_others_go(
+    tmp_path: Path, caplog: Any
+) -> None:
     for step in (1, 2, 3):
         write(tmp_path, step)
     (tmp_path / "step_00000001.removed.tmp").write_text("a file, not a folder")
     prune(tmp_path, Retention(keep_last_k=1))
-    assert names(tmp_path) == ["step_00000001", "step_00000001.removed.tmp", "step_00000003"]
+    assert names(tmp_path) == [
+        "step_00000001",
+        "step_00000001.removed.tmp",
+        "step_00000003",
+    ]
     assert "step_00000001: an old checkpoint could not be removed" in caplog.text
 
 
@@ -174,11 +219,15 @@ def test_one_that_cannot_be_removed_is_said_and_the_others_go(tmp_path: Path, ca
         ({"keep_last_k": 1, "milestone_interval": 2}, ["1", "2", "4", "5"]),
     ],
 )
-def test_which_are_kept(tmp_path: Path, fields: dict[str, Any], kept: list[str]) -> None:
+def test_which_are_kept(
+    tmp_path: Path, fields: dict[str, Any], kept: list[str]
+) -> None:
     for step in range(1, 6):
         write(tmp_path, step, best=step == 1)
     prune(tmp_path, Retention(**fields))
-    assert [folder.name for folder in checkpoint_folders(tmp_path)] == [f"step_{step:0>8}" for step in kept]
+    assert [folder.name for folder in checkpoint_folders(tmp_path)] == [
+        f"step_{step:0>8}" for step in kept
+    ]
 
 
 def test_one_inside_a_step_is_kept_until_the_next(tmp_path: Path) -> None:
@@ -202,13 +251,17 @@ def test_none_kept_is_refused() -> None:
         Retention(keep_last_k=0)
 
 
-def test_a_partial_one_is_no_checkpoint_and_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_a_partial_one_is_no_checkpoint_and_is_removed_by_the_next(
+    tmp_path: Path,
+) -> None:
     whole = write(tmp_path, 1)
     for partial in ("step_00000002.tmp", "step_00000001.removed.tmp"):
         shutil.copytree(whole, tmp_path / partial)
     (tmp_path / "other.tmp").mkdir()
     assert [folder for folder, _ in readable(tmp_path)] == [whole]
-    prepare_folder(tmp_path, tmp_path / "step_00000003.tmp", shutil.disk_usage(tmp_path).free // 2)
+    prepare_folder(
+        tmp_path, tmp_path / "step_00000003.tmp", shutil.disk_usage(tmp_path).free // 2
+    )
     assert names(tmp_path) == ["other.tmp", "step_00000001", "step_00000003.tmp"]
 
 
@@ -226,7 +279,9 @@ def test_a_disk_without_room_is_said_with_both_sizes(tmp_path: Path) -> None:
         prepare_folder(tmp_path, whole, 0)
 
 
-def test_a_disk_that_is_filled_exactly_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_filled_exactly_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     prepare_folder(tmp_path, tmp_path / "step_00000001.tmp", usage.free)
@@ -253,17 +308,24 @@ def test_a_manifest_comes_back_and_every_change_of_it_is_seen(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        (FORMAT_VERSION + 1, "written by a newer .* that `versions` in it names, or a later one"),
+        (
+            FORMAT_VERSION + 1,
+            "written by a newer .* that `versions` in it names, or a later one",
+        ),
         (FORMAT_VERSION - 1, "written by an older .* that `versions` in it names[.]"),
     ],
 )
-def test_another_format_is_said_with_what_reads_it(tmp_path: Path, version: int, said: str) -> None:
+def test_another_format_is_said_with_what_reads_it(
+    tmp_path: Path, version: int, said: str
+) -> None:
     replace(manifest(), format=version).write(tmp_path)
     with pytest.raises(CheckpointError, match=f"format {version}, {said}"):
         Manifest.read(tmp_path)
 
 
-def test_files_that_are_missing_or_of_another_size_or_other_bytes(tmp_path: Path) -> None:
+def test_files_that_are_missing_or_of_another_size_or_other_bytes(
+    tmp_path: Path,
+) -> None:
     data = {"long": b"x" * 9, "short": b"y", "__0_0.distcp": b"zzz"}
     folder = write(tmp_path, 1, data)
     found = Manifest.read(folder)
@@ -274,25 +336,38 @@ def test_files_that_are_missing_or_of_another_size_or_other_bytes(tmp_path: Path
         path.write_bytes(b"?" * len(data[name]))
         assert found.wrong_sizes(folder) == []
         crcs = f"{zlib.crc32(path.read_bytes()):08x} instead of {zlib.crc32(data[name]):08x}"
-        assert found.wrong_bytes(folder) == [f"{name} has the checksum {crcs}: its bytes were changed"]
-        assert bool(found.wrong_bytes(folder, tensors=False)) == (name != "__0_0.distcp")
+        assert found.wrong_bytes(folder) == [
+            f"{name} has the checksum {crcs}: its bytes were changed"
+        ]
+        assert bool(found.wrong_bytes(folder, tensors=False)) == (
+            name != "__0_0.distcp"
+        )
         path.write_bytes(data[name])
     (folder / "long").write_bytes(b"x" * 8)
     (folder / "short").unlink()
     wrong = ["long has 8 bytes instead of 9", "short is missing"]
     assert found.wrong_sizes(folder) == wrong
-    with pytest.raises(DamagedCheckpoint, match=f"{folder}: damaged: {'; '.join(wrong)}"):
+    with pytest.raises(
+        DamagedCheckpoint, match=f"{folder}: damaged: {'; '.join(wrong)}"
+    ):
         found.check_files(folder)
-    assert [text.partition(" (")[0] for text in found.wrong_bytes(folder)][1:] == ["short cannot be read"]
+    assert [text.partition(" (")[0] for text in found.wrong_bytes(folder)][1:] == [
+        "short cannot be read"
+    ]
 
 
-def test_several_ranks_read_every_file_once_and_about_as_much_each(tmp_path: Path) -> None:
+def test_several_ranks_read_every_file_once_and_about_as_much_each(
+    tmp_path: Path,
+) -> None:
     sizes = {"a": 5, "b": 9, "c": 1, "d": 7, "e": 5}
     folder = write(tmp_path, 1, {name: b"x" * size for name, size in sizes.items()})
     found = Manifest.read(folder)
     for path in folder.iterdir():
         path.unlink()
-    read = [[text.split()[0] for text in found.wrong_bytes(folder, share, 2)] for share in range(2)]
+    read = [
+        [text.split()[0] for text in found.wrong_bytes(folder, share, 2)]
+        for share in range(2)
+    ]
     assert read == [["b", "a", "c"], ["d", "e"]]
     assert len(found.wrong_bytes(folder)) == 5
 
@@ -308,7 +383,9 @@ def test_what_a_run_cannot_take_is_listed(tmp_path: Path) -> None:
         return str(error.value)
 
     actor = ROLES["actor"]
-    several = said({"critic": {}, "actor": actor | {"model": {"hidden_size": 48, "num_layers": 3}}})
+    several = said(
+        {"critic": {}, "actor": actor | {"model": {"hidden_size": 48, "num_layers": 3}}}
+    )
     for part in (
         f"{tmp_path}: was saved with another model",
         "it holds actor, but no critic",
@@ -316,33 +393,57 @@ def test_what_a_run_cannot_take_is_listed(tmp_path: Path) -> None:
         "actor.num_layers is 2, this run has 3",
     ):
         assert part in several
-    assert "actor.value_head is False, this run has True" in said({"actor": actor | {"value_head": True}})
-    # a dimension that only a later version writes down is not compared, with either one's being the later
-    for model in ({"hidden_size": 32}, {"hidden_size": 32, "num_layers": 2, "later": 4}):
+    assert "actor.value_head is False, this run has True" in said(
+        {"actor": actor | {"value_head": True}}
+    )
+    # a dimension that only a later version writes down is not compared, with either
+    # one's being the later
+    for model in (
+        {"hidden_size": 32},
+        {"hidden_size": 32, "num_layers": 2, "later": 4},
+    ):
         saved.check_roles(tmp_path, {"actor": actor | {"model": model}})
-    experts = manifest(roles={"actor": actor | {"model": {"moe": {"num_experts": 4, "top_k": 2}}}})
-    for moe, words in (({"num_experts": 8, "top_k": 2}, "actor.moe.num_experts is 4, this run has 8"), (None, "None")):
+    experts = manifest(
+        roles={"actor": actor | {"model": {"moe": {"num_experts": 4, "top_k": 2}}}}
+    )
+    for moe, words in (
+        ({"num_experts": 8, "top_k": 2}, "actor.moe.num_experts is 4, this run has 8"),
+        (None, "None"),
+    ):
         with pytest.raises(CheckpointError, match=words):
             experts.check_roles(tmp_path, {"actor": actor | {"model": {"moe": moe}}})
-    assert "actor.lora is None, this run has {'rank': 4}" in said({"actor": actor | {"lora": {"rank": 4}}})
-    with pytest.raises(CheckpointError, match="actor.lora is {'rank': 4}, this run has None"):
-        manifest(roles={"actor": actor | {"lora": {"rank": 4}}}).check_roles(tmp_path, {"actor": actor})
+    assert "actor.lora is None, this run has {'rank': 4}" in said(
+        {"actor": actor | {"lora": {"rank": 4}}}
+    )
+    with pytest.raises(
+        CheckpointError, match="actor.lora is {'rank': 4}, this run has None"
+    ):
+        manifest(roles={"actor": actor | {"lora": {"rank": 4}}}).check_roles(
+            tmp_path, {"actor": actor}
+        )
     with pytest.raises(CheckpointError, match="it holds nothing, but no actor"):
         manifest(roles={}).check_roles(tmp_path, {"actor": actor})
 
 
 def test_the_newest_is_that_written_last_by_this_job(tmp_path: Path) -> None:
     assert newest_whole(tmp_path) == newest_whole(tmp_path / "none") == (None, [])
-    first, second, third = (write(tmp_path, step, job=job) for step, job in ((9, "j"), (4, ""), (2, "j")))
+    first, second, third = (
+        write(tmp_path, step, job=job) for step, job in ((9, "j"), (4, ""), (2, "j"))
+    )
     assert newest_first(tmp_path) == ([third, second, first], [])
     assert newest_first(tmp_path, job="j") == ([third, first], [])
     (third / "a").unlink()
     (first / "manifest.json").write_text("{")
     found, problems = newest_whole(tmp_path)
     assert found == second and len(problems) == 2
-    assert [folder for folder, _ in readable(tmp_path)] == [second, third], "a manifest is read, its files are not"
+    assert [folder for folder, _ in readable(tmp_path)] == [second, third], (
+        "a manifest is read, its files are not"
+    )
     shutil.rmtree(second)
-    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint is whole.\n.*a is missing.*\n.*damaged"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"(?s)no checkpoint is whole.\n.*a is missing.*\n.*damaged",
+    ):
         newest_whole(tmp_path)
 
 

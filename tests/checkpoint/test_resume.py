@@ -15,13 +15,21 @@ Grids = dict[str, dict[str, int]]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_folder(tmp_path_factory.mktemp("model"), "Qwen3ForCausalLM", tie_embeddings=request.param)
+def folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return make_tiny_folder(
+        tmp_path_factory.mktemp("model"),
+        "Qwen3ForCausalLM",
+        tie_embeddings=request.param,
+    )
 
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_folder(tmp_path_factory.mktemp("tied"), "Qwen2ForCausalLM", tie_embeddings=True)
+    return make_tiny_folder(
+        tmp_path_factory.mktemp("tied"), "Qwen2ForCausalLM", tie_embeddings=True
+    )
 
 
 def check_exact(results: list[dict[str, Any]]) -> None:
@@ -39,8 +47,12 @@ def check_exact(results: list[dict[str, Any]]) -> None:
     ],
     ids=["tp2pp2+dp4", "pp2dp2+tp2dp2"],
 )
-def test_a_resumed_run_ends_with_the_same_bits(launch: Launcher, folder: Path, tmp_path: Path, grids: Grids) -> None:
-    results = launch.world(4, RANKS + "interrupted_run", folder=folder, root=tmp_path, grids=grids)
+def test_a_resumed_run_ends_with_the_same_bits(
+    launch: Launcher, folder: Path, tmp_path: Path, grids: Grids
+) -> None:
+    results = launch.world(
+        4, RANKS + "interrupted_run", folder=folder, root=tmp_path, grids=grids
+    )
     assert [found["state"] for found in results] == [{"next_step": 2}] * 4
     check_exact(results)
 
@@ -74,29 +86,62 @@ PLAIN = {"ddp": {"use_distributed_optimizer": False}}
     ],
 )
 def test_two_ranks_resume_exactly(
-    launch: Launcher, tied: Path, tmp_path: Path, sizes: dict[str, int], options: dict[str, Any]
+    launch: Launcher,
+    tied: Path,
+    tmp_path: Path,
+    sizes: dict[str, int],
+    options: dict[str, Any],
 ) -> None:
     grids = {"actor": sizes, "critic": {"pp": 2}}
-    check_exact(launch.world(2, RANKS + "interrupted_run", folder=tied, root=tmp_path, grids=grids, **options))
+    check_exact(
+        launch.world(
+            2,
+            RANKS + "interrupted_run",
+            folder=tied,
+            root=tmp_path,
+            grids=grids,
+            **options,
+        )
+    )
 
 
-def test_another_grid_continues_with_the_same_losses(launch: Launcher, folder: Path, tmp_path: Path) -> None:
+def test_another_grid_continues_with_the_same_losses(
+    launch: Launcher, folder: Path, tmp_path: Path
+) -> None:
     saved_on = {"actor": {"tp": 2, "pp": 1}, "critic": {"tp": 1, "pp": 2}}
-    expected = launch.world(4, RANKS + "save_run", folder=folder, root=tmp_path, grids=saved_on, steps=[2])[0]
+    expected = launch.world(
+        4, RANKS + "save_run", folder=folder, root=tmp_path, grids=saved_on, steps=[2]
+    )[0]
     others: list[Grids] = [
         {"actor": {"tp": 1, "pp": 2}, "critic": {"tp": 2, "pp": 2}},
         {"actor": {"tp": 1, "pp": 1}, "critic": {"tp": 1, "pp": 1}},
         {"actor": {"cp": 2}, "critic": {"cp": 2, "tp": 2}},
     ]
     for grids in others:
-        for found in launch.world(4, RANKS + "resume_run", folder=folder, root=tmp_path, grids=grids):
+        for found in launch.world(
+            4, RANKS + "resume_run", folder=folder, root=tmp_path, grids=grids
+        ):
             assert found["losses"] == pytest.approx(expected, abs=1e-5)
     moved = tmp_path / "moved"
-    virtual = {"actor": {"tp": 2, "pp": 2, "vpp": 2}, "critic": {"tp": 1, "pp": 2, "vpp": 2}}
-    launch.world(4, RANKS + "move", folder=folder, root=tmp_path, to=moved, grids=virtual)
-    for found in launch.world(4, RANKS + "resume_run", folder=folder, root=moved, grids=saved_on):
-        assert found["losses"] == expected  # to virtual stages and back: not a bit has changed
-    for found in launch.world(2, RANKS + "resume_run", folder=folder, root=tmp_path, grids={"actor": {"pp": 2}}):
+    virtual = {
+        "actor": {"tp": 2, "pp": 2, "vpp": 2},
+        "critic": {"tp": 1, "pp": 2, "vpp": 2},
+    }
+    launch.world(
+        4, RANKS + "move", folder=folder, root=tmp_path, to=moved, grids=virtual
+    )
+    for found in launch.world(
+        4, RANKS + "resume_run", folder=folder, root=moved, grids=saved_on
+    ):
+        # To virtual stages and back: not a bit has changed.
+        assert found["losses"] == expected
+    for found in launch.world(
+        2,
+        RANKS + "resume_run",
+        folder=folder,
+        root=tmp_path,
+        grids={"actor": {"pp": 2}},
+    ):
         assert found["losses"] == pytest.approx(expected[0::2], abs=1e-5)
 
 
@@ -120,7 +165,11 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, PLAIN], ids=["distributed", "bfloat16", "plain"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dtype": "bfloat16"}, PLAIN],
+    ids=["distributed", "bfloat16", "plain"],
+)
 def test_a_resume_follows_the_new_schedule_and_optimizer(
     launch: Launcher, tied: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -128,14 +177,28 @@ def test_a_resume_follows_the_new_schedule_and_optimizer(
     grids: dict[str, Any] = {"actor": {}, "critic": {"fsdp": {}}}
     saved, resumed = {"grids": grids, **options}, {"grids": grids, **options, **OTHER}
     for found, expected in launch.world(
-        1, RANKS + "resume_with", folder=tied, root=tmp_path, saved=saved, resumed=resumed
+        1,
+        RANKS + "resume_with",
+        folder=tied,
+        root=tmp_path,
+        saved=saved,
+        resumed=resumed,
     ):
         assert found == expected
-        assert {role: place for role, (place, _) in found.items()} == {"actor": 4, "critic": 4}
+        assert {role: place for role, (place, _) in found.items()} == {
+            "actor": 4,
+            "critic": 4,
+        }
         rates = [float(group["lr"]) for _, groups in found.values() for group in groups]
-        assert rates == pytest.approx([1e-3 + (3e-2 - 1e-3) * (1 - (4 - 3) / (16 - 3))] * len(rates))
+        assert rates == pytest.approx(
+            [1e-3 + (3e-2 - 1e-3) * (1 - (4 - 3) / (16 - 3))] * len(rates)
+        )
 
 
-def test_random_generators_go_on_where_they_were(launch: Launcher, tied: Path, tmp_path: Path) -> None:
-    for after_save, after_load in launch.world(2, RANKS + "random_draws", folder=tied, root=tmp_path):
+def test_random_generators_go_on_where_they_were(
+    launch: Launcher, tied: Path, tmp_path: Path
+) -> None:
+    for after_save, after_load in launch.world(
+        2, RANKS + "random_draws", folder=tied, root=tmp_path
+    ):
         assert after_save == after_load

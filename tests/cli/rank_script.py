@@ -19,7 +19,10 @@ def main(folder: str, how: str) -> int:
     rank = int(os.environ["RANK"])
     other = connection(rank, f"{folder}/{how}")
     meet(other)
-    report = {name: os.environ[name] for name in ("WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")}
+    report = {
+        name: os.environ[name]
+        for name in ("WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    }
     Path(folder, f"rank_{rank}.json").write_text(json.dumps(report))
     if rank == 1 and how.startswith("exit"):
         print("rank 1 says why", file=sys.stderr, flush=True)

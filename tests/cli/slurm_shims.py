@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# The script runs as a copy, with the allocation that its own #SBATCH lines ask for: a group of nodes for each part.
+# The script runs as a copy, with the allocation that its own #SBATCH lines ask for: a
+# group of nodes for each part.
 SBATCH = r"""#!/usr/bin/env bash
 script=$1; shift
 cp "$script" "$SHIMS/slurm_script"
@@ -23,7 +24,8 @@ else
     echo "$@" >>"$SHIMS/scontrol.log"
 fi
 """
-# A task on each node of the group; SIGUSR1 goes to all of them, and the highest of their codes is its own.
+# A task on each node of the group; SIGUSR1 goes to all of them, and the highest of
+# their codes is its own.
 SRUN = r"""#!/usr/bin/env bash
 while [[ "$1" == --* ]]; do
     case "$1" in
@@ -49,7 +51,8 @@ for task in "${tasks[@]}"; do
 done
 exit "$result"
 """
-# In the place of Python: notes its command line, and waits for SIGUSR1 to leave with 75 where it is told to.
+# In the place of Python: notes its command line, and waits for SIGUSR1 to leave with 75
+# where it is told to.
 PYTHON = r"""#!/usr/bin/env bash
 [[ ! -e "$SHIMS/hold" ]] || trap 'exit 75' USR1
 echo "$@" >"$SHIMS/node.$SLURMD_NODENAME.part"
@@ -61,7 +64,16 @@ while [[ -e "$SHIMS/hold" ]]; do sleep 0.02; done
 
 def write(folder: Path) -> dict[str, str]:
     """Put them into `folder`; the environment in which a script finds them."""
-    for name, text in {"sbatch": SBATCH, "scontrol": SCONTROL, "srun": SRUN, "python": PYTHON}.items():
+    for name, text in {
+        "sbatch": SBATCH,
+        "scontrol": SCONTROL,
+        "srun": SRUN,
+        "python": PYTHON,
+    }.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    return {"SHIMS": str(folder), "MEGAVERL_PYTHON": str(folder / "python"), "NPROC": "8"}
+    return {
+        "SHIMS": str(folder),
+        "MEGAVERL_PYTHON": str(folder / "python"),
+        "NPROC": "8",
+    }

@@ -75,7 +75,9 @@ def test_version_and_usage(capsys):
 def test_a_reader_that_has_read_enough_is_no_failure():
     """`megaverl keys | head`"""
     command = [sys.executable, "-m", "megaverl", "keys"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    ) as process:
         process.stdout.close()
         assert (process.wait(60), process.stderr.read()) == (0, b"")
 
@@ -98,7 +100,21 @@ def test_help_of_each_command_has_examples(command, capsys):
 
 def test_dry_run_prints_the_resolved_configuration(files, capsys):
     """Options may stand between overrides."""
-    assert main(["train", files[0], "--dry-run", "--print", "actor.tp=2", "--nproc", "2", *files[1:]]) == 0
+    assert (
+        main(
+            [
+                "train",
+                files[0],
+                "--dry-run",
+                "--print",
+                "actor.tp=2",
+                "--nproc",
+                "2",
+                *files[1:],
+            ]
+        )
+        == 0
+    )
     resolved = yaml.safe_load(capsys.readouterr().out)
     assert resolved["run"]["nproc"] == 2
     assert resolved["critic"]["tp"] == 2
@@ -110,12 +126,16 @@ def test_dry_run_imports_no_torch_and_no_engine(files):
         "print(sorted({'torch', 'vllm', 'megatron', 'transformers'} & set(sys.modules)), file=sys.stderr); "
         "sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *files], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *files], capture_output=True, text=True, cwd=ROOT
+    )
     assert (done.returncode, done.stderr) == (0, "[]\n")
 
 
 def test_mistakes_end_in_one_message_and_exit_code_2(files):
-    done = megaverl(*files, "actor.tpp=2", "trainer.steps=x", module="megaverl.cli.train")
+    done = megaverl(
+        *files, "actor.tpp=2", "trainer.steps=x", module="megaverl.cli.train"
+    )
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("2 mistakes in the configuration (command line):\n")
@@ -124,24 +144,32 @@ def test_mistakes_end_in_one_message_and_exit_code_2(files):
 
 @pytest.mark.parametrize(("rank", "tells"), [("0", True), ("1", False)])
 def test_under_torchrun_only_the_first_rank_tells(files, rank, tells):
-    done = megaverl("train", *files, "actor.tp=3", RANK=rank, WORLD_SIZE="2", LOCAL_RANK=rank)
+    done = megaverl(
+        "train", *files, "actor.tp=3", RANK=rank, WORLD_SIZE="2", LOCAL_RANK=rank
+    )
     assert done.returncode == 2
     assert bool(done.stderr) is tells
     if tells:
-        assert "actor: tp=3 x cp=1 x pp=1 = 3 does not divide the 2 ranks" in done.stderr
+        assert (
+            "actor: tp=3 x cp=1 x pp=1 = 3 does not divide the 2 ranks" in done.stderr
+        )
 
 
 def test_a_number_of_processes_that_does_not_fill_the_grid(files):
     done = megaverl("train", *files, "--nproc", "3", "actor.tp=2")
     assert done.returncode == 2
-    assert "does not divide the 3 ranks" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        "does not divide the 3 ranks" in done.stderr and "Traceback" not in done.stderr
+    )
 
 
 def test_gpus_that_do_not_fill_the_grid(files):
     """run.nproc is not given: the number of GPUs is what the grids must fill."""
     done = megaverl("train", *files, "actor.tp=2", CUDA_VISIBLE_DEVICES="0,1,2")
     assert done.returncode == 2
-    assert done.stderr.startswith("actor: tp=2 x cp=1 x pp=1 = 2 does not divide the 3 ranks.")
+    assert done.stderr.startswith(
+        "actor: tp=2 x cp=1 x pp=1 = 2 does not divide the 3 ranks."
+    )
 
 
 def test_a_failure_inside_the_ranks_is_told_once(files, tmp_path, launch):
@@ -150,7 +178,9 @@ def test_a_failure_inside_the_ranks_is_told_once(files, tmp_path, launch):
     assert ended.codes == [1, 1]
     assert "Traceback" not in ended.text and "tokenizer" in ended.text
     assert ended.text.count("error:") == 1, ended.text
-    logs = sorted(path.name for path in (tmp_path / "runs" / "run" / "logs").glob("rank_*.log"))
+    logs = sorted(
+        path.name for path in (tmp_path / "runs" / "run" / "logs").glob("rank_*.log")
+    )
     assert logs == ["rank_0.log", "rank_1.log"]
 
 
@@ -166,11 +196,19 @@ def test_generate_wants_prompts(files, tmp_path, capsys):
             main(["generate", *files, *arguments])
         assert caught.value.code == 2
         assert said in capsys.readouterr().err
-    assert main(["generate", *files, "--prompt", "a", "--prompt", "b", "--dry-run"]) == 0
+    assert (
+        main(["generate", *files, "--prompt", "a", "--prompt", "b", "--dry-run"]) == 0
+    )
 
 
 def test_file_checks_can_be_left_out_of_a_dry_run_only(capsys):
-    arguments = ["train", "model.path=/not/here", "data.train=x.jsonl", "reward=gsm8k", "--no-file-checks"]
+    arguments = [
+        "train",
+        "model.path=/not/here",
+        "data.train=x.jsonl",
+        "reward=gsm8k",
+        "--no-file-checks",
+    ]
     assert main([*arguments, "--dry-run"]) == 0
     assert main(arguments) == 2
     assert "only with --dry-run" in capsys.readouterr().err
@@ -197,7 +235,10 @@ def test_keys(capsys):
     ],
 )
 def test_which_metrics_trackers_get(
-    files: list[str], given: list[str], patterns: list[str], capsys: pytest.CaptureFixture[str]
+    files: list[str],
+    given: list[str],
+    patterns: list[str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["train", "--dry-run", "--print", *files, *given]) == 0
     resolved = yaml.safe_load(capsys.readouterr().out)["run"]
@@ -206,13 +247,23 @@ def test_which_metrics_trackers_get(
 
 
 def test_a_node_says_all_that_it_is(
-    files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    files: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With commas, or with an option for each."""
     monkeypatch.setenv("MEGAVERL_ROLE", "")
-    for given in (["--role", "rollout,reward"], ["--role", "rollout", "--role", "reward"]):
-        assert main(["train", *given, *files, "--dry-run"]) == 0, capsys.readouterr().err
+    for given in (
+        ["--role", "rollout,reward"],
+        ["--role", "rollout", "--role", "reward"],
+    ):
+        assert main(["train", *given, *files, "--dry-run"]) == 0, (
+            capsys.readouterr().err
+        )
         assert os.environ["MEGAVERL_ROLE"] == "rollout,reward"
     with pytest.raises(SystemExit):
         main(["train", "--role", "rollout", "--role", "rewards", *files, "--dry-run"])
-    assert "--role: found 'rollout,rewards'; expected one or more of train, actor" in capsys.readouterr().err
+    assert (
+        "--role: found 'rollout,rewards'; expected one or more of train, actor"
+        in capsys.readouterr().err
+    )

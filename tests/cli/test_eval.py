@@ -13,27 +13,37 @@ from tests.data import published
 DRY = ["--dry-run", "--print", "--no-file-checks"]
 
 
-def settings(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, object]]:
+def settings(
+    capsys: pytest.CaptureFixture[str], *arguments: str
+) -> dict[str, dict[str, object]]:
     """The resolved configuration that a dry run prints."""
     assert main(["eval", *arguments, *DRY]) == 0
     loaded: dict[str, dict[str, object]] = yaml.safe_load(capsys.readouterr().out)
     return loaded
 
 
-def test_suites_need_neither_rewards_nor_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_suites_need_neither_rewards_nor_data(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = settings(capsys, "--suite", "aime,gpqa", "model.path=org/model")
     assert found["evaluation"]["suites"] == ["aime", "gpqa"]
 
 
-def test_a_run_gives_its_configuration_and_its_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_gives_its_configuration_and_its_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     run = tmp_path / "mine"
     (run / "hf").mkdir(parents=True)
     (run / "hf" / "config.json").write_text("{}")
-    (run / "train.yaml").write_text("model: {path: org/before}\ndata: {chat_template: none}\nreward: exact_match\n")
+    (run / "train.yaml").write_text(
+        "model: {path: org/before}\ndata: {chat_template: none}\nreward: exact_match\n"
+    )
     found = settings(capsys, "--suite", "math", "--run", str(run), "evaluation.limit=3")
     assert found["model"]["path"] == str(run / "hf")
     assert (found["run"]["dir"], found["run"]["name"]) == (str(run), "eval")
-    assert found["data"]["chat_template"] == "none" and found["evaluation"]["limit"] == 3
+    assert (
+        found["data"]["chat_template"] == "none" and found["evaluation"]["limit"] == 3
+    )
     with pytest.raises(SystemExit):
         main(["eval", "--suite", "math", "--run", str(tmp_path / "absent")])
     assert "has no model in" in capsys.readouterr().err
@@ -47,10 +57,27 @@ def test_a_served_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(servers, dict) and servers["urls"] == [url]
 
 
-def test_mistakes_come_before_any_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_mistakes_come_before_any_rank(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = published.write_jsonl(tmp_path / "rows.jsonl", published.GSM8K)
-    given = ["model.path=org/model", f"evaluation.data={{gsm8k: {path}, math: {tmp_path / 'absent.jsonl'}}}"]
-    assert main(["eval", "--suite", "gsm8k,math", "evaluation.pass_at=[4]", *given, "--dry-run"]) == 2
+    given = [
+        "model.path=org/model",
+        f"evaluation.data={{gsm8k: {path}, math: {tmp_path / 'absent.jsonl'}}}",
+    ]
+    assert (
+        main(
+            [
+                "eval",
+                "--suite",
+                "gsm8k,math",
+                "evaluation.pass_at=[4]",
+                *given,
+                "--dry-run",
+            ]
+        )
+        == 2
+    )
     written = capsys.readouterr().err
     assert "evaluation.pass_at" in written and "gsm8k draws 1" in written
     assert "evaluation.data.math" in written and "absent.jsonl" in written

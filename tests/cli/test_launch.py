@@ -59,12 +59,19 @@ def test_ranks_that_end_well(launch: Launcher, tmp_path: Path) -> None:
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for rank in range(2):
         report = json.loads((tmp_path / f"rank_{rank}.json").read_text())
-        assert report == {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": threads}
+        assert report == {
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": threads,
+        }
 
 
 def test_threads_are_a_share_of_the_cores_and_few_beside_a_gpu():
     assert [threads_per_rank(8, 208, gpus) for gpus in (0, 8)] == [26, 8]
-    assert [threads_per_rank(2, 2, gpus) for gpus in (0, 2)] == [1, 1] and threads_per_rank(8, 32, 8) == 4
+    assert [threads_per_rank(2, 2, gpus) for gpus in (0, 2)] == [
+        1,
+        1,
+    ] and threads_per_rank(8, 32, 8) == 4
 
 
 KILLED = "rank 1 was ended by SIGKILL. Out of memory is the usual cause (see dmesg). Its log: the-logs/rank_1.log"
@@ -85,10 +92,14 @@ def test_a_rank_that_fails_ends_the_others_and_tells_alone(
     ended = start(launch, how, tmp_path)
     assert ended.codes == [code]
     lines = ended.text.splitlines()
-    assert lines[-len(said) :] == said and (how == "lost" or len(lines) == len(said)), "those that missed it may say so"
+    assert lines[-len(said) :] == said and (how == "lost" or len(lines) == len(said)), (
+        "those that missed it may say so"
+    )
 
 
-def test_ranks_are_told_to_leave_and_given_time(launch: Launcher, tmp_path: Path) -> None:
+def test_ranks_are_told_to_leave_and_given_time(
+    launch: Launcher, tmp_path: Path
+) -> None:
     """Signals go on to the ranks, and what they say of it (75: saved and left) is the command's exit code."""
     ended = start(launch, "leave", tmp_path)
     assert (ended.codes, ended.text) == ([75], "")
@@ -103,12 +114,27 @@ def test_a_real_run_from_outside(
     inputs: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """It listens on the loopback alone, as whoever reaches its store can change it; it may open as many files as the
-    machine lets it; no library says anything; and Ctrl-C, which the launcher and its rank get, leaves one line."""
-    more = ["run.nproc=1", "actor.tp=1", "trainer.steps=100000", "checkpoint={save_interval: 0, export_hf: false}"]
-    command = [sys.executable, "-m", "megaverl.cli.train", *command_arguments(inputs, tmp_path), *more]
+    """It listens on the loopback alone, as whoever reaches its store can change it; it
+    may open as many files as the machine lets it; no library says anything; and Ctrl-C,
+    which the launcher and its rank get, leaves one line.
+    """
+    more = [
+        "run.nproc=1",
+        "actor.tp=1",
+        "trainer.steps=100000",
+        "checkpoint={save_interval: 0, export_hf: false}",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "megaverl.cli.train",
+        *command_arguments(inputs, tmp_path),
+        *more,
+    ]
     running = subprocess.Popen(
-        ending_with_parent(["bash", "-c", 'ulimit -S -n 256; exec "$@"', "bash", *command]),
+        ending_with_parent(
+            ["bash", "-c", 'ulimit -S -n 256; exec "$@"', "bash", *command]
+        ),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -122,10 +148,19 @@ def test_a_real_run_from_outside(
     launcher = psutil.Process(running.pid)
     processes = [launcher, *launcher.children(recursive=True)]
     assert len(processes) >= 2
-    assert {process.rlimit(psutil.RLIMIT_NOFILE)[0] for process in processes} == {min(most_files(), MOST_FILES)}
-    connections = [each for process in processes for each in process.net_connections("inet")]
-    listening = [each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN or each.type == SOCK_DGRAM]
-    assert len(listening) >= 2 and set(listening) == {"127.0.0.1"}  # the store, and gloo
+    assert {process.rlimit(psutil.RLIMIT_NOFILE)[0] for process in processes} == {
+        min(most_files(), MOST_FILES)
+    }
+    connections = [
+        each for process in processes for each in process.net_connections("inet")
+    ]
+    listening = [
+        each.laddr.ip
+        for each in connections
+        if each.status == psutil.CONN_LISTEN or each.type == SOCK_DGRAM
+    ]
+    # The store, and gloo.
+    assert len(listening) >= 2 and set(listening) == {"127.0.0.1"}
     os.killpg(running.pid, signal.SIGINT)
     out, err = running.communicate(timeout=60)
     assert all(line.startswith("step ") for line in out.splitlines()), out
@@ -153,5 +188,7 @@ def test_a_world_that_grids_do_not_fill():
     config = Config(actor={"tp": 2}, critic={"tp": 4}, rollout={"tp": 3})
     with pytest.raises(GridError) as caught:
         check_world(config, "train", 2)
-    assert "critic: tp=4" in str(caught.value) and "rollout.tp: found 3" in str(caught.value)
+    assert "critic: tp=4" in str(caught.value) and "rollout.tp: found 3" in str(
+        caught.value
+    )
     check_world(config, "train", 12)

@@ -13,7 +13,13 @@ import pytest
 from megaverl.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-RECIPE = ["plan", "--config", str(ROOT / "configs" / "llama3_70b" / "grpo_8_nodes.yaml"), "--nodes", "8"]
+RECIPE = [
+    "plan",
+    "--config",
+    str(ROOT / "configs" / "llama3_70b" / "grpo_8_nodes.yaml"),
+    "--nodes",
+    "8",
+]
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 4,
@@ -37,11 +43,19 @@ def _no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny(tmp_path: Path) -> list[str]:
     """A model that is not here, but for its config.json."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    keys = ["model.path=absent", "data.train=absent.jsonl", "reward=exact_match", "actor.pp=2", "rollout.tp=2"]
+    keys = [
+        "model.path=absent",
+        "data.train=absent.jsonl",
+        "reward=exact_match",
+        "actor.pp=2",
+        "rollout.tp=2",
+    ]
     return ["plan", *keys, "--model-config", str(tmp_path / "config.json")]
 
 
-def test_a_recipe_is_planned_without_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_is_planned_without_its_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(RECIPE) == 0
     out = capsys.readouterr().out
     assert "64 ranks: 8 nodes of 8 GPUs" in out and "70.6 billion parameters" in out
@@ -52,9 +66,23 @@ def test_a_recipe_is_planned_without_its_model(capsys: pytest.CaptureFixture[str
 def test_json_holds_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*RECIPE, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["fits"] is True and found["world"] == {"ranks": 64, "nodes": 8, "gpus_per_node": 8}
-    assert found["memory"]["actor"].keys() == {"weights", "gradients", "optimizer", "activations"}
-    assert found["reshard"]["received"].keys() == {"alias", "local", "nvlink", "network"}
+    assert found["fits"] is True and found["world"] == {
+        "ranks": 64,
+        "nodes": 8,
+        "gpus_per_node": 8,
+    }
+    assert found["memory"]["actor"].keys() == {
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+    }
+    assert found["reshard"]["received"].keys() == {
+        "alias",
+        "local",
+        "nvlink",
+        "network",
+    }
     assert 0.9 < found["reshard"]["share_of_wire_limit"] <= 1
 
 
@@ -62,30 +90,53 @@ def test_seconds_of_a_save_and_of_a_resume(capsys: pytest.CaptureFixture[str]) -
     assert main([*RECIPE, "--disk", "4", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     found = planned["checkpoint"]
-    # Eight ranks of a node write what only they have to write, and each of them reads its own weights.
-    assert found["save_seconds"] == pytest.approx(8 * found["written"][-1] / 4e9, rel=0.05)
+    # Eight ranks of a node write what only they have to write, and each of them reads
+    # its own weights.
+    assert found["save_seconds"] == pytest.approx(
+        8 * found["written"][-1] / 4e9, rel=0.05
+    )
     read = found["resume_seconds"] - planned["reshard"]["seconds"]
     assert read == pytest.approx(8 * found["read"][-1] / 4e9, rel=0.05)
     assert found["read"][-1] > found["written"][-1]
     assert main([*RECIPE, "--disk", "4", "checkpoint.async_save=false"]) == 0
     out = capsys.readouterr().out
-    assert f"at 4 GB/s a node: save {found['save_seconds']:.1f} s while the run waits, resume" in out
+    assert (
+        f"at 4 GB/s a node: save {found['save_seconds']:.1f} s while the run waits, resume"
+        in out
+    )
 
 
-def test_a_fan_out_is_reported_beside_the_plan_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fan_out_is_reported_beside_the_plan_without_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """70B on 4 nodes of trainers and 12 of engines: what the busiest rank sends falls to what a rank receives."""
-    apart = [*RECIPE, "--nodes", "16", "placement={actor: 0-31, rollout: rest}", "actor.pp=4"]
+    apart = [
+        *RECIPE,
+        "--nodes",
+        "16",
+        "placement={actor: 0-31, rollout: rest}",
+        "actor.pp=4",
+    ]
     assert main(apart) == 0
     out = capsys.readouterr().out
     assert "fan-out: copies sent from the actor's ranks to other nodes: 4.0 (12." in out
-    assert "busiest link between nodes: 18.2 GB in 0.363 s (54.5 GB in 1.090 s without fan-out)" in out
+    assert (
+        "busiest link between nodes: 18.2 GB in 0.363 s (54.5 GB in 1.090 s without fan-out)"
+        in out
+    )
     assert main([*apart, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["reshard"]
-    assert found["fan_out"]["busiest"] == found["sent"]["network"][-1] <= 1.1 * found["received"]["network"][-1]
+    assert (
+        found["fan_out"]["busiest"]
+        == found["sent"]["network"][-1]
+        <= 1.1 * found["received"]["network"][-1]
+    )
     assert main([*apart, "--json", "reshard.fan_out=never"]) == 0
     direct = json.loads(capsys.readouterr().out)["reshard"]
     assert direct["fan_out"] is None
-    assert direct["sent"]["network"][-1] == pytest.approx(found["fan_out"]["busiest_without"], rel=0.01)
+    assert direct["sent"]["network"][-1] == pytest.approx(
+        found["fan_out"]["busiest_without"], rel=0.01
+    )
 
 
 def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,12 +148,22 @@ def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize(
     ("hardware", "said"),
-    [("h100", ""), ("a100", "a GPU that multiplies in 8 bits, which this one does not"), ("cpu", "needs a GPU")],
+    [
+        ("h100", ""),
+        ("a100", "a GPU that multiplies in 8 bits, which this one does not"),
+        ("cpu", "needs a GPU"),
+    ],
 )
 def test_fields_that_the_hardware_cannot_compute_are_refused(
     hardware: str, said: str, tiny: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [*tiny, "actor.megatron.fp8=hybrid", "model.dtype=bfloat16", "--hardware", hardware]
+    given = [
+        *tiny,
+        "actor.megatron.fp8=hybrid",
+        "model.dtype=bfloat16",
+        "--hardware",
+        hardware,
+    ]
     assert main(given) == (2 if said else 0)
     assert said in capsys.readouterr().err
 
@@ -118,7 +179,9 @@ def test_a_picture(suffix: str, tiny: list[str], tmp_path: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_the_world_is_the_fewest_ranks_without_nodes(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_world_is_the_fewest_ranks_without_nodes(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*tiny, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["world"]["ranks"] == 2
     assert main([*tiny, "run.nproc=4", "--json"]) == 0
@@ -128,10 +191,19 @@ def test_the_world_is_the_fewest_ranks_without_nodes(tiny: list[str], capsys: py
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--nodes", "1", "actor.tp=3"], "actor.tp: found 3, which does not divide the model's 4 attention heads"),
+        (
+            ["--nodes", "1", "actor.tp=3"],
+            "actor.tp: found 3, which does not divide the model's 4 attention heads",
+        ),
         (["--nodes", "3", "--gpus-per-node", "1"], "does not divide the 3 ranks"),
-        (["--nodes", "1", "actor.cp=3"], "actor: tp=1 x cp=3 x pp=2 = 6 does not divide the 8 ranks"),
-        (["--model-config", "nowhere.json"], "--model-config: nowhere.json does not exist"),
+        (
+            ["--nodes", "1", "actor.cp=3"],
+            "actor: tp=1 x cp=3 x pp=2 = 6 does not divide the 8 ranks",
+        ),
+        (
+            ["--model-config", "nowhere.json"],
+            "--model-config: nowhere.json does not exist",
+        ),
     ],
 )
 def test_mistakes_end_in_one_message(
@@ -142,14 +214,25 @@ def test_mistakes_end_in_one_message(
 
 
 def test_a_model_that_nothing_describes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "model.path=absent", "data.train=x.jsonl", "reward=exact_match"]) == 2
-    assert "Give the model's config.json: --model-config FILE" in capsys.readouterr().err
+    assert (
+        main(["plan", "model.path=absent", "data.train=x.jsonl", "reward=exact_match"])
+        == 2
+    )
+    assert (
+        "Give the model's config.json: --model-config FILE" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [(["--picture", "plan.gif"], ".svg or .png"), (["--network", "0"], "a number above 0")]
+    ("arguments", "said"),
+    [
+        (["--picture", "plan.gif"], ".svg or .png"),
+        (["--network", "0"], "a number above 0"),
+    ],
 )
-def test_options_that_cannot_be(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_cannot_be(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*RECIPE, *arguments])
     assert caught.value.code == 2 and said in capsys.readouterr().err
@@ -160,11 +243,15 @@ def test_no_heavy_library_is_imported() -> None:
         "import sys; from megaverl.cli.main import main; code = main(sys.argv[1:]); "
         "print(sorted({'torch', 'vllm', 'megatron', 'transformers', 'matplotlib'} & set(sys.modules))); sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *RECIPE], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *RECIPE], capture_output=True, text=True, cwd=ROOT
+    )
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[]"), done.stderr
 
 
-def test_a_search_reports_mistakes_as_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_reports_mistakes_as_a_run_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main([*RECIPE, "--auto", "actor.tpp=3", "actor.fsdp=3"]) == 2
     said = capsys.readouterr().err
     assert "actor.tpp (command line): unknown key. Did you mean `tp`?" in said
@@ -172,18 +259,30 @@ def test_a_search_reports_mistakes_as_a_run_does(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("recipe", "command"), [("gsm8k_smollm2/sft", "`megaverl sft`"), ("preferences_smollm2/dpo", "`megaverl dpo`")]
+    ("recipe", "command"),
+    [
+        ("gsm8k_smollm2/sft", "`megaverl sft`"),
+        ("preferences_smollm2/dpo", "`megaverl dpo`"),
+    ],
 )
 @pytest.mark.parametrize("option", [[], ["--auto"]])
 def test_a_configuration_without_rollouts_is_refused_by_its_command(
     recipe: str, command: str, option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", "--config", str(ROOT / "configs" / f"{recipe}.yaml"), *option]) == 2
+    assert (
+        main(["plan", "--config", str(ROOT / "configs" / f"{recipe}.yaml"), *option])
+        == 2
+    )
     said = capsys.readouterr().err
-    assert f"This is a configuration of {command}" in said and "--dry-run` checks it" in said
+    assert (
+        f"This is a configuration of {command}" in said
+        and "--dry-run` checks it" in said
+    )
 
 
-def test_a_mistake_of_a_training_run_is_not_taken_for_another_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_of_a_training_run_is_not_taken_for_another_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main([*RECIPE, "reward=[]", "actor.tpp=3"]) == 2
     said = capsys.readouterr().err
     assert "actor.tpp" in said and "This is a configuration of" not in said

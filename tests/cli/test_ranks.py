@@ -23,11 +23,16 @@ from megaverl.cli.train import run_rank
 from megaverl.config import Config
 run_rank(Config(run={{"dir": {str(run_dir)!r}}}), "train", {{}}, 0)
 """
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
 
 
 def test_exit_codes():
-    assert [exit_code(error) for error in (ConfigError(), GridError(), DataError(), ValueError())] == [2, 2, 1, 1]
+    assert [
+        exit_code(error)
+        for error in (ConfigError(), GridError(), DataError(), ValueError())
+    ] == [2, 2, 1, 1]
 
 
 def test_a_failure_before_the_run_is_one_message_and_a_traceback_in_the_log(tmp_path):
@@ -38,7 +43,9 @@ def test_a_failure_before_the_run_is_one_message_and_a_traceback_in_the_log(tmp_
     assert "Traceback" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
 
 
-def test_a_failure_without_a_place_for_the_log(launch: Launcher, tmp_path: Path) -> None:
+def test_a_failure_without_a_place_for_the_log(
+    launch: Launcher, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     ended = launch.ranks(1, "tests.cli.test_ranks:fail", run_dir=tmp_path / "file")
     assert ended.codes == [1]

@@ -20,11 +20,21 @@ from tests.cli import slurm_shims
 LAUNCH = Path(__file__).parents[2] / "launch"
 SCRIPTS = sorted(LAUNCH.glob("train_*.sh"))
 ENVIRONMENT = {
-    **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+    **{
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    },
     "MEGAVERL_PYTHON": sys.executable,
 }
 FT_LAUNCHER = "nvidia_resiliency_ext.fault_tolerance.launcher"
-DRY = ["--dry-run", "--no-file-checks", "model.path=m", "data.train=t.jsonl", "reward=gsm8k"]
+DRY = [
+    "--dry-run",
+    "--no-file-checks",
+    "model.path=m",
+    "data.train=t.jsonl",
+    "reward=gsm8k",
+]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -35,7 +45,11 @@ def test_a_script_is_right_bash_and_can_be_run(script):
 
 def test_one_node(tmp_path):
     done = subprocess.run(
-        [LAUNCH / "train_one_node.sh", *DRY], capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT
+        [LAUNCH / "train_one_node.sh", *DRY],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=ENVIRONMENT,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("train: the configuration is good: 1 rank")
@@ -48,7 +62,9 @@ def test_two_nodes(tmp_path):
         port = probe.getsockname()[1]
     agents = [
         subprocess.Popen(
-            ending_with_parent([str(LAUNCH / "train_multi_node.sh"), *DRY, "actor.tp=4"]),
+            ending_with_parent(
+                [str(LAUNCH / "train_multi_node.sh"), *DRY, "actor.tp=4"]
+            ),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -74,7 +90,11 @@ def test_what_several_nodes_must_be_told(missing, tmp_path):
     given = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "host0"}
     del given[missing]
     done = subprocess.run(
-        [LAUNCH / "train_multi_node.sh"], capture_output=True, text=True, cwd=tmp_path, env={**ENVIRONMENT, **given}
+        [LAUNCH / "train_multi_node.sh"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**ENVIRONMENT, **given},
     )
     assert done.returncode == 2
     assert f"set {missing}." in done.stderr
@@ -83,8 +103,19 @@ def test_what_several_nodes_must_be_told(missing, tmp_path):
 @pytest.mark.parametrize("launcher", ["torchrun", "ft_launcher"])
 def test_nodes_that_come_and_go(launcher, tmp_path):
     """NNODES=MIN:MAX needs no number of the node: the rendezvous counts."""
-    given = {"NNODES": "2:3", "MASTER_ADDR": "host0", "MAX_RESTARTS": "4", "JOB_ID": "17", "LAUNCHER": launcher}
-    environment = {**ENVIRONMENT, **slurm_shims.write(tmp_path), **given, "SLURMD_NODENAME": "node"}
+    given = {
+        "NNODES": "2:3",
+        "MASTER_ADDR": "host0",
+        "MAX_RESTARTS": "4",
+        "JOB_ID": "17",
+        "LAUNCHER": launcher,
+    }
+    environment = {
+        **ENVIRONMENT,
+        **slurm_shims.write(tmp_path),
+        **given,
+        "SLURMD_NODENAME": "node",
+    }
     command = [LAUNCH / "train_multi_node.sh", "--config", "run.yaml"]
     assert subprocess.run(command, cwd=tmp_path, env=environment).returncode == 0
     module = {"torchrun": "megaverl.trainer.elastic_agent"}.get(launcher, FT_LAUNCHER)
@@ -94,7 +125,12 @@ def test_nodes_that_come_and_go(launcher, tmp_path):
         f"--rdzv-endpoint host0:29500 --rdzv-id 17 --rdzv-conf join_timeout=600 {own}"
         "-m megaverl.cli.main train --config run.yaml"
     )
-    wrong = subprocess.run(command, env={**environment, "LAUNCHER": "mpirun"}, capture_output=True, text=True)
+    wrong = subprocess.run(
+        command,
+        env={**environment, "LAUNCHER": "mpirun"},
+        capture_output=True,
+        text=True,
+    )
     assert wrong.returncode == 2 and "it is torchrun or ft_launcher" in wrong.stderr
 
 
@@ -105,7 +141,9 @@ def slurm(tmp_path, *arguments, **environment):
     command = ["sbatch", "launch/train_slurm_roles.sh", *arguments]
     pipe = subprocess.PIPE
     command = ending_with_parent(command)
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=LAUNCH.parent, env=given)
+    return subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, cwd=LAUNCH.parent, env=given
+    )
 
 
 def nodes_of(tmp_path):
@@ -119,8 +157,17 @@ def test_groups_of_nodes_under_slurm(tmp_path):
     job = slurm(tmp_path, "--config", "run.yaml", "trainer.steps=3")
     assert job.wait(timeout=60) == 0, job.communicate()
     found = nodes_of(tmp_path)
-    roles = {0: ("train", 8), 1: ("rollout", 5), 2: ("reward,critic", 2), 3: ("coordinator", 1)}
-    names = [f"group{group}-{node + 1}" for group, (_, count) in roles.items() for node in range(count)]
+    roles = {
+        0: ("train", 8),
+        1: ("rollout", 5),
+        2: ("reward,critic", 2),
+        3: ("coordinator", 1),
+    }
+    names = [
+        f"group{group}-{node + 1}"
+        for group, (_, count) in roles.items()
+        for node in range(count)
+    ]
     assert sorted(found) == sorted(names) and len(names) == 16
     for number, name in enumerate(names):
         role = roles[int(name[5])][0]
@@ -131,7 +178,9 @@ def test_groups_of_nodes_under_slurm(tmp_path):
             f"-m megaverl.cli.main train --role {role} --config run.yaml trainer.steps=3"
         )
     assert not (tmp_path / "scontrol.log").exists(), "nothing is to be done again"
-    assert (tmp_path / "cores.log").read_text().split() == ["--cpu-bind=none"] * 4, "else one core for all of a node"
+    assert (tmp_path / "cores.log").read_text().split() == ["--cpu-bind=none"] * 4, (
+        "else one core for all of a node"
+    )
     assert "srun --cpu-bind=none" in (LAUNCH / "train_slurm.sh").read_text()
 
 
@@ -152,10 +201,19 @@ def test_a_job_under_slurm_leaves_and_is_queued_again(tmp_path):
 def test_containers_under_slurm(tmp_path):
     """Each of the four groups' steps gets the image, and sees the repository under its own name."""
     assert (
-        slurm(tmp_path, CONTAINER_IMAGE="/images/megaverl.sqsh", CONTAINER_MOUNTS="/data:/data").wait(timeout=60) == 0
+        slurm(
+            tmp_path,
+            CONTAINER_IMAGE="/images/megaverl.sqsh",
+            CONTAINER_MOUNTS="/data:/data",
+        ).wait(timeout=60)
+        == 0
     )
     root = LAUNCH.parent
-    one = ["image=/images/megaverl.sqsh", f"mounts={root}:{root},/data:/data", f"workdir={root}"]
+    one = [
+        "image=/images/megaverl.sqsh",
+        f"mounts={root}:{root},/data:/data",
+        f"workdir={root}",
+    ]
     found = (tmp_path / "container.log").read_text().split()
     assert sorted(found) == sorted(4 * [f"--container-{option}" for option in one])
     assert len(nodes_of(tmp_path)) == 16
@@ -169,13 +227,23 @@ def test_a_job_of_kubernetes(tmp_path):
     nodes = str(job["spec"]["completions"])
     given = {entry["name"]: entry.get("value", "1") for entry in container["env"]}
     assert given["NNODES"] == nodes == str(job["spec"]["parallelism"])
-    assert given["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert (
+        given["MASTER_ADDR"]
+        == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    )
     assert pod["subdomain"] == service["metadata"]["name"]
     codes = [
-        rule["onExitCodes"]["values"] for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule
+        rule["onExitCodes"]["values"]
+        for rule in job["spec"]["podFailurePolicy"]["rules"]
+        if "onExitCodes" in rule
     ]
     assert codes == [[MISTAKE], [SAVED_AND_LEFT]]
-    environment = {**ENVIRONMENT, **slurm_shims.write(tmp_path), **given, "SLURMD_NODENAME": "pod"}
+    environment = {
+        **ENVIRONMENT,
+        **slurm_shims.write(tmp_path),
+        **given,
+        "SLURMD_NODENAME": "pod",
+    }
     command = [*container["command"], *container["args"]]
     assert subprocess.run(command, cwd=LAUNCH.parent, env=environment).returncode == 0
     assert (
@@ -193,14 +261,27 @@ def test_the_image_is_made_of_what_is_here():
     """Each file that docker/Dockerfile copies is in the repository, and it installs locks that there are."""
     root = LAUNCH.parent
     text = (root / "docker" / "Dockerfile").read_text().replace("\\\n", " ")
-    copied = [words[1:-1] for words in map(str.split, text.splitlines()) if words[:1] == ["COPY"]]
-    for name in [name for names in copied for name in names if not name.startswith("--from")]:
+    copied = [
+        words[1:-1]
+        for words in map(str.split, text.splitlines())
+        if words[:1] == ["COPY"]
+    ]
+    for name in [
+        name for names in copied for name in names if not name.startswith("--from")
+    ]:
         assert name.startswith("/srv") or (root / name).exists(), name
     (locks,) = [
-        line.split("--gpu")[1].split() for line in text.splitlines() if line.startswith("RUN ./launch/bootstrap")
+        line.split("--gpu")[1].split()
+        for line in text.splitlines()
+        if line.startswith("RUN ./launch/bootstrap")
     ]
-    assert locks and all((root / "requirements" / f"{name}.lock").exists() for name in [*locks, "cuda-py312"])
-    assert text.count("FROM ${BASE_IMAGE}") == 2 and text.index("ARG BASE_IMAGE=") < text.index("FROM")
+    assert locks and all(
+        (root / "requirements" / f"{name}.lock").exists()
+        for name in [*locks, "cuda-py312"]
+    )
+    assert text.count("FROM ${BASE_IMAGE}") == 2 and text.index(
+        "ARG BASE_IMAGE="
+    ) < text.index("FROM")
 
 
 def test_what_goes_wrong_under_slurm(tmp_path):
@@ -208,4 +289,7 @@ def test_what_goes_wrong_under_slurm(tmp_path):
     assert slurm(tmp_path).wait(timeout=60) == 1
     assert not (tmp_path / "scontrol.log").exists(), "a failed job is not queued again"
     job = slurm(tmp_path, ROLES="train rollout")
-    assert job.wait(timeout=60) == 2 and "4 groups of nodes for 2 roles (ROLES=train rollout)" in job.stderr.read()
+    assert (
+        job.wait(timeout=60) == 2
+        and "4 groups of nodes for 2 roles (ROLES=train rollout)" in job.stderr.read()
+    )

@@ -18,20 +18,51 @@ from megaverl.cli.serve import COMMANDS, PER_JOB, TOKEN, JobQueues, server_comma
 from megaverl.rollout.server_api import RECEIVER
 
 
-def told(*given: str, what: str = "reward", **environment: str) -> tuple[list[str], dict[str, str]]:
+def told(
+    *given: str, what: str = "reward", **environment: str
+) -> tuple[list[str], dict[str, str]]:
     parser = argparse.ArgumentParser()
     COMMANDS["serve"].add_options(parser)
     return server_command(parser.parse_args([what, *given]), environment)
 
 
-def test_a_classifier_or_a_judge_at_one_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "default_arguments", lambda model, given: ["--enforce-eager"])
+def test_a_classifier_or_a_judge_at_one_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        serve, "default_arguments", lambda model, given: ["--enforce-eager"]
+    )
     command, more = told("runs/rm/hf", "--port", "9", "--vllm=--max-model-len 64")
-    at = ["--host", "127.0.0.1", "--port", "9", "--middleware", "megaverl.cli.serve.JobQueues"]
+    at = [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "9",
+        "--middleware",
+        "megaverl.cli.serve.JobQueues",
+    ]
     kind = ["--runner", "pooling", "--convert", "classify"]
-    assert command == ["serve", "runs/rm/hf", *kind, *at, "--enforce-eager", "--max-model-len", "64"]
+    assert command == [
+        "serve",
+        "runs/rm/hf",
+        *kind,
+        *at,
+        "--enforce-eager",
+        "--max-model-len",
+        "64",
+    ]
     assert more == {PER_JOB: "64"}
-    command, more = told("m", "--judge", "--host", "10.0.0.5", "--token-env", "KEY", "--per-job", "2", KEY="secret")
+    command, more = told(
+        "m",
+        "--judge",
+        "--host",
+        "10.0.0.5",
+        "--token-env",
+        "KEY",
+        "--per-job",
+        "2",
+        KEY="secret",
+    )
     assert "pooling" not in command and "secret" not in command
     assert more == {PER_JOB: "2", TOKEN: "secret"}
 
@@ -42,11 +73,24 @@ def test_a_server_that_generates_for_runs() -> None:
     for option in ("--enable-scale-out", "--skip-tokenizer-init"):
         assert option in command
     values = dict(zip(command, command[1:], strict=False))
-    assert values["--logprobs-mode"] == "processed_logprobs" and values["--generation-config"] == "vllm"
+    assert (
+        values["--logprobs-mode"] == "processed_logprobs"
+        and values["--generation-config"] == "vllm"
+    )
     assert values["--worker-extension-cls"] == RECEIVER
-    own, _ = told("m", "--vllm=--worker-extension-cls=my.Own", "--token-env", "KEY", what="rollout", KEY="secret")
+    own, _ = told(
+        "m",
+        "--vllm=--worker-extension-cls=my.Own",
+        "--token-env",
+        "KEY",
+        what="rollout",
+        KEY="secret",
+    )
     assert RECEIVER not in own and "--worker-extension-cls=my.Own" in own
-    assert values["--port"] == "8000" and values["--middleware"] == "megaverl.cli.serve.TokenGuard"
+    assert (
+        values["--port"] == "8000"
+        and values["--middleware"] == "megaverl.cli.serve.TokenGuard"
+    )
     assert more == {"VLLM_SERVER_DEV_MODE": "1", TOKEN: "secret"}
     with pytest.raises(UsageError, match="serve reward"):
         told("m", "--judge", what="rollout")
@@ -67,7 +111,9 @@ def test_what_is_not_served(given: list[str], said: str) -> None:
         told("m", *given, KEY="secret")
 
 
-def test_the_token_is_wanted_everywhere_and_no_job_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_wanted_everywhere_and_no_job_takes_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(TOKEN, "secret")
     monkeypatch.setenv(PER_JOB, "2")
 
@@ -90,17 +136,35 @@ def test_the_token_is_wanted_everywhere_and_no_job_takes_all(monkeypatch: pytest
                 elif message["body"]:
                     assert "message" in json.loads(message["body"])["error"]
 
-            scope = {"type": "http", "path": path, "headers": headers, "client": ("10.0.0.9", 1)}
+            scope = {
+                "type": "http",
+                "path": path,
+                "headers": headers,
+                "client": ("10.0.0.9", 1),
+            }
             await queues(scope, None, send)
 
-        await asyncio.gather(ask("/classify", "a", token="wrong"), ask("/v1/models", "a", token=""))
+        await asyncio.gather(
+            ask("/classify", "a", token="wrong"), ask("/v1/models", "a", token="")
+        )
         assert seen == [401, 401]
-        waiting = [asyncio.create_task(ask("/classify", job)) for job in ("a", "a", "b", None)]
+        waiting = [
+            asyncio.create_task(ask("/classify", job)) for job in ("a", "a", "b", None)
+        ]
         await asyncio.sleep(0)
-        await asyncio.gather(ask("/classify", "a"), *(asyncio.create_task(asyncio.sleep(0)) for _ in range(3)))
-        assert seen == [401, 401, 429] and queues.running == {"a": 2, "b": 1, "10.0.0.9": 1}
+        await asyncio.gather(
+            ask("/classify", "a"),
+            *(asyncio.create_task(asyncio.sleep(0)) for _ in range(3)),
+        )
+        assert seen == [401, 401, 429] and queues.running == {
+            "a": 2,
+            "b": 1,
+            "10.0.0.9": 1,
+        }
         over.set()
-        await asyncio.gather(*waiting, ask("/health", None, token=""), ask("/classify", "a"))
+        await asyncio.gather(
+            *waiting, ask("/health", None, token=""), ask("/classify", "a")
+        )
         assert not queues.running
         return seen
 
@@ -109,7 +173,9 @@ def test_the_token_is_wanted_everywhere_and_no_job_takes_all(monkeypatch: pytest
 
 def test_the_pool_is_changed_without_torch(tmp_path: Path) -> None:
     """Importing torch takes longer than a step of a small run, and on a busy machine half a minute."""
-    (tmp_path / "train.yaml").write_text("rollout: {engine: server, servers: {urls: ['http://127.0.0.1:1']}}")
+    (tmp_path / "train.yaml").write_text(
+        "rollout: {engine: server, servers: {urls: ['http://127.0.0.1:1']}}"
+    )
     code = (
         "import sys; from megaverl.cli.main import main\n"
         "for action in ('add', 'remove'):\n"
@@ -117,8 +183,15 @@ def test_the_pool_is_changed_without_torch(tmp_path: Path) -> None:
         "assert main(['rollout-pool', 'list', sys.argv[1]]) == 1\n"
         "print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert "127.0.0.1:1, http://127.0.0.1:2" in lines[0] and lines[1].endswith(" http://127.0.0.1:1")
+    assert "127.0.0.1:1, http://127.0.0.1:2" in lines[0] and lines[1].endswith(
+        " http://127.0.0.1:1"
+    )
     assert lines[-1] == "[]"

@@ -54,7 +54,9 @@ def files(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def load(files: list[str]) -> Callable[..., Config]:
     """`load("key=value", ...)`: a configuration that is right but for these."""
-    return lambda *overrides, **options: load_config(None, [*files, *overrides], **options)
+    return lambda *overrides, **options: load_config(
+        None, [*files, *overrides], **options
+    )
 
 
 @pytest.fixture

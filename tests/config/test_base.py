@@ -45,24 +45,42 @@ def mistakes(path: Path, *overrides: str) -> dict[str, str]:
 
 def test_mappings_merge_and_the_rest_is_replaced(write):
     write("family/base.yaml", WHOLE)
-    write("family/one.yaml", "base: base.yaml\nactor: {optimizer: {lr: 2e-5}}\nreward: exact_match\n")
+    write(
+        "family/one.yaml",
+        "base: base.yaml\nactor: {optimizer: {lr: 2e-5}}\nreward: exact_match\n",
+    )
     top = write(
         "mine/top.yaml",
         "base: ../family/one.yaml\nactor: {pp: 3}\nalgorithm: {loss_length: '${data.prompts_per_step}'}\n",
     )
-    config = load(top, "data.prompts_per_step=16", "algorithm={name: dr_grpo, group_size: 2}")
+    config = load(
+        top, "data.prompts_per_step=16", "algorithm={name: dr_grpo, group_size: 2}"
+    )
     assert (config.actor.tp, config.actor.pp) == (2, 3)
-    assert {**config.actor.optimizer, "lr": 2e-5, "weight_decay": 0.1} == config.actor.optimizer
-    assert [entry.name for entry in config.reward] == ["exact_match"], "a list is replaced"
+    assert {
+        **config.actor.optimizer,
+        "lr": 2e-5,
+        "weight_decay": 0.1,
+    } == config.actor.optimizer
+    assert [entry.name for entry in config.reward] == ["exact_match"], (
+        "a list is replaced"
+    )
     assert config.algorithm.loss_length == 16, "`${...}` finds what stands at last"
     assert "base" not in config.to_dict()
 
 
 def test_a_mistake_is_at_the_file_and_line_that_hold_it(write):
-    base = write("base.yaml", f"{WHOLE}trainer:\n  stps: 3\n  validate_every: -1\ncritic: {{tp: 0, pp: 0}}\n")
-    child = write("child.yaml", "base: base.yaml\ncritic:\n  pp: -1\nreward:\n  - {nam: gsm8k}\n")
+    base = write(
+        "base.yaml",
+        f"{WHOLE}trainer:\n  stps: 3\n  validate_every: -1\ncritic: {{tp: 0, pp: 0}}\n",
+    )
+    child = write(
+        "child.yaml", "base: base.yaml\ncritic:\n  pp: -1\nreward:\n  - {nam: gsm8k}\n"
+    )
     found = mistakes(child, "trainer.pass_at=x")
-    assert f"({base}, line 7): unknown key. Did you mean `steps`?" in found["trainer.stps"]
+    assert (
+        f"({base}, line 7): unknown key. Did you mean `steps`?" in found["trainer.stps"]
+    )
     assert f"({base}, line 8): found -1" in found["trainer.validate_every"]
     assert f"({base}, line 9): found 0" in found["critic.tp"]
     assert f"({child}, line 3): found -1" in found["critic.pp"]
@@ -72,7 +90,9 @@ def test_a_mistake_is_at_the_file_and_line_that_hold_it(write):
 
 def test_a_place_in_a_list_of_the_base_is_not_that_of_the_childs(write):
     write("base.yaml", WHOLE)
-    child = write("child.yaml", "base: base.yaml\n\nreward: [3, {name: gsm8k, weight: x}]\n")
+    child = write(
+        "child.yaml", "base: base.yaml\n\nreward: [3, {name: gsm8k, weight: x}]\n"
+    )
     assert f"({child}, line 3)" in mistakes(child)["reward.1.weight"]
 
 
@@ -85,10 +105,16 @@ def test_a_key_twice_in_a_base_is_told(write):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("base: nowhere.yaml", "line 1): found 'nowhere.yaml', but {folder}/nowhere.yaml is not a file"),
+        (
+            "base: nowhere.yaml",
+            "line 1): found 'nowhere.yaml', but {folder}/nowhere.yaml is not a file",
+        ),
         ("base: .", "is not a file. It is named from this file's folder"),
         ("base:", "line 1): found null; expected the path of a YAML file"),
-        ("actor: {tp: 2}\nbase: [a.yaml]", "line 2): found ['a.yaml']; expected the path"),
+        (
+            "actor: {tp: 2}\nbase: [a.yaml]",
+            "line 2): found ['a.yaml']; expected the path",
+        ),
         ("base: bad.yaml", "bad.yaml, line 2 is not valid YAML"),
         ("base: list.yaml", "list.yaml holds a list; expected sections"),
         ("bse: base.yaml", "unknown key. Did you mean `base`?"),
@@ -98,8 +124,12 @@ def test_a_base_that_is_none(write, tmp_path, text, words):
     write("bad.yaml", "actor:\n\ttp: 2\n")
     write("list.yaml", "- a\n")
     found = mistakes(write("child.yaml", text))
-    assert any(words.format(folder=tmp_path) in message for message in found.values()), found
-    assert "data.train" not in found or text.startswith("bse"), "what a base would have held is not missed"
+    assert any(
+        words.format(folder=tmp_path) in message for message in found.values()
+    ), found
+    assert "data.train" not in found or text.startswith("bse"), (
+        "what a base would have held is not missed"
+    )
 
 
 def test_files_that_are_each_others_base(write, tmp_path):
@@ -107,7 +137,9 @@ def test_files_that_are_each_others_base(write, tmp_path):
     second = write("sub/b.yaml", "run: {name: b}\nbase: ../c.yaml\n")
     third = write("c.yaml", "base: a.yaml\n")
     message = mistakes(first)["base"]
-    assert f"{first} -> {second} -> {third} -> {first}. Leave one of these out." in message
+    assert (
+        f"{first} -> {second} -> {third} -> {first}. Leave one of these out." in message
+    )
     assert f"({third}, line 1)" in message
     own = write("own.yaml", "base: own.yaml\n")
     assert f"{own} -> {own}" in mistakes(own)["base"]
@@ -128,9 +160,19 @@ def test_the_flat_form_over_a_base_and_under_a_child(write):
         "checkpoint_config: {save_interval: 5}\nengine: {num_gpus: 2}\n",
     )
     config = load(flat)
-    assert (config.model.path, [entry.name for entry in config.reward]) == ("org/other", ["finished"])
-    assert (config.checkpoint.save_interval, config.checkpoint.keep_last_k, config.run.nproc) == (5, 2, 2)
-    over = write("over.yaml", "base: flat.yaml\nmodel: org/third\nrun: {nproc: 4}\ncheckpoint: {save_interval: x}\n")
+    assert (config.model.path, [entry.name for entry in config.reward]) == (
+        "org/other",
+        ["finished"],
+    )
+    assert (
+        config.checkpoint.save_interval,
+        config.checkpoint.keep_last_k,
+        config.run.nproc,
+    ) == (5, 2, 2)
+    over = write(
+        "over.yaml",
+        "base: flat.yaml\nmodel: org/third\nrun: {nproc: 4}\ncheckpoint: {save_interval: x}\n",
+    )
     assert f"({over}, line 4)" in mistakes(over)["checkpoint.save_interval"]
     config = load(over, "checkpoint.save_interval=1")
     assert (config.model.path, config.run.nproc) == ("org/third", 4)

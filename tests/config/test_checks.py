@@ -14,7 +14,11 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [
-        (["algorithm.name=grpo"], "algorithm.group_size", "found 1; grpo compares the responses of a group"),
+        (
+            ["algorithm.name=grpo"],
+            "algorithm.group_size",
+            "found 1; grpo compares the responses of a group",
+        ),
         (
             ["data.prompts_per_step=6", "algorithm.num_mini_batches=4"],
             "algorithm.num_mini_batches",
@@ -23,44 +27,122 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
         (["algorithm.kl.coef=0.1"], "algorithm.kl.in", "algorithm.kl.coef is set"),
         (["algorithm.kl.target=0.1"], "algorithm.kl.in", "algorithm.kl.target is set"),
         (["algorithm.kl.in=reward"], "algorithm.kl.coef", "must be above 0"),
-        (["algorithm.kl={in: loss, coef: 0.1, kind: k1}"], "algorithm.kl.kind", "Use k2 or k3"),
-        (["algorithm.kl={in: reward, coef: 0.1, kind: k3}"], "algorithm.kl.kind", "only k1 has the gradient"),
-        (["algorithm.kl={in: loss, coef: 0.1, allow_biased: true}"], "algorithm.kl.allow_biased", "in the reward"),
+        (
+            ["algorithm.kl={in: loss, coef: 0.1, kind: k1}"],
+            "algorithm.kl.kind",
+            "Use k2 or k3",
+        ),
+        (
+            ["algorithm.kl={in: reward, coef: 0.1, kind: k3}"],
+            "algorithm.kl.kind",
+            "only k1 has the gradient",
+        ),
+        (
+            ["algorithm.kl={in: loss, coef: 0.1, allow_biased: true}"],
+            "algorithm.kl.allow_biased",
+            "in the reward",
+        ),
         (["model.path="], "model.path", "is not set"),
-        (["model.path=nowhere"], "model.path", "found 'nowhere', which is neither a folder nor a model on a hub"),
+        (
+            ["model.path=nowhere"],
+            "model.path",
+            "found 'nowhere', which is neither a folder nor a model on a hub",
+        ),
         (["data.train=[]"], "data.train", "is empty"),
         (["data.train=nowhere.jsonl"], "data.train.0", "does not exist"),
-        (["data.train=nowhere/*.jsonl"], "data.train.0", "a pattern that no file matches"),
-        (["data.validation=[]", "trainer.validate_every=5"], "trainer.validate_every", "data.validation is empty"),
+        (
+            ["data.train=nowhere/*.jsonl"],
+            "data.train.0",
+            "a pattern that no file matches",
+        ),
+        (
+            ["data.validation=[]", "trainer.validate_every=5"],
+            "trainer.validate_every",
+            "data.validation is empty",
+        ),
         (["trainer.pass_at=[1, 4]"], "trainer.pass_at", "trainer.validation_samples=1"),
         (["reward=[]"], "reward", "is empty"),
-        (["run.profile.steps=[1, 999]"], "run.profile.steps", "found [999]; the run has"),
-        (["run.profile.steps=1", "trainer.rollout_only=true"], "run.profile.steps", "rollout_only trains no step"),
-        (["alerts=[{when: reward/mean is low}]"], "alerts.0.when", "expected something like"),
-        (["alerts=[{when: a < 1, post: slack}]"], "alerts.0.post", "expected http://... or https://..."),
-        (["alerts=[{when: a < 1, post: $NO_SUCH_NAME}]"], "alerts.0.post", "which is not set"),
+        (
+            ["run.profile.steps=[1, 999]"],
+            "run.profile.steps",
+            "found [999]; the run has",
+        ),
+        (
+            ["run.profile.steps=1", "trainer.rollout_only=true"],
+            "run.profile.steps",
+            "rollout_only trains no step",
+        ),
+        (
+            ["alerts=[{when: reward/mean is low}]"],
+            "alerts.0.when",
+            "expected something like",
+        ),
+        (
+            ["alerts=[{when: a < 1, post: slack}]"],
+            "alerts.0.post",
+            "expected http://... or https://...",
+        ),
+        (
+            ["alerts=[{when: a < 1, post: $NO_SUCH_NAME}]"],
+            "alerts.0.post",
+            "which is not set",
+        ),
         (["reward={weight: 1}"], "reward.0", "neither name nor function"),
         (["reward={function: score}"], "reward.0.function", "expected module:function"),
-        (["reward={name: gsm8k, options: {method: magic}}"], "reward.0.options", "strict or flexible"),
-        (["reward={name: gsm8k, options: {mthod: strict}}"], "reward.0.options", "mthod"),
-        (["rollout.sampling.temperature=0"], "rollout.sampling.temperature", "the loss divides logits by it"),
+        (
+            ["reward={name: gsm8k, options: {method: magic}}"],
+            "reward.0.options",
+            "strict or flexible",
+        ),
+        (
+            ["reward={name: gsm8k, options: {mthod: strict}}"],
+            "reward.0.options",
+            "mthod",
+        ),
+        (
+            ["rollout.sampling.temperature=0"],
+            "rollout.sampling.temperature",
+            "the loss divides logits by it",
+        ),
         (
             ["actor.router_replay=update", "rollout.engine=hf"],
             "actor.router_replay",
             "vLLM in the run's own processes alone says",
         ),
-        (["actor={router_replay: update, engine: fsdp}"], "actor.router_replay", "told by megatron-core alone"),
-        (["actor.router_replay=update"], "actor.router_replay", "the model has no routed experts"),
-        (["actor.router_replay=old_log_probs"], "actor.router_replay", "one update computes none"),
-        (["rollout.sampling_rules=[{over: 9, top_k: 5}]"], "rollout.sampling_rules", "adaptive_sampling is false"),
-        (["rollout.min_sequences=2"], "rollout.min_sequences", "use_dynamic_batching is false"),
+        (
+            ["actor={router_replay: update, engine: fsdp}"],
+            "actor.router_replay",
+            "told by megatron-core alone",
+        ),
+        (
+            ["actor.router_replay=update"],
+            "actor.router_replay",
+            "the model has no routed experts",
+        ),
+        (
+            ["actor.router_replay=old_log_probs"],
+            "actor.router_replay",
+            "one update computes none",
+        ),
+        (
+            ["rollout.sampling_rules=[{over: 9, top_k: 5}]"],
+            "rollout.sampling_rules",
+            "adaptive_sampling is false",
+        ),
+        (
+            ["rollout.min_sequences=2"],
+            "rollout.min_sequences",
+            "use_dynamic_batching is false",
+        ),
         (
             ["rollout={use_dynamic_batching: true, memory_budget_mb: 64}"],
             "rollout.memory_budget_mb",
             "rollout.vllm.gpu_memory_utilization",
         ),
         (
-            ["rollout={use_dynamic_batching: true, min_sequences: 9, max_sequences: 4}"],
+            [
+                "rollout={use_dynamic_batching: true, min_sequences: 9, max_sequences: 4}"
+            ],
             "rollout.min_sequences",
             "more than rollout.max_sequences=4",
         ),
@@ -79,40 +161,87 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
             "reshard.overlap",
             "cannot be combined with rollout.vllm.quantization: weights are quantised, and compared, where they land",
         ),
-        (["rollout.sleep=true", "reshard.overlap=true"], "reshard.overlap", "cannot be combined with rollout.sleep"),
-        (["actor.offload=true", "reshard.overlap=true"], "reshard.overlap", "weights leave the device after its"),
         (
-            ["mix=[{update: rejection}]", "algorithm.group_size=4", "reshard.overlap=true"],
+            ["rollout.sleep=true", "reshard.overlap=true"],
+            "reshard.overlap",
+            "cannot be combined with rollout.sleep",
+        ),
+        (
+            ["actor.offload=true", "reshard.overlap=true"],
+            "reshard.overlap",
+            "weights leave the device after its",
+        ),
+        (
+            [
+                "mix=[{update: rejection}]",
+                "algorithm.group_size=4",
+                "reshard.overlap=true",
+            ],
             "reshard.overlap",
             "the actor is updated once more",
         ),
         (
-            ["rollout={async_rollout: true}", "placement={rollout: 0, actor: 1}", "reshard.overlap=true"],
+            [
+                "rollout={async_rollout: true}",
+                "placement={rollout: 0, actor: 1}",
+                "reshard.overlap=true",
+            ],
             "reshard.overlap",
             "engines generate with the old weights all the time",
         ),
         (
-            ["rollout.vllm.speculative_config={method: ngram, num_speculative_token: 3}"],
+            [
+                "rollout.vllm.speculative_config={method: ngram, num_speculative_token: 3}"
+            ],
             "rollout.vllm.speculative_config.num_speculative_token",
             "Did you mean `num_speculative_tokens`?",
         ),
         (
-            ["rollout.vllm.speculative_config={method: ngram, synthetic_acceptance_length: 2.0}"],
+            [
+                "rollout.vllm.speculative_config={method: ngram, synthetic_acceptance_length: 2.0}"
+            ],
             "rollout.vllm.speculative_config.synthetic_acceptance_length",
             "the model's own distribution",
         ),
         (
-            ["rollout.vllm.speculative_config={method: ngram}", "rollout.sampling.min_p=0.1"],
+            [
+                "rollout.vllm.speculative_config={method: ngram}",
+                "rollout.sampling.min_p=0.1",
+            ],
             "rollout.sampling.min_p",
             "vLLM does not know it together with",
         ),
-        (["actor.megatron={fp8: hybrid, fp8_param: true}"], "actor.megatron.fp8_param", "actor.megatron.fp8 computes"),
-        (["actor.megatron={fp8: e4m3, fp8_recipe: delayed}"], "actor.megatron.fp8_recipe", "a checkpoint does not"),
-        (["model.dtype=float32", "actor.megatron.fp8=e4m3"], "actor.megatron.fp8", "are bfloat16"),
-        (["actor.ddp.fp8_param_gather=true"], "actor.ddp.fp8_param_gather", "Parameters stay in model.dtype"),
+        (
+            ["actor.megatron={fp8: hybrid, fp8_param: true}"],
+            "actor.megatron.fp8_param",
+            "actor.megatron.fp8 computes",
+        ),
+        (
+            ["actor.megatron={fp8: e4m3, fp8_recipe: delayed}"],
+            "actor.megatron.fp8_recipe",
+            "a checkpoint does not",
+        ),
+        (
+            ["model.dtype=float32", "actor.megatron.fp8=e4m3"],
+            "actor.megatron.fp8",
+            "are bfloat16",
+        ),
+        (
+            ["actor.ddp.fp8_param_gather=true"],
+            "actor.ddp.fp8_param_gather",
+            "Parameters stay in model.dtype",
+        ),
         ([ADAPTIVE, "rollout.sampling_rules=[]"], "rollout.sampling_rules", "is empty"),
-        ([ADAPTIVE, "rollout.function=a:b"], "rollout.adaptive_sampling", "draws in its own way"),
-        ([ADAPTIVE, "rollout.sampling_rules=[{under: 9}]"], "rollout.sampling_rules.0", "changes nothing"),
+        (
+            [ADAPTIVE, "rollout.function=a:b"],
+            "rollout.adaptive_sampling",
+            "draws in its own way",
+        ),
+        (
+            [ADAPTIVE, "rollout.sampling_rules=[{under: 9}]"],
+            "rollout.sampling_rules.0",
+            "changes nothing",
+        ),
         (
             [ADAPTIVE, "rollout.sampling_rules=[{under: 9, over: 8, top_k: 1}]"],
             "rollout.sampling_rules.0",
@@ -128,44 +257,95 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
             "rollout.sampling_rules.0.temperature",
             "all responses of a greedy prompt are the same",
         ),
-        (["rollout.sampling.max_tokens=null"], "rollout.sampling.max_tokens", "an integer of at least 1"),
+        (
+            ["rollout.sampling.max_tokens=null"],
+            "rollout.sampling.max_tokens",
+            "an integer of at least 1",
+        ),
         (
             ["data.max_prompt_tokens=1000", "rollout.sampling.max_tokens=256"],
             "data.max_prompt_tokens",
             "= 1256 exceeds the model's context of 1024",
         ),
-        (["data.max_prompt_tokens=1024"], "data.max_prompt_tokens", "= 1280 exceeds the model's context of 1024"),
+        (
+            ["data.max_prompt_tokens=1024"],
+            "data.max_prompt_tokens",
+            "= 1280 exceeds the model's context of 1024",
+        ),
         (["actor.micro_batch_tokens=767"], "actor.micro_batch_tokens", "found 767"),
-        (["critic.micro_batch_tokens=767"], "critic.micro_batch_tokens", "512 + rollout.sampling.max_tokens=256 = 768"),
+        (
+            ["critic.micro_batch_tokens=767"],
+            "critic.micro_batch_tokens",
+            "512 + rollout.sampling.max_tokens=256 = 768",
+        ),
         (["actor.optimizer.lr=0"], "actor.optimizer.lr", "above 0"),
         (["actor.optimizer.min_lr=1"], "actor.optimizer.min_lr", "expected from 0 to"),
         (
-            ["actor.ddp.overlap_param_gather=true", "actor.optimizer.overlap_param_gather=false"],
+            [
+                "actor.ddp.overlap_param_gather=true",
+                "actor.optimizer.overlap_param_gather=false",
+            ],
             "actor.ddp.overlap_param_gather",
             "actor.optimizer.overlap_param_gather is false",
         ),
-        (["actor.scheduler.lr_decay_style=cosin"], "actor.scheduler.lr_decay_style", "Did you mean `cosine`?"),
-        (["actor.scheduler.lr_warmup_steps=100"], "actor.scheduler.lr_warmup_steps", "expected below"),
-        (["critic.scheduler.lr_decay_style=WSD"], "critic.scheduler", "wsd_decay_steps, lr_wsd_decay_style"),
+        (
+            ["actor.scheduler.lr_decay_style=cosin"],
+            "actor.scheduler.lr_decay_style",
+            "Did you mean `cosine`?",
+        ),
+        (
+            ["actor.scheduler.lr_warmup_steps=100"],
+            "actor.scheduler.lr_warmup_steps",
+            "expected below",
+        ),
+        (
+            ["critic.scheduler.lr_decay_style=WSD"],
+            "critic.scheduler",
+            "wsd_decay_steps, lr_wsd_decay_style",
+        ),
         (["actor.scheduler.end_wd=0.1"], "actor.scheduler.wd_incr_style", "differ"),
-        (["checkpoint.resume=elsewhere"], "checkpoint.resume", "auto, latest, unfinished, never, or the folder"),
+        (
+            ["checkpoint.resume=elsewhere"],
+            "checkpoint.resume",
+            "auto, latest, unfinished, never, or the folder",
+        ),
         (["critic.path=nowhere"], "critic.path", "not a Hugging Face folder"),
         (["model.tokenizer=nowhere"], "model.tokenizer", "does not exist"),
-        (["actor.tp=4", "critic.tp=1"], "actor.tp", "does not divide the model's 6 key-value heads"),
+        (
+            ["actor.tp=4", "critic.tp=1"],
+            "actor.tp",
+            "does not divide the model's 6 key-value heads",
+        ),
         (["actor.tp=5", "critic.tp=1"], "actor.tp", "Sizes that fit: 1, 2, 3, 6, 12."),
-        (["actor={tp: 12, lora: {rank: 4}}"], "actor.lora", "tp=12 is more than the model's 6 key-value heads"),
-        (["critic.pp=4"], "critic.pp", "found 4, which does not divide the model's 6 layers"),
+        (
+            ["actor={tp: 12, lora: {rank: 4}}"],
+            "actor.lora",
+            "tp=12 is more than the model's 6 key-value heads",
+        ),
+        (
+            ["critic.pp=4"],
+            "critic.pp",
+            "found 4, which does not divide the model's 6 layers",
+        ),
         (["actor={pp: 2, vpp: 2}"], "actor.pp", "2 x vpp=2 = 4"),
         (["actor.vpp=2"], "actor.vpp", "need actor.pp above 1"),
         (["rollout.tp=8"], "rollout.tp", "Sizes that fit: 1, 2, 3, 6, 12."),
         (["rollout={engine: hf, tp: 2}"], "rollout.tp", "no tensor parallelism"),
-        (["run.nproc=4", "actor.tp=3"], "actor", "tp=3 x cp=1 x pp=1 = 3 does not divide the 4 ranks"),
+        (
+            ["run.nproc=4", "actor.tp=3"],
+            "actor",
+            "tp=3 x cp=1 x pp=1 = 3 does not divide the 4 ranks",
+        ),
         (
             ["run.nproc=2", "actor.cp=4"],
             "actor",
             "cp=4 x pp=1 = 4 does not divide the 2 ranks. Products that fit: 1, 2;",
         ),
-        (["run.nproc=4", "rollout.tp=3"], "rollout.tp", "does not divide the 4 ranks. Sizes that fit: 1, 2, 4."),
+        (
+            ["run.nproc=4", "rollout.tp=3"],
+            "rollout.tp",
+            "does not divide the 4 ranks. Sizes that fit: 1, 2, 4.",
+        ),
         (["run.nproc=4", "actor.ep=3"], "actor.ep", "Sizes of ep that fit: 1, 2, 4."),
     ],
 )
@@ -180,7 +360,10 @@ def test_an_inherited_grid_is_told_once(mistakes):
 
 
 def test_layers_may_be_spread_unevenly(load):
-    uneven = {"num_layers_in_first_pipeline_stage": 0, "num_layers_in_last_pipeline_stage": 2}
+    uneven = {
+        "num_layers_in_first_pipeline_stage": 0,
+        "num_layers_in_last_pipeline_stage": 2,
+    }
     config = load(
         "actor={pp: 4, megatron: {num_layers_in_first_pipeline_stage: 0, num_layers_in_last_pipeline_stage: 2}}"
     )
@@ -193,10 +376,17 @@ def test_vllm_may_hold_a_key_value_head_several_times(load):
 
 def test_an_engine_whose_experts_lie_transposed_is_not_quantised(mistakes, tmp_path):
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    gpt_oss = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+    gpt_oss = {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | gpt_oss))
     found = mistakes("rollout.vllm.quantization=fp8", "model.dtype=bfloat16")
-    assert "vLLM transposes the model's experts" in found["rollout.vllm.quantization"] and len(found) == 1
+    assert (
+        "vLLM transposes the model's experts" in found["rollout.vllm.quantization"]
+        and len(found) == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,8 +394,16 @@ def test_an_engine_whose_experts_lie_transposed_is_not_quantised(mistakes, tmp_p
     [
         (lambda path: path.unlink(), "config.json: not found"),
         (lambda path: path.write_text("{"), "not valid JSON"),
-        (lambda path: path.write_text('{"architectures": ["GPT2LMHeadModel"]}'), "'GPT2LMHeadModel' is not supported"),
-        (lambda path: path.write_text('{"architectures": ["LlamaForCausalLM"], "vocab_size": 0}'), "vocab_size is 0"),
+        (
+            lambda path: path.write_text('{"architectures": ["GPT2LMHeadModel"]}'),
+            "'GPT2LMHeadModel' is not supported",
+        ),
+        (
+            lambda path: path.write_text(
+                '{"architectures": ["LlamaForCausalLM"], "vocab_size": 0}'
+            ),
+            "vocab_size is 0",
+        ),
     ],
 )
 def test_a_model_folder_that_cannot_be_read(mistakes, tmp_path, damage, said):
@@ -214,9 +412,14 @@ def test_a_model_folder_that_cannot_be_read(mistakes, tmp_path, damage, said):
 
 
 def test_a_package_that_is_not_installed(mistakes, load, monkeypatch):
-    monkeypatch.setattr("megaverl.config.files_and_packages.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "megaverl.config.files_and_packages.find_spec", lambda name: None
+    )
     found = mistakes()
-    assert "pip install 'megaverl[vllm]'" in found["rollout.engine"] and "megaverl[megatron]" in found["actor"]
+    assert (
+        "pip install 'megaverl[vllm]'" in found["rollout.engine"]
+        and "megaverl[megatron]" in found["actor"]
+    )
     assert set(mistakes(command="sft")) == {"actor"}
 
 
@@ -228,25 +431,41 @@ def test_an_empty_data_file(mistakes, tmp_path):
 def test_a_run_folder_that_cannot_be_made(mistakes, load, tmp_path):
     (tmp_path / "taken").write_text("")
     assert "taken is a file" in mistakes(f"run.dir={tmp_path / 'taken'}")["run.dir"]
-    assert "taken is a file" in mistakes(f"run.dir={tmp_path / 'taken' / 'below'}")["run.dir"]
+    assert (
+        "taken is a file"
+        in mistakes(f"run.dir={tmp_path / 'taken' / 'below'}")["run.dir"]
+    )
     load(f"run.dir={tmp_path / 'new' / 'folders'}")
     assert not (tmp_path / "new").exists()
 
 
 def test_without_path_checks_nothing_need_be_here(load):
-    config = load("model.path=/elsewhere/model", "data.train=/elsewhere/*.parquet", "actor.tp=5", check_paths=False)
+    config = load(
+        "model.path=/elsewhere/model",
+        "data.train=/elsewhere/*.parquet",
+        "actor.tp=5",
+        check_paths=False,
+    )
     assert config.model.path == "/elsewhere/model"
 
 
 def test_what_each_command_needs(load, mistakes):
     assert set(mistakes("data.train=[]", command="sft")) == {"sft.train"}
     assert set(mistakes("data.validation=[]", command="eval")) == {"data.validation"}
-    assert set(mistakes("sft={steps: 5, lr_warmup_steps: 5}", command="sft")) == {"sft.lr_warmup_steps"}
+    assert set(mistakes("sft={steps: 5, lr_warmup_steps: 5}", command="sft")) == {
+        "sft.lr_warmup_steps"
+    }
     assert set(mistakes("sft.max_answer_tokens=4000", command="sft")) == {
         "data.max_prompt_tokens",
         "actor.micro_batch_tokens",
     }
-    load("data.train=[]", "data.validation=[]", "reward=[]", "actor.tp=5", command="generate")
+    load(
+        "data.train=[]",
+        "data.validation=[]",
+        "reward=[]",
+        "actor.tp=5",
+        command="generate",
+    )
     load("rollout.sampling.temperature=0", command="eval")
     load("reward=[]", "rollout.tp=5", command="sft")
 
@@ -264,7 +483,11 @@ def test_the_world_of_torchrun_counts_before_nproc(mistakes, load, monkeypatch):
         ([], "train", 1),
         (["actor={tp: 2, pp: 3}", "rollout.tp=3"], "train", 6),
         (["actor.tp=2", "critic.tp=3"], "train", 6),
-        (["actor.tp=2", "critic.tp=3", "algorithm={name: grpo, group_size: 2}"], "train", 2),
+        (
+            ["actor.tp=2", "critic.tp=3", "algorithm={name: grpo, group_size: 2}"],
+            "train",
+            2,
+        ),
         (["actor={tp: 2, etp: 1, ep: 3}"], "train", 6),
         (["actor.tp=2", "rollout.tp=3"], "sft", 2),
         (["actor.tp=2", "rollout.tp=3"], "generate", 3),

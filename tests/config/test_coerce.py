@@ -55,13 +55,19 @@ def test_each_kind():
 
 
 def test_none_stays_none():
-    assert coerce(Settings, {"dtype": None, "function": None}) == {"dtype": None, "function": None}
+    assert coerce(Settings, {"dtype": None, "function": None}) == {
+        "dtype": None,
+        "function": None,
+    }
 
 
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
-        ("no_such_module_here:f", "no_such_module_here cannot be imported: ModuleNotFoundError"),
+        (
+            "no_such_module_here:f",
+            "no_such_module_here cannot be imported: ModuleNotFoundError",
+        ),
         ("math:no_such_function", "math has no 'no_such_function'"),
         ("math:logg", r"math has no 'logg' \(did you mean 'log.?'\?\)"),
     ],
@@ -79,7 +85,14 @@ def test_megatrons_own_classes():
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    options = coerce(TransformerConfig, {"attention_backend": "unfused", "autocast_dtype": "fp16"})
-    assert options == {"attention_backend": AttnBackend.unfused, "autocast_dtype": torch.float16}
-    config = OptimizerConfig(**coerce(OptimizerConfig, {"exp_avg_dtype": "float32", "lr": 1e-6}))
+    options = coerce(
+        TransformerConfig, {"attention_backend": "unfused", "autocast_dtype": "fp16"}
+    )
+    assert options == {
+        "attention_backend": AttnBackend.unfused,
+        "autocast_dtype": torch.float16,
+    }
+    config = OptimizerConfig(
+        **coerce(OptimizerConfig, {"exp_avg_dtype": "float32", "lr": 1e-6})
+    )
     assert config.exp_avg_dtype == torch.float32

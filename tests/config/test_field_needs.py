@@ -8,15 +8,26 @@ from typing import Any
 import pytest
 
 from megaverl.config import field_needs
-from megaverl.config.field_needs import DDP_NEEDS, MEGATRON_NEEDS, OPTIMIZER_NEEDS, FieldMachine, why_not_there
+from megaverl.config.field_needs import (
+    DDP_NEEDS,
+    MEGATRON_NEEDS,
+    OPTIMIZER_NEEDS,
+    FieldMachine,
+    why_not_there,
+)
 from megaverl.config.passthrough import TARGETS
 from megaverl.models.tiny import make_tiny_folder
 from tests.launcher import Launcher
 
 WITHOUT_GPU = FieldMachine(has_gpu=False)
 # A value of each field where `True` is none.
-VALUES: dict[str, Any] = {"fp8": "hybrid", "fp4": "e2m1", "symmetric_ar_type": "two_shot"}
-# What megatron-core's layers without Transformer Engine do not read: they would compute in another way than asked for.
+VALUES: dict[str, Any] = {
+    "fp8": "hybrid",
+    "fp4": "e2m1",
+    "symmetric_ar_type": "two_shot",
+}
+# What megatron-core's layers without Transformer Engine do not read: they would compute
+# in another way than asked for.
 UNREAD = {
     "megatron.attention_backend=flash",
     "megatron.attention_backend=fused",
@@ -28,7 +39,9 @@ UNREAD = {
 
 
 def test_every_field_is_one_of_megatron_cores_in_some_version() -> None:
-    known = {name for part in field_needs.NEEDS for name in TARGETS[part].fields() or {}}
+    known = {
+        name for part in field_needs.NEEDS for name in TARGETS[part].fields() or {}
+    }
     listed = {name for needs in field_needs.NEEDS.values() for name in needs}
     assert len(listed - known) <= 3, listed - known
     for part, needs in field_needs.NEEDS.items():
@@ -38,39 +51,80 @@ def test_every_field_is_one_of_megatron_cores_in_some_version() -> None:
 @pytest.mark.parametrize(
     ("machine", "name", "value", "said"),
     [
-        (WITHOUT_GPU, "fp8", "hybrid", "needs Transformer Engine .* needs a GPU and is not here. Leave it out"),
+        (
+            WITHOUT_GPU,
+            "fp8",
+            "hybrid",
+            "needs Transformer Engine .* needs a GPU and is not here. Leave it out",
+        ),
         (WITHOUT_GPU, "fp8", None, "^$"),
         (WITHOUT_GPU, "attention_backend", "flash", "Leave it at auto"),
         (WITHOUT_GPU, "attention_backend", "auto", "^$"),
         (WITHOUT_GPU, "moe_permute_fusion", False, "^$"),
-        (WITHOUT_GPU, "recompute_modules", ["mlp", "layernorm"], "needs Transformer Engine"),
+        (
+            WITHOUT_GPU,
+            "recompute_modules",
+            ["mlp", "layernorm"],
+            "needs Transformer Engine",
+        ),
         (WITHOUT_GPU, "recompute_modules", ["mlp"], "^$"),
-        (FieldMachine(True, lambda name: False), "moe_token_dispatcher_type", "flex", "DeepEP .* not installed here"),
-        (FieldMachine(True, lambda name: name == "deep_ep"), "moe_token_dispatcher_type", "flex", "^$"),
-        (FieldMachine(True, lambda name: name == "grouped_gemm"), "moe_grouped_gemm", True, "^$"),
+        (
+            FieldMachine(True, lambda name: False),
+            "moe_token_dispatcher_type",
+            "flex",
+            "DeepEP .* not installed here",
+        ),
+        (
+            FieldMachine(True, lambda name: name == "deep_ep"),
+            "moe_token_dispatcher_type",
+            "flex",
+            "^$",
+        ),
+        (
+            FieldMachine(True, lambda name: name == "grouped_gemm"),
+            "moe_grouped_gemm",
+            True,
+            "^$",
+        ),
         (FieldMachine(True), "fp8", "hybrid", "^$"),
-        (FieldMachine(True, has_fp8=False), "fp8", "hybrid", "multiplies in 8 bits, which this one does not"),
+        (
+            FieldMachine(True, has_fp8=False),
+            "fp8",
+            "hybrid",
+            "multiplies in 8 bits, which this one does not",
+        ),
         (FieldMachine(True), "cuda_graph_impl", "local", "^$"),
         (WITHOUT_GPU, "cuda_graph_impl", "none", "^$"),
         (WITHOUT_GPU, "hidden_dropout", 0.1, "^$"),
     ],
 )
-def test_what_a_value_needs(machine: FieldMachine, name: str, value: Any, said: str) -> None:
+def test_what_a_value_needs(
+    machine: FieldMachine, name: str, value: Any, said: str
+) -> None:
     import re
 
     why = why_not_there("megatron", name, value, machine)
     assert re.search(said, why), why
 
 
-def test_megatron_core_cannot_compute_them_on_a_cpu(tmp_path: Path, launch: Launcher) -> None:
+def test_megatron_core_cannot_compute_them_on_a_cpu(
+    tmp_path: Path, launch: Launcher
+) -> None:
     """Every field of the tables is tried without them: whatever works after all is listed here."""
     folder = make_tiny_folder(tmp_path / "model", "Qwen3MoeForCausalLM")
     fields = {
         part: [name for name in needs if name in (TARGETS[part].fields() or {})]
-        for part, needs in (("megatron", MEGATRON_NEEDS), ("optimizer", OPTIMIZER_NEEDS), ("ddp", DDP_NEEDS))
+        for part, needs in (
+            ("megatron", MEGATRON_NEEDS),
+            ("optimizer", OPTIMIZER_NEEDS),
+            ("ddp", DDP_NEEDS),
+        )
     }
     [built] = launch.ranks(
-        1, "tests.config.test_field_needs:fields_that_are_built", folder=str(folder), fields=fields
+        1,
+        "tests.config.test_field_needs:fields_that_are_built",
+        folder=str(folder),
+        fields=fields,
     ).check()
     assert set(built) <= UNREAD
 
@@ -96,11 +150,24 @@ def fields_that_are_built(folder: str, fields: dict[str, list[str]]) -> list[str
             values = needs[part][name].values or (VALUES.get(name, True),)
             for value in values:
                 given = [value] if name == "recompute_modules" else value
-                # Each choice of an attention backend stays in the environment of the process.
-                mapping = {name: given} | ({"recompute_granularity": "selective"} if given == [value] else {})
-                section = ActorConfig(**{part: {**getattr(ActorConfig(), part, {}), **mapping}})
+                # Each choice of an attention backend stays in the environment of the
+                # process.
+                mapping = {name: given} | (
+                    {"recompute_granularity": "selective"} if given == [value] else {}
+                )
+                section = ActorConfig(
+                    **{part: {**getattr(ActorConfig(), part, {}), **mapping}}
+                )
                 try:
-                    build_and_step(spec, GridShape(), torch.float32, section.megatron, "actor", section, "train")
+                    build_and_step(
+                        spec,
+                        GridShape(),
+                        torch.float32,
+                        section.megatron,
+                        "actor",
+                        section,
+                        "train",
+                    )
                 except Exception:
                     continue
                 built.append(f"{part}.{name}={value}")

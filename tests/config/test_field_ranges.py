@@ -46,18 +46,32 @@ def test_numbers_that_no_run_can_use(mistakes, override, said):
 
 
 def number_keys() -> list[str]:
-    return [entry.key for entry in described_keys(Config) if entry.type.startswith(("int", "number"))]
+    return [
+        entry.key
+        for entry in described_keys(Config)
+        if entry.type.startswith(("int", "number"))
+    ]
 
 
-@pytest.mark.parametrize("value", ["1e300", "-1e300", ".nan", ".inf", "99999999999999999999"])
+@pytest.mark.parametrize(
+    "value", ["1e300", "-1e300", ".nan", ".inf", "99999999999999999999"]
+)
 def test_no_number_of_a_section_is_without_bounds(value):
     """Every field that is a number refuses what no run can use."""
-    keys = [key for key in number_keys() if ".N." not in key and not key.startswith("placement.")]
+    keys = [
+        key
+        for key in number_keys()
+        if ".N." not in key and not key.startswith("placement.")
+    ]
     assert len(keys) > 100
     accepted = []
     for key in keys:
         try:
-            load_config(None, [f"{key}={value}", "model.path=m", "reward=exact_match"], check_paths=False)
+            load_config(
+                None,
+                [f"{key}={value}", "model.path=m", "reward=exact_match"],
+                check_paths=False,
+            )
         except ValueError as error:
             raise AssertionError(key) from error
         except Exception as error:
@@ -86,6 +100,8 @@ def test_sections_have_no_bare_numbers():
     bare = []
     for section in sections(Config):
         for name, field in section.model_fields.items():
-            if not field.metadata and any(part in (int, float) for part in [field.annotation]):
+            if not field.metadata and any(
+                part in (int, float) for part in [field.annotation]
+            ):
                 bare.append(f"{section.__name__}.{name}")
     assert bare == []

@@ -51,19 +51,71 @@ def test_the_flat_form_is_the_same_run() -> None:
 @pytest.mark.parametrize(
     ("flat", "actor", "critic"),
     [
-        ({"engine": {"actor_type": "fsdp", "critic_type": "fsdp"}}, {"engine": "fsdp"}, {"engine": "fsdp"}),
-        ({"engine": {"actor_type": "fsdp", "critic_type": "megatron"}}, {"engine": "fsdp"}, {"engine": "megatron"}),
-        ({"engine": {"critic_type": "fsdp"}}, {"engine": "megatron"}, {"engine": "fsdp"}),
-        ({"fsdp_config": {}}, {"engine": "fsdp"}, {"engine": "fsdp"}),
         (
-            {"fsdp_config": {"sharding_strategy": "SHARD_GRAD_OP", "cpu_offload": True, "mixed_precision": True}},
-            {"engine": "fsdp", "fsdp": {"sharding_strategy": "shard_grad_op", "cpu_offload": True, **BFLOAT16}},
-            {"engine": "fsdp", "fsdp": {"sharding_strategy": "shard_grad_op", "cpu_offload": True, **BFLOAT16}},
+            {"engine": {"actor_type": "fsdp", "critic_type": "fsdp"}},
+            {"engine": "fsdp"},
+            {"engine": "fsdp"},
         ),
         (
-            {"fsdp_config": {"sharding_strategy": "ShardingStrategy.HYBRID_SHARD", "shard_size": 2, "compile": True}},
-            {"engine": "fsdp", "fsdp": {"sharding_strategy": "hybrid_shard", "shard_size": 2, "compile": True}},
-            {"engine": "fsdp", "fsdp": {"sharding_strategy": "hybrid_shard", "shard_size": 2, "compile": True}},
+            {"engine": {"actor_type": "fsdp", "critic_type": "megatron"}},
+            {"engine": "fsdp"},
+            {"engine": "megatron"},
+        ),
+        (
+            {"engine": {"critic_type": "fsdp"}},
+            {"engine": "megatron"},
+            {"engine": "fsdp"},
+        ),
+        ({"fsdp_config": {}}, {"engine": "fsdp"}, {"engine": "fsdp"}),
+        (
+            {
+                "fsdp_config": {
+                    "sharding_strategy": "SHARD_GRAD_OP",
+                    "cpu_offload": True,
+                    "mixed_precision": True,
+                }
+            },
+            {
+                "engine": "fsdp",
+                "fsdp": {
+                    "sharding_strategy": "shard_grad_op",
+                    "cpu_offload": True,
+                    **BFLOAT16,
+                },
+            },
+            {
+                "engine": "fsdp",
+                "fsdp": {
+                    "sharding_strategy": "shard_grad_op",
+                    "cpu_offload": True,
+                    **BFLOAT16,
+                },
+            },
+        ),
+        (
+            {
+                "fsdp_config": {
+                    "sharding_strategy": "ShardingStrategy.HYBRID_SHARD",
+                    "shard_size": 2,
+                    "compile": True,
+                }
+            },
+            {
+                "engine": "fsdp",
+                "fsdp": {
+                    "sharding_strategy": "hybrid_shard",
+                    "shard_size": 2,
+                    "compile": True,
+                },
+            },
+            {
+                "engine": "fsdp",
+                "fsdp": {
+                    "sharding_strategy": "hybrid_shard",
+                    "shard_size": 2,
+                    "compile": True,
+                },
+            },
         ),
         (
             {
@@ -75,8 +127,14 @@ def test_the_flat_form_is_the_same_run() -> None:
         ),
     ],
 )
-def test_fsdp_is_selected_and_configured(flat: dict[str, Any], actor: dict[str, Any], critic: dict[str, Any]) -> None:
-    rest = {key: value for key, value in FLAT.items() if key not in ("engine", "data", "placement")}
+def test_fsdp_is_selected_and_configured(
+    flat: dict[str, Any], actor: dict[str, Any], critic: dict[str, Any]
+) -> None:
+    rest = {
+        key: value
+        for key, value in FLAT.items()
+        if key not in ("engine", "data", "placement")
+    }
     data = {"train_path": "train.jsonl"}
     native = load({**rest, "data": data, "actor": actor, "critic": critic})
     assert load({**rest, "data": data, **flat}).to_dict() == native.to_dict()
@@ -90,50 +148,116 @@ def test_what_was_given_stays_as_it_is() -> None:
 
 
 def test_a_function_is_a_reward_too() -> None:
-    config = load({**FLAT, "model": {"pretrain_model_path": "org/small", "reward_function": "my_rewards.py:score"}})
+    config = load(
+        {
+            **FLAT,
+            "model": {
+                "pretrain_model_path": "org/small",
+                "reward_function": "my_rewards.py:score",
+            },
+        }
+    )
     assert config.reward[0].function == "my_rewards.py:score"
 
 
 def test_both_forms_may_stand_in_one_file_and_overrides_win() -> None:
-    config = load(FLAT, "actor.tp=2", "engine.num_gpus=4", "model.pretrain_model_path=org/other")
-    assert (config.actor.tp, config.model.path, config.data.prompts_per_step) == (2, "org/other", 32)
+    config = load(
+        FLAT, "actor.tp=2", "engine.num_gpus=4", "model.pretrain_model_path=org/other"
+    )
+    assert (config.actor.tp, config.model.path, config.data.prompts_per_step) == (
+        2,
+        "org/other",
+        32,
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "key", "words"),
     [
-        ({"engine": {"actor_type": "vlm", "num_gpus": 4}}, "engine.actor_type", "allowed: vllm, hf"),
-        ({"engine": {"critic_type": "deepspeed", "num_gpus": 4}}, "engine.critic_type", "allowed: megatron, fsdp"),
+        (
+            {"engine": {"actor_type": "vlm", "num_gpus": 4}},
+            "engine.actor_type",
+            "allowed: vllm, hf",
+        ),
+        (
+            {"engine": {"critic_type": "deepspeed", "num_gpus": 4}},
+            "engine.critic_type",
+            "allowed: megatron, fsdp",
+        ),
         ({"engine": {"num_gpu": 4}}, "engine.num_gpu", "Did you mean `num_gpus`?"),
         ({"engine": {}}, "data.batch_size_per_gpu", "engine.num_gpus does not say"),
         ({"engine": 3}, "engine", "expected a mapping"),
-        ({"data": {"train_path": "t.jsonl", "batch_size_per_gpu": 0}}, "data.batch_size_per_gpu", "at least 1"),
-        ({"run": {"nproc": 4}}, "engine.num_gpus", "so is run.nproc, which is the same"),
-        ({"checkpoint_config": {"save_intervall": 5}}, "checkpoint.save_intervall", "save_interval"),
-        ({"fsdp_config": {"sharding_strategy": "FULL_SHRD"}}, "fsdp_config", "Did you mean `FULL_SHARD`?"),
-        ({"fsdp_config": {"mixed_precision": "fp9"}}, "fsdp_config", "mixed_precision: found 'fp9'; allowed: bf16"),
-        ({"fsdp_config": {"cpu_ofload": True}}, "fsdp_config", "Did you mean `cpu_offload`?"),
-        ({"fsdp_config": {"cpu_offload": 1}}, "actor.fsdp.cpu_offload", "expected true or false"),
-        ({"fsdp_config": {}, "actor": {"engine": "megatron", "fsdp": {"compile": True}}}, "actor.fsdp.compile", "fsdp"),
+        (
+            {"data": {"train_path": "t.jsonl", "batch_size_per_gpu": 0}},
+            "data.batch_size_per_gpu",
+            "at least 1",
+        ),
+        (
+            {"run": {"nproc": 4}},
+            "engine.num_gpus",
+            "so is run.nproc, which is the same",
+        ),
+        (
+            {"checkpoint_config": {"save_intervall": 5}},
+            "checkpoint.save_intervall",
+            "save_interval",
+        ),
+        (
+            {"fsdp_config": {"sharding_strategy": "FULL_SHRD"}},
+            "fsdp_config",
+            "Did you mean `FULL_SHARD`?",
+        ),
+        (
+            {"fsdp_config": {"mixed_precision": "fp9"}},
+            "fsdp_config",
+            "mixed_precision: found 'fp9'; allowed: bf16",
+        ),
+        (
+            {"fsdp_config": {"cpu_ofload": True}},
+            "fsdp_config",
+            "Did you mean `cpu_offload`?",
+        ),
+        (
+            {"fsdp_config": {"cpu_offload": 1}},
+            "actor.fsdp.cpu_offload",
+            "expected true or false",
+        ),
+        (
+            {
+                "fsdp_config": {},
+                "actor": {"engine": "megatron", "fsdp": {"compile": True}},
+            },
+            "actor.fsdp.compile",
+            "fsdp",
+        ),
         ({"log_with": "wandbb"}, "run.log_with.0", "wandb"),
     ],
 )
-def test_mistakes_say_what_to_write(change: dict[str, Any], key: str, words: str) -> None:
+def test_mistakes_say_what_to_write(
+    change: dict[str, Any], key: str, words: str
+) -> None:
     found = mistakes({**FLAT, **change})
     assert words in found[key], found
 
 
 def test_a_mistake_names_the_line_and_the_word_that_was_written(tmp_path: Path) -> None:
     path = tmp_path / "flat.yaml"
-    path.write_text(yaml.safe_dump(FLAT, sort_keys=False).replace("num_gpus: 4", "num_gpus: four"))
+    path.write_text(
+        yaml.safe_dump(FLAT, sort_keys=False).replace("num_gpus: 4", "num_gpus: four")
+    )
     with pytest.raises(InvalidConfig) as caught:
         load_config(path, check_paths=False)
     text = str(caught.value)
     line = path.read_text().splitlines().index("  num_gpus: four") + 1
-    assert f"run.nproc ({path}, line {line}, as engine.num_gpus): found 'four'; expected an integer." in text
+    assert (
+        f"run.nproc ({path}, line {line}, as engine.num_gpus): found 'four'; expected an integer."
+        in text
+    )
 
 
-def test_a_registered_reward_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_reward_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The module is named beside `data`, or as reward.modules; in both forms, and in Python."""
     registry.reward_names()  # the built-in ones stay
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
@@ -144,19 +268,37 @@ def test_a_registered_reward_by_its_name(tmp_path: Path, monkeypatch: pytest.Mon
         "def accuracy_reward(sampled_response, reference_answer):\n"
         "    return float(sampled_response == reference_answer)\n"
     )
-    flat = {**FLAT, "model": {"pretrain_model_path": "org/small", "reward_function": "accuracy_reward"}}
+    flat = {
+        **FLAT,
+        "model": {
+            "pretrain_model_path": "org/small",
+            "reward_function": "accuracy_reward",
+        },
+    }
     found = mistakes(flat)
-    assert "@register_reward) by a module in reward_modules" in found["reward.0.name"], found
-    with pytest.raises(InvalidConfig, match=r"reward_modules.0: no_such.py is not there") as caught:
+    assert (
+        "@register_reward) by a module in reward_modules" in found["reward.0.name"]
+    ), found
+    with pytest.raises(
+        InvalidConfig, match=r"reward_modules.0: no_such.py is not there"
+    ) as caught:
         load_config({**flat, "reward_modules": "no_such.py"})
     assert "reward.0.name" not in [mistake.key for mistake in caught.value.mistakes]
-    assert load({**flat, "reward_modules": "no_such.py"}).reward[0].name == "accuracy_reward", "seen elsewhere"
+    assert (
+        load({**flat, "reward_modules": "no_such.py"}).reward[0].name
+        == "accuracy_reward"
+    ), "seen elsewhere"
     for said in ({"reward": {"modules": [str(path)]}}, {"reward_modules": [str(path)]}):
         config = load({**flat, **said})
-        assert (config.reward_modules, config.reward[0].name) == ([str(path)], "accuracy_reward")
+        assert (config.reward_modules, config.reward[0].name) == (
+            [str(path)],
+            "accuracy_reward",
+        )
     own = {"name": "accuracy_reward", "modules": str(path), "weight": 2.0}
     config = load({"model": "org/small", "data": {"train": ["t.jsonl"]}, "reward": own})
     assert (config.reward_modules, config.reward[0].weight) == ([str(path)], 2.0)
-    python = TrainerConfig(actor_model="org/small", train_data="t.jsonl", reward_function="accuracy_reward")
+    python = TrainerConfig(
+        actor_model="org/small", train_data="t.jsonl", reward_function="accuracy_reward"
+    )
     python.reward_modules = path
     assert python.to_config(check_paths=False).reward_modules == [str(path)]

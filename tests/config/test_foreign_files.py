@@ -28,10 +28,24 @@ def header(text: str, length: int | None = None) -> bytes:
     "content",
     [
         header(DEEP),
-        header(json.dumps({"a": {"dtype": "F32", "shape": [2**70], "data_offsets": [0, 4]}})),
-        header(json.dumps({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}})),
-        header(json.dumps({"a": {"dtype": "F32", "shape": [1] * 100_000, "data_offsets": [0, 4]}})),
-        header(json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 2**70]}})),
+        header(
+            json.dumps(
+                {"a": {"dtype": "F32", "shape": [2**70], "data_offsets": [0, 4]}}
+            )
+        ),
+        header(
+            json.dumps({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}})
+        ),
+        header(
+            json.dumps(
+                {"a": {"dtype": "F32", "shape": [1] * 100_000, "data_offsets": [0, 4]}}
+            )
+        ),
+        header(
+            json.dumps(
+                {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 2**70]}}
+            )
+        ),
         header(f'{{"a": {LONG}}}'),
         header("{}", 2**63),
         header("{}", 2**40),
@@ -46,7 +60,10 @@ def test_a_safetensors_header(tmp_path: Path, content: bytes) -> None:
         read_header(file)
 
 
-@pytest.mark.parametrize("content", [DEEP, LONG, '{"weight_map": ' + DEEP + "}", "\xff", '{"weight_map": 3}', "null"])
+@pytest.mark.parametrize(
+    "content",
+    [DEEP, LONG, '{"weight_map": ' + DEEP + "}", "\xff", '{"weight_map": 3}', "null"],
+)
 def test_an_index_and_a_config(tmp_path: Path, content: str) -> None:
     for name in ("model.safetensors.index.json", "config.json"):
         (tmp_path / name).write_bytes(content.encode("latin-1"))
@@ -59,14 +76,21 @@ def test_an_index_and_a_config(tmp_path: Path, content: str) -> None:
 def test_a_gguf_header(tmp_path: Path) -> None:
     gguf = pytest.importorskip("megaverl.checkpoint.convert.gguf")
     file = tmp_path / "model.gguf"
-    for tensors, fields, tail in ((2**60, 0, b""), (0, 2**60, b""), (1, 1, struct.pack("<Q", 2**62) + b"a" * 64)):
+    for tensors, fields, tail in (
+        (2**60, 0, b""),
+        (0, 2**60, b""),
+        (1, 1, struct.pack("<Q", 2**62) + b"a" * 64),
+    ):
         file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, fields) + tail)
         with pytest.raises(MegaverlError, match=r"model\.gguf"):
             gguf.open_gguf(file)
 
 
 def test_code_that_does_not_end_is_interrupted() -> None:
-    with pytest.raises(TimeoutError, match=r"not finished after 0\.05 s"), time_limit(0.05):
+    with (
+        pytest.raises(TimeoutError, match=r"not finished after 0\.05 s"),
+        time_limit(0.05),
+    ):
         while True:
             pass
 
@@ -74,7 +98,14 @@ def test_code_that_does_not_end_is_interrupted() -> None:
 def test_an_older_python_is_told_which_one_is_needed() -> None:
     older = "import sys; sys.version_info = (3, 10, 14, 'final', 0); sys.argv = {argv}; import megaverl"
     for argv, traceback in ((["-m"], False), (["program.py"], True)):
-        done = subprocess.run([sys.executable, "-c", older.format(argv=argv)], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", older.format(argv=argv)],
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 1
-        assert "megaverl needs Python 3.11 or 3.12; this is Python 3.10" in done.stderr.splitlines()[-1]
+        assert (
+            "megaverl needs Python 3.11 or 3.12; this is Python 3.10"
+            in done.stderr.splitlines()[-1]
+        )
         assert ("Traceback" in done.stderr) is traceback

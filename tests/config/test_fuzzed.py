@@ -20,7 +20,11 @@ from megaverl.config.yaml_source import all_recipes, read_source
 COUNT = 200
 # recipes of other commands than train
 NOT_TRAIN = ("quickstart", "sft", "games", "preferences_smollm2")
-GOOD = [path for path in all_recipes() if path.stem not in NOT_TRAIN and path.parent.name not in NOT_TRAIN]
+GOOD = [
+    path
+    for path in all_recipes()
+    if path.stem not in NOT_TRAIN and path.parent.name not in NOT_TRAIN
+]
 WRONG_TYPES: dict[str, list[Any]] = {
     "int": ["many", 1.5, True, [1], {"a": 1}],
     "number": ["much", True, [0.5], {"a": 1}],
@@ -42,19 +46,31 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 def plain_keys() -> list[tuple[str, str]]:
     """Keys outside of lists, with their types in words."""
-    return [(entry.key, entry.type) for entry in described_keys(Config) if ".N." not in entry.key]
+    return [
+        (entry.key, entry.type)
+        for entry in described_keys(Config)
+        if ".N." not in entry.key
+    ]
 
 
 def misspelled(draw: random.Random, name: str) -> str:
     """Another word: a letter doubled, left out, or swapped."""
     place = draw.randrange(len(name))
-    return draw.choice([name[:place] + name[place] + name[place:], name[:place] + "q" + name[place:], f"{name}_x"])
+    return draw.choice(
+        [
+            name[:place] + name[place] + name[place:],
+            name[:place] + "q" + name[place:],
+            f"{name}_x",
+        ]
+    )
 
 
 def spoil(draw: random.Random, values: dict[str, Any]) -> Change:
     """One change that makes a good configuration bad; returns the key that a message must name."""
     keys = plain_keys()
-    kind = draw.choice(["type", "type", "bound", "choice", "unknown", "section", "list", "reward"])
+    kind = draw.choice(
+        ["type", "type", "bound", "choice", "unknown", "section", "list", "reward"]
+    )
     if kind == "unknown":
         key, _ = draw.choice(keys)
         around, _, name = key.rpartition(".")
@@ -66,16 +82,26 @@ def spoil(draw: random.Random, values: dict[str, Any]) -> Change:
         put(values, key, 1)
         return key, kind
     if kind == "choice":
-        key, words = draw.choice([(k, t) for k, t in keys if " | " in t and t != "true | false" and "or" not in t])
+        key, words = draw.choice(
+            [
+                (k, t)
+                for k, t in keys
+                if " | " in t and t != "true | false" and "or" not in t
+            ]
+        )
         put(values, key, draw.choice(words.split(" | ")) + "_no")
         return key, kind
     if kind == "bound":
-        key = draw.choice([k for k, t in keys if t in ("int", "number") and k not in UNBOUNDED])
+        key = draw.choice(
+            [k for k, t in keys if t in ("int", "number") and k not in UNBOUNDED]
+        )
         put(values, key, draw.choice([-1, -7]))
         return key, kind
     if kind == "section":
         # model: NAME is allowed, and one reward module without its list
-        key = draw.choice(sorted(Config.model_fields.keys() - {"reward", "model", "reward_modules"}))
+        key = draw.choice(
+            sorted(Config.model_fields.keys() - {"reward", "model", "reward_modules"})
+        )
         values[key] = draw.choice([3, "text", [1]])
         return key, kind
     if kind == "list":
@@ -83,7 +109,11 @@ def spoil(draw: random.Random, values: dict[str, Any]) -> Change:
         put(values, key, [draw.choice([-1, "sheet", {"a": 1}, 0])])
         return key, kind
     if kind == "reward":
-        values["reward"] = [draw.choice([{"name": "no_such_reward"}, {"weight": 1.0}, {"nam": "gsm8k"}, 3])]
+        values["reward"] = [
+            draw.choice(
+                [{"name": "no_such_reward"}, {"weight": 1.0}, {"nam": "gsm8k"}, 3]
+            )
+        ]
         return "reward.0", kind
     key, words = draw.choice([(k, t) for k, t in keys if t in WRONG_TYPES])
     put(values, key, draw.choice(WRONG_TYPES[words]))
@@ -112,7 +142,9 @@ def refuse(file: Path) -> tuple[int, str]:
     return code, said.getvalue()
 
 
-def test_every_spoilt_configuration_is_refused_with_its_key(good: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_every_spoilt_configuration_is_refused_with_its_key(
+    good: list[dict[str, Any]], tmp_path: Path
+) -> None:
     draw = random.Random(2026)
     file, wrong = tmp_path / "spoilt.yaml", []
     for number in range(COUNT):

@@ -19,14 +19,23 @@ LENGTH = st.none() | st.integers(1, 2000)
 
 def shrink(tmp_path: Path, context: int) -> None:
     """Give the model of the fixture `files` so many positions."""
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": context}))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({**LLAMA, "max_position_embeddings": context})
+    )
 
 
 def test_a_small_model_needs_no_lengths(load, tmp_path):
     shrink(tmp_path, 64)
-    config = load("algorithm={name: dr_grpo, group_size: 4, loss_length: '${rollout.sampling.max_tokens}'}")
-    assert (config.data.max_prompt_tokens, config.rollout.sampling["max_tokens"]) == (42, 22)
-    assert config.algorithm.loss_length == 22, "what refers to a length finds the one that was chosen"
+    config = load(
+        "algorithm={name: dr_grpo, group_size: 4, loss_length: '${rollout.sampling.max_tokens}'}"
+    )
+    assert (config.data.max_prompt_tokens, config.rollout.sampling["max_tokens"]) == (
+        42,
+        22,
+    )
+    assert config.algorithm.loss_length == 22, (
+        "what refers to a length finds the one that was chosen"
+    )
     assert config.choices == (
         "data.max_prompt_tokens=42 and rollout.sampling.max_tokens=22, not given, chosen to fit the model's context of "
         "64 tokens",
@@ -48,11 +57,16 @@ def test_a_small_model_needs_no_lengths(load, tmp_path):
         (["preference={train: model, max_response_tokens: 10}"], "reward", (54, 256)),
     ],
 )
-def test_what_is_not_given_gets_what_is_left(load, tmp_path, monkeypatch, overrides, command, expected):
+def test_what_is_not_given_gets_what_is_left(
+    load, tmp_path, monkeypatch, overrides, command, expected
+):
     monkeypatch.chdir(tmp_path)
     shrink(tmp_path, 64)
     config = load(*overrides, command=command)
-    assert (config.data.max_prompt_tokens, config.rollout.sampling["max_tokens"]) == expected
+    assert (
+        config.data.max_prompt_tokens,
+        config.rollout.sampling["max_tokens"],
+    ) == expected
     assert len(config.choices) == 1
 
 
@@ -62,24 +76,42 @@ def test_what_is_chosen_fits(tmp_path_factory, context, prompt, response, own, c
     (folder / "model").mkdir(parents=True, exist_ok=True)
     shrink(folder, context)
     written = {PROMPT: prompt, RESPONSE: response, "sft.max_answer_tokens": own}
-    values = {"model": {"path": str(folder / "model")}, "data": {}, "rollout": {"sampling": {}}, "sft": {}}
+    values = {
+        "model": {"path": str(folder / "model")},
+        "data": {},
+        "rollout": {"sampling": {}},
+        "sft": {},
+    }
     for key, length in written.items():
         if length is not None:
-            around = values["rollout"]["sampling"] if key == RESPONSE else values[key.partition(".")[0]]
+            around = (
+                values["rollout"]["sampling"]
+                if key == RESPONSE
+                else values[key.partition(".")[0]]
+            )
             around[key.rpartition(".")[2]] = length
     chosen, said = fitted_lengths(values, command)
     assert bool(chosen) == bool(said)
-    assert all(written[key] is None and length > 0 and f"{key}={length}" in said for key, length in chosen.items())
+    assert all(
+        written[key] is None and length > 0 and f"{key}={length}" in said
+        for key, length in chosen.items()
+    )
     result = {PROMPT: prompt or 512, RESPONSE: response or 256} | chosen
-    assert result[PROMPT] <= max(512, prompt or 0) and result[RESPONSE] <= max(256, response or 0)
-    limit = own if own and command == "sft" else response  # what is given of the response that counts
+    assert result[PROMPT] <= max(512, prompt or 0) and result[RESPONSE] <= max(
+        256, response or 0
+    )
+    # What is given of the response that counts.
+    limit = own if own and command == "sft" else response
     if None in (prompt, limit) and context - (prompt or 0) - (limit or 0) > 1:
         assert result[PROMPT] + (limit or result[RESPONSE]) <= context
     if (prompt or 512) + max(limit or 256, response or 256) <= context:
         assert chosen == {}
 
 
-@pytest.mark.parametrize("given", ["data=3", "rollout.sampling=[]", "data.max_prompt_tokens=", "model.path=3"])
+@pytest.mark.parametrize(
+    "given",
+    ["data=3", "rollout.sampling=[]", "data.max_prompt_tokens=", "model.path=3"],
+)
 def test_nothing_is_chosen_over_a_mistake(mistakes, tmp_path, given):
     shrink(tmp_path, 64)
     assert given.partition("=")[0] in mistakes(given)
@@ -89,4 +121,7 @@ def test_a_dry_run_says_what_was_chosen(files, tmp_path, capsys):
     shrink(tmp_path, 64)
     assert main(["train", *files, "rollout.engine=hf", "--dry-run", "--print"]) == 0
     said = capsys.readouterr()
-    assert "max_prompt_tokens: 42" in said.out and "data.max_prompt_tokens=42 and rollout.sampling" in said.err
+    assert (
+        "max_prompt_tokens: 42" in said.out
+        and "data.max_prompt_tokens=42 and rollout.sampling" in said.err
+    )

@@ -11,9 +11,19 @@ from megaverl.errors import ConfigError
 
 
 def test_defaults_with_overrides_and_no_file(load):
-    config = load("actor.tp=2", "actor.optimizer.lr=1e-4", "run.log_with=[jsonl]", "model.tokenizer=null")
+    config = load(
+        "actor.tp=2",
+        "actor.optimizer.lr=1e-4",
+        "run.log_with=[jsonl]",
+        "model.tokenizer=null",
+    )
     assert config.actor.tp == 2
-    assert config.actor.optimizer == {"optimizer": "adam", "lr": 1e-4, "weight_decay": 0.0, "clip_grad": 1.0}
+    assert config.actor.optimizer == {
+        "optimizer": "adam",
+        "lr": 1e-4,
+        "weight_decay": 0.0,
+        "clip_grad": 1.0,
+    }
     assert config.run.log_with == ["jsonl"]
     assert config.model.tokenizer is None
     assert config.warnings == ()
@@ -21,24 +31,49 @@ def test_defaults_with_overrides_and_no_file(load):
 
 def test_a_file_is_laid_under_overrides(files, tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("actor: {tp: 3, optimizer: {lr: 1e-6, adam_beta2: 0.95}}\ntrainer: {steps: 7}\n")
-    config = load_config(path, [*files, "trainer.steps=8", "actor.optimizer={lr: 2e-6}"])
+    path.write_text(
+        "actor: {tp: 3, optimizer: {lr: 1e-6, adam_beta2: 0.95}}\ntrainer: {steps: 7}\n"
+    )
+    config = load_config(
+        path, [*files, "trainer.steps=8", "actor.optimizer={lr: 2e-6}"]
+    )
     assert (config.actor.tp, config.trainer.steps) == (3, 8)
     assert config.actor.optimizer["lr"] == 2e-6
-    assert config.actor.optimizer["adam_beta2"] == 0.95, "a mapping on the command line merges"
+    assert config.actor.optimizer["adam_beta2"] == 0.95, (
+        "a mapping on the command line merges"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-6", 1e-6), ("1E5", 1e5), ("-2.5e+3", -2500.0), (".5e1", 5.0), ("3", 3), ("0.1", 0.1), ("1_000.0", 1000.0)],
+    [
+        ("1e-6", 1e-6),
+        ("1E5", 1e5),
+        ("-2.5e+3", -2500.0),
+        (".5e1", 5.0),
+        ("3", 3),
+        ("0.1", 0.1),
+        ("1_000.0", 1000.0),
+    ],
 )
 def test_numbers_are_numbers(load, text, value):
-    assert load(f"rollout.sampling.extra_args={{x: {text}}}").rollout.sampling["extra_args"]["x"] == value
+    assert (
+        load(f"rollout.sampling.extra_args={{x: {text}}}").rollout.sampling[
+            "extra_args"
+        ]["x"]
+        == value
+    )
 
 
 def test_text_that_looks_like_a_number_or_a_date_stays_text(load):
-    config = load("data.prompt_key=1e-6", "run.name=2026-01-01", "data.system_prompt=e5")
-    assert (config.data.prompt_key, config.run.name, config.data.system_prompt) == ("1e-6", "2026-01-01", "e5")
+    config = load(
+        "data.prompt_key=1e-6", "run.name=2026-01-01", "data.system_prompt=e5"
+    )
+    assert (config.data.prompt_key, config.run.name, config.data.system_prompt) == (
+        "1e-6",
+        "2026-01-01",
+        "e5",
+    )
 
 
 def test_interpolation(load, monkeypatch):
@@ -58,8 +93,13 @@ def test_a_text_as_model_is_its_path(files, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("model: some/where\n")
     rest = [override for override in files if not override.startswith("model")]
-    assert load_config(path, [*rest, "model.dtype=bfloat16"], check_paths=False).model.path == "some/where"
-    config = load_config(path, [*rest, "model.dtype=bfloat16", "model=else/where"], check_paths=False)
+    assert (
+        load_config(path, [*rest, "model.dtype=bfloat16"], check_paths=False).model.path
+        == "some/where"
+    )
+    config = load_config(
+        path, [*rest, "model.dtype=bfloat16", "model=else/where"], check_paths=False
+    )
     assert (config.model.path, config.model.dtype) == ("else/where", "bfloat16")
 
 
@@ -77,16 +117,32 @@ def test_a_reward_as_text_is_built_in_or_a_function(load):
 
 
 def test_the_resolved_configuration_loads_again(load, tmp_path):
-    config = load("actor.tp=2", "critic.tp=1", "algorithm.kl={in: reward, coef: 0.1}", "actor.optimizer.lr=1e-6")
+    config = load(
+        "actor.tp=2",
+        "critic.tp=1",
+        "algorithm.kl={in: reward, coef: 0.1}",
+        "actor.optimizer.lr=1e-6",
+    )
     path = tmp_path / "resolved.yaml"
     path.write_text(config.to_yaml())
     assert load_config(path) == config
 
 
 def test_the_critic_and_the_reference_take_the_actors_grid(load):
-    config = load("actor={tp: 3, pp: 2, micro_batch_tokens: 900, megatron: {hidden_dropout: 0.1}}", "critic.tp=1")
-    assert (config.critic.tp, config.critic.pp, config.critic.micro_batch_tokens) == (1, 2, 900)
-    assert (config.reference.tp, config.reference.pp, config.reference.megatron) == (3, 2, {"hidden_dropout": 0.1})
+    config = load(
+        "actor={tp: 3, pp: 2, micro_batch_tokens: 900, megatron: {hidden_dropout: 0.1}}",
+        "critic.tp=1",
+    )
+    assert (config.critic.tp, config.critic.pp, config.critic.micro_batch_tokens) == (
+        1,
+        2,
+        900,
+    )
+    assert (config.reference.tp, config.reference.pp, config.reference.megatron) == (
+        3,
+        2,
+        {"hidden_dropout": 0.1},
+    )
     assert config.critic.optimizer["lr"] == 1e-5, "an optimizer is a role's own"
 
 
@@ -118,18 +174,28 @@ actor: {}
 """
     )
     with pytest.raises(InvalidConfig) as caught:
-        load_config(path, ["critic.tp=0", "actor.tp=three", "nonsense", "data.train=x.csv"])
+        load_config(
+            path, ["critic.tp=0", "actor.tp=three", "nonsense", "data.train=x.csv"]
+        )
     found = {mistake.key: mistake for mistake in caught.value.mistakes}
     assert isinstance(caught.value, ConfigError)
-    assert "stands twice" in found["actor"].message and "lines 2 and 11" in found["actor"].message
+    assert (
+        "stands twice" in found["actor"].message
+        and "lines 2 and 11" in found["actor"].message
+    )
     assert found["modl"].message == "unknown key. Did you mean `model`?"
     assert found["modl"].where == f"{path}, line 1"
     assert found["actor.tp"].message == "found 'three'; expected an integer."
     assert found["actor.tp"].where == "command line"
     assert found["critic.tp"].message == "found 0; expected at least 1."
-    assert found["algorithm.name"].message.startswith("found 'gppo'; allowed: ppo, grpo, ")
+    assert found["algorithm.name"].message.startswith(
+        "found 'gppo'; allowed: ppo, grpo, "
+    )
     assert found["algorithm.name"].message.endswith(" Did you mean `ppo`?")
-    assert "not a divisor of the 192 samples" in found["algorithm.num_mini_batches"].message
+    assert (
+        "not a divisor of the 192 samples"
+        in found["algorithm.num_mini_batches"].message
+    )
     assert "nowhere.to.find" in found["rollout.sampling.temperature"].message
     assert "algorithm.group_size" in found["rollout.sampling.n"].message
     assert "left open" in found["trainer.steps"].message
@@ -139,20 +205,28 @@ actor: {}
     assert "model.path" in found
     assert "reference.tp" not in found, "the actor's mistake is told once"
     text = str(caught.value)
-    assert text.startswith(f"{len(found)} mistakes in the configuration ({path} and the command line):")
+    assert text.startswith(
+        f"{len(found)} mistakes in the configuration ({path} and the command line):"
+    )
     assert all(str(mistake) in text for mistake in found.values())
 
 
 def test_an_inherited_mistake_is_the_actors_alone(mistakes):
     others = ("critic.pp=1", "reference.offload=true", "reward_model.beta=0.1")
     assert set(mistakes("actor.tp=two", *others)) == {"actor.tp"}
-    assert set(mistakes("actor.cp=0", *others, "trainer.steps=0")) == {"actor.cp", "trainer.steps"}
+    assert set(mistakes("actor.cp=0", *others, "trainer.steps=0")) == {
+        "actor.cp",
+        "trainer.steps",
+    }
 
 
 def test_the_mistakes_below_a_key_that_stands_twice(tmp_path):
     path = tmp_path / "twice.yaml"
     path.write_text("run:\n  seed: 1\n  seed: 2\n")
-    with pytest.raises(InvalidConfig, match=r"run\.seed: stands twice in .*twice\.yaml, in lines 2 and 3"):
+    with pytest.raises(
+        InvalidConfig,
+        match=r"run\.seed: stands twice in .*twice\.yaml, in lines 2 and 3",
+    ):
         load_config(path)
 
 
@@ -196,18 +270,38 @@ def test_an_empty_file_is_all_defaults(files, tmp_path):
         ("run.name=a b", "run.name", "expected letters, digits"),
         ("actor=3", "actor", "expected a mapping"),
         ("actor.optimizer=3", "actor.optimizer", "expected a mapping"),
-        ("trainer.pass_at=[1, x]", "trainer.pass_at.1", "found 'x'; expected an integer"),
+        (
+            "trainer.pass_at=[1, x]",
+            "trainer.pass_at.1",
+            "found 'x'; expected an integer",
+        ),
         ("run.log_with=[tensorbord]", "run.log_with.0", "Did you mean `tensorboard`?"),
         ("run.nproc=", "run.nproc", None),
-        ("algorithm.kl.in=", "algorithm.kl.in", "found null; allowed: none, reward, loss"),
+        (
+            "algorithm.kl.in=",
+            "algorithm.kl.in",
+            "found null; allowed: none, reward, loss",
+        ),
         ("actor.tpp=2", "actor.tpp", "Did you mean `tp`?"),
         ("actor.cp=0", "actor.cp", "found 0; expected at least 1"),
         ("lr=1", "lr", "Did you mean `sft.lr`?"),
         ("critic.learning_rate=1", "critic.learning_rate", "unknown key"),
-        ("actor.lr_warmup_steps=1", "actor.lr_warmup_steps", "Did you mean `actor.scheduler.lr_warmup_steps`?"),
-        ("actor.recompute_method=full", "actor.recompute_method", "`actor.megatron.recompute_method`"),
+        (
+            "actor.lr_warmup_steps=1",
+            "actor.lr_warmup_steps",
+            "Did you mean `actor.scheduler.lr_warmup_steps`?",
+        ),
+        (
+            "actor.recompute_method=full",
+            "actor.recompute_method",
+            "`actor.megatron.recompute_method`",
+        ),
         ("rollout.top_p=1", "rollout.top_p", "`rollout.sampling.top_p`"),
-        ("rollout.gpu_memory_utilization=1", "rollout.gpu_memory_utilization", "`rollout.vllm.gpu_memory"),
+        (
+            "rollout.gpu_memory_utilization=1",
+            "rollout.gpu_memory_utilization",
+            "`rollout.vllm.gpu_memory",
+        ),
         ("algorithm.lambda=1", "algorithm.lambda", "Did you mean `lam`?"),
     ],
 )
@@ -222,7 +316,11 @@ def test_one_wrong_key_or_type(load, mistakes, override, key, said):
 
 def test_config_can_be_made_directly():
     config = Config(actor={"tp": 2}, reward="gsm8k", data={"train": "a.jsonl"})
-    assert (config.critic.tp, config.reward[0].name, [str(source) for source in config.data.train]) == (
+    assert (
+        config.critic.tp,
+        config.reward[0].name,
+        [str(source) for source in config.data.train],
+    ) == (
         2,
         "gsm8k",
         ["a.jsonl"],

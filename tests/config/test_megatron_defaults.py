@@ -14,7 +14,8 @@ from megaverl.config.megatron_defaults import ddp_defaults
     [
         ({}, 8, True, (True, True)),
         ({}, 1, True, (True, False)),  # nothing is reduced
-        ({}, 8, False, (True, False)),  # gloo's threads would compete with the backward pass
+        # gloo's threads would compete with the backward pass.
+        ({}, 8, False, (True, False)),
         ({"grad_reduce_in_fp32": False}, 8, True, (False, True)),
         ({"overlap_grad_reduce": False}, 8, True, (True, False)),
         ({"overlap_grad_reduce": True}, 1, False, (True, True)),

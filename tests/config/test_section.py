@@ -9,7 +9,15 @@ from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.checks import ALL_COMMANDS, READ_BY
 from megaverl.config.errors import ConfigIssue
 from megaverl.config.roles import INHERITED
-from megaverl.config.section import Issues, Section, _rule_names, described_keys, field_meanings, rule, section_at
+from megaverl.config.section import (
+    Issues,
+    Section,
+    _rule_names,
+    described_keys,
+    field_meanings,
+    rule,
+    section_at,
+)
 
 
 def test_every_key_says_what_it_means():
@@ -67,9 +75,16 @@ class Derived(Inner):
 
 
 def test_rules_are_applied_to_a_section_its_bases_and_the_sections_inside():
-    broken = Derived(size=0, unit="km", inner=Inner(size=0), entries=[Inner(), Inner(size=0)])
+    broken = Derived(
+        size=0, unit="km", inner=Inner(size=0), entries=[Inner(), Inner(size=0)]
+    )
     found = {issue.key: issue.message for issue in broken.issues("a.b")}
-    assert list(found) == ["a.b.size", "a.b.unit", "a.b.inner.size", "a.b.entries.1.size"]
+    assert list(found) == [
+        "a.b.size",
+        "a.b.unit",
+        "a.b.inner.size",
+        "a.b.entries.1.size",
+    ]
     assert found["a.b.unit"] == "is set, but a.b.size is 0."
     assert [*Derived().issues("a")] == []
 
@@ -85,7 +100,9 @@ def sections_inside(path: tuple[str, ...]) -> Iterator[type[Section]]:
 def test_every_rule_is_applied_by_a_command():
     """A rule of a section that no command reads would never be applied."""
     with_rules = {
-        name for name in Config.model_fields if any(_rule_names(section) for section in sections_inside((name,)))
+        name
+        for name in Config.model_fields
+        if any(_rule_names(section) for section in sections_inside((name,)))
     }
     assert with_rules == {*READ_BY, "actor", *INHERITED}
     assert all(set(commands) <= set(ALL_COMMANDS) for commands in READ_BY.values())

@@ -34,7 +34,9 @@ def test_paths_of_articles(path: str, name: str) -> None:
     assert successor is not None and successor.recipe == name
 
 
-@pytest.mark.parametrize("path", ["train.yaml", "configs/gsm8k_smollm2/ppo.yaml", "my_examples/run.sh", ""])
+@pytest.mark.parametrize(
+    "path", ["train.yaml", "configs/gsm8k_smollm2/ppo.yaml", "my_examples/run.sh", ""]
+)
 def test_own_paths_have_no_replacement(path: str) -> None:
     assert find_successor(path) is None
 
@@ -45,7 +47,9 @@ def overrides(successor: Successor) -> Iterator[list[str]]:
         yield re.findall(r"\b[a-z_]+(?:\.[a-z_]+)*=(?:\{.*?\}|\w+)", sentence)
 
 
-@pytest.mark.parametrize("successor", SUCCESSORS, ids=lambda successor: successor.pattern)
+@pytest.mark.parametrize(
+    "successor", SUCCESSORS, ids=lambda successor: successor.pattern
+)
 def test_each_replacement_works(successor: Successor) -> None:
     assert successor.command.partition(" ")[0] in COMMANDS
     if not successor.recipe:
@@ -55,7 +59,9 @@ def test_each_replacement_works(successor: Successor) -> None:
         load_config(path, settings, command=successor.command, check_paths=False)  # type: ignore[arg-type]
 
 
-def test_the_command_line_names_the_replacement(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_names_the_replacement(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     path = "examples/grpo_trainer/run_qwen2_5_vl-7b.sh"
     line = "`megaverl train --config configs/qwen2_5_vl/grpo_geometry.yaml` replaces it"
     assert main(["recipes", path]) == 0
@@ -69,7 +75,11 @@ def test_the_command_line_names_the_replacement(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(("key", "value"), VALUES)
 def test_values_of_others(key: str, value: str) -> None:
     with pytest.raises(InvalidConfig, match=re.escape(VALUES[key, value])):
-        load_config({"model": {"path": "m"}, "data": {"train": "t.jsonl"}}, [f"{key}={value}"], check_paths=False)
+        load_config(
+            {"model": {"path": "m"}, "data": {"train": "t.jsonl"}},
+            [f"{key}={value}"],
+            check_paths=False,
+        )
 
 
 def test_sequence_parallel_size_is_context_parallelism() -> None:
@@ -79,10 +89,19 @@ def test_sequence_parallel_size_is_context_parallelism() -> None:
 
 def test_keys_of_the_page_exist() -> None:
     text = (ROOT / "docs" / "from_the_articles.md").read_text(encoding="utf-8")
-    here = [line.split("|")[2] for line in text.split("\n## Settings\n")[1].splitlines() if line.startswith("| ")]
+    here = [
+        line.split("|")[2]
+        for line in text.split("\n## Settings\n")[1].splitlines()
+        if line.startswith("| ")
+    ]
     named = {name for cell in here for name in re.findall(r"`([a-z]+\.[a-z_.]+)", cell)}
     sections = set(all_keys(Config))
-    assert len(named) > 10 and {name for name in named if name not in sections and "(" not in name} - FUNCTIONS == set()
+    assert (
+        len(named) > 10
+        and {name for name in named if name not in sections and "(" not in name}
+        - FUNCTIONS
+        == set()
+    )
     assert {successor.pattern for successor in SUCCESSORS} <= table_names(
         ROOT / "docs" / "from_the_articles.md", "Files"
     )

@@ -60,15 +60,25 @@ def test_a_text_key_takes_the_text_as_it_is(text):
     assert values == {"data": {"prompt_key": text}}
 
 
-@given(st.text(st.characters(exclude_characters="$", exclude_categories=["Cs"])).filter(lambda text: text != "???"))
+@given(
+    st.text(st.characters(exclude_characters="$", exclude_categories=["Cs"])).filter(
+        lambda text: text != "???"
+    )
+)
 def test_any_text_is_taken_as_it_is(text):
-    assert read_source(None, [f"data.prompt_key={text}"]).values == {"data": {"prompt_key": text}}
+    assert read_source(None, [f"data.prompt_key={text}"]).values == {
+        "data": {"prompt_key": text}
+    }
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS)
 def test_a_text_key_that_may_be_null_is_so_for_null_alone(text):
-    assert read_source(None, [f"data.system_prompt={text}"]).values == {"data": {"system_prompt": text}}
-    assert read_source(None, ["data.system_prompt=null"]).values == {"data": {"system_prompt": None}}
+    assert read_source(None, [f"data.system_prompt={text}"]).values == {
+        "data": {"system_prompt": text}
+    }
+    assert read_source(None, ["data.system_prompt=null"]).values == {
+        "data": {"system_prompt": None}
+    }
 
 
 @pytest.mark.parametrize(
@@ -119,11 +129,31 @@ def test_the_type_of_a_key_decides(override, value):
 @pytest.mark.parametrize(
     ("text", "key", "said"),
     [
-        ("model: {path: m, revision: 8210e54}", "model.revision", "8210e54, which YAML reads as a number"),
-        ("run: {name: 010}", "run.name", "found 010, which YAML reads as a number; expected text. Put it in quotes."),
-        ("data: {prompt_key: true}", "data.prompt_key", "found true, which YAML reads as a boolean"),
-        ("run: {timeout_minutes: 1:30}", "run.timeout_minutes", "found '1:30'; expected a number"),
-        ("reward: {name: judge, options: {strict: no}}", "reward.options.strict", "YAML 1.1 reads as false"),
+        (
+            "model: {path: m, revision: 8210e54}",
+            "model.revision",
+            "8210e54, which YAML reads as a number",
+        ),
+        (
+            "run: {name: 010}",
+            "run.name",
+            "found 010, which YAML reads as a number; expected text. Put it in quotes.",
+        ),
+        (
+            "data: {prompt_key: true}",
+            "data.prompt_key",
+            "found true, which YAML reads as a boolean",
+        ),
+        (
+            "run: {timeout_minutes: 1:30}",
+            "run.timeout_minutes",
+            "found '1:30'; expected a number",
+        ),
+        (
+            "reward: {name: judge, options: {strict: no}}",
+            "reward.options.strict",
+            "YAML 1.1 reads as false",
+        ),
         ("run: {name: ..}", "run.name", "names a folder that exists already"),
         ("run: {name: a/b}", "run.name", "expected letters, digits"),
         ("run: {name: ''}", "run.name", "expected some text"),
@@ -131,14 +161,22 @@ def test_the_type_of_a_key_decides(override, value):
         ("run: {name: !!set {a, b}}", "run.name", "has the tag"),
         ("trainer: {steps: 1e400}", "trainer.steps", "expected a finite number"),
         ("trainer: {steps: 99999999999999999999}", "trainer.steps", "at most 64 bits"),
-        ("rollout: {sampling: {extra_args: {a: [.nan]}}}", "rollout.sampling.extra_args.a.0", "a finite number"),
+        (
+            "rollout: {sampling: {extra_args: {a: [.nan]}}}",
+            "rollout.sampling.extra_args.a.0",
+            "a finite number",
+        ),
         ('data: {system_prompt: "a\\0b"}', "data.system_prompt", "NUL"),
     ],
 )
-def test_what_a_file_cannot_mean_is_refused_with_its_line(files, tmp_path, text, key, said):
+def test_what_a_file_cannot_mean_is_refused_with_its_line(
+    files, tmp_path, text, key, said
+):
     path = tmp_path / "odd.yaml"
     path.write_text(text)
-    rest = [each for each in files if not each.startswith(("model", "reward", "data.train"))]
+    rest = [
+        each for each in files if not each.startswith(("model", "reward", "data.train"))
+    ]
     with pytest.raises(InvalidConfig) as caught:
         load_config(path, rest, check_paths=False)
     found = {mistake.key: mistake for mistake in caught.value.mistakes}
@@ -157,12 +195,17 @@ def test_a_file_reads_words_and_numbers_by_the_key(files, tmp_path):
     path.write_text(text.replace("<<: *x", "<<: {lr_decay_style: cosine}"))
     config = load_config(path, files)
     assert (config.trainer.steps, config.trainer.store_rollouts) == (10, True)
-    assert (config.data.system_prompt, config.data.shuffle, config.actor.router_replay) == ("no", False, "off")
+    assert (
+        config.data.system_prompt,
+        config.data.shuffle,
+        config.actor.router_replay,
+    ) == ("no", False, "off")
     assert config.critic.scheduler == {"lr_decay_style": "cosine", "lr_warmup_steps": 1}
 
 
 BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 
@@ -170,7 +213,10 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     ("text", "said"),
     [
         (BOMB, "holds more than 20,000 values once its aliases"),
-        (BOMB.replace("[", "{? [").replace("]", "]}"), "holds more than 20,000 values once its aliases"),
+        (
+            BOMB.replace("[", "{? [").replace("]", "]}"),
+            "holds more than 20,000 values once its aliases",
+        ),
         ("a: &x [*x]\n", "stands inside what it names"),
         ("a: " + "[" * 100 + "]" * 100, "is nested deeper than 60 levels"),
         ("a: " + "[" * 20_000, "is nested deeper than 60 levels"),
@@ -178,7 +224,9 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
         ("a: [" + "1, " * 30_000 + "]", "holds more than 20,000 values"),
     ],
 )
-def test_what_a_file_expands_to_is_bounded(tmp_path: Path, text: str, said: str) -> None:
+def test_what_a_file_expands_to_is_bounded(
+    tmp_path: Path, text: str, said: str
+) -> None:
     path = tmp_path / "bomb.yaml"
     path.write_text(text)
     with pytest.raises(InvalidConfig) as caught:
@@ -189,7 +237,10 @@ def test_what_a_file_expands_to_is_bounded(tmp_path: Path, text: str, said: str)
 
 def test_the_command_line_is_bounded_too(mistakes):
     bomb = "{" + BOMB.strip().replace("\n", ", ") + "}"
-    assert "holds more than 20,000 values" in mistakes(f"rollout.sampling={bomb}")["rollout.sampling"]
+    assert (
+        "holds more than 20,000 values"
+        in mistakes(f"rollout.sampling={bomb}")["rollout.sampling"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,13 +248,21 @@ def test_the_command_line_is_bounded_too(mistakes):
     [
         (["reward=5"], "reward.0", "found 5; expected a mapping"),
         (["reward.0.weight=x"], "reward.0.weight", "found 'x'; expected a number"),
-        (["reward=[exact_match, {name: gsm8k, wieght: 2}, gsm8k]"], "reward.1.wieght", "Did you mean `weight`?"),
+        (
+            ["reward=[exact_match, {name: gsm8k, wieght: 2}, gsm8k]"],
+            "reward.1.wieght",
+            "Did you mean `weight`?",
+        ),
         (["data.train=[{split: x}]"], "data.train.0.path", "is missing"),
         (["data.validation=[7.5]"], "data.validation.0", "whose suffix"),
         (["mix=3"], "mix", "expected a list"),
         (["alerts=[{when: 3}, {}]"], "alerts.1.when", "is missing"),
         (["run.log_with=[jsonl, tensorbord]"], "run.log_with.1", "tensorboard"),
-        (["rollout.sampling_rules=[{under: x}]"], "rollout.sampling_rules.0.under", "expected an integer"),
+        (
+            ["rollout.sampling_rules=[{under: x}]"],
+            "rollout.sampling_rules.0.under",
+            "expected an integer",
+        ),
         (["data.images.allow_urls=[3.5, '']"], "data.images.allow_urls", ""),
     ],
 )
@@ -227,7 +286,9 @@ def test_a_mistake_in_an_entry_brings_no_other(mistakes, overrides, key, said):
         ("{}", ["reward.0.name=gsm8k", "reward.0.weight=2"], [2.0]),
     ],
 )
-def test_an_entry_of_a_reward_in_any_form_can_be_overridden(files, tmp_path, text, overrides, weights):
+def test_an_entry_of_a_reward_in_any_form_can_be_overridden(
+    files, tmp_path, text, overrides, weights
+):
     path = tmp_path / "run.yaml"
     path.write_text(text)
     rest = [each for each in files if not each.startswith("reward")]
@@ -242,22 +303,34 @@ def test_a_source_as_text_can_be_given_a_weight(load):
 @pytest.mark.parametrize(
     ("override", "key", "said"),
     [
-        ("reward.5.weight=1", "reward.5.weight", "Name an entry by its number: 0 to 0, and 1 adds one"),
+        (
+            "reward.5.weight=1",
+            "reward.5.weight",
+            "Name an entry by its number: 0 to 0, and 1 adds one",
+        ),
         ("data.seed.x=1", "data.seed", "unknown key"),
         ("trainer.steps.x=1", "trainer.steps.x", "has no keys"),
         ("run..name=x", "run..name", "has an empty part"),
         ("run.name=${USER}", "run.name", "${oc.env:NAME} an environment variable"),
-        ("data.system_prompt=costs ${", "data.system_prompt", "a ${ that is meant as text is written \\${"),
+        (
+            "data.system_prompt=costs ${",
+            "data.system_prompt",
+            "a ${ that is meant as text is written \\${",
+        ),
     ],
 )
 def test_overrides_that_lead_nowhere(load, mistakes, override, key, said):
-    before = ["trainer.steps=3"] if key.startswith("trainer") else ["reward=[exact_match]"]
+    before = (
+        ["trainer.steps=3"] if key.startswith("trainer") else ["reward=[exact_match]"]
+    )
     found = mistakes(*before, override)
     assert set(found) == {key} and said in found[key]
 
 
 def test_an_escaped_reference_is_text(load):
-    assert load(r"data.system_prompt=costs \${USER}").data.system_prompt == "costs ${USER}"
+    assert (
+        load(r"data.system_prompt=costs \${USER}").data.system_prompt == "costs ${USER}"
+    )
 
 
 def test_a_section_that_is_null_has_its_defaults(load):
@@ -265,7 +338,10 @@ def test_a_section_that_is_null_has_its_defaults(load):
 
 
 def test_quotes_that_stay_in_a_text_are_told(load):
-    assert any("the quotes" in warning for warning in load("data.system_prompt='Be brief.'").warnings)
+    assert any(
+        "the quotes" in warning
+        for warning in load("data.system_prompt='Be brief.'").warnings
+    )
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,9 @@ class Group(WorkerGroup):
         return self.report(how, int, rank)
 
 
-async def split_steps(rollout: Group, actor: Group, *, how: str = "") -> list[list[float]]:
+async def split_steps(
+    rollout: Group, actor: Group, *, how: str = ""
+) -> list[list[float]]:
     """Generate a step ahead of the ranks that add up; fail in the second step where `how` says so."""
     sums = []
     coming = rollout.generate(0, 7)
@@ -123,7 +125,8 @@ async def split_steps(rollout: Group, actor: Group, *, how: str = "") -> list[li
         if how == "lose the controller" and step == 1:
             resting = actor.misbehave("rest", 3)
             rollout.misbehave("rest", 1)
-            await asyncio.sleep(0.5)  # all are inside a call, and reply to a process that is gone
+            # All are inside a call, and reply to a process that is gone.
+            await asyncio.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
             await resting
         if how == "die as the relay" and step == 1:
@@ -145,7 +148,12 @@ def run(how: str = "", relayed: bool = False) -> dict[str, Any]:
     key = f"controller-{how}-{relayed}"
     thread: ControllerThread[list[list[float]]] | None = None
     if rank == 0:
-        thread = ControllerThread("127.0.0.1", 4, lambda controller: _program(controller, how), timeouts=_timeouts(how))
+        thread = ControllerThread(
+            "127.0.0.1",
+            4,
+            lambda controller: _program(controller, how),
+            timeouts=_timeouts(how),
+        )
         store.set(key, thread.address.encode())
     board = StatusBoard()
     address = Address.decode(store.get(key))
@@ -153,10 +161,17 @@ def run(how: str = "", relayed: bool = False) -> dict[str, Any]:
     nearest = program_runner.node_address(address, TWO_NODES, rank, None)
     workers = {"rollout": Worker(rank, board), "actor": Worker(rank, board)}
     leave_after = 20.0 if how == "lose the controller" else 1.0
-    with nearest as address, ZmqRank(address, rank, board, leave_after=leave_after) as transport:
-        assert (address.endpoint == Address.decode(store.get(key)).endpoint) is not relayed
+    with (
+        nearest as address,
+        ZmqRank(address, rank, board, leave_after=leave_after) as transport,
+    ):
+        assert (
+            address.endpoint == Address.decode(store.get(key)).endpoint
+        ) is not relayed
         try:
-            reason = run_blocking(serve(rank, transport, workers, GlooMover(), board)).reason
+            reason = run_blocking(
+                serve(rank, transport, workers, GlooMover(), board)
+            ).reason
         except ControllerLost as error:
             return {"lost": str(error)}
     result: dict[str, Any] = {"reason": reason}
@@ -164,7 +179,11 @@ def run(how: str = "", relayed: bool = False) -> dict[str, Any]:
         try:
             result["sums"] = thread.result()
         except CallFailed as error:
-            result |= {"error": str(error), "ranks": list(error.ranks), "call": error.call}
+            result |= {
+                "error": str(error),
+                "ranks": list(error.ranks),
+                "call": error.call,
+            }
     return result
 
 
@@ -178,6 +197,11 @@ def _timeouts(how: str) -> CallTimeouts:
     return CallTimeouts(call=1.5 if how == "stay" else 60.0, answer=0.5, leave=2.0)
 
 
-def _program(controller: Controller, how: str) -> Coroutine[Any, Any, list[list[float]]]:
-    rollout, actor = Group("rollout", (0, 1), controller), Group("actor", (2, 3), controller)
+def _program(
+    controller: Controller, how: str
+) -> Coroutine[Any, Any, list[list[float]]]:
+    rollout, actor = (
+        Group("rollout", (0, 1), controller),
+        Group("actor", (2, 3), controller),
+    )
     return split_steps(rollout, actor, how=how)

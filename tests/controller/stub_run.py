@@ -1,7 +1,8 @@
 """A training run whose workers compute with small integers: programs, workers and a disk for simulated clusters.
 
-Everything that a run must not get wrong is visible in the numbers: the digest of the weights depends on every row of
-every step, on the order of steps, and on the weight version that generated each row.
+Everything that a run must not get wrong is visible in the numbers: the digest of the
+weights depends on every row of every step, on the order of steps, and on the weight
+version that generated each row.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.moves import Rows
 from megaverl.controller.references import PendingCall, Ref
-from megaverl.controller.simulation import Fault, Latencies, SimulatedCluster, SimulatedOutcome
+from megaverl.controller.simulation import (
+    Fault,
+    Latencies,
+    SimulatedCluster,
+    SimulatedOutcome,
+)
 
 ROWS = 8
 PRIME = 2_147_483_647
@@ -43,7 +49,10 @@ class Batch:
         return tuple(sorted(self.rows))
 
     def select_rows(self, rows: Sequence[int]) -> Batch:
-        return Batch({row: self.rows[row] for row in rows}, {row: self.versions[row] for row in rows})
+        return Batch(
+            {row: self.rows[row] for row in rows},
+            {row: self.versions[row] for row in rows},
+        )
 
     def merge_rows(self, other: Batch) -> Batch:
         assert not self.rows.keys() & other.rows.keys(), "a row arrived twice"
@@ -71,12 +80,16 @@ class Disk:
         committed: the step that a run goes on from. commits: all of them, in order.
     """
 
-    parts: dict[tuple[int, int], tuple[int, int, Batch | None]] = field(default_factory=dict)
+    parts: dict[tuple[int, int], tuple[int, int, Batch | None]] = field(
+        default_factory=dict
+    )
     committed: int = 0
     commits: list[int] = field(default_factory=list)
 
     def commit(self, step: int, ranks: Sequence[int]) -> None:
-        assert all((step, rank) in self.parts for rank in ranks), "committed before every part was written"
+        assert all((step, rank) in self.parts for rank in ranks), (
+            "committed before every part was written"
+        )
         assert step == self.committed + 1, "a step is committed twice, or out of order"
         self.committed = step
         self.commits.append(step)
@@ -85,8 +98,21 @@ class Disk:
 class Worker:
     """All roles of a rank. Methods are coroutines that take a random virtual time."""
 
-    def __init__(self, cluster: SimulatedCluster, rank: int, layout: Layout, disk: Disk, trace: list[str]) -> None:
-        self._cluster, self._rank, self._layout, self._disk, self._trace = cluster, rank, layout, disk, trace
+    def __init__(
+        self,
+        cluster: SimulatedCluster,
+        rank: int,
+        layout: Layout,
+        disk: Disk,
+        trace: list[str],
+    ) -> None:
+        self._cluster, self._rank, self._layout, self._disk, self._trace = (
+            cluster,
+            rank,
+            layout,
+            disk,
+            trace,
+        )
         self._weights, self._version = 1, 0
         self._engine_weights, self._engine_version = 1, 0
         self._trained: list[int] = []
@@ -104,20 +130,31 @@ class Worker:
 
     async def score(self, batch: Batch) -> Batch:
         await self._work("score", 0)
-        return Batch({row: mix(value, 3) for row, value in batch.rows.items()}, batch.versions)
+        return Batch(
+            {row: mix(value, 3) for row, value in batch.rows.items()}, batch.versions
+        )
 
     async def update(self, batch: Batch, scores: Batch, step: int, version: int) -> int:
         await self._work("update", step)
-        assert sorted(batch.rows) == sorted(scores.rows) == list(range(ROWS)), "rows are missing"
-        assert set(batch.versions.values()) == {version}, "samples of several or other weights"
+        assert sorted(batch.rows) == sorted(scores.rows) == list(range(ROWS)), (
+            "rows are missing"
+        )
+        assert set(batch.versions.values()) == {version}, (
+            "samples of several or other weights"
+        )
         assert step not in self._trained, "trained twice"
         self._trained.append(step)
-        # In every mini-batch some ranks report a gradient, and all go on with what the program makes of the reports.
+        # In every mini-batch some ranks report a gradient, and all go on with what the
+        # program makes of the reports.
         asking = self._layout.actor[:NUM_ASKING]
         for number in range(MINI_BATCHES):
-            report = Gradient(self._rank, step, number) if self._rank in asking else None
+            report = (
+                Gradient(self._rank, step, number) if self._rank in asking else None
+            )
             verdict = await self._cluster.ask(self._rank, report, int)
-            assert verdict == mix(step, number, *asking), "the verdict of another update"
+            assert verdict == mix(step, number, *asking), (
+                "the verdict of another update"
+            )
         values = [mix(batch.rows[row], scores.rows[row]) for row in range(ROWS)]
         self._weights = mix(self._weights, step, *values)
         self._version = step + 1
@@ -183,11 +220,15 @@ class RolloutGroup(WorkerGroup):
 
 
 class ActorGroup(WorkerGroup):
-    def update(self, batch: Ref[Batch], scores: Ref[Batch], step: int, version: int) -> PendingCall[list[int]]:
+    def update(
+        self, batch: Ref[Batch], scores: Ref[Batch], step: int, version: int
+    ) -> PendingCall[list[int]]:
         everything = {rank: None for rank in self.ranks}
         wanted = {batch.id: everything, scores.id: everything}
         asking = self.ranks[:NUM_ASKING]
-        return self.report_all("update", int, batch, scores, step, version, wanted=wanted, asking=asking)
+        return self.report_all(
+            "update", int, batch, scores, step, version, wanted=wanted, asking=asking
+        )
 
     def give_weights(self) -> PendingCall[Ref[tuple[int, int]]]:
         return self.keep("give_weights")
@@ -197,7 +238,9 @@ class ActorGroup(WorkerGroup):
 
     def save_ahead(self, step: int, ahead: Ref[Batch]) -> PendingCall[int]:
         everything = {rank: None for rank in self.ranks}
-        return self.report("save_ahead", int, step, ahead, wanted={ahead.id: everything})
+        return self.report(
+            "save_ahead", int, step, ahead, wanted={ahead.id: everything}
+        )
 
     def restore(self, step: int) -> PendingCall[int]:
         return self.report("restore", int, step)
@@ -220,8 +263,14 @@ async def decide(update: PendingCall[list[int]]) -> list[int]:
     """Answer every mini-batch of an update, and return the update's result."""
     count = 0
     while reports := await update.questions(Gradient):
-        assert len({(report.step, report.number) for report in reports}) == 1, "reports of several mini-batches"
-        update.answer(mix(reports[0].step, reports[0].number, *(report.rank for report in reports)))
+        assert len({(report.step, report.number) for report in reports}) == 1, (
+            "reports of several mini-batches"
+        )
+        update.answer(
+            mix(
+                reports[0].step, reports[0].number, *(report.rank for report in reports)
+            )
+        )
         count += 1
     assert count == MINI_BATCHES
     return await update
@@ -257,7 +306,8 @@ async def one_ahead(run: Run) -> int:
         batch = await run.rollout.generate(0)
     for step in range(first, run.steps):
         scores = await run.rollout.score(batch)
-        # The rows leave the engines' ranks with the update, before these begin the next samples.
+        # The rows leave the engines' ranks with the update, before these begin the next
+        # samples.
         updated = run.actor.update(batch, scores, step, version=max(step - 1, 0))
         coming = run.rollout.generate(step + 1)
         digests = await decide(updated)
@@ -270,7 +320,10 @@ async def one_ahead(run: Run) -> int:
     return digest
 
 
-PROGRAMS: dict[str, Callable[[Run], Coroutine[Any, Any, int]]] = {"on_policy": on_policy, "one_ahead": one_ahead}
+PROGRAMS: dict[str, Callable[[Run], Coroutine[Any, Any, int]]] = {
+    "on_policy": on_policy,
+    "one_ahead": one_ahead,
+}
 
 
 @dataclass

@@ -54,13 +54,17 @@ class Group(WorkerGroup):
 
 
 def run(
-    program: Callable[[Group, Group], Coroutine[Any, Any, Any]], seed: int = 0, timeouts: CallTimeouts | None = None
+    program: Callable[[Group, Group], Coroutine[Any, Any, Any]],
+    seed: int = 0,
+    timeouts: CallTimeouts | None = None,
 ) -> tuple[SimulatedOutcome, list[str]]:
     """Run a program on four ranks, two of each group."""
     trace: list[str] = []
 
     def start(controller: Controller) -> Coroutine[Any, Any, Any]:
-        return program(Group("critic", (0, 1), controller), Group("actor", (2, 3), controller))
+        return program(
+            Group("critic", (0, 1), controller), Group("actor", (2, 3), controller)
+        )
 
     def make_workers(cluster: SimulatedCluster, rank: int) -> dict[str, object]:
         worker = Worker(cluster, rank, trace)
@@ -85,14 +89,18 @@ def test_answers_reach_every_rank_of_the_call(seed: int) -> None:
     assert outcome.result == [[[20, 30], [21, 31]], [[50, 52], [50, 52]], [2, 3]]
     for rank in (2, 3):
         own = [line for line in trace if line.startswith(str(rank))]
-        assert own == [f"{rank} applies 50", f"{rank} applies 52", f"{rank} other"], "a later call waits"
+        assert own == [f"{rank} applies 50", f"{rank} applies 52", f"{rank} other"], (
+            "a later call waits"
+        )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_calls_on_several_groups_are_answered_together(seed: int) -> None:
     async def program(critic: Group, actor: Group) -> object:
         updates = [critic.update([0], 2), actor.update([2], 2)]
-        while questions := [one for update in updates for one in await update.questions(int)]:
+        while questions := [
+            one for update in updates for one in await update.questions(int)
+        ]:
             for update in updates:
                 update.answer(sum(questions))
         return [await update for update in updates]
@@ -131,6 +139,9 @@ def test_a_rank_that_waits_for_an_answer_is_not_blamed() -> None:
         await update.questions(int)
         await actor.stay()
 
-    outcome, _ = run(program, timeouts=CallTimeouts(call=5.0, slow=60.0, answer=0.5, grace=0.5, leave=2.0))
+    outcome, _ = run(
+        program,
+        timeouts=CallTimeouts(call=5.0, slow=60.0, answer=0.5, grace=0.5, leave=2.0),
+    )
     assert isinstance(outcome.error, CallFailed)
     assert outcome.error.ranks == (2, 3) and outcome.error.call == "actor.stay"

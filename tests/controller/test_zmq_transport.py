@@ -18,7 +18,9 @@ RANKS = "tests.controller.ranks:run"
 @pytest.mark.parametrize("relayed", [False, True], ids=["direct", "relayed"])
 def test_rows_move_as_part_of_a_call(launch: Launcher, relayed: bool) -> None:
     first, *others = launch.world(4, RANKS, relayed=relayed)
-    expected = [[3.0 * sum(step * 100 + row for row in range(7))] * 2 for step in range(3)]
+    expected = [
+        [3.0 * sum(step * 100 + row for row in range(7))] * 2 for step in range(3)
+    ]
     assert first == {"reason": "", "sums": expected}
     assert others == [{"reason": ""}] * 3
 
@@ -43,7 +45,9 @@ def test_what_a_worker_raises_names_its_rank_and_call(launch: Launcher) -> None:
 def test_a_lost_or_stuck_rank_is_named_and_every_rank_ends(
     launch: Launcher, how: str, relayed: bool, said: str
 ) -> None:
-    ended = launch.ranks(4, "tests.controller.ranks:lost", how=how, relayed=relayed, deadline=60.0)
+    ended = launch.ranks(
+        4, "tests.controller.ranks:lost", how=how, relayed=relayed, deadline=60.0
+    )
     result = ended.results[0]
     assert result is not None, ended.text
     assert (result["ranks"], result["call"]) == ([3], f"actor.{how}")
@@ -53,9 +57,17 @@ def test_a_lost_or_stuck_rank_is_named_and_every_rank_ends(
     assert how == "die" or "rank 3 leaves a call that does not end" in ended.output[3]
 
 
-def test_a_lost_relay_is_named_by_its_rank_and_every_rank_ends(launch: Launcher) -> None:
+def test_a_lost_relay_is_named_by_its_rank_and_every_rank_ends(
+    launch: Launcher,
+) -> None:
     """Rank 3 loses its connection with the relay on rank 2, but is not at fault."""
-    ended = launch.ranks(4, "tests.controller.ranks:lost", how="die as the relay", relayed=True, deadline=60.0)
+    ended = launch.ranks(
+        4,
+        "tests.controller.ranks:lost",
+        how="die as the relay",
+        relayed=True,
+        deadline=60.0,
+    )
     result = ended.results[0]
     assert result is not None, ended.text
     assert (result["ranks"], result["call"]) == ([2], "actor.die")
@@ -64,13 +76,19 @@ def test_a_lost_relay_is_named_by_its_rank_and_every_rank_ends(launch: Launcher)
     assert "the connection to the controller broke" in ended.results[3]["lost"]
 
 
-def test_ranks_leave_by_themselves_when_the_controller_is_lost(launch: Launcher) -> None:
+def test_ranks_leave_by_themselves_when_the_controller_is_lost(
+    launch: Launcher,
+) -> None:
     """Also those that are in a call, whose replies nobody receives any more."""
-    ended = launch.ranks(4, "tests.controller.ranks:lost", how="lose the controller", deadline=60.0)
+    ended = launch.ranks(
+        4, "tests.controller.ranks:lost", how="lose the controller", deadline=60.0
+    )
     assert ended.codes == [-9, 0, 0, 0], ended.text
     for rank in (1, 2, 3):
         result = ended.results[rank]
-        assert result is not None and result["lost"].startswith(f"rank {rank}: the connection to the controller broke")
+        assert result is not None and result["lost"].startswith(
+            f"rank {rank}: the connection to the controller broke"
+        )
 
 
 def test_a_peer_without_the_key_does_not_join() -> None:
@@ -79,10 +97,18 @@ def test_a_peer_without_the_key_does_not_join() -> None:
         public_key, secret_key = zmq.curve_keypair()
         address = transport.address
         stranger = Address(address.endpoint, address.server_key, public_key, secret_key)
-        with ZmqRank(address, 0, StatusBoard()), ZmqRank(stranger, 1, StatusBoard()) as rank:
-            with pytest.raises(TrainingStopped, match="ranks 1 did not connect to the controller within 0.5 s"):
+        with (
+            ZmqRank(address, 0, StatusBoard()),
+            ZmqRank(stranger, 1, StatusBoard()) as rank,
+        ):
+            with pytest.raises(
+                TrainingStopped,
+                match="ranks 1 did not connect to the controller within 0.5 s",
+            ):
                 await transport.join(timeout=0.5)
-            with pytest.raises(TrainingStopped, match="rank 1: the connection to the controller"):
+            with pytest.raises(
+                TrainingStopped, match="rank 1: the connection to the controller"
+            ):
                 await asyncio.to_thread(run_blocking, rank.receive())
         await transport.close()
 

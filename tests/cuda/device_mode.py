@@ -29,13 +29,21 @@ class DeviceMode(TorchDispatchMode):
         return found
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if _is_device(kwargs.get("device")):
             kwargs["device"] = _with_index(kwargs["device"])
         name = func.overloadpacket.__name__
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [
+            leaf
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        ]
         fakes = [tensor for tensor in tensors if _is_fake(tensor)]
         if func.namespace == "aten" and not (func.is_view or name in OF_STORAGES):
             _check_here(func, fakes)
@@ -49,25 +57,50 @@ class DeviceMode(TorchDispatchMode):
             self._count_sent(name, args, kwargs)
         if fakes and (read := READS.get(name)) is not None:
             return read(self, func, args, kwargs)
-        if any(isinstance(tensor, FakeTensor) for tensor in fakes) or _is_device(kwargs.get("device")):
+        if any(isinstance(tensor, FakeTensor) for tensor in fakes) or _is_device(
+            kwargs.get("device")
+        ):
             with self.fake:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _count_sent(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _count_sent(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
         source = args[name == "copy_"]
-        there = _is_device(kwargs.get("device")) if name == "_to_copy" else _is_fake(args[0])
+        there = (
+            _is_device(kwargs.get("device"))
+            if name == "_to_copy"
+            else _is_fake(args[0])
+        )
         if there and not _is_fake(source):
             waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
             # A part of page-locked memory is page-locked too.
-            pinned = any(hasattr(tensor, "is_page_locked") for tensor in (source, source._base))
-            HostReads.count_sent("" if waits else ", not waited for" if pinned else ", from pageable memory")
+            pinned = any(
+                hasattr(tensor, "is_page_locked") for tensor in (source, source._base)
+            )
+            HostReads.count_sent(
+                ""
+                if waits
+                else ", not waited for"
+                if pinned
+                else ", from pageable memory"
+            )
 
     def _communicate(
-        self, func: Any, name: str, tensors: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        func: Any,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Nothing moves; what would have is counted. The fake process group answers for the others."""
-        on = "host" if all(not isinstance(tensor, FakeTensor) for tensor in tensors) else "device"
+        on = (
+            "host"
+            if all(not isinstance(tensor, FakeTensor) for tensor in tensors)
+            else "device"
+        )
         counted = self._collectives.setdefault(f"{name} ({on})", [0, 0])
         counted[0] += 1
         counted[1] += sum(tensor.nbytes for tensor in tensors)
@@ -76,11 +109,14 @@ class DeviceMode(TorchDispatchMode):
 
 
 def _check_here(func: Any, fakes: Sequence[torch.Tensor]) -> None:
-    """What was emptied (`workers/offload.py`) must not be looked at until it is filled again: a GPU would find another
-    tensor's numbers there, or none."""
+    """What was emptied (`workers/offload.py`) must not be looked at until it is filled
+    again: a GPU would find another tensor's numbers there, or none.
+    """
     for tensor in fakes:
         if tensor.numel() and not tensor.untyped_storage().nbytes():
-            raise AssertionError(f"{func} of {list(tensor.shape)} {tensor.dtype}, which is offloaded")
+            raise AssertionError(
+                f"{func} of {list(tensor.shape)} {tensor.dtype}, which is offloaded"
+            )
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,10 +136,16 @@ def _is_device(value: Any) -> bool:
 def _with_index(device: Any) -> torch.device:
     """Which one is meant: the current one where none is named, as CUDA has it and fake tensors have not."""
     found = torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if found.index is None
+        else found
+    )
 
 
-def _item(mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _item(
+    mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     HostReads.count("item")
     return _stand_in(args[0].dtype)
 
@@ -113,33 +155,45 @@ def _stand_in(dtype: torch.dtype) -> Any:
     return False if dtype == torch.bool else 0.0 if dtype.is_floating_point else 1
 
 
-def _equal(mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _equal(
+    mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
     HostReads.count("equal")
     return True
 
 
-def _to_copy(mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _to_copy(
+    mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     to = kwargs.get("device")
     if to is None or _is_device(to):
         with mode.fake:
             return func(*args, **kwargs)
     HostReads.count("copy to the host")
     dtype = kwargs.get("dtype") or args[0].dtype
-    whole = torch.zeros if dtype.is_floating_point else torch.ones  # zeros take no memory until they are written
+    # Zeros take no memory until they are written.
+    whole = torch.zeros if dtype.is_floating_point else torch.ones
     return whole(args[0].shape, dtype=dtype)
 
 
-def _copy(mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _copy(
+    mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     into, source = args[:2]
     if _is_fake(into):
         with mode.fake:
             return func(*args, **kwargs)
     non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
-    HostReads.count("copy to the host" + (", not waited for" if non_blocking else ""), waits=not non_blocking)
+    HostReads.count(
+        "copy to the host" + (", not waited for" if non_blocking else ""),
+        waits=not non_blocking,
+    )
     return into
 
 
-def _all_of(mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _all_of(
+    mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """Of what depends on values for its size: as if all of them were true."""
     HostReads.count(func.overloadpacket.__name__)
     mask = args[0]
@@ -147,29 +201,40 @@ def _all_of(mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[st
         return mask.new_zeros(mask.numel(), mask.dim(), dtype=torch.int64)
 
 
-def _masked_select(mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _masked_select(
+    mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     HostReads.count("masked_select")
     with mode.fake:
         return torch.broadcast_tensors(args[0], args[1])[0].reshape(-1).clone()
 
 
-def _index_put(mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _index_put(
+    mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """One value under a mask is filled in without knowing where (ATen's `canDispatchToMaskedFill`)."""
     masks = [index for index in args[1] if index is not None]
-    if args[2].numel() == 1 and all(index.dtype in (torch.bool, torch.uint8) for index in masks):
+    if args[2].numel() == 1 and all(
+        index.dtype in (torch.bool, torch.uint8) for index in masks
+    ):
         with mode.fake:
             return func(*args, **kwargs)
     return _index(mode, func, args, kwargs)
 
 
-def _index(mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _index(
+    mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """A mask as an index has the host wait for the number of what it selects."""
     indices: list[torch.Tensor | None] = []
     for index in args[1]:
         if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
             HostReads.count("index by a mask")
             with mode.fake:
-                indices += [torch.zeros(index.numel(), dtype=torch.int64, device="cuda") for _ in range(index.dim())]
+                indices += [
+                    torch.zeros(index.numel(), dtype=torch.int64, device="cuda")
+                    for _ in range(index.dim())
+                ]
         else:
             indices.append(index)
     with mode.fake:

@@ -1,7 +1,8 @@
 """Transformer Engine's `pytorch.optimizers` in plain PyTorch, as megatron-core uses it: fused in name alone.
 
-Names, arguments and the optimizer's state are those of Transformer Engine 2.20 (pytorch/optimizers/fused_adam.py,
-multi_tensor_apply.py, transformer_engine_torch's multi_tensor functions).
+Names, arguments and the optimizer's state are those of Transformer Engine 2.20
+(pytorch/optimizers/fused_adam.py, multi_tensor_apply.py, transformer_engine_torch's
+multi_tensor functions).
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         assert adam_w_mode
         super().__init__(
-            params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+            params,
+            dict(
+                lr=lr,
+                bias_correction=bias_correction,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+            ),
         )
 
     @torch.no_grad()
@@ -36,7 +44,10 @@ class FusedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             beta1, beta2 = group["betas"]
-            correction1, correction2 = 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
+            correction1, correction2 = (
+                1 - beta1 ** group["step"],
+                1 - beta2 ** group["step"],
+            )
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -49,7 +60,9 @@ class FusedAdam(torch.optim.Optimizer):
                 second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.addcdiv_(
-                    first / correction1, (second / correction2).sqrt() + group["eps"], value=-group["lr"]
+                    first / correction1,
+                    (second / correction2).sqrt() + group["eps"],
+                    value=-group["lr"],
                 )
 
 
@@ -58,19 +71,28 @@ class FusedSGD(torch.optim.SGD):
 
 
 def multi_tensor_applier(
-    op: Callable[..., Any], noop_flag_buffer: torch.Tensor, tensor_lists: Lists, *args: Any
+    op: Callable[..., Any],
+    noop_flag_buffer: torch.Tensor,
+    tensor_lists: Lists,
+    *args: Any,
 ) -> Any:
     return op(2048 * 32, noop_flag_buffer, tensor_lists, *args)
 
 
 def multi_tensor_l2norm(
-    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor: bool, *_: Any
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    per_tensor: bool,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     norms = torch.stack([tensor.float().norm() for tensor in tensor_lists[0]])
     return norms.norm().unsqueeze(0), norms if per_tensor else None
 
 
-def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float) -> None:
+def multi_tensor_scale(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float
+) -> None:
     for source, into in zip(*tensor_lists, strict=True):
         into.copy_(source * scale)
 

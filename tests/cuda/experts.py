@@ -21,7 +21,9 @@ def route_evenly() -> None:
     total = 0
 
     class Dispatcher(token_dispatcher.MoEAlltoAllTokenDispatcher):
-        def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: torch.Tensor | None = None) -> Any:
+        def _maybe_dtoh_and_synchronize(
+            self, point: str, tokens_per_expert: torch.Tensor | None = None
+        ) -> Any:
             nonlocal total
             total = int(self.num_out_tokens)
             return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
@@ -44,15 +46,24 @@ def route_evenly() -> None:
 
 def _select(tokens: torch.Tensor, count: int) -> torch.Tensor:
     """`count` rows: which they are, only values say."""
-    return tokens.index_select(0, torch.zeros(count, dtype=torch.int64, device=tokens.device))
+    return tokens.index_select(
+        0, torch.zeros(count, dtype=torch.int64, device=tokens.device)
+    )
 
 
-def moe_permute(inp: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1) -> Any:
-    return _select(inp, num_out_tokens), routing_map.new_zeros(routing_map.shape, dtype=torch.int32)
+def moe_permute(
+    inp: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1
+) -> Any:
+    return _select(inp, num_out_tokens), routing_map.new_zeros(
+        routing_map.shape, dtype=torch.int32
+    )
 
 
 def moe_permute_with_probs(
-    inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1
+    inp: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    num_out_tokens: int = -1,
 ) -> Any:
     permuted, row_id_map = moe_permute(inp, routing_map, num_out_tokens)
     return permuted, _select(probs.flatten(), num_out_tokens), row_id_map
@@ -70,12 +81,17 @@ def moe_unpermute(
     return _select(inp, restore_shape[0])
 
 
-def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_indices: torch.Tensor) -> Any:
+def moe_sort_chunks_by_index(
+    inp: torch.Tensor, split_sizes: torch.Tensor, sorted_indices: torch.Tensor
+) -> Any:
     return inp.clone()
 
 
 def moe_sort_chunks_by_index_with_probs(
-    inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor, sorted_indices: torch.Tensor
+    inp: torch.Tensor,
+    probs: torch.Tensor,
+    split_sizes: torch.Tensor,
+    sorted_indices: torch.Tensor,
 ) -> Any:
     return inp.clone(), probs.clone()
 

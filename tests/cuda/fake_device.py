@@ -1,7 +1,8 @@
 """A CUDA device without a GPU: tensors on it have shapes and dtypes, no values; what the host asks of it is counted.
 
-`fake_device.cpp` makes a build of torch without CUDA believe in the device, so that torch's `FakeTensorMode` computes
-on it, gradients too. Tensors on the host stay real: the code between kernels runs as it is, on real numbers.
+`fake_device.cpp` makes a build of torch without CUDA believe in the device, so that
+torch's `FakeTensorMode` computes on it, gradients too. Tensors on the host stay real:
+the code between kernels runs as it is, on real numbers.
 """
 
 from __future__ import annotations
@@ -36,14 +37,34 @@ def build(folder: Path) -> Path:
     found = find_spec("torch")
     assert found is not None and found.origin is not None
     torch_folder = Path(found.origin).parent
-    library = folder / f"fake_device-{version('torch')}-{sys.implementation.cache_tag}.so"
-    if library.exists() and library.stat().st_mtime > (HERE / "fake_device.cpp").stat().st_mtime:
+    library = (
+        folder / f"fake_device-{version('torch')}-{sys.implementation.cache_tag}.so"
+    )
+    if (
+        library.exists()
+        and library.stat().st_mtime > (HERE / "fake_device.cpp").stat().st_mtime
+    ):
         return library
     made = library.with_suffix(".new")
     lib = torch_folder / "lib"
     subprocess.run(
-        ["g++", "-shared", "-fPIC", "-O0", "-std=c++20", str(HERE / "fake_device.cpp"), "-o", str(made)]
-        + [f"-I{torch_folder / 'include'}", f"-L{lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"],
+        [
+            "g++",
+            "-shared",
+            "-fPIC",
+            "-O0",
+            "-std=c++20",
+            str(HERE / "fake_device.cpp"),
+            "-o",
+            str(made),
+        ]
+        + [
+            f"-I{torch_folder / 'include'}",
+            f"-L{lib}",
+            "-ltorch_cpu",
+            "-lc10",
+            f"-Wl,-rpath,{lib}",
+        ],
         check=True,
     )
     return made.replace(library)
@@ -62,7 +83,8 @@ def install(library: Path) -> None:
     torch.tensor = partial(_from_host, torch.tensor)  # type: ignore[assignment]
     torch._C._cuda_getDevice = torch.cuda.current_device  # type: ignore[attr-defined]
     torch.cuda.default_generators = (torch.default_generator,) * NUM_DEVICES
-    fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)  # nothing real is made there
+    # Nothing real is made there.
+    fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)
     address = torch.UntypedStorage.data_ptr
     torch.UntypedStorage.data_ptr = (  # type: ignore[method-assign]
         lambda self: self._cdata if self.device.type == "meta" else address(self)
@@ -75,9 +97,13 @@ def install(library: Path) -> None:
     fake_tensor.FakeTensor.tolist = lambda self: self.cpu().tolist()
 
 
-def _from_host(make: Callable[..., Any], data: Any, *, device: Any = None, **options: Any) -> Any:
-    """`torch.tensor`, which makes its tensor on the host and sends it from there; in threads of autograd too, where
-    torch's own option for that (`_set_only_lift_cpu_tensors`) is not set."""
+def _from_host(
+    make: Callable[..., Any], data: Any, *, device: Any = None, **options: Any
+) -> Any:
+    """`torch.tensor`, which makes its tensor on the host and sends it from there; in
+    threads of autograd too, where torch's own option for that
+    (`_set_only_lift_cpu_tensors`) is not set.
+    """
     requires_grad = options.pop("requires_grad", False)
     made = make(data, **options)
     return (made if device is None else made.to(device)).requires_grad_(requires_grad)
@@ -94,7 +120,9 @@ def _apply(module: Any, function: Callable[[Any], Any], recurse: bool = True) ->
             continue
         moved = function(parameter.data)
         if (moved.device, moved.dtype) != (parameter.device, parameter.dtype):
-            module._parameters[name] = torch.nn.Parameter(moved, parameter.requires_grad)
+            module._parameters[name] = torch.nn.Parameter(
+                moved, parameter.requires_grad
+            )
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = function(buffer)
@@ -143,7 +171,9 @@ def _functions(library: Any) -> dict[str, Any]:
     memory = 80 << 30
     return {
         "current_device": lambda: library.current_device(),
-        "set_device": lambda device: library.use_device(torch.device("cuda", torch.device(device).index or 0).index),
+        "set_device": lambda device: library.use_device(
+            torch.device("cuda", torch.device(device).index or 0).index
+        ),
         "device_count": lambda: NUM_DEVICES,
         "device": contextlib.nullcontext,
         "is_bf16_supported": lambda *a: True,
@@ -174,10 +204,11 @@ def _functions(library: Any) -> dict[str, Any]:
 class HostReads:
     """Where the host waited for the device, and how often: by the nearest function that is ours or Megatron's.
 
-    The device runs behind the host; each of these makes the host wait until it has caught up, and with it for the
-    collectives that were launched before. `unknown` are those that liveness would take for work: the lines that ask.
-    `sent` are copies the other way: one that is not `non_blocking` waits as a read does, and one from pageable memory
-    may (CUDA's "API synchronization behavior").
+    The device runs behind the host; each of these makes the host wait until it has
+    caught up, and with it for the collectives that were launched before. `unknown` are
+    those that liveness would take for work: the lines that ask. `sent` are copies the
+    other way: one that is not `non_blocking` waits as a read does, and one from
+    pageable memory may (CUDA's "API synchronization behavior").
     """
 
     found: Counter[tuple[str, str]] = Counter()
@@ -208,7 +239,10 @@ class HostReads:
 
     @staticmethod
     def _taken(counted: Counter[tuple[str, str]]) -> dict[str, int]:
-        found = {f"{where}: {what}": times for (what, where), times in sorted(counted.items())}
+        found = {
+            f"{where}: {what}": times
+            for (what, where), times in sorted(counted.items())
+        }
         counted.clear()
         return found
 
@@ -222,7 +256,9 @@ class HostReads:
 def _asking() -> FrameType | None:
     """The innermost frame of the code under test: on a GPU it would be in this call until the device has caught up."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and any(part in frame.f_code.co_filename for part in OF_THE_RIG):
+    while frame is not None and any(
+        part in frame.f_code.co_filename for part in OF_THE_RIG
+    ):
         frame = frame.f_back
     return frame
 

@@ -1,7 +1,8 @@
 """What the other ranks say and send in a step, where a fake process group moves nothing: made up on this one.
 
-All ranks know who holds which samples, so that every message is of the rows and the bytes that it would have; a
-sample's length follows from its number, and what others have computed of it is zeros.
+All ranks know who holds which samples, so that every message is of the rows and the
+bytes that it would have; a sample's length follows from its number, and what others
+have computed of it is zeros.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ SHORTEST, LONGEST = 8, 128  # tokens of a response
 def response(number: int) -> Generation:
     """Of the sample of that number, in the step."""
     size = SHORTEST + 37 * number % (LONGEST - SHORTEST + 1)
-    return Generation([3 + number % 7] * size, [-1.0] * size, "length" if size == LONGEST else "stop")
+    return Generation(
+        [3 + number % 7] * size, [-1.0] * size, "length" if size == LONGEST else "stop"
+    )
 
 
 @dataclass
@@ -50,8 +53,12 @@ class Others:
         """Before anything of megaverl takes the names that are replaced here, but `row_transfer`."""
         send: Any = row_transfer._send_from_host
 
-        def remember(context: JobContext, moving: Moving, ragged: RaggedBatch | None) -> Any:
-            assert ragged is not None, "every rank of one world has the tensors, be it of no rows"
+        def remember(
+            context: JobContext, moving: Moving, ragged: RaggedBatch | None
+        ) -> Any:
+            assert ragged is not None, (
+                "every rank of one world has the tensors, be it of no rows"
+            )
             self._sent[moving.name] = ragged
             return send(context, moving, ragged)
 
@@ -61,18 +68,33 @@ class Others:
     def gather_host_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """[B, ...]: what the engines' ranks say of the responses' lengths; or else numbers, of all samples."""
         if rows.dtype == torch.int32 and rows.shape[1:] == (3,):
-            table = [[number, len(response(number).token_ids), rank] for number, rank in enumerate(self.writers)]
+            table = [
+                [number, len(response(number).token_ids), rank]
+                for number, rank in enumerate(self.writers)
+            ]
             return torch.tensor(table, dtype=torch.int32)
         numbers = torch.arange(len(self.writers)) % 2
         shape = (len(numbers), *[1] * (rows.dim() - 1))
-        return numbers.to(rows.dtype).reshape(shape).expand(len(numbers), *rows.shape[1:]).clone()
+        return (
+            numbers.to(rows.dtype)
+            .reshape(shape)
+            .expand(len(numbers), *rows.shape[1:])
+            .clone()
+        )
 
-    def _hear(self, context: JobContext, moving: Moving) -> tuple[dict[int, Heard], dict[int, torch.Tensor]]:
+    def _hear(
+        self, context: JobContext, moving: Moving
+    ) -> tuple[dict[int, Heard], dict[int, torch.Tensor]]:
         heard, received = {}, {}
         for move in moving.moves:
             if move.dest == context.rank:
-                places, device = range(len(move.rows)), context.device_between(move.source, move.dest)
-                header, host, on_device = self._rows(moving.name, move.rows).pack(places, device)
+                places, device = (
+                    range(len(move.rows)),
+                    context.device_between(move.source, move.dest),
+                )
+                header, host, on_device = self._rows(moving.name, move.rows).pack(
+                    places, device
+                )
                 heard[move.source] = Heard(header, host)
                 if num_bytes_on_device(header) is not None:
                     received[move.source] = on_device
@@ -84,9 +106,15 @@ class Others:
         if name == "responses":
             return _as_rows(rows, [response(row) for row in rows])
         like = self._sent[name]
-        sizes = torch.tensor([len(response(row).token_ids) for row in rows], dtype=torch.int64)
-        lengths = {axis: sizes + axis.startswith("1") for axis in like.lengths}  # "1 more" than the response
-        tensors = {key: tensor.new_zeros((len(rows), *tensor.shape[1:])) for key, tensor in like.tensors.items()}
+        sizes = torch.tensor(
+            [len(response(row).token_ids) for row in rows], dtype=torch.int64
+        )
+        # "1 more" than the response.
+        lengths = {axis: sizes + axis.startswith("1") for axis in like.lengths}
+        tensors = {
+            key: tensor.new_zeros((len(rows), *tensor.shape[1:]))
+            for key, tensor in like.tensors.items()
+        }
         return RaggedBatch(tensors, like.axes, lengths)
 
 

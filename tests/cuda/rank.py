@@ -2,8 +2,9 @@
 
     python -m tests.cuda.rank LIBRARY CASES OUT      CASES: [{"recipe": ..., "world": ..., "rank": ...}, ...] as JSON
 
-What a rank is stands in environment variables that many modules read, and torch's default process group is there once:
-so each case has a process, made after everything has been imported.
+What a rank is stands in environment variables that many modules read, and torch's
+default process group is there once: so each case has a process, made after everything
+has been imported.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ from typing import Any
 from tests.cuda import fake_device
 
 AT_ONCE = 2  # ranks
-HOST_MEMORY = 14 << 30  # bytes of addresses that a rank may have: no copy of a model's state may grow beyond
+# Bytes of addresses that a rank may have: no copy of a model's state may grow beyond.
+HOST_MEMORY = 14 << 30
 
 
 def import_everything(library: Path) -> None:
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(fake_device.NUM_DEVICES), CUDA_DEVICE_MAX_CONNECTIONS="1")
+    os.environ.update(
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE=str(fake_device.NUM_DEVICES),
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+    )
     fake_device.install(library)
     from tests.cuda import engine_optimizers, experts
     from tests.models import engine_stub
@@ -41,7 +47,9 @@ def import_everything(library: Path) -> None:
     from megaverl.platform import flash_attention
 
     # not in sys.modules, where transformers would look for all of the package
-    flash_attention.importlib = SimpleNamespace(import_module=lambda name: engine_stub.flash_attn)
+    flash_attention.importlib = SimpleNamespace(
+        import_module=lambda name: engine_stub.flash_attn
+    )
     experts.route_evenly()
 
 
@@ -62,13 +70,18 @@ def _same_on_all_ranks() -> None:
         return answer([value] * dist.get_world_size(group))
 
     collectives.conclude = conclude
-    _DistWrapper.reduce_scatter = lambda self, step, of_each, of_all: of_all([of_each()])[0]
+    _DistWrapper.reduce_scatter = lambda self, step, of_each, of_all: of_all(
+        [of_each()]
+    )[0]
     collectives.broadcast_json = lambda value, source, group=None: value
     collectives.on_rank = lambda function, rank, group=None: function()
-    collectives.gather_host_rows = lambda rows, group=None: OTHERS.gather_host_rows(rows)
+    collectives.gather_host_rows = lambda rows, group=None: OTHERS.gather_host_rows(
+        rows
+    )
     worlds._hosts_of_all = lambda timeout: dist.new_group(backend="fake")
     worlds.HostMessages = lambda *given: OwnMessages()
-    from tests.cuda.others import OTHERS  # takes these functions by name, as what it imports does
+    # Takes these functions by name, as what it imports does.
+    from tests.cuda.others import OTHERS
 
     OTHERS.install()
 

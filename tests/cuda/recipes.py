@@ -47,7 +47,12 @@ from megaverl.weights.transports import check_tensors
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.offload import storages_of
-from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable, local, optimizer_tensors
+from megaverl.workers.optimizers import (
+    FSDPTrainable,
+    MegatronTrainable,
+    local,
+    optimizer_tensors,
+)
 from megaverl.workers.policy import Actor
 from megaverl.workers.trainable import TrainableModel
 from tests.cuda.device_mode import DeviceMode
@@ -59,9 +64,17 @@ NUM_PROMPTS, GROUP_SIZE = 16, 4
 LONGEST_PROMPT = 64  # tokens
 
 
-def run(recipe: str, world: int, rank: int, stages: Sequence[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns, by stage, and of a step by operator: what the host read of the device, and what it sent there, what was
-    communicated ([calls, bytes]), processor seconds, and what the stage itself says."""
+def run(
+    recipe: str,
+    world: int,
+    rank: int,
+    stages: Sequence[str],
+    overrides: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Returns, by stage, and of a step by operator: what the host read of the device,
+    and what it sent there, what was communicated ([calls, bytes]), processor seconds,
+    and what the stage itself says.
+    """
     local = rank % torch.cuda.device_count()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(local))
     torch.cuda.set_device(local)
@@ -101,16 +114,23 @@ class Mail:
         self._heads: list[Any] = []
         self._parts: list[list[torch.Tensor]] = []
 
-    def send_json(self, context: JobContext, name: str, rank: int, head: Any) -> PendingSends:
+    def send_json(
+        self, context: JobContext, name: str, rank: int, head: Any
+    ) -> PendingSends:
         self._heads.append(head)
         return PendingSends()
 
     def receive_json(self, context: JobContext, name: str, rank: int) -> Any:
         return self._heads.pop(0)
 
-    def send_to(self, dest: Sequence[int], *parts: torch.Tensor | bytes) -> PendingSends:
+    def send_to(
+        self, dest: Sequence[int], *parts: torch.Tensor | bytes
+    ) -> PendingSends:
         as_bytes = (
-            torch.frombuffer(bytearray(one), dtype=torch.uint8) if isinstance(one, bytes) else one for one in parts
+            torch.frombuffer(bytearray(one), dtype=torch.uint8)
+            if isinstance(one, bytes)
+            else one
+            for one in parts
         )
         self._parts.append(list(as_bytes))
         return PendingSends()
@@ -141,13 +161,30 @@ class RecipeRank:
         (folder / "config.json").write_bytes((path.parent / "config.json").read_bytes())
         _write_tokenizer(folder)
         _write_prompts(folder / "prompts.jsonl")
-        given = [f"model.path={folder}", "model.init=random", "algorithm.num_mini_batches=1", "reward=exact_match"]
+        given = [
+            f"model.path={folder}",
+            "model.init=random",
+            "algorithm.num_mini_batches=1",
+            "reward=exact_match",
+        ]
         given += [f"data.train={folder / 'prompts.jsonl'}", "data.system_prompt=null"]
-        given += [f"data.prompts_per_step={NUM_PROMPTS}", f"algorithm.group_size={GROUP_SIZE}"]
-        given += ["reshard.check_every=-1", *overrides]  # the device holds no numbers that could be compared
-        self.config: Config = load_config(path, given, check_paths=False, world_size=world)
-        if self.config.actor.engine == "fsdp":  # drawn, weights would be whole on the host
-            self.config = load_config(path, [*given, "model.init=weights"], check_paths=False, world_size=world)
+        given += [
+            f"data.prompts_per_step={NUM_PROMPTS}",
+            f"algorithm.group_size={GROUP_SIZE}",
+        ]
+        # The device holds no numbers that could be compared.
+        given += ["reshard.check_every=-1", *overrides]
+        self.config: Config = load_config(
+            path, given, check_paths=False, world_size=world
+        )
+        # Drawn, weights would be whole on the host.
+        if self.config.actor.engine == "fsdp":
+            self.config = load_config(
+                path,
+                [*given, "model.init=weights"],
+                check_paths=False,
+                world_size=world,
+            )
         self.rank, self._taken = rank, taken
         self.builder = RecipeBuilder(self.config)
 
@@ -158,19 +195,37 @@ class RecipeRank:
 
     def _built(self) -> dict[str, Any]:
         model = self.actor.model
-        check_tensors(model.layout_of(self.rank), model.parameters, "the model", ReshardError, exact=True)
+        check_tensors(
+            model.layout_of(self.rank),
+            model.parameters,
+            "the model",
+            ReshardError,
+            exact=True,
+        )
         return {
-            "parameters": sum(parameter.numel() for parameter in model.parameters.values()),
-            "layers": sorted({type(module).__name__ for chunk in _modules(model) for module in chunk.modules()}),
+            "parameters": sum(
+                parameter.numel() for parameter in model.parameters.values()
+            ),
+            "layers": sorted(
+                {
+                    type(module).__name__
+                    for chunk in _modules(model)
+                    for module in chunk.modules()
+                }
+            ),
             "packs": model.pack is not None,
-            "devices": sorted({str(parameter.device) for parameter in model.parameters.values()}),
+            "devices": sorted(
+                {str(parameter.device) for parameter in model.parameters.values()}
+            ),
         }
 
     def start(self) -> dict[str, Any]:
         """All that a run makes on this rank: every role, the plans, the flow of a step."""
         stages = Stages(Timeline(self.rank))
         console: Any = SimpleNamespace(warn=print)
-        self.executor = Colocated(self.builder, stages, console, None, alone(self.config))
+        self.executor = Colocated(
+            self.builder, stages, console, None, alone(self.config)
+        )
         roles = self.executor.roles
         assert isinstance(roles.actor, Actor) and roles.sync is not None
         self.actor = roles.actor
@@ -186,8 +241,15 @@ class RecipeRank:
             "gradients": trainable._gradient_buffers,
             "optimizer": _optimizer_state(trainable),
         }
-        found = {name: sum(s.nbytes() for s in storages_of(tensors)) for name, tensors in parts.items()}
-        place = trainable._optimizer_state._place if trainable._optimizer_state is not None else None
+        found = {
+            name: sum(s.nbytes() for s in storages_of(tensors))
+            for name, tensors in parts.items()
+        }
+        place = (
+            trainable._optimizer_state._place
+            if trainable._optimizer_state is not None
+            else None
+        )
         return found | {"pinned": getattr(place, "nbytes", 0)}
 
     def step(self) -> dict[str, Any]:
@@ -204,17 +266,25 @@ class RecipeRank:
         engine: Any = roles.engines.engine
         sync: Any = roles.sync
         resharder = sync._resharder
-        # taken for filled; the device holds no numbers, and 1 is read there as the version of all ranks' weights
+        # taken for filled; the device holds no numbers, and 1 is read there as the
+        # version of all ranks' weights
         resharder.version, resharder.inconsistent = 0, None
         count = NUM_PROMPTS * GROUP_SIZE
         shares = split_prompts([1] * count, engine.num_replicas, GROUP_SIZE)
-        writers = {row: replica * engine.tp_size for replica, share in enumerate(shares) for row in share}
+        writers = {
+            row: replica * engine.tp_size
+            for replica, share in enumerate(shares)
+            for row in share
+        }
         OTHERS.begin([writers[row] for row in range(count)])
 
         executor, operators = self.executor, self.executor.step
         executor.begin_step(number)
         operators.begin(number, 0.0)
-        values: dict[str, Any] = {"prompts": self.builder.prompts().take(operators.num_prompts), "step": number}
+        values: dict[str, Any] = {
+            "prompts": self.builder.prompts().take(operators.num_prompts),
+            "step": number,
+        }
         for operator in executor.flow.plan.operators:
             with executor.stages(operator.name):
                 values |= operator(values)
@@ -224,7 +294,9 @@ class RecipeRank:
         measured = self.executor.measured(number + 1)
         json.dumps(measured.metrics)
         if self.rank == 0:  # it keeps the run's records
-            json.dumps(sample_records(measured.rollouts, measured.scores, roles.reward, 2))
+            json.dumps(
+                sample_records(measured.rollouts, measured.scores, roles.reward, 2)
+            )
         return {
             "metrics": sorted(measured.metrics),
             "held": len(measured.rollouts),
@@ -240,17 +312,27 @@ class RecipeRank:
         }
 
     def edge(self) -> dict[str, Any]:
-        """Results of a step from this rank to another that is not there yet, and from there to this one, as between
-        roles on ranks of their own: fields of a batch, and a tensor of an operator's own."""
+        """Results of a step from this rank to another that is not there yet, and from
+        there to this one, as between roles on ranks of their own: fields of a batch,
+        and a tensor of an operator's own.
+        """
         context, other = alone(self.config), (self.rank + 1) % dist.get_world_size()
-        batch = RolloutBatch.from_generations([[1, 2]] * 4, [response(number) for number in range(4)])
+        batch = RolloutBatch.from_generations(
+            [[1, 2]] * 4, [response(number) for number in range(4)]
+        )
         values = torch.zeros(batch.response_shape, device="cuda")
         store = SampleStore(context, None)
         fields: dict[str, Fields] = {
             "values": {"values": values},
-            "experience": {"advantages": values, "returns": values + 1, "rewards": torch.ones(4)},
+            "experience": {
+                "advantages": values,
+                "returns": values + 1,
+                "rewards": torch.ones(4),
+            },
         }
-        given: list[object] = [store.give_fields(each, batch) for each in fields.values()]
+        given: list[object] = [
+            store.give_fields(each, batch) for each in fields.values()
+        ]
         given.append({"of": values.sum(1)})
         mover, mail, found = RowMover(context), Mail(), dict[str, Any]()
         with (
@@ -262,8 +344,12 @@ class RecipeRank:
         ):
             for number, value in enumerate(given):
                 rows = tuple(range(4)) if isinstance(value, SampleRows) else None
-                run_blocking(mover.send(RowTransfer(number, self.rank, other, rows), value))
-                came = run_blocking(mover.receive(RowTransfer(number, other, self.rank, rows), None))
+                run_blocking(
+                    mover.send(RowTransfer(number, self.rank, other, rows), value)
+                )
+                came = run_blocking(
+                    mover.receive(RowTransfer(number, other, self.rank, rows), None)
+                )
                 found |= came.ragged.tensors if isinstance(came, SampleRows) else came  # type: ignore[operator]
         return {
             "devices": {name: str(tensor.device) for name, tensor in found.items()},
@@ -280,25 +366,47 @@ class RecipeRank:
         stats = sync.finish()
         wanted = engine.layout.numel * self.builder.dtype.itemsize
         aliased = self._aliased(engine.named_parameters())
-        return {"received": stats.bytes_received, "local": stats.bytes_local, "aliased": aliased, "wanted": wanted}
+        return {
+            "received": stats.bytes_received,
+            "local": stats.bytes_local,
+            "aliased": aliased,
+            "wanted": wanted,
+        }
 
     def _aliased(self, parameters: Mapping[str, torch.Tensor]) -> int:
         """Bytes of an engine's parameters that are the actor's own storage."""
         own = {storage.data_ptr() for storage in storages_of(self.actor.model.held)}
-        return sum(each.nbytes for each in parameters.values() if each.untyped_storage().data_ptr() in own)
+        return sum(
+            each.nbytes
+            for each in parameters.values()
+            if each.untyped_storage().data_ptr() in own
+        )
 
     def save(self) -> dict[str, int]:
-        """What the rank would write of a checkpoint, planned and staged; a few tensors of it go from the device into
-        files, and into the copies that are taken before an update."""
+        """What the rank would write of a checkpoint, planned and staged; a few tensors
+        of it go from the device into files, and into the copies that are taken before
+        an update.
+        """
         with self.actor.trainable.present():
-            staged = Stager().stage(sharded_state({"actor": self.actor.trainable}), committer=Committer())
+            staged = Stager().stage(
+                sharded_state({"actor": self.actor.trainable}), committer=Committer()
+            )
             held = _num_trained(self.actor.trainable)
             few = _smallest(staged)
             with tempfile.TemporaryDirectory() as folder:
                 written, _ = few.write(Path(folder))
-            tensors = {item.index: staged.data[item.index] for item in few.plan.items if item.type.name != "BYTE_IO"}
+            tensors = {
+                item.index: staged.data[item.index]
+                for item in few.plan.items
+                if item.type.name != "BYTE_IO"
+            }
             PendingTensors(tensors, {}, HostBuffers()).settle()
-        return {"bytes": staged.num_bytes, "trained": held, "tensors": len(tensors), "files": len(written)}
+        return {
+            "bytes": staged.num_bytes,
+            "trained": held,
+            "tensors": len(tensors),
+            "files": len(written),
+        }
 
 
 def _modules(model: TrainingModel) -> Sequence[torch.nn.Module]:
@@ -323,7 +431,9 @@ class RecipeBuilder(Builder):
     """As a run has it, but for the engine, and for files of weights, whose place on the device is filled."""
 
     def files(self, path: str | None = None) -> Any:
-        return SimpleNamespace(folder=Path(self.config.model.path), arriving=lambda: None)
+        return SimpleNamespace(
+            folder=Path(self.config.model.path), arriving=lambda: None
+        )
 
     def model(self, *args: Any, **options: Any) -> TrainingModel:
         FSDPModel.load = lambda model, *files: None  # type: ignore[method-assign]
@@ -350,7 +460,8 @@ class RecipeEngine:
         self._spec = builder.spec
         self.layout = layout = self.layouts(shapes_of(weights_of(builder.spec)))(rank)
         self._quantised = {
-            name: _quantised(layout.local_shapes[name], block) for name, block in layout.quantised.items()
+            name: _quantised(layout.local_shapes[name], block)
+            for name, block in layout.quantised.items()
         }
         self._parameters = in_floating_point(self._quantised, builder.dtype) | {
             name: torch.empty(shape, dtype=builder.dtype, device="cuda")
@@ -368,12 +479,20 @@ class RecipeEngine:
             self._spec,
             self.tp_size,
             expert_parallel=bool(self._config.vllm.get("enable_expert_parallel")),
-            expert_placement=self._config.vllm.get("expert_placement_strategy", "linear"),
+            expert_placement=self._config.vllm.get(
+                "expert_placement_strategy", "linear"
+            ),
             quantization=self._config.vllm.get("quantization"),
         )
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
-        mine = [number for number, rank in enumerate(OTHERS.writers) if rank == self.replica * self.tp_size]
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Generation]:
+        mine = [
+            number
+            for number, rank in enumerate(OTHERS.writers)
+            if rank == self.replica * self.tp_size
+        ]
         assert len(mine) == len(prompts)
         return [response(number) for number in mine]
 
@@ -404,9 +523,15 @@ def _smallest(staged: StagedShards) -> StagedShards:
     kinds: dict[Any, list[Any]] = {}
     for item in staged.plan.items:
         value = staged.data[item.index]
-        kinds.setdefault(value.dtype if isinstance(value, torch.Tensor) else None, []).append((value, item))
+        kinds.setdefault(
+            value.dtype if isinstance(value, torch.Tensor) else None, []
+        ).append((value, item))
     objects = [item for _, item in kinds.pop(None, [])]
-    tensors = [item for each in kinds.values() for _, item in sorted(each, key=lambda one: one[0].nbytes)[:4]]
+    tensors = [
+        item
+        for each in kinds.values()
+        for _, item in sorted(each, key=lambda one: one[0].nbytes)[:4]
+    ]
     return replace(staged, plan=replace(staged.plan, items=[*tensors, *objects]))
 
 
@@ -415,11 +540,18 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "unk_token": "<unk>"}
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
 
 
 def _write_prompts(path: Path) -> None:
     """Of different lengths."""
-    rows = ({"problem": "a " * (8 + 11 * n % (LONGEST_PROMPT - 8)), "answer": "a"} for n in range(NUM_PROMPTS))
+    rows = (
+        {"problem": "a " * (8 + 11 * n % (LONGEST_PROMPT - 8)), "answer": "a"}
+        for n in range(NUM_PROMPTS)
+    )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -22,7 +22,8 @@ from tests.cuda import fake_device
 ROOT = Path(__file__).parents[2]
 BUILD, STEP, RESHARD = ["build"], ["start", "step"], ["build", "reshard"]
 OFFLOAD = ["actor.offload={optimizer: true, gradients: true, parameters: true}"]
-NO_IPC = ["reshard.ipc=never"]  # what others say of where their memory is cannot be made up
+# What others say of where their memory is cannot be made up.
+NO_IPC = ["reshard.ipc=never"]
 
 
 class Case(NamedTuple):
@@ -40,11 +41,15 @@ GRPO_8, GRPO_128 = "llama3_70b/grpo_8_nodes", "llama3_70b/grpo_128_nodes"
 FP8_ROLLOUT = "llama3_70b/grpo_8_nodes_fp8_rollout"
 PPO, FSDP = "llama3_70b/ppo_16_nodes", "qwen2_5_7b/grpo_fsdp_1_node"
 SINKS = "gpt_oss_20b/grpo_1_node"
-EXPERTS, CONTEXT_PARALLEL = "qwen3_235b_a22b/grpo_64_nodes", "qwen3_235b_a22b/grpo_64_nodes_32k"
+EXPERTS, CONTEXT_PARALLEL = (
+    "qwen3_235b_a22b/grpo_64_nodes",
+    "qwen3_235b_a22b/grpo_64_nodes_32k",
+)
 CASES = [
     Case(GRPO_8, 64, 0, [*STEP, "save", "edge"]),
     Case(GRPO_8, 64, 31, BUILD),
-    Case(GRPO_8, 64, 56, ["start", "later_step"]),  # of the last stage the rank that tells the loss
+    # Of the last stage the rank that tells the loss.
+    Case(GRPO_8, 64, 56, ["start", "later_step"]),
     Case(GRPO_8, 64, 63, BUILD),
     Case(PPO, 128, 0, BUILD),
     Case(PPO, 128, 63, BUILD),
@@ -61,33 +66,48 @@ CASES = [
     Case(CONTEXT_PARALLEL, 512, 511, BUILD),
     Case(SINKS, 8, 0, BUILD),
     Case(SINKS, 8, 3, BUILD),
-    Case(SINKS, 8, 7, STEP, [*NO_IPC, "actor.offload={optimizer: false, gradients: false}"]),  # 30 GB of the host
+    # 30 GB of the host.
+    Case(
+        SINKS,
+        8,
+        7,
+        STEP,
+        [*NO_IPC, "actor.offload={optimizer: false, gradients: false}"],
+    ),
     Case(FSDP, 8, 0, [*STEP, "save"], NO_IPC),
     Case(FSDP, 8, 3, BUILD),
     Case(FSDP, 8, 7, ["start"], [*NO_IPC, "actor.tp=2"]),
 ]
-STEPPED = [case for case in CASES if any(stage.endswith("step") for stage in case.stages)]
+STEPPED = [
+    case for case in CASES if any(stage.endswith("step") for stage in case.stages)
+]
 # Recipes for such machines whose ranks are not all here, or none.
 LEFT_OUT = {
     FP8_ROLLOUT: "its actor is that of grpo_8_nodes; its reshard alone is another",
     "qwen2_5_vl/grpo_geometry": "its images need a processor, and a tower that attends without our kernels",
 }
 
-DISPATCHER = "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize"
-# Where Transformer Engine is, megatron-core gives the norm as a tensor since 0.17: it is read where it is asked for.
+DISPATCHER = (
+    "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize"
+)
+# Where Transformer Engine is, megatron-core gives the norm as a tensor since 0.17: it
+# is read where it is asked for.
 NORM_OF_GRADIENTS = (
     "megaverl/workers/optimizers.py:_gradient_norm: item"
     if Version(version("megatron-core")) >= Version("0.17")
     else "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32: item"
 )
-# Where the host waits for the device, and how often at most in an operator of a step, or another stage (of one
-# micro-batch, or two on a middle rank; 24 layers with experts, computed twice in an update). docs/gpu.md says why.
+# Where the host waits for the device, and how often at most in an operator of a step,
+# or another stage (of one micro-batch, or two on a middle rank; 24 layers with experts,
+# computed twice in an update). docs/gpu.md says why.
 ALLOWED = {
     "megaverl/workers/offload.py:store: copy to the host, not waited for": 300,
-    "megaverl/workers/offload.py:store: stream.synchronize": 3,  # where weights, gradients and optimizer all leave
+    # Where weights, gradients and optimizer all leave.
+    "megaverl/workers/offload.py:store: stream.synchronize": 3,
     "megaverl/trainer/step.py:_compared: copy to the host": 1,
     "megaverl/algorithms/loss.py:mean: copy to the host": 2,
-    "megaverl/data/held_rows.py:all_reduce: copy to the host": 1,  # of advantages that rewards alone make
+    # Of advantages that rewards alone make.
+    "megaverl/data/held_rows.py:all_reduce: copy to the host": 1,
     "megaverl/workers/policy.py:_difference: copy to the host": 1,
     "megaverl/workers/policy.py:over_ranks: copy to the host": 1,
     "megaverl/workers/trainable.py:_reduce: copy to the host": 1,
@@ -99,7 +119,8 @@ ALLOWED = {
     "megaverl/platform/device.py:synchronize: torch.cuda.synchronize": 1,  # of a save
     # of the few that are written here, in a thread
     "megaverl/checkpoint/tensor_records.py:write_tensor: copy to the host": 8,
-    "megaverl/checkpoint/background.py:copy: copy to the host": 8,  # of those that were not written before an update
+    # Of those that were not written before an update.
+    "megaverl/checkpoint/background.py:copy: copy to the host": 8,
     "megaverl/weights/reshard.py:_agree: copy to the host": 1,
     "megaverl/weights/reshard.py:finished: stream.synchronize": 1,
     "megaverl/weights/transports/ipc.py:_any_rank: item": 1,
@@ -107,17 +128,29 @@ ALLOWED = {
 }
 
 MICRO_BATCH = "megaverl/models/packing.py:to: copy to the device, not waited for"
-# Copies to the device that wait, in an operator of a step: mostly of sums that are read from there next.
+# Copies to the device that wait, in an operator of a step: mostly of sums that are read
+# from there next.
 SENT = {
     "megaverl/workers/policy.py:over_ranks: copy to the device": 2,
     "megaverl/data/held_rows.py:all_reduce: copy to the device": 1,
     "megaverl/weights/reshard.py:_agree: copy to the device": 1,
-    "megaverl/algorithms/advantages.py:token_rewards: copy to the device": 2,  # of a rank's samples, in PPO
-    # gpt-oss's offset of one, which megatron-core (0.16 to 0.19) sends in each of 24 layers
-    "megatron/core/fusions/fused_bias_geglu.py:weighted_bias_quick_geglu_impl: copy to the device": 24 * 2,
+    # Of a rank's samples, in PPO.
+    "megaverl/algorithms/advantages.py:token_rewards: copy to the device": 2,
+    # gpt-oss's offset of one, which megatron-core (0.16 to 0.19) sends in each of 24
+    # layers
+    "megatron/core/fusions/fused_bias_geglu.py:weighted_bias_quick_geglu_impl: copy to the device": 24
+    * 2,
 }
 
-OPERATORS = ("rollout", "reward", "old_log_probs", "ref_log_probs", "advantages", "actor_update", "reshard")
+OPERATORS = (
+    "rollout",
+    "reward",
+    "old_log_probs",
+    "ref_log_probs",
+    "advantages",
+    "actor_update",
+    "reshard",
+)
 OF_PPO = ("values", "critic_update")
 
 
@@ -127,13 +160,24 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     if shutil.which("g++") is None:
         pytest.skip("needs g++, for the fake device")
     if torch.version.cuda is not None:
-        pytest.skip("needs a build of torch without CUDA, in whose place the fake device stands")
+        pytest.skip(
+            "needs a build of torch without CUDA, in whose place the fake device stands"
+        )
     folder = tmp_path_factory.mktemp("cuda")
     library = fake_device.build(folder)
     cases = json.dumps([case._asdict() for case in CASES])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.cuda.rank", str(library), cases, str(folder)],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.cuda.rank",
+            str(library),
+            cases,
+            str(folder),
+        ],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -142,7 +186,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     )
     found = [folder / f"{number}.json" for number in range(len(CASES))]
     assert all(path.exists() for path in found), ended.stdout + ended.stderr
-    return {str(case): json.loads(path.read_text()) for case, path in zip(CASES, found, strict=True)}
+    return {
+        str(case): json.loads(path.read_text())
+        for case, path in zip(CASES, found, strict=True)
+    }
 
 
 def test_every_recipe_for_gpus_is_here_with_its_first_middle_and_last_rank() -> None:
@@ -156,22 +203,34 @@ def test_every_recipe_for_gpus_is_here_with_its_first_middle_and_last_rank() -> 
         of_recipe = [case for case in CASES if case.recipe == recipe]
         assert of_recipe, f"{recipe}: give it cases, or a reason in LEFT_OUT"
         [world] = {case.world for case in of_recipe}
-        assert {0, world // 2 - 1, world - 1} <= {case.rank for case in of_recipe}, recipe
+        assert {0, world // 2 - 1, world - 1} <= {case.rank for case in of_recipe}, (
+            recipe
+        )
     assert {case.recipe for case in CASES} | LEFT_OUT.keys() == recipes
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_rank_of_a_recipe_runs_with_tensors_of_the_device_alone(case: Case, ranks: dict[str, dict[str, Any]]) -> None:
+def test_a_rank_of_a_recipe_runs_with_tensors_of_the_device_alone(
+    case: Case, ranks: dict[str, dict[str, Any]]
+) -> None:
     found = ranks[str(case)]
     assert "error" not in found, found["error"]
     built = (found.get("build") or found["start"])["says"]
     assert built["devices"] == [f"cuda:{case.rank % 8}"]
-    layer = "FSDPQwen2DecoderLayer" if case.recipe == FSDP else "TELayerNormColumnParallelLinear"
+    layer = (
+        "FSDPQwen2DecoderLayer"
+        if case.recipe == FSDP
+        else "TELayerNormColumnParallelLinear"
+    )
     assert layer in built["layers"] and built["packs"]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.stages != BUILD], ids=str)
-def test_the_host_waits_for_the_device_only_where_it_must(case: Case, ranks: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.stages != BUILD], ids=str
+)
+def test_the_host_waits_for_the_device_only_where_it_must(
+    case: Case, ranks: dict[str, dict[str, Any]]
+) -> None:
     for stage, of_stage in ranks[str(case)].items():
         print(f"\n{case}, {stage}:" + ("" if of_stage["reads"] else " none"))
         for read, times in of_stage["reads"].items():
@@ -181,38 +240,60 @@ def test_the_host_waits_for_the_device_only_where_it_must(case: Case, ranks: dic
 
 
 @pytest.mark.parametrize("case", STEPPED, ids=str)
-def test_all_that_the_host_waits_for_in_a_step_is_few(case: Case, ranks: dict[str, dict[str, Any]]) -> None:
+def test_all_that_the_host_waits_for_in_a_step_is_few(
+    case: Case, ranks: dict[str, dict[str, Any]]
+) -> None:
     """Whatever the sizes of model, batch and job; the dispatcher of experts alone waits in every layer."""
     stages = ranks[str(case)]
     of_step = {name: found for name, found in stages.items() if "step" in name}
     missing = {name for name in (*OPERATORS, *OF_PPO) if f"step: {name}" not in of_step}
-    assert missing == {PPO: set(), SINKS: {*OF_PPO, "ref_log_probs"}}.get(case.recipe, {*OF_PPO})
+    assert missing == {PPO: set(), SINKS: {*OF_PPO, "ref_log_probs"}}.get(
+        case.recipe, {*OF_PPO}
+    )
     waits = {
         read: sum(found["reads"].get(read, 0) for found in of_step.values())
         for read in ALLOWED
         if "not waited for" not in read and not read.startswith(DISPATCHER)
     }
-    print(f"\n{case}, a step: {sum(waits.values())}", {read: times for read, times in waits.items() if times})
+    print(
+        f"\n{case}, a step: {sum(waits.values())}",
+        {read: times for read, times in waits.items() if times},
+    )
     limit = 9 + (case.overrides == OFFLOAD) * 4
     assert sum(waits.values()) <= limit
     told = stages[case.stages[1]]["says"]["metrics"]
-    assert {"actor/grad_norm", "reward/mean", "reshard/bytes_received", "rollout/logprob_diff_mean"} <= {*told}
+    assert {
+        "actor/grad_norm",
+        "reward/mean",
+        "reshard/bytes_received",
+        "rollout/logprob_diff_mean",
+    } <= {*told}
 
 
 @pytest.mark.parametrize("case", STEPPED, ids=str)
-def test_what_goes_to_the_device_in_a_step_is_sent_without_a_wait(case: Case, ranks: dict[str, dict[str, Any]]) -> None:
+def test_what_goes_to_the_device_in_a_step_is_sent_without_a_wait(
+    case: Case, ranks: dict[str, dict[str, Any]]
+) -> None:
     """Micro-batches above all: a copy that waits would end the host's being ahead at each of them."""
-    sent = {name: found["sent"] for name, found in ranks[str(case)].items() if "step" in name}
+    sent = {
+        name: found["sent"]
+        for name, found in ranks[str(case)].items()
+        if "step" in name
+    }
     for stage, of_stage in sent.items():
         print(f"\n{case}, {stage}:" + ("" if of_stage else " none"))
         for copy, times in of_stage.items():
             print(f"  {times:3} x {copy}")
             waits = "not waited for" not in copy
-            assert not waits or times <= SENT.get(copy, 0), f"{stage}: {copy}: {times} times"
+            assert not waits or times <= SENT.get(copy, 0), (
+                f"{stage}: {copy}: {times} times"
+            )
     assert any(MICRO_BATCH in copies for copies in sent.values())
 
 
-def test_rows_between_two_devices_are_on_no_host(ranks: dict[str, dict[str, Any]]) -> None:
+def test_rows_between_two_devices_are_on_no_host(
+    ranks: dict[str, dict[str, Any]],
+) -> None:
     """Of a batch's rows the host has the lengths, and what lay there: here a reward for each sample."""
     edge = ranks[f"{GRPO_8} rank 0 of 64"]["edge"]
     said = edge["says"]
@@ -220,66 +301,124 @@ def test_rows_between_two_devices_are_on_no_host(ranks: dict[str, dict[str, Any]
     on_device = dict.fromkeys(("values", "advantages", "returns", "of"), "cuda:0")
     assert said["devices"] == on_device | {"rewards": "cpu"}
     moved = [3, 3 * 4 * said["tokens"] + 4 * said["samples"]]
-    assert (edge["collectives"]["send (device)"], edge["collectives"]["recv_ (device)"]) == (moved, moved)
+    assert (
+        edge["collectives"]["send (device)"],
+        edge["collectives"]["recv_ (device)"],
+    ) == (moved, moved)
 
 
-def test_what_is_offloaded_leaves_the_device_and_is_not_looked_at_there(ranks: dict[str, dict[str, Any]]) -> None:
+def test_what_is_offloaded_leaves_the_device_and_is_not_looked_at_there(
+    ranks: dict[str, dict[str, Any]],
+) -> None:
     """The last is every operation's own business (`device_mode._check_here`)."""
     [case] = [case for case in CASES if case.overrides == OFFLOAD]
     found = ranks[str(case)]
-    # masters in float32, of a sixteenth: data-parallel ranks share them; after a step two moments as well
+    # masters in float32, of a sixteenth: data-parallel ranks share them; after a step
+    # two moments as well
     for stage, each in (("start", 4), ("step", 12)):
         held = found[stage]["says"]["on_device"]
         wanted = each * found["step"]["says"]["trained"] / 16
-        assert held.pop("pinned") == pytest.approx(wanted, rel=1e-3, abs=SLAB), "not up to twice as much"
+        assert held.pop("pinned") == pytest.approx(wanted, rel=1e-3, abs=SLAB), (
+            "not up to twice as much"
+        )
         assert held == {"weights": 0, "gradients": 0, "optimizer": 0}
     kept = ranks[f"{GRPO_8} rank 0 of 64"]["step"]["says"]["on_device"]
-    assert min(kept["weights"], kept["gradients"], kept["optimizer"]) > 1e9 and not kept["pinned"]
+    assert (
+        min(kept["weights"], kept["gradients"], kept["optimizer"]) > 1e9
+        and not kept["pinned"]
+    )
 
 
 def test_every_wait_that_is_allowed_is_met(ranks: dict[str, dict[str, Any]]) -> None:
-    met = {read for found in ranks.values() for of_stage in found.values() for read in of_stage["reads"]}
-    sent = {copy for found in ranks.values() for of_stage in found.values() for copy in of_stage["sent"]}
-    assert not (ALLOWED | SENT).keys() - met - sent, "docs/gpu.md would list what no rank does any more"
+    met = {
+        read
+        for found in ranks.values()
+        for of_stage in found.values()
+        for read in of_stage["reads"]
+    }
+    sent = {
+        copy
+        for found in ranks.values()
+        for of_stage in found.values()
+        for copy in of_stage["sent"]
+    }
+    assert not (ALLOWED | SENT).keys() - met - sent, (
+        "docs/gpu.md would list what no rank does any more"
+    )
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.stages != BUILD], ids=str)
-def test_a_rank_is_known_to_wait_wherever_the_host_does(case: Case, ranks: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.stages != BUILD], ids=str
+)
+def test_a_rank_is_known_to_wait_wherever_the_host_does(
+    case: Case, ranks: dict[str, dict[str, Any]]
+) -> None:
     """Under NCCL a rank that reads its device may wait there for others: taken for work, it would be accused."""
     for stage, of_stage in ranks[str(case)].items():
-        assert not of_stage["unknown_waits"], f"{stage}: no call of megaverl/distributed/heartbeat.py:_READS is there"
+        assert not of_stage["unknown_waits"], (
+            f"{stage}: no call of megaverl/distributed/heartbeat.py:_READS is there"
+        )
 
 
-def test_the_reshard_receives_what_the_rank_lacks_and_no_more(ranks: dict[str, dict[str, Any]]) -> None:
+def test_the_reshard_receives_what_the_rank_lacks_and_no_more(
+    ranks: dict[str, dict[str, Any]],
+) -> None:
     for case in CASES:
         of_case = ranks[str(case)]
-        for moved in [of_case[stage]["says"] for stage in case.stages if stage == "reshard"] + [
-            of_case[stage]["says"]["reshard"] for stage in case.stages if stage.endswith("step")
+        for moved in [
+            of_case[stage]["says"] for stage in case.stages if stage == "reshard"
+        ] + [
+            of_case[stage]["says"]["reshard"]
+            for stage in case.stages
+            if stage.endswith("step")
         ]:
-            assert moved["received"] + moved["local"] + moved["aliased"] == moved["wanted"], case
+            assert (
+                moved["received"] + moved["local"] + moved["aliased"] == moved["wanted"]
+            ), case
     found = ranks[f"{GRPO_8} rank 0 of 64"]
     config = json.loads((ROOT / "configs/llama3_70b/config.json").read_text())
-    held = 2 * (config["num_hidden_layers"] // 4) * layer_elements(config) // 8  # bfloat16, PP4, TP8
+    # bfloat16, PP4, TP8.
+    held = 2 * (config["num_hidden_layers"] // 4) * layer_elements(config) // 8
     table = 2 * config["vocab_size"] * config["hidden_size"] // 8
     moved = found["step"]["says"]["reshard"]
-    assert moved["local"] == 0 and moved["aliased"] == pytest.approx(held + table, rel=1e-3)
+    assert moved["local"] == 0 and moved["aliased"] == pytest.approx(
+        held + table, rel=1e-3
+    )
     lacked = 3 * held + table  # the other stages' layers, and the output layer
     assert moved["received"] == pytest.approx(lacked, rel=1e-3)
-    assert math.isclose(found["step: reshard"]["collectives"]["recv_ (device)"][1], lacked, rel_tol=1e-3)
+    assert math.isclose(
+        found["step: reshard"]["collectives"]["recv_ (device)"][1], lacked, rel_tol=1e-3
+    )
 
 
-def test_a_save_writes_the_ranks_share_and_gathers_nothing(ranks: dict[str, dict[str, Any]]) -> None:
+def test_a_save_writes_the_ranks_share_and_gathers_nothing(
+    ranks: dict[str, dict[str, Any]],
+) -> None:
     for case in [case for case in CASES if "save" in case.stages]:
         found = ranks[str(case)]["save"]
-        # bfloat16 weights, and a master and two moments in float32; each data-parallel rank writes its share
-        # (under FSDP2 weights are the masters, and a rank has no others than its own)
-        share = found["says"]["trained"] * {GRPO_8: 14 / 2, GRPO_128: 14 / 16, FSDP: 12}[case.recipe]
+        # bfloat16 weights, and a master and two moments in float32; each data-parallel
+        # rank writes its share (under FSDP2 weights are the masters, and a rank has no
+        # others than its own)
+        share = (
+            found["says"]["trained"]
+            * {GRPO_8: 14 / 2, GRPO_128: 14 / 16, FSDP: 12}[case.recipe]
+        )
         assert found["says"]["bytes"] == pytest.approx(share, rel=2e-3)
         assert not found["collectives"]
-        assert found["says"]["tensors"] and found["says"]["files"], "some of it lies on the disk, read from the device"
+        assert found["says"]["tensors"] and found["says"]["files"], (
+            "some of it lies on the disk, read from the device"
+        )
 
 
 def layer_elements(config: dict[str, Any]) -> int:
-    hidden, head_dim = config["hidden_size"], config["hidden_size"] // config["num_attention_heads"]
-    attention = hidden * head_dim * 2 * (config["num_attention_heads"] + config["num_key_value_heads"])
+    hidden, head_dim = (
+        config["hidden_size"],
+        config["hidden_size"] // config["num_attention_heads"],
+    )
+    attention = (
+        hidden
+        * head_dim
+        * 2
+        * (config["num_attention_heads"] + config["num_key_value_heads"])
+    )
     return attention + 3 * hidden * config["intermediate_size"]

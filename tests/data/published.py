@@ -35,11 +35,32 @@ GPQA = [
         "Explanation": "",
     },
 ]
-MMLU = [{"question": "What is 2 + 2?", "subject": "arithmetic", "choices": ["3", "4", "5", "6"], "answer": 1}]
-GSM8K = [{"question": "What are 6 boxes of 12 pens?", "answer": "6 * 12 = <<6*12=72>>72\n#### 72"}]
+MMLU = [
+    {
+        "question": "What is 2 + 2?",
+        "subject": "arithmetic",
+        "choices": ["3", "4", "5", "6"],
+        "answer": 1,
+    }
+]
+GSM8K = [
+    {
+        "question": "What are 6 boxes of 12 pens?",
+        "answer": "6 * 12 = <<6*12=72>>72\n#### 72",
+    }
+]
 MATH = [
-    {"problem": "What is $1/2$ as a decimal?", "answer": "0.5", "solution": "It is $\\boxed{0.5}$.", "level": 1},
-    {"problem": "Halve 1.", "solution": "Not $\\boxed{2}$ but $\\boxed{\\frac{1}{2}}$.", "level": "Level 1"},
+    {
+        "problem": "What is $1/2$ as a decimal?",
+        "answer": "0.5",
+        "solution": "It is $\\boxed{0.5}$.",
+        "level": 1,
+    },
+    {
+        "problem": "Halve 1.",
+        "solution": "Not $\\boxed{2}$ but $\\boxed{\\frac{1}{2}}$.",
+        "level": "Level 1",
+    },
 ]
 SUM_TESTS = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
 HIDDEN_TESTS = [{"input": "10 -4\n", "output": "6\n", "testtype": "stdin"}]
@@ -100,7 +121,10 @@ CODEFORCES = [
         "note": None,
         "interaction_format": None,
         "examples": [{"input": "5", "output": "2 3"}],
-        "official_tests": [{"input": "5", "output": "2 3"}, {"input": "9", "output": "4 5"}],
+        "official_tests": [
+            {"input": "5", "output": "2 3"},
+            {"input": "9", "output": "4 5"},
+        ],
         "generated_checker": PAIR_CHECKER,
     }
 ]

@@ -28,7 +28,8 @@ def assert_equal(one: RolloutBatch, other: RolloutBatch) -> None:
     for name in one:
         assert one[name].dtype == other[name].dtype
         assert one[name].shape == other[name].shape
-        assert one[name].numpy().tobytes() == other[name].numpy().tobytes(), name  # bits, so NaN too
+        # Bits, so NaN too.
+        assert one[name].numpy().tobytes() == other[name].numpy().tobytes(), name
 
 
 def test_json_brings_back_every_bit(batch):
@@ -46,7 +47,12 @@ def test_file_brings_back_every_bit(batch, tmp_path):
 
 
 def test_what_is_not_a_batch_is_named(batch, tmp_path):
-    for text in ("{", "[]", "{}", '{"tensors": {"input_ids": {"dtype": "object"}}, "columns": {}}'):
+    for text in (
+        "{",
+        "[]",
+        "{}",
+        '{"tensors": {"input_ids": {"dtype": "object"}}, "columns": {}}',
+    ):
         with pytest.raises(DataError, match="not a batch in JSON"):
             from_json(text)
     path = tmp_path / "batch.safetensors"

@@ -40,12 +40,21 @@ def test_the_budget_is_a_cap():
 def test_micro_batches_by_hand():
     lengths = [3, 9, 1, 4, 8]
     assert micro_batches(lengths, 18) == [[1, 4], [3, 0, 2]]  # 2 x 9, 3 x 4
-    assert micro_batches(lengths, 18, padded=False) == [[1, 4, 2], [3, 0]]  # 9 + 8 + 1, 4 + 3
-    assert micro_batches(lengths, 18, indices=[10, 11, 12, 13, 14]) == [[11, 14], [13, 10, 12]]
+    # 9 + 8 + 1, 4 + 3.
+    assert micro_batches(lengths, 18, padded=False) == [[1, 4, 2], [3, 0]]
+    assert micro_batches(lengths, 18, indices=[10, 11, 12, 13, 14]) == [
+        [11, 14],
+        [13, 10, 12],
+    ]
     assert micro_batches([5, 5], 15, multiple_of=8) == [[0], [1]]  # each costs 8
     assert micro_batches([], 1) == []
-    assert micro_batch_tokens([3, 5]) == 10 and micro_batch_tokens([3, 5], padded=False) == 8
-    assert micro_batch_tokens([3, 5], multiple_of=4) == 16 and micro_batch_tokens([]) == 0
+    assert (
+        micro_batch_tokens([3, 5]) == 10
+        and micro_batch_tokens([3, 5], padded=False) == 8
+    )
+    assert (
+        micro_batch_tokens([3, 5], multiple_of=4) == 16 and micro_batch_tokens([]) == 0
+    )
 
 
 @PROPERTY
@@ -57,7 +66,10 @@ def test_no_micro_batch_is_above_the_cap(lengths, max_tokens, padded, multiple_o
         chosen = [lengths[sample] for sample in batch]
         cost = len(chosen) * max(chosen) if padded else sum(chosen)
         assert batch and cost <= max_tokens
-        assert micro_batch_tokens(chosen, padded=padded, multiple_of=multiple_of) <= max_tokens
+        assert (
+            micro_batch_tokens(chosen, padded=padded, multiple_of=multiple_of)
+            <= max_tokens
+        )
 
 
 @PROPERTY
@@ -74,16 +86,23 @@ def test_padded_micro_batches_are_the_fewest_possible(lengths, max_tokens):
                 yield [*smaller[:i], [first, *smaller[i]], *smaller[i + 1 :]]
 
     fewest = min(
-        len(parts) for parts in partitions(lengths) if all(len(part) * max(part) <= max_tokens for part in parts)
+        len(parts)
+        for parts in partitions(lengths)
+        if all(len(part) * max(part) <= max_tokens for part in parts)
     )
     assert len(micro_batches(lengths, max_tokens)) == fewest
 
 
 def test_a_sample_above_the_cap_is_an_error_with_the_mend():
     with pytest.raises(DataError) as caught:
-        micro_batches([3, 12, 30], 10, indices=[5, 6, 7], key="critic.micro_batch_tokens")
+        micro_batches(
+            [3, 12, 30], 10, indices=[5, 6, 7], key="critic.micro_batch_tokens"
+        )
     message = str(caught.value)
-    assert "sample 6 has 12 tokens" in message and "critic.micro_batch_tokens=10" in message
+    assert (
+        "sample 6 has 12 tokens" in message
+        and "critic.micro_batch_tokens=10" in message
+    )
     assert "raise critic.micro_batch_tokens to at least 30" in message
     micro_batches([3, 12, 30], 30)  # what it says works
     with pytest.raises(DataError, match="to at least 16"):
@@ -119,7 +138,10 @@ def test_balance_of_many_random_lengths_is_close():
     draw = random.Random(0)
     lengths = [draw.randint(20, 2000) for _ in range(512)]
     for equal_counts in (True, False):
-        totals = [sum(lengths[i] for i in part) for part in balance(lengths, 8, equal_counts=equal_counts)]
+        totals = [
+            sum(lengths[i] for i in part)
+            for part in balance(lengths, 8, equal_counts=equal_counts)
+        ]
         assert max(totals) <= 1.001 * min(totals)
 
 
@@ -127,12 +149,22 @@ def test_common_count_splits_and_fills():
     lengths = [4, 4, 4, 4, 9, 1]
     parts = common_count([[[0, 1, 2, 3]], [[4], [5]], []], lengths)
     assert parts == [[[0, 1], [2, 3]], [[4], [5]], [[], []]]
-    assert common_count([[[0, 1, 2]], [[4]]], lengths, count_multiple_of=2) == [[[1, 2], [0]], [[4], []]]
+    assert common_count([[[0, 1, 2]], [[4]]], lengths, count_multiple_of=2) == [
+        [[1, 2], [0]],
+        [[4], []],
+    ]
     assert common_count([[], []], lengths) == [[[]], [[]]]
 
 
 @PROPERTY
-@given(LENGTHS, st.integers(1, 5), st.integers(52, 150), st.booleans(), st.integers(1, 3), st.booleans())
+@given(
+    LENGTHS,
+    st.integers(1, 5),
+    st.integers(52, 150),
+    st.booleans(),
+    st.integers(1, 3),
+    st.booleans(),
+)
 def test_plan_gives_every_rank_the_same_number_under_the_cap(
     lengths, num_ranks, max_tokens, padded, count_multiple_of, equal_counts
 ):
@@ -150,14 +182,23 @@ def test_plan_gives_every_rank_the_same_number_under_the_cap(
     assert len(plan[0]) >= 1 and len(plan[0]) % count_multiple_of == 0
     assert flat(batch for batches in plan for batch in batches) == chosen
     for batches in plan:
-        costs = [micro_batch_tokens([lengths[i] for i in batch], padded=padded) for batch in batches]
+        costs = [
+            micro_batch_tokens([lengths[i] for i in batch], padded=padded)
+            for batch in batches
+        ]
         assert max(costs) <= max_tokens and costs == sorted(costs, reverse=True)
         if not all(batches):  # empty ones only where nothing is left to split
             assert all(len(batch) <= 1 for batch in batches)
 
 
 @PROPERTY
-@given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 5), st.integers(0, 3), st.data())
+@given(
+    st.integers(1, 40),
+    st.integers(0, 5),
+    st.integers(0, 5),
+    st.integers(0, 3),
+    st.data(),
+)
 def test_mini_batches_are_even_and_complete(num_samples, seed, step, epoch, data):
     count = data.draw(st.integers(1, num_samples))
     parts = mini_batches(num_samples, count, seed=seed, step=step, epoch=epoch)
@@ -166,7 +207,12 @@ def test_mini_batches_are_even_and_complete(num_samples, seed, step, epoch, data
 
 
 @PROPERTY
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.integers(0, 5), st.integers(0, 3), st.data())
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=40),
+    st.integers(0, 5),
+    st.integers(0, 3),
+    st.data(),
+)
 def test_groups_stay_together_where_a_mini_batch_has_room(group_ids, seed, epoch, data):
     """Few are cut, and none where each is as large as the other and divides a mini-batch."""
     count = data.draw(st.integers(1, len(group_ids)))
@@ -177,35 +223,58 @@ def test_groups_stay_together_where_a_mini_batch_has_room(group_ids, seed, epoch
     owners = [{group_ids[sample] for sample in part} for part in parts]
     assert sum(map(len, owners)) <= len(set(group_ids)) + count - 1
     even = [number // 4 for number in range(8 * count)]
-    owners = [{even[sample] for sample in part} for part in mini_batches(8 * count, count, group_ids=even, **given)]
+    owners = [
+        {even[sample] for sample in part}
+        for part in mini_batches(8 * count, count, group_ids=even, **given)
+    ]
     assert [len(each) for each in owners] == [2] * count
     alone = list(range(len(group_ids)))[::-1]
-    assert mini_batches(len(alone), count, group_ids=alone, **given) == mini_batches(len(alone), count, **given)
+    assert mini_batches(len(alone), count, group_ids=alone, **given) == mini_batches(
+        len(alone), count, **given
+    )
 
 
 def drawn_one_by_one(num_samples, num_mini_batches, group_ids, number):
     """As the docstring of `mini_batches` says it: every sample is drawn, behind its group's first."""
     draws = [
-        hashlib.blake2b(f"mini_batches/{number}/{sample}".encode(), digest_size=16).digest()
+        hashlib.blake2b(
+            f"mini_batches/{number}/{sample}".encode(), digest_size=16
+        ).digest()
         for sample in range(num_samples)
     ]
-    order = sorted(range(num_samples), key=lambda sample: (draws[group_ids.index(group_ids[sample])], draws[sample]))
+    order = sorted(
+        range(num_samples),
+        key=lambda sample: (draws[group_ids.index(group_ids[sample])], draws[sample]),
+    )
     bounds = [num_samples * i // num_mini_batches for i in range(num_mini_batches + 1)]
-    return [sorted(order[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [
+        sorted(order[start:stop])
+        for start, stop in zip(bounds, bounds[1:], strict=False)
+    ]
 
 
 @PROPERTY
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.integers(0, 99), st.data())
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=40), st.integers(0, 99), st.data()
+)
 def test_only_what_counts_is_drawn(group_ids, seed, data):
     count = data.draw(st.integers(1, len(group_ids)))
-    parts = mini_batches(len(group_ids), count, seed=seed, step=2, epoch=1, group_ids=group_ids)
+    parts = mini_batches(
+        len(group_ids), count, seed=seed, step=2, epoch=1, group_ids=group_ids
+    )
     assert parts == drawn_one_by_one(len(group_ids), count, group_ids, f"{seed}/2/1")
 
 
 def test_one_group_that_is_all_samples_is_drawn_from():
-    drawn = [mini_batches(16, 2, seed=1, step=0, epoch=epoch, group_ids=[7] * 16) for epoch in range(3)]
+    drawn = [
+        mini_batches(16, 2, seed=1, step=0, epoch=epoch, group_ids=[7] * 16)
+        for epoch in range(3)
+    ]
     assert all(a != b for i, a in enumerate(drawn) for b in drawn[:i])
-    with pytest.raises(DataError, match="16 samples cannot be split into 17 mini-batches; lower algorithm.num_mini"):
+    with pytest.raises(
+        DataError,
+        match="16 samples cannot be split into 17 mini-batches; lower algorithm.num_mini",
+    ):
         mini_batches(16, 17, seed=1, step=2, epoch=0, group_ids=[7] * 16)
 
 
@@ -221,7 +290,9 @@ def test_the_draw_depends_on_seed_step_and_epoch_alone():
         "from megaverl.data.batching import *\n"
         "print(mini_batches(32, 4, seed=0, step=0, epoch=0), balance([7, 7, 7, 5, 5, 1], 3), sep='\\n')"
     )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert output.splitlines() == [str(drawn[0]), str(balance([7, 7, 7, 5, 5, 1], 3))]
 
 
@@ -230,17 +301,27 @@ def differencing(lengths, num_ranks, per_state):
     order = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))
     states = []
     for start in range(0, len(order), per_state):
-        parts = [(lengths[sample], [sample]) for sample in order[start : start + per_state]]
+        parts = [
+            (lengths[sample], [sample]) for sample in order[start : start + per_state]
+        ]
         states.append(parts + [(0, [])] * (num_ranks - len(parts)))
     while len(states) > 1:
-        first, second = sorted(states, key=lambda parts: parts[-1][0] - parts[0][0])[:2]  # stable: the older one first
-        states = [parts for parts in states if parts is not first and parts is not second]
-        joined = [(first[i][0] + second[-1 - i][0], first[i][1] + second[-1 - i][1]) for i in range(num_ranks)]
+        # Stable: the older one first.
+        first, second = sorted(states, key=lambda parts: parts[-1][0] - parts[0][0])[:2]
+        states = [
+            parts for parts in states if parts is not first and parts is not second
+        ]
+        joined = [
+            (first[i][0] + second[-1 - i][0], first[i][1] + second[-1 - i][1])
+            for i in range(num_ranks)
+        ]
         states.append(sorted(joined, key=lambda part: -part[0]))
     return [sorted(samples) for _, samples in states[0]]
 
 
-FEW_LENGTHS = st.one_of(*(st.lists(st.integers(least, 9), min_size=1, max_size=20) for least in (0, 1)))
+FEW_LENGTHS = st.one_of(
+    *(st.lists(st.integers(least, 9), min_size=1, max_size=20) for least in (0, 1))
+)
 
 
 @PROPERTY
@@ -253,38 +334,66 @@ def test_balance_is_largest_differencing(lengths, num_ranks, equal_counts):
 
 def test_what_is_not_said_is_as_simple_as_can_be():
     lengths = [9, 1, 1, 1, 7]
-    assert balance(lengths, 2) == balance(lengths, 2, equal_counts=False) != balance(lengths, 2, equal_counts=True)
+    assert (
+        balance(lengths, 2)
+        == balance(lengths, 2, equal_counts=False)
+        != balance(lengths, 2, equal_counts=True)
+    )
     simple = MicroBatchRule(multiple_of=1, count_multiple_of=1, least=1)
     plan = plan_micro_batches(lengths, 2, 9)
-    assert plan == plan_micro_batches(lengths, 2, 9, simple, padded=True, equal_counts=False)
+    assert plan == plan_micro_batches(
+        lengths, 2, 9, simple, padded=True, equal_counts=False
+    )
     assert plan_micro_batches(lengths, 2, 9, equal_counts=True) != plan
     for other in (MicroBatchRule(count_multiple_of=4), MicroBatchRule(least=3)):
         assert plan_micro_batches(lengths, 2, 9, other) != plan, other
-    assert micro_batches([4, 4, 3], 9) == micro_batches([4, 4, 3], 9, padded=True, multiple_of=1)
+    assert micro_batches([4, 4, 3], 9) == micro_batches(
+        [4, 4, 3], 9, padded=True, multiple_of=1
+    )
     assert (
         plan_micro_batches([4, 4], 1, 9)
         == [[[0, 1]]]
         != plan_micro_batches([4, 4], 1, 9, MicroBatchRule(multiple_of=5))
     )
-    assert plan_micro_batches([5, 4], 1, 9) == [[[0], [1]]] != plan_micro_batches([5, 4], 1, 9, padded=False)
+    assert (
+        plan_micro_batches([5, 4], 1, 9)
+        == [[[0], [1]]]
+        != plan_micro_batches([5, 4], 1, 9, padded=False)
+    )
     assert common_count([[[0, 1]]], [3, 3]) == [[[0, 1]]]
 
 
 def test_at_least_as_many_micro_batches_where_some_rank_has_as_many_samples():
     lengths = [1] * 6
-    assert [len(mine) for mine in common_count([[[0, 1, 2, 3]], [[4, 5]]], lengths, least=3)] == [3, 3]
-    assert [len(mine) for mine in common_count([[[0, 1, 2, 3]], [[4, 5]]], lengths, least=9)] == [4, 4]
-    assert common_count([[[0, 1, 2, 3]], [[4, 5]]], lengths, least=4)[1] == [[4], [5], [], []]
+    assert [
+        len(mine) for mine in common_count([[[0, 1, 2, 3]], [[4, 5]]], lengths, least=3)
+    ] == [3, 3]
+    assert [
+        len(mine) for mine in common_count([[[0, 1, 2, 3]], [[4, 5]]], lengths, least=9)
+    ] == [4, 4]
+    assert common_count([[[0, 1, 2, 3]], [[4, 5]]], lengths, least=4)[1] == [
+        [4],
+        [5],
+        [],
+        [],
+    ]
 
 
 def test_the_costliest_is_split_and_comes_first():
     lengths = [1, 1, 1, 5, 5]
-    assert common_count([[[0, 1, 2], [3, 4]]], lengths, least=3) == [[[3], [4], [0, 1, 2]]]
-    assert common_count([[[0, 1, 2], [3, 4]]], lengths, least=4) == [[[3], [4], [1, 2], [0]]]
-    # padded by its longest row, the batch of 1 and 6 costs 12; packed 7, less than the other's 8
+    assert common_count([[[0, 1, 2], [3, 4]]], lengths, least=3) == [
+        [[3], [4], [0, 1, 2]]
+    ]
+    assert common_count([[[0, 1, 2], [3, 4]]], lengths, least=4) == [
+        [[3], [4], [1, 2], [0]]
+    ]
+    # padded by its longest row, the batch of 1 and 6 costs 12; packed 7, less than the
+    # other's 8
     lengths = [1, 6, 4, 4]
     assert common_count([[[0, 1], [2, 3]]], lengths, least=3) == [[[2, 3], [1], [0]]]
-    assert common_count([[[0, 1], [2, 3]]], lengths, least=3, padded=False) == [[[0, 1], [2], [3]]]
+    assert common_count([[[0, 1], [2, 3]]], lengths, least=3, padded=False) == [
+        [[0, 1], [2], [3]]
+    ]
 
 
 @given(st.integers(0, 40), st.integers(1, 7))
@@ -296,9 +405,14 @@ def test_rows_of_a_rank_are_runs_of_equal_length(num_samples, size):
 
 def test_packed_micro_batches_take_the_first_that_fits():
     assert micro_batches([7, 5, 4, 3, 2], 10, padded=False) == [[0, 3], [1, 2]] + [[4]]
-    assert micro_batches([6, 3, 3], 11, padded=False, multiple_of=3) == [[0, 1], [2]], "9 of the 11 can be used"
+    assert micro_batches([6, 3, 3], 11, padded=False, multiple_of=3) == [[0, 1], [2]], (
+        "9 of the 11 can be used"
+    )
     assert micro_batches([6, 3], 9, padded=False, multiple_of=3) == [[0, 1]]
-    assert micro_batch_tokens([6, 4], padded=False, multiple_of=4) == 12 and micro_batch_tokens([0, 0]) == 2
+    assert (
+        micro_batch_tokens([6, 4], padded=False, multiple_of=4) == 12
+        and micro_batch_tokens([0, 0]) == 2
+    )
 
 
 def test_groups_are_dealt_whole() -> None:

@@ -23,9 +23,16 @@ from megaverl.data.tokenizers import Tokenizer
 from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import DataError
 
-ROWS = [{"prompt": f"a {number}", "answer": f"{number:03}"} for number in range(100, 140)]
+ROWS = [
+    {"prompt": f"a {number}", "answer": f"{number:03}"} for number in range(100, 140)
+]
 # The same size, and the same least and greatest value of every column.
-SWAPPED = [*ROWS[:5], {**ROWS[5], "answer": "106"}, {**ROWS[6], "answer": "105"}, *ROWS[7:]]
+SWAPPED = [
+    *ROWS[:5],
+    {**ROWS[5], "answer": "106"},
+    {**ROWS[6], "answer": "105"},
+    *ROWS[7:],
+]
 
 
 def write_jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
@@ -35,7 +42,11 @@ def write_jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
 
 def write_parquet(folder: Path, rows: list[dict[str, Any]]) -> str:
     table = pyarrow.Table.from_pylist(rows)
-    options: dict[str, Any] = {"compression": "none", "use_dictionary": False, "row_group_size": 8}
+    options: dict[str, Any] = {
+        "compression": "none",
+        "use_dictionary": False,
+        "row_group_size": 8,
+    }
     pyarrow.parquet.write_table(table, folder / "rows.parquet", **options)
     return str(folder / "rows.parquet")
 
@@ -48,11 +59,15 @@ def write_folder(folder: Path, rows: list[dict[str, Any]]) -> str:
 
 def write_saved(folder: Path, rows: list[dict[str, Any]]) -> str:
     """A saved data set whose recorded fingerprint does not change with its rows."""
-    datasets = pytest.importorskip("datasets", reason="pip install 'megaverl[datasets]'")
+    datasets = pytest.importorskip(
+        "datasets", reason="pip install 'megaverl[datasets]'"
+    )
     target = folder / f"saved{len(list(folder.iterdir()))}"
     datasets.Dataset.from_list(rows).save_to_disk(str(target))
     state = target / "state.json"
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"_fingerprint": "always the same"}))
+    state.write_text(
+        json.dumps(json.loads(state.read_text()) | {"_fingerprint": "always the same"})
+    )
     final = folder / "final"
     shutil.rmtree(final, ignore_errors=True)
     target.rename(final)
@@ -90,10 +105,15 @@ def encoder(tokenizer: Tokenizer) -> PromptEncoder:
     return PromptEncoder(tokenizer, PromptFormat(chat_template="none"))
 
 
-def open_stream(path: str, encoder: PromptEncoder, weights: bool = False) -> PromptStream:
+def open_stream(
+    path: str, encoder: PromptEncoder, weights: bool = False
+) -> PromptStream:
     other = Path(path.partition(":")[0]).parent / "other.jsonl"
     other.write_text(json.dumps(ROWS[0]) + "\n")
-    entries = [SourceConfig(path=str(each), weight=1.0 if weights else None) for each in (other, path)]
+    entries = [
+        SourceConfig(path=str(each), weight=1.0 if weights else None)
+        for each in (other, path)
+    ]
     dataset = PromptDataset.load(entries, encoder)
     return PromptStream(dataset, dataset.sampler(4, seed=0))
 
@@ -101,7 +121,10 @@ def open_stream(path: str, encoder: PromptEncoder, weights: bool = False) -> Pro
 @pytest.mark.parametrize("write", KINDS)
 @pytest.mark.parametrize("weights", [False, True])
 def test_other_answers_are_noticed(
-    write: Callable[[Path, list[dict[str, Any]]], str], weights: bool, tmp_path: Path, encoder: PromptEncoder
+    write: Callable[[Path, list[dict[str, Any]]], str],
+    weights: bool,
+    tmp_path: Path,
+    encoder: PromptEncoder,
 ) -> None:
     path = write(tmp_path, ROWS)
     state = open_stream(path, encoder, weights).state_dict()
@@ -110,13 +133,21 @@ def test_other_answers_are_noticed(
     with pytest.raises(DataError, match="its rows are others") as said:
         resumed(changed, state)
     assert path in str(said.value) and "other.jsonl: its rows" not in str(said.value)
-    resumed(changed, {key: value for key, value in changed.state_dict().items() if key != "rows"})
+    resumed(
+        changed,
+        {key: value for key, value in changed.state_dict().items() if key != "rows"},
+    )
 
 
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet, write_folder, write_saved])
+@pytest.mark.parametrize(
+    "write", [write_jsonl, write_parquet, write_folder, write_saved]
+)
 @pytest.mark.parametrize("taken", [0, 9])
 def test_a_stream_notices_other_files(
-    write: Callable[[Path, list[dict[str, Any]]], str], taken: int, tmp_path: Path, encoder: PromptEncoder
+    write: Callable[[Path, list[dict[str, Any]]], str],
+    taken: int,
+    tmp_path: Path,
+    encoder: PromptEncoder,
 ) -> None:
     def stream(rows: list[dict[str, Any]]) -> StreamedPrompts:
         source = SourceConfig(path=write(tmp_path, rows))
@@ -130,7 +161,9 @@ def test_a_stream_notices_other_files(
         resumed(stream(SWAPPED), state)
 
 
-def test_a_stream_notices_other_rows_in_its_block(tmp_path: Path, encoder: PromptEncoder) -> None:
+def test_a_stream_notices_other_rows_in_its_block(
+    tmp_path: Path, encoder: PromptEncoder
+) -> None:
     """As of the hub, whose files cannot be looked at before they come."""
 
     def stream(rows: list[dict[str, Any]]) -> StreamedPrompts:
@@ -160,7 +193,10 @@ def test_large_files_are_sampled(
 
 @pytest.mark.parametrize("limit", [None, 5])
 def test_a_large_file_that_was_written_again_is_named(
-    limit: int | None, tmp_path: Path, encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
+    limit: int | None,
+    tmp_path: Path,
+    encoder: PromptEncoder,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its samples are the same, and what lies between them was not read."""
 
@@ -175,7 +211,8 @@ def test_a_large_file_that_was_written_again_is_named(
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
     [note] = resumed(stream(), state).notes
     assert note.startswith(f"written again since the checkpoint: {path}. Their sizes")
-    earlier = {key: value for key, value in state.items() if key != "written"}  # of an earlier version
+    # Of an earlier version.
+    earlier = {key: value for key, value in state.items() if key != "written"}
     assert resumed(stream(), earlier).notes == []
     monkeypatch.setattr(digests, "WHOLE_FILE", 2**30)  # now every byte is compared
     small = stream().state_dict()
@@ -185,7 +222,9 @@ def test_a_large_file_that_was_written_again_is_named(
 
 def test_everything_that_is_read_of_a_row_counts() -> None:
     def digest(**changes: Any) -> str:
-        row = RowColumns("p", "a", [{"name": "f"}], {"level": 1}, [SharedItem("image", 1, dict)])
+        row = RowColumns(
+            "p", "a", [{"name": "f"}], {"level": 1}, [SharedItem("image", 1, dict)]
+        )
         found = RowsDigest()
         found.add(row._replace(**changes))
         return found.value()

@@ -40,14 +40,21 @@ class CountingCache(RowGroupCache):
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    rows = [{"prompt": f"a {number}", "answer": str(number)} for number in range(NUM_ROWS)]
+    rows = [
+        {"prompt": f"a {number}", "answer": str(number)} for number in range(NUM_ROWS)
+    ]
     table = pyarrow.Table.from_pylist(rows)
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=NUM_ROWS // NUM_GROUPS)
+    pyarrow.parquet.write_table(
+        table, tmp_path / "rows.parquet", row_group_size=NUM_ROWS // NUM_GROUPS
+    )
     return tmp_path / "rows.parquet"
 
 
 def open_stream(path: Path, cache: RowGroupCache, tokenizer: Tokenizer) -> PromptStream:
-    dataset = PromptDataset(ParquetFile(path, cache), PromptEncoder(tokenizer, PromptFormat(chat_template="none")))
+    dataset = PromptDataset(
+        ParquetFile(path, cache),
+        PromptEncoder(tokenizer, PromptFormat(chat_template="none")),
+    )
     return PromptStream(dataset, dataset.sampler(16, seed=3))
 
 
@@ -58,7 +65,9 @@ def test_groups_are_decoded_once_in_all_or_once_a_step(
     cache = CountingCache(budget)
     stream = open_stream(path, cache, tokenizer)
     taken = [record.prompt for _ in range(3) for record in stream.take(16)]
-    assert taken == [f"a {number}" for number in stream.sampler.rows(0, 48)], "the order is the sampler's"
+    assert taken == [f"a {number}" for number in stream.sampler.rows(0, 48)], (
+        "the order is the sampler's"
+    )
     assert max(cache.loads.values()) <= most, "at the start, and for each step"
 
 
@@ -78,7 +87,9 @@ def test_a_cache_stays_within_its_budget_and_forgets_files(path: Path) -> None:
     assert cache._num_bytes == 0 and not cache._tables
 
 
-def write_bomb(kind: str, path: Path, num_rows: int = 64, num_letters: int = 2**20) -> None:
+def write_bomb(
+    kind: str, path: Path, num_rows: int = 64, num_letters: int = 2**20
+) -> None:
     """Write rows of the same long text, which take some kilobytes in the file.
 
     Args:
@@ -88,9 +99,13 @@ def write_bomb(kind: str, path: Path, num_rows: int = 64, num_letters: int = 2**
     answers = [str(number) for number in range(num_rows)]
     if kind == "page":
         table = pyarrow.table({"prompt": [text] * num_rows, "answer": answers})
-        pyarrow.parquet.write_table(table, path, compression="zstd", use_dictionary=False)
+        pyarrow.parquet.write_table(
+            table, path, compression="zstd", use_dictionary=False
+        )
         return
-    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * num_rows, pyarrow.int32()), [text])
+    column = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * num_rows, pyarrow.int32()), [text]
+    )
     table = pyarrow.table({"prompt": column, "answer": answers})
     pyarrow.parquet.write_table(
         table, path, compression="zstd", store_schema=False
@@ -100,7 +115,11 @@ def write_bomb(kind: str, path: Path, num_rows: int = 64, num_letters: int = 2**
 @pytest.mark.parametrize("kind", ["page", "repeated"])
 @pytest.mark.parametrize("reads", ["row", "front"])
 def test_a_small_file_that_decodes_to_gigabytes_is_refused(
-    kind: str, reads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    kind: str,
+    reads: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """It stops before the pages are decompressed, or at the rows that are too many."""
     monkeypatch.setattr(row_groups, "MAX_UNSUSPICIOUS_BYTES", 2**22)
@@ -108,12 +127,16 @@ def test_a_small_file_that_decodes_to_gigabytes_is_refused(
     path = tmp_path / "bomb.parquet"
     write_bomb(kind, path)
     assert path.stat().st_size < 100_000
-    default, pool = pyarrow.default_memory_pool(), pyarrow.proxy_memory_pool(pyarrow.default_memory_pool())
+    default, pool = (
+        pyarrow.default_memory_pool(),
+        pyarrow.proxy_memory_pool(pyarrow.default_memory_pool()),
+    )
     pyarrow.set_memory_pool(pool)
     request.addfinalizer(lambda: pyarrow.set_memory_pool(default))
     rows = ParquetFile(path, RowGroupCache(0))
     with pytest.raises(
-        DataError, match=r"bomb.parquet, row 1: its row group decodes to more than .* smaller row groups"
+        DataError,
+        match=r"bomb.parquet, row 1: its row group decodes to more than .* smaller row groups",
     ):
         rows[0] if reads == "row" else list(rows.front(0, 16))
     assert (pool.max_memory() or 0) < 2**25, "of the 2**26 bytes that the rows have"
@@ -122,7 +145,10 @@ def test_a_small_file_that_decodes_to_gigabytes_is_refused(
 def test_a_group_that_does_not_fit_into_memory_is_refused(path: Path) -> None:
     bound = row_groups.GroupBound(stored=900, free_bytes=2000)
     bound.add(600)
-    with pytest.raises(ValueError, match="decodes to more than 1,100 bytes, and 1,000 is half of the memory"):
+    with pytest.raises(
+        ValueError,
+        match="decodes to more than 1,100 bytes, and 1,000 is half of the memory",
+    ):
         bound.add(500)
     large = row_groups.GroupBound(stored=2**30, free_bytes=2**42)
     large.check(100 * 2**30)
@@ -131,16 +157,25 @@ def test_a_group_that_does_not_fit_into_memory_is_refused(path: Path) -> None:
 def test_large_groups_are_the_same_rows(tmp_path: Path) -> None:
     """More than one batch, lists and mappings and nulls in them."""
     rows = [
-        {"prompt": [{"role": "user", "content": f"a {number}"}], "answer": None if number % 3 else [number]}
+        {
+            "prompt": [{"role": "user", "content": f"a {number}"}],
+            "answer": None if number % 3 else [number],
+        }
         for number in range(sources.DECODED_ROWS + 10)
     ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet"
+    )
     read = ParquetFile(tmp_path / "rows.parquet", RowGroupCache(0))
     assert [read[number] for number in range(len(read))] == rows
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
-    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["prompt", "prompt"])
+    table = pyarrow.Table.from_arrays(
+        [pyarrow.array(["a"]), pyarrow.array(["b"])], names=["prompt", "prompt"]
+    )
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match="rows.parquet: more than one column has the name 'prompt'"):
+    with pytest.raises(
+        DataError, match="rows.parquet: more than one column has the name 'prompt'"
+    ):
         ParquetFile(tmp_path / "rows.parquet", RowGroupCache(0))

@@ -57,7 +57,10 @@ CONVERTED = [
     (numpy.float32(0.5), 0.5),
     (numpy.arange(2), [0, 1]),
     (numpy.datetime64("2024-01-02"), "2024-01-02"),
-    ({"a": [{"b": datetime.date(2024, 1, 2), "c": None}]}, {"a": [{"b": "2024-01-02", "c": None}]}),
+    (
+        {"a": [{"b": datetime.date(2024, 1, 2), "c": None}]},
+        {"a": [{"b": "2024-01-02", "c": None}]},
+    ),
     (2**64 - 1, 2**64 - 1),
     (nested(MAX_DEPTH), nested(MAX_DEPTH)),
 ]
@@ -97,17 +100,25 @@ def test_values_that_json_cannot_hold_are_refused(value: Any, said: str) -> None
 
 LINES = {
     "a surrogate in a prompt": '{"prompt": ' + SURROGATE + ', "answer": "b"}',
-    "a surrogate in a message": '{"prompt": [{"role": "user", "content": ' + SURROGATE + '}], "answer": "b"}',
+    "a surrogate in a message": '{"prompt": [{"role": "user", "content": '
+    + SURROGATE
+    + '}], "answer": "b"}',
     "a surrogate in an answer": '{"prompt": "a", "answer": [' + SURROGATE + "]}",
-    "a surrogate in a column": '{"prompt": "a", "answer": "b", "more": {"x": ' + SURROGATE + "}}",
+    "a surrogate in a column": '{"prompt": "a", "answer": "b", "more": {"x": '
+    + SURROGATE
+    + "}}",
     "a surrogate in a name": '{"prompt": "a", "answer": "b", ' + SURROGATE + ": 1}",
-    "a surrogate in tools": json.dumps({"prompt": "a", "answer": "b", "tools": '[{"name": ' + SURROGATE + "}]"}),
+    "a surrogate in tools": json.dumps(
+        {"prompt": "a", "answer": "b", "tools": '[{"name": ' + SURROGATE + "}]"}
+    ),
     "digits": '{"prompt": "a", "answer": ' + "1" * 5000 + "}",
     "brackets": '{"prompt": "a", "answer": ' + "[" * 100_000 + "]" * 100_000 + "}",
     "open brackets": "[" * 100_000,
     "objects": '{"a":' * 100_000,
     "some brackets": '{"prompt": "a", "answer": ' + "[" * 500 + "]" * 500 + "}",
-    "brackets in tools": json.dumps({"prompt": "a", "answer": "b", "tools": "[" * 100_000}),
+    "brackets in tools": json.dumps(
+        {"prompt": "a", "answer": "b", "tools": "[" * 100_000}
+    ),
     "an infinite number": '{"prompt": "a", "answer": "b", "more": 1e999}',
     "NaN": '{"prompt": "a", "answer": "b", "more": NaN}',
     "a huge margin": json.dumps({"prompt": "a", "chosen": "b", "rejected": "c\ud83d"}),
@@ -115,7 +126,9 @@ LINES = {
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_every_reader_names_the_line(name: str, tmp_path: Path, tokenizer: Tokenizer, capsys: Any) -> None:
+def test_every_reader_names_the_line(
+    name: str, tmp_path: Path, tokenizer: Tokenizer, capsys: Any
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n' + LINES[name] + "\n")
     encoder = PromptEncoder(tokenizer, PromptFormat(chat_template="none"))
@@ -139,17 +152,30 @@ def test_numbers_beyond_every_float(tmp_path: Path, capsys: Any) -> None:
         PreferenceColumns(margin="margin").read_margin({"margin": 10**400}, "row 1")
     (tmp_path / "reward.py").write_text("def large(response):\n    return -10**400\n")
     with pytest.raises(RewardError, match="for sample 0 of 1 .*; it must "):
-        build_reward({"function": f"{tmp_path / 'reward.py'}:large"}).score([RewardSample("a", "b", "c")])
+        build_reward({"function": f"{tmp_path / 'reward.py'}:large"}).score(
+            [RewardSample("a", "b", "c")]
+        )
 
 
 IN_PARQUET = [
-    (pyarrow.array([1], pyarrow.timestamp("us", "Europe/Rome")), "1970-01-01T01:00:00.000001+01:00"),
+    (
+        pyarrow.array([1], pyarrow.timestamp("us", "Europe/Rome")),
+        "1970-01-01T01:00:00.000001+01:00",
+    ),
     (pyarrow.array([0], pyarrow.timestamp("s")), "1970-01-01T00:00:00"),
     (pyarrow.array([1], pyarrow.date32()), "1970-01-02"),
     (pyarrow.array([Decimal("1.50")]), "1.50"),
-    (pyarrow.array([[("a", 1), ("b", None)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())), {"a": 1, "b": None}),
     (
-        pyarrow.array([[(7, datetime.date(2024, 1, 2))]], pyarrow.map_(pyarrow.int64(), pyarrow.date32())),
+        pyarrow.array(
+            [[("a", 1), ("b", None)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())
+        ),
+        {"a": 1, "b": None},
+    ),
+    (
+        pyarrow.array(
+            [[(7, datetime.date(2024, 1, 2))]],
+            pyarrow.map_(pyarrow.int64(), pyarrow.date32()),
+        ),
         {"7": "2024-01-02"},
     ),
     (pyarrow.array(["x"]).dictionary_encode(), "x"),
@@ -169,10 +195,19 @@ def test_columns_of_parquet(array: Any, plain: Any, tmp_path: Path) -> None:
     ("array", "said"),
     [
         (pyarrow.array([b"a"]), "'when' is bytes"),
-        (pyarrow.array([[{"bytes": b"a", "path": "b"}]]), r"'when\[0\]\.bytes' is bytes"),
+        (
+            pyarrow.array([[{"bytes": b"a", "path": "b"}]]),
+            r"'when\[0\]\.bytes' is bytes",
+        ),
         (pyarrow.array([float("nan")]), "'when' is NaN"),
-        (pyarrow.array([10**7], pyarrow.date32()), "it holds a value that cannot be read"),
-        (pyarrow.array([b"\xed\xa0\xbd"]).view(pyarrow.string()), "it holds a value that cannot be read"),
+        (
+            pyarrow.array([10**7], pyarrow.date32()),
+            "it holds a value that cannot be read",
+        ),
+        (
+            pyarrow.array([b"\xed\xa0\xbd"]).view(pyarrow.string()),
+            "it holds a value that cannot be read",
+        ),
     ],
 )
 def test_columns_of_parquet_that_are_refused_at_the_start(
@@ -185,16 +220,27 @@ def test_columns_of_parquet_that_are_refused_at_the_start(
     assert "rows.parquet, row 1: " in capsys.readouterr().out
 
 
-def test_the_check_without_a_model_leaves_images_out(tmp_path: Path, capsys: Any) -> None:
-    path = write_parquet(tmp_path / "rows.parquet", images=[[{"bytes": b"a", "path": None}]])
+def test_the_check_without_a_model_leaves_images_out(
+    tmp_path: Path, capsys: Any
+) -> None:
+    path = write_parquet(
+        tmp_path / "rows.parquet", images=[[{"bytes": b"a", "path": None}]]
+    )
     assert main(["data", "check", str(path)]) == 0
     assert "1 can be used" in capsys.readouterr().out
 
 
 def test_the_check_says_which_columns_it_converts(tmp_path: Path, capsys: Any) -> None:
-    path = write_parquet(tmp_path / "rows.parquet", when=[datetime.date(2024, 1, 2)], score=[Decimal("1.5")])
+    path = write_parquet(
+        tmp_path / "rows.parquet",
+        when=[datetime.date(2024, 1, 2)],
+        score=[Decimal("1.5")],
+    )
     assert main(["data", "check", str(path)]) == 0
-    assert "as JSON has no such values: when (date), score (Decimal)" in capsys.readouterr().out
+    assert (
+        "as JSON has no such values: when (date), score (Decimal)"
+        in capsys.readouterr().out
+    )
 
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=4)
@@ -204,23 +250,34 @@ TESTS = st.fixed_dictionaries(
         "call": TEXTS,
         "args": st.lists(st.none() | st.integers(0, 9), max_size=3),
         "expected": st.integers(0, 9),
-        "kwargs": st.fixed_dictionaries({}, optional={"x": st.integers(0, 9), "y": TEXTS}),
+        "kwargs": st.fixed_dictionaries(
+            {}, optional={"x": st.integers(0, 9), "y": TEXTS}
+        ),
     },
 )
 ROWS = st.lists(
-    st.fixed_dictionaries({"prompt": st.just("a"), "answer": st.lists(TESTS.filter(bool), min_size=1, max_size=3)}),
+    st.fixed_dictionaries(
+        {
+            "prompt": st.just("a"),
+            "answer": st.lists(TESTS.filter(bool), min_size=1, max_size=3),
+        }
+    ),
     min_size=1,
     max_size=4,
 )
 
 
 @given(rows=ROWS)
-def test_rows_read_the_same_from_parquet_and_jsonl(rows: list[dict[str, Any]], tmp_path_factory: Any) -> None:
+def test_rows_read_the_same_from_parquet_and_jsonl(
+    rows: list[dict[str, Any]], tmp_path_factory: Any
+) -> None:
     def has_content(value: Any) -> Any:
         """Arrow has no struct without fields, so an empty mapping comes back as an absent one."""
         if isinstance(value, dict):
             return {key: has_content(item) for key, item in value.items() if item != {}}
-        return [has_content(item) for item in value] if isinstance(value, list) else value
+        return (
+            [has_content(item) for item in value] if isinstance(value, list) else value
+        )
 
     rows = has_content(rows)
     schema = pyarrow.schema(
@@ -234,7 +291,12 @@ def test_rows_read_the_same_from_parquet_and_jsonl(rows: list[dict[str, Any]], t
                             ("call", pyarrow.string()),
                             ("args", pyarrow.list_(pyarrow.int64())),
                             ("expected", pyarrow.int64()),
-                            ("kwargs", pyarrow.struct([("x", pyarrow.int64()), ("y", pyarrow.string())])),
+                            (
+                                "kwargs",
+                                pyarrow.struct(
+                                    [("x", pyarrow.int64()), ("y", pyarrow.string())]
+                                ),
+                            ),
                         ]
                     )
                 ),
@@ -244,7 +306,9 @@ def test_rows_read_the_same_from_parquet_and_jsonl(rows: list[dict[str, Any]], t
     path = tmp_path_factory.getbasetemp() / "same.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path)
     found = open_source(path)
-    assert [COLUMNS.read(found[n], "row").reference for n in range(len(rows))] == [row["answer"] for row in rows]
+    assert [COLUMNS.read(found[n], "row").reference for n in range(len(rows))] == [
+        row["answer"] for row in rows
+    ]
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -267,7 +331,11 @@ TAKES = {
 
 
 def conversation(arguments: Any) -> list[dict[str, Any]]:
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": arguments},
+    }
     return [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -276,34 +344,74 @@ def conversation(arguments: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("template", TAKES)
-@pytest.mark.parametrize("arguments", [{"city": "Rome"}, '{"city": "Rome"}', {"city": "\N{SNOWMAN}"}, "{}", {}])
-def test_arguments_of_calls_are_encoded_once(template: str, arguments: Any, sentencepiece_path: Path) -> None:
-    tokenizer = load_tokenizer(sentencepiece_path, chat_template=WITH_CALLS.replace("ARGUMENTS", TAKES[template]))
-    prompt = COLUMNS.read({"prompt": conversation(arguments), "answer": ""}, "row").prompt
+@pytest.mark.parametrize(
+    "arguments",
+    [{"city": "Rome"}, '{"city": "Rome"}', {"city": "\N{SNOWMAN}"}, "{}", {}],
+)
+def test_arguments_of_calls_are_encoded_once(
+    template: str, arguments: Any, sentencepiece_path: Path
+) -> None:
+    tokenizer = load_tokenizer(
+        sentencepiece_path,
+        chat_template=WITH_CALLS.replace("ARGUMENTS", TAKES[template]),
+    )
+    prompt = COLUMNS.read(
+        {"prompt": conversation(arguments), "answer": ""}, "row"
+    ).prompt
     text = PromptEncoder(tokenizer).render(prompt)
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    written = (
+        arguments
+        if isinstance(arguments, str)
+        else json.dumps(arguments, ensure_ascii=False)
+    )
     assert f"[weather {written if template != 'items' else written[1:-1]}]" in text
 
 
 def test_arguments_that_are_no_json_stay_text(sentencepiece_path: Path) -> None:
-    tokenizer = load_tokenizer(sentencepiece_path, chat_template=WITH_CALLS.replace("ARGUMENTS", TAKES["both"]))
+    tokenizer = load_tokenizer(
+        sentencepiece_path, chat_template=WITH_CALLS.replace("ARGUMENTS", TAKES["both"])
+    )
     for arguments in ("Rome", "[1]", "{" * 100_000, '{"city": '):
-        assert f"[weather {arguments}]" in PromptEncoder(tokenizer).render(conversation(arguments))
+        assert f"[weather {arguments}]" in PromptEncoder(tokenizer).render(
+            conversation(arguments)
+        )
 
 
-def test_tools_and_calls_read_the_same_from_parquet_and_jsonl(tmp_path: Path, sentencepiece_path: Path) -> None:
+def test_tools_and_calls_read_the_same_from_parquet_and_jsonl(
+    tmp_path: Path, sentencepiece_path: Path
+) -> None:
     rows = [
-        {"prompt": [{"role": "user", "content": "hi"}], "answer": "1", "tools": [WEATHER]},
-        {"prompt": [{"role": "user", "content": "hi"}], "answer": "1", "tools": [PRICE]},
+        {
+            "prompt": [{"role": "user", "content": "hi"}],
+            "answer": "1",
+            "tools": [WEATHER],
+        },
+        {
+            "prompt": [{"role": "user", "content": "hi"}],
+            "answer": "1",
+            "tools": [PRICE],
+        },
         {"prompt": conversation({"city": "Rome"}), "answer": "1", "tools": [WEATHER]},
-        {"prompt": conversation({"ticker": "A"}), "answer": "1", "tools": [PRICE, WEATHER]},
+        {
+            "prompt": conversation({"ticker": "A"}),
+            "answer": "1",
+            "tools": [PRICE, WEATHER],
+        },
     ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet"
+    )
     filled = pyarrow.parquet.read_table(tmp_path / "rows.parquet").to_pylist()
-    for name, some in (("rows", rows), ("filled", filled)):  # what `datasets` writes as JSON has the nulls of Arrow
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    # What `datasets` writes as JSON has the nulls of Arrow.
+    for name, some in (("rows", rows), ("filled", filled)):
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in some)
+        )
     encoder = PromptEncoder(
-        load_tokenizer(sentencepiece_path, chat_template=WITH_CALLS.replace("ARGUMENTS", TAKES["mappings"]))
+        load_tokenizer(
+            sentencepiece_path,
+            chat_template=WITH_CALLS.replace("ARGUMENTS", TAKES["mappings"]),
+        )
     )
 
     def rendered(name: str) -> list[str]:
@@ -318,7 +426,11 @@ def test_tools_and_calls_read_the_same_from_parquet_and_jsonl(tmp_path: Path, se
 
 def test_nulls_that_a_schema_means_stay() -> None:
     schema = {"type": "string", "default": None, "title": None, "enum": ["A", None]}
-    row = {"prompt": "a", "answer": "b", "tools": [tool("f", x=schema, default=None, const=schema)]}
+    row = {
+        "prompt": "a",
+        "answer": "b",
+        "tools": [tool("f", x=schema, default=None, const=schema)],
+    }
     [found] = COLUMNS.read(row, "row").tools or []
     kept = {"type": "string", "default": None, "enum": ["A", None]}
     assert found["function"]["parameters"]["properties"] == {"x": kept, "const": kept}
@@ -326,6 +438,11 @@ def test_nulls_that_a_schema_means_stay() -> None:
 
 def test_lines_that_are_no_objects() -> None:
     assert parse_row(b'\xef\xbb\xbf{"a": null}', "line 1") == {"a": None}
-    for line, said in ((b"[1]", "found a list"), (b"3", "found a number"), (b"{", "not valid JSON"), (b"\xff", "JSON")):
+    for line, said in (
+        (b"[1]", "found a list"),
+        (b"3", "found a number"),
+        (b"{", "not valid JSON"),
+        (b"\xff", "JSON"),
+    ):
         with pytest.raises(DataError, match=f"line 1: .*{said}"):
             parse_row(line, "line 1")

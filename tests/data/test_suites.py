@@ -37,17 +37,32 @@ def rows_of(suite: str, path: Path, **options: Any) -> list[dict[str, Any]]:
 def score(suite: str, row: dict[str, Any], response: str) -> float:
     entry = SUITES[suite]
     reward = build_reward([{"name": entry.reward, "options": dict(entry.options)}])
-    extra = {name: value for name, value in row.items() if name not in ("prompt", "answer")}
-    return reward.score([RewardSample(row["prompt"], response, row["answer"], extra)]).total[0]
+    extra = {
+        name: value for name, value in row.items() if name not in ("prompt", "answer")
+    }
+    return reward.score(
+        [RewardSample(row["prompt"], response, row["answer"], extra)]
+    ).total[0]
 
 
 def test_aime_reads_answers_with_leading_zeros(tmp_path: Path) -> None:
-    first, second = rows_of("aime", published.write_jsonl(tmp_path / "aime.jsonl", published.AIME))
+    first, second = rows_of(
+        "aime", published.write_jsonl(tmp_path / "aime.jsonl", published.AIME)
+    )
     assert (first["answer"], second["answer"]) == ("33", "204")
-    assert first["prompt"].startswith("What is 20 + 13?\n") and "\\boxed{}" in first["prompt"]
-    assert score("aime", first, "So it is $\\boxed{033}$.") == score("aime", first, "It is $\\boxed{33}$") == 1.0
+    assert (
+        first["prompt"].startswith("What is 20 + 13?\n")
+        and "\\boxed{}" in first["prompt"]
+    )
+    assert (
+        score("aime", first, "So it is $\\boxed{033}$.")
+        == score("aime", first, "It is $\\boxed{33}$")
+        == 1.0
+    )
     assert score("aime", first, "It is $\\boxed{204}$") == 0.0
-    published.write_jsonl(tmp_path / "wrong.jsonl", [{"problem": "p", "answer": "x + 1"}])
+    published.write_jsonl(
+        tmp_path / "wrong.jsonl", [{"problem": "p", "answer": "x + 1"}]
+    )
     with pytest.raises(DataError, match="wrong.jsonl, line 1: the answer is 'x \\+ 1'"):
         rows_of("aime", tmp_path / "wrong.jsonl")
 
@@ -56,16 +71,24 @@ def test_gpqa_permutes_the_options_by_seed_and_question(tmp_path: Path) -> None:
     path = published.write_csv(tmp_path / "gpqa_diamond.csv", published.GPQA)
     orders = set()
     for seed in range(20):
-        for row, source in zip(rows_of("gpqa", path, seed=seed), published.GPQA, strict=True):
+        for row, source in zip(
+            rows_of("gpqa", path, seed=seed), published.GPQA, strict=True
+        ):
             right = row["choices"][string.ascii_uppercase.index(row["answer"])]
             assert right == source["Correct Answer"]
-            assert sorted(row["choices"]) == sorted(v for k, v in source.items() if "Answer" in k)
+            assert sorted(row["choices"]) == sorted(
+                v for k, v in source.items() if "Answer" in k
+            )
             assert f"{row['answer']}) {right}" in row["prompt"]
             orders.add((source["Record ID"], tuple(row["choices"])))
         assert rows_of("gpqa", path, seed=seed) == rows_of("gpqa", path, seed=seed)
     assert len(orders) > 20, "two questions with 24 orders each"
     row = rows_of("gpqa", path)[0]
-    assert score("gpqa", row, f"ANSWER: {row['answer']}") == score("gpqa", row, "The answer is the neutron.") == 1.0
+    assert (
+        score("gpqa", row, f"ANSWER: {row['answer']}")
+        == score("gpqa", row, "The answer is the neutron.")
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize("answer", [1, "B", "(B)", "4"])
@@ -75,23 +98,46 @@ def test_choices_with_an_index_a_letter_or_a_text(answer: Any) -> None:
 
 
 def test_gsm8k_and_math(tmp_path: Path) -> None:
-    [row] = rows_of("gsm8k", published.write_jsonl(tmp_path / "gsm8k.jsonl", published.GSM8K))
-    assert (score("gsm8k", row, "#### 72"), score("gsm8k", row, "It is 72."), score("gsm8k", row, "27")) == (1, 1, 0)
-    first, second = rows_of("math", published.write_jsonl(tmp_path / "math.jsonl", published.MATH))
+    [row] = rows_of(
+        "gsm8k", published.write_jsonl(tmp_path / "gsm8k.jsonl", published.GSM8K)
+    )
+    assert (
+        score("gsm8k", row, "#### 72"),
+        score("gsm8k", row, "It is 72."),
+        score("gsm8k", row, "27"),
+    ) == (1, 1, 0)
+    first, second = rows_of(
+        "math", published.write_jsonl(tmp_path / "math.jsonl", published.MATH)
+    )
     assert (first["answer"], second["answer"]) == ("0.5", "\\frac{1}{2}")
     assert score("math", second, "$\\boxed{0.5}$") == 1.0
 
 
-@given(st.recursive(st.text("ab\\x", max_size=3), lambda inner: st.builds(lambda a, b: f"{a}{{{b}}}", inner, inner)))
+@given(
+    st.recursive(
+        st.text("ab\\x", max_size=3),
+        lambda inner: st.builds(lambda a, b: f"{a}{{{b}}}", inner, inner),
+    )
+)
 def test_the_last_box_with_nested_braces(content: str) -> None:
-    assert last_boxed(f"first \\boxed{{1}} then \\boxed{{{content}}} end") == content.strip()
+    assert (
+        last_boxed(f"first \\boxed{{1}} then \\boxed{{{content}}} end")
+        == content.strip()
+    )
     assert last_boxed("\\boxed{never ended") is last_boxed("no box") is None
 
 
 def test_livecodebench_reads_private_tests_and_functions(tmp_path: Path) -> None:
-    first, second = rows_of("code", published.write_jsonl(tmp_path / "test5.jsonl", published.LIVECODEBENCH))
-    assert first["answer"] == [{"input": "1 2\n", "output": "3\n"}, {"input": "10 -4\n", "output": "6\n"}]
-    assert second["answer"] == [{"call": "pick", "args": [[1, 2, 3], "max"], "expected": 3}]
+    first, second = rows_of(
+        "code", published.write_jsonl(tmp_path / "test5.jsonl", published.LIVECODEBENCH)
+    )
+    assert first["answer"] == [
+        {"input": "1 2\n", "output": "3\n"},
+        {"input": "10 -4\n", "output": "6\n"},
+    ]
+    assert second["answer"] == [
+        {"call": "pick", "args": [[1, 2, 3], "max"], "expected": 3}
+    ]
     assert "class Solution" in second["prompt"]
     right = "```python\nprint(sum(map(int, input().split())))\n```"
     # Right for the public test alone.
@@ -109,7 +155,10 @@ def test_private_tests_that_hold_an_object_are_refused(tmp_path: Path) -> None:
 
     packed = base64.b64encode(zlib.compress(pickle.dumps(Harmful()))).decode()
     row = {**published.LIVECODEBENCH[0], "private_test_cases": packed}
-    with pytest.raises(DataError, match="line 1: its test cases cannot be read .*STACK_GLOBAL; expected one text"):
+    with pytest.raises(
+        DataError,
+        match="line 1: its test cases cannot be read .*STACK_GLOBAL; expected one text",
+    ):
         rows_of("code", published.write_jsonl(tmp_path / "bad.jsonl", [row]))
     assert not (tmp_path / "made").exists()
 
@@ -123,21 +172,42 @@ def test_codeforces_has_limits_and_a_checker(tmp_path: Path) -> None:
     [row] = rows_of("code", path)
     assert (row["time_limit"], row["memory_limit"]) == (1.0, 256.0)
     assert "Example input\n5" in row["prompt"]
-    # Another pair than the published one, then a wrong sum, output that no number is in, and one that takes too long.
+    # Another pair than the published one, then a wrong sum, output that no number is
+    # in, and one that takes too long.
     assert score("code", row, "```python\nprint(0, int(input()))\n```") == 1.0
     assert score("code", row, "```python\nprint(1, int(input()))\n```") == 0.0
     assert score("code", row, "```python\nprint('a', 'b')\n```") == 0.0
-    assert score("code", row, "```python\nimport time\ntime.sleep(2)\nprint(0, int(input()))\n```") == 0.0
-    assert score("code", row, "```python\nx = bytearray(300 * 2**20)\nprint(0, int(input()))\n```") == 0.0
+    assert (
+        score(
+            "code",
+            row,
+            "```python\nimport time\ntime.sleep(2)\nprint(0, int(input()))\n```",
+        )
+        == 0.0
+    )
+    assert (
+        score(
+            "code",
+            row,
+            "```python\nx = bytearray(300 * 2**20)\nprint(0, int(input()))\n```",
+        )
+        == 0.0
+    )
     with pytest.raises(DataError, match="it is interactive"):
         interactive = [{**published.CODEFORCES[0], "interaction_format": "Ask."}]
-        rows_of("code", published.write_jsonl(tmp_path / "interactive.jsonl", interactive))
+        rows_of(
+            "code", published.write_jsonl(tmp_path / "interactive.jsonl", interactive)
+        )
 
 
 @pytest.mark.parametrize("suite", SUITE_NAMES)
-def test_a_row_with_other_columns_names_the_expected_ones(suite: str, tmp_path: Path) -> None:
+def test_a_row_with_other_columns_names_the_expected_ones(
+    suite: str, tmp_path: Path
+) -> None:
     path = published.write_jsonl(tmp_path / "other.jsonl", [{"text": "a"}])
-    with pytest.raises(DataError, match="other.jsonl, line 1: expected a column '.*; found text"):
+    with pytest.raises(
+        DataError, match="other.jsonl, line 1: expected a column '.*; found text"
+    ):
         rows_of(suite, path)
 
 
@@ -155,7 +225,9 @@ def test_sources_are_checked_before_a_run(tmp_path: Path) -> None:
 
 
 def test_settings_that_contradict_each_other() -> None:
-    config = EvaluationConfig(suites=["gsm8k", "aime"], pass_at=[8], data={"aime": "a/b?part=1"})
+    config = EvaluationConfig(
+        suites=["gsm8k", "aime"], pass_at=[8], data={"aime": "a/b?part=1"}
+    )
     issues = {issue.key: str(issue) for issue in config.issues("evaluation")}
     assert "gsm8k draws 1" in issues["evaluation.pass_at"]
     assert "found the option 'part'" in issues["evaluation.data.aime"]
@@ -175,17 +247,33 @@ def test_the_scores_of_inspect_ai(suite: str, by_inspect: dict[str, Any]) -> Non
     for row in json.loads((HERE / "suite_responses.json").read_text())[suite]:
         entry, extra = SUITES[suite], {"choices": row.get("choices")}
         reward = build_reward([{"name": entry.reward, "options": dict(entry.options)}])
-        samples = [RewardSample(row["question"], text, row["answer"], extra) for text in row["responses"]]
+        samples = [
+            RewardSample(row["question"], text, row["answer"], extra)
+            for text in row["responses"]
+        ]
         assert entry.answer is not None
         answers = [entry.answer(text, extra) for text in row["responses"]]
         correct: list[bool | None] = list(reward.score(samples).correct)
-        prompts.append(PromptResult(row["question"], "", None, correct, answers, row["responses"], [1] * 4, ["stop"]))
+        prompts.append(
+            PromptResult(
+                row["question"],
+                "",
+                None,
+                correct,
+                answers,
+                row["responses"],
+                [1] * 4,
+                ["stop"],
+            )
+        )
     assert [prompt.correct for prompt in prompts] == by_inspect[suite]["correct"]
     result = SuiteResult(suite, prompts, [2])
     names = {"avg@4": "mean", "pass@2": "pass_at_2", "pass@4": "pass_at_4"}
     for metric, reducer in names.items():
         estimate, metrics = result.estimate(metric), by_inspect[suite]["metrics"]
-        assert estimate.value == pytest.approx(metrics[f"{reducer}/accuracy"], abs=1e-12)
+        assert estimate.value == pytest.approx(
+            metrics[f"{reducer}/accuracy"], abs=1e-12
+        )
         assert estimate.error == pytest.approx(metrics[f"{reducer}/stderr"], abs=1e-12)
 
 

@@ -38,7 +38,10 @@ def group_ranks(sizes: dict[str, int]) -> dict[str, list[int] | None]:
     """Members of every group of this rank's ProcessGroupCollection, by field."""
     collection = ProcessGroupManager().grid(GridShape(**sizes)).pg_collection
     groups = {name: getattr(collection, name) for name in FIELDS}
-    return {name: None if group is None else dist.get_process_group_ranks(group) for name, group in groups.items()}
+    return {
+        name: None if group is None else dist.get_process_group_ranks(group)
+        for name, group in groups.items()
+    }
 
 
 def two_grids(first: dict[str, int], second: dict[str, int]) -> dict[str, Any]:
@@ -47,15 +50,26 @@ def two_grids(first: dict[str, int], second: dict[str, int]) -> dict[str, Any]:
     one = manager.grid(GridShape(**first))
     after_first = manager.num_groups
     other = manager.grid(GridShape(**second))
-    groups = [{name: getattr(grid.pg_collection, name) for name in FIELDS} for grid in (one, other)]
+    groups = [
+        {name: getattr(grid.pg_collection, name) for name in FIELDS}
+        for grid in (one, other)
+    ]
     members = [
-        {name: None if g is None else tuple(dist.get_process_group_ranks(g)) for name, g in found.items()}
+        {
+            name: None if g is None else tuple(dist.get_process_group_ranks(g))
+            for name, g in found.items()
+        }
         for found in groups
     ]
-    distinct = {ranks for found in members for ranks in found.values() if ranks is not None}
+    distinct = {
+        ranks for found in members for ranks in found.values() if ranks is not None
+    }
     shared = {
         ranks: {
-            id(found[name]) for found, m in zip(groups, members, strict=True) for name in FIELDS if m[name] == ranks
+            id(found[name])
+            for found, m in zip(groups, members, strict=True)
+            for name in FIELDS
+            if m[name] == ranks
         }
         for ranks in distinct
     }
@@ -65,8 +79,11 @@ def two_grids(first: dict[str, int], second: dict[str, int]) -> dict[str, Any]:
         "after_first": after_first,
         "after_both": manager.num_groups,
         "distinct": sorted(distinct),
-        "every_group_is_one_object": all(len(objects) == 1 for objects in shared.values()),
-        "world_is_the_default_group": one.world is dist.group.WORLD and other.world is dist.group.WORLD,
+        "every_group_is_one_object": all(
+            len(objects) == 1 for objects in shared.values()
+        ),
+        "world_is_the_default_group": one.world is dist.group.WORLD
+        and other.world is dist.group.WORLD,
         "sum_over_tp": int(total),
     }
 
@@ -107,7 +124,9 @@ def gather_in_pairs() -> list[int]:
 def gather_uneven(rows_of: list[int], dtype: str) -> dict[str, Any]:
     """Rank r brings `rows_of[r]` rows, each row [r, number]."""
     rank = dist.get_rank()
-    rows = torch.tensor([[rank, number] for number in range(rows_of[rank])], dtype=getattr(torch, dtype))
+    rows = torch.tensor(
+        [[rank, number] for number in range(rows_of[rank])], dtype=getattr(torch, dtype)
+    )
     found = gather_rows(rows.reshape(-1, 2))
     return {"rows": found.tolist(), "dtype": str(found.dtype)}
 
@@ -148,7 +167,11 @@ def fail(on: dict[str, list[str]], how: str) -> dict[str, Any]:
                 if error is not None:
                     raise error
     except MegaverlError as caught:
-        heard = {"class": type(caught).__name__, "text": str(caught), "cause": caught.__cause__ is error is not None}
+        heard = {
+            "class": type(caught).__name__,
+            "text": str(caught),
+            "cause": caught.__cause__ is error is not None,
+        }
     return heard | {"after": gather_json(dist.get_rank())}
 
 
@@ -171,8 +194,9 @@ def first_rank_only(fails: bool) -> dict[str, Any]:
 
 
 def agree_without_a_device() -> dict[str, Any]:
-    """Over a group whose backend carries nothing, as none but the hosts are to take part; and how many sockets that
-    opened."""
+    """Over a group whose backend carries nothing, as none but the hosts are to take
+    part; and how many sockets that opened.
+    """
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 (the backend "fake")
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -185,14 +209,17 @@ def agree_without_a_device() -> dict[str, Any]:
         "gathered": gather_json([rank, "x" * (700 * rank)], silent),
         "sum": reduce_json(rank, sum, silent),
         "from the last": broadcast_json({"rank": rank}, size - 1, silent),
-        "rows": gather_host_rows(torch.full((rank, 2), rank, dtype=torch.float32), silent).tolist(),
+        "rows": gather_host_rows(
+            torch.full((rank, 2), rank, dtype=torch.float32), silent
+        ).tolist(),
         "none": list(gather_host_rows(torch.empty(0, 3), silent).shape),
     }
 
 
 def control_beside_a_device() -> dict[str, Any]:
-    """Where the default group is not gloo: the sockets that agreements open; and each rank's message to the next, which
-    none waits for before it sends its own."""
+    """Where the default group is not gloo: the sockets that agreements open; and each
+    rank's message to the next, which none waits for before it sends its own.
+    """
     with patch.object(worlds, "platform", SimpleNamespace(backend="nccl")):
         context = worlds.of_default_group(("actor",), timedelta(seconds=60))
     rank, size = context.rank, dist.get_world_size()
@@ -205,11 +232,18 @@ def control_beside_a_device() -> dict[str, Any]:
     sent = Channel(context, "next").send_to([(rank + 1) % size], bytes([rank]))
     (heard,) = Channel(context, "next").receive_from((rank - 1) % size)
     sent.wait()
-    return {"opened": opened, "agreed": agreed, "heard": int(heard), "own": context.control is not dist.group.WORLD}
+    return {
+        "opened": opened,
+        "agreed": agreed,
+        "heard": int(heard),
+        "own": context.control is not dist.group.WORLD,
+    }
 
 
 def _num_sockets() -> int:
-    return sum(connection.raddr != () for connection in psutil.Process().net_connections())
+    return sum(
+        connection.raddr != () for connection in psutil.Process().net_connections()
+    )
 
 
 def reduce_that_fails() -> list[str]:
@@ -240,26 +274,38 @@ def counted_collectives(sizes: dict[str, int]) -> dict[str, Any]:
     grid = ProcessGroupManager().grid(GridShape(**sizes))
     traffic.name_groups("actor", grid.dimensions)
     group, size, rank = grid.tp_group, grid.tp_group.size(), grid.tp_group.rank()
-    # All ranks make all groups, whose names are then new in a world that earlier jobs have used.
+    # All ranks make all groups, whose names are then new in a world that earlier jobs
+    # have used.
     shape = GridShape(**sizes)
-    every = sorted({shape.groups_of(number)["tp"] for number in range(dist.get_world_size())})
+    every = sorted(
+        {shape.groups_of(number)["tp"] for number in range(dist.get_world_size())}
+    )
     groups = {ranks: dist.new_group(list(ranks)) for ranks in every}
     nameless = groups[shape.groups_of(dist.get_rank())["tp"]]
 
     def counted(collective: Any) -> float:
         before = traffic.by_dimension("actor", traffic.received_bytes()).get("tp", 0.0)
         collective()
-        return traffic.by_dimension("actor", traffic.received_bytes()).get("tp", 0.0) - before
+        return (
+            traffic.by_dimension("actor", traffic.received_bytes()).get("tp", 0.0)
+            - before
+        )
 
     small, whole = torch.ones(6), torch.ones(6 * size, dtype=torch.bfloat16)
     parts = [torch.ones(6) for _ in range(size)]
-    sizes_out = np.array([1 + place for place in range(size)])  # as megatron-core's token dispatcher gives them
-    uneven_in, uneven_out = torch.ones(size * (rank + 1)), torch.ones(int(sizes_out.sum()))
+    # As megatron-core's token dispatcher gives them.
+    sizes_out = np.array([1 + place for place in range(size)])
+    uneven_in, uneven_out = (
+        torch.ones(size * (rank + 1)),
+        torch.ones(int(sizes_out.sum())),
+    )
 
     def exchange() -> None:
         operations = [
             dist.P2POp(dist.isend, small, group=group, group_peer=(rank + 1) % size),
-            dist.P2POp(dist.irecv, torch.empty(6), group=group, group_peer=(rank - 1) % size),
+            dist.P2POp(
+                dist.irecv, torch.empty(6), group=group, group_peer=(rank - 1) % size
+            ),
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
@@ -267,10 +313,16 @@ def counted_collectives(sizes: dict[str, int]) -> dict[str, Any]:
     collectives = {
         "all_reduce": lambda: dist.all_reduce(small, group=group),
         "all_gather": lambda: dist.all_gather(parts, small, group=group),
-        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, whole[:6].clone(), group=group),
-        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(torch.ones(6), torch.ones(6 * size), group=group),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(
+            whole, whole[:6].clone(), group=group
+        ),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(
+            torch.ones(6), torch.ones(6 * size), group=group
+        ),
         "broadcast": lambda: dist.broadcast(small, group_src=0, group=group),
-        "all_to_all_single": lambda: dist.all_to_all_single(torch.ones(6 * size), torch.ones(6 * size), group=group),
+        "all_to_all_single": lambda: dist.all_to_all_single(
+            torch.ones(6 * size), torch.ones(6 * size), group=group
+        ),
         "uneven": lambda: dist.all_to_all_single(
             uneven_out, uneven_in, sizes_out, np.array([rank + 1] * size), group=group
         ),
@@ -278,4 +330,6 @@ def counted_collectives(sizes: dict[str, int]) -> dict[str, Any]:
         "nameless": lambda: dist.all_reduce(small, group=nameless),
         "json": lambda: gather_json({"some": "value"}, group),
     }
-    return {"rank": rank} | {name: counted(collective) for name, collective in collectives.items()}
+    return {"rank": rank} | {
+        name: counted(collective) for name, collective in collectives.items()
+    }

@@ -44,7 +44,9 @@ def committed() -> list[Any]:
     """The protocol of the checkpoint store, with the coordinator as the one that commits."""
     context = start({**ROLES, "rollout": "actor"})
     commits = Committer(context.control, context.placement.coordinator)
-    collected = commits.conclude({"rank": context.rank}, lambda reports: [*reports, context.rank])
+    collected = commits.conclude(
+        {"rank": context.rank}, lambda reports: [*reports, context.rank]
+    )
     answer = commits.decide(lambda: {"by": context.rank})
 
     def fail() -> None:
@@ -76,8 +78,10 @@ def lost(rank: int, how: str) -> str:
 
 
 def waits_on_the_device(stage: str) -> str:
-    """Rank 1 stalls in a stage; rank 0 of the same world is in `stage` and reads a number of what is not computed, as
-    after a collective of NCCL's; the other worlds wait for both."""
+    """Rank 1 stalls in a stage; rank 0 of the same world is in `stage` and reads a
+    number of what is not computed, as after a collective of NCCL's; the other worlds
+    wait for both.
+    """
     context, liveness = make()
     for begun in ("rollout", "values", "actor_update"):
         liveness.status(begun, 2)
@@ -87,7 +91,8 @@ def waits_on_the_device(stage: str) -> str:
             NotComputed().item()
     try:
         barrier(context.control)
-    except TrainingStopped as error:  # a rank that has heard the verdict may end before this one has
+    # A rank that has heard the verdict may end before this one has.
+    except TrainingStopped as error:
         return str(liveness.explain(error))
     return "nothing happened"
 

@@ -52,7 +52,11 @@ def sockets_of_roles_apart() -> int:
     with patch.object(worlds, "platform", SimpleNamespace(backend="fake")):
         context = start({"rollout": "2-3"})
     port = int(os.environ["MASTER_PORT"])
-    ports = [(each.laddr[1], each.raddr[1]) for each in psutil.Process().net_connections() if each.raddr]
+    ports = [
+        (each.laddr[1], each.raddr[1])
+        for each in psutil.Process().net_connections()
+        if each.raddr
+    ]
     barrier(context.control)  # until all have counted
     others = [rank for rank in range(4) if rank != context.rank]
     sent = Channel(context, "counted").send_to(others, b"")
@@ -68,9 +72,13 @@ def full_batch(rng: random.Random, num_rows: int) -> RolloutBatch:
     responses = [rng.choice([0, 1, 5, 9]) for _ in range(num_rows)]
     wide_s, wide_r = max(prompts, default=0), max(responses, default=0)
     lengths = torch.tensor(responses, dtype=torch.int64)
-    numbers = torch.tensor([rng.random() for _ in range(num_rows * wide_r)]).reshape(num_rows, wide_r)
+    numbers = torch.tensor([rng.random() for _ in range(num_rows * wide_r)]).reshape(
+        num_rows, wide_r
+    )
     mask = torch.arange(wide_r) < lengths.unsqueeze(1)
-    prompt_mask = torch.arange(wide_s) < torch.tensor(prompts, dtype=torch.int64).unsqueeze(1)
+    prompt_mask = torch.arange(wide_s) < torch.tensor(
+        prompts, dtype=torch.int64
+    ).unsqueeze(1)
     ids = torch.arange(num_rows * wide_s).reshape(num_rows, wide_s)
     return RolloutBatch(
         {
@@ -83,23 +91,34 @@ def full_batch(rng: random.Random, num_rows: int) -> RolloutBatch:
             "rewards": torch.tensor([rng.random() for _ in range(num_rows)]),
             "group_ids": torch.arange(num_rows),
         },
-        {"answer": [f"é{i}" for i in range(num_rows)], "extra": [{"n": i, "none": None} for i in range(num_rows)]},
+        {
+            "answer": [f"é{i}" for i in range(num_rows)],
+            "extra": [{"n": i, "none": None} for i in range(num_rows)],
+        },
     )
 
 
 def same(a: RolloutBatch, b: RolloutBatch) -> bool:
     """Equal to the bit, once both are cut to what they hold."""
     a, b = a.trim(), b.trim()
-    tensors = a.tensors.keys() == b.tensors.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    tensors = a.tensors.keys() == b.tensors.keys() and all(
+        torch.equal(a[name], b[name]) for name in a
+    )
     return tensors and a.columns == b.columns
 
 
 def draw_rows(rng: random.Random, num_rows: int) -> tuple[Rows, Rows]:
     """Some layout on four ranks in which every row is somewhere, and another that wants some of them."""
-    source = {rank: rng.sample(range(num_rows), rng.randint(0, num_rows)) for rank in rng.sample(range(4), 3)}
+    source = {
+        rank: rng.sample(range(num_rows), rng.randint(0, num_rows))
+        for rank in rng.sample(range(4), 3)
+    }
     first = min(source)
     source[first] = rng.sample(range(num_rows), num_rows)
-    return source, {rank: rng.sample(range(num_rows), rng.randint(0, num_rows)) for rank in rng.sample(range(4), 3)}
+    return source, {
+        rank: rng.sample(range(num_rows), rng.randint(0, num_rows))
+        for rank in rng.sample(range(4), 3)
+    }
 
 
 def by_way_of(context: JobContext, through: str) -> tuple[JobContext, Counter[str]]:
@@ -109,10 +128,14 @@ def by_way_of(context: JobContext, through: str) -> tuple[JobContext, Counter[st
 
     def counted(operations: list[dist.P2POp]) -> list[dist.Work]:
         assert all(each.group is context.group for each in operations)
-        sent["devices"] += sum(each.tensor.nbytes for each in operations if each.op is dist.isend)
+        sent["devices"] += sum(
+            each.tensor.nbytes for each in operations if each.op is dist.isend
+        )
         return real(operations)
 
-    def counted_too(dest: int, name: str, parts: Sequence[torch.Tensor | bytes]) -> Future[None]:
+    def counted_too(
+        dest: int, name: str, parts: Sequence[torch.Tensor | bytes]
+    ) -> Future[None]:
         sent["hosts"] += sum(map(len, parts))
         return send(dest, name, parts)
 
@@ -126,7 +149,9 @@ def batches_move(seeds: list[int], through: str) -> dict[str, Any]:
     """Many edges between all four ranks, each with another layout; what comes is compared with the whole."""
     context, sent = by_way_of(start({"rollout": "2-3"}), through)
     assert dist.get_world_size() == 2 and dist.get_rank() == context.rank % 2
-    assert dist.get_rank(context.group) == dist.get_rank(context.control) == context.rank
+    assert (
+        dist.get_rank(context.group) == dist.get_rank(context.control) == context.rank
+    )
     total = torch.tensor([context.rank])
     dist.all_reduce(total)  # in the world alone
     wrong, moved = [], 0
@@ -135,27 +160,44 @@ def batches_move(seeds: list[int], through: str) -> dict[str, Any]:
         full = full_batch(rng, rng.randint(1, 9))
         source, dest = draw_rows(rng, len(full))
         moving = Moving.plan(context, f"edge {seed}", source, dest)
-        mine = full.select(source[context.rank]).trim() if context.rank in source else None
+        mine = (
+            full.select(source[context.rank]).trim() if context.rank in source else None
+        )
         got = move_batch(context, moving, mine)
-        moved += sum(len(move.rows) for move in moving.moves if move.dest == context.rank)
+        moved += sum(
+            len(move.rows) for move in moving.moves if move.dest == context.rank
+        )
         wanted = dest.get(context.rank)
         if wanted is not None and (got is None or not same(got, full.select(wanted))):
             wrong.append(seed)
     reached = gather_json(context.rank, context.group)
     env = [os.environ["RANK"], os.environ["WORLD_SIZE"]]
-    said = {"wrong": wrong, "moved": moved, "world": int(total), "reached": reached, "env": env, "roles": context.roles}
+    said = {
+        "wrong": wrong,
+        "moved": moved,
+        "world": int(total),
+        "reached": reached,
+        "env": env,
+        "roles": context.roles,
+    }
     return said | {"bytes": {"hosts": sent["hosts"], "devices": sent["devices"]}}
 
 
 def sender_dies(how: str, after: str) -> str:
     """Rank 0 should send to 1 and 2, and does not; or it sends what is said of rows, and not those from its device."""
     context = start({"rollout": 0})
-    context = replace(context, timeout=timedelta(seconds=1), rows=context.group if after == "headers" else None)
+    context = replace(
+        context,
+        timeout=timedelta(seconds=1),
+        rows=context.group if after == "headers" else None,
+    )
     moving = Moving.plan(context, "rollouts", {0: [0, 1]}, {1: [0], 2: [1]})
     if context.rank == 0:
         if after == "headers":
             batch = full_batch(random.Random(3), 2)
-            _send_from_host(context, moving, as_ragged(batch.tensors, batch, batch.columns))[0].wait()
+            _send_from_host(
+                context, moving, as_ragged(batch.tensors, batch, batch.columns)
+            )[0].wait()
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         signal.sigwait({signal.SIGUSR1})  # until the test ends it
@@ -192,15 +234,30 @@ def weights_move() -> dict[str, Any]:
 
     ids = element_ids(weights)
     tensors = [
-        {name: torch.nn.Parameter(torch.from_numpy(array).float()) for name, array in fill(layout, of).items()}
-        for layout, of in ((source(context.rank), ids), (dest(context.rank), {k: v * 0 for k, v in ids.items()}))
+        {
+            name: torch.nn.Parameter(torch.from_numpy(array).float())
+            for name, array in fill(layout, of).items()
+        }
+        for layout, of in (
+            (source(context.rank), ids),
+            (dest(context.rank), {k: v * 0 for k, v in ids.items()}),
+        )
     ]
     plan = make_plan(source, dest, 4, context.rank, context.placement.node_of)
     options = TransportOptions(timeout=context.timeout)
     stats = Resharder(plan, tensors[0], tensors[1], context.group, options).run()
     expected = fill(dest(context.rank), ids)
-    wrong = [name for name, t in tensors[1].items() if not torch.equal(t, torch.from_numpy(expected[name]).float())]
-    return {"wrong": wrong, "received": stats.bytes_received, "sent": stats.bytes_sent, "tensors": len(tensors[1])}
+    wrong = [
+        name
+        for name, t in tensors[1].items()
+        if not torch.equal(t, torch.from_numpy(expected[name]).float())
+    ]
+    return {
+        "wrong": wrong,
+        "received": stats.bytes_received,
+        "sent": stats.bytes_sent,
+        "tensors": len(tensors[1]),
+    }
 
 
 @dataclass(frozen=True)
@@ -215,7 +272,9 @@ def values_travel(through: str) -> dict[str, Any]:
     """Rollouts on 2-3, an actor on 0-1: a batch, a tensor, a dataclass, nothing; and what cannot travel."""
     context, sent = by_way_of(start({"rollout": "2-3", "actor": "0-1"}), through)
     mover, full = ValueMover(context, known=[Marks]), full_batch(random.Random(5), 7)
-    marks = Marks(torch.arange(7.0), {"a": [1, None, "x"], "b": (True, torch.tensor([[2]]))})
+    marks = Marks(
+        torch.arange(7.0), {"a": [1, None, "x"], "b": (True, torch.tensor([[2]]))}
+    )
     values: list[Any] = [full, full.rollout_log_probs * 2, marks, None]
     found: dict[str, Any] = {}
     source = context.rank if context.rank >= 2 else context.rank + 2
@@ -224,16 +283,24 @@ def values_travel(through: str) -> dict[str, Any]:
         for move, value in zip(moves, values, strict=True):
             run_blocking(mover.send(move, value))
     else:
-        batch, tensor, scores, nothing = (run_blocking(mover.receive(move, None)) for move in moves)
+        batch, tensor, scores, nothing = (
+            run_blocking(mover.receive(move, None)) for move in moves
+        )
         assert isinstance(batch, RolloutBatch) and isinstance(scores, Marks)
         found["batch"] = same(batch, full)
         found["tensor"] = torch.equal(tensor, full.rollout_log_probs * 2)  # type: ignore[arg-type]
-        found["scores"] = torch.equal(scores.total, marks.total) and scores.by_name["a"] == [1, None, "x"]
-        found["tuple"] = scores.by_name["b"][0] is True and int(scores.by_name["b"][1]) == 2
+        found["scores"] = torch.equal(scores.total, marks.total) and scores.by_name[
+            "a"
+        ] == [1, None, "x"]
+        found["tuple"] = (
+            scores.by_name["b"][0] is True and int(scores.by_name["b"][1]) == 2
+        )
         found["nothing"] = nothing is None
     mover.settle()
     try:
-        run_blocking(mover.send(RowTransfer(9, context.rank, (context.rank + 2) % 4), object()))
+        run_blocking(
+            mover.send(RowTransfer(9, context.rank, (context.rank + 2) % 4), object())
+        )
     except DataError as error:
         found["refused"] = "a object cannot go to other ranks" in str(error)
     if context.rank >= 2:

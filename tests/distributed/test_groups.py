@@ -15,7 +15,8 @@ from megatron.core.parallel_state import RankGenerator  # noqa: E402
 RANKS = "tests.distributed.group_ranks:"
 ORDER = "tp-cp-ep-dp-pp"  # megatron-core's default
 
-# Field -> the dimensions in megatron-core's words, of its dense and of its expert rank generator.
+# Field -> the dimensions in megatron-core's words, of its dense and of its expert rank
+# generator.
 DENSE = {
     "tp": "tp",
     "cp": "cp",
@@ -52,16 +53,29 @@ SHAPES = [
 def expected_groups(sizes: dict[str, int]) -> list[dict[str, list[int] | None]]:
     """Every rank's groups as megatron-core enumerates them."""
     shape = GridShape(**sizes)
-    dense = RankGenerator(tp=shape.tp, ep=1, dp=shape.dp, pp=shape.pp, cp=shape.cp, order=ORDER)
-    expert = RankGenerator(tp=shape.expert_tp, ep=shape.ep, dp=shape.expert_dp, pp=shape.pp, cp=1, order=ORDER)
+    dense = RankGenerator(
+        tp=shape.tp, ep=1, dp=shape.dp, pp=shape.pp, cp=shape.cp, order=ORDER
+    )
+    expert = RankGenerator(
+        tp=shape.expert_tp,
+        ep=shape.ep,
+        dp=shape.expert_dp,
+        pp=shape.pp,
+        cp=1,
+        order=ORDER,
+    )
 
     def of(rank: int, groups: list[list[int]]) -> list[int]:
         return next(sorted(group) for group in groups if rank in group)
 
     found = []
     for rank in range(shape.world_size):
-        groups: dict[str, list[int] | None] = {field: of(rank, dense.get_ranks(dims)) for field, dims in DENSE.items()}
-        groups |= {field: of(rank, expert.get_ranks(dims)) for field, dims in EXPERT.items()}
+        groups: dict[str, list[int] | None] = {
+            field: of(rank, dense.get_ranks(dims)) for field, dims in DENSE.items()
+        }
+        groups |= {
+            field: of(rank, expert.get_ranks(dims)) for field, dims in EXPERT.items()
+        }
         stages = of(rank, dense.get_ranks("pp"))
         ends = sorted({stages[0], stages[-1]})
         groups["embd"] = ends if rank in ends else None
@@ -71,7 +85,9 @@ def expected_groups(sizes: dict[str, int]) -> list[dict[str, list[int] | None]]:
     return found
 
 
-@pytest.mark.parametrize("sizes", SHAPES, ids=lambda sizes: " ".join(f"{k}{v}" for k, v in sizes.items()))
+@pytest.mark.parametrize(
+    "sizes", SHAPES, ids=lambda sizes: " ".join(f"{k}{v}" for k, v in sizes.items())
+)
 def test_every_field_holds_the_ranks_that_megatron_core_would_put_there(
     launch: Launcher, sizes: dict[str, int]
 ) -> None:
@@ -82,8 +98,10 @@ def test_every_field_holds_the_ranks_that_megatron_core_would_put_there(
     ("first", "second", "num_new"),
     [
         ({"tp": 2, "pp": 2}, {"tp": 2, "pp": 2}, 0),
-        ({"tp": 2, "pp": 2}, {"tp": 4}, 0),  # tp4 is the world, dp1 each rank alone: both are there already
-        ({"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}, 0),  # the pairs lie alike, one across stages, the other across dp
+        # tp4 is the world, dp1 each rank alone: both are there already.
+        ({"tp": 2, "pp": 2}, {"tp": 4}, 0),
+        # The pairs lie alike, one across stages, the other across dp.
+        ({"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}, 0),
         ({"tp": 4}, {"pp": 2, "dp": 2}, 2),
     ],
 )
@@ -104,7 +122,9 @@ def test_a_grid_after_a_deep_pipeline(launch: Launcher) -> None:
     pairs = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}
     stages = {0: [0, 2], 1: [1, 3], 2: [0, 2], 3: [1, 3]}
     for rank, sums in enumerate(found):
-        assert sums == [sum(2**r for r in ranks) for ranks in (pairs[rank], stages[rank], [rank])]
+        assert sums == [
+            sum(2**r for r in ranks) for ranks in (pairs[rank], stages[rank], [rank])
+        ]
 
 
 def test_a_grid_that_does_not_fill_the_world(launch: Launcher) -> None:

@@ -13,21 +13,39 @@ from tests.launcher import Launcher
 def test_the_coordinator_commits_for_all(launch: Launcher) -> None:
     ended = launch.ranks(4, "tests.distributed.liveness_ranks:committed")
     for rank, (decides, collected, answer, error) in enumerate(ended.check()):
-        assert decides == (rank == 3) and answer == {"by": 3} and error == "rank 3: the disk is full"
-        assert collected == [*({"rank": other} for other in range(4)), 3], "on the rank that commits"
+        assert (
+            decides == (rank == 3)
+            and answer == {"by": 3}
+            and error == "rank 3: the disk is full"
+        )
+        assert collected == [*({"rank": other} for other in range(4)), 3], (
+            "on the rank that commits"
+        )
 
 
 @pytest.mark.parametrize(
     ("rank", "how", "words"),
     [
-        (1, "stalled", "rank 1 (actor+reward+rollout, here) stalls: it was in actor_update"),
-        (1, "killed", "rank 1 (actor+reward+rollout, here) is gone: it was in actor_update"),
+        (
+            1,
+            "stalled",
+            "rank 1 (actor+reward+rollout, here) stalls: it was in actor_update",
+        ),
+        (
+            1,
+            "killed",
+            "rank 1 (actor+reward+rollout, here) is gone: it was in actor_update",
+        ),
         (2, "killed", "rank 2 (critic, here) is gone: it was in critic_update"),
         (3, "killed", "rank 3 (coordinator, here) is gone: it was in wait"),
     ],
 )
-def test_a_lost_rank_is_named_on_every_rank(launch: Launcher, rank: int, how: str, words: str) -> None:
-    ended = launch.ranks(4, "tests.distributed.liveness_ranks:lost", deadline=12.0, rank=rank, how=how)
+def test_a_lost_rank_is_named_on_every_rank(
+    launch: Launcher, rank: int, how: str, words: str
+) -> None:
+    ended = launch.ranks(
+        4, "tests.distributed.liveness_ranks:lost", deadline=12.0, rank=rank, how=how
+    )
     for other in range(4):
         if other == rank and how == "killed":
             continue
@@ -37,27 +55,54 @@ def test_a_lost_rank_is_named_on_every_rank(launch: Launcher, rank: int, how: st
 
 
 @pytest.mark.parametrize("stage", ["values", "actor_update"])
-def test_a_rank_that_waits_on_its_device_is_not_accused(launch: Launcher, stage: str) -> None:
+def test_a_rank_that_waits_on_its_device_is_not_accused(
+    launch: Launcher, stage: str
+) -> None:
     """Under NCCL a rank that waits for others is in no frame of torch.distributed, be it further or in that stage."""
-    ended = launch.ranks(4, "tests.distributed.liveness_ranks:waits_on_the_device", deadline=12.0, stage=stage)
+    ended = launch.ranks(
+        4,
+        "tests.distributed.liveness_ranks:waits_on_the_device",
+        deadline=12.0,
+        stage=stage,
+    )
     for result, output in zip(ended.results, ended.output, strict=True):
         told = str(result) + output
-        assert "rank 1 (actor+reward+rollout, here) stalls: it was in step 2: values" in told
+        assert (
+            "rank 1 (actor+reward+rollout, here) stalls: it was in step 2: values"
+            in told
+        )
         assert "rank 0 (actor+reward+rollout, here) stalls" not in told
 
 
-def test_who_keeps_the_store_is_named_when_it_is_silent_or_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_keeps_the_store_is_named_when_it_is_silent_or_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    liveness = Liveness(store, 0, 1, coordinator=0, timeouts=Timeouts(stalled_after=9.0))
+    liveness = Liveness(
+        store, 0, 1, coordinator=0, timeouts=Timeouts(stalled_after=9.0)
+    )
     liveness.leave()
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     keeper = "rank 0, which keeps the job's store,"
-    assert liveness._without_a_store(silent=31.2) == f"{keeper} has not been heard of for 31 s: nothing was heard of it"
+    assert (
+        liveness._without_a_store(silent=31.2)
+        == f"{keeper} has not been heard of for 31 s: nothing was heard of it"
+    )
     liveness._seen[0] = (beat(doing="step 2: values", host="here"), 0.0)
     known = "it was in step 2: values for 3 s (process 7 on here)"
-    assert liveness._without_a_store(silent=31.2) == f"{keeper} has not been heard of for 31 s: {known}"
-    assert liveness._without_a_store(RuntimeError("reset")) == f"{keeper} is gone: {known}"
+    assert (
+        liveness._without_a_store(silent=31.2)
+        == f"{keeper} has not been heard of for 31 s: {known}"
+    )
+    assert (
+        liveness._without_a_store(RuntimeError("reset")) == f"{keeper} is gone: {known}"
+    )
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     agent = "torchrun's agent, which keeps the job's store,"
-    assert liveness._without_a_store(silent=31.2) == f"{agent} has not been heard of for 31 s"
-    assert liveness._without_a_store(RuntimeError("reset")) == f"{agent} is gone (reset)"
+    assert (
+        liveness._without_a_store(silent=31.2)
+        == f"{agent} has not been heard of for 31 s"
+    )
+    assert (
+        liveness._without_a_store(RuntimeError("reset")) == f"{agent} is gone (reset)"
+    )

@@ -39,20 +39,34 @@ def test_what_is_sent_comes_whole_and_in_order_under_its_name(ends: Ends) -> Non
     first, second, *_ = ends()
     first.send(1, "opens", [])
     assert second.receive(0, "opens", SOON) == []
-    large = torch.arange(10**6, dtype=torch.float32).reshape(1000, 1000).t()  # not in one piece, nor contiguous
-    sent = [first.send(1, "rows", [b"head", large]), first.send(1, "rows", [b"", torch.tensor(True)])]
-    sent += [first.send(1, "other", [torch.tensor([0.5], dtype=torch.bfloat16)]), second.send(0, "rows", [])]
+    # Not in one piece, nor contiguous.
+    large = torch.arange(10**6, dtype=torch.float32).reshape(1000, 1000).t()
+    sent = [
+        first.send(1, "rows", [b"head", large]),
+        first.send(1, "rows", [b"", torch.tensor(True)]),
+    ]
+    sent += [
+        first.send(1, "other", [torch.tensor([0.5], dtype=torch.bfloat16)]),
+        second.send(0, "rows", []),
+    ]
     assert second.receive(0, "other", SOON)[0].view(torch.bfloat16).tolist() == [0.5]
     assert not any(one.done() for one in sent[:2]), "it has left when it is taken"
     head, rows = second.receive(0, "rows", SOON)
-    assert head.numpy().tobytes() == b"head" and torch.equal(rows.view(torch.float32).reshape(1000, 1000), large)
+    assert head.numpy().tobytes() == b"head" and torch.equal(
+        rows.view(torch.float32).reshape(1000, 1000), large
+    )
     assert [part.tolist() for part in second.receive(0, "rows", SOON)] == [[], [1]]
-    assert first.receive(1, "rows", SOON) == [] and [one.result(30) for one in sent] == [None] * 4
+    assert (
+        first.receive(1, "rows", SOON) == []
+        and [one.result(30) for one in sent] == [None] * 4
+    )
     with pytest.raises(TimeoutError):
         second.receive(0, "rows", NEVER)
 
 
-def test_connections_that_nobody_uses_are_closed(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_that_nobody_uses_are_closed(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(messages, "MOST_IDLE", 1)
     first, *others = ends()
     kept = first.send(3, "kept", [b"0"])  # not taken for now: its connection is in use
@@ -61,11 +75,16 @@ def test_connections_that_nobody_uses_are_closed(ends: Ends, monkeypatch: pytest
         assert others[number % 2].receive(0, "turns", SOON)[0].tolist() == [number]
         sent.result(30)
         assert len(first._connections) <= 2
-    assert others[2].receive(0, "kept", SOON)[0].tolist() == [48] and kept.result(30) is None
+    assert (
+        others[2].receive(0, "kept", SOON)[0].tolist() == [48]
+        and kept.result(30) is None
+    )
 
 
 @pytest.mark.parametrize("says", ["another token", "nothing"])
-def test_a_stranger_is_not_listened_to(ends: Ends, monkeypatch: pytest.MonkeyPatch, says: str) -> None:
+def test_a_stranger_is_not_listened_to(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
     if says == "nothing":
         monkeypatch.setattr(messages, "_HELLO_SECONDS", 0.05)
     host, port, token = ends()[0].find(1)
@@ -80,7 +99,9 @@ def test_a_connection_that_is_broken_before_it_is_taken_ends_nothing(
 ) -> None:
     accept, broken = asyncio.SelectorEventLoop.sock_accept, list[int]()
 
-    async def breaks(loop: asyncio.SelectorEventLoop, listening: socket.socket) -> tuple[socket.socket, object]:
+    async def breaks(
+        loop: asyncio.SelectorEventLoop, listening: socket.socket
+    ) -> tuple[socket.socket, object]:
         if len(broken) < 4:
             broken.append(listening.fileno())
             raise ConnectionAbortedError
@@ -99,7 +120,9 @@ def test_who_ends_is_missed_at_once(ends: Ends) -> None:
     second.send(2, "last words", [torch.zeros(10**6)])
     second.send(2, "end", [])
     third.receive(1, "end", SOON)
-    waiting = threading.Thread(target=lambda: heard.set_result(str(_error_of(third, 1))))
+    waiting = threading.Thread(
+        target=lambda: heard.set_result(str(_error_of(third, 1)))
+    )
     waiting.start()
     second.close()
     with pytest.raises(ConnectionError, match="Connection closed by peer 127.0.0.1"):

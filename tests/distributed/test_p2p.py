@@ -39,7 +39,9 @@ class Batches:
         self.calls: list[tuple[list[tuple[str, int]], OneForAll]] = []
 
     def __call__(self, operations: list[dist.P2POp]) -> list[Any]:
-        self.calls.append(([(op.op.__name__, op.group_peer) for op in operations], OneForAll()))
+        self.calls.append(
+            ([(op.op.__name__, op.group_peer) for op in operations], OneForAll())
+        )
         return [self.calls[-1][1]]
 
 
@@ -62,19 +64,29 @@ def test_messages_to_many_ranks_are_one_batch(
 ) -> None:
     batches = Batches()
     monkeypatch.setattr(dist, "batch_isend_irecv", batches)
-    out, into = ({peer: torch.ones(size) for peer, size in sizes} for sizes in (((0, 2), (2, 0), (3, 1)), ((0, 3),)))
+    out, into = (
+        {peer: torch.ones(size) for peer, size in sizes}
+        for sizes in (((0, 2), (2, 0), (3, 1)), ((0, 3),))
+    )
     sent = PendingSends()
     sent.add(channel.send(group, out))
     sent.add(channel.send(group, {}))
     (asked, work), *others = batches.calls
-    assert asked == [("isend", 0), ("isend", 3)] and not others  # what is empty does not travel
+    # What is empty does not travel.
+    assert asked == [("isend", 0), ("isend", 3)] and not others
     sent.forget_done()
-    assert {id(tensor) for batch in sent._under_way for _, tensor in batch.tensors} == {id(out[0]), id(out[3])}
+    assert {id(tensor) for batch in sent._under_way for _, tensor in batch.tensors} == {
+        id(out[0]),
+        id(out[3]),
+    }
     sent.wait()
     assert work.waits == 1 and not sent._under_way
     channel.receive(group, into)
     channel.exchange(group, out, into)
-    assert [asked for asked, _ in batches.calls[1:]] == [[("irecv", 0)], [("irecv", 0), ("isend", 0), ("isend", 3)]]
+    assert [asked for asked, _ in batches.calls[1:]] == [
+        [("irecv", 0)],
+        [("irecv", 0), ("isend", 0), ("isend", 3)],
+    ]
     assert all(work.waits == 1 for _, work in batches.calls)
 
 

@@ -26,20 +26,30 @@ from megaverl.distributed.placement import (
 )
 from megaverl.distributed.placement_resolver import problems_of, resolve, smallest_world
 
-PPO: dict[str, Sizes | None] = {role: Sizes() for role in ("actor", "critic", "reference", "rollout")} | {
-    "reward": None
-}
+PPO: dict[str, Sizes | None] = {
+    role: Sizes() for role in ("actor", "critic", "reference", "rollout")
+} | {"reward": None}
 
 
-def place(size: int, nodes: list[Node] | None = None, grids: Any = PPO, islands: int = 1, **said: Any) -> Any:
+def place(
+    size: int,
+    nodes: list[Node] | None = None,
+    grids: Any = PPO,
+    islands: int = 1,
+    **said: Any,
+) -> Any:
     wanted = {role: parse_wanted(value) for role, value in said.items()}
     return resolve(wanted, size, grids, nodes, islands=islands)
 
 
-def refusals(size: int, nodes: list[Node] | None = None, grids: Any = PPO, **said: Any) -> list[str]:
+def refusals(
+    size: int, nodes: list[Node] | None = None, grids: Any = PPO, **said: Any
+) -> list[str]:
     with pytest.raises(PlacementError) as caught:
         place(size, nodes, grids, **said)
-    assert all(problem.message in str(caught.value) for problem in caught.value.problems)
+    assert all(
+        problem.message in str(caught.value) for problem in caught.value.problems
+    )
     return [f"{problem.key}: {problem.message}" for problem in caught.value.problems]
 
 
@@ -53,7 +63,14 @@ def test_nothing_said_is_everything_everywhere() -> None:
 
 def test_split_colocated_and_mixed_in_one_language() -> None:
     nodes = [Node(name, 4) for name in ("a", "b", "c", "d")]
-    found = place(16, nodes, rollout={"nodes": ["c", 3]}, critic={"num_ranks": 3}, coordinator=0, reward="critic")
+    found = place(
+        16,
+        nodes,
+        rollout={"nodes": ["c", 3]},
+        critic={"num_ranks": 3},
+        coordinator=0,
+        reward="critic",
+    )
     assert found.ranks["rollout"] == tuple(range(8, 16))
     assert found.ranks["critic"] == (1, 2, 3) == found.ranks["reward"]
     assert found.ranks["actor"] == (4, 5, 6, 7) == found.ranks["reference"]
@@ -63,14 +80,25 @@ def test_split_colocated_and_mixed_in_one_language() -> None:
         ("actor+reference", "4-7"),
         ("rollout", "8-15"),
     ]
-    assert found.colocated("actor", "reference") and not found.colocated("actor", "critic")
+    assert found.colocated("actor", "reference") and not found.colocated(
+        "actor", "critic"
+    )
     assert found.node_of(9) == 2
     assert any("on c, d" in line for line in found.lines())
 
 
 def test_ranges_counts_and_nodes_are_the_same_places() -> None:
     nodes = [Node("a", 2), Node("b", 2), Node("c", 2)]
-    places: list[Any] = ["0-1", "0,1", [0, 1], [0, "1"], {"ranks": "0-1"}, {"nodes": "a"}, {"nodes": 0}, {"nodes": "0"}]
+    places: list[Any] = [
+        "0-1",
+        "0,1",
+        [0, 1],
+        [0, "1"],
+        {"ranks": "0-1"},
+        {"nodes": "a"},
+        {"nodes": 0},
+        {"nodes": "0"},
+    ]
     for said in [*places, {"num_ranks": 2}, {"num_nodes": 1}]:
         assert place(6, nodes, rollout=said).ranks["rollout"] == (0, 1), said
 
@@ -80,7 +108,12 @@ def test_the_short_form() -> None:
     wanted, mistakes = section.wanted()
     assert mistakes == [] and section.is_given
     found = resolve(wanted, 8, PPO)
-    assert found.ranks["actor"] == (0, 1, 2, 3) and found.ranks["critic"] == (4, 5, 6, 7)
+    assert found.ranks["actor"] == (0, 1, 2, 3) and found.ranks["critic"] == (
+        4,
+        5,
+        6,
+        7,
+    )
     both = PlacementConfig(actor=1, actor_devices=[0]).wanted()[1]
     assert [mistake.key for mistake in both] == ["placement.actor_devices"]
 
@@ -106,7 +139,10 @@ def test_nodes_say_what_they_are() -> None:
 
 def test_engines_have_the_actor_where_no_node_takes_it() -> None:
     roles = ("rollout", "rollout", "reward", "critic", "coordinator")
-    nodes = [Node(f"n{number}", 2 if number < 4 else 1, parse_claims(role)) for number, role in enumerate(roles)]
+    nodes = [
+        Node(f"n{number}", 2 if number < 4 else 1, parse_claims(role))
+        for number, role in enumerate(roles)
+    ]
     found = place(9, nodes)
     assert {role: ranks_text(ranks) for role, ranks in found.ranks.items()} == {
         "actor": "0-3",
@@ -116,8 +152,13 @@ def test_engines_have_the_actor_where_no_node_takes_it() -> None:
         "rollout": "0-3",
         "coordinator": "8",
     }
-    assert "actor shares the ranks of rollout: no node took it (--role train)" in found.lines()
-    assert not any("no node" in line for line in place(4, nodes[:2], actor="rollout").lines()), "as the file says"
+    assert (
+        "actor shares the ranks of rollout: no node took it (--role train)"
+        in found.lines()
+    )
+    assert not any(
+        "no node" in line for line in place(4, nodes[:2], actor="rollout").lines()
+    ), "as the file says"
     both = [Node("n0", 2, parse_claims("rollout,reward")), *nodes[3:]]
     assert place(5, both).ranks["actor"] == (0, 1) == place(5, both).ranks["reward"]
 
@@ -126,25 +167,54 @@ def test_engines_have_the_actor_where_no_node_takes_it() -> None:
     ("nodes", "said", "words"),
     [
         (["train", "", "rollout"], {}, ["node 'n1' took no role"]),
-        (["critic", "reward"], {}, ["actor: no node took it. Start one with --role train", "rollout: no node took it"]),
+        (
+            ["critic", "reward"],
+            {},
+            [
+                "actor: no node took it. Start one with --role train",
+                "rollout: no node took it",
+            ],
+        ),
         (["train", "critic"], {}, ["rollout: no node took it"]),
-        (["train,rollout", "coordinator", "coordinator"], {}, ["nodes 'n1', 'n2' all claim it"]),
-        (["train", "rollout", "critic"], {"critic": {"nodes": 1}}, ["node 'n2' (ranks 4-5) claims it", "ranks 2-3"]),
+        (
+            ["train,rollout", "coordinator", "coordinator"],
+            {},
+            ["nodes 'n1', 'n2' all claim it"],
+        ),
+        (
+            ["train", "rollout", "critic"],
+            {"critic": {"nodes": 1}},
+            ["node 'n2' (ranks 4-5) claims it", "ranks 2-3"],
+        ),
     ],
 )
-def test_claims_that_do_not_fit(nodes: list[str], said: dict[str, Any], words: list[str]) -> None:
-    claimed = [Node(f"n{i}", 2 if i < 3 else 1, parse_claims(c) if c else ()) for i, c in enumerate(nodes)]
+def test_claims_that_do_not_fit(
+    nodes: list[str], said: dict[str, Any], words: list[str]
+) -> None:
+    claimed = [
+        Node(f"n{i}", 2 if i < 3 else 1, parse_claims(c) if c else ())
+        for i, c in enumerate(nodes)
+    ]
     found = "\n".join(refusals(sum(node.size for node in claimed), claimed, **said))
     assert [word for word in words if word not in found] == [], found
 
 
 def test_two_nodes_of_one_name() -> None:
-    assert "nodes 0, 1 are all called 'a'" in refusals(2, [Node("a", 1), Node("a", 1)])[0]
+    assert (
+        "nodes 0, 1 are all called 'a'" in refusals(2, [Node("a", 1), Node("a", 1)])[0]
+    )
 
 
 def test_every_mistake_at_once() -> None:
     grids = PPO | {"actor": Sizes(tp=3), "rollout": Sizes(tp=4), "critic": Sizes(ep=3)}
-    found = refusals(16, grids=grids, actor="0-7", critic="6-9", rollout="10-12", coordinator=[10, 11])
+    found = refusals(
+        16,
+        grids=grids,
+        actor="0-7",
+        critic="6-9",
+        rollout="10-12",
+        coordinator=[10, 11],
+    )
     text = "\n".join(found)
     for word in (
         "placement.coordinator: has the ranks 10-11; it is one rank, for example 10",
@@ -218,15 +288,26 @@ def test_islands_are_worlds_of_their_own() -> None:
         place(9, islands=3, coordinator=8)
     with pytest.raises(PlacementError, match="2 ranks of an island"):
         place(9, islands=4, coordinator=8, grids=PPO | {"actor": Sizes(tp=4)})
-    with pytest.raises(PlacementError, match="needs a rank that is none of the actor's"):
+    with pytest.raises(
+        PlacementError, match="needs a rank that is none of the actor's"
+    ):
         place(8, islands=2)
 
 
 def test_the_smallest_job_that_a_placement_fits() -> None:
     grids = {"actor": Sizes(tp=2, pp=2), "rollout": Sizes(tp=2), "reward": None}
     assert smallest_world({}, grids) == 4
-    assert smallest_world({"rollout": parse_wanted({"num_ranks": 2}), "coordinator": parse_wanted(0)}, grids) == 6 + 1
-    assert smallest_world({"rollout": parse_wanted({"num_nodes": 2})}, grids, most=64) is None
+    assert (
+        smallest_world(
+            {"rollout": parse_wanted({"num_ranks": 2}), "coordinator": parse_wanted(0)},
+            grids,
+        )
+        == 6 + 1
+    )
+    assert (
+        smallest_world({"rollout": parse_wanted({"num_nodes": 2})}, grids, most=64)
+        is None
+    )
 
 
 def test_a_configuration_as_it_stands() -> None:
@@ -234,11 +315,13 @@ def test_a_configuration_as_it_stands() -> None:
     grids = role_grids(config, ["actor", "critic"])
     section = PlacementConfig(rollout={"num_ranks": 1}, actor_devices=["0-2"])
     assert placement_mistakes(section, grids, 4) == []
-    assert [m.key for m in placement_mistakes(section, grids, 3)] == ["placement.rollout"]
-    assert placement_mistakes(section, grids, None) == []
-    assert [m.key for m in placement_mistakes(PlacementConfig(actor_devices=[9]), grids, 4)] == [
-        "placement.actor_devices"
+    assert [m.key for m in placement_mistakes(section, grids, 3)] == [
+        "placement.rollout"
     ]
+    assert placement_mistakes(section, grids, None) == []
+    assert [
+        m.key for m in placement_mistakes(PlacementConfig(actor_devices=[9]), grids, 4)
+    ] == ["placement.actor_devices"]
 
 
 def random_place(rng: random.Random, size: int, num_nodes: int) -> Any:
@@ -252,7 +335,9 @@ def random_place(rng: random.Random, size: int, num_nodes: int) -> Any:
     if kind == 1:
         return {"num_ranks": rng.randint(1, size)}
     if kind == 2:
-        return {"nodes": [rng.randrange(num_nodes + 1) for _ in range(rng.randint(1, 2))]}
+        return {
+            "nodes": [rng.randrange(num_nodes + 1) for _ in range(rng.randint(1, 2))]
+        }
     if kind == 3:
         return {"num_nodes": rng.randint(1, num_nodes)}
     first = rng.randrange(size)
@@ -260,51 +345,86 @@ def random_place(rng: random.Random, size: int, num_nodes: int) -> Any:
     return f"{first}-{last}" if kind % 2 else list(range(first, last + 1))
 
 
-def random_job(seed: int) -> tuple[dict[str, Any], int, dict[str, Sizes | None], list[Node], int]:
+def random_job(
+    seed: int,
+) -> tuple[dict[str, Any], int, dict[str, Sizes | None], list[Node], int]:
     rng = random.Random(seed)
     per_node, num_nodes = rng.choice([1, 2, 4, 8]), rng.choice([1, 2, 3, 4])
     size = per_node * num_nodes
-    roles = [role for role in ROLES[:5] if role in ("actor", "rollout", "reward") or rng.random() < 0.5]
+    roles = [
+        role
+        for role in ROLES[:5]
+        if role in ("actor", "rollout", "reward") or rng.random() < 0.5
+    ]
     grids: dict[str, Sizes | None] = {
-        role: Sizes(tp=rng.choice([1, 1, 1, 2]), pp=rng.choice([1, 1, 2]), ep=rng.choice([1, 1, 1, 2]))
+        role: Sizes(
+            tp=rng.choice([1, 1, 1, 2]),
+            pp=rng.choice([1, 1, 2]),
+            ep=rng.choice([1, 1, 1, 2]),
+        )
         for role in roles
         if role != "reward"
     } | {"reward": None}
     claiming = rng.random() < 0.2
     nodes = [
-        Node(f"n{i}", per_node, tuple(rng.sample(roles, rng.randint(1, 2))) if claiming else ())
+        Node(
+            f"n{i}",
+            per_node,
+            tuple(rng.sample(roles, rng.randint(1, 2))) if claiming else (),
+        )
         for i in range(num_nodes)
     ]
-    placed = [role for role in [*roles, "coordinator"] if rng.random() < (0.1 if claiming else 0.25)]
+    placed = [
+        role
+        for role in [*roles, "coordinator"]
+        if rng.random() < (0.1 if claiming else 0.25)
+    ]
     said = {role: random_place(rng, size, num_nodes) for role in placed}
     return said, size, grids, nodes, rng.choice([1, 1, 1, 2])
 
 
-def check_consistent(found: ResolvedPlacement, grids: Mapping[str, Sizes | None], islands: int) -> None:
+def check_consistent(
+    found: ResolvedPlacement, grids: Mapping[str, Sizes | None], islands: int
+) -> None:
     used = [rank for world in found.worlds for rank in world.ranks]
     assert sorted(used) == list(range(found.size)), "every rank in one world"
-    assert list(found.ranks) == [role for role in ROLES if role in grids or role == "coordinator"]
+    assert list(found.ranks) == [
+        role for role in ROLES if role in grids or role == "coordinator"
+    ]
     assert len(found.ranks["coordinator"]) == 1
-    assert [rank for island in found.islands for rank in island] == list(found.ranks["actor"])
+    assert [rank for island in found.islands for rank in island] == list(
+        found.ranks["actor"]
+    )
     for world in found.worlds:
         for role in world.roles:
             assert set(world.ranks) <= set(found.ranks[role])
             grid = grids.get(role)
             if grid is not None:  # the same arithmetic as the grids that will be built
-                shape = GridShape.fit(world.size, tp=grid.tp, cp=grid.cp, pp=grid.pp, ep=grid.ep, etp=grid.etp)
+                shape = GridShape.fit(
+                    world.size,
+                    tp=grid.tp,
+                    cp=grid.cp,
+                    pp=grid.pp,
+                    ep=grid.ep,
+                    etp=grid.etp,
+                )
                 assert shape.world_size == world.size
     for role, ranks in found.ranks.items():
         assert list(ranks) == sorted(set(ranks)) and ranks
         assert all(role in found.roles_of(rank) for rank in ranks)
         if role != "coordinator":
             homes = [world for world in found.worlds if role in world.roles]
-            assert sorted(rank for world in homes for rank in world.ranks) == list(ranks)
+            assert sorted(rank for world in homes for rank in world.ranks) == list(
+                ranks
+            )
             assert len(homes) == (islands if found.colocated(role, "actor") else 1)
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32))
-def test_ten_thousand_random_placements_are_accepted_or_refused_with_a_reason(start: int) -> None:
+def test_ten_thousand_random_placements_are_accepted_or_refused_with_a_reason(
+    start: int,
+) -> None:
     accepted = 0
     for seed in range(start, start + 500):
         said, size, grids, nodes, islands = random_job(seed)
@@ -313,11 +433,16 @@ def test_ten_thousand_random_placements_are_accepted_or_refused_with_a_reason(st
             found = resolve(wanted, size, grids, nodes, islands=islands)
         except PlacementError as error:
             assert error.problems and all(problem.message for problem in error.problems)
-            assert problems_of(wanted, size, grids, nodes, islands=islands) == error.problems
+            assert (
+                problems_of(wanted, size, grids, nodes, islands=islands)
+                == error.problems
+            )
             continue
         accepted += 1
         check_consistent(found, grids, islands)
-        again = resolve(dict(reversed(wanted.items())), size, grids, nodes, islands=islands)
+        again = resolve(
+            dict(reversed(wanted.items())), size, grids, nodes, islands=islands
+        )
         assert again == found, f"seed {seed}: the order of the entries matters"
     assert 20 < accepted < 480
 
@@ -333,10 +458,24 @@ def test_a_node_without_a_gpu_only_coordinates() -> None:
     roles = {"rollout": 0, "critic": 1, "coordinator": 3, "actor": "rest"}
     found = place(4, [Node("a", 3, memory=8e10), Node("small", 1)], **roles)
     assert found.num_with_device == 3
-    assert place(4, [Node("a", 3), Node("small", 1)], **roles).num_with_device == 4, "no GPU anywhere: all are alike"
-    first = refusals(4, [Node("small", 1), Node("a", 3, memory=8e10)], **(roles | {"coordinator": 0, "rollout": 3}))
-    other = refusals(4, [Node("a", 3, memory=8e10), Node("small", 1)], **(roles | {"coordinator": 0, "rollout": 3}))
-    assert ["node 'small' has no GPU that can be used, others have, and coordinator is placed there" in first[0]] == [
-        True
-    ]
-    assert ["others have, and rollout is placed there" in text or "reward, rollout" in text for text in other] == [True]
+    assert place(4, [Node("a", 3), Node("small", 1)], **roles).num_with_device == 4, (
+        "no GPU anywhere: all are alike"
+    )
+    first = refusals(
+        4,
+        [Node("small", 1), Node("a", 3, memory=8e10)],
+        **(roles | {"coordinator": 0, "rollout": 3}),
+    )
+    other = refusals(
+        4,
+        [Node("a", 3, memory=8e10), Node("small", 1)],
+        **(roles | {"coordinator": 0, "rollout": 3}),
+    )
+    assert [
+        "node 'small' has no GPU that can be used, others have, and coordinator is placed there"
+        in first[0]
+    ] == [True]
+    assert [
+        "others have, and rollout is placed there" in text or "reward, rollout" in text
+        for text in other
+    ] == [True]

@@ -23,8 +23,17 @@ from tests.distributed.test_placement import PPO, Sizes, place, refusals
 SMALL = st.integers(1, 4)
 
 
-@given(SMALL, st.integers(1, 2), SMALL, SMALL, st.sampled_from([None, 1, 2, 3, 4]), st.integers(1, 24))
-def test_a_grid_fits_where_it_can_be_made(tp: int, cp: int, pp: int, ep: int, etp: int | None, ranks: int) -> None:
+@given(
+    SMALL,
+    st.integers(1, 2),
+    SMALL,
+    SMALL,
+    st.sampled_from([None, 1, 2, 3, 4]),
+    st.integers(1, 24),
+)
+def test_a_grid_fits_where_it_can_be_made(
+    tp: int, cp: int, pp: int, ep: int, etp: int | None, ranks: int
+) -> None:
     sizes = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp}
     try:
         GridShape.fit(ranks, **sizes)  # type: ignore[arg-type]
@@ -53,23 +62,50 @@ def test_a_grid_fits_where_it_can_be_made(tp: int, cp: int, pp: int, ep: int, et
             8,
             "etp=2 x ep=3 does not divide the 4 ranks of a pipeline stage (8 ranks / pp=2) .* ep that fit: 1, 2.",
         ),
-        ({"tp": 2, "etp": 1, "ep": 3}, 4, "etp=1 x ep=3 does not divide the 4 ranks .* ep that fit: 1, 2, 4."),
-        ({"tp": 2, "etp": 4, "ep": 3}, 4, "etp=4 x ep=3 does not divide the 4 ranks .* ep that fit: 1."),
-        ({"tp": 1, "etp": 3}, 4, "etp=3 x ep=1 does not divide the 4 ranks .* ep that fit: none with etp=3."),
-        ({"tp": 1, "etp": 3}, 5, "etp=3 x ep=1 does not divide the 5 ranks .* ep that fit: none with etp=3."),
+        (
+            {"tp": 2, "etp": 1, "ep": 3},
+            4,
+            "etp=1 x ep=3 does not divide the 4 ranks .* ep that fit: 1, 2, 4.",
+        ),
+        (
+            {"tp": 2, "etp": 4, "ep": 3},
+            4,
+            "etp=4 x ep=3 does not divide the 4 ranks .* ep that fit: 1.",
+        ),
+        (
+            {"tp": 1, "etp": 3},
+            4,
+            "etp=3 x ep=1 does not divide the 4 ranks .* ep that fit: none with etp=3.",
+        ),
+        (
+            {"tp": 1, "etp": 3},
+            5,
+            "etp=3 x ep=1 does not divide the 5 ranks .* ep that fit: none with etp=3.",
+        ),
     ],
 )
-def test_what_does_not_fit_is_said_with_what_would(sizes: dict[str, int], ranks: int, words: str) -> None:
+def test_what_does_not_fit_is_said_with_what_would(
+    sizes: dict[str, int], ranks: int, words: str
+) -> None:
     found = grid_problem(Sizes(**sizes), ranks, f"{ranks} ranks")
     before, _, after = words.partition(" .* ")
-    assert before in found and after in found and (found.endswith(after) or not words.endswith("."))
+    assert (
+        before in found
+        and after in found
+        and (found.endswith(after) or not words.endswith("."))
+    )
 
 
 def test_experts_are_cut_on_the_ranks_of_their_own_role_and_island() -> None:
     grids = PPO | {"actor": Sizes(tp=2, etp=1, ep=4)}
-    assert place(9, grids=grids, islands=2, rollout=8, coordinator="rollout").islands[1] == (4, 5, 6, 7)
+    assert place(9, grids=grids, islands=2, rollout=8, coordinator="rollout").islands[
+        1
+    ] == (4, 5, 6, 7)
     [problem] = refusals(9, grids=grids, islands=4, rollout=8, coordinator="rollout")
-    assert "etp=1 x ep=4 does not divide the 2 ranks of a pipeline stage (2 ranks of an island / pp=1)" in problem
+    assert (
+        "etp=1 x ep=4 does not divide the 2 ranks of a pipeline stage (2 ranks of an island / pp=1)"
+        in problem
+    )
 
 
 def test_ranks_without_a_role_are_counted() -> None:
@@ -82,18 +118,36 @@ def test_ranks_without_a_role_are_counted() -> None:
 
 def test_what_a_placement_says_of_itself() -> None:
     nodes = tuple(Node(name, 2, memory=1.0) for name in "abcde") + (Node("f", 1),)
-    worlds = (World("actor", tuple(range(10)), ("actor",)), World("coordinator", (10,), ("coordinator",)))
+    worlds = (
+        World("actor", tuple(range(10)), ("actor",)),
+        World("coordinator", (10,), ("coordinator",)),
+    )
     ranks = {"actor": worlds[0].ranks, "coordinator": worlds[1].ranks}
     node_of = tuple(rank // 2 for rank in range(11))
     found = ResolvedPlacement(11, ranks, worlds, (worlds[0].ranks,), nodes, node_of)
-    assert [line[line.index(" on ") + 1 :] for line in found.lines()] == ["on a, b, c, d and 1 more", "on f"]
-    assert len({line.index(" on ") for line in found.lines()}) == 1, "in a column of its own"
-    assert found.coordinator == 10 and found.num_with_device == 10 and not found.is_colocated
-    assert found.world_of(10) is worlds[1] and found.world_of(9) is worlds[0] and worlds[0].size == 10
+    assert [line[line.index(" on ") + 1 :] for line in found.lines()] == [
+        "on a, b, c, d and 1 more",
+        "on f",
+    ]
+    assert len({line.index(" on ") for line in found.lines()}) == 1, (
+        "in a column of its own"
+    )
+    assert (
+        found.coordinator == 10
+        and found.num_with_device == 10
+        and not found.is_colocated
+    )
+    assert (
+        found.world_of(10) is worlds[1]
+        and found.world_of(9) is worlds[0]
+        and worlds[0].size == 10
+    )
     assert found.roles_of(10) == ("coordinator",) and found.roles_of(3) == ("actor",)
     four = ResolvedPlacement(11, {"actor": tuple(range(8))}, worlds, (), nodes, node_of)
     assert four.lines()[0].endswith("on a, b, c, d")
-    without = ResolvedPlacement(11, ranks, worlds, (), tuple(Node(name, 2) for name in "abcdef"), node_of)
+    without = ResolvedPlacement(
+        11, ranks, worlds, (), tuple(Node(name, 2) for name in "abcdef"), node_of
+    )
     assert without.num_with_device == 11
 
 
@@ -105,7 +159,9 @@ def test_one_rank_and_several_are_named() -> None:
 
 @pytest.mark.parametrize("text", ["", " , ", "critic,rollot", "rollot"])
 def test_claims_of_no_role_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="expected one or more of .*with commas between them"):
+    with pytest.raises(
+        ValueError, match="expected one or more of .*with commas between them"
+    ):
         parse_claims(text)
 
 
@@ -115,38 +171,60 @@ def test_claims_are_taken_once_each() -> None:
 
 def test_the_smallest_jobs() -> None:
     grids = {"actor": Sizes(tp=2, pp=2), "rollout": Sizes(tp=2), "reward": None}
-    assert smallest_world({}, grids, most=4) == 4 and smallest_world({}, grids, most=3) is None
+    assert (
+        smallest_world({}, grids, most=4) == 4
+        and smallest_world({}, grids, most=3) is None
+    )
     assert smallest_world({"actor": parse_wanted(0)}, {"actor": Sizes()}) == 1
-    assert place(1, grids={"actor": Sizes()}).ranks == {"actor": (0,), "coordinator": (0,)}
-    with pytest.raises(PlacementError, match="the nodes have 0 ranks together, and the job has 0"):
+    assert place(1, grids={"actor": Sizes()}).ranks == {
+        "actor": (0,),
+        "coordinator": (0,),
+    }
+    with pytest.raises(
+        PlacementError, match="the nodes have 0 ranks together, and the job has 0"
+    ):
         place(0, [])
 
 
 @pytest.mark.parametrize("number", [3, 4, 9])
 def test_a_number_of_no_node_is_refused(number: int) -> None:
     nodes = [Node(name, 2) for name in "abc"]
-    assert f"there is no node {number}; there are 0: a, 1: b, 2: c." in refusals(6, nodes, rollout={"nodes": number})[0]
+    assert (
+        f"there is no node {number}; there are 0: a, 1: b, 2: c."
+        in refusals(6, nodes, rollout={"nodes": number})[0]
+    )
     assert place(6, nodes, rollout={"nodes": 2}).ranks["rollout"] == (4, 5)
 
 
 def test_claims_that_contradict_the_configuration_are_all_named() -> None:
-    nodes = [Node("a", 2, ("actor",)), Node("b", 2, ("critic",)), Node("c", 2, ("rollout",))]
+    nodes = [
+        Node("a", 2, ("actor",)),
+        Node("b", 2, ("critic",)),
+        Node("c", 2, ("rollout",)),
+    ]
     found = refusals(6, nodes, actor="2-3", critic={"nodes": "c"}, rollout="4-5")
-    assert [line.split(":")[0] for line in found if "claims it with --role" in line] == [
+    assert [
+        line.split(":")[0] for line in found if "claims it with --role" in line
+    ] == [
         "placement.actor",
         "placement.critic",
     ]
 
 
 def test_a_node_that_took_no_role_is_said_so_only_where_others_did() -> None:
-    nodes, grids = [Node(name, 2) for name in "ab"], {"actor": Sizes(), "rollout": Sizes()}
+    nodes, grids = (
+        [Node(name, 2) for name in "ab"],
+        {"actor": Sizes(), "rollout": Sizes()},
+    )
     [problem] = refusals(4, nodes, grids, actor="0-1", rollout="0-1", coordinator=0)
     assert "ranks 2-3 have no role" in problem and "--role" not in problem
 
 
 def test_grids_are_looked_at_also_where_islands_do_not_divide() -> None:
     grids = PPO | {"actor": Sizes(tp=3), "rollout": Sizes(tp=3)}
-    found = "\n".join(refusals(9, grids=grids, islands=3, rollout=8, coordinator="rollout"))
+    found = "\n".join(
+        refusals(9, grids=grids, islands=3, rollout=8, coordinator="rollout")
+    )
     assert "the actor's 8 ranks can be split into 1, 2, 4, 8." in found
     assert "placement.rollout: tp=3" in found and "placement.actor: tp=3" not in found
 

@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import CompiledFlow
 from megaverl.distributed.grid import GridShape, Sizes
-from megaverl.distributed.placement import PlacementError, ResolvedPlacement, parse_wanted
+from megaverl.distributed.placement import (
+    PlacementError,
+    ResolvedPlacement,
+    parse_wanted,
+)
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.sharding.rows import Rows, moves_of, plan_rows
 from tests.distributed.test_placement import random_job
@@ -17,7 +21,9 @@ NUM_ROWS = 8
 TRAINED_BY = {"reward": "scores", "reference": "ref_log_probs", "critic": "values"}
 
 
-def rows_of_role(placement: ResolvedPlacement, role: str, grid: Sizes | None, rows: Sequence[int]) -> Rows:
+def rows_of_role(
+    placement: ResolvedPlacement, role: str, grid: Sizes | None, rows: Sequence[int]
+) -> Rows:
     """Rows of every rank of a role: dealt over its islands, and in each over its data-parallel ranks."""
     worlds = [world for world in placement.worlds if role in world.roles]
     sizes = grid or Sizes()
@@ -25,7 +31,9 @@ def rows_of_role(placement: ResolvedPlacement, role: str, grid: Sizes | None, ro
     for number, world in enumerate(worlds):
         part = rows[number :: len(worlds)]
         shape = GridShape.fit(world.size, tp=sizes.tp, cp=sizes.cp, pp=sizes.pp)
-        found |= rows_of_grid(world.ranks, shape, [part[d :: shape.dp] for d in range(shape.dp)])
+        found |= rows_of_grid(
+            world.ranks, shape, [part[d :: shape.dp] for d in range(shape.dp)]
+        )
     return found
 
 
@@ -35,11 +43,22 @@ def plan_of(placement: ResolvedPlacement, roles: Sequence[str]) -> CompiledFlow:
     flow = DataFlow([Operator("rollouts", list, (), role="rollout")])
     for role in scorers:
         flow.add_operator(Operator(TRAINED_BY[role], list, ("rollouts",), role=role))
-    flow.add_operator(Operator("experience", list, tuple(TRAINED_BY[role] for role in scorers), role="actor"))
+    flow.add_operator(
+        Operator(
+            "experience",
+            list,
+            tuple(TRAINED_BY[role] for role in scorers),
+            role="actor",
+        )
+    )
     if "critic" in roles:
-        flow.add_operator(Operator("critic_update", list, ("experience",), (), role="critic"))
+        flow.add_operator(
+            Operator("critic_update", list, ("experience",), (), role="critic")
+        )
     flow.add_operator(Operator("updated", list, ("experience",), role="actor"))
-    flow.add_operator(Operator("reshard", list, ("updated",), (), role=("actor", "rollout")))
+    flow.add_operator(
+        Operator("reshard", list, ("updated",), (), role=("actor", "rollout"))
+    )
     return flow.compile(places=placement.ranks).plan
 
 
@@ -49,10 +68,18 @@ def run_step(placement: ResolvedPlacement, grids: dict[str, Sizes | None]) -> in
     has: dict[int, set[str]] = {rank: set() for rank in range(placement.size)}
     for operator in plan.operators:
         for rank in plan.ranks[operator.name] or ():
-            brought = {e.value for e in plan.edges if rank in e.dest and operator.name in e.takers and has[e.source[0]]}
-            assert {*operator.takes} <= has[rank] | brought, f"rank {rank} lacks an input of {operator.name}"
+            brought = {
+                e.value
+                for e in plan.edges
+                if rank in e.dest and operator.name in e.takers and has[e.source[0]]
+            }
+            assert {*operator.takes} <= has[rank] | brought, (
+                f"rank {rank} lacks an input of {operator.name}"
+            )
             has[rank] |= {*operator.takes, *operator.gives}
-    received = [(edge.value, edge.maker, rank) for edge in plan.edges for rank in edge.dest]
+    received = [
+        (edge.value, edge.maker, rank) for edge in plan.edges for rank in edge.dest
+    ]
     assert len(received) == len(set(received)), "nothing goes to a rank twice"
     return move_rows(placement, grids)
 
@@ -60,17 +87,35 @@ def run_step(placement: ResolvedPlacement, grids: dict[str, Sizes | None]) -> in
 def move_rows(placement: ResolvedPlacement, grids: dict[str, Sizes | None]) -> int:
     """Each role's samples, by its data-parallel ranks; returns how many moved."""
     rows = list(range(NUM_ROWS))
-    held = {rank: set(own) for rank, own in rows_of_role(placement, "rollout", grids["rollout"], rows).items()}
+    held = {
+        rank: set(own)
+        for rank, own in rows_of_role(
+            placement, "rollout", grids["rollout"], rows
+        ).items()
+    }
     moved = 0
-    for role in [role for role in ("reward", "reference", "critic", "actor") if role in grids]:
+    for role in [
+        role for role in ("reward", "reference", "critic", "actor") if role in grids
+    ]:
         wanted = rows_of_role(placement, role, grids[role], rows)
-        plans = plan_rows({rank: sorted(own) for rank, own in held.items()}, wanted, placement.node_of)
-        for move in [move for rank in wanted for move in moves_of(plans[rank]) if move.dest == rank]:
+        plans = plan_rows(
+            {rank: sorted(own) for rank, own in held.items()}, wanted, placement.node_of
+        )
+        for move in [
+            move
+            for rank in wanted
+            for move in moves_of(plans[rank])
+            if move.dest == rank
+        ]:
             assert held[move.source].issuperset(move.rows), "a rank sends what it has"
-            assert held.setdefault(move.dest, set()).isdisjoint(move.rows), "and nobody gets a row twice"
+            assert held.setdefault(move.dest, set()).isdisjoint(move.rows), (
+                "and nobody gets a row twice"
+            )
             held[move.dest].update(move.rows)
             moved += len(move.rows)
-        assert all(held.get(rank, set()).issuperset(own) for rank, own in wanted.items())
+        assert all(
+            held.get(rank, set()).issuperset(own) for rank, own in wanted.items()
+        )
         assert {row for own in wanted.values() for row in own} == set(rows)
     return moved
 
@@ -80,9 +125,17 @@ def test_ten_thousand_placements_run_a_step_or_are_refused_with_a_reason() -> No
     for seed in range(10_000):
         said, size, grids, nodes, islands = random_job(seed)
         try:
-            placement = resolve({r: parse_wanted(v) for r, v in said.items()}, size, grids, nodes, islands=islands)
+            placement = resolve(
+                {r: parse_wanted(v) for r, v in said.items()},
+                size,
+                grids,
+                nodes,
+                islands=islands,
+            )
         except PlacementError as error:
-            assert error.problems and all(problem.key and problem.message for problem in error.problems)
+            assert error.problems and all(
+                problem.key and problem.message for problem in error.problems
+            )
             refused += 1
             continue
         accepted += 1

@@ -16,7 +16,9 @@ from megaverl.errors import ConfigError, TrainingStopped
 SHORT = timedelta(seconds=0.3)
 
 
-def meet(facts: dict[int, NodeInfo], size: int, timeout: timedelta = SHORT) -> list[object]:
+def meet(
+    facts: dict[int, NodeInfo], size: int, timeout: timedelta = SHORT
+) -> list[object]:
     """What every rank is told."""
     store = dist.HashStore()
 
@@ -60,10 +62,16 @@ def test_every_difference_is_told_to_all() -> None:
 
 
 def test_keys_of_the_configuration_are_named() -> None:
-    first = {"actor": {"optimizer": {"lr": 1e-6, "clip_grad": 1.0}}, "data": {"train": ["a"]}}
+    first = {
+        "actor": {"optimizer": {"lr": 1e-6, "clip_grad": 1.0}},
+        "data": {"train": ["a"]},
+    }
     other = {"actor": {"optimizer": {"lr": 1e-5, "eps": 2.0}}, "data": {"train": ["a"]}}
     given = {0: first, 1: other, 2: first}
-    facts = {n: NodeInfo("abc"[n], agreed=digests(said, {"torch": "2"}), sections=said) for n, said in given.items()}
+    facts = {
+        n: NodeInfo("abc"[n], agreed=digests(said, {"torch": "2"}), sections=said)
+        for n, said in given.items()
+    }
     (told,) = {str(error) for error in meet(facts, 3, timedelta(seconds=20))}
     assert told == "\n  - ".join(
         ["the nodes do not fit together:"]
@@ -80,7 +88,9 @@ def test_keys_of_the_configuration_are_named() -> None:
 
 def test_a_rank_that_does_not_come_is_named_on_all() -> None:
     found = meet({0: NodeInfo("a"), 1: NodeInfo("b")}, 4)
-    assert all("ranks 2-3 of 4 did not come within 0.3 s" in str(error) for error in found)
+    assert all(
+        "ranks 2-3 of 4 did not come within 0.3 s" in str(error) for error in found
+    )
     assert all("here: ranks 0-1 on a, b" in str(error) for error in found)
 
 
@@ -94,7 +104,8 @@ def test_another_job_at_the_same_rendezvous() -> None:
     store = dist.HashStore()
     introduce(store, 0, 1, NodeInfo("a", process=11), SHORT)
     with pytest.raises(
-        TrainingStopped, match="rank 0 is there 2 times: process 11 on a came first, then process 12 on b"
+        TrainingStopped,
+        match="rank 0 is there 2 times: process 11 on a came first, then process 12 on b",
     ):
         introduce(store, 0, 1, NodeInfo("b", process=12), SHORT)
 
@@ -102,5 +113,7 @@ def test_another_job_at_the_same_rendezvous() -> None:
 def test_a_section_that_differs_has_another_digest() -> None:
     one, other = ({"actor": {"tp": tp}, "data": {"train": ["x"]}} for tp in (1, 2))
     first, second = digests(one, {"torch": "2.13"}), digests(other, {"torch": "2.13"})
-    assert [name for name in first if first[name] != second[name]] == ["configuration section actor"]
+    assert [name for name in first if first[name] != second[name]] == [
+        "configuration section actor"
+    ]
     assert first["version of torch"] == "2.13"

@@ -44,24 +44,32 @@ def test_all_come() -> None:
 
 def test_a_node_that_does_not_come_is_named_on_all_others() -> None:
     (told,) = set(together([0, 2], 4, patience=0.5))
-    assert str(told).startswith("nodes 1,3 of 4 did not come within 0.5 s (JOIN_MINUTES). Here: process ")
+    assert str(told).startswith(
+        "nodes 1,3 of 4 did not come within 0.5 s (JOIN_MINUTES). Here: process "
+    )
 
 
 def test_a_first_node_that_does_not_come() -> None:
     (told,) = together([1], 2, patience=0.3)
-    assert "node 0 did not come within 0.3 s" in str(told) and "Connection refused" in str(told)
+    assert "node 0 did not come within 0.3 s" in str(
+        told
+    ) and "Connection refused" in str(told)
 
 
 def test_a_number_that_two_nodes_have() -> None:
     """Two jobs at one address: whoever has not begun hears of it, and ends."""
     (told,) = set(together([0, 1, 1], 3))
-    assert "node 1 is there 2 times: process " in str(told) and "end one of them" in str(told)
+    assert "node 1 is there 2 times: process " in str(
+        told
+    ) and "end one of them" in str(told)
 
 
 def test_a_job_that_has_begun_goes_on() -> None:
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
-        stores = list(pool.map(lambda node: meet("127.0.0.1", port, node, 2, 20.0), [0, 1]))
+        stores = list(
+            pool.map(lambda node: meet("127.0.0.1", port, node, 2, 20.0), [0, 1])
+        )
     with pytest.raises(TrainingStopped, match="node 1 is there 2 times"):
         meet("127.0.0.1", port, 1, 2, 20.0)
     assert len(stores) == 2
@@ -72,7 +80,10 @@ def test_a_port_that_something_else_has() -> None:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         port = int(taken.getsockname()[1])
-        with pytest.raises(TrainingStopped, match=f"port {port} of this node is taken: another job or program uses it"):
+        with pytest.raises(
+            TrainingStopped,
+            match=f"port {port} of this node is taken: another job or program uses it",
+        ):
             meet("127.0.0.1", port, 0, 2, 1.0)
 
 
@@ -115,22 +126,30 @@ def test_the_other_nodes_end_at_once_where_another_program_answers(
 
     def serve(listening: socket.socket) -> None:
         while True:
-            threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
+            threading.Thread(
+                target=answer, args=(listening.accept()[0],), daemon=True
+            ).start()
 
     taken = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=serve, args=(taken,), daemon=True).start()
     port = taken.getsockname()[1]
     with pytest.raises(
-        TrainingStopped, match=rf"at 127.0.0.1:{port} \(MASTER_ADDR, MASTER_PORT\) another program {named}"
+        TrainingStopped,
+        match=rf"at 127.0.0.1:{port} \(MASTER_ADDR, MASTER_PORT\) another program {named}",
     ):
         meet("127.0.0.1", port, 1, 2, 600.0)
 
 
-def test_the_other_nodes_end_at_once_where_a_store_of_another_kind_of_job_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_nodes_end_at_once_where_a_store_of_another_kind_of_job_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rendezvous, "STRANGER", 0.3)
     port = free_port()
     kept = first_store.keep_store("127.0.0.1", port, timedelta(seconds=5))
-    with pytest.raises(TrainingStopped, match=f"127.0.0.1:{port} .* is the store of another program of torch"):
+    with pytest.raises(
+        TrainingStopped,
+        match=f"127.0.0.1:{port} .* is the store of another program of torch",
+    ):
         meet("127.0.0.1", port, 1, 2, 600.0)
     del kept
 
@@ -148,18 +167,25 @@ def test_a_node_of_a_job_of_another_size() -> None:
         first, second = pool.map(one, [3, 4])
     assert first == second
     assert (
-        f"node 0 at 127.0.0.1:{port} (process " in first and "that of a job of 3 nodes, and node 3 (process " in first
+        f"node 0 at 127.0.0.1:{port} (process " in first
+        and "that of a job of 3 nodes, and node 3 (process " in first
     )
 
 
-def test_a_late_first_node_is_waited_for_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_first_node_is_waited_for_and_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     port, told = free_port(), threading.Event()
     words: list[str] = []
     monkeypatch.setattr(first_store, "_FIRST_WORD", 0.0)
-    monkeypatch.setattr(rendezvous, "_tell", lambda what, end: (words.append(what), told.set()))
+    monkeypatch.setattr(
+        rendezvous, "_tell", lambda what, end: (words.append(what), told.set())
+    )
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(meet, "127.0.0.1", port, 1, 2, 600.0)
         assert told.wait(20.0)
         first = pool.submit(meet, "127.0.0.1", port, 0, 2, 600.0)
         assert first.result() and other.result()
-    assert words[0].startswith(f"node 0 at 127.0.0.1:{port} (") and "refused" in words[0]
+    assert (
+        words[0].startswith(f"node 0 at 127.0.0.1:{port} (") and "refused" in words[0]
+    )

@@ -8,10 +8,14 @@ from tests.launcher import Launcher
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 4}, {"tp": 2, "dp": 2}], ids=str)
-def test_bytes_that_each_collective_receives(launch: Launcher, sizes: dict[str, int]) -> None:
+def test_bytes_that_each_collective_receives(
+    launch: Launcher, sizes: dict[str, int]
+) -> None:
     """... by the algorithm that moves the least. Messages between hosts and groups without a name do not count."""
     world, size = sizes["tp"] * sizes.get("dp", 1), sizes["tp"]
-    for found in launch.world(world, "tests.distributed.group_ranks:counted_collectives", sizes=sizes):
+    for found in launch.world(
+        world, "tests.distributed.group_ranks:counted_collectives", sizes=sizes
+    ):
         rank = found.pop("rank")
         others = size - 1
         assert found == pytest.approx(

@@ -9,13 +9,23 @@ from pathlib import Path
 from typing import Any
 
 # A notebook's kernel is a process of its own, and no rank of a job.
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def cells(path: Path, kind: str) -> list[str]:
     """The text of the cells of a kind (`code`, `markdown`)."""
     book = json.loads(path.read_text(encoding="utf-8"))
-    return ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == kind]
+    return [
+        "".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == kind
+    ]
 
 
 def main() -> None:

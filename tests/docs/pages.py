@@ -52,10 +52,15 @@ def blocks(page: Path) -> Iterator[Block]:
         if opened is None:
             number += 1
             continue
-        end = next(i for i in range(number + 1, len(lines)) if lines[i].strip() == "```")
+        end = next(
+            i for i in range(number + 1, len(lines)) if lines[i].strip() == "```"
+        )
         before = lines[number - 1].strip() if number else ""
         reason, plan = NOT_RUN.fullmatch(before), PLANNED.fullmatch(before)
-        text = "\n".join(line.removeprefix(opened[1]) for line in lines[number + 1 : end]) + "\n"
+        text = (
+            "\n".join(line.removeprefix(opened[1]) for line in lines[number + 1 : end])
+            + "\n"
+        )
         why, options = reason[1] if reason else "", plan[1] if plan else ""
         yield Block(page, number + 1, opened[2], opened[3] or "", text, why, options)
         number = end + 1
@@ -69,13 +74,23 @@ def prose(page: Path) -> str:
 
 def table_names(page: Path, heading: str) -> set[str]:
     """The code spans in the first column of the tables below a heading."""
-    return {name for cell in table_column(page, heading) for name in re.findall(r"`([^`]+)`", cell)}
+    return {
+        name
+        for cell in table_column(page, heading)
+        for name in re.findall(r"`([^`]+)`", cell)
+    }
 
 
 def table_column(page: Path, heading: str) -> list[str]:
     """The first cell of every row of the tables below a heading, without the first."""
-    text = page.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    return [line.split("|")[1] for line in text.splitlines() if line.startswith("| ") and "---" not in line][1:]
+    text = (
+        page.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    )
+    return [
+        line.split("|")[1]
+        for line in text.splitlines()
+        if line.startswith("| ") and "---" not in line
+    ][1:]
 
 
 def anchors(page: Path) -> set[str]:

@@ -8,7 +8,8 @@ What a block is decides what is done with it:
 - json: parsed, line by line.
 - bash: each line is run; what would train or convert is checked up to where it would begin (`--dry-run`), a script must
   be there and take its options, and what changes a machine (pip, apt) or needs several is only looked at.
-A block that cannot be run at all says why in a comment before it: <!-- not run: reason -->
+A block that cannot be run at all says why in a comment before it: <!-- not run: reason
+-->
 """
 
 from __future__ import annotations
@@ -43,15 +44,40 @@ from megaverl.planner.memory import MemoryModel
 from megaverl.planner.placed_run import derive_share, with_share
 from megaverl.rewards import registry
 from megaverl.trainer.elastic_agent import PASSED_ON
-from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_column, table_names
+from tests.docs.pages import (
+    PAGES,
+    ROOT,
+    Block,
+    anchors,
+    blocks,
+    links,
+    table_column,
+    table_names,
+)
 from tests.trainer.conftest import make_inputs
 from tools.bench_report import make_run
 from tools.write_docs import outdated
 
-BASE: dict[str, Any] = {"model": {"path": "models/small"}, "data": {"train": "train.jsonl"}, "reward": "exact_match"}
+BASE: dict[str, Any] = {
+    "model": {"path": "models/small"},
+    "data": {"train": "train.jsonl"},
+    "reward": "exact_match",
+}
 GROUPS = {"group_size": 4}  # what most recipes have
 DRY = ("train", "sft", "eval", "generate", "quickstart", "dpo", "reward")
-ONLY_LOOKED_AT = ("cp", "pip", "apt-get", "sbatch", "cd", "source", "export", "mkdocs", "tensorboard", "docker", "git")
+ONLY_LOOKED_AT = (
+    "cp",
+    "pip",
+    "apt-get",
+    "sbatch",
+    "cd",
+    "source",
+    "export",
+    "mkdocs",
+    "tensorboard",
+    "docker",
+    "git",
+)
 NOT_A_CONFIG = ("mkdocs",)
 
 
@@ -70,8 +96,11 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (folder / "runs" / "quickstart" / "inputs" / name).symlink_to(folder / name)
     for name in ("configs", "tools", "launch"):
         (folder / name).symlink_to(ROOT / name)
-    config = folder / "models" / "small" / "config.json"  # a context as real models have it
-    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 4096}))
+    # A context as real models have it.
+    config = folder / "models" / "small" / "config.json"
+    config.write_text(
+        json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 4096})
+    )
     for block in all_blocks():
         if block.title:  # what one page makes, another may speak of
             (folder / block.title).write_text(block.text)
@@ -89,13 +118,19 @@ def all_blocks() -> list[Block]:
 
 
 def test_a_block_that_is_not_run_has_a_reason() -> None:
-    assert [str(block) for block in all_blocks() if block.not_run and len(block.not_run) < 10] == []
+    assert [
+        str(block)
+        for block in all_blocks()
+        if block.not_run and len(block.not_run) < 10
+    ] == []
     spoken = {"bash", "python", "yaml", "json", "text", "", "console", "mermaid"}
     assert {block.language for block in all_blocks()} <= spoken
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_code_blocks_do_what_they_say(page: Path, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_blocks_do_what_they_say(
+    page: Path, desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     registry.reward_names()  # the built-in ones stay
@@ -104,7 +139,12 @@ def test_code_blocks_do_what_they_say(page: Path, desk: Path, monkeypatch: pytes
     for block in blocks(page):
         if block.not_run:
             continue
-        run = {"python": run_python, "yaml": run_yaml, "json": run_json, "bash": run_bash}.get(block.language)
+        run = {
+            "python": run_python,
+            "yaml": run_yaml,
+            "json": run_json,
+            "bash": run_bash,
+        }.get(block.language)
         if run is not None:
             run(block, namespace)
 
@@ -125,8 +165,14 @@ def run_yaml(block: Block, namespace: dict[str, Any]) -> None:
     values = construct(node, type_at)
     values.pop("base", None)  # the command below it loads both
     known = {*keys_of(Config), *(name.partition(".")[0] for name in FLAT)}
-    assert isinstance(values, dict) and set(values) <= known, f"{block}: not a configuration"
-    complete = {**BASE, **values, "algorithm": {**GROUPS, **values.get("algorithm", {})}}
+    assert isinstance(values, dict) and set(values) <= known, (
+        f"{block}: not a configuration"
+    )
+    complete = {
+        **BASE,
+        **values,
+        "algorithm": {**GROUPS, **values.get("algorithm", {})},
+    }
     for section in ("model", "data"):
         given = values.get(section, {})
         complete[section] = given if any(name.startswith(f"{section}.{key}") for name in FLAT for key in given) else {
@@ -148,7 +194,11 @@ def plan_yaml(block: Block, config: Config) -> None:
     options.add_argument("--model-config", default="models/small/config.json")
     given = options.parse_args(block.planned.split())
     machine = Machine()
-    world = given.nodes * machine.gpus_per_node or config.run.nproc or smallest_world(config)
+    world = (
+        given.nodes * machine.gpus_per_node
+        or config.run.nproc
+        or smallest_world(config)
+    )
     job = make_job(config, find_spec(config, given.model_config), world, machine)
     share = derive_share(job)
     job = job if share is None else with_share(job, share)
@@ -164,7 +214,11 @@ def run_bash(block: Block, namespace: dict[str, Any]) -> None:
 def commands(text: str) -> list[str]:
     """The lines of a shell block, continued ones joined, without comments."""
     joined = re.sub(r"\\\n\s*", " ", text)
-    return [line.strip() for line in joined.splitlines() if line.strip() and not line.strip().startswith("#")]
+    return [
+        line.strip()
+        for line in joined.splitlines()
+        if line.strip() and not line.strip().startswith("#")
+    ]
 
 
 def run_command(block: Block, line: str) -> None:
@@ -191,7 +245,9 @@ def run_megaverl(block: Block, words: list[str]) -> None:
     if "|" in (words[0] if words else ""):  # `megaverl sft | eval | generate --help`
         words = [words[0].partition("|")[0].strip(), "--help"]
     command = words[0]
-    assert command in COMMANDS or command.startswith("--"), f"{block}: no command {command}"
+    assert command in COMMANDS or command.startswith("--"), (
+        f"{block}: no command {command}"
+    )
     if "--help" in words:
         with pytest.raises(SystemExit) as left:
             main([command, "--help"])
@@ -213,7 +269,9 @@ def run_megaverl(block: Block, words: list[str]) -> None:
     if "FILE" in words:
         words[words.index("FILE")] = "configs/gsm8k_smollm2/ppo.yaml"
     code = main(words)
-    assert code == 0 or (command == "doctor" and code == 1), f"{block}: megaverl {' '.join(words)} gave {code}"
+    assert code == 0 or (command == "doctor" and code == 1), (
+        f"{block}: megaverl {' '.join(words)} gave {code}"
+    )
 
 
 def run_script(block: Block, words: list[str]) -> None:
@@ -221,7 +279,9 @@ def run_script(block: Block, words: list[str]) -> None:
     if "-m" in words:
         module = words[words.index("-m") + 1]
         path = ROOT / (module.replace(".", "/") + ".py")
-        assert path.is_file() or not module.startswith("megaverl"), f"{block}: no module {module}"
+        assert path.is_file() or not module.startswith("megaverl"), (
+            f"{block}: no module {module}"
+        )
         return
     script = next((word for word in words if word.endswith(".py")), None)
     if script is None:
@@ -230,7 +290,11 @@ def run_script(block: Block, words: list[str]) -> None:
     assert path.is_file() or "/" not in script, f"{block}: no {script}"
     if path.is_file():
         text = path.read_text()
-        for option in [word.partition("=")[0] for word in words[words.index(script) + 1 :] if word.startswith("--")]:
+        for option in [
+            word.partition("=")[0]
+            for word in words[words.index(script) + 1 :]
+            if word.startswith("--")
+        ]:
             assert f'"{option}"' in text, f"{block}: {script} has no {option}"
 
 
@@ -239,23 +303,33 @@ def test_links_lead_somewhere(page: Path) -> None:
     for link in links(page):
         target, _, anchor = link.partition("#")
         if target.startswith(("http://", "https://")):
-            assert re.fullmatch(r"https://[\w.-]+(/[\w./%@~+-]*)?", target), f"{page.name}: {link}"
+            assert re.fullmatch(r"https://[\w.-]+(/[\w./%@~+-]*)?", target), (
+                f"{page.name}: {link}"
+            )
             continue
         path = (page.parent / target).resolve() if target else page
         assert path.exists(), f"{page.relative_to(ROOT)}: {link} leads nowhere"
         if anchor and path.suffix == ".md":
-            assert anchor in anchors(path), f"{page.relative_to(ROOT)}: {link}: no such heading"
+            assert anchor in anchors(path), (
+                f"{page.relative_to(ROOT)}: {link}: no such heading"
+            )
 
 
 def test_every_page_is_in_the_site_and_what_is_in_the_site_is_there() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     named = re.findall(r"([\w/]+\.md)", text)
     assert len(named) == len(set(named)), "a page stands in the menu once"
-    assert set(named) == {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    assert set(named) == {
+        str(page.relative_to(ROOT / "docs"))
+        for page in PAGES
+        if page.is_relative_to(ROOT / "docs")
+    }
 
 
 def test_pages_made_from_the_code_are_current() -> None:
-    assert [str(path.relative_to(ROOT)) for path in outdated()] == [], "run: python tools/write_docs.py"
+    assert [str(path.relative_to(ROOT)) for path in outdated()] == [], (
+        "run: python tools/write_docs.py"
+    )
 
 
 def test_settings_of_others_are_translated_into_keys() -> None:
@@ -264,13 +338,19 @@ def test_settings_of_others_are_translated_into_keys() -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     prose = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
     in_text = {
-        span.partition(":")[0] for span in re.findall(r"`([^`\n]+)`", prose) if re.match(r"[a-z_]{2,}\.[a-z_.]+", span)
+        span.partition(":")[0]
+        for span in re.findall(r"`([^`\n]+)`", prose)
+        if re.match(r"[a-z_]{2,}\.[a-z_.]+", span)
     }
     in_text -= {name for name in in_text if name.endswith((".py", ".md", ".yaml"))}
     settings = table_names(page, "Settings")
     functions = {name for name in settings if name in {"dual_clip", "clip_dual"}}
     named = settings - functions | table_names(page, "Other defaults") | in_text
-    assert len(named) > 60 and len(in_text) > 5 and {each for each in named if not is_key(each)} == set()
+    assert (
+        len(named) > 60
+        and len(in_text) > 5
+        and {each for each in named if not is_key(each)} == set()
+    )
 
 
 def is_key(name: str) -> bool:
@@ -278,7 +358,9 @@ def is_key(name: str) -> bool:
     keys = {re.sub(r"\.N\..*", "", each) for each in all_keys(Config)}
     place = next((place for place in PLACES if name.startswith(f"{place}.")), None)
     if place is not None:
-        return name.removeprefix(f"{place}.").partition(".")[0] in PLACES[place].settable()
+        return (
+            name.removeprefix(f"{place}.").partition(".")[0] in PLACES[place].settable()
+        )
     return name in keys or any(key.startswith(f"{name}.") for key in keys)
 
 
@@ -286,10 +368,15 @@ def test_flat_names_and_variables_are_those_of_the_code() -> None:
     assert table_names(ROOT / "docs" / "reference.md", "Flat names") == set(FLAT)
     sources = [*(ROOT / "megaverl").rglob("*.py"), *(ROOT / "launch").rglob("*.sh")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
-    used = set(re.findall(r"\bMEGAVERL_[A-Z_]+", text)) - {"MEGAVERL_ROOT"}  # the scripts' own
-    documented = table_names(ROOT / "docs" / "reference.md", "Variables of the environment")
+    # The scripts' own.
+    used = set(re.findall(r"\bMEGAVERL_[A-Z_]+", text)) - {"MEGAVERL_ROOT"}
+    documented = table_names(
+        ROOT / "docs" / "reference.md", "Variables of the environment"
+    )
     assert used == {name for name in documented if name.startswith("MEGAVERL_")}
-    named = re.findall(r'Variable\(\s*"(\w+)"', (ROOT / "megaverl" / "rank_environment.py").read_text())
+    named = re.findall(
+        r'Variable\(\s*"(\w+)"', (ROOT / "megaverl" / "rank_environment.py").read_text()
+    )
     assert len(named) > 5 and set(named) <= documented
 
 
@@ -300,46 +387,85 @@ def code_strings() -> Iterator[str]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
             elif isinstance(node, ast.JoinedStr):
-                yield "".join(str(each.value) if isinstance(each, ast.Constant) else "*" for each in node.values)
+                yield "".join(
+                    str(each.value) if isinstance(each, ast.Constant) else "*"
+                    for each in node.values
+                )
 
 
 def test_every_metric_is_on_its_page_and_those_of_the_page_are_in_the_code() -> None:
     """Whole names as the code writes them, and those that losses give to what is put before them (`actor/`, `dpo/`)."""
     documented = table_names(ROOT / "docs" / "reference.md", "Every metric")
-    exact = {name for name in documented if "/" in name and not re.search(r"^[\w*]+/\*$", name)} | {
+    exact = {
+        name
+        for name in documented
+        if "/" in name and not re.search(r"^[\w*]+/\*$", name)
+    } | {
         "reward/*",
         "busy/*",
     }
-    families = "|".join({name.partition("/")[0] for name in exact if not name.startswith("mix")})
+    families = "|".join(
+        {name.partition("/")[0] for name in exact if not name.startswith("mix")}
+    )
     strings = set(code_strings())
-    written = {text for text in strings if re.fullmatch(rf"(?:{families})/[\w/@*]*[a-z][\w/@*]*", text)}
-    assert {name for name in written if not any(fnmatch(name, line) for line in exact)} == set()
+    written = {
+        text
+        for text in strings
+        if re.fullmatch(rf"(?:{families})/[\w/@*]*[a-z][\w/@*]*", text)
+    }
+    assert {
+        name for name in written if not any(fnmatch(name, line) for line in exact)
+    } == set()
     parts = set()  # what a loss or a role reports, before a name stands before it
     for path in (ROOT / "megaverl").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Dict):
                 pairs = zip(node.keys, node.values, strict=True)
-                parts |= {ast.literal_eval(k) for k, v in pairs if k and ast.unparse(v).startswith("moments(")}
-            elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "metrics":
-                stored = isinstance(node.ctx, ast.Store) and isinstance(node.slice, ast.Constant)
+                parts |= {
+                    ast.literal_eval(k)
+                    for k, v in pairs
+                    if k and ast.unparse(v).startswith("moments(")
+                }
+            elif (
+                isinstance(node, ast.Subscript) and ast.unparse(node.value) == "metrics"
+            ):
+                stored = isinstance(node.ctx, ast.Store) and isinstance(
+                    node.slice, ast.Constant
+                )
                 parts |= {ast.literal_eval(node.slice)} if stored else set()
     last = {name.rpartition("/")[2] for name in exact}
     assert len(parts) > 30 and {name for name in parts if "/" not in name} <= last
     for name in exact - {"reward/*", "busy/*"}:
         end = name.rpartition("/")[2]
-        spelled = {name, name.partition("/")[2], end, f"*/{end}", end.removeprefix("service_")}
-        assert spelled & strings or any(fnmatch(each, name) for each in written), f"{name} is written by nothing"
+        spelled = {
+            name,
+            name.partition("/")[2],
+            end,
+            f"*/{end}",
+            end.removeprefix("service_"),
+        }
+        assert spelled & strings or any(fnmatch(each, name) for each in written), (
+            f"{name} is written by nothing"
+        )
 
 
 def test_every_exit_code_is_on_its_page() -> None:
     documented = {
-        int(code) for cell in table_column(ROOT / "docs" / "reference.md", "Exit codes") for code in cell.split(",")
+        int(code)
+        for cell in table_column(ROOT / "docs" / "reference.md", "Exit codes")
+        for code in cell.split(",")
     }
     named = {value for name, value in vars(errors).items() if name.isupper()}
     assert documented == {0, *named, *(128 + number for number in PASSED_ON)}
     literal = set()
     for path in (ROOT / "megaverl").rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("sys.exit", "os._exit", "SystemExit"):
-                literal |= {each.value for each in call.args if isinstance(each, ast.Constant)}
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in (
+                "sys.exit",
+                "os._exit",
+                "SystemExit",
+            ):
+                literal |= {
+                    each.value for each in call.args if isinstance(each, ast.Constant)
+                }
     assert {code for code in literal if isinstance(code, int)} <= documented

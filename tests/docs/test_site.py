@@ -16,7 +16,8 @@ from tests.browser import Browser, browser, why_absent
 from tests.docs.pages import PAGES, ROOT
 
 PHONE = 400
-# The ratio of two colours' luminances, as WCAG 2.2 defines it, of the texts of a page with what lies behind them.
+# The ratio of two colours' luminances, as WCAG 2.2 defines it, of the texts of a page
+# with what lies behind them.
 CONTRASTS = """
 const channel = v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
 const parts = colour => colour.match(/[\\d.]+/g).map(Number);
@@ -41,9 +42,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason="pip install 'megaverl[docs]'")
     pytest.importorskip("material", reason="pip install 'megaverl[docs]'")
     folder = tmp_path_factory.mktemp("docs") / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder),
+    ]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=quiet, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=quiet, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -57,18 +69,32 @@ def window(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bro
 
 
 def test_it_builds_and_every_page_is_in_it(site: Path) -> None:
-    pages = [page.relative_to(ROOT / "docs") for page in PAGES if page.is_relative_to(ROOT / "docs")]
-    assert [page for page in pages if not (site / page.with_suffix(".html")).is_file()] == []
+    pages = [
+        page.relative_to(ROOT / "docs")
+        for page in PAGES
+        if page.is_relative_to(ROOT / "docs")
+    ]
+    assert [
+        page for page in pages if not (site / page.with_suffix(".html")).is_file()
+    ] == []
     assert "pictures/grids.svg" in (site / "concepts.html").read_text(encoding="utf-8")
     for page in site.rglob("*.html"):
-        loaded = re.findall(r'(?:src|<link[^>]*href)="(https?:[^"]+)"', page.read_text(encoding="utf-8"))
+        loaded = re.findall(
+            r'(?:src|<link[^>]*href)="(https?:[^"]+)"', page.read_text(encoding="utf-8")
+        )
         assert loaded == [], f"{page.name} loads {loaded}"
 
 
 def test_links_between_pages_lead_somewhere(site: Path) -> None:
     """... also those of notebooks, whose links name the pages' sources."""
-    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html") if page.name != "404.html"}
-    known = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in pages.items()}
+    pages = {
+        page: page.read_text(encoding="utf-8")
+        for page in site.rglob("*.html")
+        if page.name != "404.html"
+    }
+    known = {
+        page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in pages.items()
+    }
     wrong = []
     for page, text in pages.items():
         for link in set(re.findall(r'<a\b[^>]*\bhref="([^"]+)"', text)):
@@ -76,7 +102,9 @@ def test_links_between_pages_lead_somewhere(site: Path) -> None:
             if re.match(r"\w+:", link):
                 continue
             path = (page.parent / target).resolve() if target else page
-            if not path.exists() or (anchor and path in known and unquote(anchor) not in known[path]):
+            if not path.exists() or (
+                anchor and path in known and unquote(anchor) not in known[path]
+            ):
                 wrong.append(f"{page.relative_to(site)}: {link}")
     assert wrong == []
 
@@ -88,7 +116,9 @@ def test_the_menu_is_grouped_by_task() -> None:
 
 
 @pytest.mark.parametrize("width", [360, PHONE])
-def test_the_keys_can_be_read_on_a_phone(site: Path, window: Browser, width: int) -> None:
+def test_the_keys_can_be_read_on_a_phone(
+    site: Path, window: Browser, width: int
+) -> None:
     """Every cell is inside the screen, without scrolling to the side, and wide enough for words."""
     window.resize(width, 800, phone=True)
     window.open(site / "keys.html")
@@ -97,7 +127,10 @@ def test_the_keys_can_be_read_on_a_phone(site: Path, window: Browser, width: int
         ".map(c => [c.left, c.right])"
     )
     assert len(cells) > 1000
-    assert all(left >= 0 and right <= width and right - left > 0.8 * width for left, right in cells)
+    assert all(
+        left >= 0 and right <= width and right - left > 0.8 * width
+        for left, right in cells
+    )
 
 
 def test_every_page_fits_a_phone_and_can_be_read(site: Path, window: Browser) -> None:
@@ -108,14 +141,25 @@ def test_every_page_fits_a_phone_and_can_be_read(site: Path, window: Browser) ->
         name = str(page.relative_to(site))
         window.resize(PHONE, 800, phone=True)
         window.open(page)
-        window.run("document.head.insertAdjacentHTML('beforeend', '<style>* {transition: none !important}</style>')")
+        window.run(
+            "document.head.insertAdjacentHTML('beforeend', '<style>* {transition: none !important}</style>')"
+        )
         width = window.run("return document.documentElement.scrollWidth")
         if width > PHONE:
             wrong.append(f"{name}: {width} pixels wide")
         for scheme in ("default", "slate"):
-            window.run("document.body.setAttribute('data-md-color-scheme', arguments[0])", scheme)
+            window.run(
+                "document.body.setAttribute('data-md-color-scheme', arguments[0])",
+                scheme,
+            )
             least = window.run(CONTRASTS)
             if least is not None and least[0] < 4.5:
-                wrong.append(f"{name}, {scheme}: contrast {least[0]:.1f} of {least[1]!r}")
-        wrong += [f"{name}: {entry['message']}" for entry in window.log("browser") if entry["level"] == "SEVERE"]
+                wrong.append(
+                    f"{name}, {scheme}: contrast {least[0]:.1f} of {least[1]!r}"
+                )
+        wrong += [
+            f"{name}: {entry['message']}"
+            for entry in window.log("browser")
+            if entry["level"] == "SEVERE"
+        ]
     assert wrong == [], "\n".join(wrong)

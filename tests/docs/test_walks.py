@@ -1,5 +1,6 @@
-"""The walks of a weight and of a batch in docs/architecture.md: short, connected, and true of the code as it is; and
-the places that CONTRIBUTING.md names."""
+"""The walks of a weight and of a batch in docs/architecture.md: short, connected, and
+true of the code as it is; and the places that CONTRIBUTING.md names.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def definition(file: str, name: str) -> Function | ast.ClassDef | None:
     found: Function | ast.ClassDef | None = None
     for part in name.split("."):
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        found = next((node for node in nodes if isinstance(node, kinds) and node.name == part), None)
+        found = next(
+            (node for node in nodes if isinstance(node, kinds) and node.name == part),
+            None,
+        )
         nodes = found.body if found is not None else []
     return found
 
@@ -66,13 +70,19 @@ def registries(file: str, name: str) -> set[str]:
     return {
         node.func.value.id
         for node in decorators
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
     }
 
 
 def reached(file: str, name: str) -> set[str]:
     """Names that the code of a function refers to, with the code of what it refers to in its own module."""
-    own = {node.name: node for node in ast.walk(tree(file)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    own = {
+        node.name: node
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
     start = definition(file, name)
     assert start is not None
     names, todo, seen = set[str](), [start], set[str]()
@@ -94,44 +104,69 @@ def imported(file: str) -> Iterator[str]:
 
 
 def dotted(file: str) -> str:
-    return ".".join(("megaverl", *Path(file).with_suffix("").parts)).removesuffix(".__init__")
+    return ".".join(("megaverl", *Path(file).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    )
 
 
 def imports(source: str, target: str) -> bool:
     """Whether a module imports another, or takes a name of it from the package that it is in."""
     homes = (dotted(target), dotted(target).rpartition(".")[0])
-    return any(name in homes[:1] or name.rpartition(".")[0] in homes for name in imported(source))
+    return any(
+        name in homes[:1] or name.rpartition(".")[0] in homes
+        for name in imported(source)
+    )
 
 
 def is_called_through_a_protocol(arrow: Arrow) -> bool:
     """Whether a Protocol that the caller's module has or imports has that method, with the same parameters."""
     method = arrow.callee.split(".")[-1]
-    modules = {name.rpartition(".")[0] for name in imported(arrow.source)} | {dotted(arrow.source)}
-    files = ["/".join(name.split(".")[1:]) + ".py" for name in modules if name.startswith("megaverl.")]
+    modules = {name.rpartition(".")[0] for name in imported(arrow.source)} | {
+        dotted(arrow.source)
+    }
+    files = [
+        "/".join(name.split(".")[1:]) + ".py"
+        for name in modules
+        if name.startswith("megaverl.")
+    ]
     protocols = [
         (file, node.name)
         for file in files
         if (PACKAGE / file).is_file()
         for node in tree(file).body
-        if isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in node.bases)
+        if isinstance(node, ast.ClassDef)
+        and any("Protocol" in ast.unparse(base) for base in node.bases)
     ]
     wanted = parameters(definition(arrow.target, arrow.callee))
     return wanted is not None and any(
-        parameters(definition(file, f"{name}.{method}")) == wanted for file, name in protocols
+        parameters(definition(file, f"{name}.{method}")) == wanted
+        for file, name in protocols
     )
 
 
 def parameters(found: Function | ast.ClassDef | None) -> list[str] | None:
     if not isinstance(found, Function):
         return None
-    return [argument.arg for argument in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
+    return [
+        argument.arg
+        for argument in (
+            *found.args.posonlyargs,
+            *found.args.args,
+            *found.args.kwonlyargs,
+        )
+    ]
 
 
-WALKS = ("A weight, from a file to Megatron to vLLM", "A batch, through one step of GRPO")
+WALKS = (
+    "A weight, from a file to Megatron to vLLM",
+    "A batch, through one step of GRPO",
+)
 
 
 @pytest.mark.parametrize("heading", WALKS)
-def test_a_walk_crosses_at_most_fifteen_modules_and_hangs_together(heading: str) -> None:
+def test_a_walk_crosses_at_most_fifteen_modules_and_hangs_together(
+    heading: str,
+) -> None:
     arrows = walk(heading)
     assert len(arrows) >= 8, "the list is there"
     modules = {file for arrow in arrows for file in (arrow.source, arrow.target)}
@@ -143,22 +178,33 @@ def test_a_walk_crosses_at_most_fifteen_modules_and_hangs_together(heading: str)
 
 
 @pytest.mark.parametrize(
-    "arrow", [arrow for heading in WALKS for arrow in walk(heading)], ids=lambda a: f"{a[1]}-{a[3]}"
+    "arrow",
+    [arrow for heading in WALKS for arrow in walk(heading)],
+    ids=lambda a: f"{a[1]}-{a[3]}",
 )
 def test_an_arrow_is_a_call_and_an_import(arrow: Arrow) -> None:
     for file, name in ((arrow.source, arrow.caller), (arrow.target, arrow.callee)):
         assert definition(file, name) is not None, f"{file} has no {name}"
     names = reached(arrow.source, arrow.caller)
     interface = is_called_through_a_protocol(arrow)
-    called = {arrow.callee.split(".")[-1], *registries(arrow.target, arrow.callee)} & names
-    assert called or (interface and arrow.callee.endswith(".__call__")), "the caller does not call it"
-    assert imports(arrow.source, arrow.target) or interface, f"{arrow.source} does not import {arrow.target}"
+    called = {
+        arrow.callee.split(".")[-1],
+        *registries(arrow.target, arrow.callee),
+    } & names
+    assert called or (interface and arrow.callee.endswith(".__call__")), (
+        "the caller does not call it"
+    )
+    assert imports(arrow.source, arrow.target) or interface, (
+        f"{arrow.source} does not import {arrow.target}"
+    )
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
 def test_the_places_that_are_named_are_there(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    packages = "|".join(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file())
+    packages = "|".join(
+        path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()
+    )
     named = re.findall(rf"`((?:{packages})/[\w/]*(?:\.py)?)(?::([\w.]+))?`", text)
     assert len(named) >= 10
     for file, name in named:

@@ -18,10 +18,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def undisturbed(launch: Launcher, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(
+    launch: Launcher, inputs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The `runs` folder of a run to which nothing happened. Read-only for the tests."""
     runs = tmp_path_factory.mktemp("undisturbed")
-    ended = launch.command(arguments(inputs, runs, "trainer.store_rollouts=true"), logs=runs / "output")
+    ended = launch.command(
+        arguments(inputs, runs, "trainer.store_rollouts=true"), logs=runs / "output"
+    )
     assert ended.codes == [0, 0], ended.output
     return runs
 

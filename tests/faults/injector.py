@@ -2,9 +2,9 @@
 
     MEGAVERL_FAULT='{"kind": "kill", "rank": 1, "step": 2, "stage": "actor_update", "mark": "/path"}'
 
-It patches three seams that a run has anyway: the note of the stage that begins, the file that a checkpoint is written
-through, and the message that a reshard sends. `tests.faults.rank` installs it in a rank and then does what the command
-does.
+It patches three seams that a run has anyway: the note of the stage that begins, the
+file that a checkpoint is written through, and the message that a reshard sends.
+`tests.faults.rank` installs it in a rank and then does what the command does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,18 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 VARIABLE = "MEGAVERL_FAULT"
-Kind = Literal["kill", "stop", "term", "usr1", "int", "exception", "stall", "full", "readonly", "vanish"]
+Kind = Literal[
+    "kill",
+    "stop",
+    "term",
+    "usr1",
+    "int",
+    "exception",
+    "stall",
+    "full",
+    "readonly",
+    "vanish",
+]
 GONE = ".gone"
 
 
@@ -63,7 +74,11 @@ class Fault:
 
     def happens_to(self, step: int | None, stage: str) -> bool:
         is_time = self.step is None or (step is not None and step >= self.step)
-        return is_time and stage == self.stage and not (self.mark and Path(self.mark).exists())
+        return (
+            is_time
+            and stage == self.stage
+            and not (self.mark and Path(self.mark).exists())
+        )
 
     def strike(self) -> None:
         """Let it happen."""
@@ -85,7 +100,10 @@ class Fault:
             Path(self.folder).rename(self.folder + GONE)
         else:
             raise OSError(
-                *{"full": (28, "No space left on device"), "readonly": (30, "Read-only file system")}[self.kind]
+                *{
+                    "full": (28, "No space left on device"),
+                    "readonly": (30, "Read-only file system"),
+                }[self.kind]
             )
 
 
@@ -133,7 +151,9 @@ class _Patches:
                 self.sent += 1
             begin(transport)
 
-        def write_with_fault(file: ChecksummedFile, data: Any, known_crc32: int | None = None) -> int:
+        def write_with_fault(
+            file: ChecksummedFile, data: Any, known_crc32: int | None = None
+        ) -> int:
             if not self._is_meant(str(file.name)):
                 return write(file, data, known_crc32)
             view = memoryview(data).cast("B")
@@ -153,4 +173,6 @@ class _Patches:
 
     def _is_meant(self, path: str) -> bool:
         found = re.search(r"/step_(\d+)", path)
-        return found is None or self.fault.step is None or int(found[1]) >= self.fault.step
+        return (
+            found is None or self.fault.step is None or int(found[1]) >= self.fault.step
+        )

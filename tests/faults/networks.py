@@ -25,7 +25,11 @@ class Networks:
     @property
     def environment(self) -> dict[str, str]:
         """Of the ranks: rank n is on node n, and node 0 keeps the store."""
-        return {VARIABLE: self.prefix, "MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+        return {
+            VARIABLE: self.prefix,
+            "MASTER_ADDR": address(0),
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
 
     def cut(self, node: int) -> None:
         """The cable of a node comes off."""
@@ -38,8 +42,15 @@ def why_not() -> str:
         return "needs root, to make networks"
     if shutil.which("ip") is None:
         return "needs `ip`: install iproute2"
-    made = subprocess.run(["ip", "netns", "add", "mvprobe"], capture_output=True, check=False).returncode == 0
-    subprocess.run(["ip", "netns", "delete", "mvprobe"], capture_output=True, check=False)
+    made = (
+        subprocess.run(
+            ["ip", "netns", "add", "mvprobe"], capture_output=True, check=False
+        ).returncode
+        == 0
+    )
+    subprocess.run(
+        ["ip", "netns", "delete", "mvprobe"], capture_output=True, check=False
+    )
     return "" if made else "this machine lets nobody make network namespaces"
 
 
@@ -55,7 +66,20 @@ def networks(count: int) -> Iterator[Networks]:
         for node in range(count):
             name = f"{made.prefix}{node}"
             _ip("netns", "add", name)
-            _ip("-n", switch, "link", "add", f"to-{node}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip(
+                "-n",
+                switch,
+                "link",
+                "add",
+                f"to-{node}",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                name,
+            )
             _ip("-n", switch, "link", "set", f"to-{node}", "master", "bridge", "up")
             _ip("-n", name, "address", "add", f"{address(node)}/24", "dev", "eth0")
             for device in ("eth0", "lo"):
@@ -63,7 +87,9 @@ def networks(count: int) -> Iterator[Networks]:
         yield made
     finally:
         for name in (*(f"{made.prefix}{node}" for node in range(count)), switch):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+            subprocess.run(
+                ["ip", "netns", "delete", name], capture_output=True, check=False
+            )
 
 
 def enter(prefix: str, node: int) -> None:

@@ -1,6 +1,7 @@
 """Where a run is hit: kill points over all stages of a step and of a save, and what one such try is.
 
-`tools/fault_campaign.py` tries every point by itself; the suite tries some of them, one after the other in one run.
+`tools/fault_campaign.py` tries every point by itself; the suite tries some of them, one
+after the other in one run.
 """
 
 from __future__ import annotations
@@ -62,13 +63,17 @@ POINTS: dict[str, Fault] = {
     "export": _kill(1, "export", None),
 }
 
-# A run that keeps unfinished responses, between steps and in its checkpoints; and where it is hit besides.
+# A run that keeps unfinished responses, between steps and in its checkpoints; and where
+# it is hit besides.
 PARTIAL = [
     "rollout={partial: {chunk_tokens: 2}, max_staleness: 2}",
     "rollout.sampling={max_tokens: 16, stop_token_ids: [5, 6, 7, 8]}",
 ]
-PARTIAL_POINTS: dict[str, Fault] = {"an unfinished response kept": _kill(0, "rollout", 3, delay=0.05)}
-# A run whose engine takes new weights in the middle of a step, inside the second and the fourth.
+PARTIAL_POINTS: dict[str, Fault] = {
+    "an unfinished response kept": _kill(0, "rollout", 3, delay=0.05)
+}
+# A run whose engine takes new weights in the middle of a step, inside the second and
+# the fourth.
 IN_FLIGHT = [
     "placement={rollout: 0, actor: 1}",
     "actor.tp=1",
@@ -82,7 +87,8 @@ IN_FLIGHT_POINTS: dict[str, Fault] = {
     "half a step waits for weights": _kill(1, "actor_update", 3),
     "the other half": _kill(0, "rollout", 4, delay=0.1),
 }
-# A run whose weights go to the engines while the critic updates, and where they are on their way or about to leave.
+# A run whose weights go to the engines while the critic updates, and where they are on
+# their way or about to leave.
 OVERLAP = [
     "reshard={overlap: true, alias: never, check_every: 1}",
     "actor.ddp={overlap_grad_reduce: true, overlap_param_gather: true, bucket_size: 20000}",
@@ -93,7 +99,8 @@ OVERLAP_POINTS: dict[str, Fault] = {
     "weights about to leave": _kill(1, "actor_update", 3, delay=0.05),
     "weights arrive": _kill(0, "reshard", 2),
 }
-# A run on four nodes, three of which have engines and pass weights on to each other; and where it is hit meanwhile.
+# A run on four nodes, three of which have engines and pass weights on to each other;
+# and where it is hit meanwhile.
 RELAYED = [
     "placement={actor: 0, rollout: 1-3}",
     "actor.tp=1",
@@ -143,7 +150,9 @@ def hit(
     mark.unlink(missing_ok=True)
     environment = replace(fault, mark=str(mark)).environment()
     started = arguments(inputs, runs, *more)
-    ended = launch.command(started, logs=runs / "output", environment=environment, **_on_nodes(nodes))
+    ended = launch.command(
+        started, logs=runs / "output", environment=environment, **_on_nodes(nodes)
+    )
     happened = mark.exists()
     wrong = _wrong_end(fault, ended) if happened else ["it did not happen"]
     return Hit(ended, happened, wrong, resumed_from(ended))
@@ -156,7 +165,12 @@ def resumed_from(ended: Ended) -> str:
 
 
 def run_on(
-    launch: Launcher, inputs: Path, runs: Path, *more: str, nodes: int | None = None, deadline: float = JOB_DEADLINE
+    launch: Launcher,
+    inputs: Path,
+    runs: Path,
+    *more: str,
+    nodes: int | None = None,
+    deadline: float = JOB_DEADLINE,
 ) -> Ended:
     """Start the run, or go on with it, without a fault.
 
@@ -164,17 +178,27 @@ def run_on(
         deadline: seconds until it counts as hung.
     """
     started = arguments(inputs, runs, *more)
-    return launch.command(started, logs=runs / "output", deadline=deadline, **_on_nodes(nodes))
+    return launch.command(
+        started, logs=runs / "output", deadline=deadline, **_on_nodes(nodes)
+    )
 
 
 def _on_nodes(nodes: int | None) -> dict[str, Any]:
     if nodes is None:
         return {}
-    return {"ranks": nodes, "on_rank": {rank: {"GROUP_RANK": str(rank)} for rank in range(nodes)}}
+    return {
+        "ranks": nodes,
+        "on_rank": {rank: {"GROUP_RANK": str(rank)} for rank in range(nodes)},
+    }
 
 
 def finish(
-    launch: Launcher, inputs: Path, runs: Path, expected: Remains, *more: str, nodes: int | None = None
+    launch: Launcher,
+    inputs: Path,
+    runs: Path,
+    expected: Remains,
+    *more: str,
+    nodes: int | None = None,
 ) -> tuple[Ended, list[str]]:
     """Start the run again, without a fault; what differs at its end from what is expected."""
     ended = run_on(launch, inputs, runs, *more, nodes=nodes)
@@ -190,13 +214,21 @@ def of_kind(fault: Fault, kind: Kind) -> Fault:
 
 
 def _wrong_end(fault: Fault, ended: Ended) -> list[str]:
-    own, others = ended.codes[fault.rank], [code for rank, code in enumerate(ended.codes) if rank != fault.rank]
+    own, others = (
+        ended.codes[fault.rank],
+        [code for rank, code in enumerate(ended.codes) if rank != fault.rank],
+    )
     if fault.kind in ("term", "usr1"):
         # 0: it came when there was nothing left to save
-        well = ended.codes in ([SAVED_AND_LEFT] * len(ended.codes), [0] * len(ended.codes))
+        well = ended.codes in (
+            [SAVED_AND_LEFT] * len(ended.codes),
+            [0] * len(ended.codes),
+        )
         return [] if well else [f"exit codes {ended.codes}"]
     wrong = []
-    if own != (-9 if fault.kind in ("kill", "stop") else 1) or any(code != 1 for code in others):
+    if own != (-9 if fault.kind in ("kill", "stop") else 1) or any(
+        code != 1 for code in others
+    ):
         wrong.append(f"exit codes {ended.codes}")
     if ended.spread > ALL_END_WITHIN:
         wrong.append(f"the others ended {ended.spread:.0f} s later")

@@ -1,5 +1,7 @@
-"""A rank of the real command, or of a program, on the node and with the fault that its environment names:
-`python -m tests.faults.rank train ...`, or `command` by `tests.launcher`."""
+"""A rank of the real command, or of a program, on the node and with the fault that its
+environment names: `python -m tests.faults.rank train ...`, or `command` by
+`tests.launcher`.
+"""
 
 from __future__ import annotations
 

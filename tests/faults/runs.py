@@ -14,7 +14,8 @@ from tests.trainer.conftest import command_arguments
 from tools.same_numbers import is_cost
 
 STEPS = 4
-# Adaptive KL, schedules, two optimizers, validation with a best score, checkpoints at every step and milestones.
+# Adaptive KL, schedules, two optimizers, validation with a best score, checkpoints at
+# every step and milestones.
 PPO = [
     "rollout={engine: hf, use_dynamic_batching: true}",
     "algorithm={name: ppo, num_mini_batches: 2, kl: {in: reward, kind: k1, coef: 0.01, target: 0.01}}",
@@ -30,7 +31,13 @@ MACHINE = ("metrics_bytes", "generation_budget")
 
 def arguments(inputs: Path, runs: Path, *more: str) -> list[str]:
     """Of a run on `inputs` that writes to `runs`/run."""
-    return ["train", *command_arguments(inputs, runs), f"data.validation={inputs / 'held_out.jsonl'}", *PPO, *more]
+    return [
+        "train",
+        *command_arguments(inputs, runs),
+        f"data.validation={inputs / 'held_out.jsonl'}",
+        *PPO,
+        *more,
+    ]
 
 
 Remains = dict[str, Any]
@@ -39,20 +46,30 @@ Remains = dict[str, Any]
 def remains(run: Path) -> Remains:
     """What a finished run leaves that must not depend on what happened to it: compare with ==.
 
-    The exported weights and the whole training state to the bit, every number that was measured, every sample.
+    The exported weights and the whole training state to the bit, every number that was
+    measured, every sample.
     """
     newest, problems = newest_first(run / "checkpoints")
     assert not problems, problems
     files = Manifest.read(newest[0]).files
     state = json.loads((newest[0] / "state.json").read_text())
     return {
-        "weights": {path.name: _digest(path) for path in sorted((run / "hf").glob("*.safetensors"))},
+        "weights": {
+            path.name: _digest(path)
+            for path in sorted((run / "hf").glob("*.safetensors"))
+        },
         "checkpoint": newest[0].name,
-        "state": {name: found for name, found in files.items() if name.endswith(".distcp")},
+        "state": {
+            name: found for name, found in files.items() if name.endswith(".distcp")
+        },
         # the same values can be pickled in several ways
         "common": repr(torch.load(newest[0] / "common.pt", weights_only=True)),
-        "random": {name: found for name, found in files.items() if name.startswith("random_")},
-        "trainer": {name: value for name, value in state.items() if name not in MACHINE},
+        "random": {
+            name: found for name, found in files.items() if name.startswith("random_")
+        },
+        "trainer": {
+            name: value for name, value in state.items() if name not in MACHINE
+        },
         "metrics": metrics(run),
         "samples": (run / "samples.jsonl").read_text().splitlines(),
         "kept": sorted(path.name for path in newest),

@@ -1,7 +1,8 @@
 """Servers that are lost while a run uses them: in a request, while they read weights, and while they join.
 
-Each server is `tests.rollout.sglang_server`'s: a sample comes out the same whoever draws it, so the run must end with
-the bits of one that nothing happened to, and without a start in between.
+Each server is `tests.rollout.sglang_server`'s: a sample comes out the same whoever
+draws it, so the run must end with the bits of one that nothing happened to, and without
+a start in between.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def run_on_servers(
     """Run the faults' PPO on two servers, and let the point happen to them; the run, and the servers."""
     run = runs / "run"
     with ExitStack() as stack:
-        joins = stack.enter_context(SGLangLike(inputs / "model", happenings=_dies(point.third)))
+        joins = stack.enter_context(
+            SGLangLike(inputs / "model", happenings=_dies(point.third))
+        )
 
         def add(_: SGLangLike) -> None:
             assert megaverl(["rollout-pool", "add", str(run), joins.url]) == 0
@@ -60,11 +63,22 @@ def run_on_servers(
             happenings[(GENERATE, 12)] = add
         one = stack.enter_context(SGLangLike(inputs / "model", happenings=happenings))
         two = stack.enter_context(SGLangLike(inputs / "model"))
-        servers = {"kind": "sglang", "urls": [one.url, two.url], "poll_seconds": 0.05, "wait_seconds": 60.0}
-        rollout = {"engine": "server", "use_dynamic_batching": False, "servers": servers}
+        servers = {
+            "kind": "sglang",
+            "urls": [one.url, two.url],
+            "poll_seconds": 0.05,
+            "wait_seconds": 60.0,
+        }
+        rollout = {
+            "engine": "server",
+            "use_dynamic_batching": False,
+            "servers": servers,
+        }
         given = arguments(inputs, runs, f"rollout={json.dumps(rollout)}", *more)
         return launch.command(given, logs=runs / "output"), (one, two, joins)
 
 
-def _dies(when: tuple[str, int] | None) -> dict[tuple[str, int], Callable[[SGLangLike], None]]:
+def _dies(
+    when: tuple[str, int] | None,
+) -> dict[tuple[str, int], Callable[[SGLangLike], None]]:
     return {} if when is None else {when: SGLangLike.die}

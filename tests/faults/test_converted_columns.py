@@ -43,20 +43,40 @@ SETTINGS = [
 ]
 
 
-def run(launch: Launcher, inputs: Path, tmp_path: Path, name: str, fault: Fault | None = None) -> Ended:
+def run(
+    launch: Launcher,
+    inputs: Path,
+    tmp_path: Path,
+    name: str,
+    fault: Fault | None = None,
+) -> Ended:
     """One start of a run whose roles have ranks of their own, with engines that work ahead."""
     runs = tmp_path / name
     reward = json.dumps({"function": f"{tmp_path / 'columns.py'}:score"})
-    arguments = [*command_arguments(inputs, runs), f"data.train={tmp_path / 'train.parquet'}", f"reward={reward}"]
+    arguments = [
+        *command_arguments(inputs, runs),
+        f"data.train={tmp_path / 'train.parquet'}",
+        f"reward={reward}",
+    ]
     given = fault.environment() if fault else {}
-    return launch.command(["train", *arguments, *SETTINGS], logs=runs / "output", ranks=3, environment=given)
+    return launch.command(
+        ["train", *arguments, *SETTINGS],
+        logs=runs / "output",
+        ranks=3,
+        environment=given,
+    )
 
 
-def test_they_are_stored_moved_and_read_again(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
+def test_they_are_stored_moved_and_read_again(
+    launch: Launcher, inputs: Path, tmp_path: Path
+) -> None:
     """Roles apart, SIGTERM while samples wait, a second start, and stored rollouts: the bits of an undisturbed run."""
-    rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()
+    ]
     pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([{**row, **COLUMNS} for row in rows]), tmp_path / "train.parquet"
+        pyarrow.Table.from_pylist([{**row, **COLUMNS} for row in rows]),
+        tmp_path / "train.parquet",
     )
     (tmp_path / "columns.py").write_text(REWARD)
     whole = run(launch, inputs, tmp_path, "whole")
@@ -65,11 +85,21 @@ def test_they_are_stored_moved_and_read_again(launch: Launcher, inputs: Path, tm
     assert left.codes == [SAVED_AND_LEFT] * 3, left.text
     rest = run(launch, inputs, tmp_path, "left")
     assert rest.codes == [0, 0, 0] and "resumed from" in rest.text, rest.text
-    expected, found = remains(tmp_path / "whole" / "run"), remains(tmp_path / "left" / "run")
-    assert found["weights"] == expected["weights"] and found["samples"] == expected["samples"]
+    expected, found = (
+        remains(tmp_path / "whole" / "run"),
+        remains(tmp_path / "left" / "run"),
+    )
+    assert (
+        found["weights"] == expected["weights"]
+        and found["samples"] == expected["samples"]
+    )
     for name in ("whole", "left"):
         stored = RolloutFolder(tmp_path / name / "run" / "rollouts")
         assert sorted(stored.entries()) == list(range(STEPS))
         for step in range(STEPS):
             for extra in stored.read(step).batch.columns["extra"]:
-                assert (extra["price"], extra["took"], extra["day"]) == ("12.50", 60.5, "2024-01-02")
+                assert (extra["price"], extra["took"], extra["day"]) == (
+                    "12.50",
+                    60.5,
+                    "2024-01-02",
+                )

@@ -1,7 +1,8 @@
 """Killed, asked to leave, stalled or failed: started again, a run ends with the bits of one that nothing happened to.
 
-The points here are hit one after the other in one run, which ends right only if it went on right from every one.
-`tools/fault_campaign.py` tries each by itself, and the others too.
+The points here are hit one after the other in one run, which ends right only if it went
+on right from every one. `tools/fault_campaign.py` tries each by itself, and the others
+too.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ from tests.faults.runs import Remains, arguments, differences, remains
 from tests.launcher import Launcher
 
 
-def test_two_runs_are_the_same(launch: Launcher, inputs: Path, expected: Remains, tmp_path: Path) -> None:
+def test_two_runs_are_the_same(
+    launch: Launcher, inputs: Path, expected: Remains, tmp_path: Path
+) -> None:
     """Blocking saves change nothing either."""
-    ended = launch.command(arguments(inputs, tmp_path, "checkpoint.async_save=false"), logs=tmp_path / "output")
+    ended = launch.command(
+        arguments(inputs, tmp_path, "checkpoint.async_save=false"),
+        logs=tmp_path / "output",
+    )
     assert ended.codes == [0, 0], ended.output
     assert differences(remains(tmp_path / "run"), expected) == []
 
@@ -25,8 +31,19 @@ def test_two_runs_are_the_same(launch: Launcher, inputs: Path, expected: Remains
 @pytest.mark.parametrize(
     "names",
     [
-        ["first update", "copy of a checkpoint", "before the rename", "byte 400,000", "prune"],
-        ["reshard, rank 0", "after the last byte", "inside the rollout", "after the rename"],
+        [
+            "first update",
+            "copy of a checkpoint",
+            "before the rename",
+            "byte 400,000",
+            "prune",
+        ],
+        [
+            "reshard, rank 0",
+            "after the last byte",
+            "inside the rollout",
+            "after the rename",
+        ],
     ],
     ids=["one", "other"],
 )

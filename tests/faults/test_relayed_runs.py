@@ -16,25 +16,36 @@ BYTES = "reshard/bytes_"
 def without_bytes(found: Remains) -> Remains:
     """What remains of a run, without the bytes of its reshards, which fan-out changes."""
     metrics = [
-        {name: value for name, value in record.items() if not name.startswith(BYTES)} for record in found["metrics"]
+        {name: value for name, value in record.items() if not name.startswith(BYTES)}
+        for record in found["metrics"]
     ]
     return found | {"metrics": metrics}
 
 
 def busiest(found: Remains) -> float:
-    return max(record[f"{BYTES}sent"] for record in found["metrics"] if f"{BYTES}sent" in record)
+    return max(
+        record[f"{BYTES}sent"]
+        for record in found["metrics"]
+        if f"{BYTES}sent" in record
+    )
 
 
 @pytest.fixture(scope="module")
-def direct(launch: Launcher, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Remains:
+def direct(
+    launch: Launcher, inputs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Remains:
     """What remains of a run in which the actor sends every engine its weights."""
     runs = tmp_path_factory.mktemp("direct")
-    ended = run_on(launch, inputs, runs, *RELAYED, "reshard.fan_out=never", nodes=RELAYED_RANKS)
+    ended = run_on(
+        launch, inputs, runs, *RELAYED, "reshard.fan_out=never", nodes=RELAYED_RANKS
+    )
     assert ended.codes == [0] * RELAYED_RANKS, ended.text
     return remains(runs / "run")
 
 
-def test_killed_inside_relayed_reshards(launch: Launcher, inputs: Path, direct: Remains, tmp_path: Path) -> None:
+def test_killed_inside_relayed_reshards(
+    launch: Launcher, inputs: Path, direct: Remains, tmp_path: Path
+) -> None:
     for name, fault in RELAYED_POINTS.items():
         found = hit(launch, inputs, tmp_path, fault, *RELAYED, nodes=RELAYED_RANKS)
         assert found.happened and found.wrong == [], (name, found)

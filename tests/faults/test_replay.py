@@ -17,12 +17,16 @@ GENERATION = ("rollout/", "validation/", "reshard/")
 NAMES = [f"step_{step:08d}.safetensors" for step in range(1, STEPS + 1)]
 
 
-FAMILIES = ("time/", "memory/", "busy/", "comm/")  # of metrics that two runs do not share
+# Of metrics that two runs do not share.
+FAMILIES = ("time/", "memory/", "busy/", "comm/")
 
 
 def updates(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was measured of rewards and updates."""
-    kept = [{k: v for k, v in record.items() if not k.startswith(GENERATION)} for record in found]
+    kept = [
+        {k: v for k, v in record.items() if not k.startswith(GENERATION)}
+        for record in found
+    ]
     return [record for record in kept if "reward/mean" in record]
 
 
@@ -30,21 +34,35 @@ def test_what_two_runs_do_not_share(undisturbed: Path) -> None:
     """Of a real run's metrics the rule leaves out those of these families and names, and no other."""
     names = set().union(*read_records(undisturbed / "run" / "metrics.jsonl"))
     others = {name for name in names if is_cost(name) and not name.startswith(FAMILIES)}
-    steps = {"time", "train/step_time_ms", "train/tokens_per_sec", "reward/latency_ms", "reshard/seconds"}
+    steps = {
+        "time",
+        "train/step_time_ms",
+        "train/tokens_per_sec",
+        "reward/latency_ms",
+        "reshard/seconds",
+    }
     steps |= {"train/tokens_per_gpu_per_sec", "train/tflop_per_gpu_per_sec"}
     assert others == steps | {"rollout/seconds", "rollout/throughput_tokens_per_sec"}
-    assert not [name for name in names if name.startswith(FAMILIES) and not is_cost(name)]
+    assert not [
+        name for name in names if name.startswith(FAMILIES) and not is_cost(name)
+    ]
 
 
 def bytes_of(run: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (run / "rollouts").glob("*.safetensors")}
+    return {
+        path.name: path.read_bytes()
+        for path in (run / "rollouts").glob("*.safetensors")
+    }
 
 
 def test_a_replayed_run_takes_the_same_updates(
     launch: Launcher, inputs: Path, undisturbed: Path, expected: Remains, tmp_path: Path
 ) -> None:
     stored = undisturbed / "run" / "rollouts"
-    ended = launch.command(arguments(inputs, tmp_path, "--replay-rollouts", str(stored)), logs=tmp_path / "output")
+    ended = launch.command(
+        arguments(inputs, tmp_path, "--replay-rollouts", str(stored)),
+        logs=tmp_path / "output",
+    )
     assert ended.codes == [0, 0], ended.output
     found = remains(tmp_path / "run")
     for name in ("weights", "state", "common"):
@@ -62,35 +80,62 @@ def test_a_replay_that_was_killed_goes_on(
     ended = launch.command(arguments(inputs, tmp_path, *more), logs=tmp_path / "output")
     assert ended.codes == [0, 0] and "resumed from" in ended.text, ended.output
     found = remains(tmp_path / "run")
-    assert (found["weights"], found["state"]) == (expected["weights"], expected["state"])
+    assert (found["weights"], found["state"]) == (
+        expected["weights"],
+        expected["state"],
+    )
 
 
-def test_generation_alone(launch: Launcher, inputs: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_generation_alone(
+    launch: Launcher, inputs: Path, undisturbed: Path, tmp_path: Path
+) -> None:
     """The first step's rollouts are those of a training run, with the same weights; then a cut-off one goes on."""
     alone, cut_off = tmp_path / "alone", tmp_path / "cut_off"
-    ended = launch.command(arguments(inputs, alone, "--rollout-only"), logs=alone / "output")
+    ended = launch.command(
+        arguments(inputs, alone, "--rollout-only"), logs=alone / "output"
+    )
     assert ended.codes == [0, 0], ended.output
     generated = bytes_of(alone / "run")
     assert sorted(generated) == NAMES and not (alone / "run" / "checkpoints").exists()
     trained = bytes_of(undisturbed / "run")
-    assert generated[NAMES[0]] == trained[NAMES[0]] and generated[NAMES[1]] != trained[NAMES[1]]
-    killed = hit(launch, inputs, cut_off, Fault("kill", 0, "reward", 3), "--rollout-only")
+    assert (
+        generated[NAMES[0]] == trained[NAMES[0]]
+        and generated[NAMES[1]] != trained[NAMES[1]]
+    )
+    killed = hit(
+        launch, inputs, cut_off, Fault("kill", 0, "reward", 3), "--rollout-only"
+    )
     assert killed.wrong == [] and len(bytes_of(cut_off / "run")) == 2
-    ended = launch.command(arguments(inputs, cut_off, "--rollout-only"), logs=cut_off / "output")
-    assert ended.codes == [0, 0] and "step 3/4" in ended.text and "step 2/4" not in ended.text
+    ended = launch.command(
+        arguments(inputs, cut_off, "--rollout-only"), logs=cut_off / "output"
+    )
+    assert (
+        ended.codes == [0, 0]
+        and "step 3/4" in ended.text
+        and "step 2/4" not in ended.text
+    )
     assert bytes_of(cut_off / "run") == generated
     replayed = launch.command(
-        arguments(inputs, tmp_path, "--replay-rollouts", str(alone / "run" / "rollouts")), logs=tmp_path / "output"
+        arguments(
+            inputs, tmp_path, "--replay-rollouts", str(alone / "run" / "rollouts")
+        ),
+        logs=tmp_path / "output",
     )
     assert replayed.codes == [0, 0], replayed.output
-    rewards = [record["reward/mean"] for record in metrics(tmp_path / "run") if "reward/mean" in record]
+    rewards = [
+        record["reward/mean"]
+        for record in metrics(tmp_path / "run")
+        if "reward/mean" in record
+    ]
     assert len(rewards) == STEPS
 
 
 def test_what_cannot_be_replayed_is_said_before_training(
     launch: Launcher, inputs: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    stored = Path(shutil.copytree(undisturbed / "run" / "rollouts", tmp_path / "stored"))
+    stored = Path(
+        shutil.copytree(undisturbed / "run" / "rollouts", tmp_path / "stored")
+    )
     data = bytearray((stored / NAMES[1]).read_bytes())
     data[-1] ^= 1
     (stored / NAMES[1]).write_bytes(data)
@@ -98,7 +143,16 @@ def test_what_cannot_be_replayed_is_said_before_training(
     more = ("--replay-rollouts", str(stored), f"trainer.steps={STEPS + 1}")
     ended = launch.command(arguments(inputs, tmp_path, *more), logs=tmp_path / "output")
     assert ended.codes == [1, 1]
-    for said in (f"{NAMES[1]} has the checksum", f"{NAMES[2]} is missing", "step 5 is not in it", "trainer.steps"):
+    for said in (
+        f"{NAMES[1]} has the checksum",
+        f"{NAMES[2]} is missing",
+        "step 5 is not in it",
+        "trainer.steps",
+    ):
         assert said in ended.text
-    index = [json.loads(line) for line in (stored / "index.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in index] == list(range(STEPS)), "nothing was changed"
+    index = [
+        json.loads(line) for line in (stored / "index.jsonl").read_text().splitlines()
+    ]
+    assert [entry["step"] for entry in index] == list(range(STEPS)), (
+        "nothing was changed"
+    )

@@ -1,5 +1,7 @@
-"""`--max-restarts` of torchrun and of nvidia-resiliency-ext's ft_launcher: the ranks are started again, and go on by
-themselves; and what our agent of torchrun does not start again."""
+"""`--max-restarts` of torchrun and of nvidia-resiliency-ext's ft_launcher: the ranks
+are started again, and go on by themselves; and what our agent of torchrun does not
+start again.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from tests.trainer.conftest import ROOT, environment
 
 TORCHRUN = "torch.distributed.run"
 FT_LAUNCHER = "nvidia_resiliency_ext.fault_tolerance.launcher"
-# A rank that notes which start of it this is, and ends as it is told to: by each of its starts, then well.
+# A rank that notes which start of it this is, and ends as it is told to: by each of its
+# starts, then well.
 RANK = """
 import os, sys
 with open(sys.argv[1] + "/started", "a") as file:
@@ -30,22 +33,39 @@ sys.exit(codes[turn] if turn < len(codes) else 0)
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, FT_LAUNCHER])
-def test_a_restart_in_the_job(launcher: str, inputs: Path, expected: Remains, tmp_path: Path) -> None:
+def test_a_restart_in_the_job(
+    launcher: str, inputs: Path, expected: Remains, tmp_path: Path
+) -> None:
     """`resume=never` is what the run was started with; its own checkpoints come before that when it is restarted."""
-    pytest.importorskip(launcher.split(".")[0], reason="pip install 'megaverl[resiliency]'")
+    pytest.importorskip(
+        launcher.split(".")[0], reason="pip install 'megaverl[resiliency]'"
+    )
     fault = Fault("kill", 1, "critic_update", 3, mark=str(tmp_path / "struck"))
     agent = [sys.executable, "-m", launcher, "--nproc-per-node=2", "--max-restarts=1"]
     if launcher == FT_LAUNCHER:
-        agent += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--ft-log-level=INFO"]
+        agent += [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+            "--ft-log-level=INFO",
+        ]
     else:
         agent.append(f"--master-port={free_port()}")
     done = subprocess.run(
-        ending_with_parent([*agent, "-m", "tests.faults.rank", *arguments(inputs, tmp_path, "--resume", "never")]),
+        ending_with_parent(
+            [
+                *agent,
+                "-m",
+                "tests.faults.rank",
+                *arguments(inputs, tmp_path, "--resume", "never"),
+            ]
+        ),
         capture_output=True,
         text=True,
         timeout=200,
         cwd=ROOT,
-        env=environment(**fault.environment(), OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)),
+        env=environment(
+            **fault.environment(), OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)
+        ),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -63,17 +83,36 @@ def test_a_restart_in_the_job(launcher: str, inputs: Path, expected: Remains, tm
         ([STARTS_AGAIN, STARTS_AGAIN], 0, 3, 2),
     ],
 )
-def test_only_failures_are_counted(codes: list[int], ends: int, turns: int, nodes: int, tmp_path: Path) -> None:
-    """A run that saved because it must leave is not started again; one that wants to be is, beside --max-restarts, on
-    each of its nodes."""
+def test_only_failures_are_counted(
+    codes: list[int], ends: int, turns: int, nodes: int, tmp_path: Path
+) -> None:
+    """A run that saved because it must leave is not started again; one that wants to be
+    is, beside --max-restarts, on each of its nodes.
+    """
     (tmp_path / "rank.py").write_text(RANK)
-    agent = [sys.executable, "-m", "megaverl.trainer.elastic_agent", "--max-restarts=1", "--nproc-per-node=1"]
-    agent += ["--standalone"] if nodes == 1 else [f"--nnodes={nodes}", f"--master-port={free_port()}"]
+    agent = [
+        sys.executable,
+        "-m",
+        "megaverl.trainer.elastic_agent",
+        "--max-restarts=1",
+        "--nproc-per-node=1",
+    ]
+    agent += (
+        ["--standalone"]
+        if nodes == 1
+        else [f"--nnodes={nodes}", f"--master-port={free_port()}"]
+    )
     agents = []
     for node in range(nodes):
         (tmp_path / str(node)).mkdir()
         place = [f"--node-rank={node}", "--master-addr=127.0.0.1"] if nodes > 1 else []
-        command = [*agent, *place, str(tmp_path / "rank.py"), str(tmp_path / str(node)), ",".join(map(str, codes))]
+        command = [
+            *agent,
+            *place,
+            str(tmp_path / "rank.py"),
+            str(tmp_path / str(node)),
+            ",".join(map(str, codes)),
+        ]
         agents.append(
             subprocess.Popen(
                 ending_with_parent(command),
@@ -87,4 +126,6 @@ def test_only_failures_are_counted(codes: list[int], ends: int, turns: int, node
     for node, process in enumerate(agents):
         said, _ = process.communicate(timeout=200)
         assert process.returncode == ends, said
-        assert (tmp_path / str(node) / "started").read_text().split() == [str(turn) for turn in range(turns)]
+        assert (tmp_path / str(node) / "started").read_text().split() == [
+            str(turn) for turn in range(turns)
+        ]

@@ -30,9 +30,19 @@ def grid(**sizes: int) -> Grid:
     return manager().grid(GridShape.fit(dist.get_world_size(), **sizes))
 
 
-def load(folder: str, *, value_head: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> MegatronModel:
+def load(
+    folder: str,
+    *,
+    value_head: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> MegatronModel:
     """The model of `folder` on a grid that fills the world; `options` are its sizes and TransformerConfig fields."""
-    sizes = {name: options.pop(name) for name in ("tp", "pp", "vpp", "ep", "etp") if name in options}
+    sizes = {
+        name: options.pop(name)
+        for name in ("tp", "pp", "vpp", "ep", "etp")
+        if name in options
+    }
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         grid(**sizes),
@@ -47,7 +57,11 @@ def load(folder: str, *, value_head: bool = False, dtype: torch.dtype = torch.fl
 
 def operators_of_a_gated_mlp(folder: str) -> list[str]:
     """What autograd recorded of the first layer's MLP."""
-    mlp = next(module for module in load(folder).chunks[0].modules() if type(module).__name__ == "MLP")
+    mlp = next(
+        module
+        for module in load(folder).chunks[0].modules()
+        if type(module).__name__ == "MLP"
+    )
     output, _ = mlp(torch.randn(3, 1, mlp.config.hidden_size, requires_grad=True))
     return operators(output)
 
@@ -75,7 +89,9 @@ def whole_rows(tokens: list[list[int]]) -> RolloutBatch:
     )
 
 
-def logits(folder: str, tokens: list[list[int]], **options: Any) -> list[list[list[float]]]:
+def logits(
+    folder: str, tokens: list[list[int]], **options: Any
+) -> list[list[list[float]]]:
     """[b, s, vocab] logits of every position, gathered over the tensor-parallel ranks; [] off the last stage."""
     model = load(folder, **options)
     tp, pp = model.grid.shape.tp, model.grid.shape.pp
@@ -88,8 +104,14 @@ def logits(folder: str, tokens: list[list[int]], **options: Any) -> list[list[li
         return output.new_zeros(micro.response_mask.shape)
 
     batch = whole_rows(tokens)
-    micro = MicroBatch(torch.arange(len(batch)), batch.joined(), batch.prompt_lengths, batch.response_lengths)
-    model.score([micro] * pp, score, tuple(batch.generated_ids.shape))  # the same on every data-parallel rank
+    micro = MicroBatch(
+        torch.arange(len(batch)),
+        batch.joined(),
+        batch.prompt_lengths,
+        batch.response_lengths,
+    )
+    # The same on every data-parallel rank.
+    model.score([micro] * pp, score, tuple(batch.generated_ids.shape))
     return found[0].tolist() if found else []
 
 
@@ -102,13 +124,17 @@ def _difference(config: dict[str, Any], tokens: torch.Tensor) -> float:
     import transformers
 
     model_class = getattr(transformers, config["architectures"][0])
-    model = model_class(model_class.config_class.from_dict(json.loads(json.dumps(config)))).eval()
+    model = model_class(
+        model_class.config_class.from_dict(json.loads(json.dumps(config)))
+    ).eval()
     _draw_large(model)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         expected = model(tokens).logits
         model.save_pretrained(folder)
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        return float((torch.tensor(logits(folder, tokens.tolist())) - expected).abs().max())
+        return float(
+            (torch.tensor(logits(folder, tokens.tolist())) - expected).abs().max()
+        )
 
 
 @torch.no_grad()
@@ -122,7 +148,17 @@ def _draw_large(model: torch.nn.Module) -> None:
         if tensor.dim() == 1 or name.endswith("bias"):
             tensor.normal_(norms_at if name.endswith("norm.weight") else 0.0, 0.1)
         else:
-            is_large = any(part in name for part in ("q_proj", "k_proj", "_a_proj", "_b_proj", "gate.weight", "router"))
+            is_large = any(
+                part in name
+                for part in (
+                    "q_proj",
+                    "k_proj",
+                    "_a_proj",
+                    "_b_proj",
+                    "gate.weight",
+                    "router",
+                )
+            )
             tensor.normal_(0.0, 0.5 if is_large else 0.15)
 
 
@@ -134,4 +170,6 @@ def values(folder: str, tokens: list[list[int]], **options: Any) -> list[list[fl
     def before(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
         return model.values(output, micro)[0]
 
-    return model.score(micro_batches_for(model, batch, 64), before, tuple(batch.generated_ids.shape)).tolist()
+    return model.score(
+        micro_batches_for(model, batch, 64), before, tuple(batch.generated_ids.shape)
+    ).tolist()

@@ -18,29 +18,42 @@ from tests.sharding.specs import CONFIGS, make_spec
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_names_and_shapes_are_those_that_transformers_saves(architecture: str, tied: bool, tmp_path: Path) -> None:
+def test_names_and_shapes_are_those_that_transformers_saves(
+    architecture: str, tied: bool, tmp_path: Path
+) -> None:
     """Its modules may hold experts fused; its files hold them one by one, under the names of the first releases."""
-    folder = make_tiny_folder(tmp_path, architecture, tie_embeddings=tied, **CONFIGS.get(architecture, {}))
+    folder = make_tiny_folder(
+        tmp_path, architecture, tie_embeddings=tied, **CONFIGS.get(architecture, {})
+    )
     theirs = {name: tensor.shape for name, tensor in read_folder(folder).items()}
-    ours = {weight.name: weight.shape for weight in weights_of(ModelSpec.from_folder(folder))}
+    ours = {
+        weight.name: weight.shape
+        for weight in weights_of(ModelSpec.from_folder(folder))
+    }
     assert ours == theirs
 
 
 def test_latent_attention_without_a_query_latent(tmp_path: Path) -> None:
     architecture = "DeepseekV3ForCausalLM"
-    folder = make_tiny_folder(tmp_path, architecture, **{**CONFIGS[architecture], "q_lora_rank": None})
+    folder = make_tiny_folder(
+        tmp_path, architecture, **{**CONFIGS[architecture], "q_lora_rank": None}
+    )
     weights = weights_of(ModelSpec.from_folder(folder))
     assert {weight.name: weight.shape for weight in weights} == {
         name: tensor.shape for name, tensor in read_folder(folder).items()
     }
-    assert not any(weight.vllm and "fused_qkv_a_proj" in weight.vllm for weight in weights)
+    assert not any(
+        weight.vllm and "fused_qkv_a_proj" in weight.vllm for weight in weights
+    )
 
 
 def test_a_layer_lists_its_experts_one_by_one() -> None:
     weights = weights_of(make_spec("DeepseekV3ForCausalLM"))
     routed = [weight for weight in weights if weight.expert is not None]
     assert {weight.stage for weight in routed} == {1, 2, 3}, "the first layer is dense"
-    assert [weight.expert for weight in routed if weight.stage == 1] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert [weight.expert for weight in routed if weight.stage == 1] == [0] * 3 + [
+        1
+    ] * 3 + [2] * 3 + [3] * 3
     assert routed[5].name == "model.layers.1.mlp.experts.1.down_proj.weight"
     assert routed[5].megatron == "mlp.experts.local_experts.{}.linear_fc2.weight"
     assert routed[5].transformer_engine == "mlp.experts.linear_fc2.weight{}"
@@ -55,7 +68,11 @@ def test_a_critic_ends_in_a_value_head(architecture: str) -> None:
         "score.weight",
     ]
     head = critic[-1]
-    assert (head.shape, head.split, head.stage) == ((1, spec.hidden_size), Split.REPLICATED, "last")
+    assert (head.shape, head.split, head.stage) == (
+        (1, spec.hidden_size),
+        Split.REPLICATED,
+        "last",
+    )
     assert all(weight.megatron_tied is None for weight in critic)
 
 

@@ -13,19 +13,36 @@ from megaverl.sharding.model_spec import ARCHITECTURES
 from tests.launcher import Launcher
 from tests.sharding.specs import make_spec
 
-TOKENS = torch.randint(0, 100, (2, 40), generator=torch.Generator().manual_seed(5)).tolist()
+TOKENS = torch.randint(
+    0, 100, (2, 40), generator=torch.Generator().manual_seed(5)
+).tolist()
 # Defaults too large for a test.
-KEPT = {"architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "pad_token_id"}
-# Keys whose defaults fit each other alone, and what a tiny model needs to be large enough for them.
+KEPT = {
+    "architectures",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "vocab_size",
+    "pad_token_id",
+}
+# Keys whose defaults fit each other alone, and what a tiny model needs to be large
+# enough for them.
 HEADS = {"num_attention_heads", "num_key_value_heads"}
 # Keys without which transformers itself cannot build a tiny model.
 NEEDED = {"MinistralForCausalLM": {"head_dim"}, "CwmForCausalLM": HEADS}
 CHOICE = {"n_group", "topk_group", "num_experts_per_tok"}
 LARGE_ENOUGH = {
-    frozenset(CHOICE): dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), 16),
+    frozenset(CHOICE): dict.fromkeys(
+        ("n_routed_experts", "num_experts", "num_local_experts"), 16
+    ),
     frozenset({"first_k_dense_replace"}): {"num_hidden_layers": 4},
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 # Of every architecture: changes that are computed.
 ANY: list[dict[str, Any]] = [
     {"tie_word_embeddings": True},
@@ -51,7 +68,11 @@ PLAIN: list[dict[str, Any]] = [
     {"rope_scaling": YARN | {"mscale_all_dim": 0.7}},
 ]
 MORE: dict[str, list[dict[str, Any]]] = {
-    "LlamaForCausalLM": [{"num_key_value_heads": None}, {"head_dim": None}, {"hidden_act": "swish"}],
+    "LlamaForCausalLM": [
+        {"num_key_value_heads": None},
+        {"head_dim": None},
+        {"hidden_act": "swish"},
+    ],
     "Qwen2ForCausalLM": [
         {"use_sliding_window": True, "sliding_window": 8},  # from layer 28 on
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
@@ -68,9 +89,17 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ],
-    "MistralForCausalLM": [{"sliding_window": 4096}, {"sliding_window": 8}, {"sliding_window": 1}],
+    "MistralForCausalLM": [
+        {"sliding_window": 4096},
+        {"sliding_window": 8},
+        {"sliding_window": 1},
+    ],
     "GemmaForCausalLM": [{"hidden_act": "gelu"}],
-    "MixtralForCausalLM": [{"norm_topk_prob": False}, {"sliding_window": 8}, {"num_experts_per_tok": 4}],
+    "MixtralForCausalLM": [
+        {"norm_topk_prob": False},
+        {"sliding_window": 8},
+        {"num_experts_per_tok": 4},
+    ],
     "Qwen3MoeForCausalLM": [
         {"num_experts_per_tok": 1, "norm_topk_prob": False},
         {"mlp_only_layers": None},
@@ -78,7 +107,12 @@ MORE: dict[str, list[dict[str, Any]]] = {
     ],
     "DeepseekV3ForCausalLM": [
         {"q_lora_rank": None},
-        {"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+        {
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+            "n_group": 1,
+            "topk_group": 1,
+        },
         {"rope_scaling": YARN},
         {"rope_scaling": YARN | {"mscale": 1.0}},
     ],
@@ -89,7 +123,11 @@ MORE: dict[str, list[dict[str, Any]]] = {
     ],
     "GptOssForCausalLM": [{"sliding_window": 256}, {"norm_topk_prob": False}],
     "SeedOssForCausalLM": [{"attention_bias": False}, {"residual_dropout": 0.1}],
-    "Phi3ForCausalLM": [{"partial_rotary_factor": 1.0}, {"sliding_window": 8}, {"num_key_value_heads": None}],
+    "Phi3ForCausalLM": [
+        {"partial_rotary_factor": 1.0},
+        {"sliding_window": 8},
+        {"num_key_value_heads": None},
+    ],
     "Glm4ForCausalLM": [{"partial_rotary_factor": 1.0}, {"attention_bias": False}],
     "CwmForCausalLM": [
         {"sliding_window": 8},  # in all layers but every fourth, from the first on
@@ -115,8 +153,17 @@ MORE: dict[str, list[dict[str, Any]]] = {
 
 
 def tiny(architecture: str) -> dict[str, Any]:
-    base = {**TINY, **TINY_MORE.get(architecture, {}), "architectures": [architecture], "num_hidden_layers": 2}
-    return base | {"tie_word_embeddings": False} | ({} if make_spec(architecture).mla else {"head_dim": 8})
+    base = {
+        **TINY,
+        **TINY_MORE.get(architecture, {}),
+        "architectures": [architecture],
+        "num_hidden_layers": 2,
+    }
+    return (
+        base
+        | {"tie_word_embeddings": False}
+        | ({} if make_spec(architecture).mla else {"head_dim": 8})
+    )
 
 
 def without_a_key(architecture: str) -> list[dict[str, Any]]:
@@ -124,31 +171,50 @@ def without_a_key(architecture: str) -> list[dict[str, Any]]:
     for key in base.keys() - KEPT - NEEDED.get(architecture, set()):
         left_out = next((keys for keys in (HEADS, CHOICE) if key in keys), {key})
         larger = LARGE_ENOUGH.get(frozenset(left_out), {})
-        configs.append({k: larger.get(k, value) for k, value in base.items() if k not in left_out})
+        configs.append(
+            {k: larger.get(k, value) for k, value in base.items() if k not in left_out}
+        )
     return configs
 
 
 def changed(architecture: str) -> list[dict[str, Any]]:
-    changes = [*ANY, *([] if make_spec(architecture).mla else PLAIN), *MORE.get(architecture, [])]
-    return [tiny(architecture) | change for change in changes if not is_refused(architecture, change)]
+    changes = [
+        *ANY,
+        *([] if make_spec(architecture).mla else PLAIN),
+        *MORE.get(architecture, []),
+    ]
+    return [
+        tiny(architecture) | change
+        for change in changes
+        if not is_refused(architecture, change)
+    ]
 
 
 def is_refused(architecture: str, change: dict[str, Any]) -> bool:
     """Return whether tests/sharding/test_model_spec.py has this change among those that are refused."""
     rope = change.get("rope_scaling", {})
-    if architecture == "Phi3ForCausalLM":  # transformers' class knows none of these scalings
+    # transformers' class knows none of these scalings.
+    if architecture == "Phi3ForCausalLM":
         return bool(rope)
-    if architecture in ("Ernie4_5ForCausalLM", "Glm4ForCausalLM"):  # megatron-core's YaRN does not rotate pairs
+    # megatron-core's YaRN does not rotate pairs.
+    if architecture in ("Ernie4_5ForCausalLM", "Glm4ForCausalLM"):
         return "yarn" in rope.values()
     if architecture == "GptOssForCausalLM":  # vLLM reads neither
-        return "rms_norm_eps" in change or bool({"mscale", "mscale_all_dim", "attention_factor"} & rope.keys())
-    return architecture == "Glm4MoeForCausalLM" and "yarn" in rope.values()  # of half of each head
+        return "rms_norm_eps" in change or bool(
+            {"mscale", "mscale_all_dim", "attention_factor"} & rope.keys()
+        )
+    # Of half of each head.
+    return architecture == "Glm4MoeForCausalLM" and "yarn" in rope.values()
 
 
 @pytest.mark.parametrize("variants", [without_a_key, changed])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits(launch: Launcher, architecture: str, variants: Callable[[str], list[dict[str, Any]]]) -> None:
+def test_logits(
+    launch: Launcher, architecture: str, variants: Callable[[str], list[dict[str, Any]]]
+) -> None:
     configs = variants(architecture)
-    (found,) = launch.world(1, "tests.models.ranks:differences", configs=configs, tokens=TOKENS)
+    (found,) = launch.world(
+        1, "tests.models.ranks:differences", configs=configs, tokens=TOKENS
+    )
     assert len(found) == len(configs)
     assert max(found) < 2e-4, configs[found.index(max(found))]

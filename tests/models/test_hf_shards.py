@@ -17,7 +17,12 @@ from megaverl.config.roles import LoraConfig
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ReshardError
 from megaverl.models.hf_model import PolicyModule, local_tensors
-from megaverl.models.hf_shards import cut_over_tensor_ranks, module_without_data, sharded_weights, tensor_cuts
+from megaverl.models.hf_shards import (
+    cut_over_tensor_ranks,
+    module_without_data,
+    sharded_weights,
+    tensor_cuts,
+)
 from megaverl.models.lora.adapters import HFAdapters
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.sharding.layout import whole_layout
@@ -63,11 +68,15 @@ CASES: list[tuple[dict[str, Any], int, int, dict[str, int]]] = [
 ]
 
 
-def test_layouts_are_what_fsdp2_holds_on_many_ranks(launch: Launcher, tmp_path: Path) -> None:
+def test_layouts_are_what_fsdp2_holds_on_many_ranks(
+    launch: Launcher, tmp_path: Path
+) -> None:
     """On ranks that a fake process group stands for, without data."""
     [found] = launch.ranks(1, f"{HERE}compare_on_many_ranks", folder=tmp_path).check()
     assert found["wrong"] == []
-    assert found["empty"] >= len(CASES), "each case has empty shards on some of the ranks that were looked at"
+    assert found["empty"] >= len(CASES), (
+        "each case has empty shards on some of the ranks that were looked at"
+    )
 
 
 def compare_on_many_ranks(folder: str) -> dict[str, Any]:
@@ -80,18 +89,28 @@ def compare_on_many_ranks(folder: str) -> dict[str, Any]:
         place.mkdir()
         (place / "config.json").write_text(json.dumps(config), encoding="utf-8")
         for rank in (world // 2, world - tp - 1, world - 1):
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+            dist.init_process_group(
+                "fake", store=FakeStore(), rank=rank, world_size=world
+            )
             try:
                 empty += compare_on_rank(place, tp, world, rank, **options)
             except ReshardError as error:
-                wrong.append(f"{config['architectures']} on rank {rank} of {world}: {error}")
+                wrong.append(
+                    f"{config['architectures']} on rank {rank} of {world}: {error}"
+                )
             finally:
                 dist.destroy_process_group()
     return {"wrong": wrong, "empty": empty}
 
 
 def compare_on_rank(
-    folder: Path, tp: int, world: int, rank: int, value_head: int = 0, beside_logits: int = 0, lora: int = 0
+    folder: Path,
+    tp: int,
+    world: int,
+    rank: int,
+    value_head: int = 0,
+    beside_logits: int = 0,
+    lora: int = 0,
 ) -> int:
     """Hold a rank's layout against its tensors, as a reshard does; the number of its empty shards."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -100,11 +119,15 @@ def compare_on_rank(
     model = module_without_data(folder)
     cuts = tensor_cuts(model, tp, "actor")
     head = {"value_head": value_head, "beside_logits": bool(beside_logits)}
-    weights = sharded_weights(model, ModelSpec.outline(folder), world // tp, cuts=cuts, **head)
+    weights = sharded_weights(
+        model, ModelSpec.outline(folder), world // tp, cuts=cuts, **head
+    )
     layouts = weights.layout_of
     if lora:
         grid: Any = SimpleNamespace(rank=rank)
-        adapters = HFAdapters(model, weights, LoraConfig(rank=lora), grid, world, role="actor", seed=0)
+        adapters = HFAdapters(
+            model, weights, LoraConfig(rank=lora), grid, world, role="actor", seed=0
+        )
         layouts = adapters.beside(layouts)
     if value_head and not beside_logits:
         cast(Any, model).lm_head = torch.nn.Identity()
@@ -112,7 +135,9 @@ def compare_on_rank(
     mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("shard", "tp"))
     cut_over_tensor_ranks(model, cuts, mesh["tp"])
     fully_shard(module, mesh=mesh["shard"])
-    check_tensors(layouts(rank), local_tensors(module), f"rank {rank}", ReshardError, exact=True)
+    check_tensors(
+        layouts(rank), local_tensors(module), f"rank {rank}", ReshardError, exact=True
+    )
     return len(layouts(0).local_shapes) - len(layouts(rank).local_shapes)
 
 
@@ -121,16 +146,26 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Gates of one row in every layer."""
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     sizes |= {"shared_expert_intermediate_size": 16, "num_hidden_layers": 2}
-    return make_tiny_folder(tmp_path_factory.mktemp("gated"), "Qwen2MoeForCausalLM", **sizes)
+    return make_tiny_folder(
+        tmp_path_factory.mktemp("gated"), "Qwen2MoeForCausalLM", **sizes
+    )
 
 
-def test_weights_arrive_from_ranks_that_hold_nothing_of_some(launch: Launcher, gated: Path, tmp_path: Path) -> None:
+def test_weights_arrive_from_ranks_that_hold_nothing_of_some(
+    launch: Launcher, gated: Path, tmp_path: Path
+) -> None:
     """Resharded, fingerprinted and exported by four ranks; with a model's numbers however it is sharded."""
     found = launch.world(4, f"{HERE}move", folder=gated, exported=tmp_path / "exported")
     assert all(each == {**found[0], "empty": each["empty"]} for each in found)
     assert [each["empty"] for each in found] == [0, 2, 2, 2]
-    assert found[0]["identity"] == found[0]["identity of two shards"] and found[0]["differing"] == []
-    exported, weights = load_file(tmp_path / "exported" / "model.safetensors"), load_file(gated / "model.safetensors")
+    assert (
+        found[0]["identity"] == found[0]["identity of two shards"]
+        and found[0]["differing"] == []
+    )
+    exported, weights = (
+        load_file(tmp_path / "exported" / "model.safetensors"),
+        load_file(gated / "model.safetensors"),
+    )
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
 
@@ -140,23 +175,43 @@ def move(folder: str, exported: str) -> dict[str, Any]:
     model = sharded_model(folder, FsdpConfig())
     source, group, rank = ActorWeights.of(model), model.grid.world, model.grid.rank
     everything = whole_layout(shapes_of(model.weights).items())
-    arrived = {name: torch.zeros(shape) for name, shape in everything.local_shapes.items()}
-    Resharder(source.plan(lambda _: everything, group, None), source.tensors, arrived, group).run()
-    ReshardCheck(source.layout_of, lambda _: everything, source.tensors, arrived, group).compare()
+    arrived = {
+        name: torch.zeros(shape) for name, shape in everything.local_shapes.items()
+    }
+    Resharder(
+        source.plan(lambda _: everything, group, None), source.tensors, arrived, group
+    ).run()
+    ReshardCheck(
+        source.layout_of, lambda _: everything, source.tensors, arrived, group
+    ).compare()
     weights = load_file(Path(folder) / "model.safetensors")
-    halves = sharded_model(folder, FsdpConfig(sharding_strategy="hybrid_shard", shard_size=2))
+    halves = sharded_model(
+        folder, FsdpConfig(sharding_strategy="hybrid_shard", shard_size=2)
+    )
     model.export(exported, source_folder=folder)
     return {
-        "empty": len(model.layout_of(0).local_shapes) - len(model.layout_of(rank).local_shapes),
-        "differing": [name for name, tensor in arrived.items() if not torch.equal(tensor, weights[name])],
+        "empty": len(model.layout_of(0).local_shapes)
+        - len(model.layout_of(rank).local_shapes),
+        "differing": [
+            name
+            for name, tensor in arrived.items()
+            if not torch.equal(tensor, weights[name])
+        ],
         "identity": model_identity(model.layout_of, model.parameters, group),
-        "identity of two shards": model_identity(halves.layout_of, halves.parameters, group),
+        "identity of two shards": model_identity(
+            halves.layout_of, halves.parameters, group
+        ),
     }
 
 
 def sharded_model(folder: str, fsdp: FsdpConfig) -> FSDPModel:
     grid = manager().grid(GridShape(dp=dist.get_world_size()))
-    options: dict[str, Any] = {"dtype": torch.float32, "seed": 0, "trained": True, "initialize": False}
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "seed": 0,
+        "trained": True,
+        "initialize": False,
+    }
     model = FSDPModel(folder, grid, manager(), fsdp=fsdp, **options)
     model.load(folder)
     return model

@@ -26,13 +26,20 @@ print(json.dumps(found))
 """
 
 
-def ask(folder: Path, files: list[str], names: list[str], **environment: str) -> dict[str, list[str]]:
+def ask(
+    folder: Path, files: list[str], names: list[str], **environment: str
+) -> dict[str, list[str]]:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(names), *files],
         capture_output=True,
         text=True,
         cwd=folder,
-        env={**os.environ, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0", **environment},
+        env={
+            **os.environ,
+            "HF_HOME": str(folder / "home"),
+            "HF_HUB_OFFLINE": "0",
+            **environment,
+        },
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -50,7 +57,10 @@ def test_models_are_looked_for_here_and_on_the_hub(tmp_path: Path) -> None:
         url = hub.url
     assert found["org/there"] == []
     [said] = found["org/none"]
-    assert said.startswith("model.path (command line): org/none: no such folder in ") and "no such model on" in said
+    assert (
+        said.startswith("model.path (command line): org/none: no such folder in ")
+        and "no such model on" in said
+    )
     [said] = ask(tmp_path, files, ["org/there"], HF_ENDPOINT=url)["org/there"]
     assert "the hub is not reached" in said and "Correct the path" in said
     [said] = ask(tmp_path, files, ["org/there"], HF_HUB_OFFLINE="1")["org/there"]
@@ -62,10 +72,24 @@ def test_a_start_refuses_a_missing_folder_before_ranks(
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     files = [each for each in write_files(tmp_path) if not each.startswith("model")]
-    command = ["train", *files, "model.path=models/small", "rollout.engine=hf", f"run.dir={tmp_path / 'runs'}"]
+    command = [
+        "train",
+        *files,
+        "model.path=models/small",
+        "rollout.engine=hf",
+        f"run.dir={tmp_path / 'runs'}",
+    ]
     assert main(command) == 2
     said = capsys.readouterr()
-    assert "model.path" in said.err and "models/small: no such folder in" in said.err and said.out == ""
+    assert (
+        "model.path" in said.err
+        and "models/small: no such folder in" in said.err
+        and said.out == ""
+    )
     assert not (tmp_path / "runs").exists()
-    assert main([*command, "--dry-run"]) == 0  # which may be of a recipe for a machine that reaches the hub
-    assert "whether models/small, which is no folder here, is on the hub" in capsys.readouterr().out
+    # Which may be of a recipe for a machine that reaches the hub.
+    assert main([*command, "--dry-run"]) == 0
+    assert (
+        "whether models/small, which is no folder here, is on the hub"
+        in capsys.readouterr().out
+    )

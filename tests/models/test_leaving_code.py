@@ -18,11 +18,15 @@ from megaverl.rollout.hf_engine import HFEngine
 from tests.trainer.test_remote_code import CODE, CONFIG
 
 LEAVES = "import sys; sys.exit(0)"
-# Where the code leaves: a line of the file, after which it is put with the line's own indentation.
+# Where the code leaves: a line of the file, after which it is put with the line's own
+# indentation.
 PLACES = {
     "configuration": ("configuration_plain.py", "    def __init__(self, vocab_size"),
     "module": ("modeling_plain.py", "    def __init__(self, config, layer_idx):"),
-    "forward": ("modeling_plain.py", "    def forward(self, hidden, mask, cache, **more):"),
+    "forward": (
+        "modeling_plain.py",
+        "    def forward(self, hidden, mask, cache, **more):",
+    ),
 }
 SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1}
 
@@ -38,7 +42,9 @@ def leaving(tmp_path: Path) -> Callable[[str], Path]:
             shutil.copy(file, folder)
         name, line = PLACES[place]
         lines = (folder / name).read_text().splitlines()
-        number = next(number for number, text in enumerate(lines) if text.startswith(line))
+        number = next(
+            number for number, text in enumerate(lines) if text.startswith(line)
+        )
         lines.insert(number + 1, f"        {LEAVES}")
         (folder / name).write_text("\n".join(lines))
         return folder
@@ -53,20 +59,41 @@ def load_rollout(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "load", "error"),
     [
-        ("configuration", lambda folder: read_config(folder, trust_remote_code=True), ModelError),
-        ("configuration", lambda folder: module_without_data(folder, trust_remote_code=True), ModelError),
-        ("module", lambda folder: module_without_data(folder, trust_remote_code=True), ModelError),
+        (
+            "configuration",
+            lambda folder: read_config(folder, trust_remote_code=True),
+            ModelError,
+        ),
+        (
+            "configuration",
+            lambda folder: module_without_data(folder, trust_remote_code=True),
+            ModelError,
+        ),
         (
             "module",
-            lambda folder: build_module(folder, dtype=torch.float32, seed=0, trust_remote_code=True),
+            lambda folder: module_without_data(folder, trust_remote_code=True),
+            ModelError,
+        ),
+        (
+            "module",
+            lambda folder: build_module(
+                folder, dtype=torch.float32, seed=0, trust_remote_code=True
+            ),
             ModelError,
         ),
         ("configuration", load_rollout, RolloutError),
-        ("configuration", lambda folder: load_tokenizer(folder, trust_remote_code=True), DataError),
+        (
+            "configuration",
+            lambda folder: load_tokenizer(folder, trust_remote_code=True),
+            DataError,
+        ),
     ],
 )
 def test_code_that_leaves_is_an_error_of_its_folder(
-    leaving: Callable[[str], Path], place: str, load: Callable[[Path], object], error: type[MegaverlError]
+    leaving: Callable[[str], Path],
+    place: str,
+    load: Callable[[Path], object],
+    error: type[MegaverlError],
 ) -> None:
     folder = leaving(place)
     with pytest.raises(error, match="SystemExit: 0") as caught:
@@ -74,7 +101,14 @@ def test_code_that_leaves_is_an_error_of_its_folder(
     assert str(folder) in str(caught.value)
 
 
-def test_a_forward_pass_that_leaves_is_one_that_cannot_be_packed(leaving: Callable[[str], Path]) -> None:
+def test_a_forward_pass_that_leaves_is_one_that_cannot_be_packed(
+    leaving: Callable[[str], Path],
+) -> None:
     folder = leaving("forward")
-    _, reading = build_module(folder, dtype=torch.float32, seed=None, trust_remote_code=True)
-    assert "does not run without data" in reading.padded_because and "SystemExit: 0" in reading.padded_because
+    _, reading = build_module(
+        folder, dtype=torch.float32, seed=None, trust_remote_code=True
+    )
+    assert (
+        "does not run without data" in reading.padded_because
+        and "SystemExit: 0" in reading.padded_because
+    )

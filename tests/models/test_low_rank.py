@@ -10,7 +10,13 @@ import torch
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
-from megaverl.models.lora import LowRank, factor_weights, filled_box, low_ranks, with_factors
+from megaverl.models.lora import (
+    LowRank,
+    factor_weights,
+    filled_box,
+    low_ranks,
+    with_factors,
+)
 from megaverl.models.lora.adapter_set import Merge, add_product
 from megaverl.sharding.boxes import cut as cut_box
 from megaverl.sharding.boxes import whole
@@ -44,14 +50,19 @@ def test_projections_that_files_hold_fused_have_no_adapters(architecture: str) -
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in FUSED_IN_FILES])
+@pytest.mark.parametrize(
+    "architecture", [name for name in ARCHITECTURES if name not in FUSED_IN_FILES]
+)
 def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
     """From TP2 x PP2: factors are global arrays like others, so that one plan brings them and the weights."""
     spec = make_spec(architecture)
     weights = weights_of(spec)
     adapters = low_ranks(weights, "all-linear", RANK, "actor.lora")
     generator = torch.Generator().manual_seed(0)
-    full = {w.name: torch.randn(w.shape, generator=generator) for w in (*weights, *factor_weights(adapters))}
+    full = {
+        w.name: torch.randn(w.shape, generator=generator)
+        for w in (*weights, *factor_weights(adapters))
+    }
     grid = GridShape(tp=2, pp=2, **expert_tp(architecture))
     megatron = megatron_layouts(weights, spec, grid, padded_vocab_size=64)
 
@@ -64,26 +75,39 @@ def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
     plans = make_plans(source, dest, 4)
     held = [viewed(source(rank), cut(source(rank), full)) for rank in range(4)]
     for rank in range(4):
-        merge = Merge(engine(rank), adapters, SCALING, torch.float32, torch.device("cpu"))
-        tensors = {name: torch.zeros(shape) for name, shape in engine(rank).local_shapes.items()} | merge.factors
+        merge = Merge(
+            engine(rank), adapters, SCALING, torch.float32, torch.device("cpu")
+        )
+        tensors = {
+            name: torch.zeros(shape)
+            for name, shape in engine(rank).local_shapes.items()
+        } | merge.factors
         landed = viewed(engine(rank), tensors)
         arriving = [(rank, plans[rank].copies), *plans[rank].receives.items()]
         for peer, transfers in arriving:
             for t in transfers:
                 place = landed[t.dest_local][t.dest_box.slices]
-                place.copy_(held[peer][t.source_local][t.source_box.slices].reshape(place.shape))
+                place.copy_(
+                    held[peer][t.source_local][t.source_box.slices].reshape(place.shape)
+                )
         merge.apply(lambda local, box, landed=landed: landed[local][box.slices])
         merged = dict(full)
         for name, adapter in adapters.items():
             merged[name] = full[name] + SCALING * full[adapter.b] @ full[adapter.a]
         for name, expected in cut(engine(rank), merged).items():
-            torch.testing.assert_close(landed[name], expected, atol=1e-5, rtol=1e-5, msg=f"rank {rank} {name}")
-        assert merge.written == {piece.local for piece in engine(rank).pieces if piece.tensor in adapters}
+            torch.testing.assert_close(
+                landed[name], expected, atol=1e-5, rtol=1e-5, msg=f"rank {rank} {name}"
+            )
+        assert merge.written == {
+            piece.local for piece in engine(rank).pieces if piece.tensor in adapters
+        }
 
 
 def test_merged_into_parts_that_an_engine_holds_twice_or_apart() -> None:
     """vLLM may compute from a weight that it also copies: that goes whole beside its parts."""
-    weight = Weight("model.layers.0.in_proj.weight", (6, 4), Split.REPLICATED, 0, "", None)
+    weight = Weight(
+        "model.layers.0.in_proj.weight", (6, 4), Split.REPLICATED, 0, "", None
+    )
     [adapter] = low_ranks([weight], "all-linear", RANK, "actor.lora").values()
     shape, beside = weight.shape, "load_weights: in_proj"
     pieces = (
@@ -92,14 +116,25 @@ def test_merged_into_parts_that_an_engine_holds_twice_or_apart() -> None:
         Piece(weight.name, whole(shape), beside, whole(shape)),
     )
     engine = Layout(pieces, {"fused": (3, 4), beside: shape}, {weight.name: shape})
-    full = {w.name: torch.randn(w.shape) for w in (weight, *factor_weights({weight.name: adapter}))}
+    full = {
+        w.name: torch.randn(w.shape)
+        for w in (weight, *factor_weights({weight.name: adapter}))
+    }
     for layout in (engine, Layout(pieces[:2], {"fused": (3, 4)}, {weight.name: shape})):
         landed = cut(layout, full)
-        merge = Merge(layout, {weight.name: adapter}, SCALING, torch.float32, torch.device("cpu"))
-        factors = with_factors(lambda rank, layout=layout: layout, {weight.name: adapter})(0)
-        merge.factors.update({n: t for n, t in cut(factors, full).items() if n in (adapter.a, adapter.b)})
+        merge = Merge(
+            layout, {weight.name: adapter}, SCALING, torch.float32, torch.device("cpu")
+        )
+        factors = with_factors(
+            lambda rank, layout=layout: layout, {weight.name: adapter}
+        )(0)
+        merge.factors.update(
+            {n: t for n, t in cut(factors, full).items() if n in (adapter.a, adapter.b)}
+        )
         merge.apply(lambda local, box, landed=landed: landed[local][box.slices])
-        merged = full | {weight.name: full[weight.name] + SCALING * full[adapter.b] @ full[adapter.a]}
+        merged = full | {
+            weight.name: full[weight.name] + SCALING * full[adapter.b] @ full[adapter.a]
+        }
         for name, expected in cut(layout, merged).items():
             torch.testing.assert_close(landed[name], expected)
     with pytest.raises(ModelError, match="parts of it that are not neighbours"):
@@ -110,20 +145,29 @@ def test_sixteen_bits_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megaverl.models.lora.adapter_set.CHUNK", 100)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(30, 20, generator=generator).bfloat16()
-    a, b = (torch.randn(*size, generator=generator).bfloat16() for size in ((3, 20), (30, 3)))
+    a, b = (
+        torch.randn(*size, generator=generator).bfloat16()
+        for size in ((3, 20), (30, 3))
+    )
     expected = (weight.float() + 0.7 * (b.float() @ a.float())).bfloat16()
     add_product(weight, a, b, 0.7)
     torch.testing.assert_close(weight.float(), expected.float(), atol=0, rtol=2**-8)
-    assert (weight != expected).float().mean() < 0.01, "float32 sums in another order may round otherwise"
+    assert (weight != expected).float().mean() < 0.01, (
+        "float32 sums in another order may round otherwise"
+    )
 
 
 def test_targets_are_pefts() -> None:
     weights = weights_of(make_spec("LlamaForCausalLM"))
 
     def chosen(targets: str | list[str]) -> set[str]:
-        return {a.module for a in low_ranks(weights, targets, RANK, "actor.lora").values()}
+        return {
+            a.module for a in low_ranks(weights, targets, RANK, "actor.lora").values()
+        }
 
-    assert chosen(["q_proj"]) == {f"model.layers.{i}.self_attn.q_proj" for i in range(4)}
+    assert chosen(["q_proj"]) == {
+        f"model.layers.{i}.self_attn.q_proj" for i in range(4)
+    }
     assert chosen(["layers.1.mlp.up_proj", "o_proj"]) >= {
         "model.layers.1.mlp.up_proj",
         "model.layers.3.self_attn.o_proj",
@@ -133,10 +177,15 @@ def test_targets_are_pefts() -> None:
     }
     assert len(chosen("all-linear")) == 4 * 7
     assert not any(
-        "mlp" in name for name in low_ranks(weights_of(make_spec("MixtralForCausalLM")), "all-linear", 1, "")
+        "mlp" in name
+        for name in low_ranks(
+            weights_of(make_spec("MixtralForCausalLM")), "all-linear", 1, ""
+        )
     )
     for wrong in (["q_proj", "c_attn"], "nothing", ["lm_head"], ["embed_tokens"]):
-        with pytest.raises(ModelError, match=r"actor\.lora\.targets.*Choose from.*q_proj"):
+        with pytest.raises(
+            ModelError, match=r"actor\.lora\.targets.*Choose from.*q_proj"
+        ):
             chosen(wrong)
     with pytest.raises(ModelError, match=r"actor\.lora\.rank=99"):
         low_ranks(weights, "all-linear", 99, "actor.lora")
@@ -147,12 +196,17 @@ def test_names_are_pefts() -> None:
     first = adapters["model.layers.0.mlp.down_proj.weight"]
     assert first.a == "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
     assert first.shapes == {first.a: (RANK, 16), first.b: (8, RANK)}
-    assert [whole(w.shape).numel for w in factor_weights(adapters)][:2] == [RANK * 16, 8 * RANK]
+    assert [whole(w.shape).numel for w in factor_weights(adapters)][:2] == [
+        RANK * 16,
+        8 * RANK,
+    ]
 
 
 def test_what_never_changes_travels_until_it_has_arrived() -> None:
     layout = whole_layout([("still", (4, 3)), ("moves", (2, 3))])
-    source = {name: torch.full(shape, 1.0) for name, shape in layout.local_shapes.items()}
+    source = {
+        name: torch.full(shape, 1.0) for name, shape in layout.local_shapes.items()
+    }
     dest = {name: torch.zeros(shape) for name, shape in layout.local_shapes.items()}
     plan = make_plans(lambda rank: layout, lambda rank: layout, 1)[0]
     resharder = Resharder(plan, source, dest, changing=["moves"])
@@ -165,5 +219,7 @@ def test_what_never_changes_travels_until_it_has_arrived() -> None:
     with pytest.raises(IndexError):
         resharder.run()
     dest["moves"].resize_(2, 3)
-    assert resharder.run().bytes_local == 4 * 18, "after that, nothing is taken for granted"
+    assert resharder.run().bytes_local == 4 * 18, (
+        "after that, nothing is taken for granted"
+    )
     assert torch.equal(dest["still"], source["still"])

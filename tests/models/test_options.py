@@ -44,16 +44,23 @@ LLAMA3 = {
 
 
 @given(st.integers(1, 300_000), st.integers(1, 64))
-def test_the_padded_vocabulary_is_the_next_multiple(vocab_size: int, tp_size: int) -> None:
+def test_the_padded_vocabulary_is_the_next_multiple(
+    vocab_size: int, tp_size: int
+) -> None:
     padded = padded_vocab_size(vocab_size, tp_size)
     assert padded >= vocab_size
     assert padded % 64 == 0 and padded % tp_size == 0
-    smaller = [size for size in range(vocab_size, padded) if size % 64 == 0 and size % tp_size == 0]
+    smaller = [
+        size
+        for size in range(vocab_size, padded)
+        if size % 64 == 0 and size % tp_size == 0
+    ]
     assert smaller == []
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "tp", "padded"), [(64, 1, 64), (65, 2, 128), (151936, 8, 151936), (100, 3, 192)]
+    ("vocab_size", "tp", "padded"),
+    [(64, 1, 64), (65, 2, 128), (151936, 8, 151936), (100, 3, 192)],
 )
 def test_examples_of_padding(vocab_size: int, tp: int, padded: int) -> None:
     assert padded_vocab_size(vocab_size, tp) == padded
@@ -70,19 +77,30 @@ def test_examples_of_padding(vocab_size: int, tp: int, padded: int) -> None:
     ],
 )
 def test_rows_are_as_long_as_kernels_in_8_bits_want(
-    fp8: str | None, recipe: str | None, sequence_parallel: bool, shape: dict[str, int], multiple: int
+    fp8: str | None,
+    recipe: str | None,
+    sequence_parallel: bool,
+    shape: dict[str, int],
+    multiple: int,
 ) -> None:
-    config: Any = SimpleNamespace(fp8=fp8, fp8_recipe=recipe, sequence_parallel=sequence_parallel)
+    config: Any = SimpleNamespace(
+        fp8=fp8, fp8_recipe=recipe, sequence_parallel=sequence_parallel
+    )
     assert token_multiple(config, GridShape(**shape)) == multiple
 
 
 def test_8_bits_are_refused_where_no_kernel_is() -> None:
-    with pytest.raises(ModelError, match=r"megatron\.fp8=hybrid needs .* needs a GPU and is not here. Leave it out"):
+    with pytest.raises(
+        ModelError,
+        match=r"megatron\.fp8=hybrid needs .* needs a GPU and is not here. Leave it out",
+    ):
         transformer_config(make_spec(), GridShape(), torch.float32, {"fp8": "hybrid"})
 
 
 def test_what_tp_and_pp_do_not_divide_comes_at_once() -> None:
-    spec = replace(make_spec(), num_heads=12, num_kv_heads=6, ffn_hidden_size=96, num_layers=4)
+    spec = replace(
+        make_spec(), num_heads=12, num_kv_heads=6, ffn_hidden_size=96, num_layers=4
+    )
     check_divides(spec, GridShape(tp=6, pp=4), "actor")
     with pytest.raises(ModelError) as caught:
         check_divides(spec, GridShape(tp=4, pp=8), "critic")
@@ -93,12 +111,22 @@ def test_what_tp_and_pp_do_not_divide_comes_at_once() -> None:
 
 
 @given(st.integers(1, 24), st.integers(1, 12), st.integers(1, 48))
-def test_every_tp_that_is_offered_fits(kv_heads: int, heads_per_kv: int, ffn: int) -> None:
-    spec = replace(make_spec(), num_heads=kv_heads * heads_per_kv, num_kv_heads=kv_heads, ffn_hidden_size=ffn)
+def test_every_tp_that_is_offered_fits(
+    kv_heads: int, heads_per_kv: int, ffn: int
+) -> None:
+    spec = replace(
+        make_spec(),
+        num_heads=kv_heads * heads_per_kv,
+        num_kv_heads=kv_heads,
+        ffn_hidden_size=ffn,
+    )
     with pytest.raises(ModelError) as caught:
         check_divides(spec, GridShape(tp=289), "actor")  # 17 * 17 divides none of them
     for line in str(caught.value).splitlines():
-        offered = [int(size) for size in line.split("Sizes that fit: ")[1].rstrip(".").split(", ")]
+        offered = [
+            int(size)
+            for size in line.split("Sizes that fit: ")[1].rstrip(".").split(", ")
+        ]
         assert 1 in offered
         for size in offered:
             check_divides(spec, GridShape(tp=size), "actor")
@@ -107,7 +135,9 @@ def test_every_tp_that_is_offered_fits(kv_heads: int, heads_per_kv: int, ffn: in
 def test_virtual_stages_need_layers() -> None:
     spec = replace(make_spec(), num_layers=6)
     check_divides(spec, GridShape(pp=2, vpp=3), "actor")
-    with pytest.raises(ModelError, match=r"actor\.pp=2 x vpp=4 is more than the 6 layers"):
+    with pytest.raises(
+        ModelError, match=r"actor\.pp=2 x vpp=4 is more than the 6 layers"
+    ):
         check_divides(spec, GridShape(pp=2, vpp=4), "actor")
 
 
@@ -120,44 +150,79 @@ def test_virtual_stages_need_layers() -> None:
         ({"rope_type": "yarn", "factor": 4.0}, {"position_embedding_type": "yarn"}),
     ],
 )
-def test_rotary_embeddings(scaling: dict[str, Any] | None, expected: dict[str, Any]) -> None:
+def test_rotary_embeddings(
+    scaling: dict[str, Any] | None, expected: dict[str, Any]
+) -> None:
     spec = replace(make_spec(), rope_theta=5e5, rope_scaling=scaling)
-    assert rope_options(spec) == {"position_embedding_type": "rope", "rotary_base": 5e5} | expected
+    assert (
+        rope_options(spec)
+        == {"position_embedding_type": "rope", "rotary_base": 5e5} | expected
+    )
 
 
 def test_yarns_attention_factor_is_megatron_cores() -> None:
-    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+        _yarn_get_concentration_factor,
+    )
 
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    for keys in ({}, {"attention_factor": 0.7}, {"mscale": 0.7}, {"mscale": 0.7, "mscale_all_dim": 1.3}):
+    for keys in (
+        {},
+        {"attention_factor": 0.7},
+        {"mscale": 0.7},
+        {"mscale": 0.7, "mscale_all_dim": 1.3},
+    ):
         options = yarn_options(replace(make_spec(), rope_scaling=yarn | keys))
-        found = _yarn_get_concentration_factor(4.0, options["yarn_mscale"], options["yarn_mscale_all_dim"])
+        found = _yarn_get_concentration_factor(
+            4.0, options["yarn_mscale"], options["yarn_mscale_all_dim"]
+        )
         assert found == pytest.approx(yarn_attention_factor(yarn | keys), rel=1e-12)
 
 
 def test_the_configuration_says_what_the_model_is() -> None:
     spec = replace(make_spec("Qwen3ForCausalLM"), head_dim=16, norm_eps=3e-6)
     config = transformer_config(spec, GridShape(tp=2, pp=2, dp=1), torch.bfloat16)
-    assert (config.kv_channels, config.layernorm_epsilon, config.normalization) == (16, 3e-6, "RMSNorm")
+    assert (config.kv_channels, config.layernorm_epsilon, config.normalization) == (
+        16,
+        3e-6,
+        "RMSNorm",
+    )
     assert config.num_query_groups == spec.num_kv_heads
-    assert config.qk_layernorm and not config.add_qkv_bias and not config.add_bias_linear
-    assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (2, 2)
+    assert (
+        config.qk_layernorm and not config.add_qkv_bias and not config.add_bias_linear
+    )
+    assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (
+        2,
+        2,
+    )
     assert config.bf16 and config.params_dtype is torch.bfloat16
-    assert config.calculate_per_token_loss, "losses come normalised: gradients are summed"
+    assert config.calculate_per_token_loss, (
+        "losses come normalised: gradients are summed"
+    )
     if not platform.is_cuda:
-        assert all(getattr(config, name) == value for name, value in CPU_OPTIONS.items())
+        assert all(
+            getattr(config, name) == value for name, value in CPU_OPTIONS.items()
+        )
 
 
 def test_the_users_fields_win_but_not_over_the_grid() -> None:
     given_fields = {"attention_dropout": 0.25, "tensor_model_parallel_size": 7}
-    config = transformer_config(make_spec(), GridShape(tp=2), torch.float32, given_fields)
+    config = transformer_config(
+        make_spec(), GridShape(tp=2), torch.float32, given_fields
+    )
     assert config.attention_dropout == 0.25
     assert config.tensor_model_parallel_size == 2
 
 
 def test_what_megatron_core_refuses_is_passed_on() -> None:
-    refused = {"recompute_granularity": "full", "recompute_method": "sideways", "recompute_num_layers": 1}
-    with pytest.raises(ModelError, match=r"TransformerConfig refuses these options: .*sideways"):
+    refused = {
+        "recompute_granularity": "full",
+        "recompute_method": "sideways",
+        "recompute_num_layers": 1,
+    }
+    with pytest.raises(
+        ModelError, match=r"TransformerConfig refuses these options: .*sideways"
+    ):
         transformer_config(make_spec(), GridShape(), torch.float32, refused)
 
 
@@ -170,39 +235,68 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings":
         (make_spec(), {}, set()),
         (replace(make_spec(), activation="gelu_tanh"), {}, {"bias_activation_fusion"}),
         (make_spec(), {"use_te_activation_func": True}, {"bias_activation_fusion"}),
-        (replace(make_spec(), activation="clamped_swiglu", linear_bias=True), {}, {"bias_dropout_fusion"}),
+        (
+            replace(make_spec(), activation="clamped_swiglu", linear_bias=True),
+            {},
+            {"bias_dropout_fusion"},
+        ),
         (replace(make_spec(), rope_scaling=YARN), {}, {"apply_rope_fusion"}),
-        (replace(make_spec(), rope_scaling=YARN | {"attention_factor": 1.0}), {}, set()),
+        (
+            replace(make_spec(), rope_scaling=YARN | {"attention_factor": 1.0}),
+            {},
+            set(),
+        ),
     ],
 )
 def test_what_a_model_allows_is_fused_on_a_gpu(
-    spec: ModelSpec, overrides: dict[str, Any], off: set[str], monkeypatch: pytest.MonkeyPatch
+    spec: ModelSpec,
+    overrides: dict[str, Any],
+    off: set[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(options, "platform", Platform(is_cuda=True))
     monkeypatch.setattr(options, "uses_transformer_engine", lambda: True)
     found = fused_options(spec, overrides)
-    assert {name for name, value in found.items() if not value} == off and len(found) == 3
+    assert {name for name, value in found.items() if not value} == off and len(
+        found
+    ) == 3
     monkeypatch.setattr(options, "uses_transformer_engine", lambda: False)
-    monkeypatch.setattr(options, "_check_needs", lambda overrides: None)  # as where its layers are there
+    # As where its layers are there.
+    monkeypatch.setattr(options, "_check_needs", lambda overrides: None)
     config = transformer_config(spec, GridShape(), torch.bfloat16, overrides)
     expected = found | {"apply_rope_fusion": False}
-    assert {name: getattr(config, name) for name in found} == expected, "its kernel is Transformer Engine's"
-    plain = transformer_config(spec, GridShape(), torch.bfloat16, overrides | {"bias_dropout_fusion": False})
+    assert {name: getattr(config, name) for name in found} == expected, (
+        "its kernel is Transformer Engine's"
+    )
+    plain = transformer_config(
+        spec, GridShape(), torch.bfloat16, overrides | {"bias_dropout_fusion": False}
+    )
     assert plain.bias_dropout_fusion is False, "what is given wins"
 
 
 def test_a_fused_rotary_embedding_that_leaves_out_yarns_factor_is_refused() -> None:
     """megatron-core hands Transformer Engine's kernel for packed rows no factor: logits would be others."""
     spec = replace(make_spec(), rope_scaling=YARN)
-    with pytest.raises(ModelError, match=r"apply_rope_fusion=true: YaRN multiplies .* by 1\.347, .* Leave the key out"):
-        transformer_config(spec, GridShape(), torch.float32, {"apply_rope_fusion": True})
+    with pytest.raises(
+        ModelError,
+        match=r"apply_rope_fusion=true: YaRN multiplies .* by 1\.347, .* Leave the key out",
+    ):
+        transformer_config(
+            spec, GridShape(), torch.float32, {"apply_rope_fusion": True}
+        )
     source = inspect.getsource(rope_utils.apply_rotary_pos_emb)
     packed = source[source.index("return fused_apply_rotary_pos_emb_thd(") :]
-    assert "mscale" not in packed[: packed.index(")\n    #")], "it takes the factor now: the refusal can go"
+    assert "mscale" not in packed[: packed.index(")\n    #")], (
+        "it takes the factor now: the refusal can go"
+    )
 
 
 def test_a_sequence_that_is_split_over_one_rank_is_whole() -> None:
     """A reference with a smaller grid inherits the actor's fields."""
     fields = {"sequence_parallel": True}
-    assert not transformer_config(make_spec(), GridShape(), torch.float32, fields).sequence_parallel
-    assert transformer_config(make_spec(), GridShape(tp=2), torch.float32, fields).sequence_parallel
+    assert not transformer_config(
+        make_spec(), GridShape(), torch.float32, fields
+    ).sequence_parallel
+    assert transformer_config(
+        make_spec(), GridShape(tp=2), torch.float32, fields
+    ).sequence_parallel

@@ -22,7 +22,10 @@ from tests.models.engine_stub import attend, within
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 # groups of sequences: (tokens that all of a group share, [tokens of each one's own])
-GROUPS = st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(1, 6), min_size=1, max_size=4)), max_size=4)
+GROUPS = st.lists(
+    st.tuples(st.integers(0, 9), st.lists(st.integers(1, 6), min_size=1, max_size=4)),
+    max_size=4,
+)
 
 
 def attention_config(window: int | None, *, sinks: bool) -> SimpleNamespace:
@@ -37,7 +40,9 @@ def attention_config(window: int | None, *, sinks: bool) -> SimpleNamespace:
 
 
 def attention(window: int | None, *, sinks: bool = False) -> CausalAttention:
-    return with_sinks(CausalAttention(attention_config(window, sinks=sinks), 1, None, "self"))
+    return with_sinks(
+        CausalAttention(attention_config(window, sinks=sinks), 1, None, "self")
+    )
 
 
 def with_sinks(attends: CausalAttention) -> CausalAttention:
@@ -63,10 +68,19 @@ def varlen(
     window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
     """What flash_attn_varlen_func says that it computes (flash-attn 2.8.3, flash_attn/flash_attn_interface.py)."""
-    for cu, rows, longest in ((cu_seqlens_q, q, max_seqlen_q), (cu_seqlens_k, k, max_seqlen_k)):
-        assert cu.dtype == torch.int32 and cu[-1] == len(rows) and cu.diff().max() == longest
+    for cu, rows, longest in (
+        (cu_seqlens_q, q, max_seqlen_q),
+        (cu_seqlens_k, k, max_seqlen_k),
+    ):
+        assert (
+            cu.dtype == torch.int32
+            and cu[-1] == len(rows)
+            and cu.diff().max() == longest
+        )
     assert causal and window_size[1] <= 0
-    seen = within(cu_seqlens_q, cu_seqlens_k, len(q), len(k), window_size, bottom_right=True)
+    seen = within(
+        cu_seqlens_q, cu_seqlens_k, len(q), len(k), window_size, bottom_right=True
+    )
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return attend(*(x.transpose(0, 1) for x in (q, k, v)), seen, scale).transpose(0, 1)
 
@@ -81,7 +95,12 @@ def varlen(
     seed=st.integers(0, 99),
 )
 def test_attention_over_a_packed_row_is_that_of_each_sequence(
-    laid: Pack, groups: list[tuple[int, list[int]]], window: int | None, multiple_of: int, sinks: bool, seed: int
+    laid: Pack,
+    groups: list[tuple[int, list[int]]],
+    window: int | None,
+    multiple_of: int,
+    sinks: bool,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
     if sinks:
@@ -92,14 +111,28 @@ def test_attention_over_a_packed_row_is_that_of_each_sequence(
     packing = laid(lengths, shared, numbers, width=20, multiple_of=multiple_of)
     total = len(packing.source)
     assert total % multiple_of == 0
-    real = sum(common * (len(own) if not common else 1) + sum(own) for common, own in groups)
-    assert total == max(1, -(-max(real, 1) // multiple_of)) * multiple_of if multiple_of > 1 else total == max(real, 1)
+    real = sum(
+        common * (len(own) if not common else 1) + sum(own) for common, own in groups
+    )
+    assert (
+        total == max(1, -(-max(real, 1) // multiple_of)) * multiple_of
+        if multiple_of > 1
+        else total == max(real, 1)
+    )
 
-    row = [drawn(total, heads).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    with mock.patch.dict(sys.modules, {"flash_attn": SimpleNamespace(flash_attn_varlen_func=varlen)}):
+    row = [
+        drawn(total, heads).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    with mock.patch.dict(
+        sys.modules, {"flash_attn": SimpleNamespace(flash_attn_varlen_func=varlen)}
+    ):
         attends = attention(window, sinks=sinks)
-        out = attends(*(x.unsqueeze(1) for x in row), None, packed_seq_params=packing).squeeze(1)
-    assert out.shape == (total, HEADS * DIM) and out.isfinite().all(), "also what fills the row up"
+        out = attends(
+            *(x.unsqueeze(1) for x in row), None, packed_seq_params=packing
+        ).squeeze(1)
+    assert out.shape == (total, HEADS * DIM) and out.isfinite().all(), (
+        "also what fills the row up"
+    )
     weights = torch.zeros(total, HEADS * DIM, dtype=torch.float64)
     expected = torch.zeros((), dtype=torch.float64)
     places_of: dict[int, int] = {}  # in the padded sequences -> in the row
@@ -109,9 +142,14 @@ def test_attention_over_a_packed_row_is_that_of_each_sequence(
     for number, (length, common) in enumerate(zip(lengths, shared, strict=True)):
         owner = first_of[numbers[number]]
         # a shared token is taken from the group's first sequence
-        places = [places_of[(owner if at < common else number) * 20 + at] for at in range(length)]
+        places = [
+            places_of[(owner if at < common else number) * 20 + at]
+            for at in range(length)
+        ]
         assert packing.positions[places].tolist() == list(range(length))
-        assert int(packing.starts[number]) == places[common] if common < length else True
+        assert (
+            int(packing.starts[number]) == places[common] if common < length else True
+        )
         alone = attends(*(x[places].unsqueeze(1) for x in row), None).squeeze(1)
         torch.testing.assert_close(out[places], alone, rtol=1e-10, atol=1e-10)
         factor = torch.randn(length, HEADS * DIM, dtype=torch.float64)
@@ -128,7 +166,9 @@ def test_attention_over_a_packed_row_is_that_of_each_sequence(
 def test_a_sink_is_one_more_score_of_nothing(window: int | None) -> None:
     """As arXiv 2508.10925, section 2.2, says; and its gradient."""
     torch.manual_seed(0)
-    q, k, v = (drawn(7, heads).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = (
+        drawn(7, heads).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
     attends = attention(window, sinks=True)
     sinks = attends.softmax_offset
     assert sinks is not None
@@ -138,47 +178,95 @@ def test_a_sink_is_one_more_score_of_nothing(window: int | None) -> None:
     behind = torch.arange(7)[:, None] - torch.arange(7)
     scores = scores.masked_fill((behind < 0) | (behind >= (window or 7)), float("-inf"))
     beside = torch.cat([scores, sinks.view(-1, 1, 1).expand(-1, 7, 1)], dim=-1)
-    expected = torch.einsum("hqk,khd->qhd", beside.softmax(-1)[..., :-1], values).flatten(1)
+    expected = torch.einsum(
+        "hqk,khd->qhd", beside.softmax(-1)[..., :-1], values
+    ).flatten(1)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     factor = torch.randn_like(found)
-    of_found, of_expected = (torch.autograd.grad((x * factor).sum(), [q, k, v, sinks]) for x in (found, expected))
+    of_found, of_expected = (
+        torch.autograd.grad((x * factor).sum(), [q, k, v, sinks])
+        for x in (found, expected)
+    )
     for mine, theirs in zip(of_found, of_expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
 def test_own_parts_look_back_at_a_beginning_that_is_computed_once() -> None:
-    packing = pack_varlen([7, 5, 3, 4], [4, 4, 2, 3], [0, 0, 1, 2], width=20, multiple_of=8)
+    packing = pack_varlen(
+        [7, 5, 3, 4], [4, 4, 2, 3], [0, 0, 1, 2], width=20, multiple_of=8
+    )
     assert len(packing.source) == 16  # 4 + 3 + 1, 3, 4, and one that fills up
     assert packing.cu_seqlens_q.tolist() == [0, 4, 7, 8, 11, 15, 16]
     assert packing.cu_seqlens_kv.diff().tolist() == [4, 7, 5, 3, 4, 1]
     assert (packing.max_seqlen_q, packing.max_seqlen_kv) == (4, 7), "on the host"
     assert packing.keys is not None
-    assert packing.keys.tolist() == [*range(4), *range(4), 4, 5, 6, *range(4), 7, *range(8, 16)]
+    assert packing.keys.tolist() == [
+        *range(4),
+        *range(4),
+        4,
+        5,
+        6,
+        *range(4),
+        7,
+        *range(8, 16),
+    ]
     unshared = pack_varlen([3, 4], [2, 2], [0, 1], width=20)
-    assert unshared.keys is None and unshared.cu_seqlens_kv.tolist() == unshared.cu_seqlens_q.tolist() == [0, 3, 7]
+    assert (
+        unshared.keys is None
+        and unshared.cu_seqlens_kv.tolist()
+        == unshared.cu_seqlens_q.tolist()
+        == [0, 3, 7]
+    )
 
 
-def test_flash_attention_packs_where_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def config(dtype: torch.dtype, head_dim: int = 64, *, latent: bool = False, softmax: str = "vanilla") -> Any:
+def test_flash_attention_packs_where_it_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def config(
+        dtype: torch.dtype,
+        head_dim: int = 64,
+        *,
+        latent: bool = False,
+        softmax: str = "vanilla",
+    ) -> Any:
         return SimpleNamespace(
-            params_dtype=dtype, kv_channels=head_dim, multi_latent_attention=latent, softmax_type=softmax
+            params_dtype=dtype,
+            kv_channels=head_dim,
+            multi_latent_attention=latent,
+            softmax_type=softmax,
         )
 
     assert build.packer(config(torch.bfloat16)) is pack, "there is no CUDA device"
     monkeypatch.setattr(flash_attention, "why_not", lambda: "")
     assert build.packer(config(torch.bfloat16)) is pack_varlen
-    assert build.packer(config(torch.float32)) is build.packer(config(torch.bfloat16, 264)) is pack
+    assert (
+        build.packer(config(torch.float32))
+        is build.packer(config(torch.bfloat16, 264))
+        is pack
+    )
     assert build.packer(config(torch.bfloat16, 36)) is pack
-    assert build.packer(config(torch.bfloat16, latent=True)) is pack, "its values have another head size"
-    assert build.packer(config(torch.bfloat16, softmax="learnable")) is pack, "it has no sinks"
+    assert build.packer(config(torch.bfloat16, latent=True)) is pack, (
+        "its values have another head size"
+    )
+    assert build.packer(config(torch.bfloat16, softmax="learnable")) is pack, (
+        "it has no sinks"
+    )
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
 def test_no_tokens_are_one_that_nobody_asks_for(lengths: list[int]) -> None:
-    packing = pack(lengths, [0] * len(lengths), list(range(len(lengths))), width=4, multiple_of=2)
+    packing = pack(
+        lengths, [0] * len(lengths), list(range(len(lengths))), width=4, multiple_of=2
+    )
     assert packing.source.tolist() == [0, 0] and packing.place.tolist() == [0, 0]
-    segments = pack_varlen(lengths, [0] * len(lengths), list(range(len(lengths))), width=4, multiple_of=2)
-    assert segments.source.tolist() == [0, 0] and segments.cu_seqlens_q.tolist() == [0, 1, 2]
+    segments = pack_varlen(
+        lengths, [0] * len(lengths), list(range(len(lengths))), width=4, multiple_of=2
+    )
+    assert segments.source.tolist() == [0, 0] and segments.cu_seqlens_q.tolist() == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_a_forward_pass_that_fails_leaves_no_positions() -> None:
@@ -192,9 +280,16 @@ def test_a_forward_pass_that_fails_leaves_no_positions() -> None:
 
 def test_one_row_has_the_strides_of_a_tensor_made_so() -> None:
     transposed = torch.randn(1, 6, 4).transpose(0, 1)
-    assert transposed.is_contiguous() and transposed.stride() != torch.empty(6, 1, 4).stride()
+    assert (
+        transposed.is_contiguous()
+        and transposed.stride() != torch.empty(6, 1, 4).stride()
+    )
     row = as_one_row(None, None, transposed)
-    assert row.shape == (6, 1, 4) and row.stride() == torch.empty(6, 1, 4).stride() and torch.equal(row, transposed)
+    assert (
+        row.shape == (6, 1, 4)
+        and row.stride() == torch.empty(6, 1, 4).stride()
+        and torch.equal(row, transposed)
+    )
     several = torch.randn(2, 6, 4).transpose(0, 1)
     assert as_one_row(None, None, several) is several
 
@@ -202,14 +297,21 @@ def test_one_row_has_the_strides_of_a_tensor_made_so() -> None:
 def test_a_beginning_is_computed_once_where_it_is_long() -> None:
     """Long: more than so many times the longest own part. A short one is attended from anew by each sequence."""
     own = 4
-    for common, is_long in ((int(own * LONG_BEGINNING), False), (int(own * LONG_BEGINNING) + 1, True)):
+    for common, is_long in (
+        (int(own * LONG_BEGINNING), False),
+        (int(own * LONG_BEGINNING) + 1, True),
+    ):
         packing = pack([common + own, common + 2], [common] * 2, [5, 5], width=20)
         assert len(packing.source) == common + own + 2
         assert packing.starts.tolist() == [common, common + own]
         assert packing.later_offsets.tolist() == [common] * 2 * is_long
         assert list(packing.later_queries.shape) == ([2, own] if is_long else [0, 0])
-        assert list(packing.later_keys.shape) == ([2, common + own] if is_long else [0, 0])
-        assert list(packing.wholes.shape) == ([1, common] if is_long else [2, common + own])
+        assert list(packing.later_keys.shape) == (
+            [2, common + own] if is_long else [0, 0]
+        )
+        assert list(packing.wholes.shape) == (
+            [1, common] if is_long else [2, common + own]
+        )
         assert packing.max_seqlen_q == packing.max_seqlen_kv == common + own
         assert packing.positions.tolist() == [*range(common + own), common, common + 1]
 
@@ -220,5 +322,9 @@ def test_a_packing_moves_whole(laid: Pack) -> None:
     moved = packing.to(torch.device("meta"))
     for name, held in vars(packing).items():
         found = getattr(moved, name)
-        assert found.device.type == "meta" if isinstance(held, torch.Tensor) else found == held, name
+        assert (
+            found.device.type == "meta"
+            if isinstance(held, torch.Tensor)
+            else found == held
+        ), name
     assert packing.source.device.type == "cpu"

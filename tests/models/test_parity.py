@@ -14,25 +14,37 @@ from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
 from tests.launcher import Launcher
 from tests.sharding.specs import UNCUT, expert_tp, make_spec
 
-TOKENS = torch.randint(0, 100, (3, 17), generator=torch.Generator().manual_seed(5)).tolist()
+TOKENS = torch.randint(
+    0, 100, (3, 17), generator=torch.Generator().manual_seed(5)
+).tolist()
 GRIDS: list[dict[str, int]] = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
 EXPERT_GRIDS: list[dict[str, int]] = [
     {"ep": 2},
     {"ep": 4},
     {"ep": 2, "pp": 2},
-    {"tp": 2, "ep": 2},  # experts cut by tensor parallelism too: uneven rows go between its ranks
+    # Experts cut by tensor parallelism too: uneven rows go between its ranks.
+    {"tp": 2, "ep": 2},
     {"tp": 2, "ep": 2, "etp": 1},
     {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
 ]
 WITH_EXPERTS = [a for a in ARCHITECTURES if make_spec(a).moe]
 
 
-@pytest.fixture(scope="module", params=[(a, t) for a in ARCHITECTURES for t in (True, False)], ids=str)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(
+    scope="module",
+    params=[(a, t) for a in ARCHITECTURES for t in (True, False)],
+    ids=str,
+)
+def folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     architecture, tied = request.param
     shard_bytes = 40_000 if tied else None  # sharded with an index, and one file
     return make_tiny_folder(
-        tmp_path_factory.mktemp(architecture), architecture, tie_embeddings=tied, shard_bytes=shard_bytes
+        tmp_path_factory.mktemp(architecture),
+        architecture,
+        tie_embeddings=tied,
+        shard_bytes=shard_bytes,
     )
 
 
@@ -44,11 +56,20 @@ def reference_logits(folder: Path) -> torch.Tensor:
         return model(torch.tensor(TOKENS)).logits
 
 
-def assert_parity(launch: Launcher, folder: Path, expected: torch.Tensor, grid: dict[str, int], **options: Any) -> None:
-    results = launch.world(4, "tests.models.ranks:logits", folder=folder, tokens=TOKENS, **grid, **options)
+def assert_parity(
+    launch: Launcher,
+    folder: Path,
+    expected: torch.Tensor,
+    grid: dict[str, int],
+    **options: Any,
+) -> None:
+    results = launch.world(
+        4, "tests.models.ranks:logits", folder=folder, tokens=TOKENS, **grid, **options
+    )
     found = [torch.tensor(result) for result in results if result]
     assert len(found) == 4 // grid.get("pp", 1)
-    width = expected.shape[1]  # sequence parallelism pads the sequence to a multiple of tp
+    # Sequence parallelism pads the sequence to a multiple of tp.
+    width = expected.shape[1]
     for each in found:
         assert (each[:, :width] - expected).abs().max() < 1e-4, grid
 
@@ -56,7 +77,12 @@ def assert_parity(launch: Launcher, folder: Path, expected: torch.Tensor, grid: 
 def test_logits_equal_hugging_faces(launch: Launcher, folder: Path) -> None:
     expected = reference_logits(folder)
     for grid in GRIDS:
-        assert_parity(launch, folder, expected, grid | expert_tp(ModelSpec.from_folder(folder).architecture))
+        assert_parity(
+            launch,
+            folder,
+            expected,
+            grid | expert_tp(ModelSpec.from_folder(folder).architecture),
+        )
 
 
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 5}
@@ -67,12 +93,22 @@ QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 5}
     [
         ("MistralForCausalLM", {"sliding_window": 5}),
         ("Qwen2ForCausalLM", QWEN_WINDOW | {"max_window_layers": 2}),
-        ("Qwen3ForCausalLM", QWEN_WINDOW | {"layer_types": ["sliding_attention", *["full_attention"] * 3]}),
+        (
+            "Qwen3ForCausalLM",
+            QWEN_WINDOW
+            | {"layer_types": ["sliding_attention", *["full_attention"] * 3]},
+        ),
         ("MixtralForCausalLM", {"sliding_window": 5}),
         ("Qwen3MoeForCausalLM", QWEN_WINDOW),
         ("CwmForCausalLM", {"sliding_window": 5}),
         ("Phi3ForCausalLM", {"sliding_window": 5}),
-        ("MinistralForCausalLM", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+        (
+            "MinistralForCausalLM",
+            {
+                "sliding_window": 5,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+        ),
     ],
 )
 def test_logits_with_windows_shorter_than_the_sequence(
@@ -82,14 +118,21 @@ def test_logits_with_windows_shorter_than_the_sequence(
     folder = make_tiny_folder(tmp_path / "windowed", architecture, **config)
     expected = reference_logits(folder)
     full = {"sliding_window": 256, "use_sliding_window": False, "layer_types": None}
-    without = make_tiny_folder(tmp_path / "full", architecture, **{key: full[key] for key in config if key in full})
-    assert (reference_logits(without) - expected).abs().max() > 0.01  # the window is felt
+    without = make_tiny_folder(
+        tmp_path / "full",
+        architecture,
+        **{key: full[key] for key in config if key in full},
+    )
+    # The window is felt.
+    assert (reference_logits(without) - expected).abs().max() > 0.01
     for grid in GRIDS:
         assert_parity(launch, folder, expected, grid | expert_tp(architecture))
 
 
 @pytest.mark.parametrize("architecture", WITH_EXPERTS)
-def test_logits_with_experts_on_ranks_of_their_own(launch: Launcher, architecture: str, tmp_path: Path) -> None:
+def test_logits_with_experts_on_ranks_of_their_own(
+    launch: Launcher, architecture: str, tmp_path: Path
+) -> None:
     folder = make_tiny_folder(tmp_path, architecture, num_hidden_layers=2)
     expected = reference_logits(folder)
     for grid in EXPERT_GRIDS:
@@ -98,12 +141,16 @@ def test_logits_with_experts_on_ranks_of_their_own(launch: Launcher, architectur
         assert_parity(launch, folder, expected, grid)
 
 
-def test_weights_of_chosen_experts_that_are_not_divided_by_their_sum(launch: Launcher, tmp_path: Path) -> None:
+def test_weights_of_chosen_experts_that_are_not_divided_by_their_sum(
+    launch: Launcher, tmp_path: Path
+) -> None:
     folder = make_tiny_folder(tmp_path, "Qwen3MoeForCausalLM", norm_topk_prob=False)
     assert_parity(launch, folder, reference_logits(folder), {"tp": 2, "ep": 2})
 
 
-def test_latent_attention_without_a_query_latent_and_with_yarn(launch: Launcher, tmp_path: Path) -> None:
+def test_latent_attention_without_a_query_latent_and_with_yarn(
+    launch: Launcher, tmp_path: Path
+) -> None:
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -114,14 +161,21 @@ def test_latent_attention_without_a_query_latent_and_with_yarn(launch: Launcher,
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
     }
-    folder = make_tiny_folder(tmp_path, "DeepseekV3ForCausalLM", q_lora_rank=None, rope_parameters=yarn)
+    folder = make_tiny_folder(
+        tmp_path, "DeepseekV3ForCausalLM", q_lora_rank=None, rope_parameters=yarn
+    )
     assert ModelSpec.from_folder(folder).rope_scaling is not None
     assert_parity(launch, folder, reference_logits(folder), {"tp": 2, "pp": 2})
 
 
 def test_yarn(launch: Launcher, tmp_path: Path) -> None:
     """As Qwen's folders turn it on: bounds that are rounded, and the usual factor on queries and keys."""
-    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM", rope_parameters=yarn)
     assert_parity(launch, folder, reference_logits(folder), {"tp": 2, "pp": 2})
 
@@ -133,11 +187,15 @@ def test_virtual_stages_and_sequence_parallel(launch: Launcher, tmp_path: Path) 
         assert_parity(launch, folder, expected, {"tp": 2, "pp": 2}, **options)
 
 
-def test_critic_is_the_backbone_with_a_value_head(launch: Launcher, tmp_path: Path) -> None:
+def test_critic_is_the_backbone_with_a_value_head(
+    launch: Launcher, tmp_path: Path
+) -> None:
     folder = make_tiny_folder(tmp_path, "Qwen2ForCausalLM", tie_embeddings=True)
     file = folder / "model.safetensors"
     head = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
-    save_file({**load_file(file), "score.weight": head}, file, metadata={"format": "pt"})
+    save_file(
+        {**load_file(file), "score.weight": head}, file, metadata={"format": "pt"}
+    )
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
@@ -145,21 +203,33 @@ def test_critic_is_the_backbone_with_a_value_head(launch: Launcher, tmp_path: Pa
         hidden = model.model(torch.tensor(TOKENS)).last_hidden_state
     expected = (hidden @ head.T)[:, :-1, 0]
     for grid in GRIDS:
-        for result in launch.world(4, "tests.models.ranks:values", folder=folder, tokens=TOKENS, **grid):
+        for result in launch.world(
+            4, "tests.models.ranks:values", folder=folder, tokens=TOKENS, **grid
+        ):
             assert (torch.tensor(result) - expected).abs().max() < 1e-4
 
 
-def test_critic_from_a_language_model_starts_at_zero(launch: Launcher, tmp_path: Path) -> None:
+def test_critic_from_a_language_model_starts_at_zero(
+    launch: Launcher, tmp_path: Path
+) -> None:
     folder = make_tiny_folder(tmp_path, "LlamaForCausalLM", tie_embeddings=False)
-    for result in launch.world(4, "tests.models.ranks:values", folder=folder, tp=2, pp=2, tokens=TOKENS):
+    for result in launch.world(
+        4, "tests.models.ranks:values", folder=folder, tp=2, pp=2, tokens=TOKENS
+    ):
         assert torch.tensor(result).abs().max() == 0
 
 
 # With biases; with norms of heads; fused in the file.
-@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"])
-def test_several_ranks_share_a_key_value_head(launch: Launcher, architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"]
+)
+def test_several_ranks_share_a_key_value_head(
+    launch: Launcher, architecture: str, tmp_path: Path
+) -> None:
     for kv_heads, sizes in ((2, {"tp": 4}), (1, {"tp": 2, "pp": 2})):
-        folder = make_tiny_folder(tmp_path / str(kv_heads), architecture, num_key_value_heads=kv_heads)
+        folder = make_tiny_folder(
+            tmp_path / str(kv_heads), architecture, num_key_value_heads=kv_heads
+        )
         expected = reference_logits(folder)
         assert_parity(launch, folder, expected, sizes)
         assert_parity(launch, folder, expected, sizes, sequence_parallel=True)

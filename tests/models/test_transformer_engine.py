@@ -1,6 +1,7 @@
 """Models of Transformer Engine's layers: their names and shapes, and what they compute of packed rows.
 
-Two real ranks, megatron-core's own classes, and `engine_stub` in place of Transformer Engine's.
+Two real ranks, megatron-core's own classes, and `engine_stub` in place of Transformer
+Engine's.
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ from tests.sharding.specs import CONFIGS
 
 LATENT = "DeepseekV3ForCausalLM"
 SIZES = {"with a query latent": 20, "without": None}
-SEQUENCE_PARALLEL: dict[str, Any] = {"shape": {"tp": 2}, "megatron": {"sequence_parallel": True}}
-# biases; a window shorter than the prompts' and responses' 12 tokens; norms of heads; and grids
+SEQUENCE_PARALLEL: dict[str, Any] = {
+    "shape": {"tp": 2},
+    "megatron": {"sequence_parallel": True},
+}
+# biases; a window shorter than the prompts' and responses' 12 tokens; norms of heads;
+# and grids
 PACKED: dict[str, tuple[str, dict[str, Any]]] = {
     "biases": ("Qwen2ForCausalLM", SEQUENCE_PARALLEL),
-    "window": ("MistralForCausalLM", {"shape": {"tp": 2}, "megatron": {"window_size": [3, 0]}}),
+    "window": (
+        "MistralForCausalLM",
+        {"shape": {"tp": 2}, "megatron": {"window_size": [3, 0]}},
+    ),
     "stages": ("LlamaForCausalLM", {"shape": {"pp": 2}, "megatron": {}}),
     "experts": ("Qwen3MoeForCausalLM", SEQUENCE_PARALLEL),
     "no rotary embedding in some layers": ("SmolLM3ForCausalLM", SEQUENCE_PARALLEL),
@@ -32,8 +40,14 @@ PACKED: dict[str, tuple[str, dict[str, Any]]] = {
     "cut": ("Qwen2ForCausalLM", {"shape": {"cp": 2}, "megatron": {}}),
     "latent": (LATENT, SEQUENCE_PARALLEL),
     # experts with biases, gates in turn; a window in every other layer
-    "sinks": ("GptOssForCausalLM", {"shape": {"tp": 2, "etp": 1}, "megatron": {"sequence_parallel": True}}),
-    "sinks, cut": ("GptOssForCausalLM", {"shape": {"cp": 2}, "megatron": {"cp_comm_type": "a2a"}}),
+    "sinks": (
+        "GptOssForCausalLM",
+        {"shape": {"tp": 2, "etp": 1}, "megatron": {"sequence_parallel": True}},
+    ),
+    "sinks, cut": (
+        "GptOssForCausalLM",
+        {"shape": {"cp": 2}, "megatron": {"cp_comm_type": "a2a"}},
+    ),
 }
 
 
@@ -45,23 +59,39 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(launch: Launcher, output: Path) -> list[dict[str, Any]]:
     latent = {
-        name: make_tiny_folder(output / name, LATENT, **CONFIGS[LATENT] | {"q_lora_rank": rank})
+        name: make_tiny_folder(
+            output / name, LATENT, **CONFIGS[LATENT] | {"q_lora_rank": rank}
+        )
         for name, rank in SIZES.items()
     }
     packed = {
-        name: {"folder": make_tiny_folder(output / f"{name} before", architecture), **case}
+        name: {
+            "folder": make_tiny_folder(output / f"{name} before", architecture),
+            **case,
+        }
         for name, (architecture, case) in PACKED.items()
     }
-    return launch.world(2, "tests.models.engine_ranks:found", bare=True, latent=latent, packed=packed, output=output)
+    return launch.world(
+        2,
+        "tests.models.engine_ranks:found",
+        bare=True,
+        latent=latent,
+        packed=packed,
+        output=output,
+    )
 
 
-def test_latent_attention_fits_its_layout_and_can_be_saved(results: list[dict[str, Any]]) -> None:
+def test_latent_attention_fits_its_layout_and_can_be_saved(
+    results: list[dict[str, Any]],
+) -> None:
     for rank, result in enumerate(results):
         found = result["latent"]
         for name in SIZES:
             assert found[name]["differs"] == [], name
             assert found[name]["refused"] == "", name
-            assert bool(found[name]["counted"]) == (rank == 0), "the copies count once in the gradient's norm"
+            assert bool(found[name]["counted"]) == (rank == 0), (
+                "the copies count once in the gradient's norm"
+            )
             assert found[name]["packs"]
         assert found["with a query latent"]["linear"] == [
             "TELayerNormColumnParallelLinear",
@@ -75,15 +105,20 @@ def test_latent_attention_fits_its_layout_and_can_be_saved(results: list[dict[st
 def test_packed_rows_under_transformer_engine_give_the_same_update(
     results: list[dict[str, Any]], output: Path, name: str
 ) -> None:
-    """As our layers give, padded: log-probs and losses by the metrics, gradients by what an update with so large
-    an epsilon makes of the weights."""
+    """As our layers give, padded: log-probs and losses by the metrics, gradients by
+    what an update with so large an epsilon makes of the weights.
+    """
     found = results[0]["packed"][name]
     rows = found["engine packed"]["rows"]
     looks_back = any(queries < keys for queries, keys in rows)
     if name == "sinks, cut":
-        assert not rows, "keys and values of packed rows are sent p2p alone, those of sinks a2a alone"
+        assert not rows, (
+            "keys and values of packed rows are sent p2p alone, those of sinks a2a alone"
+        )
     else:
-        assert rows and looks_back == (name != "cut"), "prompts are computed once, and looked back at"
+        assert rows and looks_back == (name != "cut"), (
+            "prompts are computed once, and looked back at"
+        )
     assert not found["engine padded"]["rows"]
     expected = found["local padded"]["metrics"]
     before, after = (
@@ -91,22 +126,34 @@ def test_packed_rows_under_transformer_engine_give_the_same_update(
         load_file(output / name / "local padded/model.safetensors"),
     )
     still = [key for key in after if torch.equal(after[key], before[key])]
-    assert [key for key in still if not key.endswith("e_score_correction_bias")] == [], "all others take part"
+    assert [
+        key for key in still if not key.endswith("e_score_correction_bias")
+    ] == [], "all others take part"
     for kind in ("engine padded", "engine packed"):
         for key, value in expected.items():
-            assert found[kind]["metrics"][key] == pytest.approx(value, abs=1e-5, rel=1e-5), (kind, key)
+            assert found[kind]["metrics"][key] == pytest.approx(
+                value, abs=1e-5, rel=1e-5
+            ), (kind, key)
         weights = load_file(output / name / kind / "model.safetensors")
         assert weights.keys() == after.keys()
         for key, weight in after.items():
             torch.testing.assert_close(
-                weights[key], weight, atol=1e-5, rtol=0, msg=lambda text, at=(kind, key): f"{at}: {text}"
+                weights[key],
+                weight,
+                atol=1e-5,
+                rtol=0,
+                msg=lambda text, at=(kind, key): f"{at}: {text}",
             )
 
 
-def test_adapters_under_transformer_engine_get_the_same_update(results: list[dict[str, Any]], output: Path) -> None:
+def test_adapters_under_transformer_engine_get_the_same_update(
+    results: list[dict[str, Any]], output: Path
+) -> None:
     metrics = results[0]["adapters"]
     for key, value in metrics["adapted local"].items():
-        assert metrics["adapted engine"][key] == pytest.approx(value, abs=1e-5, rel=1e-5), key
+        assert metrics["adapted engine"][key] == pytest.approx(
+            value, abs=1e-5, rel=1e-5
+        ), key
     before, engine, local = (
         load_file(output / name / "adapter_model.safetensors")
         for name in ("adapter", "adapted engine", "adapted local")
@@ -114,21 +161,43 @@ def test_adapters_under_transformer_engine_get_the_same_update(results: list[dic
     assert engine.keys() == local.keys() and any(".o_proj." in key for key in local)
     for key, factor in local.items():
         assert not torch.equal(factor, before[key]), key
-        torch.testing.assert_close(engine[key], factor, atol=1e-5, rtol=0, msg=lambda text, at=key: f"{at}: {text}")
+        torch.testing.assert_close(
+            engine[key],
+            factor,
+            atol=1e-5,
+            rtol=0,
+            msg=lambda text, at=key: f"{at}: {text}",
+        )
 
 
-def test_where_transformer_engine_takes_no_packed_rows_it_is_said(results: list[dict[str, Any]]) -> None:
+def test_where_transformer_engine_takes_no_packed_rows_it_is_said(
+    results: list[dict[str, Any]],
+) -> None:
     found = results[0]["refused"]
     assert found["nothing"] == ""
-    assert "neither FlashAttention nor cuDNN's attention" in found["no kernel"] and "bfloat16" in found["no kernel"]
+    assert (
+        "neither FlashAttention nor cuDNN's attention" in found["no kernel"]
+        and "bfloat16" in found["no kernel"]
+    )
     cut = found["cut"]
     assert cut["nothing"] == cut["windows sent at once"] == ""
-    assert "attention has a window, which megatron.cp_comm_type=p2p does not take" in cut["windows"]
+    assert (
+        "attention has a window, which megatron.cp_comm_type=p2p does not take"
+        in cut["windows"]
+    )
     assert "cp_comm_type=a2a+p2p is not among" in cut["groups of groups"]
-    assert "4 heads with 2 for keys and values on each are not multiples of 4. Use p2p" in cut["heads"]
+    assert (
+        "4 heads with 2 for keys and values on each are not multiples of 4. Use p2p"
+        in cut["heads"]
+    )
     assert "latent attention takes megatron.cp_comm_type=p2p alone" in cut["latent"]
-    assert found["cut padded"].startswith("Transformer Engine takes packed rows cut over ranks with")
-    assert f"Transformer Engine 2.99.0 or later is needed, and {VERSION} is installed" in found["too old"]
+    assert found["cut padded"].startswith(
+        "Transformer Engine takes packed rows cut over ranks with"
+    )
+    assert (
+        f"Transformer Engine 2.99.0 or later is needed, and {VERSION} is installed"
+        in found["too old"]
+    )
     assert "('attn_mask_type', 'padding_causal_bottom_right')" in found["asked"]
     assert "('qkv_layout', 'thd_thd_thd')" in found["asked"]
 
@@ -136,4 +205,9 @@ def test_where_transformer_engine_takes_no_packed_rows_it_is_said(results: list[
 def test_the_stand_in_is_of_the_version_in_the_gpus_lock() -> None:
     """megatron-core asks for Transformer Engine's version in some sixty places, and builds other things by it."""
     lock = (Path(__file__).parents[2] / "requirements" / "cuda-py312.lock").read_text()
-    assert re.findall(r"^transformer-engine(?:-torch|-cu13)?==(\S+)", lock, flags=re.MULTILINE) == [VERSION] * 3
+    assert (
+        re.findall(
+            r"^transformer-engine(?:-torch|-cu13)?==(\S+)", lock, flags=re.MULTILINE
+        )
+        == [VERSION] * 3
+    )

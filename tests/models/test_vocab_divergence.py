@@ -25,29 +25,42 @@ def test_the_same_as_of_whole_log_probs(
 ) -> None:
     """The student as logits, and as hidden states with an output layer; in chunks of 16 tokens, the last one short.
 
-    Of the teacher's k likeliest tokens alone: the same of logits that have no other columns, row by row.
+    Of the teacher's k likeliest tokens alone: the same of logits that have no other
+    columns, row by row.
     """
     monkeypatch.setattr(vocab_divergence, "CHUNK_BYTES", 1)
     hidden, weight = normal(2, ROWS, WIDTH, seed=0), normal(PADDED, WIDTH, seed=1)
     index = torch.randperm(2 * ROWS, generator=torch.Generator().manual_seed(2))[:37]
     taught, teachers = normal(37, 5, seed=3), normal(PADDED, 5, seed=4)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-    student = Distributions(*((hidden, index, weight) if chunked else (hidden @ weight.t(), index)))
+    student = Distributions(
+        *((hidden, index, weight) if chunked else (hidden @ weight.t(), index))
+    )
     function = divergences.get(name).function
     teacher = Distributions(taught, torch.arange(37), teachers)
-    found = vocab_parallel_divergence(student, teacher, function, vocab_size=VOCAB, temperature=0.7, top_k=top_k)
+    found = vocab_parallel_divergence(
+        student, teacher, function, vocab_size=VOCAB, temperature=0.7, top_k=top_k
+    )
     logits = hidden.reshape(-1, WIDTH)[index] @ weight[:VOCAB].t()
     known = taught @ teachers[:VOCAB].t()
-    kept = [sorted(range(VOCAB), key=row.__getitem__)[-(top_k or VOCAB) :] for row in known.tolist()]
+    kept = [
+        sorted(range(VOCAB), key=row.__getitem__)[-(top_k or VOCAB) :]
+        for row in known.tolist()
+    ]
     rows = [
-        function((mine[columns] / 0.7).log_softmax(-1), (theirs[columns] / 0.7).log_softmax(-1))
+        function(
+            (mine[columns] / 0.7).log_softmax(-1),
+            (theirs[columns] / 0.7).log_softmax(-1),
+        )
         for mine, theirs, columns in zip(logits, known, kept, strict=True)
     ]
     wanted = torch.stack(rows)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     upstream = normal(37, seed=5)
     for mine, theirs in zip(
-        torch.autograd.grad(found @ upstream, leaves), torch.autograd.grad(wanted @ upstream, leaves), strict=True
+        torch.autograd.grad(found @ upstream, leaves),
+        torch.autograd.grad(wanted @ upstream, leaves),
+        strict=True,
     ):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
@@ -58,7 +71,9 @@ def test_no_tokens_and_no_columns() -> None:
     teacher = Distributions(torch.zeros(0, 5), nothing, torch.zeros(PADDED, 5))
     logits = torch.zeros(1, 3, PADDED).requires_grad_()
     function = divergences.get("reverse_kl").function
-    found = vocab_parallel_divergence(Distributions(logits, nothing), teacher, function, vocab_size=VOCAB)
+    found = vocab_parallel_divergence(
+        Distributions(logits, nothing), teacher, function, vocab_size=VOCAB
+    )
     assert found.shape == (0,)
     found.sum().backward()
     assert logits.grad is not None and not logits.grad.any()

@@ -10,7 +10,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaverl.models import vocab_parallel
-from megaverl.models.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_squared_probs
+from megaverl.models.vocab_parallel import (
+    vocab_parallel_log_probs,
+    vocab_parallel_squared_probs,
+)
 from tests.models.test_heads import PADDED, assert_close, example, reference
 
 
@@ -24,7 +27,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_chunks_give_what_the_whole_gives(small_chunks: None, rows: int) -> None:
     logits, targets, weights = example(rows, 20, seed=5)
-    given, top_k = logits.clone().requires_grad_(), torch.tensor([4, 0, 1, 30, 2, 0, 7, 3])[:rows]
+    given, top_k = (
+        logits.clone().requires_grad_(),
+        torch.tensor([4, 0, 1, 30, 2, 0, 7, 3])[:rows],
+    )
     log_probs, entropy = vocab_parallel_log_probs(
         given, targets, vocab_size=20, temperature=0.7, top_k=top_k, with_entropy=True
     )
@@ -40,7 +46,9 @@ def test_rows_by_index_of_a_batch_of_sequences(small_chunks: None) -> None:
     index = torch.tensor([10, 0, 3, 7, 4])
     expected = reference(logits[index], targets[index], 20, weights[:, index])
     given = logits.view(3, 4, PADDED).clone().requires_grad_()
-    log_probs, entropy = vocab_parallel_log_probs(given, targets[index], vocab_size=20, with_entropy=True, index=index)
+    log_probs, entropy = vocab_parallel_log_probs(
+        given, targets[index], vocab_size=20, with_entropy=True, index=index
+    )
     (weights[0, index] * log_probs + weights[1, index] * entropy).sum().backward()
     assert_close(log_probs, expected[0])
     assert_close(entropy, expected[1])
@@ -56,7 +64,9 @@ def test_impossible_tokens_do_no_harm() -> None:
     logits[0, 5:] = -torch.inf
     targets[0] = 2
     given = logits.clone().requires_grad_()
-    log_probs, entropy = vocab_parallel_log_probs(given, targets, vocab_size=PADDED, with_entropy=True)
+    log_probs, entropy = vocab_parallel_log_probs(
+        given, targets, vocab_size=PADDED, with_entropy=True
+    )
     (weights[0] * log_probs + weights[1] * entropy).sum().backward()
     expected = torch.log_softmax(logits.double(), dim=-1)
     assert_close(entropy, -(expected.exp() * expected.clamp(min=-1e300)).sum(-1))
@@ -65,7 +75,9 @@ def test_impossible_tokens_do_no_harm() -> None:
 
 def test_squared_probs_by_the_book(small_chunks: None) -> None:
     logits, targets, _ = example(7, 20, seed=8)
-    log_probs, squares = vocab_parallel_squared_probs(logits, targets, vocab_size=20, temperature=2.0)
+    log_probs, squares = vocab_parallel_squared_probs(
+        logits, targets, vocab_size=20, temperature=2.0
+    )
     expected = torch.log_softmax(logits[:, :20].double() / 2.0, dim=-1)
     assert_close(log_probs, expected.gather(1, targets[:, None])[:, 0])
     assert_close(squares, expected.exp().square().sum(-1))
@@ -78,23 +90,36 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.made: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self.made[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                self.made[tensor.untyped_storage().data_ptr()] = (
+                    tensor.untyped_storage().nbytes()
+                )
         return result
 
 
 def test_nothing_of_the_size_of_the_logits_is_made_but_their_gradient() -> None:
-    logits = torch.randn(256, 16384, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    logits = (
+        torch.randn(256, 16384, generator=torch.Generator().manual_seed(0))
+        .bfloat16()
+        .requires_grad_()
+    )
     targets = torch.arange(256)
     size = logits.numel() * logits.element_size()
     with Largest() as found:
-        log_probs, entropy = vocab_parallel_log_probs(logits, targets, vocab_size=16384, with_entropy=True)
+        log_probs, entropy = vocab_parallel_log_probs(
+            logits, targets, vocab_size=16384, with_entropy=True
+        )
         (log_probs.sum() + entropy.sum()).backward()
     assert logits.grad is not None
-    others = {logits.untyped_storage().data_ptr(), logits.grad.untyped_storage().data_ptr()}
+    others = {
+        logits.untyped_storage().data_ptr(),
+        logits.grad.untyped_storage().data_ptr(),
+    }
     assert found.made[logits.grad.untyped_storage().data_ptr()] == size
     rest = [made for address, made in found.made.items() if address not in others]
     assert max(rest) <= size / 8, "a float32 copy of a sixteenth of them"

@@ -13,13 +13,21 @@ from megaverl.monitoring.timeline import Timeline
 
 def steps(slow: int) -> Any:
     rank, timeline, said = dist.get_rank(), Timeline(), []
-    found = Stragglers(ProcessorMeter(timeline), "all alike", every=2, say=lambda text: said.append(text))
+    found = Stragglers(
+        ProcessorMeter(timeline),
+        "all alike",
+        every=2,
+        say=lambda text: said.append(text),
+    )
     metrics = []
     matrix = torch.eye(256)
     matrix = matrix @ matrix  # what the first one costs is no rank's fault
     for step in range(2):
         found.begin(step)
-        for stage, times in (("rollout", 20), ("actor_update", 400 if rank == slow else 50)):
+        for stage, times in (
+            ("rollout", 20),
+            ("actor_update", 400 if rank == slow else 50),
+        ):
             with timeline.span(stage):
                 for _ in range(times):
                     matrix = matrix @ matrix

@@ -59,10 +59,14 @@ def test_what_is_no_condition(text: str) -> None:
         read_condition(text)
 
 
-def told(folder: Path, when: str, values: list[float], name: str = "reward/mean") -> list[int]:
+def told(
+    folder: Path, when: str, values: list[float], name: str = "reward/mean"
+) -> list[int]:
     """The steps, from 1, at which it is told."""
     steps, now = list[int](), 0
-    alerts = Alerts([AlertConfig(when=when)], folder, "run", lambda text: steps.append(now))
+    alerts = Alerts(
+        [AlertConfig(when=when)], folder, "run", lambda text: steps.append(now)
+    )
     for now, value in enumerate(values, start=1):  # noqa: B007
         alerts.note(now, {name: value, "other": 0.0})
     alerts.close()
@@ -72,19 +76,35 @@ def told(folder: Path, when: str, values: list[float], name: str = "reward/mean"
 def test_it_is_told_once_until_it_was_over(tmp_path: Path) -> None:
     low, high, nan = 0.0, 1.0, math.nan
     assert told(tmp_path, "reward/mean < 0.5", [high, low, low, high, low]) == [2, 5]
-    assert told(tmp_path, "reward/mean < 0.5 for 3", [low, low, high, low, low, low, low, high, low]) == [6]
-    assert told(tmp_path, "reward/mean < 0.5", [nan]) == told(tmp_path, "reward/mean > 0.5", [nan]) == []
-    assert told(tmp_path, "reward/* is nan", [low, nan, math.inf, high, -math.inf]) == [2, 5]
+    assert told(
+        tmp_path,
+        "reward/mean < 0.5 for 3",
+        [low, low, high, low, low, low, low, high, low],
+    ) == [6]
+    assert (
+        told(tmp_path, "reward/mean < 0.5", [nan])
+        == told(tmp_path, "reward/mean > 0.5", [nan])
+        == []
+    )
+    assert told(tmp_path, "reward/* is nan", [low, nan, math.inf, high, -math.inf]) == [
+        2,
+        5,
+    ]
 
 
 def test_a_metric_that_is_never_seen_is_named(tmp_path: Path) -> None:
     warnings: list[str] = []
-    alerts = Alerts([AlertConfig(when="reward/maen < 1")], tmp_path, "run", warnings.append)
+    alerts = Alerts(
+        [AlertConfig(when="reward/maen < 1")], tmp_path, "run", warnings.append
+    )
     for step in range(module.SEEN_AFTER + 5):
         alerts.note(step, {"reward/mean": 0.5})
     alerts.close()
     (warning,) = warnings
-    assert warning.startswith("alerts.0: no record so far has a metric 'reward/maen'") and "reward/mean" in warning
+    assert (
+        warning.startswith("alerts.0: no record so far has a metric 'reward/maen'")
+        and "reward/mean" in warning
+    )
 
 
 class AlertTaker(ThreadingHTTPServer):
@@ -110,7 +130,9 @@ class AlertTaker(ThreadingHTTPServer):
                 return
 
         super().__init__(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True)
+        self.thread = threading.Thread(
+            target=self.serve_forever, args=(0.05,), daemon=True
+        )
         self.thread.start()
 
     @property
@@ -143,15 +165,30 @@ def broken(handler: BaseHTTPRequestHandler) -> None:
     handler.end_headers()
 
 
-def test_what_is_posted(tmp_path: Path, taker: Callable[..., AlertTaker], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_posted(
+    tmp_path: Path, taker: Callable[..., AlertTaker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = taker(fine)
     monkeypatch.setenv("WHERE", server.url)
     warnings: list[str] = []
-    alerts = Alerts([AlertConfig(when="a/loss is nan", post="$WHERE")], tmp_path, "mine", warnings.append)
+    alerts = Alerts(
+        [AlertConfig(when="a/loss is nan", post="$WHERE")],
+        tmp_path,
+        "mine",
+        warnings.append,
+    )
     alerts.note(7, {"a/loss": math.nan})
     alerts.close()
     text = "mine, step 7: a/loss is nan (a/loss is nan)"
-    assert server.got == [{"run": "mine", "when": "a/loss is nan", "step": 7, "text": text, "value": "nan"}]
+    assert server.got == [
+        {
+            "run": "mine",
+            "when": "a/loss is nan",
+            "step": 7,
+            "text": text,
+            "value": "nan",
+        }
+    ]
     assert warnings == [f"alert: {text}"]
 
 
@@ -181,17 +218,26 @@ def test_a_receiver_that_fails_or_hangs_holds_nothing_up(
     nobody = f"http://127.0.0.1:{closed.server_port}/"
     warnings: list[str] = []
     addresses = (good.url, bad.url, hanging.url, dripping.url, nobody)
-    alerts = Alerts([AlertConfig(when="a > 0", post=url) for url in addresses], tmp_path, "run", warnings.append)
+    alerts = Alerts(
+        [AlertConfig(when="a > 0", post=url) for url in addresses],
+        tmp_path,
+        "run",
+        warnings.append,
+    )
     for step in range(8):
         alerts.note(step, {"a": float(step % 2)})
-    assert good.enough.wait(30) and dripping.enough.wait(30), "an endless answer is one message's, not all of them"
+    assert good.enough.wait(30) and dripping.enough.wait(30), (
+        "an endless answer is one message's, not all of them"
+    )
     alerts.close()
     assert [message["step"] for message in good.got] == [1, 3, 5, 7]
     assert len(bad.got) > 1, "a receiver that fails is asked again"
     complaints = [text for text in warnings if text.startswith("alerts: ")]
     ports = (bad.server_port, hanging.server_port, closed.server_port)
     assert all(any(str(port) in text for text in complaints) for port in ports)
-    assert len(complaints) == len(ports) and not any("secret" in text for text in complaints)
+    assert len(complaints) == len(ports) and not any(
+        "secret" in text for text in complaints
+    )
 
 
 def test_messages_that_nobody_takes_are_not_kept_for_ever(
@@ -215,8 +261,16 @@ def test_stalls_and_the_disk_are_seen_beside_the_run(
     server = taker(fine)
     server.wanted = 2
     whens = ("stalled for 0.02 s", "disk < 1000000 TB", "disk < 0 GB")
-    alerts = Alerts([AlertConfig(when=when, post=server.url) for when in whens], tmp_path, "run", lambda text: None)
+    alerts = Alerts(
+        [AlertConfig(when=when, post=server.url) for when in whens],
+        tmp_path,
+        "run",
+        lambda text: None,
+    )
     alerts.note(3, {"a": 1.0})
     assert server.enough.wait(30)
     alerts.close()
-    assert sorted(message["when"] for message in server.got) == ["disk < 1000000 TB", "stalled for 0.02 s"]
+    assert sorted(message["when"] for message in server.got) == [
+        "disk < 1000000 TB",
+        "stalled for 0.02 s",
+    ]

@@ -28,14 +28,18 @@ def run_script(tmp_path: Path, body: str, rank: int = 0) -> Finished:
     """
     code = textwrap.dedent(head) + textwrap.dedent(body)
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def log_of(tmp_path: Path, rank: int = 0) -> str:
     return (tmp_path / f"rank_{rank}.log").read_text()
 
 
-def test_libraries_go_to_the_log_and_the_console_to_the_terminal(tmp_path: Path) -> None:
+def test_libraries_go_to_the_log_and_the_console_to_the_terminal(
+    tmp_path: Path,
+) -> None:
     done = run_script(
         tmp_path,
         """
@@ -98,7 +102,10 @@ def test_a_native_crash_is_seen(tmp_path: Path) -> None:
 
 
 def test_ranks_that_report_the_same_error_show_it_once(tmp_path: Path) -> None:
-    shown = [run_script(tmp_path, "console.error('the same')", rank=rank).stderr for rank in range(3)]
+    shown = [
+        run_script(tmp_path, "console.error('the same')", rank=rank).stderr
+        for rank in range(3)
+    ]
     other = run_script(tmp_path, "console.error('another')", rank=1).stderr
     assert shown == ["error: the same\n", "", ""]
     assert other == "[rank 1] error: another\n"
@@ -119,7 +126,10 @@ def test_a_step_is_one_line_of_what_is_known() -> None:
     console.step(7, 100, metrics)
     line = out.getvalue()
     assert line.endswith("\n") and line.count("\n") == 1
-    assert " ".join(line.split()) == "step 7/100 reward 0.500 accuracy 62.5% loss nan 8,312 tok/s 1.52 s"
+    assert (
+        " ".join(line.split())
+        == "step 7/100 reward 0.500 accuracy 62.5% loss nan 8,312 tok/s 1.52 s"
+    )
 
 
 def test_text_is_printed_as_it_is() -> None:
@@ -153,7 +163,11 @@ logging.getLogger("megaverl").addHandler(Kept())
 @pytest.mark.parametrize(
     ("before", "out", "err"),
     [
-        ("", ["a [line]", "step 1/9  reward  0.500", "warning: careful", "work: 1/1"], ["error: wrong"]),
+        (
+            "",
+            ["a [line]", "step 1/9  reward  0.500", "warning: careful", "work: 1/1"],
+            ["error: wrong"],
+        ),
         (
             "logging.basicConfig(level=logging.INFO)",
             [],
@@ -175,20 +189,32 @@ logging.getLogger("megaverl").addHandler(Kept())
             [
                 *("kept INFO a [line]", "a [line]"),
                 *("kept INFO step 1/9  reward  0.500", "step 1/9  reward  0.500"),
-                *("kept WARNING careful", "warning: careful", "kept ERROR wrong", "kept INFO work: 1/1", "work: 1/1"),
+                *(
+                    "kept WARNING careful",
+                    "warning: careful",
+                    "kept ERROR wrong",
+                    "kept INFO work: 1/1",
+                    "work: 1/1",
+                ),
             ],
             ["error: wrong"],
         ),
     ],
 )
-def test_the_logger_carries_what_is_printed(before: str, out: list[str], err: list[str]) -> None:
+def test_the_logger_carries_what_is_printed(
+    before: str, out: list[str], err: list[str]
+) -> None:
     """A program that configures logging sees each line once."""
     script = SAYS.format(before=before)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert (done.stdout.splitlines(), done.stderr.splitlines()) == (out, err)
 
 
-def test_a_terminal_of_its_own_is_written_to_in_any_case(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_terminal_of_its_own_is_written_to_in_any_case(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     out = io.StringIO()
     with caplog.at_level("INFO"):
         Console(out=out).print("a line")

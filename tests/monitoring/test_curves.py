@@ -28,7 +28,9 @@ def test_sparkline_averages_to_its_width() -> None:
 
 
 def test_text_curve_rises_with_its_values() -> None:
-    lines = text_curve([(0, 0.0), (10, 0.5), (20, 1.0)], "accuracy", height=4, low=0, high=1).splitlines()
+    lines = text_curve(
+        [(0, 0.0), (10, 0.5), (20, 1.0)], "accuracy", height=4, low=0, high=1
+    ).splitlines()
     assert lines[0] == "accuracy"
     assert lines[1] == "1 ┤  █"  # only the last reaches the top
     assert lines[2] == "  ┤  █"
@@ -53,7 +55,9 @@ def test_png_has_a_panel_for_each_curve(tmp_path: Path) -> None:
     curve = [(float(i), math.sin(i)) for i in range(20)]
     one = plot_curves({"reward/mean": curve}, tmp_path / "plots" / "one.png")
     gap = [(0.0, math.nan), (1.0, 2.0)]
-    three = plot_curves({"a": curve, "b": gap, "c": curve}, tmp_path / "three.png", "run")
+    three = plot_curves(
+        {"a": curve, "b": gap, "c": curve}, tmp_path / "three.png", "run"
+    )
     for path in (one, three):
         assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert png_size(three)[0] > png_size(one)[0]

@@ -9,24 +9,47 @@ import pytest
 
 from megaverl.errors import DataError
 from megaverl.monitoring import report
-from megaverl.monitoring.evaluations import PromptResult, SuiteResult, read_suites, table_rows, table_text, write_suite
+from megaverl.monitoring.evaluations import (
+    PromptResult,
+    SuiteResult,
+    read_suites,
+    table_rows,
+    table_text,
+    write_suite,
+)
 
 
-def prompt(number: int, correct: list[bool | None], answers: list[str | None] | None = None) -> PromptResult:
+def prompt(
+    number: int, correct: list[bool | None], answers: list[str | None] | None = None
+) -> PromptResult:
     size = len(correct)
     given = ["1"] * size if answers is None else answers
     responses = [f"line\u2028{number}\n"] * size
-    return PromptResult(f"id{number}", "prompt", "1", correct, given, responses, [4] * size, ["stop"] * size)
+    return PromptResult(
+        f"id{number}",
+        "prompt",
+        "1",
+        correct,
+        given,
+        responses,
+        [4] * size,
+        ["stop"] * size,
+    )
 
 
 BEFORE = SuiteResult("gsm8k", [prompt(n, [n % 3 == 0, False]) for n in range(12)], [1])
-AFTER = SuiteResult("gsm8k", [prompt(n, [n % 2 == 0, n % 3 == 0]) for n in range(2, 14)], [1])
+AFTER = SuiteResult(
+    "gsm8k", [prompt(n, [n % 2 == 0, n % 3 == 0]) for n in range(2, 14)], [1]
+)
 
 
 def test_results_are_read_back(tmp_path: Path) -> None:
     write_suite(tmp_path, BEFORE)
     write_suite(tmp_path, replace(AFTER, suite="math"))
-    assert read_suites(tmp_path) == {"gsm8k": BEFORE, "math": replace(AFTER, suite="math")}
+    assert read_suites(tmp_path) == {
+        "gsm8k": BEFORE,
+        "math": replace(AFTER, suite="math"),
+    }
     # An evaluation of a trained run is in its subfolder.
     write_suite(tmp_path / "trained" / "eval", AFTER)
     assert read_suites(tmp_path / "trained") == {"gsm8k": AFTER}
@@ -46,7 +69,10 @@ def test_a_table_with_a_paired_comparison() -> None:
     assert first.difference.value == pytest.approx((5 + 3) / 20 - 3 / 20)
     text = table_text(rows).splitlines()
     heads = " ".join(text[0].split())
-    assert heads == "suite metric value 95% interval prompts before difference 95% interval p"
+    assert (
+        heads
+        == "suite metric value 95% interval prompts before difference 95% interval p"
+    )
     assert text[1].split()[:3] == ["gsm8k", "avg@2", f"{first.estimate.value:.4f}"]
     assert len(text) == 5 and f"{first.difference.value:+.4f}" in text[1]
 
@@ -55,20 +81,30 @@ def test_a_table_of_one_evaluation() -> None:
     other = SuiteResult("code", [prompt(n, [True], []) for n in range(3)])
     text = table_text(list(table_rows([BEFORE, other], confidence=0.9)), 0.9)
     assert "difference" not in text and "90% interval" in text
-    assert [line.split()[:2] for line in text.splitlines()[-1:]] == [["code", "avg@1"]], "no answers, so no maj@k"
+    assert [line.split()[:2] for line in text.splitlines()[-1:]] == [
+        ["code", "avg@1"]
+    ], "no answers, so no maj@k"
 
 
 def test_prompts_that_could_not_be_scored_are_left_out() -> None:
     result = SuiteResult("math", [prompt(0, [True, None]), prompt(1, [True, False])])
-    assert (result.num_unscored, result.estimate("avg@2").value, result.estimate("avg@2").num_prompts) == (1, 0.5, 1)
+    assert (
+        result.num_unscored,
+        result.estimate("avg@2").value,
+        result.estimate("avg@2").num_prompts,
+    ) == (1, 0.5, 1)
     nothing = SuiteResult("math", [prompt(0, [None])])
-    assert nothing.estimate("avg@1").num_prompts == 0 and "nan" in table_text(list(table_rows([nothing])))
+    assert nothing.estimate("avg@1").num_prompts == 0 and "nan" in table_text(
+        list(table_rows([nothing]))
+    )
 
 
 def test_a_report_shows_and_compares_them(tmp_path: Path) -> None:
     for name, result in (("before", BEFORE), ("after", AFTER)):
         write_suite(tmp_path / name, result)
-    page = report.write_report([tmp_path / "before", tmp_path / "after"], tmp_path / "report.html").read_text()
+    page = report.write_report(
+        [tmp_path / "before", tmp_path / "after"], tmp_path / "report.html"
+    ).read_text()
     rows = [*table_rows([BEFORE]), *table_rows([AFTER], {"gsm8k": BEFORE})]
     for row in rows:
         assert f"<td>{row.metric}</td><td>{row.estimate.value:.4f}</td>" in page

@@ -27,7 +27,11 @@ def test_memory_is_in_megabytes_and_grows_with_what_is_held() -> None:
 def test_memory_metric_names_the_role() -> None:
     metrics = memory_metrics("critic")
     assert metrics["memory/critic_gpu_mem_mb"] > 0
-    assert metrics["memory/process_peak_rss_mb"] >= 0.9 * metrics["memory/process_rss_mb"] > 1
+    assert (
+        metrics["memory/process_peak_rss_mb"]
+        >= 0.9 * metrics["memory/process_rss_mb"]
+        > 1
+    )
 
 
 def test_metrics_load_neither_torch_nor_vllm() -> None:
@@ -35,7 +39,9 @@ def test_metrics_load_neither_torch_nor_vllm() -> None:
         "import sys; import megaverl.monitoring as m; m.memory_metrics(); m.collect_versions();"
         "print([n for n in ('torch', 'vllm', 'megatron', 'transformers') if n in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -65,27 +71,38 @@ def test_the_commit_is_that_of_the_checkout() -> None:
         assert git_commit() is None
     else:
         commit = git_commit()
-        assert commit is not None and commit.removesuffix("+changes") == expected.stdout.strip()
+        assert (
+            commit is not None
+            and commit.removesuffix("+changes") == expected.stdout.strip()
+        )
 
 
-def test_power_and_utilization_are_means_between_two_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_power_and_utilization_are_means_between_two_readings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of counters as NVML's: energy in mJ, samples with a time of their own; of a driver that has none, nothing."""
 
     class NVMLError(Exception):
         pass
 
     def sample(stamp: int, value: int) -> SimpleNamespace:
-        return SimpleNamespace(timeStamp=stamp, sampleValue=SimpleNamespace(uiVal=value))
+        return SimpleNamespace(
+            timeStamp=stamp, sampleValue=SimpleNamespace(uiVal=value)
+        )
 
     energy, clock = iter([5_000, 305_000]), iter([10.0, 12.0])
-    later = [sample(2, 30), sample(3, 50), sample(0, 90)]  # one without a time was never taken
+    # One without a time was never taken.
+    later = [sample(2, 30), sample(3, 50), sample(0, 90)]
     nvml = SimpleNamespace(
         NVMLError=NVMLError,
         NVML_GPU_UTILIZATION_SAMPLES=1,
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
         nvmlDeviceGetTotalEnergyConsumption=lambda handle: next(energy),
-        nvmlDeviceGetSamples=lambda handle, kind, since: (1, later if since == 1 else [sample(1, 100)]),
+        nvmlDeviceGetSamples=lambda handle, kind, since: (
+            1,
+            later if since == 1 else [sample(1, 100)],
+        ),
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(timeline.time, "monotonic", lambda: next(clock))

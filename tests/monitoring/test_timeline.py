@@ -70,7 +70,12 @@ def test_other_threads_do_not_count_as_the_steps_own_time() -> None:
         thread.start()
         thread.join()
     metrics = timeline.step_metrics()
-    assert metrics["time/other_ms"] == metrics["time/step_ms"] >= metrics["time/reward_ms"] > 0
+    assert (
+        metrics["time/other_ms"]
+        == metrics["time/step_ms"]
+        >= metrics["time/reward_ms"]
+        > 0
+    )
 
 
 def test_the_trace_of_two_ranks_is_one_file(tmp_path: Path) -> None:
@@ -81,15 +86,30 @@ def test_the_trace_of_two_ranks_is_one_file(tmp_path: Path) -> None:
             assert timeline is not None
         paths.append(timeline.export(tmp_path / f"trace_{rank}.json"))
     merged = merge_traces(paths, tmp_path / "trace.json")
-    events = [e for e in json.loads(merged.read_text())["traceEvents"] if e["ph"] == "X"]
-    assert {(e["pid"], e["name"]) for e in events} == set(itertools.product((0, 1), ("step", "outer", "inner")))
+    events = [
+        e for e in json.loads(merged.read_text())["traceEvents"] if e["ph"] == "X"
+    ]
+    assert {(e["pid"], e["name"]) for e in events} == set(
+        itertools.product((0, 1), ("step", "outer", "inner"))
+    )
     first = {e["name"]: e for e in events if e["pid"] == 0}
-    assert all(e["args"]["step"] == 7 for e in events) and "processor_us" not in first["step"]["args"]
-    assert 0 <= first["inner"]["args"]["processor_us"] <= first["outer"]["args"]["processor_us"]
+    assert (
+        all(e["args"]["step"] == 7 for e in events)
+        and "processor_us" not in first["step"]["args"]
+    )
+    assert (
+        0
+        <= first["inner"]["args"]["processor_us"]
+        <= first["outer"]["args"]["processor_us"]
+    )
     assert first["step"]["ts"] <= first["outer"]["ts"] <= first["inner"]["ts"]
     # microseconds since the epoch, so that ranks share an axis
     assert abs(events[0]["ts"] - events[-1]["ts"]) < 60e6
-    assert {path.name for path in tmp_path.iterdir()} == {"trace_0.json", "trace_1.json", "trace.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "trace_0.json",
+        "trace_1.json",
+        "trace.json",
+    }
 
 
 def test_only_the_last_events_are_kept() -> None:
@@ -97,13 +117,22 @@ def test_only_the_last_events_are_kept() -> None:
     for number in range(10):
         with timeline.span(str(number)):
             assert timeline is not None
-    assert [e["name"] for e in timeline.trace_events() if e["ph"] == "X"] == ["7", "8", "9"]
+    assert [e["name"] for e in timeline.trace_events() if e["ph"] == "X"] == [
+        "7",
+        "8",
+        "9",
+    ]
     assert len(timeline.step_metrics()) == 10
 
 
 def test_busy_shares_by_role() -> None:
     timeline = Timeline()
-    timeline.roles = {"rollout": "rollout", "reshard": "rollout", "update": "actor", "values": "critic"}
+    timeline.roles = {
+        "rollout": "rollout",
+        "reshard": "rollout",
+        "update": "actor",
+        "values": "critic",
+    }
     with timeline.step(0):
         for name in ("rollout", "update", "reshard"):
             with timeline.span(name):
@@ -116,18 +145,27 @@ def test_busy_shares_by_role() -> None:
         "busy/actor": 1.0,
         "busy/critic": 0.0,
     }
-    spans = {event["name"]: event for event in timeline.trace_events() if event["ph"] == "X"}
+    spans = {
+        event["name"]: event for event in timeline.trace_events() if event["ph"] == "X"
+    }
     assert spans["reshard"]["args"].keys() == {"step", "role", "processor_us"}
-    assert (spans["reshard"]["args"]["step"], spans["reshard"]["args"]["role"]) == (0, "rollout")
+    assert (spans["reshard"]["args"]["step"], spans["reshard"]["args"]["role"]) == (
+        0,
+        "rollout",
+    )
 
 
-def test_a_process_that_loses_its_processor_between_two_clocks_shifts_no_span(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_loses_its_processor_between_two_clocks_shifts_no_span(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """All but one of the readings that tie the clocks are torn by a millisecond, before the wall clock's or after."""
     elapsed, readings = itertools.count(), itertools.count()
     lost = [0]
 
     def now(beginning: int) -> int:
-        lost[0] += 1_000_000 if next(readings) in {*range(1, 30, 3), *range(35, 48, 3)} else 0
+        lost[0] += (
+            1_000_000 if next(readings) in {*range(1, 30, 3), *range(35, 48, 3)} else 0
+        )
         return beginning + next(elapsed) + lost[0]
 
     monkeypatch.setattr(module.time, "perf_counter_ns", lambda: now(0))

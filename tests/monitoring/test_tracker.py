@@ -32,7 +32,9 @@ def test_json_lines_are_written_even_when_not_asked_for(tmp_path: Path) -> None:
 
 def test_numbers_without_a_json_word_survive(tmp_path: Path) -> None:
     with Tracker(tmp_path, backends=["jsonl"]) as tracker:
-        tracker.log(1, {"a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": 1e-300})
+        tracker.log(
+            1, {"a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": 1e-300}
+        )
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
@@ -55,7 +57,12 @@ def test_resume_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["loss"] == 30.0
     with (tmp_path / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["step"], float(row["loss"])) for row in rows] == [("0", 0), ("1", 1), ("2", 2), ("3", 30)]
+    assert [(row["step"], float(row["loss"])) for row in rows] == [
+        ("0", 0),
+        ("1", 1),
+        ("2", 2),
+        ("3", 30),
+    ]
 
 
 def test_a_fresh_run_keeps_an_older_file_aside(tmp_path: Path) -> None:
@@ -79,7 +86,9 @@ def test_csv_takes_a_new_column_later(tmp_path: Path) -> None:
 
 
 def test_tensorboard_shows_the_resumed_run(tmp_path: Path) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     with Tracker(tmp_path) as tracker:
         assert tracker.active == ("jsonl", "tensorboard")
         for step in range(4):
@@ -88,7 +97,11 @@ def test_tensorboard_shows_the_resumed_run(tmp_path: Path) -> None:
         tracker.log(2, {"reward/mean": 20.0})
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 20.0),
+    ]
 
 
 class Failing:
@@ -106,7 +119,9 @@ class Failing:
         raise AssertionError("a backend that was left out is not closed again")
 
 
-def test_a_failing_backend_is_left_out_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_backend_is_left_out_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(backends.BACKENDS, "failing", (Failing, None))
     warnings: list[str] = []
     with Tracker(tmp_path, backends=["failing"], warn=warnings.append) as tracker:
@@ -114,11 +129,19 @@ def test_a_failing_backend_is_left_out_with_one_warning(tmp_path: Path, monkeypa
             tracker.log(step, {"loss": 1.0})
     assert steps(tmp_path) == [0, 1, 2, 3]
     assert len(warnings) == 1
-    assert "'failing'" in warnings[0] and "step 1" in warnings[0] and "the server is gone" in warnings[0]
+    assert (
+        "'failing'" in warnings[0]
+        and "step 1" in warnings[0]
+        and "the server is gone" in warnings[0]
+    )
 
 
-def test_what_is_not_installed_warns_and_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.BACKENDS, "wandb", (backends.Wandb, "no_such_module_wandb"))
+def test_what_is_not_installed_warns_and_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        backends.BACKENDS, "wandb", (backends.Wandb, "no_such_module_wandb")
+    )
     warnings: list[str] = []
     with Tracker(tmp_path, backends=["wandb"], warn=warnings.append) as tracker:
         assert tracker.active == ("jsonl",)
@@ -127,7 +150,9 @@ def test_what_is_not_installed_warns_and_says_what_to_install(tmp_path: Path, mo
 
 
 def test_check_lists_every_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.BACKENDS, "wandb", (backends.Wandb, "no_such_module_wandb"))
+    monkeypatch.setitem(
+        backends.BACKENDS, "wandb", (backends.Wandb, "no_such_module_wandb")
+    )
     with pytest.raises(ConfigError) as caught:
         check_backends(["jsonl", "tensorbord", "wandb"])
     lines = str(caught.value).splitlines()
@@ -138,7 +163,10 @@ def test_check_lists_every_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_value_that_is_not_one_number_is_named(tmp_path: Path) -> None:
-    with Tracker(tmp_path, backends=[]) as tracker, pytest.raises(TypeError, match="'reward/all'.*list"):
+    with (
+        Tracker(tmp_path, backends=[]) as tracker,
+        pytest.raises(TypeError, match="'reward/all'.*list"),
+    ):
         tracker.log(0, {"reward/all": [1, 2]})
     assert steps(tmp_path) == []
 
@@ -157,8 +185,12 @@ def test_only_some_metrics_go_to_the_trackers(tmp_path: Path) -> None:
         tracker.log(1, {"reward/mean": 1.0, "actor/loss": 2.0, "memory/x": 3.0})
     with (tmp_path / "metrics.csv").open() as file:
         head, *rows = csv.reader(file)
-    assert head == ["step", "time", "reward/mean", "actor/loss"] and [row[0] for row in rows] == ["1"]
-    assert [record["memory/x"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 3.0]
+    assert head == ["step", "time", "reward/mean", "actor/loss"] and [
+        row[0] for row in rows
+    ] == ["1"]
+    assert [
+        record["memory/x"] for record in read_metrics(tmp_path / "metrics.jsonl")
+    ] == [1.0, 3.0]
 
 
 OWN = """
@@ -179,10 +211,16 @@ def test_a_tracker_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     warnings: list[str] = []
     own, wrong = f"{tmp_path / 'own.py'}:Mine", f"{tmp_path / 'own.py'}:Yours"
-    with Tracker(tmp_path, [own, wrong], name="me", config={"seed": 3}, warn=warnings.append) as tracker:
+    with Tracker(
+        tmp_path, [own, wrong], name="me", config={"seed": 3}, warn=warnings.append
+    ) as tracker:
         tracker.log(1, {"a": 1.0})
         tracker.log(2, {"a": 2.0})
-    assert (tmp_path / "mine.txt").read_text().splitlines() == ["me 3", "1 {'a': 1.0}", "2 {'a': 2.0}"]
+    assert (tmp_path / "mine.txt").read_text().splitlines() == [
+        "me 3",
+        "1 {'a': 1.0}",
+        "2 {'a': 2.0}",
+    ]
     assert len(warnings) == 1 and "has no 'Yours'" in warnings[0]
 
 
@@ -203,7 +241,9 @@ def test_training_never_waits_for_a_tracker() -> None:
     try:
         for step in range(WAITING + 5):
             tracker.write(step, 0.0, {"a": 1.0})
-        assert len(said) == 1 and "has not taken the last" in said[0] and not tracker.works
+        assert (
+            len(said) == 1 and "has not taken the last" in said[0] and not tracker.works
+        )
         other = Queued("stuck", Stuck, said.append)
         other.write(1, 0.0, {})
         other.close(seconds=0.05)
@@ -228,7 +268,13 @@ METRICS = {"reward/mean": 0.5, "validation/pass@1": 0.25, "actor/loss": float("n
 
 @pytest.fixture
 def nobody_logged_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "SWANLAB_MODE", "SWANLAB_API_KEY"):
+    for name in (
+        "WANDB_MODE",
+        "WANDB_API_KEY",
+        "MLFLOW_TRACKING_URI",
+        "SWANLAB_MODE",
+        "SWANLAB_API_KEY",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -272,7 +318,12 @@ def test_services_keep_what_they_get_offline(
     warnings: list[str] = []
     for resume_step in (None, 1):
         with Tracker(
-            tmp_path, [name], name="a run", config={"a": {"b": 1}}, warn=warnings.append, resume_step=resume_step
+            tmp_path,
+            [name],
+            name="a run",
+            config={"a": {"b": 1}},
+            warn=warnings.append,
+            resume_step=resume_step,
         ) as tracker:
             step = 1 if resume_step is None else 2
             tracker.log(step, METRICS)
@@ -285,18 +336,33 @@ def test_services_keep_what_they_get_offline(
         import mlflow
 
         run = mlflow.get_run((tmp_path / "mlflow_run_id").read_text())
-        history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "validation/pass_1")
+        history = mlflow.MlflowClient().get_metric_history(
+            run.info.run_id, "validation/pass_1"
+        )
         assert [point.step for point in history] == [1, 2], "both starts are one run"
         table = mlflow.load_table("samples_train.json", run_ids=[run.info.run_id])
-        assert [*table["step"]] == [1, 1, 2, 2] and table["response"][1] == SAMPLES[1]["response"]
-        assert "config.json" in [file.path for file in mlflow.MlflowClient().list_artifacts(run.info.run_id)]
+        assert [*table["step"]] == [1, 1, 2, 2] and table["response"][1] == SAMPLES[1][
+            "response"
+        ]
+        assert "config.json" in [
+            file.path for file in mlflow.MlflowClient().list_artifacts(run.info.run_id)
+        ]
     if name == "wandb":
-        files = [path for path in (tmp_path / "wandb").rglob("samples/train_*.table.json")]
+        files = [
+            path for path in (tmp_path / "wandb").rglob("samples/train_*.table.json")
+        ]
         tables = [json.loads(path.read_text()) for path in files]
-        assert [table["columns"] for table in tables] == [["prompt", "response", "reward", "turns"]] * 2
+        assert [table["columns"] for table in tables] == [
+            ["prompt", "response", "reward", "turns"]
+        ] * 2
         assert tables[0]["data"][1] == ["p | q", "<b>\n|</b>", None, "[1, 2]"]
-        (kept,) = {folder.name.split("-")[3] for folder in (tmp_path / "wandb").glob("offline-run-*")}
-        assert kept == (tmp_path / "wandb_run_id").read_text(), "both starts are one run"
+        (kept,) = {
+            folder.name.split("-")[3]
+            for folder in (tmp_path / "wandb").glob("offline-run-*")
+        }
+        assert kept == (tmp_path / "wandb_run_id").read_text(), (
+            "both starts are one run"
+        )
         with Tracker(tmp_path, [name], name="a run", warn=warnings.append):
             pass
         assert (tmp_path / "wandb_run_id").read_text() != kept, "a fresh one is another"

@@ -55,14 +55,25 @@ def test_it_grows_with_the_run(tmp_path: Path) -> None:
             file.flush()
             assert "step 3 of 9" in shown(view)
             file.write('ard/mean": 2.5}\n')
-        assert "step 4 of 9" in shown(view) and view.values["reward/mean"] == [0.1, 0.2, 0.3, 2.5]
+        assert "step 4 of 9" in shown(view) and view.values["reward/mean"] == [
+            0.1,
+            0.2,
+            0.3,
+            2.5,
+        ]
     with Tracker(tmp_path, [], resume_step=2) as tracker:
         record(tracker, 3)
-        assert "step 3 of 9" in shown(view) and view.values["reward/mean"] == [0.1, 0.2, 0.3]
+        assert "step 3 of 9" in shown(view) and view.values["reward/mean"] == [
+            0.1,
+            0.2,
+            0.3,
+        ]
 
 
 def test_it_says_who_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "reward/mean": 1.0}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "time": 1.0, "reward/mean": 1.0}\n'
+    )
     waits = beat("step 2: rollout", "ranks", 40.0)
     write = RanksFile(tmp_path)
     write({0: replace(waits, collective="all_reduce"), 1: beat("step 2: reward")})
@@ -71,9 +82,14 @@ def test_it_says_who_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "rank 1 step 2: reward works 3 s" in lines
     write({0: beat("step 3: rollout")})  # too soon to be written again
     assert "step 3: rollout" not in shown(RunView(tmp_path))
-    RanksFile(tmp_path)(dict.fromkeys(range(MOST_RANKS), waits) | {MOST_RANKS: beat("step 2: reward")})
+    RanksFile(tmp_path)(
+        dict.fromkeys(range(MOST_RANKS), waits) | {MOST_RANKS: beat("step 2: reward")}
+    )
     lines = [" ".join(line.split()) for line in shown(RunView(tmp_path)).splitlines()]
-    assert f"{MOST_RANKS} ranks step 2: rollout waits for others 0, 1, 2, 3, 4, 5, 6, 7, ..." in lines
+    assert (
+        f"{MOST_RANKS} ranks step 2: rollout waits for others 0, 1, 2, 3, 4, 5, 6, 7, ..."
+        in lines
+    )
     assert f"1 ranks step 2: reward works {MOST_RANKS}" in lines
     RanksFile(tmp_path)({0: replace(waits, left=True)})
     assert "no rank is running" in shown(RunView(tmp_path))
@@ -86,10 +102,22 @@ def test_it_says_who_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_key_ends_it(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "reward/mean": 1.0}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "time": 1.0, "reward/mean": 1.0}\n'
+    )
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "megaverl", "watch", str(tmp_path), "--every", "600"]
-    watching = subprocess.Popen(ending_with_parent(command), stdin=theirs, stdout=theirs, stderr=theirs)
+    command = [
+        sys.executable,
+        "-m",
+        "megaverl",
+        "watch",
+        str(tmp_path),
+        "--every",
+        "600",
+    ]
+    watching = subprocess.Popen(
+        ending_with_parent(command), stdin=theirs, stdout=theirs, stderr=theirs
+    )
     os.close(theirs)
     shown = b""
     while b"reward" not in shown:
@@ -100,12 +128,20 @@ def test_a_key_ends_it(tmp_path: Path) -> None:
 
 
 def test_labels_are_whole_and_times_have_a_unit(tmp_path: Path) -> None:
-    record = {"step": 1, "time": 1.0, "train/step_time_ms": 27900.0, "rollout/logprob_diff_max": 0.25}
+    record = {
+        "step": 1,
+        "time": 1.0,
+        "train/step_time_ms": 27900.0,
+        "rollout/logprob_diff_max": 0.25,
+    }
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     view = RunView(tmp_path)
     lines = [" ".join(line.split()) for line in shown(view).splitlines()]
     assert "time per step 27.9 s ▅ 27.9 s to 27.9 s" in lines
-    assert any(line.startswith("engine and trainer: largest log-prob difference 0.25") for line in lines)
+    assert any(
+        line.startswith("engine and trainer: largest log-prob difference 0.25")
+        for line in lines
+    )
     narrow = Console(width=60, file=io.StringIO())
     narrow.print(view.render(60))
     words = narrow.file.getvalue().split()  # type: ignore[attr-defined]

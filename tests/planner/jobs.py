@@ -13,12 +13,18 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 NEEDED = ["model.path=absent", "data.train=absent.jsonl", "reward=exact_match"]
 
 
-def make(spec: ModelSpec, world: int, *overrides: str, machine: Machine | None = None) -> PlannedJob:
-    config = load_config(None, [*NEEDED, *overrides], check_paths=False, world_size=world)
+def make(
+    spec: ModelSpec, world: int, *overrides: str, machine: Machine | None = None
+) -> PlannedJob:
+    config = load_config(
+        None, [*NEEDED, *overrides], check_paths=False, world_size=world
+    )
     return make_job(config, spec, world, machine)
 
 
-def recipe(name: str, world: int, *overrides: str, machine: Machine | None = None) -> PlannedJob:
+def recipe(
+    name: str, world: int, *overrides: str, machine: Machine | None = None
+) -> PlannedJob:
     path = CONFIGS / f"{name}.yaml"
     config = load_config(path, list(overrides), check_paths=False, world_size=world)
     assert config.model.config is not None

@@ -51,14 +51,26 @@ def trained(
         role="critic" if critic else "actor",
         lora=None if lora is None else LoraConfig(**lora),
     )
-    trainable = MegatronTrainable(model, optimizer={"lr": 1e-3}, scheduler={}, ddp=ddp or {}, total_updates=2)
+    trainable = MegatronTrainable(
+        model, optimizer={"lr": 1e-3}, scheduler={}, ddp=ddp or {}, total_updates=2
+    )
     if critic:
-        Critic(trainable, AlgorithmConfig(), micro_batch_tokens=64, seed=0).update(experience(), step=0)
+        Critic(trainable, AlgorithmConfig(), micro_batch_tokens=64, seed=0).update(
+            experience(), step=0
+        )
     else:
-        actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0)
+        actor = Actor(
+            trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0
+        )
         actor.update(experience(), step=0, kl_coef=0.0)
-    buffers = [b for chunk in trainable.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.held}
+    buffers = [
+        b
+        for chunk in trainable.chunks
+        for b in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
+    weights = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.held
+    }
     return {
         "weights": sum(weights.values()),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
@@ -70,14 +82,20 @@ def trained(
 def saved_bytes(trainable: MegatronTrainable) -> dict[str, int]:
     """What this rank writes of a checkpoint.
 
-    Nothing where it holds padding alone: without Transformer Engine, megatron-core (0.16) then lacks a step to store.
+    Nothing where it holds padding alone: without Transformer Engine, megatron-core
+    (0.16) then lacks a step to store.
     """
     if not all(single.optimizer.state for single in parts(trainable.optimizer)):
         return {}
-    state, found = sharded_state({"actor": trainable}), {"saved_weights": 0, "saved_optimizer": 0}
+    state, found = (
+        sharded_state({"actor": trainable}),
+        {"saved_weights": 0, "saved_optimizer": 0},
+    )
     for each in nested_values(state):
         if isinstance(each, ShardedTensor) and is_main_replica(each.replica_id):
-            found["saved_optimizer" if ".optimizer." in each.key else "saved_weights"] += each.data.nbytes
+            found[
+                "saved_optimizer" if ".optimizer." in each.key else "saved_weights"
+            ] += each.data.nbytes
     return found
 
 
@@ -102,17 +120,28 @@ def optimizer_bytes(optimizer: Any) -> int:
     return sum(tensor.nbytes for tensor in (*masters, *moments))
 
 
-def resharded(folder: str, shape: dict[str, int], tp: int, gpus_per_node: int) -> dict[str, int]:
+def resharded(
+    folder: str, shape: dict[str, int], tp: int, gpus_per_node: int
+) -> dict[str, int]:
     """What a real reshard from a Megatron model into tensors of vLLM's shapes counted on this rank."""
     model = MegatronModel(
-        ModelSpec.from_folder(folder), manager().grid(GridShape(**shape)), dtype=torch.bfloat16, seed=0
+        ModelSpec.from_folder(folder),
+        manager().grid(GridShape(**shape)),
+        dtype=torch.bfloat16,
+        seed=0,
     )
     layouts = vllm_layouts(model.weights, model.spec, tp)
     rank, world = dist.get_rank(), dist.get_world_size()
     shapes = layouts(rank).local_shapes
-    dest = {name: torch.empty(size, dtype=torch.bfloat16) for name, size in shapes.items()}
-    plan = make_plan(model.layout_of, layouts, world, rank, node_of=lambda r: r // gpus_per_node)
-    stats = Resharder(plan, model.parameters, dest, options=TransportOptions(alias=True)).run()
+    dest = {
+        name: torch.empty(size, dtype=torch.bfloat16) for name, size in shapes.items()
+    }
+    plan = make_plan(
+        model.layout_of, layouts, world, rank, node_of=lambda r: r // gpus_per_node
+    )
+    stats = Resharder(
+        plan, model.parameters, dest, options=TransportOptions(alias=True)
+    ).run()
     return {
         "alias": stats.bytes_aliased,
         "local": stats.bytes_local,

@@ -31,9 +31,15 @@ def test_what_each_rank_holds_and_sends(tmp_path: Path) -> None:
     assert found.rollout.ranks == (0, 1, 2, 3) and not found.aliases
     parts = [set(rank.parts) for rank in capacity.memory]
     shared, trains = {"reshard", "reserve"}, {"samples", "reserve"}
-    assert parts == [{"rollout", *shared}] * 4 + [{"critic", *trains}] * 2 + [{"actor", "samples", *shared}, set()]
+    assert parts == [{"rollout", *shared}] * 4 + [{"critic", *trains}] * 2 + [
+        {"actor", "samples", *shared},
+        set(),
+    ]
     for rank in capacity.traffic.ranks:
-        assert set(rank.from_rank) <= {0, 1, 2, 3, 6} and rank.received["local"] == rank.received["alias"] == 0
+        assert (
+            set(rank.from_rank) <= {0, 1, 2, 3, 6}
+            and rank.received["local"] == rank.received["alias"] == 0
+        )
         assert bool(rank.from_rank) == (rank.rank < 4)
     told = as_dict(capacity)["roles"]
     assert {name: role["ranks"] for name, role in told.items()} == {
@@ -50,7 +56,12 @@ def test_what_each_rank_holds_and_sends(tmp_path: Path) -> None:
 def test_nodes_by_their_names() -> None:
     said = "placement={rollout: {nodes: [gen-1, 0]}, critic: {nodes: c}, actor: rest}"
     found = make(make_spec(), 16, said, machine=MACHINE)
-    assert [node.name for node in found.placement.nodes] == ["node 0", "c", "gen-1", "node 3"]
+    assert [node.name for node in found.placement.nodes] == [
+        "node 0",
+        "c",
+        "gen-1",
+        "node 3",
+    ]
     assert found.rollout.ranks == (0, 1, 2, 3, 8, 9, 10, 11)
     assert [role.ranks for role in found.roles] == [(12, 13, 14, 15), (4, 5, 6, 7)]
 
@@ -67,24 +78,56 @@ def test_memory_that_will_not_do_is_told_before_anything_starts(
 ) -> None:
     """With what would; a person who knows better starts it all the same."""
     monkeypatch.setattr(advice, "MOST_TRIED", 3)
-    (tmp_path / "config.json").write_text((CONFIGS / "llama3_70b" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        (CONFIGS / "llama3_70b" / "config.json").read_text()
+    )
 
     def start(*more: str, placed: str = PLACED, nodes: tuple[Node, ...] = ()) -> None:
-        given = [f"model.path={tmp_path}", "data.train=absent.jsonl", "reward=exact_match", placed, *more]
-        config = load_config(None, given, check_paths=False, world_size=None if nodes else 8)
-        check_memory(config, place(config, "train", 8, nodes or tuple(Node(f"n{n}", 4, memory=8e9) for n in (0, 1))))
+        given = [
+            f"model.path={tmp_path}",
+            "data.train=absent.jsonl",
+            "reward=exact_match",
+            placed,
+            *more,
+        ]
+        config = load_config(
+            None, given, check_paths=False, world_size=None if nodes else 8
+        )
+        check_memory(
+            config,
+            place(
+                config,
+                "train",
+                8,
+                nodes or tuple(Node(f"n{n}", 4, memory=8e9) for n in (0, 1)),
+            ),
+        )
 
     with pytest.raises(
-        ConfigError, match=r"(?s)8 GPUs with 8.0 GB each do not hold .*rank \d needs .*\nNearest that would: "
+        ConfigError,
+        match=r"(?s)8 GPUs with 8.0 GB each do not hold .*rank \d needs .*\nNearest that would: ",
     ):
         start("actor.micro_batch_tokens=1500000", "reference.micro_batch_tokens=4096")
     start("actor.micro_batch_tokens=1500000", "placement.check_memory=false")
     start("actor.micro_batch_tokens=1500000", "rollout.engine=hf")
     named = "placement={rollout: {nodes: gen}, critic: {nodes: c}, coordinator: {nodes: k}, actor: rest}"
     sizes = {"gen": 4, "c": 2, "t": 1, "k": 1}
-    with pytest.raises(ConfigError, match=r"(?s)7 GPUs with 8.0 GB each do not hold .*rank \d needs .*Nearest that"):
-        start(placed=named, nodes=tuple(Node(name, n, memory=8e9 * (name != "k")) for name, n in sizes.items()))
-    roles = {"gen": ("rollout",), "c": ("critic",), "t": ("actor",), "k": ("coordinator",)}
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)7 GPUs with 8.0 GB each do not hold .*rank \d needs .*Nearest that",
+    ):
+        start(
+            placed=named,
+            nodes=tuple(
+                Node(name, n, memory=8e9 * (name != "k")) for name, n in sizes.items()
+            ),
+        )
+    roles = {
+        "gen": ("rollout",),
+        "c": ("critic",),
+        "t": ("actor",),
+        "k": ("coordinator",),
+    }
     with pytest.raises(ConfigError, match="8 GPUs with 8.0 GB each do not hold"):
         claimed = tuple(Node(name, n, roles[name], 8e9) for name, n in sizes.items())
         start(placed="placement={}", nodes=claimed)
@@ -93,17 +136,40 @@ def test_memory_that_will_not_do_is_told_before_anything_starts(
 
 def test_memory_of_a_model_without_a_table_is_counted_too(tmp_path: Path) -> None:
     """By the module that transformers builds; of the engine with equal parts, as vLLM is not built before a start."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32}
-    kind = {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "vocab_size": 50304, "eos_token_id": 1}
-    (tmp_path / "config.json").write_text(json.dumps({**kind, **sizes, "num_hidden_layers": 32}))
-    given = [f"model.path={tmp_path}", "data.train=absent.jsonl", "reward=exact_match", "actor={engine: fsdp}"]
-    given += ["algorithm={name: grpo, group_size: 2}", "rollout.vllm.gpu_memory_utilization=0.5"]
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    }
+    kind = {
+        "architectures": ["OlmoForCausalLM"],
+        "model_type": "olmo",
+        "vocab_size": 50304,
+        "eos_token_id": 1,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({**kind, **sizes, "num_hidden_layers": 32})
+    )
+    given = [
+        f"model.path={tmp_path}",
+        "data.train=absent.jsonl",
+        "reward=exact_match",
+        "actor={engine: fsdp}",
+    ]
+    given += [
+        "algorithm={name: grpo, group_size: 2}",
+        "rollout.vllm.gpu_memory_utilization=0.5",
+    ]
     config = load_config(None, given, check_paths=False)
 
     def start(memory: float) -> None:
         check_memory(config, place(config, "train", 2, (Node("n", 2, memory=memory),)))
 
-    with pytest.raises(ConfigError, match=r"(?s)2 GPUs with 40.0 GB each do not hold this run.*`megaverl plan` shows"):
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)2 GPUs with 40.0 GB each do not hold this run.*`megaverl plan` shows",
+    ):
         start(40e9)
     start(400e9)
 
@@ -124,12 +190,23 @@ def test_reward_models_take_memory_where_they_are(tmp_path: Path) -> None:
     assert liked.trained is None and liked.grid.tp == 2 and liked.value_head
     capacity = survey(found)
     memory = capacity.memory
-    assert "liked" in as_text(capacity) and "liked" in draw(capacity, tmp_path / "plan.svg").read_text()
-    assert [set(rank.parts) - {"reshard", "reserve", "samples"} for rank in memory[4:]] == [{"liked"}] * 2 + [
-        {"actor", "critic"}
-    ] * 2
+    assert (
+        "liked" in as_text(capacity)
+        and "liked" in draw(capacity, tmp_path / "plan.svg").read_text()
+    )
+    assert [
+        set(rank.parts) - {"reshard", "reserve", "samples"} for rank in memory[4:]
+    ] == [{"liked"}] * 2 + [{"actor", "critic"}] * 2
     held = memory[4].parts["liked"]["weights"]
     assert set(memory[4].parts["liked"]) == {"weights", "activations"}
-    assert held == sum(math.prod(shape) for shape in liked.layout_of(0).local_shapes.values()) * found.itemsize > 0
-    assert liked.layout_of(0).local_shapes["output_layer.weight"] == (1, found.spec.hidden_size)
+    assert (
+        held
+        == sum(math.prod(shape) for shape in liked.layout_of(0).local_shapes.values())
+        * found.itemsize
+        > 0
+    )
+    assert liked.layout_of(0).local_shapes["output_layer.weight"] == (
+        1,
+        found.spec.hidden_size,
+    )
     assert memory[4].phases["liked forward"] >= held

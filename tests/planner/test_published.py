@@ -1,9 +1,10 @@
 """Configurations that others publish, and that ran: the plan says that they fit, and that one does not that cannot.
 
-A grid, tokens of a micro-batch, what is recomputed and offloaded, the engine's share of the memory and its parallelism
-are those of the source, at the commit that it names. Where a project puts everything of the trainer on the host while
-the engine works (verl's *_offload, NeMo-RL's refit, slime's --colocate), that is `actor.offload` here, and an engine
-that gives its memory back is `rollout.sleep`.
+A grid, tokens of a micro-batch, what is recomputed and offloaded, the engine's share of
+the memory and its parallelism are those of the source, at the commit that it names.
+Where a project puts everything of the trainer on the host while the engine works
+(verl's *_offload, NeMo-RL's refit, slime's --colocate), that is `actor.offload` here,
+and an engine that gives its memory back is `rollout.sleep`.
 
     python -m tests.planner.test_published     # the table of docs/planning.md
 """
@@ -28,7 +29,15 @@ NEMO = "NVIDIA-NeMo/RL@7ea279a"
 SLIME = "THUDM/slime@624b824"
 
 
-def _dense(architecture: str, layers: int, hidden: int, ffn: int, heads: int, kv: int, vocab: int) -> dict[str, Any]:
+def _dense(
+    architecture: str,
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv: int,
+    vocab: int,
+) -> dict[str, Any]:
     return {
         "architectures": [architecture],
         "num_hidden_layers": layers,
@@ -47,7 +56,8 @@ QWEN3_235B = json.loads((CONFIGS / "qwen3_235b_a22b" / "config.json").read_text(
 MODELS = {  # sizes of the Hugging Face folders' config.json
     "Qwen2-7B": _dense("Qwen2ForCausalLM", 28, 3584, 18944, 28, 4, 152064),
     "Qwen2.5-32B": _dense("Qwen2ForCausalLM", 64, 5120, 27648, 40, 8, 152064),
-    "Qwen3-4B": _dense("Qwen3ForCausalLM", 36, 2560, 9728, 32, 8, 151936) | {"tie_word_embeddings": True},
+    "Qwen3-4B": _dense("Qwen3ForCausalLM", 36, 2560, 9728, 32, 8, 151936)
+    | {"tie_word_embeddings": True},
     "Qwen3-32B": _dense("Qwen3ForCausalLM", 64, 5120, 25600, 64, 8, 151936),
     "Qwen3-30B-A3B": QWEN3_235B
     | {
@@ -65,7 +75,9 @@ MODELS = {  # sizes of the Hugging Face folders' config.json
 H100, H20 = (Hardware.read(name).memory_gb for name in ("h100", "h20"))
 
 AWAY = "actor.offload={parameters: true, optimizer: true, gradients: true}"
-CPU_ADAM = "actor.optimizer={optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0}"
+CPU_ADAM = (
+    "actor.optimizer={optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0}"
+)
 FP32_GRADIENTS = "actor.ddp.grad_reduce_in_fp32=true"
 FULL = "actor.activation_checkpointing=full"
 SLEEP = "rollout.sleep=true"
@@ -108,7 +120,11 @@ class Published:
             f"data={{train: absent.jsonl, max_prompt_tokens: {self.lengths[0]}, prompts_per_step: {prompts}}}",
             f"rollout.sampling.max_tokens={self.lengths[1]}",
             f"algorithm={{name: grpo, group_size: {group}, num_mini_batches: {mini_batches}}}",
-            *(f"{role}.{key}={value}" for role in ("actor", "reference") for key, value in sizes.items()),
+            *(
+                f"{role}.{key}={value}"
+                for role in ("actor", "reference")
+                for key, value in sizes.items()
+            ),
             f"rollout.tp={self.engine[0]}",
             f"rollout.vllm.gpu_memory_utilization={self.engine[1]}",
             *self.keys,
@@ -118,7 +134,8 @@ class Published:
 
 
 RAN = {
-    # A log of the whole run: docs/algo/baseline.md, "GRPO (Megatron)"; GPUs of 80 GB are assumed.
+    # A log of the whole run: docs/algo/baseline.md, "GRPO (Megatron)"; GPUs of 80 GB
+    # are assumed.
     "verl 7B": Published(
         "Qwen2-7B",
         f"{VERL}: examples/grpo_trainer/run_qwen2-7b_math_megatron.sh",
@@ -160,7 +177,8 @@ RAN = {
             "rollout.vllm.max_num_seqs=256",
         ),
     ),
-    # "it can run on [...] as few as 32 H20 (96GB) GPUs": docs/perf/dpsk.md, of the same commit as this script
+    # "it can run on [...] as few as 32 H20 (96GB) GPUs": docs/perf/dpsk.md, of the same
+    # commit as this script
     "verl 235B-A22B": Published(
         "Qwen3-235B-A22B",
         "verl-project/verl@65c59c7: examples/grpo_trainer/run_qwen3-235b_megatron_96gb.sh",
@@ -185,7 +203,8 @@ RAN = {
             "rollout.vllm.max_num_seqs=256",
         ),
     ),
-    # Measured on DGX-H100: docs/about/performance-summary.md, "NeMo RL v0.6", 32 GPUs, 1,102 tokens/s a GPU
+    # Measured on DGX-H100: docs/about/performance-summary.md, "NeMo RL v0.6", 32 GPUs,
+    # 1,102 tokens/s a GPU
     "NeMo-RL 30B-A3B": Published(
         "Qwen3-30B-A3B",
         f"{NEMO}: examples/configs/recipes/llm/performance/grpo-qwen3-30ba3b-4n8g.yaml",
@@ -249,7 +268,14 @@ RAN = {
         grid={"tp": 2},
         tokens=9216,
         engine=(2, 0.7),
-        keys=(AWAY, SLEEP, FULL, FP32_GRADIENTS, *REFERENCE, "actor.megatron.sequence_parallel=true"),
+        keys=(
+            AWAY,
+            SLEEP,
+            FULL,
+            FP32_GRADIENTS,
+            *REFERENCE,
+            "actor.megatron.sequence_parallel=true",
+        ),
     ),
     # "Qwen3-30B-A3B with 8xH100": docs/en/examples/qwen3-30B-A3B.md
     "slime 30B-A3B": Published(
@@ -274,7 +300,15 @@ RAN = {
         grid={"tp": 8},
         tokens=20480,
         engine=(8, 0.7),
-        keys=(AWAY, CPU_ADAM, SLEEP, FULL, FP32_GRADIENTS, *REFERENCE, "actor.megatron.sequence_parallel=true"),
+        keys=(
+            AWAY,
+            CPU_ADAM,
+            SLEEP,
+            FULL,
+            FP32_GRADIENTS,
+            *REFERENCE,
+            "actor.megatron.sequence_parallel=true",
+        ),
     ),
 }
 
@@ -285,8 +319,10 @@ def test_what_ran_fits(name: str) -> None:
 
 
 def test_what_cannot_run_does_not_fit() -> None:
-    """235B on 32 GPUs with the optimizer's state on them: 132 GiB a GPU (THUDM/slime issue 280), which is why
-    OFFLOAD_FRACTION=1 is said to lower the minimum to 32 (docs/perf/dpsk.md of verl)."""
+    """235B on 32 GPUs with the optimizer's state on them: 132 GiB a GPU (THUDM/slime
+    issue 280), which is why OFFLOAD_FRACTION=1 is said to lower the minimum to 32
+    (docs/perf/dpsk.md of verl).
+    """
     job = RAN["verl 235B-A22B"].job("actor.optimizer={optimizer_cpu_offload: false}")
     [missing] = plan(job)[1]
     assert missing.what == "actor update" and missing.needed > 132 * 2**30
@@ -299,7 +335,11 @@ def plan(job: PlannedJob) -> tuple[float, list[Shortage]]:
 
 
 if __name__ == "__main__":
-    print("| configuration | GPUs | planned peak, GB | source |\n| --- | --- | --- | --- |")
+    print(
+        "| configuration | GPUs | planned peak, GB | source |\n| --- | --- | --- | --- |"
+    )
     for each in RAN.values():
         where = f"{each.gpus} of {each.memory:g} GB"
-        print(f"| {each.model} | {where} | {plan(each.job())[0] / GB:.0f} | {each.source} |")
+        print(
+            f"| {each.model} | {where} | {plan(each.job())[0] / GB:.0f} | {each.source} |"
+        )

@@ -16,17 +16,27 @@ from tests.config.test_recipes import SMOLLM2, command_of, made_on_the_spot, nam
 from tests.launcher import Launcher
 
 # `plan` knows runs of `megaverl train`, and no supervised stages.
-RECIPES = [path for path in all_recipes() if command_of(path) in ("train", "quickstart")]
-# What `plan --auto` decides on; the search is the same for recipes that have these in common.
+RECIPES = [
+    path for path in all_recipes() if command_of(path) in ("train", "quickstart")
+]
+# What `plan --auto` decides on; the search is the same for recipes that have these in
+# common.
 DECIDED = ("actor", "critic", "reference", "reward_model", "rollout", "placement")
-ENDS_OF_PIPELINE = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+ENDS_OF_PIPELINE = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+)
 
 
 def small_config(path: Path, config: Config) -> dict[str, Any]:
     """Return a config.json for the recipe: its own with few layers and experts, or SmolLM2's, or a quickstart's."""
     own = path.parent / "config.json"
     if not own.exists():
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64} if made_on_the_spot(path) else {}
+        heads = (
+            {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+            if made_on_the_spot(path)
+            else {}
+        )
         return {**SMOLLM2, "model_type": "llama", **heads}
     model: dict[str, Any] = json.loads(own.read_text())
     actor = config.actor
@@ -42,7 +52,9 @@ def small_config(path: Path, config: Config) -> dict[str, Any]:
 
 
 def test_every_recipe_is_planned(launch: Launcher, tmp_path: Path) -> None:
-    [found] = launch.ranks(1, "tests.planner.test_recipes:plan_all", folder=tmp_path).check()
+    [found] = launch.ranks(
+        1, "tests.planner.test_recipes:plan_all", folder=tmp_path
+    ).check()
     assert {name for name, *_ in found} == {name_of(path) for path in RECIPES}
     assert [each for each in found if each[2:] != [0, ""]] == []
     assert sum(options == "--auto" for _, options, *_ in found) > 10
@@ -60,14 +72,28 @@ def plan_all(folder: str) -> list[tuple[str, str, int, str]]:
         model = small_config(path, config)
         described.write_text(json.dumps(model), encoding="utf-8")
         values = config.to_dict()
-        decided = json.dumps([model, *(values[name] for name in DECIDED)], sort_keys=True)
+        decided = json.dumps(
+            [model, *(values[name] for name in DECIDED)], sort_keys=True
+        )
         every = [[]] if decided in searched else [[], ["--auto"]]
         if name_of(path) == "qwen2_5_7b/grpo_fsdp_1_node":
             every.append(["--nodes", "1", "actor.tp=2"])
         for options in every:
             err = io.StringIO()
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
-                code = main(["plan", "--config", str(path), "--model-config", str(described), *options])
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.redirect_stderr(err),
+            ):
+                code = main(
+                    [
+                        "plan",
+                        "--config",
+                        str(path),
+                        "--model-config",
+                        str(described),
+                        *options,
+                    ]
+                )
             found.append((name_of(path), " ".join(options), code, err.getvalue()))
         searched.add(decided)
     return found

@@ -19,19 +19,62 @@ from megaverl.planner.costs import ModelCosts
 from megaverl.planner.generation import LengthDistribution, engine_costs
 from megaverl.planner.hardware import RANGES, Hardware, known
 from megaverl.planner.job import PlannedJob, find_spec, make_job
-from megaverl.planner.operators import Operation, StepLoad, micro_batches, operations, parameters_of_stage
+from megaverl.planner.operators import (
+    Operation,
+    StepLoad,
+    micro_batches,
+    operations,
+    parameters_of_stage,
+)
 from megaverl.planner.picture import draw
-from megaverl.planner.report import as_dict, as_text, memory_over_time, sleep_and_wake, survey
-from megaverl.planner.simulator import MeasuredRate, Prediction, _play, default_lengths, simulate
+from megaverl.planner.report import (
+    as_dict,
+    as_text,
+    memory_over_time,
+    sleep_and_wake,
+    survey,
+)
+from megaverl.planner.simulator import (
+    MeasuredRate,
+    Prediction,
+    _play,
+    default_lengths,
+    simulate,
+)
 from megaverl.planner.stages import pipeline
-from megaverl.planner.trial_steps import WARM_UP, MeasuredOperator, Watch, steps_of_trace
+from megaverl.planner.trial_steps import (
+    WARM_UP,
+    MeasuredOperator,
+    Watch,
+    steps_of_trace,
+)
 from megaverl.sharding.model_spec import ModelSpec
 from tests.planner.jobs import CONFIGS, make, recipe
 
 H100 = Hardware.read("h100")
-CPU = replace(H100, name="cores", cores=2, tflops={"float32": 0.1, "bfloat16": 0.1}, sources=("a test",))
-RATES = ("memory_gb_s", "node_gb_s", "network_gb_s", "host_gb_s", "attention_efficiency")
-COSTS = ("kernel_us", "node_latency_us", "network_latency_us", "decode_step_ms", "sample_ms", "step_ms", "operator_ms")
+CPU = replace(
+    H100,
+    name="cores",
+    cores=2,
+    tflops={"float32": 0.1, "bfloat16": 0.1},
+    sources=("a test",),
+)
+RATES = (
+    "memory_gb_s",
+    "node_gb_s",
+    "network_gb_s",
+    "host_gb_s",
+    "attention_efficiency",
+)
+COSTS = (
+    "kernel_us",
+    "node_latency_us",
+    "network_latency_us",
+    "decode_step_ms",
+    "sample_ms",
+    "step_ms",
+    "operator_ms",
+)
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 16,
@@ -44,7 +87,14 @@ SMALL = {
     "max_position_embeddings": 8192,
 }
 SPEC = ModelSpec.from_config(SMALL)
-GRIDS = ("", "actor.tp=2", "actor.pp=2", "actor.cp=2", "actor={tp: 2, pp: 4}", "actor={pp: 2, vpp: 2}")
+GRIDS = (
+    "",
+    "actor.tp=2",
+    "actor.pp=2",
+    "actor.cp=2",
+    "actor={tp: 2, pp: 4}",
+    "actor={pp: 2, vpp: 2}",
+)
 SPLIT = ("placement={rollout: 8-15, actor: rest}",)
 ASYNC = (*SPLIT, "rollout.async_rollout=true")
 # Who is beside the engines, and who else has ranks of its own, where engines run ahead.
@@ -77,21 +127,34 @@ def test_a_faster_machine_is_never_slower(more: tuple[str, ...]) -> None:
     before = simulate(planned, H100).step_seconds
     for name in RATES:
         faster = min(1.5 * getattr(H100, name), RANGES[name][1])
-        assert simulate(planned, replace(H100, **{name: faster})).step_seconds <= before * (1 + 1e-9), name
+        assert simulate(
+            planned, replace(H100, **{name: faster})
+        ).step_seconds <= before * (1 + 1e-9), name
     for name in COSTS:
-        assert simulate(planned, replace(H100, **{name: getattr(H100, name) / 2})).step_seconds <= before * (
-            1 + 1e-12
-        ), name
-    twice = replace(H100, tflops={dtype: 2 * rate for dtype, rate in H100.tflops.items()})
+        assert simulate(
+            planned, replace(H100, **{name: getattr(H100, name) / 2})
+        ).step_seconds <= before * (1 + 1e-12), name
+    twice = replace(
+        H100, tflops={dtype: 2 * rate for dtype, rate in H100.tflops.items()}
+    )
     assert simulate(planned, twice).step_seconds < before
 
 
-@given(stages=st.integers(1, 8), number=st.integers(1, 40), forward=st.floats(0.1, 3), backward=st.floats(0.1, 6))
+@given(
+    stages=st.integers(1, 8),
+    number=st.integers(1, 40),
+    forward=st.floats(0.1, 3),
+    backward=st.floats(0.1, 6),
+)
 @settings(deadline=None)
-def test_equal_stages_wait_as_long_as_the_paper_says(stages: int, number: int, forward: float, backward: float) -> None:
+def test_equal_stages_wait_as_long_as_the_paper_says(
+    stages: int, number: int, forward: float, backward: float
+) -> None:
     """(p - 1) / (m + p - 1) of the time, Narayanan et al. 2021, section 2.2."""
     seconds, _ = pipeline([(forward, backward)] * stages, number, 0.0)
-    assert 1 - number * (forward + backward) / seconds == pytest.approx((stages - 1) / (number + stages - 1), abs=1e-9)
+    assert 1 - number * (forward + backward) / seconds == pytest.approx(
+        (stages - 1) / (number + stages - 1), abs=1e-9
+    )
     scored, _ = pipeline([(forward, backward)] * stages, number, 0.0, forward_only=True)
     assert scored == pytest.approx((number + stages - 1) * forward)
 
@@ -106,33 +169,51 @@ def test_a_pipeline_lies_between_its_busiest_stage_and_all_in_a_row(
     stages: list[tuple[float, float]], number: int, hop: float
 ) -> None:
     seconds, lanes = pipeline(stages, number, hop)
-    assert seconds >= number * max(forward + backward for forward, backward in stages) - 1e-9
-    assert seconds <= number * (sum(map(sum, stages)) + 2 * hop * (len(stages) - 1)) + 1e-9
+    assert (
+        seconds
+        >= number * max(forward + backward for forward, backward in stages) - 1e-9
+    )
+    assert (
+        seconds <= number * (sum(map(sum, stages)) + 2 * hop * (len(stages) - 1)) + 1e-9
+    )
     by_stage = defaultdict(list)
     for _, stage, begin, end in lanes:
         by_stage[stage].append((begin, end))
     for spans in by_stage.values():
-        assert all(end <= begin + 1e-12 for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+        assert all(
+            end <= begin + 1e-12
+            for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)
+        )
 
 
 def test_decoding_equal_lengths_is_so_many_equal_steps() -> None:
     planned, lengths = job(), LengthDistribution.fixed(100, 64)
     engine = engine_costs(planned, ModelCosts(SPEC, H100, "bfloat16"), lengths)
-    assert engine.decode(32, lengths).seconds == pytest.approx(64 * engine.step(32, 132).seconds)
-    # two full batches, one after the other, as all end at once: what is predicted counts the places as they fall free
+    assert engine.decode(32, lengths).seconds == pytest.approx(
+        64 * engine.step(32, 132).seconds
+    )
+    # two full batches, one after the other, as all end at once: what is predicted
+    # counts the places as they fall free
     engine.most = 32
-    assert engine.decode(64, lengths).seconds >= 1.5 * engine.decode(32, lengths).seconds
-    # by hand: weights once and the cache of 32 sequences, at the memory's bandwidth, and what a step costs besides
+    assert (
+        engine.decode(64, lengths).seconds >= 1.5 * engine.decode(32, lengths).seconds
+    )
+    # by hand: weights once and the cache of 32 sequences, at the memory's bandwidth,
+    # and what a step costs besides
     parameters = 16 * (2048 * 64 * (2 * 32 + 2 * 8) + 3 * 2048 * 8192) + 128256 * 2048
     read = 2 * parameters + 32 * 132 * 16 * 2 * 8 * 64 * 2
-    moved = 16 * 2 * 32 * (10 * 2048 + 4 * 32 * 64 + 5 * 8192)  # norms, residuals, rotations, activations
+    # Norms, residuals, rotations, activations.
+    moved = 16 * 2 * 32 * (10 * 2048 + 4 * 32 * 64 + 5 * 8192)
     beside = 2e-3 + 32 * 4e-6 + 16 * 6 * 3e-6 + moved / (3350e9 * 0.8)
     assert engine.step(32, 132).seconds == pytest.approx(read / (3350e9 * 0.8) + beside)
 
 
 def test_longer_responses_take_longer_and_a_long_tail_more_than_equal_ones() -> None:
     planned = job()
-    took = [simulate(planned, H100, lengths=LengthDistribution.fixed(100, n)).step_seconds for n in (50, 100, 200)]
+    took = [
+        simulate(planned, H100, lengths=LengthDistribution.fixed(100, n)).step_seconds
+        for n in (50, 100, 200)
+    ]
     assert took == sorted(took) and took[2] > 1.5 * took[0]
     spread = LengthDistribution.lognormal(100, 100, 256)
     assert spread.response == pytest.approx(100) and spread.responses[-1] <= 256
@@ -142,7 +223,9 @@ def test_longer_responses_take_longer_and_a_long_tail_more_than_equal_ones() -> 
 
 
 @pytest.mark.parametrize("hardware", [H100, CPU], ids=["gpus", "shared cores"])
-@pytest.mark.parametrize("more", [*((grid,) for grid in GRIDS), SPLIT, ASYNC, ("algorithm.name=ppo",)])
+@pytest.mark.parametrize(
+    "more", [*((grid,) for grid in GRIDS), SPLIT, ASYNC, ("algorithm.name=ppo",)]
+)
 def test_no_rank_does_two_things_at_once_and_the_path_makes_up_the_step(
     more: tuple[str, ...], hardware: Hardware
 ) -> None:
@@ -151,20 +234,36 @@ def test_no_rank_does_two_things_at_once_and_the_path_makes_up_the_step(
     for phase in found.phases:
         for rank in phase.ranks:
             by_rank[rank].append((phase.begin, phase.end))
-        assert all(phase.begin - 1e-9 <= begin <= end <= phase.end + 1e-9 for _, _, begin, end in phase.lanes)
+        assert all(
+            phase.begin - 1e-9 <= begin <= end <= phase.end + 1e-9
+            for _, _, begin, end in phase.lanes
+        )
     for spans in by_rank.values():
         ordered = sorted(spans)
-        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in zip(ordered, ordered[1:], strict=False))
-    assert sum(seconds for _, seconds in found.critical_path) == pytest.approx(found.step_seconds)
+        assert all(
+            end <= begin + 1e-9
+            for (_, end), (begin, _) in zip(ordered, ordered[1:], strict=False)
+        )
+    assert sum(seconds for _, seconds in found.critical_path) == pytest.approx(
+        found.step_seconds
+    )
     assert 0 < found.mfu < 1 and 0 < found.update_mfu < 1
 
 
 def test_what_runs_ahead_hides_behind_training() -> None:
     waits, ahead = (simulate(job(*more), H100) for more in (SPLIT, ASYNC))
     generating = ahead.seconds_of("rollout")
-    training = sum(phase.seconds for phase in ahead.phases if phase.name not in ("rollout", "reshard"))
-    assert waits.step_seconds == pytest.approx(generating + training + waits.seconds_of("reshard"), rel=0.1)
-    assert ahead.step_seconds == pytest.approx(max(generating, training) + ahead.seconds_of("reshard"), rel=0.1)
+    training = sum(
+        phase.seconds
+        for phase in ahead.phases
+        if phase.name not in ("rollout", "reshard")
+    )
+    assert waits.step_seconds == pytest.approx(
+        generating + training + waits.seconds_of("reshard"), rel=0.1
+    )
+    assert ahead.step_seconds == pytest.approx(
+        max(generating, training) + ahead.seconds_of("reshard"), rel=0.1
+    )
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 3])
@@ -173,14 +272,20 @@ def test_engines_run_ahead_whoever_is_beside_them(beside: str, staleness: int) -
     """Every step ends, its parts take turns on their ranks, and the critical path makes it up."""
     if beside == "the actor" and staleness > 1:
         pytest.skip("who is beside the actor is not ahead")
-    settings = ["rollout.async_rollout=true", f"rollout.max_staleness={staleness}", BESIDE_ENGINES[beside]]
+    settings = [
+        "rollout.async_rollout=true",
+        f"rollout.max_staleness={staleness}",
+        BESIDE_ENGINES[beside],
+    ]
     settings += (
         ["algorithm.name=ppo", "algorithm.group_size=1"]
         if "critic" in beside
         else ["algorithm.kl={in: loss, coef: 0.1}"]
     )
     found = simulate(job(*settings), H100)
-    assert sum(seconds for _, seconds in found.critical_path) == pytest.approx(found.step_seconds)
+    assert sum(seconds for _, seconds in found.critical_path) == pytest.approx(
+        found.step_seconds
+    )
     names = {phase.name for phase in found.phases}
     assert {"rollout", "reward", "actor_update", "reshard"} <= names
     assert ("critic_update" in names) == ("critic" in beside)
@@ -190,8 +295,14 @@ def test_more_staleness_is_never_slower() -> None:
     """Rewards beside the engines do not hold them: with one step ahead all of the generation is hidden already."""
     seconds = []
     for staleness in (0, 1, 2, 4):
-        ahead = [f"rollout={{async_rollout: true, max_staleness: {staleness}}}"] if staleness else []
-        seconds.append(simulate(job(BESIDE_ENGINES["rewards"], *ahead), H100).step_seconds)
+        ahead = (
+            [f"rollout={{async_rollout: true, max_staleness: {staleness}}}"]
+            if staleness
+            else []
+        )
+        seconds.append(
+            simulate(job(BESIDE_ENGINES["rewards"], *ahead), H100).step_seconds
+        )
     assert seconds[0] > seconds[1]
     assert seconds[1:] == pytest.approx([seconds[1]] * 3, rel=1e-6)
 
@@ -202,7 +313,10 @@ def test_a_circle_of_operators_is_named() -> None:
         Operation("rollout", "rollout", ranks, worlds, ("reward",), 1.0),
         Operation("reward", "reward", ranks, worlds, (), 1.0),
     ]
-    with pytest.raises(ConfigError, match=r"\(rollout of step 1 -> reward of step 1 -> rollout of step 1\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"\(rollout of step 1 -> reward of step 1 -> rollout of step 1\)",
+    ):
         _play(ops, 3, H100, job())
 
 
@@ -212,10 +326,15 @@ def test_ranks_that_share_cores_take_turns() -> None:
     two, four = (simulate(job(world=world), CPU, lengths=lengths) for world in (2, 4))
     assert four.seconds_of("actor_update") >= 0.95 * two.seconds_of("actor_update")
     alone = replace(CPU, cores=None)
-    assert simulate(job(world=4), alone, lengths=lengths).step_seconds < 0.7 * four.step_seconds
+    assert (
+        simulate(job(world=4), alone, lengths=lengths).step_seconds
+        < 0.7 * four.step_seconds
+    )
 
 
-@pytest.mark.parametrize("name", ["llama3_70b/grpo_8_nodes", "qwen3_235b_a22b/grpo_64_nodes"])
+@pytest.mark.parametrize(
+    "name", ["llama3_70b/grpo_8_nodes", "qwen3_235b_a22b/grpo_64_nodes"]
+)
 def test_operations_and_parameters_are_those_of_the_model(name: str) -> None:
     planned = recipe(name, 64 if "70b" in name else 512)
     role, grid = planned.actor, planned.actor.grid
@@ -226,11 +345,15 @@ def test_operations_and_parameters_are_those_of_the_model(name: str) -> None:
         held = role.layout_of(grid.rank(pp=stage))
         numel = sum(piece.box.numel for piece in held.pieces)
         assert plain + expert == pytest.approx(numel, rel=0.03)
-    active = {"llama3_70b/grpo_8_nodes": 70e9, "qwen3_235b_a22b/grpo_64_nodes": 22e9}[name]
+    active = {"llama3_70b/grpo_8_nodes": 70e9, "qwen3_235b_a22b/grpo_64_nodes": 22e9}[
+        name
+    ]
     flops = ModelCosts(planned.spec, H100, "bfloat16").flops(1.0, 0.0)
     assert flops == pytest.approx(2 * active, rel=0.05)
     load = StepLoad(planned, H100, LengthDistribution.fixed(100, 100), None)
-    assert load.model_flops()["actor_update"] == pytest.approx(3 * load.model_flops()["old_log_probs"])
+    assert load.model_flops()["actor_update"] == pytest.approx(
+        3 * load.model_flops()["old_log_probs"]
+    )
 
 
 def test_the_rate_of_a_run_is_counted_as_that_of_a_plan(tmp_path: Path) -> None:
@@ -238,20 +361,42 @@ def test_the_rate_of_a_run_is_counted_as_that_of_a_plan(tmp_path: Path) -> None:
     planned = job(world=2)
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     config = planned.config.model_copy(
-        update={"model": planned.config.model.model_copy(update={"path": str(tmp_path)})}
+        update={
+            "model": planned.config.model.model_copy(update={"path": str(tmp_path)})
+        }
     )
     lengths, seconds = [10, 30, 20, 20], 2.0
-    load = StepLoad(make_job(config, find_spec(config), 2), H100, LengthDistribution(0.0, (10, 30, 20, 20)), None)
+    load = StepLoad(
+        make_job(config, find_spec(config), 2),
+        H100,
+        LengthDistribution(0.0, (10, 30, 20, 20)),
+        None,
+    )
     passes = sum(3 if name.endswith("_update") else 1 for name in load.model_flops())
     spec = find_spec(config)
-    weights = spec.hidden_size * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    weights += spec.num_heads * spec.head_dim * spec.hidden_size + 3 * spec.hidden_size * spec.ffn_hidden_size
+    weights = (
+        spec.hidden_size * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    )
+    weights += (
+        spec.num_heads * spec.head_dim * spec.hidden_size
+        + 3 * spec.hidden_size * spec.ffn_hidden_size
+    )
     weights = weights * spec.num_layers + spec.hidden_size * spec.vocab_size
-    pairs = sum(length**2 / 2 for length in lengths) * spec.num_layers * 4 * spec.num_heads * spec.head_dim
+    pairs = (
+        sum(length**2 / 2 for length in lengths)
+        * spec.num_layers
+        * 4
+        * spec.num_heads
+        * spec.head_dim
+    )
     flops = passes * (2 * weights * sum(lengths) + pairs)
     found = MeasuredRate(config, 2, H100).metrics(lengths, seconds)
-    assert found["train/tflop_per_gpu_per_sec"] == pytest.approx(flops / seconds / 2 / 1e12)
-    assert found["train/mfu"] == pytest.approx(flops / seconds / 2 / H100.peak("bfloat16"))
+    assert found["train/tflop_per_gpu_per_sec"] == pytest.approx(
+        flops / seconds / 2 / 1e12
+    )
+    assert found["train/mfu"] == pytest.approx(
+        flops / seconds / 2 / H100.peak("bfloat16")
+    )
     assert found["train/tokens_per_gpu_per_sec"] == 80 / seconds / 2
     assert "train/mfu" not in MeasuredRate(config, 2, None).metrics(lengths, seconds)
     assert MeasuredRate(config, 2, H100).metrics([], 1.0) == {}
@@ -262,14 +407,22 @@ def test_an_estimate_of_the_reshard_is_near_the_ranks_own_plans() -> None:
 
     for more in ((), ("actor.tp=2",), ("actor.pp=2",)):
         planned = job(*more)
-        exact = simulate(planned, H100, traffic=make_traffic(planned)).seconds_of("reshard")
-        assert simulate(planned, H100).seconds_of("reshard") == pytest.approx(exact, rel=0.5, abs=0.02), more
+        exact = simulate(planned, H100, traffic=make_traffic(planned)).seconds_of(
+            "reshard"
+        )
+        assert simulate(planned, H100).seconds_of("reshard") == pytest.approx(
+            exact, rel=0.5, abs=0.02
+        ), more
 
 
 @pytest.mark.parametrize("name", known())
-def test_every_description_reads_and_says_where_its_numbers_are_from(name: str, tmp_path: Path) -> None:
+def test_every_description_reads_and_says_where_its_numbers_are_from(
+    name: str, tmp_path: Path
+) -> None:
     hardware = Hardware.read(name)
-    assert hardware.name == name and all(len(source) > 20 for source in hardware.sources)
+    assert hardware.name == name and all(
+        len(source) > 20 for source in hardware.sources
+    )
     assert Hardware.read(hardware.write(tmp_path / "own.json")) == hardware
     shares = [hardware.matmul_share(10.0**power) for power in range(6, 15)]
     assert shares == sorted(shares) and shares[0] > 0 and shares[-1] < 1
@@ -290,17 +443,26 @@ def test_every_description_reads_and_says_where_its_numbers_are_from(name: str, 
         ({"name": None}, "name is missing"),
     ],
 )
-def test_a_description_that_cannot_be_meant_is_refused_in_words(change: dict, said: str, tmp_path: Path) -> None:
+def test_a_description_that_cannot_be_meant_is_refused_in_words(
+    change: dict, said: str, tmp_path: Path
+) -> None:
     fields = asdict(H100) | change
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps({key: value for key, value in fields.items() if key != "name" or value}))
+    path.write_text(
+        json.dumps(
+            {key: value for key, value in fields.items() if key != "name" or value}
+        )
+    )
     with pytest.raises(ConfigError) as error:
         Hardware.read(path)
     assert said in str(error.value)
 
 
 def test_a_description_that_is_not_there_says_which_are() -> None:
-    with pytest.raises(ConfigError, match=r"unknown name h1000\. Known: a100, a100_40gb, b200, cpu, h100, h20, h200"):
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown name h1000\. Known: a100, a100_40gb, b200, cpu, h100, h20, h200",
+    ):
         Hardware.read("h1000")
     with pytest.raises(ConfigError, match=r"absent\.json does not exist"):
         Hardware.read("absent.json")
@@ -311,7 +473,13 @@ def test_a_description_that_is_not_there_says_which_are() -> None:
 def test_a_fit_gives_back_what_steps_cost_beyond_the_rates() -> None:
     """Steps that are made up from known overheads: another job is then predicted as with these."""
     overheads = {"kernel_us": 40, "decode_step_ms": 1.5, "sample_ms": 0.1, "step_ms": 4}
-    free = {"operator_ms": 0, "micro_batch_ms": 0, "update_ms": 0, "decode_sequence_us": 0, "memory_efficiency": 1.0}
+    free = {
+        "operator_ms": 0,
+        "micro_batch_ms": 0,
+        "update_ms": 0,
+        "decode_sequence_us": 0,
+        "memory_efficiency": 1.0,
+    }
     true = replace(
         CPU,
         **free,
@@ -329,25 +497,58 @@ def test_a_fit_gives_back_what_steps_cost_beyond_the_rates() -> None:
     )
 
     def probe(layers: int, *more: str, world: int = 1) -> Probe:
-        spec = replace(SPEC, num_layers=layers, hidden_size=192, ffn_hidden_size=576, num_heads=4, num_kv_heads=4)
-        planned = make(spec, world, *PROBE_KEYS, f"rollout={{engine: hf, sampling: {{max_tokens: {RESPONSE}}}}}", *more)
+        spec = replace(
+            SPEC,
+            num_layers=layers,
+            hidden_size=192,
+            ffn_hidden_size=576,
+            num_heads=4,
+            num_kv_heads=4,
+        )
+        planned = make(
+            spec,
+            world,
+            *PROBE_KEYS,
+            f"rollout={{engine: hf, sampling: {{max_tokens: {RESPONSE}}}}}",
+            *more,
+        )
         load = StepLoad(planned, true, LengthDistribution.fixed(PROMPT, RESPONSE), None)
         return Probe(
-            planned, {op.name: MeasuredOperator(op.seconds, op.work / len(op.ranks)) for op in operations(load)}
+            planned,
+            {
+                op.name: MeasuredOperator(op.seconds, op.work / len(op.ranks))
+                for op in operations(load)
+            },
         )
 
-    found = fit(bare, [probe(2), probe(6), probe(6, "actor.tp=2", "reference.tp=2", world=2)])
+    found = fit(
+        bare, [probe(2), probe(6), probe(6, "actor.tp=2", "reference.tp=2", world=2)]
+    )
     assert found.node_latency_us == pytest.approx(200, rel=0.05)
-    for planned in (job("actor.tp=2", world=2), job(world=2), job("actor.pp=2", world=4)):
+    for planned in (
+        job("actor.tp=2", world=2),
+        job(world=2),
+        job("actor.pp=2", world=4),
+    ):
         lengths = LengthDistribution.fixed(PROMPT, RESPONSE)
         want = simulate(planned, true, lengths=lengths).step_seconds
-        assert simulate(planned, found, lengths=lengths).step_seconds == pytest.approx(want, rel=0.05)
+        assert simulate(planned, found, lengths=lengths).step_seconds == pytest.approx(
+            want, rel=0.05
+        )
 
 
 def test_ranks_with_samples_of_their_own_tell_each_other_of_them() -> None:
     def longer(*cut: str, world: int, name: str = "advantages") -> float:
-        planned, lengths = job(*cut, world=world), LengthDistribution.fixed(PROMPT, RESPONSE)
-        both = [simulate(planned, replace(CPU, cores=None, node_latency_us=us), lengths=lengths) for us in (1000, 0)]
+        planned, lengths = (
+            job(*cut, world=world),
+            LengthDistribution.fixed(PROMPT, RESPONSE),
+        )
+        both = [
+            simulate(
+                planned, replace(CPU, cores=None, node_latency_us=us), lengths=lengths
+            )
+            for us in (1000, 0)
+        ]
         return both[0].seconds_of(name) - both[1].seconds_of(name)
 
     assert longer(world=1) == longer("actor.tp=2", "reference.tp=2", world=2) == 0
@@ -363,7 +564,9 @@ def test_messages_between_stages_are_work_of_processors_that_ranks_share() -> No
 
     def work(latency: float) -> float:
         return simulate(
-            planned, replace(CPU, message_work=0.5, send_latency_us=latency), lengths=lengths
+            planned,
+            replace(CPU, message_work=0.5, send_latency_us=latency),
+            lengths=lengths,
         ).processor_seconds
 
     (role,) = (each for each in planned.roles if each.name == "actor")
@@ -386,62 +589,107 @@ def test_steps_in_which_others_were_at_work_do_not_count(tmp_path: Path) -> None
             }
             events.append(common | {"name": "step", "args": {"step": step}})
             facts = {"step": step, "processor_us": 1e6 * (1 + rank)}
-            events.append(common | {"name": "rollout", "dur": common["dur"] / 2, "args": facts})
+            events.append(
+                common | {"name": "rollout", "dur": common["dur"] / 2, "args": facts}
+            )
     path = tmp_path / "timeline.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    found = steps_of_trace(path, lambda begin, end: 0.75 if int(begin // 10) % 2 == 0 else 0.125)
+    found = steps_of_trace(
+        path, lambda begin, end: 0.75 if int(begin // 10) % 2 == 0 else 0.125
+    )
     assert found.others == 0.125
-    assert found.operators == {"rollout": MeasuredOperator(2.5, 2.5), "step": MeasuredOperator(5.0, 0.0)}
+    assert found.operators == {
+        "rollout": MeasuredOperator(2.5, 2.5),
+        "step": MeasuredOperator(5.0, 0.0),
+    }
 
     watch = Watch(0)
     watch._looks = [(0.0, 1.0), (1.0, 1.0), (2.0, 2.0), (3.0, 2.0)]
-    assert [watch.others(*span) for span in ((0.2, 0.9), (1.1, 1.9), (0.5, 2.5), (2.5, 9.0))] == [0, 1, 1 / 3, 0]
+    assert [
+        watch.others(*span) for span in ((0.2, 0.9), (1.1, 1.9), (0.5, 2.5), (2.5, 9.0))
+    ] == [0, 1, 1 / 3, 0]
 
 
-def test_a_prediction_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prediction_is_printed_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     planned = job("actor.pp=2", *SPLIT)
     capacity = survey(planned, H100)
     assert capacity.prediction is not None
     text, found = as_text(capacity), as_dict(capacity)["step"]
-    assert f"a step, predicted: {found['seconds']:.1f} s" in text and "critical path: rollout" in text
-    assert found["phases"].keys() == {phase.name for phase in capacity.prediction.phases}
+    assert (
+        f"a step, predicted: {found['seconds']:.1f} s" in text
+        and "critical path: rollout" in text
+    )
+    assert found["phases"].keys() == {
+        phase.name for phase in capacity.prediction.phases
+    }
     assert draw(capacity, tmp_path / "plan.svg").read_text().count("<path") > 100
     assert as_dict(survey(planned))["step"] is None
     recipe_path = CONFIGS / "llama3_70b" / "grpo_8_nodes.yaml"
     command = ["plan", "--config", str(recipe_path), "--nodes", "8"]
-    assert main([*command, "--hardware", "h1000"]) == 2 and "unknown name h1000" in capsys.readouterr().err
+    assert (
+        main([*command, "--hardware", "h1000"]) == 2
+        and "unknown name h1000" in capsys.readouterr().err
+    )
     assert main([*command, "--hardware", "h200", "--response-tokens", "900"]) == 0
     said = capsys.readouterr().out
     assert "150 GB each" in said and "responses of 900 (up to" in said
 
 
-@pytest.mark.parametrize("more", [("actor={tp: 2, pp: 2}",), SPLIT, ASYNC], ids=["together", "split", "ahead"])
-def test_memory_through_a_step_is_that_of_what_each_rank_works_on(more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [("actor={tp: 2, pp: 2}",), SPLIT, ASYNC],
+    ids=["together", "split", "ahead"],
+)
+def test_memory_through_a_step_is_that_of_what_each_rank_works_on(
+    more: tuple[str, ...],
+) -> None:
     """Engines that sleep copy their weights only where no reshard of their own ranks writes them anew."""
     planned = job(*more, "rollout.sleep=true")
-    capacity, awake = survey(planned, H100), survey(job(*more, "rollout.sleep=false"), H100).prediction
+    capacity, awake = (
+        survey(planned, H100),
+        survey(job(*more, "rollout.sleep=false"), H100).prediction,
+    )
     found = capacity.prediction
     assert found is not None and awake is not None
-    moments = {"rollout": "generate", "old_log_probs": "actor forward", "actor_update": "actor update"}
+    moments = {
+        "rollout": "generate",
+        "old_log_probs": "actor forward",
+        "actor_update": "actor update",
+    }
     for memory in capacity.memory:
         spans = memory_over_time(found, memory)
-        assert all(end == begin for (_, end, *_), (begin, *_) in zip(spans, spans[1:], strict=False))
+        assert all(
+            end == begin
+            for (_, end, *_), (begin, *_) in zip(spans, spans[1:], strict=False)
+        )
         assert spans[0][0] == 0 and spans[-1][1] == pytest.approx(found.step_seconds)
         assert all(end > begin for begin, end, *_ in spans)
         held = {what: nbytes for _, _, what, nbytes in spans}
         assert ("rollout" in held) == (memory.rank in planned.rollout.ranks)
         assert ("actor_update" in held) == (memory.rank in planned.actor.ranks)
-        assert all(held[name] == memory.phases[moment] for name, moment in moments.items() if name in held)
+        assert all(
+            held[name] == memory.phases[moment]
+            for name, moment in moments.items()
+            if name in held
+        )
         assert min(held.values()) == memory.phases["between"]
     told = as_dict(capacity)["step"]["memory_over_time"]
     assert sum(len(parse_ranks(each["ranks"])) for each in told) == planned.world
     slept = sleep_and_wake(found)
     assert [what for what, *_ in slept] == ["wake", "sleep", "wake"]
     copied = slept[1][2] - slept[1][1]
-    weights = capacity.memory[planned.rollout.ranks[0]].engine.weights if more in (SPLIT, ASYNC) else 0
+    weights = (
+        capacity.memory[planned.rollout.ranks[0]].engine.weights
+        if more in (SPLIT, ASYNC)
+        else 0
+    )
     assert copied == pytest.approx(weights / (H100.host_gb_s * 1e9), rel=0.02)
     for name in ("rollout", "reshard"):
-        assert found.seconds_of(name) - awake.seconds_of(name) == pytest.approx(copied, abs=1e-6)
+        assert found.seconds_of(name) - awake.seconds_of(name) == pytest.approx(
+            copied, abs=1e-6
+        )
 
 
 def test_a_step_of_70b_is_predicted_in_milliseconds_of_arithmetic() -> None:
@@ -449,16 +697,27 @@ def test_a_step_of_70b_is_predicted_in_milliseconds_of_arithmetic() -> None:
     planned = recipe("llama3_70b/grpo_8_nodes", 64)
     found: Prediction = simulate(planned, H100, lengths=default_lengths(planned))
     assert 60 < found.step_seconds < 900 and 0.2 < found.update_mfu < 0.66
-    assert found.tokens == pytest.approx(found.samples * default_lengths(planned).tokens)
+    assert found.tokens == pytest.approx(
+        found.samples * default_lengths(planned).tokens
+    )
 
 
 def test_conversations_of_an_episode_are_rows_of_a_step() -> None:
     """Three of each are as many responses as three times the group, where no prompt is kept for the next."""
-    given = ["environment.name=guess", "rollout.vllm={enable_prefix_caching: false}", "actor.pack_samples=false"]
+    given = [
+        "environment.name=guess",
+        "rollout.vllm={enable_prefix_caching: false}",
+        "actor.pack_samples=false",
+    ]
     three = job(*given, "environment.conversations=3", "algorithm.group_size=4")
     same = job(*given, "algorithm.group_size=12")
     found, expected = (simulate(each, H100) for each in (three, same))
     assert found.samples == expected.samples == 3 * three.config.samples_per_step
-    assert found.step_seconds == expected.step_seconds and three.field_bytes(0) == same.field_bytes(0)
+    assert found.step_seconds == expected.step_seconds and three.field_bytes(
+        0
+    ) == same.field_bytes(0)
     one = simulate(job(*given, "algorithm.group_size=4"), H100)
-    assert found.seconds_of("rollout") > one.seconds_of("rollout") and found.tokens == 3 * one.tokens
+    assert (
+        found.seconds_of("rollout") > one.seconds_of("rollout")
+        and found.tokens == 3 * one.tokens
+    )

@@ -27,7 +27,11 @@ def exchanged(dtype: str, in_place: bool) -> dict[str, Any]:
         sums.append(mine.clone())
     exact = torch.stack([each[rank].double() for each in everyone]).sum(0)
     gathered = torch.full((size, 5), 7.0, dtype=kind)
-    given = gathered[rank].copy_(everyone[rank][0]) if in_place else everyone[rank][0].clone()
+    given = (
+        gathered[rank].copy_(everyone[rank][0])
+        if in_place
+        else everyone[rank][0].clone()
+    )
     megatron_cpu.all_gather(gathered, given, dist.group.WORLD)
     return {
         "sum": float((sums[0].double() - exact).abs().max()),
@@ -57,14 +61,23 @@ def by_megatron_core() -> dict[str, Any]:
         whole = drawn(rank, size, torch.float32).flatten()
         mine = whole.view(size, -1)[rank]
         with _coalescing_manager(dist.group.WORLD, async_ops=async_op) as manager:
-            options = {"op": dist.ReduceOp.SUM, "group": dist.group.WORLD, "async_op": async_op}
+            options = {
+                "op": dist.ReduceOp.SUM,
+                "group": dist.group.WORLD,
+                "async_op": async_op,
+            }
             buffers.dist_reduce_scatter_func(mine, whole, **options)
         if async_op:
             manager.wait()
         with _coalescing_manager(dist.group.WORLD, async_ops=async_op) as manager:
-            buffers.dist_all_gather_func(whole, mine, group=dist.group.WORLD, async_op=async_op)
+            buffers.dist_all_gather_func(
+                whole, mine, group=dist.group.WORLD, async_op=async_op
+            )
         if async_op:
             manager.wait()
-        found["in the background" if async_op else "at once"] = {"directly": len(seen), "whole": whole.tolist()}
+        found["in the background" if async_op else "at once"] = {
+            "directly": len(seen),
+            "whole": whole.tolist(),
+        }
     megatron_cpu._exchange = direct
     return found

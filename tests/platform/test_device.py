@@ -24,7 +24,11 @@ def test_this_machine() -> None:
 
 def test_what_follows_from_a_cpu() -> None:
     cpu = Platform(is_cuda=False)
-    assert (cpu.backend, cpu.device, cpu.default_dtype) == ("gloo", torch.device("cpu"), torch.float32)
+    assert (cpu.backend, cpu.device, cpu.default_dtype) == (
+        "gloo",
+        torch.device("cpu"),
+        torch.float32,
+    )
     cpu.start()
     cpu.synchronize()
 
@@ -49,7 +53,9 @@ def test_a_rank_may_open_as_many_files_as_the_machine_lets_it() -> None:
 
 def in_a_new_process(code: str) -> dict[str, object]:
     """The JSON that `code` prints in a fresh interpreter."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -58,7 +64,8 @@ def test_on_cuda_nothing_is_adapted() -> None:
     found = in_a_new_process(
         "import importlib.machinery, json, sys, types, warnings\n"
         "finders, filters = list(sys.meta_path), list(warnings.filters)\n"
-        "engine = sys.modules['transformer_engine'] = types.ModuleType('transformer_engine')\n"  # without it some are
+        # Without it some are.
+        "engine = sys.modules['transformer_engine'] = types.ModuleType('transformer_engine')\n"
         "engine.__spec__ = importlib.machinery.ModuleSpec('transformer_engine', None)\n"
         "from megaverl.platform import Platform\n"
         "cuda = Platform(is_cuda=True); cuda.adapt_megatron(); cuda.adapt_vllm()\n"

@@ -35,14 +35,34 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("__version__ = '2.5.0'", HOPPER, ""),
         ("__version__ = '2.8.3.post1'", (8, 0), ""),
         ("__version__ = '2.10.0'", (12, 0), ""),
-        ("__version__ = '2.4.2'", HOPPER, "2.5 or later is needed, and 2.4.2 is installed"),
+        (
+            "__version__ = '2.4.2'",
+            HOPPER,
+            "2.5 or later is needed, and 2.4.2 is installed",
+        ),
         ("__version__ = '1.9'", HOPPER, "2.5 or later is needed, and 1.9"),
         ("", HOPPER, "2.5 or later is needed, and unknown is installed"),
-        ("import flash_attn_2_cuda", HOPPER, "ModuleNotFoundError: No module named 'flash_attn_2_cuda'"),
-        ("raise OSError('undefined symbol: _ZN3c104')", HOPPER, "cannot be imported: OSError: undefined symbol"),
-        ("__version__ = '2.8.3'", (7, 5), "compute capability 8.0 or more, and this one has 7.5"),
+        (
+            "import flash_attn_2_cuda",
+            HOPPER,
+            "ModuleNotFoundError: No module named 'flash_attn_2_cuda'",
+        ),
+        (
+            "raise OSError('undefined symbol: _ZN3c104')",
+            HOPPER,
+            "cannot be imported: OSError: undefined symbol",
+        ),
+        (
+            "__version__ = '2.8.3'",
+            (7, 5),
+            "compute capability 8.0 or more, and this one has 7.5",
+        ),
         ("__version__ = '2.8.3'", None, "there is no CUDA device"),
-        (None, HOPPER, "cannot be imported: ModuleNotFoundError: No module named 'flash_attn'"),
+        (
+            None,
+            HOPPER,
+            "cannot be imported: ModuleNotFoundError: No module named 'flash_attn'",
+        ),
     ],
 )
 def test_it_imports_in_a_version_that_serves_on_a_device_that_can(
@@ -63,9 +83,16 @@ def test_a_folder_of_that_name_is_not_enough(package: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 @pytest.mark.parametrize("backend", ["flash", "fused"])
 def test_a_backend_that_is_not_there_is_refused(backend: str) -> None:
-    with pytest.raises(ModelError, match=f"megatron.attention_backend={backend} needs .*Transformer Engine.* auto"):
-        transformer_config(make_spec(), GridShape(), torch.float32, {"attention_backend": backend})
-    transformer_config(make_spec(), GridShape(), torch.float32, {"attention_backend": "auto"})
+    with pytest.raises(
+        ModelError,
+        match=f"megatron.attention_backend={backend} needs .*Transformer Engine.* auto",
+    ):
+        transformer_config(
+            make_spec(), GridShape(), torch.float32, {"attention_backend": backend}
+        )
+    transformer_config(
+        make_spec(), GridShape(), torch.float32, {"attention_backend": "auto"}
+    )
 
 
 def test_a_model_of_transformers_that_cannot_keeps_its_attention(
@@ -73,7 +100,9 @@ def test_a_model_of_transformers_that_cannot_keeps_its_attention(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(make_tiny_folder(tmp_path), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        make_tiny_folder(tmp_path), dtype=torch.bfloat16
+    )
     asked = []
     monkeypatch.setattr(model, "set_attn_implementation", asked.append)
     flash_attention.use_in(model)

@@ -25,7 +25,9 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return joined.to(dtype).requires_grad_(), torch.randn(3, 2, 37).to(dtype)
 
 
-def by_the_equation(joined: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def by_the_equation(
+    joined: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and gradient in float64."""
     joined = joined.detach().double().requires_grad_()
     gate, up = joined.chunk(2, dim=-1)
@@ -34,17 +36,25 @@ def by_the_equation(joined: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Ten
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 0.02)], ids=str
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 0.02)],
+    ids=str,
 )
-def test_values_and_gradients_are_the_equations(dtype: torch.dtype, tolerance: float) -> None:
+def test_values_and_gradients_are_the_equations(
+    dtype: torch.dtype, tolerance: float
+) -> None:
     joined, grad = example(dtype)
     expected, expected_grad = by_the_equation(joined, grad)
     found = GatedSilu.apply(joined)
     [found_grad] = torch.autograd.grad(found, joined, grad)
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(found_grad.double(), expected_grad, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        found_grad.double(), expected_grad, rtol=tolerance, atol=tolerance
+    )
     with torch.no_grad():
-        torch.testing.assert_close(GatedSilu.apply(joined).double(), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            GatedSilu.apply(joined).double(), expected, rtol=tolerance, atol=tolerance
+        )
 
 
 def test_what_is_no_number_stays_none() -> None:
@@ -79,7 +89,9 @@ def test_it_leaves_what_it_was_given_and_keeps_its_dtype(dtype: torch.dtype) -> 
     ],
     ids=str,
 )
-def test_what_else_a_configuration_asks_for_is_left_to_megatron_core(changes: dict[str, Any], plainly: bool) -> None:
+def test_what_else_a_configuration_asks_for_is_left_to_megatron_core(
+    changes: dict[str, Any], plainly: bool
+) -> None:
     plain = {
         "activation_func": F.silu,
         "gated_linear_unit": True,
@@ -91,7 +103,11 @@ def test_what_else_a_configuration_asks_for_is_left_to_megatron_core(changes: di
     assert _gates_plainly(SimpleNamespace(**(plain | changes))) == plainly
 
 
-def test_mlps_of_megatron_core_take_it_where_there_is_no_gpu(launch: Launcher, tmp_path: Path) -> None:
+def test_mlps_of_megatron_core_take_it_where_there_is_no_gpu(
+    launch: Launcher, tmp_path: Path
+) -> None:
     folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM")
-    [operators] = launch.world(1, "tests.models.ranks:operators_of_a_gated_mlp", folder=folder)
+    [operators] = launch.world(
+        1, "tests.models.ranks:operators_of_a_gated_mlp", folder=folder
+    )
     assert any(name.startswith("GatedSilu") for name in operators) != platform.is_cuda

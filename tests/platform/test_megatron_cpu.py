@@ -15,7 +15,12 @@ import torch
 import torch.distributed as dist
 
 from megaverl.platform import cuda_on_cpu, platform
-from megaverl.platform.megatron_cpu import ADAPTATIONS, REWRITES, _install_import_hook, rewrite
+from megaverl.platform.megatron_cpu import (
+    ADAPTATIONS,
+    REWRITES,
+    _install_import_hook,
+    rewrite,
+)
 
 ROOT = Path(__file__).parents[2]
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")
@@ -63,7 +68,10 @@ def rewritten(source: str) -> tuple[str, int]:
         ("jit_fuser = torch.compile", "jit_fuser = _cuda_on_cpu.uncompiled"),
         ("torch.cuda.current_device()", "_cuda_on_cpu.current_device()"),
         ("isinstance(s, torch.cuda.Stream)", "isinstance(s, _cuda_on_cpu.Stream)"),
-        ("from torch.cuda import Event", "from megaverl.platform.cuda_on_cpu import Event"),
+        (
+            "from torch.cuda import Event",
+            "from megaverl.platform.cuda_on_cpu import Event",
+        ),
         ("x.cuda()", "x.cpu()"),
         ("x.y[0].cuda(device, non_blocking=True)", "x.y[0].cpu()"),
         (
@@ -71,7 +79,10 @@ def rewritten(source: str) -> tuple[str, int]:
             "_cuda_on_cpu.record_stream(x, _cuda_on_cpu.current_stream())",
         ),
         ("torch.empty(n, pin_memory=True)", "torch.empty(n, pin_memory=False)"),
-        ("torch.empty(n, pin_memory=self.pin, device='cuda')", "torch.empty(n, pin_memory=False, device='cpu')"),
+        (
+            "torch.empty(n, pin_memory=self.pin, device='cuda')",
+            "torch.empty(n, pin_memory=False, device='cpu')",
+        ),
     ],
 )
 def test_each_rule(source: str, expected: str) -> None:
@@ -97,10 +108,15 @@ def test_what_stays(source: str) -> None:
 
 
 def test_docstring_and_future_imports_stay_first() -> None:
-    tree, count = rewrite('"""Words."""\nfrom __future__ import annotations\nimport torch\nd = "cuda"\n')
+    tree, count = rewrite(
+        '"""Words."""\nfrom __future__ import annotations\nimport torch\nd = "cuda"\n'
+    )
     assert count == 1
     assert ast.get_docstring(tree) == "Words."
-    kinds = [getattr(statement, "module", type(statement).__name__) for statement in tree.body]
+    kinds = [
+        getattr(statement, "module", type(statement).__name__)
+        for statement in tree.body
+    ]
     assert kinds == ["Expr", "__future__", "megaverl.platform", "Import", "Assign"]
     compile(tree, "here", "exec")
 
@@ -109,7 +125,9 @@ def test_lines_keep_their_numbers() -> None:
     """A traceback through megatron-core must point at its own source."""
     source = "import torch\n\n\ndef f(x):\n    return x.cuda()\n"
     tree, _ = rewrite(source)
-    function = next(statement for statement in tree.body if isinstance(statement, ast.FunctionDef))
+    function = next(
+        statement for statement in tree.body if isinstance(statement, ast.FunctionDef)
+    )
     assert (function.lineno, function.body[0].lineno) == (4, 5)
 
 
@@ -140,7 +158,9 @@ print(json.dumps({
 
 @on_cpu
 def test_torch_is_left_alone_while_megatron_core_sees_the_shim() -> None:
-    done = subprocess.run([sys.executable, "-c", _LEFT_ALONE], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", _LEFT_ALONE], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "changed": [[], [], []],
@@ -156,7 +176,10 @@ def test_torch_is_left_alone_while_megatron_core_sees_the_shim() -> None:
 def test_coming_too_late_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
     finders = list(sys.meta_path)
-    with pytest.raises(RuntimeError, match=r"megatron\.core was imported before megaverl\.platform could adapt it"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"megatron\.core was imported before megaverl\.platform could adapt it",
+    ):
         _install_import_hook.__wrapped__()
     assert sys.meta_path == finders
 
@@ -184,7 +207,9 @@ class TestTheShim:
         assert start.query() and start.elapsed_time(end) >= 0
         with cuda_on_cpu.stream(cuda_on_cpu.Stream()), cuda_on_cpu.device(0):
             assert cuda_on_cpu.default_stream() is stream
-        assert isinstance(stream, cuda_on_cpu.Stream), "isinstance and annotations need a class"
+        assert isinstance(stream, cuda_on_cpu.Stream), (
+            "isinstance and annotations need a class"
+        )
 
     def test_everything_else_is_torch_cudas_own(self) -> None:
         assert cuda_on_cpu.is_available is torch.cuda.is_available
@@ -203,7 +228,9 @@ def test_one_rank_keeps_its_buffers_and_several_places_are_still_filled() -> Non
         version = values._version
         buffers.dist_reduce_scatter_func(values, values, group=dist.group.WORLD)
         buffers.dist_all_gather_func(values, values, group=dist.group.WORLD)
-        assert values._version == version and values.tolist() == [0, 1, 2, 3], "nothing is written"
+        assert values._version == version and values.tolist() == [0, 1, 2, 3], (
+            "nothing is written"
+        )
         buffers.dist_all_gather_func(elsewhere, values, group=dist.group.WORLD)
         assert torch.equal(elsewhere, values)
     finally:
@@ -216,13 +243,27 @@ def test_adam_takes_its_kernel_whatever_a_checkpoint_says() -> None:
     from megatron.core import optimizer as optimizers
 
     weight = torch.nn.Parameter(torch.ones(5))
-    config = optimizers.OptimizerConfig(optimizer="adam", lr=0.1, weight_decay=0.0, clip_grad=0.0)
-    groups = [{"params": [weight], "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False}]
+    config = optimizers.OptimizerConfig(
+        optimizer="adam", lr=0.1, weight_decay=0.0, clip_grad=0.0
+    )
+    groups = [
+        {
+            "params": [weight],
+            "wd_mult": 1.0,
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+        }
+    ]
     made = optimizers._get_megatron_optimizer_based_on_param_groups(
-        config=config, model_chunks=[], param_groups=groups, pg_collection=SimpleNamespace(tp=None)
+        config=config,
+        model_chunks=[],
+        param_groups=groups,
+        pg_collection=SimpleNamespace(tp=None),
     )
     seen = []
-    made.optimizer.register_step_post_hook(lambda adam, *_: seen.append([g["fused"] for g in adam.param_groups]))
+    made.optimizer.register_step_post_hook(
+        lambda adam, *_: seen.append([g["fused"] for g in adam.param_groups])
+    )
     for told in (None, False):
         for group in made.optimizer.param_groups:
             group["fused"] = told

@@ -23,7 +23,9 @@ def test_expected_warnings_are_left_out() -> None:
     assert not logging.getLogger("torch._library.triton").isEnabledFor(logging.WARNING)
 
 
-def test_only_lines_with_the_text_are_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+def test_only_lines_with_the_text_are_left_out(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with native_stderr_without("NUMA binding"):
         os.write(2, b"Warning: NUMA binding: MEMBIND\nanother line\n")
     os.write(2, b"after\n")

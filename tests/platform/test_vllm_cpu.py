@@ -8,12 +8,18 @@ import pytest
 import torch
 
 from megaverl.errors import RolloutError
-from megaverl.platform.vllm_cpu import ADAPTATIONS, BLOCK_TOKENS, MAX_CACHE_BYTES, engine_defaults
+from megaverl.platform.vllm_cpu import (
+    ADAPTATIONS,
+    BLOCK_TOKENS,
+    MAX_CACHE_BYTES,
+    engine_defaults,
+)
 from megaverl.rollout.cpu_limits import check_runs_here
 from tests.launcher import Launcher
 
 RANKS = "tests.platform.vllm_ranks"
-ONE_TOKEN = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, heads, dimensions, float32
+# Bytes: keys and values, layers, heads, dimensions, float32.
+ONE_TOKEN = 2 * 4 * 2 * 32 * 4
 
 
 def test_the_list_is_whole_and_says_why() -> None:
@@ -45,12 +51,24 @@ def adapted(launch: Launcher) -> list[Any]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")
 def test_each_changes_what_it_says_and_twice_is_once(adapted: list[Any]) -> None:
     before, once, twice = adapted[1]
-    assert before == {"weight_kept": False, "wrapped": [0, 0], "own_norm": False, "opaque": True, "ranks": [2]}
+    assert before == {
+        "weight_kept": False,
+        "wrapped": [0, 0],
+        "own_norm": False,
+        "opaque": True,
+        "ranks": [2],
+    }
     assert (
         once
         == twice
         == {
-            **{"weight_kept": True, "wrapped": [1, 1], "own_norm": True, "opaque": False, "ranks": [0]},
+            **{
+                "weight_kept": True,
+                "wrapped": [1, 1],
+                "own_norm": True,
+                "opaque": False,
+                "ranks": [0],
+            },
             "sgl": False,
         }
     )
@@ -76,22 +94,38 @@ def test_nothing_happens_on_cuda(adapted: list[Any]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")
-def test_shared_memory_has_one_name_in_an_engine_and_another_in_the_next(launch: Launcher) -> None:
+def test_shared_memory_has_one_name_in_an_engine_and_another_in_the_next(
+    launch: Launcher,
+) -> None:
     first, second = launch.world(2, f"{RANKS}:shared_memory_names")
     assert first == second
     assert len(set(first)) == 2
 
 
 def sizes(**changes: Any) -> dict[str, Any]:
-    model = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": torch.float32, "latent_attention": False}
-    return engine_defaults(**(model | {"max_model_len": 100, "num_sequences": 16} | changes))
+    model = {
+        "num_layers": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "dtype": torch.float32,
+        "latent_attention": False,
+    }
+    return engine_defaults(
+        **(model | {"max_model_len": 100, "num_sequences": 16} | changes)
+    )
 
 
 def test_cache_holds_what_is_asked_for_within_limits() -> None:
     blocks = 16 * 4 + 2  # 100 tokens are 4 blocks of 32
     assert sizes()["kv_cache_memory_bytes"] == blocks * BLOCK_TOKENS * ONE_TOKEN
-    assert sizes(dtype=torch.bfloat16)["kv_cache_memory_bytes"] == blocks * BLOCK_TOKENS * ONE_TOKEN // 2
-    assert sizes(num_sequences=10**6)["kv_cache_memory_bytes"] == MAX_CACHE_BYTES + 2 * BLOCK_TOKENS * ONE_TOKEN
+    assert (
+        sizes(dtype=torch.bfloat16)["kv_cache_memory_bytes"]
+        == blocks * BLOCK_TOKENS * ONE_TOKEN // 2
+    )
+    assert (
+        sizes(num_sequences=10**6)["kv_cache_memory_bytes"]
+        == MAX_CACHE_BYTES + 2 * BLOCK_TOKENS * ONE_TOKEN
+    )
     one_long = sizes(max_model_len=10**6, num_sequences=None)
     assert one_long["kv_cache_memory_bytes"] > 10**6 * ONE_TOKEN > MAX_CACHE_BYTES
 
@@ -100,5 +134,10 @@ def test_latent_attention_keeps_the_weights_that_updates_are_written_to() -> Non
     """Where there is AMX vLLM would take a backend without them."""
     assert sizes(latent_attention="CPU_MLA")["attention_backend"] == "CPU_MLA"
     assert "attention_backend" not in sizes()
-    with pytest.raises(RolloutError, match="rollout.vllm.attention_backend=AMX_MLA: .* Remove the key, to use CPU_MLA"):
-        check_runs_here({"enforce_eager": True, "attention_backend": "AMX_MLA"}, experts=False)
+    with pytest.raises(
+        RolloutError,
+        match="rollout.vllm.attention_backend=AMX_MLA: .* Remove the key, to use CPU_MLA",
+    ):
+        check_runs_here(
+            {"enforce_eager": True, "attention_backend": "AMX_MLA"}, experts=False
+        )

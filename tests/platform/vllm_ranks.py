@@ -38,14 +38,18 @@ def apply_twice() -> list[dict[str, Any]]:
             "wrapped": [times_wrapped(f) for f in wrapped],
             "own_norm": "forward_cpu" in vars(RMSNorm),
             "opaque": CpuPlatform.opaque_attention_op(),
-            "ranks": sampler.Sampler.gather_logprobs(log_probs, 0, torch.tensor([0])).selected_token_ranks.tolist(),
+            "ranks": sampler.Sampler.gather_logprobs(
+                log_probs, 0, torch.tensor([0])
+            ).selected_token_ranks.tolist(),
         }
 
     found = [state()]
     for _ in range(2):
         for adaptation in ADAPTATIONS:
             adaptation.apply()
-        found.append(state() | {"sgl": utils.check_cpu_sgl_kernel(8, 64, torch.bfloat16)})
+        found.append(
+            state() | {"sgl": utils.check_cpu_sgl_kernel(8, 64, torch.bfloat16)}
+        )
     return found
 
 
@@ -56,7 +60,10 @@ def norm_errors() -> dict[str, float]:
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-        return float(((found - expected).abs() / (1 + expected.abs())).max()) / torch.finfo(found.dtype).eps
+        return (
+            float(((found - expected).abs() / (1 + expected.abs())).max())
+            / torch.finfo(found.dtype).eps
+        )
 
     errors = {}
     # the kernels know no width of 12
@@ -65,11 +72,22 @@ def norm_errors() -> dict[str, float]:
             norm = RMSNorm(width, eps=1e-5, dtype=dtype)
         torch.nn.init.normal_(norm.weight)
         x, residual = torch.randn(2, 5, 3, width).to(dtype)
-        heads = torch.randn(5, 2, 3, width).to(dtype)[:, 0]  # as of queries that were cut out of a wider tensor
-        for name, given, before in (("alone", x, None), ("cut out", heads, None), ("added", x, residual)):
-            exact = given.double() if before is None else given.double() + before.double()
-            expected = torch.nn.functional.rms_norm(exact, (width,), norm.weight.double(), 1e-5)
-            found = norm.forward_cpu(given.clone() if before is not None else given, before)
+        # As of queries that were cut out of a wider tensor.
+        heads = torch.randn(5, 2, 3, width).to(dtype)[:, 0]
+        for name, given, before in (
+            ("alone", x, None),
+            ("cut out", heads, None),
+            ("added", x, residual),
+        ):
+            exact = (
+                given.double() if before is None else given.double() + before.double()
+            )
+            expected = torch.nn.functional.rms_norm(
+                exact, (width,), norm.weight.double(), 1e-5
+            )
+            found = norm.forward_cpu(
+                given.clone() if before is not None else given, before
+            )
             normed = found if before is None else found[0]
             errors[f"{name} {width} {dtype}"] = error(normed, expected)
             if before is not None:
@@ -98,20 +116,36 @@ def rotary_errors() -> dict[str, float]:
             "no keys": (apart, None),
         }
         for name, given in cases.items():
-            before = [None if x is None else x.clone().view(tokens, -1, size) for x in given]
-            _custom_ops.rotary_embedding(positions, *given, size, torch.cat([angles.cos(), angles.sin()], -1), True)
+            before = [
+                None if x is None else x.clone().view(tokens, -1, size) for x in given
+            ]
+            _custom_ops.rotary_embedding(
+                positions,
+                *given,
+                size,
+                torch.cat([angles.cos(), angles.sin()], -1),
+                True,
+            )
             worst = 0.0
             for x, was in zip(given, before, strict=True):
                 if x is not None and was is not None:
-                    a, b, rest = was.split([turned // 2, turned // 2, size - turned], -1)
+                    a, b, rest = was.split(
+                        [turned // 2, turned // 2, size - turned], -1
+                    )
                     wanted = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
-                    worst = max(worst, float((x.view(tokens, -1, size) - wanted).abs().max()))
+                    worst = max(
+                        worst, float((x.view(tokens, -1, size) - wanted).abs().max())
+                    )
             errors[f"{name} {turned}"] = worst
     return errors
 
 
 def times_wrapped(function: Any) -> int:
-    return 1 + times_wrapped(function.__wrapped__) if hasattr(function, "__wrapped__") else 0
+    return (
+        1 + times_wrapped(function.__wrapped__)
+        if hasattr(function, "__wrapped__")
+        else 0
+    )
 
 
 def adapt_cuda() -> list[str]:

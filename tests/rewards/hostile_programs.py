@@ -1,8 +1,9 @@
 """Programs that try to get out, to last, to use up the machine, or to be paid for nothing.
 
-Each is (name, source, test): a script where there is no test, else what a test is run against. None may pass, print
-`ESCAPED`, or leave a trace outside. `{port}`, `{parent}`, `{file}` and `{folder}` are filled in: a listener's port, the
-number of the process that asks, a file of its that can be read by all, and a folder that all may write to.
+Each is (name, source, test): a script where there is no test, else what a test is run
+against. None may pass, print `ESCAPED`, or leave a trace outside. `{port}`, `{parent}`,
+`{file}` and `{folder}` are filled in: a listener's port, the number of the process that
+asks, a file of its that can be read by all, and a folder that all may write to.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ SCRIPTS = {
     "memory": "x = []\nwhile True: x.append(bytearray(1 << 24))\nprint('ESCAPED')",
     "memory at once": "x = bytearray(1 << 33)\nprint('ESCAPED')",
     "memory by a huge number": "x = 10 ** 10 ** 10\nprint('ESCAPED')",
-    "memory files": ("import os\nfd = os.memfd_create('a')\nos.write(fd, b'a' * (1 << 20))\nprint('ESCAPED')"),
+    "memory files": (
+        "import os\nfd = os.memfd_create('a')\nos.write(fd, b'a' * (1 << 20))\nprint('ESCAPED')"
+    ),
     "zip bomb": (
         "import zlib, io\nbomb = zlib.compress(bytes(1 << 28))\nx = [zlib.decompress(bomb) for _ in range(64)]\n"
         "print('ESCAPED')"
@@ -103,10 +106,22 @@ TESTED = {
         "class A:\n  __eq__ = lambda s, o: True\n  __ne__ = lambda s, o: False\ndef f(x): return A()",
         ASSERTION,
     ),
-    "an int that equals everything": ("class A(int):\n  __eq__ = lambda s, o: True\ndef f(x): return A(1)", ASSERTION),
-    "a list that equals everything": ("class A(list):\n  __eq__ = lambda s, o: True\ndef f(x): return A()", CALL),
-    "assertions that never fail": ("import builtins\nbuiltins.AssertionError = Warning\ndef f(x): return 1", ASSERTION),
-    "another abs": ("def abs(x): return 0\ndef f(x): return 1", {"code": "assert abs(f(20) - 42) < 1e-6"}),
+    "an int that equals everything": (
+        "class A(int):\n  __eq__ = lambda s, o: True\ndef f(x): return A(1)",
+        ASSERTION,
+    ),
+    "a list that equals everything": (
+        "class A(list):\n  __eq__ = lambda s, o: True\ndef f(x): return A()",
+        CALL,
+    ),
+    "assertions that never fail": (
+        "import builtins\nbuiltins.AssertionError = Warning\ndef f(x): return 1",
+        ASSERTION,
+    ),
+    "another abs": (
+        "def abs(x): return 0\ndef f(x): return 1",
+        {"code": "assert abs(f(20) - 42) < 1e-6"},
+    ),
     "another math": (
         "class math:\n  isclose = lambda *a: True\ndef f(x): return 1",
         {"code": "import math\nassert math.isclose(f(20), 42)"},
@@ -134,7 +149,10 @@ TESTED = {
         ASSERTION,
     ),
     "an answer that is too long": ("def f(x): return 'x' * (1 << 27)", ASSERTION),
-    "an answer that is too deep": ("def f(x):\n  a = []\n  for _ in range(10 ** 5): a = [a]\n  return a", ASSERTION),
+    "an answer that is too deep": (
+        "def f(x):\n  a = []\n  for _ in range(10 ** 5): a = [a]\n  return a",
+        ASSERTION,
+    ),
     "an answer without end": ("def f(x):\n  while True: pass", ASSERTION),
     "calling back into the tests": (
         "import sys\npeer = None\ndef f(g):\n  g.__globals__['f'] = lambda x: 42\n  return 1",

@@ -10,16 +10,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.rewards.binding import NAMES, TRL_PROMPT, TRL_RESPONSE, VALUES, RowNames, bind
+from megaverl.rewards.binding import (
+    NAMES,
+    TRL_PROMPT,
+    TRL_RESPONSE,
+    VALUES,
+    RowNames,
+    bind,
+)
 
 ROW: dict[str, Any] = {"level": 3, "data_source": "gsm8k", "extra_info": {"index": 7}}
-GIVEN: dict[str, Any] = {"prompt": "P", "response": "R", "reference": "A", "token_ids": [5, 6], "log_metric": print}
+GIVEN: dict[str, Any] = {
+    "prompt": "P",
+    "response": "R",
+    "reference": "A",
+    "token_ids": [5, 6],
+    "log_metric": print,
+}
 GIVEN |= {TRL_PROMPT: "P", TRL_RESPONSE: "R", "log_extra": "L", "trainer_state": "S"}
 FOUR = ("P", "R", "A", {"level": 3})
 
 
 def seen(
-    function: Callable[..., Any], *options: str, batched: bool = False, row: dict[str, Any] | None = None, **names: Any
+    function: Callable[..., Any],
+    *options: str,
+    batched: bool = False,
+    row: dict[str, Any] | None = None,
+    **names: Any,
 ) -> Any:
     """Call the function as it is bound, and return its result."""
     row = {"level": 3} if row is None else row
@@ -29,7 +46,9 @@ def seen(
             return row[name.removeprefix("column ")]
         return {**GIVEN, "extra": row}[name]
 
-    binding = bind(function, options, batched=batched, row=RowNames(frozenset(row), **names))
+    binding = bind(
+        function, options, batched=batched, row=RowNames(frozenset(row), **names)
+    )
     arguments, keywords = binding.arguments(value_of, row)
     return function(*arguments, **keywords, **dict.fromkeys(options, "option"))
 
@@ -76,7 +95,10 @@ def test_bound_by_name_or_by_count(function: Callable[..., Any], expected: Any) 
 
 
 def test_options_are_not_bound() -> None:
-    assert seen(lambda response, target: (response, target), "target") == ("R", "option")
+    assert seen(lambda response, target: (response, target), "target") == (
+        "R",
+        "option",
+    )
     assert seen(lambda a, b, limit: (a, b, limit), "limit") == ("R", "A", "option")
 
 
@@ -89,7 +111,9 @@ def test_lists_are_bound_by_the_same_names() -> None:
 
 
 @given(st.permutations(VALUES), st.integers(0, 4), st.data())
-def test_every_name_in_every_order(order: list[str], count: int, data: st.DataObject) -> None:
+def test_every_name_in_every_order(
+    order: list[str], count: int, data: st.DataObject
+) -> None:
     """Whatever the names and their order, each parameter gets the value that its name stands for."""
     names = [data.draw(st.sampled_from(NAMES[value])) for value in order[:count]]
     if not names:
@@ -102,19 +126,40 @@ def test_every_name_in_every_order(order: list[str], count: int, data: st.DataOb
     ("function", "words"),
     [
         (lambda question, reply: 0, "cannot bind reply"),
-        (lambda text, level: 0, "cannot bind text: the data has the columns answer, level, prompt"),
+        (
+            lambda text, level: 0,
+            "cannot bind text: the data has the columns answer, level, prompt",
+        ),
         (lambda completions_of, completion: 0, "cannot bind completions_of"),
-        (lambda response, environments: 0, "environments is not given: environments are closed before rewards are"),
-        (lambda response, **kwargs: kwargs["environments"], "environments, which the function reads from its keyword"),
-        (lambda response, log_extra: 0, "log_extra is of whole lists, which needs batched: true"),
+        (
+            lambda response, environments: 0,
+            "environments is not given: environments are closed before rewards are",
+        ),
+        (
+            lambda response, **kwargs: kwargs["environments"],
+            "environments, which the function reads from its keyword",
+        ),
+        (
+            lambda response, log_extra: 0,
+            "log_extra is of whole lists, which needs batched: true",
+        ),
         (lambda response, completion: 0, "cannot bind response, completion"),
         (lambda reference, text: 0, "cannot bind text"),
-        (lambda a, b, c, d, e: 0, "5 parameters, but only 4 values: prompt, response, reference, extra"),
+        (
+            lambda a, b, c, d, e: 0,
+            "5 parameters, but only 4 values: prompt, response, reference, extra",
+        ),
         (lambda: 0, "the function has no parameters"),
         (lambda text, *, pattern: 0, "cannot bind pattern"),
-        (lambda prompts, completions: 0, "prompts, completions is of whole lists, which needs batched: true"),
+        (
+            lambda prompts, completions: 0,
+            "prompts, completions is of whole lists, which needs batched: true",
+        ),
         (lambda samples: 0, "samples is of whole lists, which needs batched: true"),
-        (lambda response, sample: 0, "sample stands first, or, with batched: true, samples"),
+        (
+            lambda response, sample: 0,
+            "sample stands first, or, with batched: true, samples",
+        ),
     ],
 )
 def test_what_cannot_be_bound_is_said(function: Callable[..., Any], words: str) -> None:
@@ -126,25 +171,35 @@ def test_what_cannot_be_bound_is_said(function: Callable[..., Any], words: str) 
     "function",
     [
         lambda completions, **kwargs: kwargs.get("environments"),
-        lambda completions, **kwargs: "environments" in kwargs and kwargs["environments"],
+        lambda completions, **kwargs: (
+            "environments" in kwargs and kwargs["environments"]
+        ),
         lambda completions, environments=None: environments,
-        lambda completions, options={"environments": 1}, **kwargs: options["environments"],  # noqa: B006
+        lambda completions, options={"environments": 1}, **kwargs: options[
+            "environments"
+        ],  # noqa: B006
     ],
 )
-def test_a_function_that_does_without_environments_is_not_refused(function: Callable[..., Any]) -> None:
+def test_a_function_that_does_without_environments_is_not_refused(
+    function: Callable[..., Any],
+) -> None:
     assert "environments" not in bind(function, (), batched=True).keywords
 
 
 def test_a_column_may_be_named_environments() -> None:
     row = RowNames(frozenset({"environments"}))
-    assert bind(lambda completions, environments: 0, (), batched=True, row=row).keywords["environments"] == (
-        "column environments"
+    assert bind(
+        lambda completions, environments: 0, (), batched=True, row=row
+    ).keywords["environments"] == ("column environments")
+    bind(
+        lambda completions, **kwargs: kwargs["environments"], (), batched=True, row=row
     )
-    bind(lambda completions, **kwargs: kwargs["environments"], (), batched=True, row=row)
 
 
 def test_no_name_means_two_things() -> None:
-    assert [a & b for a, b in itertools.combinations(map(set, NAMES.values()), 2) if a & b] == []
+    assert [
+        a & b for a, b in itertools.combinations(map(set, NAMES.values()), 2) if a & b
+    ] == []
 
 
 def by_level(completions, level, **kwargs):
@@ -193,14 +248,39 @@ def verl_batch(data_sources, solution_strs, ground_truths, extra_infos):
         (trl_accuracy, True, {"solution": "S"}, ("R", "A")),  # the answer's own column
         (trl_logs, True, {}, ("R", "A", "L", True)),
         (trl_state, True, {}, ("R", "S", "L")),
-        (lambda response, trainer_state: (response, trainer_state), False, {}, ("R", "S")),
-        (lambda response, log_extra=None: (response, log_extra), False, {}, ("R", None)),
+        (
+            lambda response, trainer_state: (response, trainer_state),
+            False,
+            {},
+            ("R", "S"),
+        ),
+        (
+            lambda response, log_extra=None: (response, log_extra),
+            False,
+            {},
+            ("R", None),
+        ),
         (lambda completions, **kwargs: kwargs["level"], True, ROW, 3),
-        (lambda completions, response: (completions, response), True, {"response": "theirs"}, ("R", "theirs")),
+        (
+            lambda completions, response: (completions, response),
+            True,
+            {"response": "theirs"},
+            ("R", "theirs"),
+        ),
         (verl_score, False, ROW, ("gsm8k", "R", "A", {"index": 7})),
-        (verl_score, False, {"data_source": "x"}, ("x", "R", "A", {"data_source": "x"})),
+        (
+            verl_score,
+            False,
+            {"data_source": "x"},
+            ("x", "R", "A", {"data_source": "x"}),
+        ),
         (verl_batch, True, ROW, ("gsm8k", "R", "A", {"index": 7})),
-        (lambda output, level=1: (output, level), False, {"level": 3, "output": "column"}, ("column", 3)),
+        (
+            lambda output, level=1: (output, level),
+            False,
+            {"level": 3, "output": "column"},
+            ("column", 3),
+        ),
         (lambda response, target=5.0: target, False, {"target": 6.0}, 6.0),
         (lambda level: level, False, ROW, 3),
     ],

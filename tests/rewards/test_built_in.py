@@ -21,8 +21,16 @@ from megaverl.rewards.rules import final_number
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "test.jsonl"
 
 
-def score(reward: str, response: str, reference: Any = None, num_tokens: int | None = None, **options: Any) -> float:
-    sample = RewardSample("prompt", response, reference, finish_reason="stop", num_tokens=num_tokens)
+def score(
+    reward: str,
+    response: str,
+    reference: Any = None,
+    num_tokens: int | None = None,
+    **options: Any,
+) -> float:
+    sample = RewardSample(
+        "prompt", response, reference, finish_reason="stop", num_tokens=num_tokens
+    )
     return build_reward({"name": reward, **options}).score([sample]).total[0]
 
 
@@ -39,19 +47,26 @@ def score(reward: str, response: str, reference: Any = None, num_tokens: int | N
         ("c", ["a", "b"], {}, 0.0),
     ],
 )
-def test_exact_match(response: str, reference: Any, options: dict[str, Any], expected: float) -> None:
+def test_exact_match(
+    response: str, reference: Any, options: dict[str, Any], expected: float
+) -> None:
     assert score("exact_match", response, reference, **options) == expected
 
 
 @pytest.mark.parametrize(
-    ("response", "expected"), [("12345", 1.0), ("12354", 0.6), ("123", 0.6), ("1234567890", 0.5), ("", 0.0)]
+    ("response", "expected"),
+    [("12345", 1.0), ("12354", 0.6), ("123", 0.6), ("1234567890", 0.5), ("", 0.0)],
 )
 def test_positions_give_partial_credit(response: str, expected: float) -> None:
     assert score("positions", response, "12345") == pytest.approx(expected)
 
 
-@given(response=st.text("01", max_size=6), reference=st.text("01", min_size=1, max_size=6))
-def test_positions_are_one_only_for_an_exact_match(response: str, reference: str) -> None:
+@given(
+    response=st.text("01", max_size=6), reference=st.text("01", min_size=1, max_size=6)
+)
+def test_positions_are_one_only_for_an_exact_match(
+    response: str, reference: str
+) -> None:
     value = score("positions", response, reference)
     assert 0.0 <= value <= 1.0 and (value == 1.0) == (response == reference)
 
@@ -74,7 +89,10 @@ def test_positions_are_one_only_for_an_exact_match(response: str, reference: str
         ("", 0.0, 0.0),
     ],
 )
-@pytest.mark.parametrize("reference", ["48+24 = 72\n#### 72", "72", 72, "48 and 24: the answer is 72.", "$72.00"])
+@pytest.mark.parametrize(
+    "reference",
+    ["48+24 = 72\n#### 72", "72", 72, "48 and 24: the answer is 72.", "$72.00"],
+)
 def test_gsm8k(response: str, strict: float, flexible: float, reference: Any) -> None:
     assert score("gsm8k", response, reference) == strict
     assert score("gsm8k", response, reference, method="flexible") == flexible
@@ -91,16 +109,23 @@ def test_gsm8k_reads_large_numbers_and_rewards_the_form() -> None:
 
 def test_gsm8k_says_which_row_has_no_number() -> None:
     for reference in ("many", "nan", "48 and 24 #### many"):
-        with pytest.raises(RewardError, match=f"raised ValueError: the reference '{reference}' .*sample 0 of 1"):
+        with pytest.raises(
+            RewardError,
+            match=f"raised ValueError: the reference '{reference}' .*sample 0 of 1",
+        ):
             score("gsm8k", "#### 5", reference)
     with pytest.raises(RewardError, match="no reference answer; .*data.answer_key"):
         score("gsm8k", "#### 5", None)
 
 
-@pytest.mark.skipif(not GSM8K.is_file(), reason="no copy of GSM8K beside the repository")
+@pytest.mark.skipif(
+    not GSM8K.is_file(), reason="no copy of GSM8K beside the repository"
+)
 def test_gsm8k_reads_every_published_answer() -> None:
     rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()]
-    samples = [RewardSample(row["question"], row["answer"], row["answer"]) for row in rows]
+    samples = [
+        RewardSample(row["question"], row["answer"], row["answer"]) for row in rows
+    ]
     assert all(build_reward("gsm8k").score(samples).correct) and len(rows) > 1000
 
 
@@ -162,49 +187,91 @@ def test_format(response: str, mode: str, expected: float) -> None:
     assert score("format", response, pattern=pattern, mode=mode) == expected
 
 
-@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (80, 0), (90, -0.5), (100, -1), (150, -1)])
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"), [(0, 0), (80, 0), (90, -0.5), (100, -1), (150, -1)]
+)
 def test_soft_overlong_is_daposs_equation_13(num_tokens: int, expected: float) -> None:
-    value = score("soft_overlong", "", num_tokens=num_tokens, max_tokens=100, buffer_tokens=20)
+    value = score(
+        "soft_overlong", "", num_tokens=num_tokens, max_tokens=100, buffer_tokens=20
+    )
     assert value == pytest.approx(expected)
-    half = score("soft_overlong", "", num_tokens=num_tokens, max_tokens=100, buffer_tokens=20, penalty=0.5)
+    half = score(
+        "soft_overlong",
+        "",
+        num_tokens=num_tokens,
+        max_tokens=100,
+        buffer_tokens=20,
+        penalty=0.5,
+    )
     assert half == pytest.approx(expected / 2)
 
 
-@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (20, 0), (60, -0.5), (100, -1), (140, -1.5)])
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"), [(0, 0), (20, 0), (60, -0.5), (100, -1), (140, -1.5)]
+)
 def test_length_linear(num_tokens: int, expected: float) -> None:
-    value = score("length_linear", "", num_tokens=num_tokens, max_tokens=100, free_tokens=20)
+    value = score(
+        "length_linear", "", num_tokens=num_tokens, max_tokens=100, free_tokens=20
+    )
     assert value == pytest.approx(expected)
 
 
 def test_finished_tells_a_cut_off_response() -> None:
-    samples = [RewardSample("p", "r", finish_reason=reason) for reason in ("stop", "length")]
+    samples = [
+        RewardSample("p", "r", finish_reason=reason) for reason in ("stop", "length")
+    ]
     assert build_reward("finished").score(samples).total == [1.0, 0.0]
     with pytest.raises(RewardError, match="finish_reason is None"):
         build_reward("finished").score([RewardSample("p", "r")])
     with pytest.raises(RewardError, match="num_tokens is None"):
-        build_reward({"name": "length_linear", "max_tokens": 5}).score([RewardSample("p", "r")])
+        build_reward({"name": "length_linear", "max_tokens": 5}).score(
+            [RewardSample("p", "r")]
+        )
 
 
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ({"name": "gsm8k", "method": "loose"}, "method is 'loose'; it must be strict or flexible"),
+        (
+            {"name": "gsm8k", "method": "loose"},
+            "method is 'loose'; it must be strict or flexible",
+        ),
         ({"name": "format", "pattern": "("}, "not a regular expression"),
         ({"name": "format", "pattern": "a", "mode": "match"}, "mode is 'match'"),
         ({"name": "format"}, "missing a required .*argument.* 'pattern'"),
-        ({"name": "soft_overlong", "max_tokens": 5, "buffer_tokens": 6}, "buffer_tokens is 6"),
-        ({"name": "soft_overlong", "max_tokens": 5, "buffer_tokens": 2, "penalty": -1}, "penalty is -1"),
-        ({"name": "length_linear", "max_tokens": 5, "free_tokens": 5}, "free_tokens is 5"),
+        (
+            {"name": "soft_overlong", "max_tokens": 5, "buffer_tokens": 6},
+            "buffer_tokens is 6",
+        ),
+        (
+            {
+                "name": "soft_overlong",
+                "max_tokens": 5,
+                "buffer_tokens": 2,
+                "penalty": -1,
+            },
+            "penalty is -1",
+        ),
+        (
+            {"name": "length_linear", "max_tokens": 5, "free_tokens": 5},
+            "free_tokens is 5",
+        ),
         ({"name": "math_verify", "timeout_seconds": 0}, "timeout_seconds is 0"),
     ],
 )
-def test_options_that_cannot_be_used_are_refused_when_built(spec: dict[str, Any], said: str) -> None:
+def test_options_that_cannot_be_used_are_refused_when_built(
+    spec: dict[str, Any], said: str
+) -> None:
     with pytest.raises(RewardError, match=said):
         build_reward(spec)
 
 
 def test_rewards_need_no_heavy_library() -> None:
     code = "import sys, megaverl.rewards as r; r.reward_names(); print([m for m in sys.modules if m in BAD])"
-    code = code.replace("BAD", repr(("torch", "transformers", "vllm", "sympy", "math_verify")))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = code.replace(
+        "BAD", repr(("torch", "transformers", "vllm", "sympy", "math_verify"))
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

@@ -18,7 +18,10 @@ from megaverl.rewards.rules import extract_code, row_tests, same_output
         ("x = 1", "x = 1"),
         ("Here:\n```python\nx = 1\n```\ndone", "x = 1\n"),
         ("```\nx = 1\n```", "x = 1\n"),
-        ("```python\nx = 1\n```\nbetter:\n```py\nx = 2\n```\nrun it:\n```bash\npython x.py\n```", "x = 2\n"),
+        (
+            "```python\nx = 1\n```\nbetter:\n```py\nx = 2\n```\nrun it:\n```bash\npython x.py\n```",
+            "x = 2\n",
+        ),
         ("```python\nx = 1\nwhile", "x = 1\nwhile"),
         ("```bash\nls\n```", ""),
         ("```python title='a'\nx = '```'\n```", "x = '```'\n"),
@@ -32,43 +35,90 @@ def test_the_last_block_of_python(response: str, code: str) -> None:
     ("reference", "tests"),
     [
         ("assert f(1) == 2", [{"code": "assert f(1) == 2"}]),
-        (["assert a", {"code": "assert b"}], [{"code": "assert a"}, {"code": "assert b"}]),
+        (
+            ["assert a", {"code": "assert b"}],
+            [{"code": "assert a"}, {"code": "assert b"}],
+        ),
         ({"input": "1", "output": "2"}, [{"input": "1", "output": "2"}]),
-        ({"call": "f", "args": [1], "expected": 2}, [{"call": "f", "args": [1], "expected": 2}]),
-        ({"inputs": ["1\n", ["1", "2"]], "outputs": ["2", "3"]}, [("1\n", "2"), ("1\n2", "3")]),
+        (
+            {"call": "f", "args": [1], "expected": 2},
+            [{"call": "f", "args": [1], "expected": 2}],
+        ),
+        (
+            {"inputs": ["1\n", ["1", "2"]], "outputs": ["2", "3"]},
+            [("1\n", "2"), ("1\n2", "3")],
+        ),
         (
             {"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "f"},
             [{"call": "f", "args": [1, 2], "expected": 3}],
         ),
-        ({"test": "def check(c): pass", "entry_point": "f"}, [{"code": "def check(c): pass\ncheck(f)"}]),
-        ({"test_list": ["assert a"], "test_setup_code": "import b"}, [{"code": "import b\nassert a"}]),
+        (
+            {"test": "def check(c): pass", "entry_point": "f"},
+            [{"code": "def check(c): pass\ncheck(f)"}],
+        ),
+        (
+            {"test_list": ["assert a"], "test_setup_code": "import b"},
+            [{"code": "import b\nassert a"}],
+        ),
     ],
 )
 def test_the_forms_of_tests(reference: Any, tests: list[Any]) -> None:
-    wanted = [dict(zip(("input", "output"), each, strict=True)) if isinstance(each, tuple) else each for each in tests]
+    wanted = [
+        dict(zip(("input", "output"), each, strict=True))
+        if isinstance(each, tuple)
+        else each
+        for each in tests
+    ]
     assert row_tests(reference) == wanted
     if not isinstance(reference, str):
         assert row_tests(json.dumps(reference)) == wanted
 
 
-FIELDS = ("input", "output", "call", "args", "kwargs", "expected", "code", "inputs", "outputs", "fn_name", "test")
+FIELDS = (
+    "input",
+    "output",
+    "call",
+    "args",
+    "kwargs",
+    "expected",
+    "code",
+    "inputs",
+    "outputs",
+    "fn_name",
+    "test",
+)
 ALL_FIELDS = dict.fromkeys((*FIELDS, "entry_point", "test_list", "test_setup_code"))
 
 
 @pytest.mark.parametrize(
     ("test", "read"),
     [
-        ({"call": "f", "args": [1, None], "expected": 3}, {"call": "f", "args": [1, None], "expected": 3}),
+        (
+            {"call": "f", "args": [1, None], "expected": 3},
+            {"call": "f", "args": [1, None], "expected": 3},
+        ),
         ({"call": "f", "expected": None}, {"call": "f", "expected": None}),
-        ({"call": "f", "kwargs": {"a": 1, "b": None}, "expected": 3}, {"call": "f", "kwargs": {"a": 1}, "expected": 3}),
+        (
+            {"call": "f", "kwargs": {"a": 1, "b": None}, "expected": 3},
+            {"call": "f", "kwargs": {"a": 1}, "expected": 3},
+        ),
         ({"input": "7", "output": "7"}, {"input": "7", "output": "7"}),
         ({"output": "7"}, {"output": "7"}),
         ({"code": "assert a"}, {"code": "assert a"}),
         ({"test_list": ["assert a", None]}, {"code": "\nassert a"}),
-        ({"test": "def check(f): pass", "entry_point": "f"}, {"code": "def check(f): pass\ncheck(f)"}),
-        ({"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "f"}, {"call": "f", "args": [1, 2], "expected": 3}),
+        (
+            {"test": "def check(f): pass", "entry_point": "f"},
+            {"code": "def check(f): pass\ncheck(f)"},
+        ),
+        (
+            {"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "f"},
+            {"call": "f", "args": [1, 2], "expected": 3},
+        ),
         ({"inputs": [None], "outputs": ["7"]}, {"input": "", "output": "7"}),
-        ({"inputs": [None], "outputs": [None], "fn_name": "f"}, {"call": "f", "args": [], "expected": None}),
+        (
+            {"inputs": [None], "outputs": [None], "fn_name": "f"},
+            {"call": "f", "args": [], "expected": None},
+        ),
     ],
 )
 def test_null_fields_are_absent(test: dict[str, Any], read: dict[str, Any]) -> None:
@@ -79,20 +129,56 @@ def test_null_fields_are_absent(test: dict[str, Any], read: dict[str, Any]) -> N
 
 
 def test_programs_are_judged_the_same_with_null_fields() -> None:
-    add, echo, nothing = "def f(a, b): return a + b", "print(input())", "def f(): return {'a': 1, 'b': None}"
+    add, echo, nothing = (
+        "def f(a, b): return a + b",
+        "print(input())",
+        "def f(): return {'a': 1, 'b': None}",
+    )
     read_all = "import sys\nprint(len(sys.stdin.read()))"
     samples = [
-        RewardSample("", add, [ALL_FIELDS | {"call": "f", "args": [1, 2], "expected": 3}]),
-        RewardSample("", add, [ALL_FIELDS | {"call": "f", "args": [1], "kwargs": {"b": 2, "c": None}, "expected": 3}]),
-        RewardSample("", "print(None)", [ALL_FIELDS | {"call": "f", "args": [1, 2], "expected": 3}]),
+        RewardSample(
+            "", add, [ALL_FIELDS | {"call": "f", "args": [1, 2], "expected": 3}]
+        ),
+        RewardSample(
+            "",
+            add,
+            [
+                ALL_FIELDS
+                | {
+                    "call": "f",
+                    "args": [1],
+                    "kwargs": {"b": 2, "c": None},
+                    "expected": 3,
+                }
+            ],
+        ),
+        RewardSample(
+            "",
+            "print(None)",
+            [ALL_FIELDS | {"call": "f", "args": [1, 2], "expected": 3}],
+        ),
         RewardSample("", echo, [ALL_FIELDS | {"input": "7\n", "output": "7\n"}]),
         RewardSample("", read_all, [ALL_FIELDS | {"output": "0"}]),
         RewardSample("", nothing, [{"call": "f", "expected": {"a": 1}}]),
-        RewardSample("", "def f(): return {'a': 1}", [{"call": "f", "expected": {"a": 1, "b": None}}]),
+        RewardSample(
+            "",
+            "def f(): return {'a': 1}",
+            [{"call": "f", "expected": {"a": 1, "b": None}}],
+        ),
         RewardSample("", "def f(): pass", [ALL_FIELDS | {"call": "f"}]),
         RewardSample("", "def f(): return 0", [ALL_FIELDS | {"call": "f"}]),
     ]
-    assert build_reward("code").score(samples).total == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+    assert build_reward("code").score(samples).total == [
+        1.0,
+        1.0,
+        0.0,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+    ]
 
 
 NO_TESTS = [
@@ -131,7 +217,9 @@ def test_brackets_without_end_are_text() -> None:
         ("nan", "1", 1e-6, False),
     ],
 )
-def test_outputs_are_compared(found: str, expected: str, tolerance: float, same: bool) -> None:
+def test_outputs_are_compared(
+    found: str, expected: str, tolerance: float, same: bool
+) -> None:
     assert same_output(found, expected, tolerance) is same
 
 
@@ -144,19 +232,25 @@ def test_all_tests_or_a_part_of_them() -> None:
         RewardSample("", DOUBLE, CASES),
         RewardSample("", "print(int(input()) * 2)", CASES),
         RewardSample("", "I do not know.", CASES),
-        RewardSample("", "def f(x): return 2 * x", ["assert f(1) == 2", "assert f(2) == 5"]),
+        RewardSample(
+            "", "def f(x): return 2 * x", ["assert f(1) == 2", "assert f(2) == 5"]
+        ),
     ]
     assert build_reward("code").score(samples).total == [0.0, 1.0, 0.0, 0.0]
     partial = build_reward({"name": "code", "partial_credit": True}).score(samples)
     assert partial.total == [0.5, 1.0, 0.0, 0.5]
     assert partial.correct == [False, True, False, False]
-    assert build_reward({"name": "code", "max_tests": 2}).score(samples[:1]).total == [1.0]
+    assert build_reward({"name": "code", "max_tests": 2}).score(samples[:1]).total == [
+        1.0
+    ]
 
 
 def test_options_reach_the_program() -> None:
     row = {"checks": "assert f(16.0) == 4.0"}
     sample = RewardSample("", "def f(x): return sqrt(x)", None, row)
-    assert build_reward({"name": "code", "tests_key": "checks"}).score([sample]).total == [0.0]
+    assert build_reward({"name": "code", "tests_key": "checks"}).score(
+        [sample]
+    ).total == [0.0]
     own = {"name": "code", "tests_key": "checks", "setup": "from math import sqrt"}
     assert build_reward(own).score([sample]).total == [1.0]
     slow = RewardSample("", "while True: pass", CASES)
@@ -168,10 +262,16 @@ def test_options_reach_the_program() -> None:
     [
         (RewardSample("", "", None), {}, "tests are text, mappings or lists"),
         (RewardSample("", "", []), {}, "the row has no tests"),
-        (RewardSample("", "", None, {"a": 1}), {"tests_key": "checks"}, "no column 'checks'; it has a"),
+        (
+            RewardSample("", "", None, {"a": 1}),
+            {"tests_key": "checks"},
+            "no column 'checks'; it has a",
+        ),
     ],
 )
-def test_a_row_without_tests_is_said(sample: RewardSample, options: dict[str, Any], said: str) -> None:
+def test_a_row_without_tests_is_said(
+    sample: RewardSample, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(RewardError, match=said):
         build_reward({"name": "code", **options}).score([sample])
 
@@ -187,12 +287,16 @@ def test_a_row_without_tests_is_said(sample: RewardSample, options: dict[str, An
         ({"language": "go"}, "language"),
     ],
 )
-def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], said: str) -> None:
+def test_options_that_cannot_be_used_are_refused(
+    options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(RewardError, match=said):
         build_reward({"name": "code", **options})
 
 
-def code_scores(response: str, reference: Any, extra: dict[str, Any] | None = None, **options: Any) -> float:
+def code_scores(
+    response: str, reference: Any, extra: dict[str, Any] | None = None, **options: Any
+) -> float:
     reward = build_reward({"name": "code", **options})
     return reward.score([RewardSample("?", response, reference, extra or {})]).total[0]
 
@@ -210,16 +314,29 @@ ANY_ORDER = "def check(input, output, expected):\n    return sorted(output.split
         (None, "print(2, 1)", 0.0),
         (None, "print(1, 2)", 1.0),
         # A response's output is never run, and a checker that raises has not accepted.
-        ("def check(input, output, expected):\n    return int(output) > 0\n", "print('1; print(1)')", 0.0),
-        ("import sys\nprint(float(open(sys.argv[3]).read() == '2 1\\n'))", "print(2, 1)", 1.0),
+        (
+            "def check(input, output, expected):\n    return int(output) > 0\n",
+            "print('1; print(1)')",
+            0.0,
+        ),
+        (
+            "import sys\nprint(float(open(sys.argv[3]).read() == '2 1\\n'))",
+            "print(2, 1)",
+            1.0,
+        ),
         ("print('accepted')", "print(1, 2)", 0.0),
         ("print(1)\nraise ValueError('after the verdict')", "print(1, 2)", 0.0),
         ("open('/etc/hostname').read()\nprint(1)", "print(1, 2)", 0.0),
     ],
 )
-def test_checkers_decide_over_outputs(checker: str | None, program: str, expected: float) -> None:
+def test_checkers_decide_over_outputs(
+    checker: str | None, program: str, expected: float
+) -> None:
     row = {"checker": checker}
-    assert code_scores(program, {"input": "", "output": "1 2"}, row, checker_key="checker") == expected
+    assert (
+        code_scores(program, {"input": "", "output": "1 2"}, row, checker_key="checker")
+        == expected
+    )
 
 
 def test_limits_of_a_row() -> None:
@@ -232,5 +349,7 @@ def test_limits_of_a_row() -> None:
     assert code_scores(slow, tests, {"time_limit": None}, **keys) == 1.0
     assert code_scores(large, tests, {"memory_limit": 128}, **keys) == 0.0
     assert code_scores(large, tests, {"memory_limit": 1024}, **keys) == 1.0
-    with pytest.raises(RewardError, match="the row's 'time_limit' is '2 s'; expected a number above 0"):
+    with pytest.raises(
+        RewardError, match="the row's 'time_limit' is '2 s'; expected a number above 0"
+    ):
         code_scores(slow, tests, {"time_limit": "2 s"}, **keys)

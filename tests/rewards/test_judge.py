@@ -23,7 +23,8 @@ from megaverl.rewards.service import Service
 from megaverl.rollout.engine import Generation
 from megaverl.workers.reward import RewardRole
 
-Answer = Callable[[dict[str, Any], int], Any]  # request, how many came before with the same body -> what is sent
+# Request, how many came before with the same body -> what is sent.
+Answer = Callable[[dict[str, Any], int], Any]
 
 
 class Upstream(ThreadingHTTPServer):
@@ -63,7 +64,9 @@ class Handler(BaseHTTPRequestHandler):
                 except OSError:
                     return
             return
-        status, headers, body = found if isinstance(found, tuple) else (200, {}, json.dumps(found).encode())
+        status, headers, body = (
+            found if isinstance(found, tuple) else (200, {}, json.dumps(found).encode())
+        )
         self.send_response(status)
         for name, value in {**headers, "content-length": str(len(body))}.items():
             self.send_header(name, value)
@@ -87,7 +90,9 @@ def upstream() -> Iterator[Upstream]:
     Service._shared.clear()
     Service._told = {}
     server = Upstream()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}
+    )
     thread.start()
     yield server
     server.over.set()
@@ -99,7 +104,9 @@ def upstream() -> Iterator[Upstream]:
 SAMPLES = [RewardSample(f"task {n}", f"response {n}", f"answer {n}") for n in range(6)]
 
 
-def judged(upstream: Upstream, samples: list[RewardSample] = SAMPLES, **options: Any) -> list[float]:
+def judged(
+    upstream: Upstream, samples: list[RewardSample] = SAMPLES, **options: Any
+) -> list[float]:
     options = {"url": upstream.url, "model": "m", "timeout_seconds": 20.0, **options}
     return build_reward({"name": "judge", "options": options}).score(samples).total
 
@@ -117,7 +124,11 @@ def test_a_rubric_is_scaled_to_one(upstream: Upstream) -> None:
     assert path == "/v1/chat/completions" and "Authorization" not in headers
     assert request["model"] == "m" and request["temperature"] == 0.0
     schema = request["response_format"]["json_schema"]["schema"]
-    assert schema["properties"]["score"] == {"type": "number", "minimum": 1.0, "maximum": 5.0}
+    assert schema["properties"]["score"] == {
+        "type": "number",
+        "minimum": 1.0,
+        "maximum": 5.0,
+    }
 
 
 def hiccup(kind: str) -> Answer:
@@ -134,20 +145,32 @@ def hiccup(kind: str) -> Answer:
         "hang": "hang",
         "trickle": "trickle",
     }
-    return lambda request, before: wrong[kind] if before < 1 + of_response(request) % 2 else graded(5)
+    return lambda request, before: (
+        wrong[kind] if before < 1 + of_response(request) % 2 else graded(5)
+    )
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        *("429", "500", "no JSON", "no choices", "no score", "a score outside", "a score that is text"),
+        *(
+            "429",
+            "500",
+            "no JSON",
+            "no choices",
+            "no score",
+            "a score outside",
+            "a score that is text",
+        ),
         *("half an answer", "hang", "trickle"),
     ],
 )
 def test_a_judge_that_misbehaves_loses_no_sample(
     upstream: Upstream, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megaverl.rewards.service.random.uniform", lambda low, high: 0.0)
+    monkeypatch.setattr(
+        "megaverl.rewards.service.random.uniform", lambda low, high: 0.0
+    )
     upstream.answer = hiccup(kind)
     never = kind in ("hang", "trickle")
     assert judged(upstream, timeout_seconds=1.0 if never else 20.0) == [0.5] * 6
@@ -155,9 +178,18 @@ def test_a_judge_that_misbehaves_loses_no_sample(
 
 
 def test_one_that_never_answers_is_nan_and_not_zero(upstream: Upstream) -> None:
-    upstream.answer = lambda request, before: "hang" if of_response(request) == 2 else graded(0)
+    upstream.answer = lambda request, before: (
+        "hang" if of_response(request) == 2 else graded(0)
+    )
     found = judged(upstream, deadline_seconds=2.0)
-    assert [math.isnan(value) for value in found] == [False, False, True, False, False, False]
+    assert [math.isnan(value) for value in found] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert found[0] == 0.0
     [service] = Service.known()
     assert service.failed == 1 and "Timeout" in service.last_failure
@@ -166,10 +198,14 @@ def test_one_that_never_answers_is_nan_and_not_zero(upstream: Upstream) -> None:
 def test_the_deadline_is_of_all_together(upstream: Upstream) -> None:
     upstream.answer = lambda request, before: (503, {"retry-after": "20"}, b"")
     assert all(map(math.isnan, judged(upstream, deadline_seconds=0.5)))
-    assert len(upstream.requests) == 6, "20 s to wait are beyond the deadline: asked once each"
+    assert len(upstream.requests) == 6, (
+        "20 s to wait are beyond the deadline: asked once each"
+    )
 
 
-def test_a_token_that_is_refused_ends_the_run(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_is_refused_ends_the_run(
+    upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     upstream.answer = lambda request, before: (401, {}, b"who are you?")
     monkeypatch.setenv("JUDGE_TOKEN", "sk-judge")
     with pytest.raises(RewardError, match="answers 401.*check the token.*who are you"):
@@ -189,24 +225,43 @@ def test_a_budget_is_not_passed(upstream: Upstream) -> None:
     assert sum(map(math.isnan, found)) == 2 and len(upstream.requests) == 4
 
 
-def test_a_served_model_reads_conversations_or_where_it_has_no_template_texts(upstream: Upstream) -> None:
+def test_a_served_model_reads_conversations_or_where_it_has_no_template_texts(
+    upstream: Upstream,
+) -> None:
     def answer(request: dict[str, Any], before: int) -> Any:
         if "messages" in request and request["model"] == "plain":
             return 400, {}, b"no chat template"
-        number = int(request["input"][-1] if "input" in request else request["messages"][-1]["content"][-1])
+        number = int(
+            request["input"][-1]
+            if "input" in request
+            else request["messages"][-1]["content"][-1]
+        )
         return {"data": [{"probs": [number - 2.5]}], "usage": {"total_tokens": 7}}
 
     upstream.answer = answer
-    rows = [replace(each, messages=[{"role": "system", "content": "S"}]) for each in SAMPLES]
+    rows = [
+        replace(each, messages=[{"role": "system", "content": "S"}]) for each in SAMPLES
+    ]
     given = {"url": upstream.url.removesuffix("/v1"), "job": "mine"}
     expected = [number - 2.5 for number in range(6)]
     [chat] = rewards_as_list([{**given, "model": "m", "weight": 2.0}])
     assert build_reward([chat]).score(rows).total == [2 * each for each in expected]
-    assert build_reward(rewards_as_list([{**given, "model": "plain"}])).score(rows[3:]).total == expected[3:]
+    assert (
+        build_reward(rewards_as_list([{**given, "model": "plain"}]))
+        .score(rows[3:])
+        .total
+        == expected[3:]
+    )
     path, headers, request = upstream.requests[0]
-    assert path == "/classify" and headers["X-Megaverl-Job"] == "mine" and request["use_activation"] is False
+    assert (
+        path == "/classify"
+        and headers["X-Megaverl-Job"] == "mine"
+        and request["use_activation"] is False
+    )
     assert request["messages"][0] == {"role": "system", "content": "S"}
-    texts = [request["input"] for _, _, request in upstream.requests if "input" in request]
+    texts = [
+        request["input"] for _, _, request in upstream.requests if "input" in request
+    ]
     assert sorted(texts) == [f"Sresponse {number}" for number in (3, 4, 5)]
     assert Service.costs() == {
         "reward/service_requests": 12,
@@ -215,7 +270,11 @@ def test_a_served_model_reads_conversations_or_where_it_has_no_template_texts(up
         "reward/service_tokens": 63,
     }
     upstream.answer = lambda request, before: {"data": [{"probs": [0.5, 0.5]}]}
-    [lost] = build_reward({"name": "served", **given, "model": "two", "retries": 0}).score(SAMPLES[:1]).total
+    [lost] = (
+        build_reward({"name": "served", **given, "model": "two", "retries": 0})
+        .score(SAMPLES[:1])
+        .total
+    )
     assert math.isnan(lost)
 
 
@@ -237,7 +296,13 @@ def test_services_are_asked_beside_what_comes_next(upstream: Upstream) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         reward = build_reward(
-            {"name": "judge", "url": upstream.url, "model": "m", "concurrent": 2, "structured": False}
+            {
+                "name": "judge",
+                "url": upstream.url,
+                "model": "m",
+                "concurrent": 2,
+                "structured": False,
+            }
         )
         role = RewardRole(reward, Words(), dist.group.WORLD)  # type: ignore[arg-type]
         generations = [Generation([number], [0.0], "stop") for number in range(6)]
@@ -245,7 +310,9 @@ def test_services_are_asked_beside_what_comes_next(upstream: Upstream) -> None:
         whole = RolloutBatch.from_generations([[9]] * 6, generations, columns=columns)
         for number in range(6):
             role.score_some(whole.select([number]), [number], 6)
-        assert role.score(whole).total.tolist() == pytest.approx([number / 10 for number in range(6)])
+        assert role.score(whole).total.tolist() == pytest.approx(
+            [number / 10 for number in range(6)]
+        )
         assert most == [2] and len(upstream.requests) == 6
         assert role.service_costs()["reward/service_requests"] == 6
         assert role.service_costs()["reward/service_requests"] == 0
@@ -262,7 +329,11 @@ def test_a_server_without_structured_outputs(upstream: Upstream) -> None:
     text = 'Let me think: {"a": 1}. So:\n```json\n{"score": 8, "reason": "good"}\n```'
 
     def answer(request: dict[str, Any], before: int) -> Any:
-        return (400, {}, b"response_format?") if "response_format" in request else completion(text)
+        return (
+            (400, {}, b"response_format?")
+            if "response_format" in request
+            else completion(text)
+        )
 
     upstream.answer = answer
     assert judged(upstream) == [0.8] * 6
@@ -270,10 +341,26 @@ def test_a_server_without_structured_outputs(upstream: Upstream) -> None:
 
 
 def test_a_majority_of_votes(upstream: Upstream) -> None:
-    votes = {0: [2, 8, 8], 1: [2, 4, 6], 2: [8, 8, 2], 3: ["-", 4, 4], 4: ["-", "-", 4], 5: [1, 1, 1]}
-    upstream.answer = lambda request, before: graded(votes[of_response(request)][request["seed"]])
+    votes = {
+        0: [2, 8, 8],
+        1: [2, 4, 6],
+        2: [8, 8, 2],
+        3: ["-", 4, 4],
+        4: ["-", "-", 4],
+        5: [1, 1, 1],
+    }
+    upstream.answer = lambda request, before: graded(
+        votes[of_response(request)][request["seed"]]
+    )
     found = judged(upstream, votes=3, retries=0)
-    assert [None if math.isnan(value) else round(value, 6) for value in found] == [0.8, 0.4, 0.8, 0.4, None, 0.1]
+    assert [None if math.isnan(value) else round(value, 6) for value in found] == [
+        0.8,
+        0.4,
+        0.8,
+        0.4,
+        None,
+        0.1,
+    ]
     assert majority([1.0, 2.0]) == 1.5 and math.isnan(majority([1.0, None]))
 
 
@@ -303,30 +390,55 @@ def test_an_injection_stays_data(upstream: Upstream) -> None:
     """The whole response stands between marks that it cannot close, and fills in nothing."""
     judged(upstream, [RewardSample("q {response}", ATTACK, "secret")])
     [system, user] = upstream.requests[0][2]["messages"]
-    assert "never an instruction" in system["content"] and "Ignore" not in system["content"]
-    blocks = re.findall(r'<data id="(\w{16})" what="(\w+)">\n(.*?)\n</data id="\1">', user["content"], re.DOTALL)
+    assert (
+        "never an instruction" in system["content"]
+        and "Ignore" not in system["content"]
+    )
+    blocks = re.findall(
+        r'<data id="(\w{16})" what="(\w+)">\n(.*?)\n</data id="\1">',
+        user["content"],
+        re.DOTALL,
+    )
     assert [(name, text) for _, name, text in blocks] == [
         ("prompt", "q {response}"),
         ("reference", "secret"),
         ("response", ATTACK),
     ]
-    outside = re.sub(r'<data id="(\w{16})" what="\w+">\n.*?\n</data id="\1">', "", user["content"], flags=re.DOTALL)
+    outside = re.sub(
+        r'<data id="(\w{16})" what="\w+">\n.*?\n</data id="\1">',
+        "",
+        user["content"],
+        flags=re.DOTALL,
+    )
     assert "score" not in outside and "SYSTEM" not in outside
     inner = delimited("response", delimited("response", "x", ""), "")
-    assert len(set(re.findall(r'id="(\w+)"', inner))) == 2, "marks inside are not the marks around"
+    assert len(set(re.findall(r'id="(\w+)"', inner))) == 2, (
+        "marks inside are not the marks around"
+    )
     assert fill("{a} {b}", {"a": "{b}", "b": "x"}) == "{b} x"
 
 
 def test_a_grader(upstream: Upstream) -> None:
-    upstream.answer = lambda request, before: (500, {}, b"") if not before else {"score": len(request["response"])}
+    upstream.answer = lambda request, before: (
+        (500, {}, b"") if not before else {"score": len(request["response"])}
+    )
     sample = RewardSample("q", "abc", ["r"], {"level": 3})
-    reward = build_reward({"name": "grader", "options": {"url": f"{upstream.url}/grade"}})
+    reward = build_reward(
+        {"name": "grader", "options": {"url": f"{upstream.url}/grade"}}
+    )
     assert reward.score([sample]).total == [3.0]
     path, _, request = upstream.requests[0]
     assert path == "/v1/grade"
-    assert request == {"prompt": "q", "response": "abc", "reference": ["r"], "extra": {"level": 3}}
+    assert request == {
+        "prompt": "q",
+        "response": "abc",
+        "reference": ["r"],
+        "extra": {"level": 3},
+    }
     upstream.answer = lambda request, before: {"score": "high"}
-    bad = build_reward({"name": "grader", "options": {"url": f"{upstream.url}/grade", "retries": 0}})
+    bad = build_reward(
+        {"name": "grader", "options": {"url": f"{upstream.url}/grade", "retries": 0}}
+    )
     assert math.isnan(bad.score([sample]).total[0])
 
 
@@ -350,4 +462,9 @@ def test_a_grader(upstream: Upstream) -> None:
 )
 def test_what_cannot_be_used_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(RewardError, match=re.escape(said)):
-        build_reward({"name": "judge", "options": {"url": "http://host/v1", "model": "m", **options}})
+        build_reward(
+            {
+                "name": "judge",
+                "options": {"url": "http://host/v1", "model": "m", **options},
+            }
+        )

@@ -23,8 +23,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """A Python program as such a process, ended with the test."""
     started = []
 
-    def start_one(program: str, environment: dict[str, str] | None = None) -> LineProcess:
-        process = LineProcess([sys.executable, "-c", program], environment or {}, folder=str(tmp_path))
+    def start_one(
+        program: str, environment: dict[str, str] | None = None
+    ) -> LineProcess:
+        process = LineProcess(
+            [sys.executable, "-c", program], environment or {}, folder=str(tmp_path)
+        )
         started.append(process)
         return process
 
@@ -49,7 +53,9 @@ def test_answers_that_come_together_are_kept_apart(start: Start) -> None:
 
 def test_an_answer_that_trickles_does_not_move_its_deadline(start: Start) -> None:
     """Thirty parts of an answer, none of them late, together later than the deadline."""
-    process = start("import time\nfor _ in range(30): print(1, end='', flush=True); time.sleep(0.1)\nprint()")
+    process = start(
+        "import time\nfor _ in range(30): print(1, end='', flush=True); time.sleep(0.1)\nprint()"
+    )
     with pytest.raises(TimeoutError):
         process.answer(1.0)
     assert process.answer(60.0) == int("1" * 30), "what has come is kept"
@@ -63,7 +69,9 @@ def test_the_deadline_may_be_over_already(start: Start) -> None:
 
 
 def test_a_process_that_ends_is_told_by_its_code(start: Start) -> None:
-    process = start("import os, sys; sys.stdin.readline(); print('no line', end='', flush=True); os._exit(7)")
+    process = start(
+        "import os, sys; sys.stdin.readline(); print('no line', end='', flush=True); os._exit(7)"
+    )
     process.send("go")
     for act in (lambda: process.answer(60.0), lambda: process.send("again")):
         with pytest.raises((ProcessDied, ValueError)) as error:
@@ -86,24 +94,37 @@ def test_nothing_is_left_of_a_closed_one(start: Start) -> None:
     process.close()
 
 
-def test_its_environment_and_folder_are_those_given(start: Start, tmp_path: Path) -> None:
-    process = start("import json, os; print(json.dumps([dict(os.environ), os.getcwd()]))", {"ONE": "1"})
+def test_its_environment_and_folder_are_those_given(
+    start: Start, tmp_path: Path
+) -> None:
+    process = start(
+        "import json, os; print(json.dumps([dict(os.environ), os.getcwd()]))",
+        {"ONE": "1"},
+    )
     environment, folder = process.answer(60.0)
     assert environment.items() >= {"ONE": "1"}.items() and "HOME" not in environment
     assert folder == str(tmp_path)
 
 
-def test_what_it_says_beside_is_not_shown(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
-    process = start("import sys; print('beside', file=sys.stderr, flush=True); print(json := 1)")
+def test_what_it_says_beside_is_not_shown(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    process = start(
+        "import sys; print('beside', file=sys.stderr, flush=True); print(json := 1)"
+    )
     assert process.answer(60.0) == 1
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_math_worker_that_does_not_start_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_math_worker_that_does_not_start_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("math_verify")
     monkeypatch.setattr(math_worker, "START_SECONDS", 0.0)
     worker = MathWorker()
-    with pytest.raises(RewardError, match="'math_verify': its process did not start within 0 s"):
+    with pytest.raises(
+        RewardError, match="'math_verify': its process did not start within 0 s"
+    ):
         worker.equal("1", "1", 60.0)
     assert worker._process is None
 
@@ -113,7 +134,13 @@ def test_the_math_worker_by_hand() -> None:
     pytest.importorskip("math_verify")
     import subprocess
 
-    requests = [["1/2", "0.5"], ["$\\frac{1}{2}$", "so it is $0.5$"], ["\\boxed{3}", "4"], ["\\(2\\)", "2"], ["2", ""]]
+    requests = [
+        ["1/2", "0.5"],
+        ["$\\frac{1}{2}$", "so it is $0.5$"],
+        ["\\boxed{3}", "4"],
+        ["\\(2\\)", "2"],
+        ["2", ""],
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "megaverl.rewards.math_worker"],
         input="".join(json.dumps(request) + "\n" for request in requests),
@@ -121,7 +148,14 @@ def test_the_math_worker_by_hand() -> None:
         text=True,
         check=True,
     )
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [True, True, True, False, True, False]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        True,
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_math_worker_counts_what_took_too_long_and_goes_on() -> None:

@@ -20,8 +20,13 @@ from megaverl.rewards.reasoning_gym import COLUMN, VERIFIER, read_task, why_no_t
 
 if find_spec("reasoning_gym") is None:
     pytest.skip("pip install 'megaverl[reasoning-gym]'", allow_module_level=True)
-# a task of numbers, one whose verifier evaluates the answer, one with many right answers
-TASKS = ("chain_sum?size=3&min_terms=2&max_terms=2", "intermediate_integration?size=3&seed=4", "rush_hour?size=2")
+# a task of numbers, one whose verifier evaluates the answer, one with many right
+# answers
+TASKS = (
+    "chain_sum?size=3&min_terms=2&max_terms=2",
+    "intermediate_integration?size=3&seed=4",
+    "rush_hour?size=2",
+)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +47,15 @@ def test_how_a_task_is_written(text: str, name: str, options: dict[str, Any]) ->
     assert why_no_task(text) == ""
 
 
-@pytest.mark.parametrize("text", ["reasoning_gym:", "reasoning_gym:a b", "reasoning_gym:a?size", "reasoning_gym:a?=1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "reasoning_gym:",
+        "reasoning_gym:a b",
+        "reasoning_gym:a?size",
+        "reasoning_gym:a?=1",
+    ],
+)
 def test_what_is_no_task(text: str) -> None:
     assert "expected reasoning_gym:NAME" in why_no_task(text)
     with pytest.raises(DataError, match="expected reasoning_gym:NAME"):
@@ -55,10 +68,18 @@ def test_rows_are_the_packages_own() -> None:
     rows = open_source("reasoning_gym:chain_sum?size=5&seed=7")
     own = reasoning_gym.create_dataset("chain_sum", size=5, seed=7)
     assert len(rows) == 5 and rows.where(4).endswith("seed=7, row 5")
-    assert [(rows[i]["prompt"], rows[i]["answer"]) for i in range(5)] == [(e["question"], e["answer"]) for e in own]
+    assert [(rows[i]["prompt"], rows[i]["answer"]) for i in range(5)] == [
+        (e["question"], e["answer"]) for e in own
+    ]
     assert json.loads(json.dumps(rows[3])) == rows[3], "it can travel"
-    assert rows.fingerprint == open_source("reasoning_gym:chain_sum?size=5&seed=7").fingerprint
-    assert rows.fingerprint != open_source("reasoning_gym:chain_sum?size=5&seed=8").fingerprint
+    assert (
+        rows.fingerprint
+        == open_source("reasoning_gym:chain_sum?size=5&seed=7").fingerprint
+    )
+    assert (
+        rows.fingerprint
+        != open_source("reasoning_gym:chain_sum?size=5&seed=8").fingerprint
+    )
     with pytest.raises(DataError, match="has no task 'chian_sum'; it has .*chain_sum"):
         open_source("reasoning_gym:chian_sum")
     with pytest.raises(DataError, match=r"refuses its options .*it has .*min_terms"):
@@ -74,7 +95,9 @@ def test_the_verifiers_score(tmp_path: Path) -> None:
     samples, expected = list[RewardSample](), list[float]()
 
     def add(row: dict[str, Any], response: str, score: float) -> None:
-        samples.append(RewardSample(row["prompt"], response, row["answer"], {COLUMN: row[COLUMN]}))
+        samples.append(
+            RewardSample(row["prompt"], response, row["answer"], {COLUMN: row[COLUMN]})
+        )
         expected.append(score)
 
     sums, integrals, puzzles = (open_source(f"reasoning_gym:{task}") for task in TASKS)
@@ -84,32 +107,61 @@ def test_the_verifiers_score(tmp_path: Path) -> None:
     add(sums[1], "<answer>no number</answer>", 0.0)
     own = reasoning_gym.create_dataset("intermediate_integration", size=3, seed=4)
     for answer in (own[2]["answer"], "x**2 + 12345"):
-        add(integrals[2], f"<answer>{answer}</answer>", own.score_answer(answer, own[2]))
+        add(
+            integrals[2], f"<answer>{answer}</answer>", own.score_answer(answer, own[2])
+        )
     puzzle = reasoning_gym.create_dataset("rush_hour", size=2, seed=0)
-    add(puzzles[0], "<answer>no move</answer>", puzzle.score_answer("no move", puzzle[0]))
+    add(
+        puzzles[0],
+        "<answer>no move</answer>",
+        puzzle.score_answer("no move", puzzle[0]),
+    )
     file = tmp_path / "written"
-    add(integrals[2], f"<answer>__import__('pathlib').Path('{file}').touch()</answer>", 0.0)
+    add(
+        integrals[2],
+        f"<answer>__import__('pathlib').Path('{file}').touch()</answer>",
+        0.0,
+    )
     found = build_reward({"name": "reasoning_gym"}).score(samples).total
-    assert found[:-1] == pytest.approx(expected[:-1]) and found[-1] < 0.1 and not file.exists()
+    assert (
+        found[:-1] == pytest.approx(expected[:-1])
+        and found[-1] < 0.1
+        and not file.exists()
+    )
     assert sorted({found[0], found[3]}) == [1.0] and found[4] < 1
-    assert build_reward({"name": "reasoning_gym", "tags": False}).score(samples[1:2]).total == [1.0]
+    assert build_reward({"name": "reasoning_gym", "tags": False}).score(
+        samples[1:2]
+    ).total == [1.0]
     # what ends its process takes nothing from those that were asked with it
     add(integrals[2], "<answer>__import__('os')._exit(3)</answer>", 0.0)
-    again = build_reward({"name": "reasoning_gym", "workers": 1}).score([samples[-1], *samples[:-1]]).total
+    again = (
+        build_reward({"name": "reasoning_gym", "workers": 1})
+        .score([samples[-1], *samples[:-1]])
+        .total
+    )
     assert again == [0.0, *found]
 
 
-def test_a_verifier_makes_a_data_set_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_verifier_makes_a_data_set_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import reasoning_gym
 
     made, create = list[str](), reasoning_gym.create_dataset
     monkeypatch.setattr(
-        reasoning_gym, "create_dataset", lambda name, **options: made.append(name) or create(name, **options)
+        reasoning_gym,
+        "create_dataset",
+        lambda name, **options: made.append(name) or create(name, **options),
     )
     options = {"size": 3, "seed": 5, "min_word_len": 4}
     rows = create("spell_backward", **options)
     given = [
-        {"name": name, "options": options, "index": index, "answer": rows[index]["answer"]}
+        {
+            "name": name,
+            "options": options,
+            "index": index,
+            "answer": rows[index]["answer"],
+        }
         for name, options, index in (
             ("spell_backward", options, 0),
             ("spell_backward", options, 1),
@@ -139,14 +191,20 @@ def test_a_recipe_holds_rows_out(path: Path) -> None:
     assert len(held_out) >= 64 and not trained & held_out
 
 
-def test_the_command_line_looks_through_a_task(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_looks_through_a_task(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["data", "check", "reasoning_gym:chain_sum?size=20"]) == 0
     assert "20" in capsys.readouterr().out
     assert main(["data", "check", "reasoning_gym:no_such_task"]) != 0
 
 
-def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_package_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert why_no_task("reasoning_gym:chain_sum").startswith("which needs the package reasoning-gym: pip install")
+    assert why_no_task("reasoning_gym:chain_sum").startswith(
+        "which needs the package reasoning-gym: pip install"
+    )
     with pytest.raises(DataError, match="needs the package reasoning-gym"):
         open_source("reasoning_gym:chain_sum?size=77")

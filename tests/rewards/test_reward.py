@@ -67,11 +67,18 @@ def test_a_sum_is_weighted_and_its_parts_are_kept() -> None:
     reward = build_reward(
         [
             {"name": "exact_match", "weight": 2.0},
-            {"name": "soft_overlong", "weight": 0.5, "options": {"max_tokens": 8, "buffer_tokens": 4}},
+            {
+                "name": "soft_overlong",
+                "weight": 0.5,
+                "options": {"max_tokens": 8, "buffer_tokens": 4},
+            },
         ]
     )
     output = reward.score(SAMPLES)
-    assert output.components == {"exact_match": [1.0, 0.0, 1.0], "soft_overlong": [0.0, -1.0, 0.0]}
+    assert output.components == {
+        "exact_match": [1.0, 0.0, 1.0],
+        "soft_overlong": [0.0, -1.0, 0.0],
+    }
     assert output.total == [2.0, -0.5, 2.0]
     assert output.correct == [True, False, True]
     metrics = output.metrics()
@@ -85,41 +92,67 @@ def test_a_sum_is_weighted_and_its_parts_are_kept() -> None:
 
 def test_accuracy_is_the_first_component_or_the_one_marked() -> None:
     form = {"name": "format", "pattern": "^.$"}
-    assert build_reward([form, "exact_match"]).score(SAMPLES).correct == [True, True, False]
+    assert build_reward([form, "exact_match"]).score(SAMPLES).correct == [
+        True,
+        True,
+        False,
+    ]
     marked = {"name": "exact_match", "accuracy": True}
     assert build_reward([form, marked]).score(SAMPLES).correct == [True, False, True]
-    with pytest.raises(RewardError, match="accuracy: true stands at exact_match, exact_match_2"):
+    with pytest.raises(
+        RewardError, match="accuracy: true stands at exact_match, exact_match_2"
+    ):
         build_reward([marked, marked])
 
 
 def test_partial_credit_is_not_correct() -> None:
-    assert build_reward("positions").score([RewardSample("p", "12", "13")]).correct == [False]
+    assert build_reward("positions").score([RewardSample("p", "12", "13")]).correct == [
+        False
+    ]
 
 
 def test_an_entry_may_be_an_object() -> None:
-    entry = SimpleNamespace(name="exact_match", function=None, weight=3.0, options={"strip": False})
+    entry = SimpleNamespace(
+        name="exact_match", function=None, weight=3.0, options={"strip": False}
+    )
     assert build_reward([entry]).score(SAMPLES).total == [3.0, 0.0, 0.0]
 
 
 def test_a_function_from_a_file(my_rewards: Path) -> None:
-    reward = build_reward({"function": f"{my_rewards}:by_level", "options": {"factor": 0.5}})
+    reward = build_reward(
+        {"function": f"{my_rewards}:by_level", "options": {"factor": 0.5}}
+    )
     assert reward.score(SAMPLES).components == {"by_level": [1.5, 0.0, 2.5]}
     named = build_reward({"function": f"{my_rewards}:by_level", "name": "level"})
     assert list(named.score(SAMPLES).components) == ["level"]
 
 
-def test_a_function_from_a_module(my_rewards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_from_a_module(
+    my_rewards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(my_rewards.parent))
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
-    assert build_reward({"function": "my_rewards:by_level"}).score(SAMPLES).total == [3.0, 0.0, 5.0]
+    assert build_reward({"function": "my_rewards:by_level"}).score(SAMPLES).total == [
+        3.0,
+        0.0,
+        5.0,
+    ]
 
 
 def test_the_ways_a_function_may_be_called(my_rewards: Path) -> None:
-    assert build_reward({"function": f"{my_rewards}:short"}).score(SAMPLES).total == [1.0, 0.0, 1.0]
+    assert build_reward({"function": f"{my_rewards}:short"}).score(SAMPLES).total == [
+        1.0,
+        0.0,
+        1.0,
+    ]
     batched = {"function": f"{my_rewards}:lengths", "batched": True}
     assert build_reward(batched).score(SAMPLES).total == [1.0, 1.0, 2.0]
     # the same, as a configuration with only `options` says it
-    entry = SimpleNamespace(function=f"{my_rewards}:all_short", weight=1.0, options={"batched": True, "limit": 3})
+    entry = SimpleNamespace(
+        function=f"{my_rewards}:all_short",
+        weight=1.0,
+        options={"batched": True, "limit": 3},
+    )
     assert build_reward([entry]).score(SAMPLES).total == [1.0, 0.0, 0.0]
 
 
@@ -134,7 +167,12 @@ def test_a_function_cannot_change_the_row(my_rewards: Path) -> None:
 
 
 def test_neither_can_one_that_takes_a_batch() -> None:
-    reward = own(lambda prompts, responses, references, extras: [extra.pop("level") for extra in extras], batched=True)
+    reward = own(
+        lambda prompts, responses, references, extras: [
+            extra.pop("level") for extra in extras
+        ],
+        batched=True,
+    )
     assert reward.score(SAMPLES).total == reward.score(SAMPLES).total == [3.0, 4.0, 5.0]
 
     def empties(samples: list[RewardSample]) -> list[float]:
@@ -142,58 +180,105 @@ def test_neither_can_one_that_takes_a_batch() -> None:
         samples.clear()
         return levels
 
-    assert own(empties, batched=True).score(SAMPLES).total == [3.0, 4.0, 5.0] and len(SAMPLES) == 3
+    assert (
+        own(empties, batched=True).score(SAMPLES).total == [3.0, 4.0, 5.0]
+        and len(SAMPLES) == 3
+    )
 
 
 @pytest.mark.parametrize("takes_samples", [False, True])
-def test_one_by_one_and_in_a_batch_a_function_gets_the_same(takes_samples: bool) -> None:
+def test_one_by_one_and_in_a_batch_a_function_gets_the_same(
+    takes_samples: bool,
+) -> None:
     seen: list[tuple[Any, ...]] = []
 
     def of_sample(sample: RewardSample, factor: float = 1.0) -> float:
-        seen.append((sample.prompt, sample.response, sample.reference, dict(sample.extra)))
+        seen.append(
+            (sample.prompt, sample.response, sample.reference, dict(sample.extra))
+        )
         return factor * len(sample.response)
 
-    def of_fields(prompt: str, response: str, reference: Any, extra: Any, factor: float = 1.0) -> float:
+    def of_fields(
+        prompt: str, response: str, reference: Any, extra: Any, factor: float = 1.0
+    ) -> float:
         return of_sample(RewardSample(prompt, response, reference, extra), factor)
 
     def of_samples(samples: list[RewardSample], factor: float = 1.0) -> list[float]:
         return [of_sample(sample, factor) for sample in samples]
 
-    def of_lists(prompts: Any, responses: Any, references: Any, extras: Any, factor: float = 1.0) -> list[float]:
-        return [of_fields(*fields, factor) for fields in zip(prompts, responses, references, extras, strict=True)]
+    def of_lists(
+        prompts: Any, responses: Any, references: Any, extras: Any, factor: float = 1.0
+    ) -> list[float]:
+        return [
+            of_fields(*fields, factor)
+            for fields in zip(prompts, responses, references, extras, strict=True)
+        ]
 
-    single, batched = (of_sample, of_samples) if takes_samples else (of_fields, of_lists)
+    single, batched = (
+        (of_sample, of_samples) if takes_samples else (of_fields, of_lists)
+    )
     outputs = []
     for function, is_batched in ((single, False), (batched, True)):
         for options in ({}, {"factor": 3.0}):
-            outputs.append(own(function, batched=is_batched, options=options).score(SAMPLES).total)
-    assert outputs[0] == outputs[2] == [1.0, 1.0, 2.0] and outputs[1] == outputs[3] == [3.0, 3.0, 6.0]
-    assert seen == 4 * [(s.prompt, s.response, s.reference, dict(s.extra)) for s in SAMPLES]
-    assert own(single).score([]).total == own(batched, batched=True).score([]).total == []
+            outputs.append(
+                own(function, batched=is_batched, options=options).score(SAMPLES).total
+            )
+    assert outputs[0] == outputs[2] == [1.0, 1.0, 2.0] and outputs[1] == outputs[3] == [
+        3.0,
+        3.0,
+        6.0,
+    ]
+    assert seen == 4 * [
+        (s.prompt, s.response, s.reference, dict(s.extra)) for s in SAMPLES
+    ]
+    assert (
+        own(single).score([]).total == own(batched, batched=True).score([]).total == []
+    )
 
 
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("value", [math.nan, None, "1", [1.0], torch.tensor([1.0, 2.0]), np.float32("inf"), 1j])
-def test_one_by_one_and_in_a_batch_the_same_is_refused(value: Any, batched: bool) -> None:
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, None, "1", [1.0], torch.tensor([1.0, 2.0]), np.float32("inf"), 1j],
+)
+def test_one_by_one_and_in_a_batch_the_same_is_refused(
+    value: Any, batched: bool
+) -> None:
     def one(sample: RewardSample) -> Any:
         return value if sample is SAMPLES[1] else 0.0
 
     def all_of_them(samples: list[RewardSample]) -> list[Any]:
         return [one(sample) for sample in samples]
 
-    with pytest.raises(RewardError, match=r"for sample 1 of 3 \(prompt: 'What is 2\+2\?'\)"):
+    with pytest.raises(
+        RewardError, match=r"for sample 1 of 3 \(prompt: 'What is 2\+2\?'\)"
+    ):
         own(all_of_them if batched else one, batched=batched).score(SAMPLES)
 
 
 @pytest.mark.parametrize(
-    "value", [True, 1, 1.0, np.float32(1), np.array(1.0), np.array([1.0]), torch.tensor(1.0), np.int64(1)]
+    "value",
+    [
+        True,
+        1,
+        1.0,
+        np.float32(1),
+        np.array(1.0),
+        np.array([1.0]),
+        torch.tensor(1.0),
+        np.int64(1),
+    ],
 )
 def test_any_number_is_a_reward(value: Any) -> None:
-    total = own(lambda prompt, response, reference, extra: value).score(SAMPLES[:1]).total
+    total = (
+        own(lambda prompt, response, reference, extra: value).score(SAMPLES[:1]).total
+    )
     assert total == [1.0] and type(total[0]) is float
 
 
-@pytest.mark.parametrize("values", [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), torch.tensor([1.0, 2.0, 3.0])])
+@pytest.mark.parametrize(
+    "values", [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), torch.tensor([1.0, 2.0, 3.0])]
+)
 def test_any_list_of_numbers_is_a_batched_reward(values: Any) -> None:
     reward = own(lambda prompts, responses, references, extras: values, batched=True)
     assert reward.score(SAMPLES).total == [1.0, 2.0, 3.0]
@@ -213,7 +298,9 @@ def test_any_list_of_numbers_is_a_batched_reward(values: Any) -> None:
         (1j, "complex"),
     ],
 )
-def test_a_reward_that_is_no_finite_number_names_function_sample_and_prompt(value: Any, said: str) -> None:
+def test_a_reward_that_is_no_finite_number_names_function_sample_and_prompt(
+    value: Any, said: str
+) -> None:
     def mine(prompt: str, response: str, reference: Any, extra: Any) -> Any:
         return value if prompt == "What is 2+2?" else 0.0
 
@@ -236,16 +323,22 @@ def test_a_reward_that_is_no_finite_number_names_function_sample_and_prompt(valu
         ("abc", "a list of 3 numbers"),
     ],
 )
-def test_a_batched_reward_of_the_wrong_count_or_type_is_named(values: Any, said: str) -> None:
+def test_a_batched_reward_of_the_wrong_count_or_type_is_named(
+    values: Any, said: str
+) -> None:
     with pytest.raises(RewardError, match=said):
-        own(lambda prompts, responses, references, extras: values, batched=True).score(SAMPLES)
+        own(lambda prompts, responses, references, extras: values, batched=True).score(
+            SAMPLES
+        )
 
 
 def test_a_reward_that_raises_names_function_sample_prompt_and_cause() -> None:
     def mine(prompt: str, response: str, reference: Any, extra: Any) -> float:
         return 1 / (int(response) - 5)
 
-    with pytest.raises(RewardError, match=r"'mine' raised ZeroDivisionError: .*sample 1 of 3.*2\+2") as caught:
+    with pytest.raises(
+        RewardError, match=r"'mine' raised ZeroDivisionError: .*sample 1 of 3.*2\+2"
+    ) as caught:
         own(mine, name="mine").score(SAMPLES)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -260,7 +353,11 @@ def test_a_long_prompt_is_shown_as_an_excerpt() -> None:
     sample = RewardSample("begin " + "x" * 5000 + " end", "r")
     with pytest.raises(RewardError) as caught:
         own(lambda sample: None).score([sample])
-    assert "begin" in str(caught.value) and "end'" in str(caught.value) and len(str(caught.value)) < 400
+    assert (
+        "begin" in str(caught.value)
+        and "end'" in str(caught.value)
+        and len(str(caught.value)) < 400
+    )
 
 
 @pytest.mark.parametrize(
@@ -271,7 +368,10 @@ def test_a_long_prompt_is_shown_as_an_excerpt() -> None:
         ([{"weight": 1.0}], "needs a name or a function"),
         ([{"name": "exact_match", "weight": "much"}], "weight is 'much'"),
         ([{"name": "exact_match", "weight": math.nan}], "weight is nan"),
-        ([{"name": "exact_match", "stripp": True}], "unexpected keyword argument 'stripp'"),
+        (
+            [{"name": "exact_match", "stripp": True}],
+            "unexpected keyword argument 'stripp'",
+        ),
         ({"function": "no_colon"}, "expected module:object or path/to/file.py:object"),
         ({"function": "a:b c"}, "expected module:object or path/to/file.py:object"),
         ({"function": "no_such_module_here:f"}, "ModuleNotFoundError.*PYTHONPATH"),
@@ -285,18 +385,26 @@ def test_a_reward_that_cannot_be_built_says_why(spec: Any, said: str) -> None:
 
 
 def test_a_file_that_cannot_be_used_says_why(my_rewards: Path, tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="has no 'missing'; it has .*by_level.*lengths"):
+    with pytest.raises(
+        RewardError, match="has no 'missing'; it has .*by_level.*lengths"
+    ):
         build_reward({"function": f"{my_rewards}:missing"})
     with pytest.raises(RewardError, match=":answer is .*; expected a function"):
         build_reward({"function": f"{my_rewards}:answer"})
-    with pytest.raises(RewardError, match="samples is of whole lists, which needs batched: true"):
+    with pytest.raises(
+        RewardError, match="samples is of whole lists, which needs batched: true"
+    ):
         build_reward({"function": f"{my_rewards}:all_short"})
-    unbound = r"takes \(pupil, question\).*cannot bind pupil.*response \(or sampled_response"
+    unbound = (
+        r"takes \(pupil, question\).*cannot bind pupil.*response \(or sampled_response"
+    )
     with pytest.raises(RewardError, match=unbound):
         build_reward({"function": f"{my_rewards}:unclear"}).check_columns(["level"])
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_library_here\n")
-    with pytest.raises(RewardError, match=r"broken.py cannot be imported: ModuleNotFoundError"):
+    with pytest.raises(
+        RewardError, match=r"broken.py cannot be imported: ModuleNotFoundError"
+    ):
         build_reward({"function": f"{broken}:f"})
     broken.write_text("def f(:\n")
     with pytest.raises(RewardError, match="cannot be imported: SyntaxError"):
@@ -305,7 +413,9 @@ def test_a_file_that_cannot_be_used_says_why(my_rewards: Path, tmp_path: Path) -
 
 def test_a_registered_reward_is_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     registry_module.reward_names()  # the built-in ones stay
-    monkeypatch.setattr(registry_module, "_REGISTERED", dict(registry_module._REGISTERED))
+    monkeypatch.setattr(
+        registry_module, "_REGISTERED", dict(registry_module._REGISTERED)
+    )
 
     @register_reward("vowels")
     def vowels(prompt: str, response: str, reference: Any, extra: Any) -> int:
@@ -330,14 +440,23 @@ def lengths(completions):
 """
 
 
-def test_a_module_registers_its_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_registers_its_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     registry_module.reward_names()  # the built-in ones stay
-    monkeypatch.setattr(registry_module, "_REGISTERED", dict(registry_module._REGISTERED))
+    monkeypatch.setattr(
+        registry_module, "_REGISTERED", dict(registry_module._REGISTERED)
+    )
     path = tmp_path / "some_rewards.py"
     path.write_text(REGISTERS, encoding="utf-8")
-    with pytest.raises(RewardError, match="no reward 'accuracy_reward'.*by a module that reward_modules names"):
+    with pytest.raises(
+        RewardError,
+        match="no reward 'accuracy_reward'.*by a module that reward_modules names",
+    ):
         build_reward("accuracy_reward")
-    reward = build_reward(["accuracy_reward", {"name": "many", "weight": 0.5}], modules=[str(path)])
+    reward = build_reward(
+        ["accuracy_reward", {"name": "many", "weight": 0.5}], modules=[str(path)]
+    )
     assert reward.score(SAMPLES).total == [1.5, 0.5, 2.0]
     monkeypatch.syspath_prepend(str(tmp_path))
     build_reward("accuracy_reward", modules=["some_rewards", str(path)])
@@ -363,32 +482,51 @@ def test_gated_shaped_and_clipped(tmp_path: Path) -> None:
         ]
     )
     output = reward.score(SAMPLES)
-    assert output.components["size"] == [2.0, 0.0, 3.0], "1 and 4, clipped; the second was cut off"
+    assert output.components["size"] == [2.0, 0.0, 3.0], (
+        "1 and 4, clipped; the second was cut off"
+    )
     assert output.total == [4.0, 0.0, 6.0]
-    assert sys.modules[reward.components[1].function.function.__module__].seen == ["2", "6 "], "it was not asked"
+    assert sys.modules[reward.components[1].function.function.__module__].seen == [
+        "2",
+        "6 ",
+    ], "it was not asked"
 
 
 def test_what_cannot_be_scored_is_nan_in_all_that_depends_on_it() -> None:
     """Only of a reward that may fail; a gate that is not known makes what it guards unknown too."""
     lost = registry_module.RewardFunction(
-        "lost", lambda sample: math.nan if sample.num_tokens == 9 else 1.0, may_fail=True
+        "lost",
+        lambda sample: math.nan if sample.num_tokens == 9 else 1.0,
+        may_fail=True,
     )
     other = registry_module.RewardFunction("other", lambda sample: 1.0)
     from megaverl.rewards import Component, Reward
 
-    reward = Reward([Component("lost", lost, clip=(0.0, 1.0)), Component("other", other, only_if="lost")])
+    reward = Reward(
+        [
+            Component("lost", lost, clip=(0.0, 1.0)),
+            Component("other", other, only_if="lost"),
+        ]
+    )
     output = reward.score(SAMPLES)
     assert [math.isnan(value) for value in output.total] == [False, True, False]
     assert math.isnan(output.components["other"][1])
     assert output.correct == [True, False, True]
     metrics = output.metrics()
-    assert (metrics["reward/mean"], metrics["reward/accuracy"], metrics["reward/lost_mean"]) == (2.0, 1.0, 1.0)
+    assert (
+        metrics["reward/mean"],
+        metrics["reward/accuracy"],
+        metrics["reward/lost_mean"],
+    ) == (2.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ([{"name": "finished", "only_if": "exact_match"}, "exact_match"], "no reward of that name stands before it"),
+        (
+            [{"name": "finished", "only_if": "exact_match"}, "exact_match"],
+            "no reward of that name stands before it",
+        ),
         ([{"name": "finished", "clip": [1, 0]}], "clip is"),
         ([{"name": "finished", "shape": "no_such_module:f"}], "reward.shape"),
     ],

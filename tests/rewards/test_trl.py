@@ -54,14 +54,18 @@ def test_conversations_are_lists_of_messages_for_trls_names_alone() -> None:
     assert seen[0] == seen[2] == ([MESSAGES, "2+2?"], [conversation, "5"])
     assert seen[1] == ([MESSAGES, "2+2?"], ["4", "5"])
     texts: list[str] = []
-    reward_of(lambda completion: float(texts.append(completion) or 0), batched=False).score([CHAT])
+    reward_of(
+        lambda completion: float(texts.append(completion) or 0), batched=False
+    ).score([CHAT])
     assert texts == ["4"]
 
 
 def test_the_state_of_training() -> None:
     seen: list[TrainerState] = []
 
-    def score(completions: list[Any], trainer_state: TrainerState, **kwargs: Any) -> list[float]:
+    def score(
+        completions: list[Any], trainer_state: TrainerState, **kwargs: Any
+    ) -> list[float]:
         seen.append(trainer_state)
         return [float(trainer_state.global_step)] * len(completions)
 
@@ -72,7 +76,9 @@ def test_the_state_of_training() -> None:
     assert (seen[-1].max_steps, seen[-1].epoch) == (20, 1.5)
 
 
-def logs(completions: Sequence[Any], log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
+def logs(
+    completions: Sequence[Any], log_extra: Any, log_metric: Any, **kwargs: Any
+) -> list[float]:
     log_extra("length", np.arange(len(completions)))
     log_extra("verdict", [f"\ud800 {number}" for number, _ in enumerate(completions)])
     log_extra("other", [{1, 2} for _ in completions])
@@ -86,14 +92,18 @@ def test_logged_columns_are_values_of_samples() -> None:
     reward.score([TEXT, CHAT])
     assert reward.take_logged() == {"count": [2.0]}
     first, second = reward.take_columns(2)
-    assert (first["length"], second["length"]) == (0, 1) and json.dumps(second["verdict"]).endswith(' 1"')
+    assert (first["length"], second["length"]) == (0, 1) and json.dumps(
+        second["verdict"]
+    ).endswith(' 1"')
     assert first["other"] == "set {1, 2}" and reward.take_columns(2) == [{}, {}]
     assert read_json(json.dumps(first))["large"].startswith("int 1000")
 
 
 def test_logged_columns_of_samples_behind_a_gate() -> None:
     """A function that is asked of some samples alone logs values of those."""
-    gate = Component("gate", RewardFunction("gate", lambda response: float(response == "4")))
+    gate = Component(
+        "gate", RewardFunction("gate", lambda response: float(response == "4"))
+    )
     own = Component("own", RewardFunction("own", logs, True), only_if="gate")
     reward = Reward([gate, own])
     reward.score([TEXT, CHAT, TEXT, CHAT])
@@ -106,7 +116,9 @@ def test_a_wrong_number_of_values_is_refused() -> None:
         log_extra("length", [1])
         return [0.0] * len(completions)
 
-    with pytest.raises(RewardError, match=r"log_extra\('length', ...\) got 1 values for 2 samples"):
+    with pytest.raises(
+        RewardError, match=r"log_extra\('length', ...\) got 1 values for 2 samples"
+    ):
         reward_of(score).score([TEXT, CHAT])
 
 
@@ -145,11 +157,18 @@ def test_a_function_declared_with_async_def(inside_a_loop: bool) -> None:
 def test_logged_values_stay_with_their_samples(tmp_path: Path) -> None:
     """In batches that are joined, and in those that wait for training in a checkpoint."""
     first = Scores(torch.zeros(2), {}, torch.zeros(2).bool(), {1: {"about": "b"}})
-    second = Scores(torch.ones(2), {}, torch.ones(2).bool(), {0: {"about": "c"}, 1: {"about": math.nan}})
+    second = Scores(
+        torch.ones(2),
+        {},
+        torch.ones(2).bool(),
+        {0: {"about": "c"}, 1: {"about": math.nan}},
+    )
     joined = Scores.concat([first, second])
     chosen = joined.select([3, 2, 0])
     assert chosen.logged.keys() == {0, 1} and chosen.logged[1] == {"about": "c"}
-    batch = RolloutBatch.from_generations([[5]] * 3, [Generation([7], [0.0], "stop")] * 3, group_ids=[0] * 3)
+    batch = RolloutBatch.from_generations(
+        [[5]] * 3, [Generation([7], [0.0], "stop")] * 3, group_ids=[0] * 3
+    )
     stored = StoredRollouts(0, 0, batch, chosen)
     stored.write(tmp_path / "stored.safetensors")
     read = StoredRollouts.read(tmp_path / "stored.safetensors", stored.facts()).scores
@@ -173,14 +192,22 @@ def score(prompts, completions, trainer_state, log_extra, log_metric, **kwargs):
 SHARED = ["actor={engine: fsdp, tp: 1}"]
 APART = [*SHARED, "run.nproc=3", "placement={rollout: 0, reward: 1, actor: 2}"]
 # Samples are chosen from several rounds, after they are scored.
-ROUNDS = ["algorithm.dynamic_sampling={metric: reward, max_rounds: 2, prompts_per_round: 2, if_short: fill}"]
+ROUNDS = [
+    "algorithm.dynamic_sampling={metric: reward, max_rounds: 2, prompts_per_round: 2, if_short: fill}"
+]
 
 
-@pytest.mark.parametrize("more", [SHARED, APART, [*APART, *ROUNDS]], ids=["shared", "apart", "rounds"])
-def test_a_run_with_a_function_of_trl(launch: Launcher, tmp_path: Path, more: list[str]) -> None:
+@pytest.mark.parametrize(
+    "more", [SHARED, APART, [*APART, *ROUNDS]], ids=["shared", "apart", "rounds"]
+)
+def test_a_run_with_a_function_of_trl(
+    launch: Launcher, tmp_path: Path, more: list[str]
+) -> None:
     """Its columns stand in the samples, of training and of validation; its metric in the metrics."""
     inputs = make_inputs(tmp_path / "inputs")
-    rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()
+    ]
     for row in rows:
         row["prompt"] = [{"role": "user", "content": row["prompt"]}]
     (inputs / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -206,12 +233,24 @@ def test_a_run_with_a_function_of_trl(launch: Launcher, tmp_path: Path, more: li
     )
     assert set(ended.codes) == {0}, ended.text
     run = tmp_path / "runs" / "run"
-    measured = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    at_step = {each["step"]: each["reward/at_step"] for each in measured if "reward/at_step" in each}
+    measured = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
+    at_step = {
+        each["step"]: each["reward/at_step"]
+        for each in measured
+        if "reward/at_step" in each
+    }
     assert at_step == {1: 0.0, 2: 1.0}
-    records = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()
+    ]
     trained = [record for record in records if record["split"] == "train"]
-    assert len(trained) == 6 and all(record["about"].endswith(f" at {record['step'] - 1}") for record in trained)
-    assert all(record["about"].split(" at ")[0] in record["prompt"] for record in records)
+    assert len(trained) == 6 and all(
+        record["about"].endswith(f" at {record['step'] - 1}") for record in trained
+    )
+    assert all(
+        record["about"].split(" at ")[0] in record["prompt"] for record in records
+    )
     assert all(record["knows_epoch"] for record in trained) == (more is SHARED)
     assert {record["split"] for record in records} >= {"train", "validation"}

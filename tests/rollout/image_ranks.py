@@ -26,12 +26,17 @@ SCALED = {
 }
 
 
-def written(folder: str, images: list[Image.Image]) -> list[tuple[list[int], list[SharedItem]]]:
+def written(
+    folder: str, images: list[Image.Image]
+) -> list[tuple[list[int], list[SharedItem]]]:
     """Prompts: two with one image each, one with both, one without any."""
     tokenizer = load_tokenizer(folder)
     reader = Images.of(ImagesConfig(), folder, tokenizer)
     assert reader is not None
-    encoder, mark = PromptEncoder(tokenizer, image_token=reader.processor.token_id), reader.processor.written
+    encoder, mark = (
+        PromptEncoder(tokenizer, image_token=reader.processor.token_id),
+        reader.processor.written,
+    )
     read = [reader.read(image, "image", "here") for image in images]
     texts = [("which colour " + mark, read[:1]), ("which colour " + mark, read[1:])]
     texts += [(mark + " and " + mark + " is the shape red", read), ("red and blue", [])]
@@ -43,27 +48,47 @@ def written(folder: str, images: list[Image.Image]) -> list[tuple[list[int], lis
     return found
 
 
-def log_prob_error(model: Any, prompts: list[tuple[list[int], list[SharedItem]]], answers: list[Generation]) -> float:
+def log_prob_error(
+    model: Any,
+    prompts: list[tuple[list[int], list[SharedItem]]],
+    answers: list[Generation],
+) -> float:
     """Largest difference between the answers' log-probs and those of plain transformers."""
     worst = 0.0
     for (prompt, images), answer in zip(prompts, answers, strict=True):
         tokens = torch.tensor([prompt + answer.token_ids])
-        seen = {name: [image.tensors[name] for image in images] for name in ("pixel_values", "image_grid_thw")}
+        seen = {
+            name: [image.tensors[name] for image in images]
+            for name in ("pixel_values", "image_grid_thw")
+        }
         given: dict[str, Any] = {}
         if images:
             given = {
                 "pixel_values": torch.cat(seen["pixel_values"]),
                 "image_grid_thw": torch.stack(seen["image_grid_thw"]),
             }
-        drawn = tokens.clone()  # an image token that was drawn is no place of an image, and has an embedding
-        drawn[0, len(prompt) :][drawn[0, len(prompt) :] == model.config.image_token_id] = 0
-        given |= {"mm_token_type_ids": (drawn == model.config.image_token_id).int()} if images else {}
-        embed = model.get_input_embeddings().register_forward_pre_hook(lambda module, args, own=tokens: (own,))
+        # An image token that was drawn is no place of an image, and has an embedding.
+        drawn = tokens.clone()
+        drawn[0, len(prompt) :][
+            drawn[0, len(prompt) :] == model.config.image_token_id
+        ] = 0
+        given |= (
+            {"mm_token_type_ids": (drawn == model.config.image_token_id).int()}
+            if images
+            else {}
+        )
+        embed = model.get_input_embeddings().register_forward_pre_hook(
+            lambda module, args, own=tokens: (own,)
+        )
         with torch.no_grad():
             logits = model(input_ids=drawn, **given).logits[0, len(prompt) - 1 : -1]
         embed.remove()
-        expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
-        worst = max(worst, float((expected - torch.tensor(answer.log_probs)).abs().max()))
+        expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[
+            :, 0
+        ]
+        worst = max(
+            worst, float((expected - torch.tensor(answer.log_probs)).abs().max())
+        )
     return worst
 
 
@@ -82,17 +107,28 @@ def answers(folder: str, tp: int) -> dict[str, Any]:
         images=ImagesConfig(),
     )
     drawn = numpy.random.default_rng(0)
-    pictures = [Image.fromarray(drawn.integers(0, 255, size, dtype=numpy.uint8)) for size in ((60, 60, 3), (70, 90, 3))]
+    pictures = [
+        Image.fromarray(drawn.integers(0, 255, size, dtype=numpy.uint8))
+        for size in ((60, 60, 3), (70, 90, 3))
+    ]
     prompts = written(folder, pictures)
     tokens, images = [prompt for prompt, _ in prompts], [own for _, own in prompts]
     sampling, seeds = SamplingOptions(max_tokens=12), [7, 7, 7, 7]
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
     found = engine.generate(tokens, sampling, seeds, images=images)
     error = log_prob_error(model, prompts, found)
     # the images as vLLM's own processor would have them, from one token for each
     token = model.config.image_token_id
-    single = [one for n, one in enumerate(tokens[2]) if one != token or tokens[2][n - 1] != token]
-    [own] = engine.llm._preprocess_cmpl([{"prompt_token_ids": single, "multi_modal_data": {"image": pictures}}])
+    single = [
+        one
+        for n, one in enumerate(tokens[2])
+        if one != token or tokens[2][n - 1] != token
+    ]
+    [own] = engine.llm._preprocess_cmpl(
+        [{"prompt_token_ids": single, "multi_modal_data": {"image": pictures}}]
+    )
     same_pixels = [
         torch.equal(theirs["pixel_values"].data, ours.tensors["pixel_values"])
         for theirs, ours in zip(own["mm_kwargs"]["image"], images[2], strict=True)
@@ -104,7 +140,8 @@ def answers(folder: str, tp: int) -> dict[str, Any]:
     engine.reset_prefix_cache()
     after = engine.generate(tokens, sampling, seeds, images=images)
     refused: list[str] = []
-    for wrong in (images[2], images[1]):  # one more than there are places for; a larger one
+    # One more than there are places for; a larger one.
+    for wrong in (images[2], images[1]):
         try:
             engine.generate(tokens[:1], sampling, seeds[:1], images=[wrong])
         except RolloutError as refusal:
@@ -115,7 +152,10 @@ def answers(folder: str, tp: int) -> dict[str, Any]:
         "error": error,
         "after": found_after,
         "log_probs": [each.log_probs for each in found],
-        "changed": [each.log_probs != other.log_probs for each, other in zip(found, after, strict=True)],
+        "changed": [
+            each.log_probs != other.log_probs
+            for each, other in zip(found, after, strict=True)
+        ],
         "expanded": own["prompt_token_ids"] == tokens[2],
         "same_pixels": same_pixels,
         "refused": refused,

@@ -22,7 +22,13 @@ from megaverl.errors import RolloutError
 from megaverl.models.architectures import weights_of
 from megaverl.platform import platform
 from megaverl.rollout import make_engine
-from megaverl.rollout.engine import Generation, InFlight, Sampling, SamplingOptions, SavedWork
+from megaverl.rollout.engine import (
+    Generation,
+    InFlight,
+    Sampling,
+    SamplingOptions,
+    SavedWork,
+)
 from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import shapes_of
@@ -32,7 +38,9 @@ from megaverl.workers.rollout import Rollout
 _kept: dict[str, Any] = {}
 
 
-def engine(folder: str, tp: int, *, load_weights: bool = True, **vllm: Any) -> VLLMEngine:
+def engine(
+    folder: str, tp: int, *, load_weights: bool = True, **vllm: Any
+) -> VLLMEngine:
     """The engine of these arguments: the one in place, or a new one in its stead."""
     key = repr((folder, tp, load_weights, vllm))
     if _kept.get("key") != key:
@@ -61,11 +69,18 @@ def cache_tokens(folder: str, **vllm: Any) -> dict[str, Any]:
     defaults = vllm_cpu.engine_defaults
 
     def without_size(**sizes: Any) -> dict[str, Any]:
-        return {name: value for name, value in defaults(**sizes).items() if name != "kv_cache_memory_bytes"}
+        return {
+            name: value
+            for name, value in defaults(**sizes).items()
+            if name != "kv_cache_memory_bytes"
+        }
 
     announcements.addHandler(told)
     announcements.setLevel(logging.INFO)
-    with patch.object(vllm_cpu, "engine_defaults", without_size), patch.dict(os.environ, VLLM_CPU_KVCACHE_SPACE="1"):
+    with (
+        patch.object(vllm_cpu, "engine_defaults", without_size),
+        patch.dict(os.environ, VLLM_CPU_KVCACHE_SPACE="1"),
+    ):
         scheduler = engine(folder, 1, **vllm)._scheduler
     announcements.removeHandler(told)
     blocks = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
@@ -84,20 +99,29 @@ def close() -> None:
 
 
 def answers(
-    engine: VLLMEngine, prompts: list[list[int]], seeds: list[int], sampling: dict[str, Any] | list[dict[str, Any]]
+    engine: VLLMEngine,
+    prompts: list[list[int]],
+    seeds: list[int],
+    sampling: dict[str, Any] | list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     ways: Sampling = (
-        [SamplingOptions(**way) for way in sampling] if isinstance(sampling, list) else SamplingOptions(**sampling)
+        [SamplingOptions(**way) for way in sampling]
+        if isinstance(sampling, list)
+        else SamplingOptions(**sampling)
     )
     heard: dict[int, Generation] = {}
     engine.on_finished = heard.__setitem__
     found = engine.generate(prompts, ways, seeds)
     engine.on_finished = None
-    assert heard == dict(enumerate(found)), "each response is told of once, when it is finished"
+    assert heard == dict(enumerate(found)), (
+        "each response is told of once, when it is finished"
+    )
     return [asdict(one) for one in found]
 
 
-def generate(folder: str, tp: int, requests: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def generate(
+    folder: str, tp: int, requests: list[dict[str, Any]]
+) -> list[list[dict[str, Any]]]:
     """The answers to several calls of `generate`."""
     return [answers(engine(folder, tp), **request) for request in requests]
 
@@ -105,26 +129,49 @@ def generate(folder: str, tp: int, requests: list[dict[str, Any]]) -> list[list[
 def fill(made: VLLMEngine, folder: str) -> None:
     """Write the weights of a folder into an engine, as a reshard does."""
     weights = weights_of(ModelSpec.from_folder(folder))
-    load_folder(folder, made.layouts(shapes_of(weights))(dist.get_rank()), made.named_parameters(), weights=weights)
+    load_folder(
+        folder,
+        made.layouts(shapes_of(weights))(dist.get_rank()),
+        made.named_parameters(),
+        weights=weights,
+    )
     made.reset_prefix_cache()
 
 
 def speculate(
-    folder: str, tp: int, speculation: dict[str, Any], requests: list[dict[str, Any]], many: dict[str, Any]
+    folder: str,
+    tp: int,
+    speculation: dict[str, Any],
+    requests: list[dict[str, Any]],
+    many: dict[str, Any],
 ) -> dict[str, Any]:
-    """The answers of an engine with a speculator, whose weights are written into it; to `many` as tokens alone; what
-    became of its drafts."""
+    """The answers of an engine with a speculator, whose weights are written into it; to
+    `many` as tokens alone; what became of its drafts.
+    """
     threads = torch.get_num_threads()
     made = engine(folder, tp, load_weights=False, speculative_config=speculation)
     fill(made, folder)
     found = [answers(made, **request) for request in requests]
     made.saved_work = SavedWork()
-    drawn = made.generate(many["prompts"], SamplingOptions(**many["sampling"]), many["seeds"])
-    assert torch.get_num_threads() == threads, "a search for drafts leaves OpenMP's threads as they are"
-    return {"answers": found, "many": [one.token_ids for one in drawn], "work": asdict(made.saved_work)}
+    drawn = made.generate(
+        many["prompts"], SamplingOptions(**many["sampling"]), many["seeds"]
+    )
+    assert torch.get_num_threads() == threads, (
+        "a search for drafts leaves OpenMP's threads as they are"
+    )
+    return {
+        "answers": found,
+        "many": [one.token_ids for one in drawn],
+        "work": asdict(made.saved_work),
+    }
 
 
-def refusal(folder: str, tp: int, vllm: dict[str, Any] | None = None, request: dict[str, Any] | None = None) -> str:
+def refusal(
+    folder: str,
+    tp: int,
+    vllm: dict[str, Any] | None = None,
+    request: dict[str, Any] | None = None,
+) -> str:
     """The message of the error that making an engine, or asking it, ends in."""
     try:
         made = engine(folder, tp, **(vllm or {}))
@@ -137,17 +184,26 @@ def refusal(folder: str, tp: int, vllm: dict[str, Any] | None = None, request: d
 
 def ranks_that_disagree(folder: str) -> str:
     prompt = [3, 4, 5 + dist.get_rank()]
-    return refusal(folder, 2, request={"prompts": [prompt], "seeds": [0], "sampling": {"max_tokens": 2}})
+    return refusal(
+        folder,
+        2,
+        request={"prompts": [prompt], "seeds": [0], "sampling": {"max_tokens": 2}},
+    )
 
 
-def change_weights(folder: str, other_folder: str, tp: int, request: dict[str, Any]) -> dict[str, Any]:
+def change_weights(
+    folder: str, other_folder: str, tp: int, request: dict[str, Any]
+) -> dict[str, Any]:
     """Answers with the weights of `folder`, then with those of `other_folder` written in place over them."""
     made = engine(folder, tp)
     spec = ModelSpec.from_folder(folder)
     weights = weights_of(spec)
     layout = made.layouts(shapes_of(weights))(dist.get_rank())
     before = answers(made, **request)
-    places = {name: parameter.data_ptr() for name, parameter in made.named_parameters().items()}
+    places = {
+        name: parameter.data_ptr()
+        for name, parameter in made.named_parameters().items()
+    }
     load_folder(other_folder, layout, made.named_parameters(), weights=weights)
     made.reset_prefix_cache()
     after = answers(made, **request)
@@ -157,7 +213,11 @@ def change_weights(folder: str, other_folder: str, tp: int, request: dict[str, A
         "before": before,
         "after": after,
         "again": answers(made, **request),
-        "in_place": places == {name: parameter.data_ptr() for name, parameter in made.named_parameters().items()},
+        "in_place": places
+        == {
+            name: parameter.data_ptr()
+            for name, parameter in made.named_parameters().items()
+        },
     }
 
 
@@ -182,7 +242,9 @@ def looked_at_elsewhere(folder: str) -> int:
     registry._try_inspect_model_cls.cache_clear()
     lazy, elsewhere = registry._LazyRegisteredModel, registry._run_in_subprocess
     with (
-        patch.object(lazy, "_load_modelinfo_from_cache", lambda self, module_hash: None),
+        patch.object(
+            lazy, "_load_modelinfo_from_cache", lambda self, module_hash: None
+        ),
         patch.object(registry, "_run_in_subprocess", wraps=elsewhere) as run,
     ):
         engine(folder, 1)
@@ -194,7 +256,11 @@ def reset_while_running(folder: str) -> str:
 
     made = engine(folder, 1)
     core = made.llm.llm_engine
-    core.add_request("held", {"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=50, detokenize=False))
+    core.add_request(
+        "held",
+        {"prompt_token_ids": [3, 4, 5]},
+        SamplingParams(max_tokens=50, detokenize=False),
+    )
     core.step()
     try:
         made.reset_prefix_cache()
@@ -220,8 +286,12 @@ def state_around(folder: str) -> dict[str, Any]:
             "numpy": np.random.get_state()[1].tolist(),  # type: ignore[union-attr]
             "torch": torch.get_rng_state().tolist(),
             "set_num_threads": torch.set_num_threads.__module__,
-            "environment": {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")},
-            "imports are frozen": gc.get_freeze_count() > 100_000,  # of what is frozen some ends by itself
+            "environment": {
+                name: os.environ.get(name)
+                for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+            },
+            # Of what is frozen some ends by itself.
+            "imports are frozen": gc.get_freeze_count() > 100_000,
         }
 
     before = state()
@@ -265,7 +335,9 @@ def budgets(folder: str) -> dict[str, Any]:
     )
     try:
         rollout = Rollout(engine, default_group())
-        answers = rollout.generate([[5, 6, 7]] * 4, SamplingOptions(max_tokens=4), range(4))
+        answers = rollout.generate(
+            [[5, 6, 7]] * 4, SamplingOptions(max_tokens=4), range(4)
+        )
         assert engine.in_flight is not None
         return {
             "free": platform.free_memory(),
@@ -277,7 +349,9 @@ def budgets(folder: str) -> dict[str, Any]:
         os.environ["LOCAL_WORLD_SIZE"] = before
 
 
-def generate_few_at_once(folder: str, tp: int, request: dict[str, Any], most: int) -> dict[str, Any]:
+def generate_few_at_once(
+    folder: str, tp: int, request: dict[str, Any], most: int
+) -> dict[str, Any]:
     """The same answers with at most so many at once, and how many there ever were."""
     one = engine(folder, tp)
     free = answers(one, **request)
@@ -293,6 +367,14 @@ def generate_few_at_once(folder: str, tp: int, request: dict[str, Any], most: in
     before = scheduler.max_num_active_reqs
     try:
         found = answers(one, **request)
-        return {"same": found == free, "most": max(seen), "number": one.in_flight.number}
+        return {
+            "same": found == free,
+            "most": max(seen),
+            "number": one.in_flight.number,
+        }
     finally:
-        scheduler.schedule, one.in_flight, scheduler.max_num_active_reqs = schedule, None, before
+        scheduler.schedule, one.in_flight, scheduler.max_num_active_reqs = (
+            schedule,
+            None,
+            before,
+        )

@@ -1,7 +1,8 @@
 """A small server that speaks SGLang's documented endpoints, with a transformers model behind it; what may befall it.
 
-As python/sglang/srt/entrypoints/http_server.py has them: /health, /get_model_info, /get_server_info, /generate,
-/update_weights_from_disk, /update_weight_version, /flush_cache.
+As python/sglang/srt/entrypoints/http_server.py has them: /health, /get_model_info,
+/get_server_info, /generate, /update_weights_from_disk, /update_weight_version,
+/flush_cache.
 """
 
 from __future__ import annotations
@@ -42,8 +43,18 @@ class SGLangLike:
         without: tuple[str, ...] = (),
         **facts: Any,
     ) -> None:
-        self.model, self.token, self.without, self.happenings = model, token, without, happenings or {}
-        self.info = {"context_length": 64, "enable_deterministic_inference": True, "version": "0.5.4", **facts}
+        self.model, self.token, self.without, self.happenings = (
+            model,
+            token,
+            without,
+            happenings or {},
+        )
+        self.info = {
+            "context_length": 64,
+            "enable_deterministic_inference": True,
+            "version": "0.5.4",
+            **facts,
+        }
         self.calls: Counter[str] = Counter()
         self.version, self.dead, self.lock = "default", False, threading.Lock()
         self.engine = self._load(model)
@@ -51,7 +62,9 @@ class SGLangLike:
         self._http = _Server(("127.0.0.1", 0), _Handler)
         self._http.speaks = self
         self.url = f"http://127.0.0.1:{self._http.server_port}"
-        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
+        threading.Thread(
+            target=self._http.serve_forever, args=(0.02,), daemon=True
+        ).start()
 
     def __enter__(self) -> SGLangLike:
         return self
@@ -70,13 +83,23 @@ class SGLangLike:
 
     def _load(self, folder: Path) -> HFEngine:
         with LOADING:
-            return HFEngine(folder, dtype=torch.float32, max_model_len=int(self.info["context_length"]))
+            return HFEngine(
+                folder,
+                dtype=torch.float32,
+                max_model_len=int(self.info["context_length"]),
+            )
 
-    def answer(self, method: str, path: str, body: dict[str, Any], token: str | None) -> tuple[int, Any]:
+    def answer(
+        self, method: str, path: str, body: dict[str, Any], token: str | None
+    ) -> tuple[int, Any]:
         """Status and JSON."""
         if path in self.without or not hasattr(self, name := path[1:]):
             return 404, {"detail": "Not Found"}
-        if self.token is not None and path != "/health" and token != f"Bearer {self.token}":
+        if (
+            self.token is not None
+            and path != "/health"
+            and token != f"Bearer {self.token}"
+        ):
             return 401, {"error": "Unauthorized"}
         with self.lock:
             self.calls[path] += 1
@@ -91,7 +114,11 @@ class SGLangLike:
         return 200, None
 
     def get_model_info(self, body: dict[str, Any]) -> tuple[int, Any]:
-        info = {"model_path": str(self.model), "tokenizer_path": str(self.model), "is_generation": True}
+        info = {
+            "model_path": str(self.model),
+            "tokenizer_path": str(self.model),
+            "is_generation": True,
+        }
         return 200, {**info, "weight_version": self.version}
 
     def get_server_info(self, body: dict[str, Any]) -> tuple[int, Any]:
@@ -119,7 +146,9 @@ class SGLangLike:
             return 400, {"error": {"message": "token out of the vocabulary"}}
         about: dict[str, Any] = {"weight_version": self.version}
         if body.get("logprob_start_len") == 0:
-            log_probs = self.engine.model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+            log_probs = (
+                self.engine.model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+            )
             of_each = zip(log_probs, prompt[1:], strict=True)
             rest = [[float(row[token]), token, None] for row, token in of_each]
             about["input_token_logprobs"] = [[None, prompt[0], None], *rest]
@@ -132,7 +161,9 @@ class SGLangLike:
         )
         [found] = self.engine.generate([prompt], way, [given.get("sampling_seed", 0)])
         drawn = zip(found.log_probs, found.token_ids, strict=True)
-        about["output_token_logprobs"] = [[log_prob, token, None] for log_prob, token in drawn]
+        about["output_token_logprobs"] = [
+            [log_prob, token, None] for log_prob, token in drawn
+        ]
         about["finish_reason"] = {"type": found.finish_reason}
         return 200, {"text": "", "output_ids": found.token_ids, "meta_info": about}
 
@@ -158,7 +189,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: dict[str, Any]) -> None:
         speaks = self.server.speaks
         if not speaks.dead:
-            status, found = speaks.answer(self.command, self.path, body, self.headers.get("Authorization"))
+            status, found = speaks.answer(
+                self.command, self.path, body, self.headers.get("Authorization")
+            )
         if speaks.dead:  # by what befell it meanwhile, or before
             self.connection.shutdown(socket.SHUT_RDWR)
             return

@@ -5,12 +5,21 @@ from __future__ import annotations
 import pytest
 
 from megaverl.errors import RolloutError
-from megaverl.rollout.engine import Generation, SamplingOptions, check_generations, check_request
+from megaverl.rollout.engine import (
+    Generation,
+    SamplingOptions,
+    check_generations,
+    check_request,
+)
 
 
-def check(prompts: list[list[int]], seeds: list[int] | None = None, max_tokens: int = 4) -> None:
+def check(
+    prompts: list[list[int]], seeds: list[int] | None = None, max_tokens: int = 4
+) -> None:
     options = SamplingOptions(max_tokens=max_tokens)
-    check_request(prompts, options, seeds or [0] * len(prompts), max_model_len=10, vocab_size=50)
+    check_request(
+        prompts, options, seeds or [0] * len(prompts), max_model_len=10, vocab_size=50
+    )
 
 
 def test_what_fits_passes() -> None:
@@ -22,7 +31,10 @@ def test_what_fits_passes() -> None:
     ("prompts", "message"),
     [
         ([[1], []], "prompt 1 is empty"),
-        ([[1], [7] * 7], "prompt 1 has 7 tokens; with rollout.sampling.max_tokens=4 .* max_model_len of 10"),
+        (
+            [[1], [7] * 7],
+            "prompt 1 has 7 tokens; with rollout.sampling.max_tokens=4 .* max_model_len of 10",
+        ),
         ([[1, 50]], "prompt 0 holds token 50, but the model's vocabulary is 0 to 49"),
         ([[1], [3, -1]], "prompt 1 holds token -1"),
     ],
@@ -59,7 +71,17 @@ def test_wrong_answers_are_named(answer: list[Generation], message: str) -> None
 
 
 def test_options_take_vllms_names() -> None:
-    options = SamplingOptions(**{"max_tokens": 5, "temperature": 0.7, "top_k": -1, "min_p": 0.1, "stop_token_ids": [9]})
+    options = SamplingOptions(
+        **{
+            "max_tokens": 5,
+            "temperature": 0.7,
+            "top_k": -1,
+            "min_p": 0.1,
+            "stop_token_ids": [9],
+        }
+    )
     assert (options.top_k, options.extra) == (0, {"min_p": 0.1})
     assert options.stop_tokens([2, 9]) == [2, 9]
-    assert SamplingOptions(5, stop_token_ids=[9], ignore_eos=True).stop_tokens([2]) == [9]
+    assert SamplingOptions(5, stop_token_ids=[9], ignore_eos=True).stop_tokens([2]) == [
+        9
+    ]

@@ -21,12 +21,22 @@ def test_fits_a_signed_64_bit_integer(run_seed: int, step: int, sample: int) -> 
 
 def test_low_bits_alone_tell_samples_apart() -> None:
     seeds = {
-        sample_seed(seed, step, sample) & 0xFFFFFFFF for seed in (0, 1) for step in range(30) for sample in range(50)
+        sample_seed(seed, step, sample) & 0xFFFFFFFF
+        for seed in (0, 1)
+        for step in range(30)
+        for sample in range(50)
     }
-    assert len(seeds) == 3000  # torch's CPU generator uses 32 bits; 3,000 draws collide once in 1,000 runs
+    # torch's CPU generator uses 32 bits; 3,000 draws collide once in 1,000 runs.
+    assert len(seeds) == 3000
 
 
 def test_turns_of_an_episode_and_agents_in_it() -> None:
-    assert turn_seed(17, 3, 255, 0) == sample_seed(17, 3, 255), "an only agent's first turn is a response"
-    seeds = {turn_seed(0, 1, 2, turn, agent) for turn in range(20) for agent in ("", "a", "b", "a" * 90, "b" * 90)}
+    assert turn_seed(17, 3, 255, 0) == sample_seed(17, 3, 255), (
+        "an only agent's first turn is a response"
+    )
+    seeds = {
+        turn_seed(0, 1, 2, turn, agent)
+        for turn in range(20)
+        for agent in ("", "a", "b", "a" * 90, "b" * 90)
+    }
     assert len(seeds) == 100

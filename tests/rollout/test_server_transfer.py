@@ -65,9 +65,15 @@ class Served:
         self.calls: list[str] = []
         self.stalls = threading.Event()
         parallel = SimpleNamespace(
-            data_parallel_index=0, world_size=1, world_size_across_dp=1, rank=0, data_parallel_rank=0
+            data_parallel_index=0,
+            world_size=1,
+            world_size_across_dp=1,
+            rank=0,
+            data_parallel_rank=0,
         )
-        self.vllm_config: Any = SimpleNamespace(parallel_config=parallel, model_config=None)
+        self.vllm_config: Any = SimpleNamespace(
+            parallel_config=parallel, model_config=None
+        )
         model: Any = SimpleNamespace(load_weights=self._load)
         config: Any = SimpleNamespace(backend="nccl")
         self.worker = transfer("nccl_engine").NCCLWeightTransferEngine(
@@ -79,7 +85,9 @@ class Served:
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         self.calls.append("init")
-        self.worker.init_transfer_engine(transfer("nccl_common").NCCLWeightTransferInitInfo(**request.init_info))
+        self.worker.init_transfer_engine(
+            transfer("nccl_common").NCCLWeightTransferInitInfo(**request.init_info)
+        )
 
     async def shutdown_weight_transfer_engine(self) -> None:
         self.calls.append("shutdown")
@@ -91,7 +99,9 @@ class Served:
         self.calls.append("update")
         if self.stalls.is_set():
             raise RuntimeError("a worker is gone")
-        self.worker.receive_weights(transfer("nccl_engine").NCCLWeightTransferUpdateInfo(**request.update_info))
+        self.worker.receive_weights(
+            transfer("nccl_engine").NCCLWeightTransferUpdateInfo(**request.update_info)
+        )
 
     async def finish_weight_update(self, weight_version: str | None) -> None:
         self.calls.append("finish")
@@ -106,7 +116,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def line(monkeypatch: pytest.MonkeyPatch) -> Line:
     line = Line()
 
-    def join(unique_id: bytes, rank: int, world_size: int, device: object) -> SimpleNamespace:
+    def join(
+        unique_id: bytes, rank: int, world_size: int, device: object
+    ) -> SimpleNamespace:
         assert (unique_id, world_size) == (UNIQUE_ID, 2)
         return line.sender() if rank == 0 else line.receiver()
 
@@ -120,7 +132,8 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Line:
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(VLLMOverNCCL, "packed", False)  # what packs works on streams of a GPU
+    # What packs works on streams of a GPU.
+    monkeypatch.setattr(VLLMOverNCCL, "packed", False)
     return line
 
 
@@ -134,7 +147,9 @@ def served() -> Iterator[tuple[Served, str]]:
     def reset() -> dict[str, bool]:
         return {"success": True}
 
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error")
+    )
     started = threading.Event()
     startup = server.startup
 
@@ -160,14 +175,18 @@ def test_all_weights_of_the_folder_come_and_the_line_stays(
     server.load(str(folder))
     wanted = load_file(folder / "model.safetensors")
     assert engine.weights.keys() == wanted.keys()
-    assert all(torch.equal(engine.weights[name], tensor) for name, tensor in wanted.items())
+    assert all(
+        torch.equal(engine.weights[name], tensor) for name, tensor in wanted.items()
+    )
     engine.weights.clear()
     server.load(str(folder))
     assert engine.weights.keys() == wanted.keys()
     assert engine.calls == ["init", *["start", "update", "finish"] * 2], "joined once"
 
 
-def test_a_server_that_fails_is_lost_and_joined_anew(line: Line, served: tuple[Served, str], folder: Path) -> None:
+def test_a_server_that_fails_is_lost_and_joined_anew(
+    line: Line, served: tuple[Served, str], folder: Path
+) -> None:
     engine, url = served
     server = VLLMOverNCCL(url, None, generating=30.0, loading=30.0)
     engine.stalls.set()
@@ -177,40 +196,60 @@ def test_a_server_that_fails_is_lost_and_joined_anew(line: Line, served: tuple[S
     engine.stalls.clear()
     line.under_way.queue.clear()
     server.load(str(folder))
-    assert engine.calls.count("init") == 2 and len(engine.weights) == len(load_file(folder / "model.safetensors"))
+    assert engine.calls.count("init") == 2 and len(engine.weights) == len(
+        load_file(folder / "model.safetensors")
+    )
 
 
 def test_one_that_takes_nothing_is_lost_in_time(
-    line: Line, served: tuple[Served, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+    line: Line,
+    served: tuple[Served, str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     never = threading.Event()
     server = VLLMOverNCCL(served[1], None, generating=30.0, loading=0.2)
-    monkeypatch.setattr(VLLMOverNCCL, "_send", lambda self, weights, failed: never.wait(30))
-    with pytest.raises(ServerLost, match=r"over NCCL: TimeoutError.*0.2 s \(rollout.servers.load_timeout_seconds\)"):
+    monkeypatch.setattr(
+        VLLMOverNCCL, "_send", lambda self, weights, failed: never.wait(30)
+    )
+    with pytest.raises(
+        ServerLost,
+        match=r"over NCCL: TimeoutError.*0.2 s \(rollout.servers.load_timeout_seconds\)",
+    ):
         server.load(str(folder))
     never.set()
 
 
 def test_one_that_will_not_join_is_told_at_once(
-    line: Line, served: tuple[Served, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+    line: Line,
+    served: tuple[Served, str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """This end waits in NCCL meanwhile, for one that does not come."""
     never = threading.Event()
-    monkeypatch.setattr(transfer("nccl_common"), "uid_init_process_group", lambda *given: never.wait(30))
+    monkeypatch.setattr(
+        transfer("nccl_common"), "uid_init_process_group", lambda *given: never.wait(30)
+    )
     monkeypatch.setattr(served[0], "init_weight_transfer_engine", None)
     server = VLLMOverNCCL(served[1], None, generating=30.0, loading=20.0)
-    with pytest.raises(ServerLost, match=r"answers 500 to POST /init_weight_transfer_engine"):
+    with pytest.raises(
+        ServerLost, match=r"answers 500 to POST /init_weight_transfer_engine"
+    ):
         server.load(str(folder))
     never.set()
 
 
-def test_without_a_gpu_or_the_servers_own_half_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_or_the_servers_own_half_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     server = VLLMOverNCCL("http://127.0.0.1:1", None, generating=1.0, loading=1.0)
     info = {"vllm_config": {"weight_transfer_config": None}}
     monkeypatch.setattr(server_engine.VLLMServer, "problems", lambda self, expected: [])
     monkeypatch.setattr(server, "ask", lambda method, path, timeout: info)
     gpu, own = server.problems(None)  # type: ignore[arg-type]
-    words = shlex.split(own.partition("Start it with: ")[2].removesuffix("."))  # it can be typed as it stands
+    # It can be typed as it stands.
+    words = shlex.split(own.partition("Start it with: ")[2].removesuffix("."))
     given = shlex.split(words[-1].removeprefix("--vllm="))
     assert given == ["--weight-transfer-config", '{"backend": "nccl"}']
     assert "needs a GPU" in gpu and "--weight-transfer-config" in own

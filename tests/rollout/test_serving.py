@@ -25,7 +25,8 @@ shared = SharedMemory(create=True, size=64)
 print(shared.name, flush=True)
 time.sleep(600)
 """
-# Answers /health with 200, then with 503, as vLLM's server does when its engine has died. Its child is the engine.
+# Answers /health with 200, then with 503, as vLLM's server does when its engine has
+# died. Its child is the engine.
 SERVER = """
 import subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -63,7 +64,11 @@ def run(log: Path, after: int, told: list[str], on_ready: object = None) -> int:
         if on_ready is not None:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    command = [sys.executable, "-c", SERVER.format(port=port, after=after, engine=ENGINE)]
+    command = [
+        sys.executable,
+        "-c",
+        SERVER.format(port=port, after=after, engine=ENGINE),
+    ]
     return serving.watch_server(command, os.environ, log, "127.0.0.1", port, ready)
 
 
@@ -76,7 +81,9 @@ def wait_until_engine_ends(log: Path) -> None:
     assert not Path("/dev/shm", log.read_text().split()[2]).exists()
 
 
-def test_a_server_ends_with_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_ends_with_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serving, "HEALTH_SECONDS", 0.05)
     told: list[str] = []
     with pytest.raises(MegaverlError, match="the server ended: "):
@@ -96,8 +103,14 @@ def test_a_signal_ends_server_and_engine(tmp_path: Path) -> None:
     ("text", "cause"),
     [
         (LOG, "ValueError: Available memory is less than desired."),
-        (INVALID, "1 validation error for ModelConfig: Value error, User-specified max_model_len (128) is greater"),
-        ("usage: vllm serve\nvllm serve: error: unrecognized arguments: --foo\n", "unrecognized arguments: --foo."),
+        (
+            INVALID,
+            "1 validation error for ModelConfig: Value error, User-specified max_model_len (128) is greater",
+        ),
+        (
+            "usage: vllm serve\nvllm serve: error: unrecognized arguments: --foo\n",
+            "unrecognized arguments: --foo.",
+        ),
         ("Killed\n", "It names no error."),
     ],
 )
@@ -109,15 +122,26 @@ def test_the_cause_is_one_line(text: str, cause: str, tmp_path: Path) -> None:
 
 def test_a_server_that_fails_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise ValueError('no such dtype')"]
-    with pytest.raises(MegaverlError, match=r"did not start: ValueError: no such dtype. Its log: "):
-        serving.watch_server(command, os.environ, tmp_path / "log", "127.0.0.1", free_port(), lambda: None)
+    with pytest.raises(
+        MegaverlError, match=r"did not start: ValueError: no such dtype. Its log: "
+    ):
+        serving.watch_server(
+            command,
+            os.environ,
+            tmp_path / "log",
+            "127.0.0.1",
+            free_port(),
+            lambda: None,
+        )
 
 
 def test_what_fits_is_taken() -> None:
     assert serving.cache_bytes(free=20 * GIB, weights=GIB) == serving.MAX_CACHE_BYTES
     assert serving.cache_bytes(free=4 * GIB, weights=GIB) == GIB // 2
     assert serving.cache_bytes(free=GIB, weights=GIB) == serving.MIN_CACHE_BYTES
-    assert serving.gpu_share([(70_000, 80_000), (80_000, 80_000)]) == pytest.approx(0.83, abs=0.01)
+    assert serving.gpu_share([(70_000, 80_000), (80_000, 80_000)]) == pytest.approx(
+        0.83, abs=0.01
+    )
     assert serving.gpu_share([(80_000, 80_000)]) == serving.GPU_SHARE
 
 
@@ -125,10 +149,14 @@ def test_defaults_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     names = serving.default_arguments("m", [])[::2]
-    assert serving.default_arguments("m", ["--dtype=bfloat16"])[0] == "--enforce-eager" and "--dtype" not in (
+    assert serving.default_arguments("m", ["--dtype=bfloat16"])[
+        0
+    ] == "--enforce-eager" and "--dtype" not in (
         serving.default_arguments("m", ["--dtype=bfloat16"])
     )
-    assert "--kv-cache-memory-bytes" not in serving.default_arguments("m", ["--gpu-memory-utilization", "0.5"])
+    assert "--kv-cache-memory-bytes" not in serving.default_arguments(
+        "m", ["--gpu-memory-utilization", "0.5"]
+    )
     assert names[0] == "--enforce-eager"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(serving, "gpu_memory", lambda: [(40_000, 80_000)])

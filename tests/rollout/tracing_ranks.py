@@ -26,28 +26,48 @@ def compare_with_rules(cases: list[dict[str, Any]]) -> list[list[str]]:
     for case in cases:
         spec = ModelSpec.from_folder(case["folder"])
         weights = weights_of(spec)
-        ids, sources = element_ids(weights), {weight.name: weight.shape for weight in weights}
+        ids, sources = (
+            element_ids(weights),
+            {weight.name: weight.shape for weight in weights},
+        )
         inspect_here(spec.architecture)
-        parallel = {"enable_expert_parallel": case["expert_parallel"], "expert_placement_strategy": case["placement"]}
+        parallel = {
+            "enable_expert_parallel": case["expert_parallel"],
+            "expert_placement_strategy": case["placement"],
+        }
         config = engine_config(case["folder"], case["tp"], dtype="float32", **parallel)
         rules = vllm_layouts(
-            weights, spec, case["tp"], expert_parallel=case["expert_parallel"], expert_placement=case["placement"]
+            weights,
+            spec,
+            case["tp"],
+            expert_parallel=case["expert_parallel"],
+            expert_placement=case["placement"],
         )
         wrong = []
         for rank in range(case["tp"]):
             traced = trace(config, rank, sources).whole(sources)
-            assert bool(traced.layout.views) == bool(rules(rank).views) and not traced.computed
+            assert (
+                bool(traced.layout.views) == bool(rules(rank).views)
+                and not traced.computed
+            )
             mine, theirs = fill(traced.layout, ids), fill(rules(rank), ids)
-            wrong += [f"rank {rank}: {name}: only in one" for name in sorted(mine.keys() ^ theirs.keys())]
             wrong += [
-                f"rank {rank}: {name}" for name in mine.keys() & theirs.keys() if (mine[name] != theirs[name]).any()
+                f"rank {rank}: {name}: only in one"
+                for name in sorted(mine.keys() ^ theirs.keys())
+            ]
+            wrong += [
+                f"rank {rank}: {name}"
+                for name in mine.keys() & theirs.keys()
+                if (mine[name] != theirs[name]).any()
             ]
         found.append(wrong)
     return found
 
 
 def check_architectures(architectures: list[str]) -> list[list[str]]:
-    return [[*check_layouts.check(architecture, [1, 2])] for architecture in architectures]
+    return [
+        [*check_layouts.check(architecture, [1, 2])] for architecture in architectures
+    ]
 
 
 def answers(architectures: list[str]) -> list[list[str]]:
@@ -67,14 +87,17 @@ def built_from_transformers(architecture: str) -> dict[str, bool]:
         was = inner.__init__, inner.__call__, inner.__bases__
         tokens = torch.tensor([[3, 5, 7]])
         wanted = before(tokens).logits
-        built = vllm_tracing.build(engine_config(folder, 1, dtype="float32", max_model_len=64), 0)
+        built = vllm_tracing.build(
+            engine_config(folder, 1, dtype="float32", max_model_len=64), 0
+        )
     after = model_class(config).eval()
     after.load_state_dict(before.state_dict())
     return {
         "class": (inner.__init__, inner.__call__, inner.__bases__) == was,
         "made before": torch.equal(before(tokens).logits, wanted),
         "made after": torch.equal(after(tokens).logits, wanted),
-        "engine's compiles": isinstance(built.model, inner) and hasattr(built.model, "do_not_compile"),
+        "engine's compiles": isinstance(built.model, inner)
+        and hasattr(built.model, "do_not_compile"),
     }
 
 
@@ -113,16 +136,24 @@ def other_layout(folder: str) -> str:
 
     def changed(*args: Any) -> vllm_tracing.Trace:
         trace = vllm_tracing.trace_into(*args)
-        swapped = {"model.layers.0.mlp.gate_proj.weight": "model.layers.0.mlp.up_proj.weight"}
+        swapped = {
+            "model.layers.0.mlp.gate_proj.weight": "model.layers.0.mlp.up_proj.weight"
+        }
         swapped |= {value: key for key, value in swapped.items()}
         layout = trace.found.layout
-        pieces = tuple(p._replace(tensor=swapped.get(p.tensor, p.tensor)) for p in layout.pieces)
-        return trace._replace(found=replace(trace.found, layout=replace(layout, pieces=pieces)))
+        pieces = tuple(
+            p._replace(tensor=swapped.get(p.tensor, p.tensor)) for p in layout.pieces
+        )
+        return trace._replace(
+            found=replace(trace.found, layout=replace(layout, pieces=pieces))
+        )
 
     with patch.object(vllm_layouts, "trace_into", changed):
         spec = ModelSpec.from_folder(folder)
         sizes = {"dtype": torch.float32, "max_model_len": 64}
-        made = vllm_engine.VLLMEngine(folder, RolloutConfig(), seed=0, load_weights=False, **sizes)
+        made = vllm_engine.VLLMEngine(
+            folder, RolloutConfig(), seed=0, load_weights=False, **sizes
+        )
         try:
             made.layouts(shapes_of(weights_of(spec)))
         except RolloutError as error:

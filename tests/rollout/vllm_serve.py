@@ -2,8 +2,8 @@
 
     python -m tests.rollout.vllm_serve FOLDER PORT,PORT:TP MODEL ARGUMENTS
 
-An interpreter imports vLLM once, and each server is a copy of it that leads a process group of its own, named in
-FOLDER/PORT.pid.
+An interpreter imports vLLM once, and each server is a copy of it that leads a process
+group of its own, named in FOLDER/PORT.pid.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ def serve(*given: str) -> None:
 
 
 def main(folder: str, ports: str, model: str, *arguments: str) -> None:
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **serving.ENVIRONMENT, **serving.CPU_ENVIRONMENT}
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        **serving.ENVIRONMENT,
+        **serving.CPU_ENVIRONMENT,
+    }
     import vllm.entrypoints.cli.serve
     import vllm.entrypoints.launchers.api_server.entry
     import vllm.v1.worker.cpu_worker  # noqa: F401
@@ -38,8 +43,17 @@ def main(folder: str, ports: str, model: str, *arguments: str) -> None:
     servers = {}
     for described in ports.split(","):
         port, _, tp = described.partition(":")
-        tensor_parallel = [f"{arguments[-1]} --tensor-parallel-size {tp}"] if tp else arguments[-1:]
-        servers[port] = ["rollout", model, "--port", port, *arguments[:-1], *tensor_parallel]
+        tensor_parallel = (
+            [f"{arguments[-1]} --tensor-parallel-size {tp}"] if tp else arguments[-1:]
+        )
+        servers[port] = [
+            "rollout",
+            model,
+            "--port",
+            port,
+            *arguments[:-1],
+            *tensor_parallel,
+        ]
     if reward := os.environ.get("TEST_REWARD_SERVER"):
         servers["reward"] = ["reward", *json.loads(reward)]
     for name, given in servers.items():

@@ -18,7 +18,9 @@ from megaverl.sharding.weight import Split, Weight
 from tests.sharding.specs import element_ids, fill, make_spec
 
 
-def compare_with_gpt_model(grid: dict[str, int], variants: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compare_with_gpt_model(
+    grid: dict[str, int], variants: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """For each variant the parameters on which the real GPTModel and the layout differ."""
     from megaverl.distributed.groups import ProcessGroupManager
     from megaverl.models.build import build_model, named_parameters
@@ -29,7 +31,9 @@ def compare_with_gpt_model(grid: dict[str, int], variants: list[dict[str, Any]])
     found = []
     for variant in variants:
         head = variant["value_head"]
-        spec = make_spec(variant["architecture"], tie_embeddings=variant["tie_embeddings"])
+        spec = make_spec(
+            variant["architecture"], tie_embeddings=variant["tie_embeddings"]
+        )
         config = transformer_config(spec, shape, torch.float32)
         chunks = build_model(spec, config, placed, value_head=head, seed=0)
         real = {name: tuple(p.shape) for name, p in named_parameters(chunks).items()}
@@ -52,8 +56,9 @@ def differences(real: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_with_vllm(cases: list[dict[str, Any]]) -> list[list[str]]:
-    """For each case (folder, tp, expert_parallel, placement) build vLLM's own model, let its own `load_weights`
-    place element ids, and compare with what the layout places. Returns the parameters that differ.
+    """For each case (folder, tp, expert_parallel, placement) build vLLM's own model,
+    let its own `load_weights` place element ids, and compare with what the layout
+    places. Returns the parameters that differ.
 
     Cases of one TP must follow each other.
     """
@@ -97,21 +102,33 @@ def place_ids(model: torch.nn.Module, case: dict[str, Any]) -> list[str]:
     spec = ModelSpec.from_folder(case["folder"])
     weights = weights_of(spec)
     ids = element_ids(weights)
-    assert sum(array.size for array in ids.values()) < 2**24, "float32 must hold every id"
+    assert sum(array.size for array in ids.values()) < 2**24, (
+        "float32 must hold every id"
+    )
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
         parameter.data.zero_()
-    model.load_weights((name, torch.from_numpy(array).float()) for name, array in ids.items())
+    model.load_weights(
+        (name, torch.from_numpy(array).float()) for name, array in ids.items()
+    )
     layouts = vllm_layouts(
-        weights, spec, case["tp"], expert_parallel=case["expert_parallel"], expert_placement=case["placement"]
+        weights,
+        spec,
+        case["tp"],
+        expert_parallel=case["expert_parallel"],
+        expert_placement=case["placement"],
     )
     layout = layouts(dist.get_rank() % case["tp"])
     expected = fill(layout, ids)
     wrong = [f"{name}: only in one" for name in parameters.keys() ^ expected.keys()]
     for name in parameters.keys() & expected.keys():
         if tuple(parameters[name].shape) != expected[name].shape:
-            wrong.append(f"{name}: {tuple(parameters[name].shape)} in vLLM, {expected[name].shape} in the layout")
-        elif not torch.equal(parameters[name].data, torch.from_numpy(expected[name]).float()):
+            wrong.append(
+                f"{name}: {tuple(parameters[name].shape)} in vLLM, {expected[name].shape} in the layout"
+            )
+        elif not torch.equal(
+            parameters[name].data, torch.from_numpy(expected[name]).float()
+        ):
             wrong.append(f"{name}: other elements")
     return wrong
 
@@ -124,13 +141,18 @@ def compare_with_fsdp2(shapes: dict[str, list[int]]) -> list[str]:
 
     from megaverl.sharding.layout import even_layout
 
-    weights = [Weight(name, tuple(shape), Split.REPLICATED, 0, name, name) for name, shape in shapes.items()]
+    weights = [
+        Weight(name, tuple(shape), Split.REPLICATED, 0, name, name)
+        for name, shape in shapes.items()
+    ]
     ids = element_ids(weights)
     model = torch.nn.Module()
     for name, array in ids.items():
         module, parameter = name.split(".")
         model.add_module(module, torch.nn.Module())
-        getattr(model, module).register_parameter(parameter, torch.nn.Parameter(torch.from_numpy(array).float()))
+        getattr(model, module).register_parameter(
+            parameter, torch.nn.Parameter(torch.from_numpy(array).float())
+        )
     world = dist.get_world_size()
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     expected = fill(even_layout(weights, world, dist.get_rank()), ids)
@@ -140,6 +162,8 @@ def compare_with_fsdp2(shapes: dict[str, list[int]]) -> list[str]:
         shard = parameter.to_local()
         if not shard.numel():  # layouts leave out empty shards
             continue
-        if name not in expected or not torch.equal(shard, torch.from_numpy(expected.pop(name)).float()):
+        if name not in expected or not torch.equal(
+            shard, torch.from_numpy(expected.pop(name)).float()
+        ):
             wrong.append(name)
     return wrong + list(expected)

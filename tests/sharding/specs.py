@@ -22,14 +22,22 @@ ROUTED = (
     "GptOssForCausalLM",
     "Qwen2MoeForCausalLM",
 )
-UNCUT = "GptOssForCausalLM"  # whose experts have biases, and so no tensor parallelism of their own
+# Whose experts have biases, and so no tensor parallelism of their own.
+UNCUT = "GptOssForCausalLM"
 # Whose weights lie in engines as in files, so that they can be quantised there.
 PLAIN = tuple(architecture for architecture in ARCHITECTURES if architecture != UNCUT)
-DENSE = tuple(architecture for architecture in ARCHITECTURES if architecture not in ROUTED)
-# What a tiny folder of an architecture needs beside the sizes that all share, in Hugging Face's words.
+DENSE = tuple(
+    architecture for architecture in ARCHITECTURES if architecture not in ROUTED
+)
+# What a tiny folder of an architecture needs beside the sizes that all share, in
+# Hugging Face's words.
 CONFIGS: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"num_local_experts": 6, "intermediate_size": 16},
-    "Qwen3MoeForCausalLM": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+    "Qwen3MoeForCausalLM": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+    },
     "DeepseekV3ForCausalLM": {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
@@ -55,8 +63,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
     },
-    "GptOssForCausalLM": {"num_local_experts": 6, "intermediate_size": 128, "num_key_value_heads": 4},
-    "Qwen2MoeForCausalLM": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    "GptOssForCausalLM": {
+        "num_local_experts": 6,
+        "intermediate_size": 128,
+        "num_key_value_heads": 4,
+    },
+    "Qwen2MoeForCausalLM": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+    }
     | {"shared_expert_intermediate_size": 24},
 }
 WITH_QKV_BIAS = (
@@ -72,7 +88,10 @@ WITH_QKV_BIAS = (
 def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> ModelSpec:
     """A spec small enough to write out every element."""
     latent = architecture == "DeepseekV3ForCausalLM"
-    gemma, gpt_oss = architecture == "GemmaForCausalLM", architecture == "GptOssForCausalLM"
+    gemma, gpt_oss = (
+        architecture == "GemmaForCausalLM",
+        architecture == "GptOssForCausalLM",
+    )
     fields = {
         "architecture": architecture,
         "num_layers": 4,
@@ -84,7 +103,8 @@ def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> Mode
         "vocab_size": 50,
         "tie_embeddings": False,
         "qkv_bias": architecture in WITH_QKV_BIAS,
-        "qk_norm": architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"),
+        "qk_norm": architecture
+        in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"),
         "norm_eps": 1e-5,
         "rope_theta": 1e4,
         "max_positions": 64,
@@ -94,7 +114,9 @@ def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> Mode
         "rotary_pairs": architecture in ("Ernie4_5ForCausalLM", "Glm4ForCausalLM"),
         "norms_after": architecture == "Glm4ForCausalLM",
         "sliding_window": 8 if gpt_oss else None,
-        "windowed_layers": tuple(layer % 2 == 0 for layer in range(64)) if gpt_oss else (),
+        "windowed_layers": tuple(layer % 2 == 0 for layer in range(64))
+        if gpt_oss
+        else (),
         "linear_bias": gpt_oss,
         "attention_sinks": gpt_oss,
         "moe": make_experts(architecture) if architecture in ROUTED else None,
@@ -109,12 +131,17 @@ def expert_tp(architecture: str) -> dict[str, int]:
 
 
 def make_experts(
-    architecture: str, num_experts: int = 4, ffn_hidden_size: int = 8, num_dense_layers: int = 1
+    architecture: str,
+    num_experts: int = 4,
+    ffn_hidden_size: int = 8,
+    num_dense_layers: int = 1,
 ) -> MoESpec:
     """Experts as the architecture has them."""
     experts = MoESpec(num_experts, 2, ffn_hidden_size, normalize_weights=True)
     if EXPERT_KEYS[architecture].shared_width:
-        return replace(experts, shared_ffn_hidden_size=2 * ffn_hidden_size, shared_gate=True)
+        return replace(
+            experts, shared_ffn_hidden_size=2 * ffn_hidden_size, shared_gate=True
+        )
     if not EXPERT_KEYS[architecture].by_sigmoid:
         return experts
     return replace(
@@ -129,12 +156,18 @@ def make_experts(
 
 
 @st.composite
-def specs(draw: st.DrawFn, tp_sizes: Sequence[int], architectures: Sequence[str] = ARCHITECTURES) -> ModelSpec:
+def specs(
+    draw: st.DrawFn,
+    tp_sizes: Sequence[int],
+    architectures: Sequence[str] = ARCHITECTURES,
+) -> ModelSpec:
     """Any of the architectures, any sizes that every one of `tp_sizes` divides."""
     most = max(tp_sizes)
     architecture = draw(st.sampled_from(architectures))
     num_layers = draw(st.sampled_from([1, 2, 4]))
-    kv_heads = draw(st.sampled_from([1, 2, 4, 8] if architecture != UNCUT else [most, 2 * most]))
+    kv_heads = draw(
+        st.sampled_from([1, 2, 4, 8] if architecture != UNCUT else [most, 2 * most])
+    )
     heads = max(kv_heads, most) * draw(st.integers(1, 3))
     sizes: dict[str, object] = {
         "num_layers": num_layers,
@@ -142,7 +175,8 @@ def specs(draw: st.DrawFn, tp_sizes: Sequence[int], architectures: Sequence[str]
         "ffn_hidden_size": most * draw(st.integers(1, 3)),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
-        # Megatron cuts the fused rows evenly, also where a head is shared by several ranks
+        # Megatron cuts the fused rows evenly, also where a head is shared by several
+        # ranks
         "head_dim": draw(st.integers(1, 3)) * max(1, most // kv_heads),
         "vocab_size": draw(st.integers(3, 140)),
         "tie_embeddings": draw(st.booleans()),
@@ -150,7 +184,9 @@ def specs(draw: st.DrawFn, tp_sizes: Sequence[int], architectures: Sequence[str]
     if architecture in ROUTED:
         num_experts = draw(st.sampled_from([2, 4, 6]))
         width = most * draw(st.integers(1, 2))
-        sizes["moe"] = make_experts(architecture, num_experts, width, draw(st.integers(0, num_layers - 1)))
+        sizes["moe"] = make_experts(
+            architecture, num_experts, width, draw(st.integers(0, num_layers - 1))
+        )
     if architecture == "DeepseekV3ForCausalLM":
         mla = MLASpec(
             q_lora_rank=draw(st.sampled_from([None, 3, 4])),
@@ -159,7 +195,11 @@ def specs(draw: st.DrawFn, tp_sizes: Sequence[int], architectures: Sequence[str]
             qk_rope_head_dim=2,
             v_head_dim=draw(st.integers(1, 3)),
         )
-        sizes |= {"mla": mla, "num_kv_heads": heads, "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim}
+        sizes |= {
+            "mla": mla,
+            "num_kv_heads": heads,
+            "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+        }
     return make_spec(architecture, **sizes)
 
 
@@ -191,7 +231,10 @@ def separated(arrays: dict[str, np.ndarray], spec: ModelSpec) -> dict[str, np.nd
 
 def fill(layout: Layout, ids: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The local tensors of a layout, holding element ids; padding is zero."""
-    tensors = {name: np.zeros(shape, dtype=np.int64) for name, shape in layout.local_shapes.items()}
+    tensors = {
+        name: np.zeros(shape, dtype=np.int64)
+        for name, shape in layout.local_shapes.items()
+    }
     held = seen(layout, tensors)
     for piece in layout.pieces:
         target = held[piece.local][piece.local_box.slices]
@@ -204,10 +247,16 @@ def seen(layout: Layout, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray
     """Local tensors and a layout's views of them."""
     views = {}
     for name, (local, view) in layout.views.items():
-        every = tuple(slice(first, None, step) for first, step in zip(view.first, view.step, strict=True))
+        every = tuple(
+            slice(first, None, step)
+            for first, step in zip(view.first, view.step, strict=True)
+        )
         views[name] = tensors[local].transpose(view.axes)[every]
     return tensors | views
 
 
 def make_weights(shapes: dict[str, tuple[int, ...]]) -> list[Weight]:
-    return [Weight(name, shape, Split.REPLICATED, 0, name, name) for name, shape in shapes.items()]
+    return [
+        Weight(name, shape, Split.REPLICATED, 0, name, name)
+        for name, shape in shapes.items()
+    ]

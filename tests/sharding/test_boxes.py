@@ -30,7 +30,10 @@ AXES = st.integers(1, 3)
 
 @st.composite
 def boxes(draw: st.DrawFn, ndim: int, size: int = 5) -> Box:
-    ranges = [sorted(draw(st.tuples(st.integers(0, size - 1), st.integers(1, size)))) for _ in range(ndim)]
+    ranges = [
+        sorted(draw(st.tuples(st.integers(0, size - 1), st.integers(1, size))))
+        for _ in range(ndim)
+    ]
     start = tuple(min(low, high - 1) for low, high in ranges)
     return Box(start, tuple(high for _, high in ranges))
 
@@ -55,7 +58,9 @@ def test_intersection_and_difference_partition_a_box(pair: tuple[Box, Box]) -> N
     common = intersect(a, b)
     assert (mask(common, ndim) == mask(a, ndim) * mask(b, ndim)).all()
     rest = subtract(a, b)
-    total = mask(common, ndim) + sum((mask(box, ndim) for box in rest), np.zeros_like(mask(a, ndim)))
+    total = mask(common, ndim) + sum(
+        (mask(box, ndim) for box in rest), np.zeros_like(mask(a, ndim))
+    )
     assert (total == mask(a, ndim)).all()
     assert contains(a, b) == (not subtract(b, a))
 
@@ -71,8 +76,12 @@ def test_join_is_the_union_when_it_is_a_box(pair: tuple[Box, Box]) -> None:
         assert subtract(joined, a) == [b]
 
 
-@given(st.lists(st.integers(1, 4), max_size=4), st.integers(0, 256), st.integers(0, 256))
-def test_a_flat_range_is_contiguous_boxes_in_order(shape: list[int], one: int, other: int) -> None:
+@given(
+    st.lists(st.integers(1, 4), max_size=4), st.integers(0, 256), st.integers(0, 256)
+)
+def test_a_flat_range_is_contiguous_boxes_in_order(
+    shape: list[int], one: int, other: int
+) -> None:
     numbers = np.arange(whole(shape).numel).reshape(shape)
     start, stop = sorted((min(one, numbers.size), min(other, numbers.size)))
     boxes = flat_boxes(shape, start, stop)
@@ -98,11 +107,15 @@ def test_split_keeps_elements_and_their_order(box: Box, max_numel: int) -> None:
 
 
 @given(boxes(2), st.data())
-def test_carry_follows_the_elements_into_a_tensor_with_more_axes(outer: Box, data: st.DataObject) -> None:
+def test_carry_follows_the_elements_into_a_tensor_with_more_axes(
+    outer: Box, data: st.DataObject
+) -> None:
     """A weight inside a fused 3-D expert tensor: the same elements, an axis of size one more."""
     inner_shape = outer.shape
     low = [data.draw(st.integers(0, n - 1)) for n in inner_shape]
-    high = [data.draw(st.integers(a + 1, n)) for a, n in zip(low, inner_shape, strict=True)]
+    high = [
+        data.draw(st.integers(a + 1, n)) for a, n in zip(low, inner_shape, strict=True)
+    ]
     inner = Box(
         tuple(s + a for s, a in zip(outer.start, low, strict=True)),
         tuple(s + b for s, b in zip(outer.start, high, strict=True)),
@@ -122,7 +135,9 @@ def test_a_box_prints_as_ranges() -> None:
 def test_a_local_tensor_with_an_element_that_no_piece_covers_is_padded() -> None:
     builder = LayoutBuilder()
     builder.add("whole", make_weights({"whole": (2, 3)}), stack([(0, whole((2, 3)))]))
-    builder.add("longer", make_weights({"part": (2, 1)}), stack([(0, Box((0, 0), (2, 1)))], 3))
+    builder.add(
+        "longer", make_weights({"part": (2, 1)}), stack([(0, Box((0, 0), (2, 1)))], 3)
+    )
     assert padded_tensors(builder.build()) == ["longer"]
 
 
@@ -130,14 +145,20 @@ def test_a_local_tensor_with_an_element_that_no_piece_covers_is_padded() -> None
 def test_it_finds_what_comparing_all_finds(data: st.DataObject, axes: int) -> None:
     held = data.draw(st.lists(boxes(axes), max_size=8))
     box = data.draw(boxes(axes))
-    expected = {(i, common) for i, other in enumerate(held) if (common := intersect(box, other))}
+    expected = {
+        (i, common) for i, other in enumerate(held) if (common := intersect(box, other))
+    }
     assert set(BoxIndex(held).meeting(box)) == expected
 
 
 @given(st.data(), st.integers(1, 3))
 def test_the_first_overlap_is_one(data: st.DataObject, axes: int) -> None:
     held = data.draw(st.lists(boxes(axes), max_size=6))
-    overlapping = {(i, j) for i, j in combinations(range(len(held)), 2) if intersect(held[i], held[j])}
+    overlapping = {
+        (i, j)
+        for i, j in combinations(range(len(held)), 2)
+        if intersect(held[i], held[j])
+    }
     found = first_overlap(held)
     assert found in overlapping if overlapping else found is None
 

@@ -10,7 +10,13 @@ from megaverl.sharding.layout import even_layout
 from tests.launcher import Launcher
 from tests.sharding.specs import element_ids, fill, make_weights
 
-SHAPES = {"long.weight": (7, 3), "square.weight": (4, 4), "short.weight": (2, 5), "norm.weight": (5,), "one.bias": (1,)}
+SHAPES = {
+    "long.weight": (7, 3),
+    "square.weight": (4, 4),
+    "short.weight": (2, 5),
+    "norm.weight": (5,),
+    "one.bias": (1,),
+}
 
 
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 12))
@@ -36,6 +42,8 @@ def test_an_empty_shard_is_left_out() -> None:
 def test_fsdp2_itself_holds_these_elements(launch: Launcher) -> None:
     """4 ranks and tensors of 1 to 7 rows: whole chunks, short ones and none."""
     results = launch.world(
-        4, "tests.sharding.ranks:compare_with_fsdp2", shapes={name: list(s) for name, s in SHAPES.items()}
+        4,
+        "tests.sharding.ranks:compare_with_fsdp2",
+        shapes={name: list(s) for name, s in SHAPES.items()},
     )
     assert results == [[]] * 4

@@ -16,7 +16,16 @@ from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ARCHITECTURES
 from megaverl.sharding.weight import Split
 from tests.launcher import Launcher
-from tests.sharding.specs import DENSE, ROUTED, element_ids, fill, make_experts, make_spec, separated, specs
+from tests.sharding.specs import (
+    DENSE,
+    ROUTED,
+    element_ids,
+    fill,
+    make_experts,
+    make_spec,
+    separated,
+    specs,
+)
 
 
 @st.composite
@@ -49,38 +58,74 @@ def test_every_parameter_holds_what_megatron_would_cut(case: tuple[Any, ...]) ->
             layer = f"model.layers.{coords.pp * layers_per_stage + local}."
             here = f"decoder.layers.{local}."
             for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
-                q, k, v = (separate[f"{layer}self_attn.{part}_proj.{kind}"] for part in "qkv")
-                groups = [a.reshape(spec.num_kv_heads, -1, *a.shape[1:]) for a in (q, k, v)]
+                q, k, v = (
+                    separate[f"{layer}self_attn.{part}_proj.{kind}"] for part in "qkv"
+                )
+                groups = [
+                    a.reshape(spec.num_kv_heads, -1, *a.shape[1:]) for a in (q, k, v)
+                ]
                 fused = np.concatenate(groups, axis=1).reshape(-1, *q.shape[1:])
-                assert (tensors.pop(f"{here}self_attention.linear_qkv.{kind}") == rows(fused)).all()
-            gate, up = (rows(separate[f"{layer}mlp.{part}_proj.weight"]) for part in ("gate", "up"))
-            assert (tensors.pop(f"{here}mlp.linear_fc1.weight") == np.concatenate([gate, up])).all()
+                assert (
+                    tensors.pop(f"{here}self_attention.linear_qkv.{kind}")
+                    == rows(fused)
+                ).all()
+            gate, up = (
+                rows(separate[f"{layer}mlp.{part}_proj.weight"])
+                for part in ("gate", "up")
+            )
+            assert (
+                tensors.pop(f"{here}mlp.linear_fc1.weight")
+                == np.concatenate([gate, up])
+            ).all()
             for theirs, name in (
                 ("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
                 ("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
             ):
                 columns = np.split(ids[layer + name], shape.tp, axis=1)[coords.tp]
                 assert (tensors.pop(here + theirs) == columns).all()
-            norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+            norms = {
+                "input_layernorm": "input_layernorm",
+                "pre_mlp_layernorm": "post_attention_layernorm",
+            }
             if spec.qk_norm:
-                norms |= {f"self_attention.{part}_layernorm": f"self_attn.{part}_norm" for part in "qk"}
+                norms |= {
+                    f"self_attention.{part}_layernorm": f"self_attn.{part}_norm"
+                    for part in "qk"
+                }
             if spec.norms_after:
-                norms |= {name: name for name in ("post_self_attn_layernorm", "post_mlp_layernorm")}
+                norms |= {
+                    name: name
+                    for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
+                }
             for theirs, name in norms.items():
-                assert (tensors.pop(f"{here}{theirs}.weight") == ids[f"{layer}{name}.weight"]).all()
+                assert (
+                    tensors.pop(f"{here}{theirs}.weight")
+                    == ids[f"{layer}{name}.weight"]
+                ).all()
 
         def vocabulary(name: str) -> np.ndarray:
             return rows(np.pad(ids[name], ((0, padded - spec.vocab_size), (0, 0))))
 
         last = coords.pp == shape.pp - 1
         if coords.pp == 0:
-            assert (tensors.pop("embedding.word_embeddings.weight") == vocabulary("model.embed_tokens.weight")).all()
+            assert (
+                tensors.pop("embedding.word_embeddings.weight")
+                == vocabulary("model.embed_tokens.weight")
+            ).all()
         if last:
-            assert (tensors.pop("decoder.final_layernorm.weight") == ids["model.norm.weight"]).all()
+            assert (
+                tensors.pop("decoder.final_layernorm.weight")
+                == ids["model.norm.weight"]
+            ).all()
         if last and not spec.tie_embeddings:
-            assert (tensors.pop("output_layer.weight") == vocabulary("lm_head.weight")).all()
+            assert (
+                tensors.pop("output_layer.weight") == vocabulary("lm_head.weight")
+            ).all()
         if last and spec.tie_embeddings and shape.pp > 1:
-            assert (tensors.pop("output_layer.weight") == vocabulary("model.embed_tokens.weight")).all()
+            assert (
+                tensors.pop("output_layer.weight")
+                == vocabulary("model.embed_tokens.weight")
+            ).all()
         assert not tensors
 
 
@@ -89,31 +134,50 @@ def expert_cases(draw: st.DrawFn) -> tuple[Any, ...]:
     """Models with experts on grids with expert, expert-tensor and virtual parallelism, split unevenly."""
     tp = draw(st.sampled_from([1, 2, 4]))
     spec = draw(specs([4], ROUTED))
-    ep = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if spec.moe.num_experts % n == 0]))
+    ep = draw(
+        st.sampled_from([n for n in (1, 2, 3, 4, 6) if spec.moe.num_experts % n == 0])
+    )
     etp = 1 if spec.linear_bias else draw(st.sampled_from([None, 1, 2, 4]))
     pp = draw(st.integers(1, 3))
     vpp = draw(st.sampled_from([None, 1, 2])) if pp > 1 else None
-    dp = (etp or tp) * ep * draw(st.integers(1, 2))  # whatever tp is, experts fit on the ranks of a stage
+    # Whatever tp is, experts fit on the ranks of a stage.
+    dp = (etp or tp) * ep * draw(st.integers(1, 2))
     shape = GridShape(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp, vpp=vpp)
-    cuts = sorted(draw(st.integers(0, spec.num_layers)) for _ in range(pp * (vpp or 1) - 1))
-    split = [stop - start for start, stop in zip([0, *cuts], [*cuts, spec.num_layers], strict=True)]
+    cuts = sorted(
+        draw(st.integers(0, spec.num_layers)) for _ in range(pp * (vpp or 1) - 1)
+    )
+    split = [
+        stop - start
+        for start, stop in zip([0, *cuts], [*cuts, spec.num_layers], strict=True)
+    ]
     return spec, shape, split, draw(st.booleans())
 
 
 @settings(max_examples=40, deadline=None)
 @given(expert_cases())
-def test_every_element_is_held_by_as_many_ranks_as_replicate_it(case: tuple[Any, ...]) -> None:
+def test_every_element_is_held_by_as_many_ranks_as_replicate_it(
+    case: tuple[Any, ...],
+) -> None:
     spec, shape, split, engine = case
     weights = weights_of(spec)
     layouts = megatron_layouts(
-        weights, spec, shape, padded_vocab_size=160, layer_split=split, transformer_engine=engine
+        weights,
+        spec,
+        shape,
+        padded_vocab_size=160,
+        layer_split=split,
+        transformer_engine=engine,
     )
     held = {weight.name: np.zeros(weight.shape, dtype=int) for weight in weights}
     for rank in range(shape.world_size):
         for piece in layouts(rank).pieces:
             held[piece.tensor][piece.box.slices] += 1
     for weight in weights:
-        copies = shape.expert_dp if weight.expert is not None or weight.is_stacked else shape.dp
+        copies = (
+            shape.expert_dp
+            if weight.expert is not None or weight.is_stacked
+            else shape.dp
+        )
         if weight.split is Split.REPLICATED:
             copies *= shape.tp
         if weight.megatron_tied and shape.pp * (shape.vpp or 1) > 1:
@@ -128,7 +192,12 @@ def test_experts_are_those_that_megatron_would_cut(case: tuple[Any, ...]) -> Non
     weights = weights_of(spec)
     ids = element_ids(weights)
     layouts = megatron_layouts(
-        weights, spec, shape, padded_vocab_size=160, layer_split=split, transformer_engine=engine
+        weights,
+        spec,
+        shape,
+        padded_vocab_size=160,
+        layer_split=split,
+        transformer_engine=engine,
     )
     block, parts = "mlp", ("gate_proj", "up_proj", "down_proj")
     if spec.architecture == "MixtralForCausalLM":
@@ -137,44 +206,86 @@ def test_experts_are_those_that_megatron_would_cut(case: tuple[Any, ...]) -> Non
     num_local = spec.moe.num_experts // shape.ep
     for rank in range(shape.world_size):
         at = shape.coords(rank)
-        tensors = {name: array for name, array in fill(layouts(rank), ids).items() if ".mlp." in name}
+        tensors = {
+            name: array
+            for name, array in fill(layouts(rank), ids).items()
+            if ".mlp." in name
+        }
         for chunk in range(shape.vpp or 1):
             stage = chunk * shape.pp + at.pp
             prefix = f"chunk{chunk}." if (shape.vpp or 1) > 1 else ""
-            for layer in range(max(starts[stage], spec.moe.num_dense_layers), starts[stage + 1]):
+            for layer in range(
+                max(starts[stage], spec.moe.num_dense_layers), starts[stage + 1]
+            ):
                 here = f"{prefix}decoder.layers.{layer - starts[stage]}.mlp."
                 there = f"model.layers.{layer}.{block}."
                 if spec.architecture == "GptOssForCausalLM":
-                    _pop_stacked(tensors, ids, here, there, range(at.ep * num_local, (at.ep + 1) * num_local), engine)
+                    _pop_stacked(
+                        tensors,
+                        ids,
+                        here,
+                        there,
+                        range(at.ep * num_local, (at.ep + 1) * num_local),
+                        engine,
+                    )
                     continue
                 for i in range(num_local):
-                    gate, up, down = (ids[f"{there}experts.{at.ep * num_local + i}.{part}.weight"] for part in parts)
-                    gate, up = (np.split(array, shape.expert_tp)[at.etp] for array in (gate, up))
-                    names = [f"experts.local_experts.{i}.linear_fc{n}.weight" for n in (1, 2)]
+                    gate, up, down = (
+                        ids[f"{there}experts.{at.ep * num_local + i}.{part}.weight"]
+                        for part in parts
+                    )
+                    gate, up = (
+                        np.split(array, shape.expert_tp)[at.etp] for array in (gate, up)
+                    )
+                    names = [
+                        f"experts.local_experts.{i}.linear_fc{n}.weight" for n in (1, 2)
+                    ]
                     if engine:
                         names = [f"experts.linear_fc{n}.weight{i}" for n in (1, 2)]
-                    assert (tensors.pop(here + names[0]) == np.concatenate([gate, up])).all()
-                    assert (tensors.pop(here + names[1]) == np.split(down, shape.expert_tp, axis=1)[at.etp]).all()
-                assert (tensors.pop(here + "router.weight") == ids[there + "gate.weight"]).all()
+                    assert (
+                        tensors.pop(here + names[0]) == np.concatenate([gate, up])
+                    ).all()
+                    assert (
+                        tensors.pop(here + names[1])
+                        == np.split(down, shape.expert_tp, axis=1)[at.etp]
+                    ).all()
+                assert (
+                    tensors.pop(here + "router.weight") == ids[there + "gate.weight"]
+                ).all()
                 if spec.moe.shared_ffn_hidden_size:
                     name = "shared_expert" if spec.moe.shared_gate else "shared_experts"
                     shared = [ids[f"{there}{name}.{part}.weight"] for part in parts]
-                    gate, up = (np.split(array, shape.tp)[at.tp] for array in shared[:2])
-                    assert (tensors.pop(here + "shared_experts.linear_fc1.weight") == np.concatenate([gate, up])).all()
+                    gate, up = (
+                        np.split(array, shape.tp)[at.tp] for array in shared[:2]
+                    )
+                    assert (
+                        tensors.pop(here + "shared_experts.linear_fc1.weight")
+                        == np.concatenate([gate, up])
+                    ).all()
                     down = np.split(shared[2], shape.tp, axis=1)[at.tp]
-                    assert (tensors.pop(here + "shared_experts.linear_fc2.weight") == down).all()
+                    assert (
+                        tensors.pop(here + "shared_experts.linear_fc2.weight") == down
+                    ).all()
                 if spec.moe.shared_gate:
                     gate = ids[there + "shared_expert_gate.weight"]
-                    assert (tensors.pop(here + "shared_experts.gate_weight") == gate).all()
+                    assert (
+                        tensors.pop(here + "shared_experts.gate_weight") == gate
+                    ).all()
                 if spec.moe.router_bias:
                     assert (
-                        tensors.pop(here + "router.expert_bias") == ids[there + "gate.e_score_correction_bias"]
+                        tensors.pop(here + "router.expert_bias")
+                        == ids[there + "gate.e_score_correction_bias"]
                     ).all()
         assert not [name for name in tensors if "expert" in name or "router" in name]
 
 
 def _pop_stacked(
-    tensors: dict[str, np.ndarray], ids: dict[str, np.ndarray], here: str, there: str, held: range, engine: bool
+    tensors: dict[str, np.ndarray],
+    ids: dict[str, np.ndarray],
+    here: str,
+    there: str,
+    held: range,
+    engine: bool,
 ) -> None:
     """gpt-oss's: one array of all experts, each transposed."""
     for i, expert in enumerate(held):
@@ -182,9 +293,14 @@ def _pop_stacked(
             for kind, array in (("weight", name), ("bias", f"{name}_bias")):
                 local = f"experts.local_experts.{i}.linear_fc{number}.{kind}"
                 local = f"experts.linear_fc{number}.{kind}{i}" if engine else local
-                assert (tensors.pop(here + local) == ids[f"{there}experts.{array}"][expert].T).all()
+                assert (
+                    tensors.pop(here + local)
+                    == ids[f"{there}experts.{array}"][expert].T
+                ).all()
     for kind in ("weight", "bias"):
-        assert (tensors.pop(f"{here}router.{kind}") == ids[f"{there}router.{kind}"]).all()
+        assert (
+            tensors.pop(f"{here}router.{kind}") == ids[f"{there}router.{kind}"]
+        ).all()
 
 
 def test_ranks_that_hold_the_same_share_one_layout() -> None:
@@ -199,15 +315,21 @@ def test_ranks_that_hold_the_same_share_one_layout() -> None:
     assert len(same) == len(set.union(*same.values()))
 
 
-def layer_numbers(shape: GridShape, rank: int, layer_split: list[int] | None) -> dict[str, list[int]]:
+def layer_numbers(
+    shape: GridShape, rank: int, layer_split: list[int] | None
+) -> dict[str, list[int]]:
     spec = make_spec(num_layers=8)
-    layout = megatron_layouts(weights_of(spec), spec, shape, padded_vocab_size=64, layer_split=layer_split)(rank)
+    layout = megatron_layouts(
+        weights_of(spec), spec, shape, padded_vocab_size=64, layer_split=layer_split
+    )(rank)
     found: dict[str, list[int]] = {}
     for piece in layout.pieces:
         if piece.tensor.endswith("down_proj.weight"):
             prefix, number = piece.local.split("decoder.layers.")
             numbers = found.setdefault(prefix, [])
-            assert int(number.split(".")[0]) == len(numbers), "local layer numbers count from zero"
+            assert int(number.split(".")[0]) == len(numbers), (
+                "local layer numbers count from zero"
+            )
             numbers.append(int(piece.tensor.split(".")[2]))
     return found
 
@@ -230,23 +352,34 @@ def test_virtual_stages_go_round_the_pipeline() -> None:
 
 def test_transformer_engine_keeps_the_norms_in_the_linear_layers() -> None:
     spec = make_spec()
-    layout = megatron_layouts(weights_of(spec), spec, GridShape(), padded_vocab_size=64, transformer_engine=True)(0)
+    layout = megatron_layouts(
+        weights_of(spec),
+        spec,
+        GridShape(),
+        padded_vocab_size=64,
+        transformer_engine=True,
+    )(0)
     holders = {piece.tensor: piece.local for piece in layout.pieces}
     assert (
         holders["model.layers.1.input_layernorm.weight"]
         == "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
     )
     assert (
-        holders["model.layers.1.post_attention_layernorm.weight"] == "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"
+        holders["model.layers.1.post_attention_layernorm.weight"]
+        == "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"
     )
 
 
 def test_a_critic_has_a_value_head_and_nothing_tied() -> None:
     spec = make_spec(tie_embeddings=True)
     weights = weights_of(spec, value_head=True)
-    layout = megatron_layouts(weights, spec, GridShape(tp=2, pp=2), padded_vocab_size=64)(3)
+    layout = megatron_layouts(
+        weights, spec, GridShape(tp=2, pp=2), padded_vocab_size=64
+    )(3)
     assert layout.local_shapes["output_layer.weight"] == (1, spec.hidden_size)
-    assert [p.tensor for p in layout.pieces if p.local == "output_layer.weight"] == ["score.weight"]
+    assert [p.tensor for p in layout.pieces if p.local == "output_layer.weight"] == [
+        "score.weight"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +399,12 @@ def test_a_critic_has_a_value_head_and_nothing_tied() -> None:
         ),
         ({}, GridShape(tp=4), 54, "padded vocabulary 54 must be a multiple of tp 4"),
         ({}, GridShape(), 48, "at least 50"),
-        ({"num_layers": 3}, GridShape(pp=2), 64, "3 layers cannot be divided evenly over 2 pipeline stages"),
+        (
+            {"num_layers": 3},
+            GridShape(pp=2),
+            64,
+            "3 layers cannot be divided evenly over 2 pipeline stages",
+        ),
         (
             {"architecture": "Qwen3MoeForCausalLM"},
             GridShape(dp=3, ep=3),
@@ -279,9 +417,19 @@ def test_a_critic_has_a_value_head_and_nothing_tied() -> None:
             64,
             "etp=3 does not divide the model's 8 units of an expert. Sizes that fit: 1, 2, 4, 8.",
         ),
-        ({"architecture": "DeepseekV3ForCausalLM", "num_heads": 6}, GridShape(tp=4), 64, "6 attention heads"),
+        (
+            {"architecture": "DeepseekV3ForCausalLM", "num_heads": 6},
+            GridShape(tp=4),
+            64,
+            "6 attention heads",
+        ),
         # the fused rows are cut evenly, also where neighbours share a key-value head
-        ({"num_kv_heads": 1, "head_dim": 1}, GridShape(tp=4), 64, "tp=4 does not divide the model's 1 key-value heads"),
+        (
+            {"num_kv_heads": 1, "head_dim": 1},
+            GridShape(tp=4),
+            64,
+            "tp=4 does not divide the model's 1 key-value heads",
+        ),
         (
             {"num_heads": 6, "head_dim": 1, "ffn_hidden_size": 6},
             GridShape(tp=6),
@@ -303,24 +451,49 @@ def test_what_heads_do_not_divide_experts_may() -> None:
     spec = make_spec("MixtralForCausalLM", moe=make_experts("MixtralForCausalLM", 4, 9))
     weights = weights_of(spec)
     for rank in range(3):
-        layout = megatron_layouts(weights, spec, GridShape(dp=3, etp=3), padded_vocab_size=64)(rank)
-        assert layout.local_shapes["decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"] == (6, 8)
-        assert layout.local_shapes["decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight"] == (8, 3)
-        assert layout.local_shapes["decoder.layers.0.self_attention.linear_proj.weight"] == (8, 8)
+        layout = megatron_layouts(
+            weights, spec, GridShape(dp=3, etp=3), padded_vocab_size=64
+        )(rank)
+        assert layout.local_shapes[
+            "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
+        ] == (6, 8)
+        assert layout.local_shapes[
+            "decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight"
+        ] == (8, 3)
+        assert layout.local_shapes[
+            "decoder.layers.0.self_attention.linear_proj.weight"
+        ] == (8, 8)
 
 
 def test_all_that_the_grid_does_not_divide_is_named_at_once() -> None:
-    spec = make_spec("DeepseekV3ForCausalLM", num_heads=3, moe=make_experts("DeepseekV3ForCausalLM", 3, 7))
+    spec = make_spec(
+        "DeepseekV3ForCausalLM",
+        num_heads=3,
+        moe=make_experts("DeepseekV3ForCausalLM", 3, 7),
+    )
     with pytest.raises(GridError) as caught:
-        megatron_layouts(weights_of(spec), spec, GridShape(tp=2, dp=4, ep=2), padded_vocab_size=51)(0)
-    for said in ("3 attention heads", "7 units of an expert", "3 experts", "vocabulary 51 must be a multiple of tp 2"):
+        megatron_layouts(
+            weights_of(spec), spec, GridShape(tp=2, dp=4, ep=2), padded_vocab_size=51
+        )(0)
+    for said in (
+        "3 attention heads",
+        "7 units of an expert",
+        "3 experts",
+        "vocabulary 51 must be a multiple of tp 2",
+    ):
         assert said in str(caught.value)
 
 
 def test_a_wrong_layer_split_is_named() -> None:
     spec = make_spec()
     with pytest.raises(GridError, match="sum to 4 layers"):
-        megatron_layouts(weights_of(spec), spec, GridShape(pp=2), padded_vocab_size=64, layer_split=[2, 3])(0)
+        megatron_layouts(
+            weights_of(spec),
+            spec,
+            GridShape(pp=2),
+            padded_vocab_size=64,
+            layer_split=[2, 3],
+        )(0)
 
 
 @pytest.mark.parametrize(
@@ -335,18 +508,30 @@ def test_a_wrong_layer_split_is_named() -> None:
         (4, {"dp": 4, "ep": 2, "etp": 2}),
     ],
 )
-def test_the_real_model_has_these_parameters(launch: Launcher, num_ranks: int, grid: dict[str, int]) -> None:
+def test_the_real_model_has_these_parameters(
+    launch: Launcher, num_ranks: int, grid: dict[str, int]
+) -> None:
     """Names and shapes of GPTModel's own parameters, on every rank of a real grid."""
     variants = [
         {"architecture": architecture, "tie_embeddings": tied, "value_head": head}
         for architecture in (ROUTED if "ep" in grid else ARCHITECTURES)
         for tied, head in ((False, False), (True, False), (True, True))
         # experts with biases are not cut
-        if architecture != "GptOssForCausalLM" or grid.get("etp", grid.get("tp", 1)) == 1
+        if architecture != "GptOssForCausalLM"
+        or grid.get("etp", grid.get("tp", 1)) == 1
         # embeddings and heads are alike in all architectures
         if not tied or architecture in ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM")
     ]
-    results = launch.world(num_ranks, "tests.sharding.ranks:compare_with_gpt_model", grid=grid, variants=variants)
+    results = launch.world(
+        num_ranks,
+        "tests.sharding.ranks:compare_with_gpt_model",
+        grid=grid,
+        variants=variants,
+    )
     for rank, differences in enumerate(results):
-        found = [(variant, wrong) for variant, wrong in zip(variants, differences, strict=True) if wrong]
+        found = [
+            (variant, wrong)
+            for variant, wrong in zip(variants, differences, strict=True)
+            if wrong
+        ]
         assert found == [], f"rank {rank}"

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from megaverl.errors import ModelError
-from megaverl.sharding.model_spec import ARCHITECTURES, MLASpec, ModelSpec, MoESpec, why_not_in_vllm
+from megaverl.sharding.model_spec import (
+    ARCHITECTURES,
+    MLASpec,
+    ModelSpec,
+    MoESpec,
+    why_not_in_vllm,
+)
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -51,7 +57,9 @@ GPT_OSS = {
 
 
 def spec(without: str = "", **changes: Any) -> ModelSpec:
-    return ModelSpec.from_config({key: value for key, value in (CONFIG | changes).items() if key != without})
+    return ModelSpec.from_config(
+        {key: value for key, value in (CONFIG | changes).items() if key != without}
+    )
 
 
 def test_dimensions_are_carried_over() -> None:
@@ -69,13 +77,22 @@ def test_gpt_oss() -> None:
         "clamped_swiglu",
     )
     assert found.linear_bias and found.qkv_bias and found.attention_sinks
-    assert found.rope_theta == 150000.0 and found.rope_scaling is not None and not found.rope_scaling["truncate"]
+    assert (
+        found.rope_theta == 150000.0
+        and found.rope_scaling is not None
+        and not found.rope_scaling["truncate"]
+    )
     assert found.moe == MoESpec(32, 4, 96, normalize_weights=True)
 
 
 def test_what_may_be_left_out() -> None:
     found = spec(without="num_key_value_heads")  # of Llama: as many as heads
-    assert (found.num_kv_heads, found.tie_embeddings, found.rope_theta, found.rope_scaling) == (6, False, 10000.0, None)
+    assert (
+        found.num_kv_heads,
+        found.tie_embeddings,
+        found.rope_theta,
+        found.rope_scaling,
+    ) == (6, False, 10000.0, None)
     assert spec(num_key_value_heads=None, head_dim=None).head_dim == 8
     assert spec(head_dim=32).head_dim == 32
     assert spec(tie_word_embeddings=True).tie_embeddings
@@ -83,9 +100,15 @@ def test_what_may_be_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "qkv_bias", "qk_norm"),
-    [("LlamaForCausalLM", False, False), ("Qwen2ForCausalLM", True, False), ("Qwen3ForCausalLM", False, True)],
+    [
+        ("LlamaForCausalLM", False, False),
+        ("Qwen2ForCausalLM", True, False),
+        ("Qwen3ForCausalLM", False, True),
+    ],
 )
-def test_what_the_architecture_decides(architecture: str, qkv_bias: bool, qk_norm: bool) -> None:
+def test_what_the_architecture_decides(
+    architecture: str, qkv_bias: bool, qk_norm: bool
+) -> None:
     found = spec(architectures=[architecture])
     assert (found.qkv_bias, found.qk_norm) == (qkv_bias, qk_norm)
 
@@ -105,7 +128,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     [
         ({"rope_theta": 5e5}, 5e5, None),  # transformers 4
         ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, None),  # transformers 5
+        # Transformers 5.
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, None),
         ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5, LLAMA3),
         (
             {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -115,7 +139,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, 5e5, LLAMA3),
         # transformers prefers the old key where a file has both
         (
-            {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {
+                "rope_parameters": LLAMA3 | {"rope_theta": 5e5},
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+            },
             1e4,
             {"rope_type": "linear", "factor": 2.0},
         ),
@@ -123,7 +150,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (
             {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 2.0}},
             5e5,
-            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512},
+            {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 512,
+            },
         ),
     ],
 )
@@ -139,14 +170,26 @@ def test_the_installed_transformers_is_read_back() -> None:
 
     for architecture in ARCHITECTURES:
         config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(
-            **{key: value for key, value in CONFIG.items() if key not in ("architectures", "rms_norm_eps")},
+            **{
+                key: value
+                for key, value in CONFIG.items()
+                if key not in ("architectures", "rms_norm_eps")
+            },
             architectures=[architecture],
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
             rms_norm_eps=1e-5 if architecture == "GptOssForCausalLM" else 1e-6,
-            **({"first_k_dense_replace": 1} if architecture == "DeepseekV3ForCausalLM" else {"head_dim": 8}),
+            **(
+                {"first_k_dense_replace": 1}
+                if architecture == "DeepseekV3ForCausalLM"
+                else {"head_dim": 8}
+            ),
         )
         found = ModelSpec.from_config(config.to_dict())
-        assert (found.architecture, found.rope_theta, found.rope_scaling) == (architecture, 1e6, None)
+        assert (found.architecture, found.rope_theta, found.rope_scaling) == (
+            architecture,
+            1e6,
+            None,
+        )
         assert found.norm_eps == config.rms_norm_eps
         if found.mla is None:
             assert (found.head_dim, found.num_kv_heads) == (8, 2)
@@ -155,7 +198,10 @@ def test_the_installed_transformers_is_read_back() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported. Supported: LlamaForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "'GPT2LMHeadModel' is not supported. Supported: LlamaForCausalLM",
+        ),
         (
             {"architectures": ["Gemma3ForCausalLM"]},
             "'Gemma3ForCausalLM' is not supported by Megatron: megatron-core's GPTModel (0.16 to 0.19) has one",
@@ -163,11 +209,20 @@ def test_the_installed_transformers_is_read_back() -> None:
         ({"architectures": None}, "None is not supported"),
         ({"architectures": []}, "None is not supported"),
         ({"hidden_size": "48"}, "hidden_size is '48'; expected a whole number above 0"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1,000,000,000; expected at most 10,000"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers is 1,000,000,000; expected at most 10,000",
+        ),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"vocab_size": None}, "vocab_size is None"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; expected a number above 0"),
-        (GPT_OSS | {"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06; only 1e-05 is computed"),
+        (
+            {"rms_norm_eps": "small"},
+            "rms_norm_eps is 'small'; expected a number above 0",
+        ),
+        (
+            GPT_OSS | {"rms_norm_eps": 1e-6},
+            "rms_norm_eps is 1e-06; only 1e-05 is computed",
+        ),
         (GPT_OSS | {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; only 7.0 is computed"),
         (
             GPT_OSS | {"layer_types": ["full_attention"] * 3},
@@ -178,7 +233,10 @@ def test_the_installed_transformers_is_read_back() -> None:
             "Write its weights in bfloat16 once, and name that folder",
         ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only silu is computed"),
-        ({"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 2}, "a window of 128 tokens"),
+        (
+            {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 2},
+            "a window of 128 tokens",
+        ),
     ],
 )
 def test_what_cannot_be_built_is_named(changes: dict[str, Any], said: str) -> None:
@@ -188,7 +246,11 @@ def test_what_cannot_be_built_is_named(changes: dict[str, Any], said: str) -> No
     assert said in str(caught.value)
 
 
-MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": 128,
@@ -236,23 +298,37 @@ GLM = {
     "rope_scaling": None,
     "rope_theta": 1000000,
 }
-GEMMA = {"architectures": ["GemmaForCausalLM"], "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}
+GEMMA = {
+    "architectures": ["GemmaForCausalLM"],
+    "head_dim": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+}
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
-QWEN2, QWEN3 = ({"architectures": [f"{name}ForCausalLM"], "num_key_value_heads": None} for name in ("Qwen2", "Qwen3"))
+QWEN2, QWEN3 = (
+    {"architectures": [f"{name}ForCausalLM"], "num_key_value_heads": None}
+    for name in ("Qwen2", "Qwen3")
+)
 WINDOW = {"use_sliding_window": True, "sliding_window": 128}
 
 
 def test_experts_of_mixtral() -> None:
     assert spec(**MIXTRAL).moe == MoESpec(8, 2, 96, normalize_weights=True)
-    with_loss = spec(**MIXTRAL, output_router_logits=True, router_aux_loss_coef=0.02).moe
+    with_loss = spec(
+        **MIXTRAL, output_router_logits=True, router_aux_loss_coef=0.02
+    ).moe
     assert with_loss is not None and with_loss.aux_loss_coef == 0.02
 
 
 def test_experts_of_qwen3_moe() -> None:
     found = spec(**QWEN3_MOE, norm_topk_prob=True, router_aux_loss_coef=0.001)
-    assert (found.moe, found.qk_norm) == (MoESpec(128, 8, 24, normalize_weights=True), True)
+    assert (found.moe, found.qk_norm) == (
+        MoESpec(128, 8, 24, normalize_weights=True),
+        True,
+    )
     # as transformers 5 writes it, and its default of norm_topk_prob
-    renamed = {key: value for key, value in QWEN3_MOE.items() if key != "num_experts"} | {"num_local_experts": 128}
+    renamed = {
+        key: value for key, value in QWEN3_MOE.items() if key != "num_experts"
+    } | {"num_local_experts": 128}
     assert spec(**renamed).moe == MoESpec(128, 8, 24, normalize_weights=False)
 
 
@@ -279,7 +355,12 @@ def test_experts_and_latent_attention_of_deepseek() -> None:
 
 def test_glm_as_its_folders_write_it() -> None:
     found = spec(**GLM)
-    assert (found.qkv_bias, found.qk_norm, found.head_dim, found.rotary_fraction) == (True, True, 16, 0.5)
+    assert (found.qkv_bias, found.qk_norm, found.head_dim, found.rotary_fraction) == (
+        True,
+        True,
+        16,
+        0.5,
+    )
     assert found.moe == MoESpec(
         16,
         4,
@@ -293,14 +374,22 @@ def test_glm_as_its_folders_write_it() -> None:
     )
     air = spec(**GLM | {"use_qk_norm": False})
     assert not air.qk_norm and air.rotary_fraction == 0.5
-    as_transformers_writes = {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}
+    as_transformers_writes = {
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}
+    }
     assert spec(**GLM | as_transformers_writes).rotary_fraction == 0.25
 
 
-@pytest.mark.parametrize("written", [{}, {"hidden_act": "gelu"}, {"hidden_activation": "gelu_pytorch_tanh"}])
+@pytest.mark.parametrize(
+    "written", [{}, {"hidden_act": "gelu"}, {"hidden_activation": "gelu_pytorch_tanh"}]
+)
 def test_gemma_as_its_folders_write_it(written: dict[str, Any]) -> None:
     found = spec(**GEMMA | written)
-    assert (found.activation, found.norm_plus_one, found.scale_embeddings) == ("gelu_tanh", True, True)
+    assert (found.activation, found.norm_plus_one, found.scale_embeddings) == (
+        "gelu_tanh",
+        True,
+        True,
+    )
     assert (found.tie_embeddings, found.head_dim) == (True, 16)
 
 
@@ -322,14 +411,26 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] 
 
 def test_seed_oss() -> None:
     """As its folders write it: dropouts that the engine does not have, and biases of q, k and v."""
-    found = spec(**SEED_OSS | {"attention_dropout": 0.1, "residual_dropout": 0.1, "attention_bias": True})
+    found = spec(
+        **SEED_OSS
+        | {"attention_dropout": 0.1, "residual_dropout": 0.1, "attention_bias": True}
+    )
     assert found.qkv_bias
     assert not spec(**SEED_OSS | {"attention_bias": False}).qkv_bias
 
 
 def test_layers_without_rotary_embeddings() -> None:
-    assert spec(**SMOLLM3 | {"num_hidden_layers": 4}).layers_without_rope == (False, False, False, True)
-    assert spec(**SMOLLM3 | {"no_rope_layers": [0, 1, 1, 0]}).layers_without_rope == (True, False, False)
+    assert spec(**SMOLLM3 | {"num_hidden_layers": 4}).layers_without_rope == (
+        False,
+        False,
+        False,
+        True,
+    )
+    assert spec(**SMOLLM3 | {"no_rope_layers": [0, 1, 1, 0]}).layers_without_rope == (
+        True,
+        False,
+        False,
+    )
     assert spec(**SMOLLM3 | {"no_rope_layers": [1, 1, 1]}).layers_without_rope == ()
 
 
@@ -340,95 +441,234 @@ def test_a_shared_expert_with_a_gate() -> None:
 
 
 def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
-    assert "no sliding window" in why_not_in_vllm(spec(**PHI3 | {"sliding_window": 128}))
+    assert "no sliding window" in why_not_in_vllm(
+        spec(**PHI3 | {"sliding_window": 128})
+    )
     assert not why_not_in_vllm(spec(**PHI3 | {"sliding_window": 512}))
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (MISTRAL | {"sliding_window": 0}, "sliding_window is 0; expected a whole number above 0, or null"),
-        (MISTRAL | {"sliding_window": 9, "layer_types": ["full_attention"] * 3}, "Remove layer_types: every layer"),
-        (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1; only 0.0 is computed"),
+        (
+            MISTRAL | {"sliding_window": 0},
+            "sliding_window is 0; expected a whole number above 0, or null",
+        ),
+        (
+            MISTRAL | {"sliding_window": 9, "layer_types": ["full_attention"] * 3},
+            "Remove layer_types: every layer",
+        ),
+        (
+            MIXTRAL | {"router_jitter_noise": 0.1},
+            "router_jitter_noise is 0.1; only 0.0 is computed",
+        ),
         (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; only 1"),
         (QWEN3_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers is [0]; only []"),
-        (QWEN3_MOE | {"num_experts_per_tok": 129}, "num_experts_per_tok is 129, of 128 experts"),
+        (
+            QWEN3_MOE | {"num_experts_per_tok": 129},
+            "num_experts_per_tok is 129, of 128 experts",
+        ),
         (QWEN3_MOE | {"moe_intermediate_size": None}, "moe_intermediate_size is None"),
-        (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
+        (
+            DEEPSEEK | {"scoring_func": "softmax"},
+            "scoring_func is 'softmax'; only 'sigmoid'",
+        ),
         (DEEPSEEK | {"rope_interleave": False}, "rope_interleave is False"),
         (DEEPSEEK | {"n_group": 3}, "n_group=3 and topk_group=2 do not fit 16 experts"),
-        (DEEPSEEK | {"first_k_dense_replace": 3}, "first_k_dense_replace is 3, of 3 layers"),
+        (
+            DEEPSEEK | {"first_k_dense_replace": 3},
+            "first_k_dense_replace is 3, of 3 layers",
+        ),
         (DEEPSEEK | {"q_lora_rank": 0}, "q_lora_rank is 0; expected a whole number"),
-        (GEMMA | {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; only gelu_pytorch_tanh"),
+        (
+            GEMMA | {"hidden_activation": "gelu"},
+            "hidden_activation is 'gelu'; only gelu_pytorch_tanh",
+        ),
         (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {'quant_method': 'fp8'}"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config is {'quant_method': 'fp8'}",
+        ),
         ({"mlp_bias": True}, "mlp_bias is True; only False"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-        (WINDOW | {"layer_types": ["sliding_attention"] * 3}, "false and remove layer_types to train with full"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5",
+        ),
+        (
+            WINDOW | {"layer_types": ["sliding_attention"] * 3},
+            "false and remove layer_types to train with full",
+        ),
         (QWEN3 | {"layer_types": ["sliding_attention"] * 3}, "there is no window"),
-        (QWEN3 | {"layer_types": ["chunked_attention"] * 3}, "layer_types names chunked_attention"),
-        (GPT_OSS | {"sliding_window": None}, "sliding_window is None; expected a whole number"),
-        (MIXTRAL | {"num_experts_per_tok": 1}, "the weight of the only expert is divided by itself"),
-        (QWEN3_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": True}, "the only expert is divided by itself"),
-        (GPT_OSS | {"num_experts_per_tok": 1}, "the weight of the only expert is divided by itself"),
-        (DEEPSEEK | {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "norm_topk_prob=True and num_experts_p"),
-        (DEEPSEEK | {"norm_topk_prob": False}, "norm_topk_prob=False and num_experts_per_tok=4 cannot be computed"),
-        (DEEPSEEK | {"topk_group": 1}, "num_experts_per_tok=4 and topk_group=1 cannot be computed"),
+        (
+            QWEN3 | {"layer_types": ["chunked_attention"] * 3},
+            "layer_types names chunked_attention",
+        ),
+        (
+            GPT_OSS | {"sliding_window": None},
+            "sliding_window is None; expected a whole number",
+        ),
+        (
+            MIXTRAL | {"num_experts_per_tok": 1},
+            "the weight of the only expert is divided by itself",
+        ),
+        (
+            QWEN3_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": True},
+            "the only expert is divided by itself",
+        ),
+        (
+            GPT_OSS | {"num_experts_per_tok": 1},
+            "the weight of the only expert is divided by itself",
+        ),
+        (
+            DEEPSEEK | {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
+            "norm_topk_prob=True and num_experts_p",
+        ),
+        (
+            DEEPSEEK | {"norm_topk_prob": False},
+            "norm_topk_prob=False and num_experts_per_tok=4 cannot be computed",
+        ),
+        (
+            DEEPSEEK | {"topk_group": 1},
+            "num_experts_per_tok=4 and topk_group=1 cannot be computed",
+        ),
         (DEEPSEEK | {"attention_bias": True}, "attention_bias is True; only False"),
         (DEEPSEEK | {"rope_interleave": None}, "rope_interleave is None"),
-        (DEEPSEEK | {"rope_scaling": YARN | {"mscale": 0.7}}, "by 1.139, vLLM (0.32) by 1.097"),
-        (DEEPSEEK | {"rope_scaling": YARN | {"mscale_all_dim": 0.7}}, "{'mscale_all_dim': 0.7} in the rotary"),
-        (DEEPSEEK | {"rope_scaling": YARN | {"attention_factor": 1.5}}, "by 1.5, vLLM (0.32) by 1.139"),
+        (
+            DEEPSEEK | {"rope_scaling": YARN | {"mscale": 0.7}},
+            "by 1.139, vLLM (0.32) by 1.097",
+        ),
+        (
+            DEEPSEEK | {"rope_scaling": YARN | {"mscale_all_dim": 0.7}},
+            "{'mscale_all_dim': 0.7} in the rotary",
+        ),
+        (
+            DEEPSEEK | {"rope_scaling": YARN | {"attention_factor": 1.5}},
+            "by 1.5, vLLM (0.32) by 1.139",
+        ),
         (DEEPSEEK | {"rope_scaling": YARN | {"truncate": False}}, "truncate is False"),
-        (DEEPSEEK | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "only default, yarn are computed"),
-        (GPT_OSS | {"rope_scaling": YARN | {"attention_factor": 1.5}}, "vLLM (0.32) by 1.139"),
+        (
+            DEEPSEEK | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "only default, yarn are computed",
+        ),
+        (
+            GPT_OSS | {"rope_scaling": YARN | {"attention_factor": 1.5}},
+            "vLLM (0.32) by 1.139",
+        ),
         (GLM | {"rope_scaling": YARN}, "yarn with a partial_rotary_factor of 0.5"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_type is 'dynamic'",
+        ),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0}}, "rope_type is llama3"),
-        ({"rope_scaling": {"type": "yarn"}}, 'transformers cannot read it: KeyError: "Missing required keys'),
-        ({"rope_scaling": YARN | {"factor": None}}, "factor is None in the rotary embedding's"),
-        ({"rope_scaling": YARN | {"factor": 1.0, "attention_factor": 1.5}}, "computed with factors above 1"),
-        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; expected a JSON object or null"),
+        (
+            {"rope_scaling": {"type": "yarn"}},
+            'transformers cannot read it: KeyError: "Missing required keys',
+        ),
+        (
+            {"rope_scaling": YARN | {"factor": None}},
+            "factor is None in the rotary embedding's",
+        ),
+        (
+            {"rope_scaling": YARN | {"factor": 1.0, "attention_factor": 1.5}},
+            "computed with factors above 1",
+        ),
+        (
+            {"rope_scaling": "yarn"},
+            "rope_scaling is 'yarn'; expected a JSON object or null",
+        ),
         ({"rope_theta": None}, "rope_theta is None; expected a number above 0"),
         ({"attention_bias": True}, "attention_bias is True; only False"),
-        (MISTRAL | {"attention_bias": True}, "attention_bias is True; only False"),  # vLLM reads it
-        ({"attention_dropout": 0.1}, "To train with dropout, set megatron.attention_dropout"),
+        # vLLM reads it.
+        (MISTRAL | {"attention_bias": True}, "attention_bias is True; only False"),
+        (
+            {"attention_dropout": 0.1},
+            "To train with dropout, set megatron.attention_dropout",
+        ),
         ({"logit_scale": 0.5}, "logit_scale is 0.5; only 1.0"),
         ({"is_causal": False}, "is_causal is False; only True"),
         (
             {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4},
             "num_key_value_heads=4 does not divide num_a",
         ),
-        (SEED_OSS | {"attention_out_bias": True}, "attention_out_bias is True; only False"),
+        (
+            SEED_OSS | {"attention_out_bias": True},
+            "attention_out_bias is True; only False",
+        ),
         (SEED_OSS | {"residual_dropout": 0.2}, "residual_dropout is 0.2; only 0.0"),
         (SEED_OSS | {"mlp_bias": True}, "mlp_bias is True; only False"),
-        (SMOLLM3 | {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 3}, "is [1, 0]; expected a 1"),
-        (SMOLLM3 | {"no_rope_layers": [1, 0, 2]}, "no_rope_layers is [1, 0, 2]; expected a 1"),
-        (SMOLLM3 | WINDOW | {"num_hidden_layers": 4}, "SmolLM3ForCausalLM is computed with full attention only"),
+        (
+            SMOLLM3 | {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 3},
+            "is [1, 0]; expected a 1",
+        ),
+        (
+            SMOLLM3 | {"no_rope_layers": [1, 0, 2]},
+            "no_rope_layers is [1, 0, 2]; expected a 1",
+        ),
+        (
+            SMOLLM3 | WINDOW | {"num_hidden_layers": 4},
+            "SmolLM3ForCausalLM is computed with full attention only",
+        ),
         (SMOLLM3 | {"attention_bias": True}, "attention_bias is True; only False"),
         (ERNIE | {"use_bias": True}, "use_bias is True; only False"),
-        (ERNIE | {"rope_scaling": YARN}, "only default, linear, llama3 are computed for Ernie4_5ForCausalLM"),
-        (MINISTRAL | {"head_dim": None}, "head_dim is None; transformers needs it for Ministral"),
-        (MINISTRAL | {"sliding_window": None}, "Set sliding_window to max_position_embeddings=512 for full attention"),
-        (QWEN2_MOE | WINDOW, "Qwen2MoeForCausalLM is computed with full attention only"),
+        (
+            ERNIE | {"rope_scaling": YARN},
+            "only default, linear, llama3 are computed for Ernie4_5ForCausalLM",
+        ),
+        (
+            MINISTRAL | {"head_dim": None},
+            "head_dim is None; transformers needs it for Ministral",
+        ),
+        (
+            MINISTRAL | {"sliding_window": None},
+            "Set sliding_window to max_position_embeddings=512 for full attention",
+        ),
+        (
+            QWEN2_MOE | WINDOW,
+            "Qwen2MoeForCausalLM is computed with full attention only",
+        ),
         (QWEN2_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers is [0]; only []"),
-        (QWEN2_MOE | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0; expected a whole"),
-        (QWEN2_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": True}, "only expert is divided by itself"),
-        (GLM4 | {"rope_scaling": YARN}, "only default, linear, llama3 are computed for Glm4ForCausalLM"),
+        (
+            QWEN2_MOE | {"shared_expert_intermediate_size": 0},
+            "shared_expert_intermediate_size is 0; expected a whole",
+        ),
+        (
+            QWEN2_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": True},
+            "only expert is divided by itself",
+        ),
+        (
+            GLM4 | {"rope_scaling": YARN},
+            "only default, linear, llama3 are computed for Glm4ForCausalLM",
+        ),
         (PHI3 | {"resid_pdrop": 0.1}, "resid_pdrop is 0.1; only 0.0"),
         (PHI3 | {"rope_scaling": LONGROPE}, "rope_type is 'longrope'"),
-        ({"model_type": "mistral"}, "transformers would build the former, vLLM the latter"),
-        ({"tie_word_embeddings": "yes"}, "transformers cannot read it: Validation error for field"),
+        (
+            {"model_type": "mistral"},
+            "transformers would build the former, vLLM the latter",
+        ),
+        (
+            {"tie_word_embeddings": "yes"},
+            "transformers cannot read it: Validation error for field",
+        ),
     ],
 )
-def test_what_would_be_computed_otherwise_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_what_would_be_computed_otherwise_is_refused(
+    changes: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ModelError) as caught:
         spec(**changes)
     assert said in str(caught.value)
 
 
 def test_top_1_that_is_not_divided_is_computed() -> None:
-    found = spec(**DEEPSEEK | {"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1, "topk_group": 1})
+    found = spec(
+        **DEEPSEEK
+        | {
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+    )
     assert found.moe is not None and not found.moe.normalize_weights
 
 
@@ -437,9 +677,14 @@ def test_top_1_that_is_not_divided_is_computed() -> None:
     [
         MISTRAL | {"sliding_window": None},
         MISTRAL | {"sliding_window": 512},  # as long as the longest sequence
-        QWEN3_MOE | {"sliding_window": 128, "use_sliding_window": False, "mlp_only_layers": []},
+        QWEN3_MOE
+        | {"sliding_window": 128, "use_sliding_window": False, "mlp_only_layers": []},
         QWEN3_MOE | {"sliding_window": 128},  # Qwen's windows wait to be switched on
-        {"quantization_config": None, "mlp_bias": False, "attn_logit_softcapping": None},
+        {
+            "quantization_config": None,
+            "mlp_bias": False,
+            "attn_logit_softcapping": None,
+        },
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}},
     ],
 )
@@ -451,17 +696,26 @@ def test_what_is_equal_to_what_is_computed_is_accepted(changes: dict[str, Any]) 
     ("changes", "window", "layers"),
     [
         (MISTRAL | {"sliding_window": 128}, 128, ()),
-        (MISTRAL | {"max_position_embeddings": 8192}, 4096, ()),  # transformers' default
+        # transformers' default.
+        (MISTRAL | {"max_position_embeddings": 8192}, 4096, ()),
         (MIXTRAL | {"sliding_window": 511}, 511, ()),
         (QWEN2 | WINDOW | {"max_window_layers": 2}, 128, (False, False, True)),
         (QWEN2 | WINDOW | {"max_window_layers": 0}, 128, ()),
         (QWEN2 | WINDOW | {"max_window_layers": 3}, None, ()),
-        (QWEN2 | WINDOW | {"layer_types": ["sliding_attention", *["full_attention"] * 2]}, 128, (True, False, False)),
+        (
+            QWEN2
+            | WINDOW
+            | {"layer_types": ["sliding_attention", *["full_attention"] * 2]},
+            128,
+            (True, False, False),
+        ),
         (QWEN3 | WINDOW | {"max_window_layers": 1}, 128, (False, True, True)),
         (QWEN3_MOE | WINDOW, 128, ()),  # in all layers, whatever max_window_layers says
     ],
 )
-def test_windows_are_read(changes: dict[str, Any], window: int | None, layers: tuple[bool, ...]) -> None:
+def test_windows_are_read(
+    changes: dict[str, Any], window: int | None, layers: tuple[bool, ...]
+) -> None:
     found = spec(**changes)
     assert (found.sliding_window, found.windowed_layers) == (window, layers)
     assert bool(why_not_in_vllm(found)) == bool(layers)
@@ -469,7 +723,10 @@ def test_windows_are_read(changes: dict[str, Any], window: int | None, layers: t
 
 def test_everything_wrong_is_said_at_once() -> None:
     with pytest.raises(ModelError) as caught:
-        spec(without="num_experts", **QWEN3_MOE | {"hidden_size": 0, "moe_intermediate_size": "24"})
+        spec(
+            without="num_experts",
+            **QWEN3_MOE | {"hidden_size": 0, "moe_intermediate_size": "24"},
+        )
     assert [line.split()[1] for line in str(caught.value).splitlines()] == [
         "hidden_size",
         "moe_intermediate_size",
@@ -481,8 +738,18 @@ def test_everything_wrong_is_said_at_once() -> None:
 
 def test_a_sliding_window_that_is_not_used_is_none() -> None:
     """As Qwen2.5's folders write it."""
-    assert spec(use_sliding_window=False, sliding_window=128, max_window_layers=2).num_layers == 3
-    assert spec(use_sliding_window=True, sliding_window=128, max_window_layers=3).num_layers == 3
+    assert (
+        spec(
+            use_sliding_window=False, sliding_window=128, max_window_layers=2
+        ).num_layers
+        == 3
+    )
+    assert (
+        spec(
+            use_sliding_window=True, sliding_window=128, max_window_layers=3
+        ).num_layers
+        == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -494,7 +761,9 @@ def test_a_sliding_window_that_is_not_used_is_none() -> None:
         (b"[]", "expected a JSON object"),
     ],
 )
-def test_a_folder_that_is_none(tmp_path: Path, content: bytes | None, said: str) -> None:
+def test_a_folder_that_is_none(
+    tmp_path: Path, content: bytes | None, said: str
+) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError) as caught:
@@ -509,7 +778,9 @@ def test_a_folder_is_read_without_torch(tmp_path: Path) -> None:
         "import sys; from megaverl.sharding.model_spec import ModelSpec; "
         "print(ModelSpec.from_folder(sys.argv[1]).num_heads, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.stdout == "6 False\n", done.stderr
 
 
@@ -517,15 +788,30 @@ def test_a_folder_is_read_without_torch(tmp_path: Path) -> None:
     ("config", "said"),
     [
         (
-            {"architectures": ["QWenLMHeadModel"], "model_type": "qwen", "auto_map": {"AutoConfig": "a.B"}},
+            {
+                "architectures": ["QWenLMHeadModel"],
+                "model_type": "qwen",
+                "auto_map": {"AutoConfig": "a.B"},
+            },
             "if that code",
         ),
-        ({"architectures": ["QWenLMHeadModel"], "model_type": "qwen"}, "actor.engine=fsdp does not train it either"),
-        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "builds gpt2 models: set actor.engine=fsdp."),
-        ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "does not train it either"),
+        (
+            {"architectures": ["QWenLMHeadModel"], "model_type": "qwen"},
+            "actor.engine=fsdp does not train it either",
+        ),
+        (
+            {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+            "builds gpt2 models: set actor.engine=fsdp.",
+        ),
+        (
+            {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
+            "does not train it either",
+        ),
     ],
 )
-def test_a_refusal_says_whether_fsdp2_trains_the_model(config: dict[str, Any], said: str) -> None:
+def test_a_refusal_says_whether_fsdp2_trains_the_model(
+    config: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ModelError) as refused:
         ModelSpec.from_config(config)
     assert said in str(refused.value)

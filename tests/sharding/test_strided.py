@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaverl.sharding.strided import Copy, Loop, NotStrided, Strides, boxes, compose, dense_strides, settle
+from megaverl.sharding.strided import (
+    Copy,
+    Loop,
+    NotStrided,
+    Strides,
+    boxes,
+    compose,
+    dense_strides,
+    settle,
+)
 
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=3)
 
@@ -23,7 +32,9 @@ def views(draw: st.DrawFn, array: np.ndarray) -> np.ndarray:
         size = array.shape[axis]
         if kind == "slice":
             low = draw(st.integers(0, size - 1))
-            array = array[(slice(None),) * axis + (slice(low, draw(st.integers(low + 1, size))),)]
+            array = array[
+                (slice(None),) * axis + (slice(low, draw(st.integers(low + 1, size))),)
+            ]
         elif kind == "step":
             first = draw(st.integers(0, min(1, size - 1)))
             array = array[(slice(None),) * axis + (slice(first, None, 2),)]
@@ -33,7 +44,12 @@ def views(draw: st.DrawFn, array: np.ndarray) -> np.ndarray:
             array = np.lib.stride_tricks.as_strided(
                 array,
                 (*array.shape[:axis], size // 2, 2, *array.shape[axis + 1 :]),
-                (*array.strides[:axis], 2 * array.strides[axis], array.strides[axis], *array.strides[axis + 1 :]),
+                (
+                    *array.strides[:axis],
+                    2 * array.strides[axis],
+                    array.strides[axis],
+                    *array.strides[axis + 1 :],
+                ),
             )
     return array
 
@@ -44,11 +60,15 @@ def copy_of(source: np.ndarray, dest: np.ndarray, starts: tuple[int, int]) -> Co
 
 
 def start_in(view: np.ndarray, base: np.ndarray) -> int:
-    return (view.__array_interface__["data"][0] - base.__array_interface__["data"][0]) // 8
+    return (
+        view.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+    ) // 8
 
 
 def seen(array: np.ndarray, view: Strides) -> np.ndarray:
-    return array.transpose(view.axes)[tuple(map(slice, view.first, [None] * array.ndim, view.step))]
+    return array.transpose(view.axes)[
+        tuple(map(slice, view.first, [None] * array.ndim, view.step))
+    ]
 
 
 def by_boxes(copy: Copy, source: np.ndarray, dest: np.ndarray) -> None:
@@ -65,15 +85,25 @@ def test_any_copy_between_views_is_its_boxes(data: st.DataObject) -> None:
     part = data.draw(views(source))
     flat = part.reshape(-1).shape[0]
     room = np.full(flat * 2, -1)
-    dest = room[data.draw(st.integers(0, flat)) :][:flat].reshape(data.draw(st.permutations(part.shape)))
+    dest = room[data.draw(st.integers(0, flat)) :][:flat].reshape(
+        data.draw(st.permutations(part.shape))
+    )
     target = dest.transpose(
-        next(p for p in _permutations(dest.ndim) if tuple(dest.shape[axis] for axis in p) == part.shape)
+        next(
+            p
+            for p in _permutations(dest.ndim)
+            if tuple(dest.shape[axis] for axis in p) == part.shape
+        )
     )
     copy = copy_of(part, target, (start_in(part, source), start_in(target, dest)))
     wanted = np.full(dest.shape, -1)
-    wanted.transpose(next(p for p in _permutations(dest.ndim) if tuple(dest.shape[axis] for axis in p) == part.shape))[
-        ...
-    ] = part
+    wanted.transpose(
+        next(
+            p
+            for p in _permutations(dest.ndim)
+            if tuple(dest.shape[axis] for axis in p) == part.shape
+        )
+    )[...] = part
     found = np.full(dest.shape, -1)
     by_boxes(copy, source, found)
     assert (found == wanted).all()

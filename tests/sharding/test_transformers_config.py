@@ -46,18 +46,26 @@ def read(cache: Path, *configs: dict[str, object]) -> list[object]:
 def test_a_configuration_is_read_once(tmp_path: Path) -> None:
     """By a second process from the cache, with the same result; other values are read anew."""
     children, first = read(tmp_path, LLAMA)
-    assert children == 1 and first == json.loads(json.dumps(read_by_transformers("llama", LLAMA), default=str))
+    assert children == 1 and first == json.loads(
+        json.dumps(read_by_transformers("llama", LLAMA), default=str)
+    )
     children, again, other = read(tmp_path, LLAMA, {**LLAMA, "hidden_size": 128})
     assert children == 1 and again == first
     assert isinstance(other, dict) and other["hidden_size"] == 128
     assert len(list((tmp_path / "megaverl" / "configurations").iterdir())) == 2
 
 
-def test_another_transformers_is_asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_transformers_is_asked_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The name of the kept answer depends on the files that made it."""
     package = tmp_path / "transformers"
     (package / "models" / "llama").mkdir(parents=True)
-    for file in ("__init__.py", "configuration_utils.py", "models/llama/configuration_llama.py"):
+    for file in (
+        "__init__.py",
+        "configuration_utils.py",
+        "models/llama/configuration_llama.py",
+    ):
         (package / file).write_text("")
     spec = type("Spec", (), {"origin": str(package / "__init__.py")})
     monkeypatch.setattr(transformers_config, "find_spec", lambda name: spec)
@@ -70,7 +78,8 @@ def test_another_transformers_is_asked_anew(tmp_path: Path, monkeypatch: pytest.
 
 def test_what_transformers_refuses_is_not_kept(tmp_path: Path) -> None:
     code = (
-        "from megaverl.sharding.transformers_config import read_by_transformers as r; r('llama', {'hidden_size': 'x'})"
+        "from megaverl.sharding.transformers_config import read_by_transformers as "
+        "r; r('llama', {'hidden_size': 'x'})"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

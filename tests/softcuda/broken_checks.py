@@ -24,7 +24,8 @@ class Break(NamedTuple):
 def _adopt_nothing() -> None:
     from megaverl.workers.weight_sync import Adopting
 
-    _never_sleep()  # the stand-in for vLLM's pool knows only adopted storage for an actor's
+    # The stand-in for vLLM's pool knows only adopted storage for an actor's.
+    _never_sleep()
     Adopting.__call__ = lambda self, parameters, layouts: None  # type: ignore[method-assign]
 
 
@@ -55,7 +56,11 @@ def _pack_wrongly() -> None:
     from megaverl.workers.policy import Policy
 
     log_probs = Policy.log_probs
-    Policy.log_probs = lambda self, batch: log_probs(self, batch) + (self.model.pack is not None)  # type: ignore
+
+    def wrong(self: Policy, batch: Any) -> Any:
+        return log_probs(self, batch) + (self.model.pack is not None)
+
+    Policy.log_probs = wrong  # type: ignore[method-assign]
 
 
 def _learn_nothing() -> None:
@@ -112,7 +117,9 @@ def _send_zeros() -> None:
     send = dist.P2POp.__new__
 
     def with_zeros(cls: Any, op: Any, tensor: Any, *given: Any, **named: Any) -> Any:
-        return send(cls, op, tensor.mul_(0) if op is dist.isend else tensor, *given, **named)
+        return send(
+            cls, op, tensor.mul_(0) if op is dist.isend else tensor, *given, **named
+        )
 
     dist.P2POp.__new__ = staticmethod(with_zeros)  # type: ignore[method-assign,assignment]
 
@@ -141,7 +148,9 @@ def _resume_with(override: str) -> None:
     run = subprocess.run
 
     def run_changed(command: list[str], **named: Any) -> Any:
-        changed = [*command, override] if "checkpoint.resume=latest" in command else command
+        changed = (
+            [*command, override] if "checkpoint.resume=latest" in command else command
+        )
         return run(changed, **named)
 
     subprocess.run = run_changed  # type: ignore[assignment]
@@ -149,20 +158,38 @@ def _resume_with(override: str) -> None:
 
 BREAKS = {
     "the engine adopts nothing": Break("engine", "shares no storage", _adopt_nothing),
-    "the engine never sleeps": Break("engine", "gives no memory back asleep", _never_sleep),
+    "the engine never sleeps": Break(
+        "engine", "gives no memory back asleep", _never_sleep
+    ),
     "other weights are loaded": Break("logits", "mean error", _load_other_weights),
-    "packed samples are wrong": Break("packing", "largest difference 1.0e+00", _pack_wrongly),
+    "packed samples are wrong": Break(
+        "packing", "largest difference 1.0e+00", _pack_wrongly
+    ),
     "the optimizer does nothing": Break("training", "falls by a fifth", _learn_nothing),
-    "what was offloaded comes back as zeros": Break("saving_memory", "losses different", _fetch_nothing),
-    "nothing is offloaded": Break("saving_memory", "a quarter of the memory", _keep_on_device),
+    "what was offloaded comes back as zeros": Break(
+        "saving_memory", "losses different", _fetch_nothing
+    ),
+    "nothing is offloaded": Break(
+        "saving_memory", "a quarter of the memory", _keep_on_device
+    ),
     "boxes are not copied": Break("local_transport", "expected: equal", _copy_nothing),
-    "the work is done on the CPU": Break("local_transport", "nothing ran on the GPU of ranks [0]", _use_the_host),
-    "runs are on the CPU": Break("saves", "nothing ran on the GPU of ranks [0]", _run_commands_on_the_host),
-    "a resume draws other numbers": Break("saves", "(step 3,", lambda: _resume_with("run.seed=7")),
-    "a resume begins anew": Break("saves", "not resumed", lambda: _resume_with("checkpoint.resume=never")),
+    "the work is done on the CPU": Break(
+        "local_transport", "nothing ran on the GPU of ranks [0]", _use_the_host
+    ),
+    "runs are on the CPU": Break(
+        "saves", "nothing ran on the GPU of ranks [0]", _run_commands_on_the_host
+    ),
+    "a resume draws other numbers": Break(
+        "saves", "(step 3,", lambda: _resume_with("run.seed=7")
+    ),
+    "a resume begins anew": Break(
+        "saves", "not resumed", lambda: _resume_with("checkpoint.resume=never")
+    ),
     "sums are wrong": Break("collectives", "2 ranks, wrong", _add_up_nothing),
     "messages are wrong": Break("point_to_point", "wrong: 1 to 0", _send_zeros),
-    "IPC falls back to messages": Break("ipc", "expected: equal fingerprints; no messages with IPC", _share_nothing),
+    "IPC falls back to messages": Break(
+        "ipc", "expected: equal fingerprints; no messages with IPC", _share_nothing
+    ),
 }
 
 if __name__ == "__main__":

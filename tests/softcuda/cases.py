@@ -47,7 +47,10 @@ def refusals() -> dict[str, str]:
 def gradients() -> bool:
     """Whether a small network has the CPU's values and gradients, to the bit."""
     generator = torch.Generator().manual_seed(0)
-    rows, weight = torch.randn(5, 8, generator=generator), torch.randn(8, 8, generator=generator)
+    rows, weight = (
+        torch.randn(5, 8, generator=generator),
+        torch.randn(8, 8, generator=generator),
+    )
     found = []
     for device in ("cpu", "cuda"):
         x, w = rows.to(device), weight.clone().to(device).requires_grad_()
@@ -60,7 +63,11 @@ def gradients() -> bool:
 
 def optimizers() -> dict[str, bool]:
     found = {}
-    for name, options in (("fused", {"fused": True}), ("foreach", {"foreach": True}), ("plain", {})):
+    for name, options in (
+        ("fused", {"fused": True}),
+        ("foreach", {"foreach": True}),
+        ("plain", {}),
+    ):
         models = []
         for device in ("cpu", "cuda"):
             torch.manual_seed(0)
@@ -83,14 +90,19 @@ def copies(threshold: int) -> bool:
 
     wide = torch.arange(4 * 64.0, device="cuda").reshape(4, 64)
     pairs = [
-        (torch.zeros(4, 64, device="cuda"), wide),  # contiguous, of one dtype: alone from the threshold on
-        (torch.zeros(2, 2, device="cuda"), wide[:1, :4].contiguous()),  # another shape of as many elements
+        # Contiguous, of one dtype: alone from the threshold on.
+        (torch.zeros(4, 64, device="cuda"), wide),
+        # Another shape of as many elements.
+        (torch.zeros(2, 2, device="cuda"), wide[:1, :4].contiguous()),
         (torch.zeros(4, 32, device="cuda"), wide[:, :32]),  # strided
         (torch.zeros(4, 64, dtype=torch.bfloat16, device="cuda"), wide),  # converted
     ]
     with patch.object(transport, "LARGE_COPY", threshold):
         copy_boxes([target for target, _ in pairs], [origin for _, origin in pairs])
-    return all(torch.equal(target, origin.reshape(target.shape).to(target.dtype)) for target, origin in pairs)
+    return all(
+        torch.equal(target, origin.reshape(target.shape).to(target.dtype))
+        for target, origin in pairs
+    )
 
 
 def memory() -> dict[str, Any]:
@@ -166,18 +178,25 @@ def collectives() -> dict[str, Any]:
     dist.all_gather_into_tensor(found["all_gather"], mine)
     found["reduce_scatter_mean"] = torch.empty(2, device="cuda")
     scattered = torch.arange(2.0 * size, device="cuda")
-    dist.reduce_scatter_tensor(found["reduce_scatter_mean"], scattered, op=dist.ReduceOp.AVG)
+    dist.reduce_scatter_tensor(
+        found["reduce_scatter_mean"], scattered, op=dist.ReduceOp.AVG
+    )
     found["broadcast"] = mine.clone()
     dist.broadcast(found["broadcast"], 1)
     found["all_to_all"] = torch.empty(size, device="cuda")
-    dist.all_to_all_single(found["all_to_all"], torch.arange(float(size), device="cuda") + 10 * rank)
+    dist.all_to_all_single(
+        found["all_to_all"], torch.arange(float(size), device="cuda") + 10 * rank
+    )
     found["reduce"] = mine.clone()
     dist.reduce(found["reduce"], 0)
     uneven = [torch.empty(other + 1, device="cuda") for other in range(size)]
     dist.all_gather(uneven, torch.full((rank + 1,), float(rank), device="cuda"))
     found["uneven"] = torch.cat(uneven)
     received = torch.empty(2, device="cuda")
-    operations = [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+    operations = [
+        dist.P2POp(dist.isend, mine, 1 - rank),
+        dist.P2POp(dist.irecv, received, 1 - rank),
+    ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     found["batch"] = received
@@ -195,7 +214,8 @@ def messages() -> dict[str, Any]:
         dist.all_reduce(torch.ones(1), group=hosts)
         torch.cuda.synchronize()  # waits until they are taken
         return {}
-    dist.all_reduce(torch.ones(1), group=hosts)  # rank 0 comes here while its messages are on their way
+    # Rank 0 comes here while its messages are on their way.
+    dist.all_reduce(torch.ones(1), group=hosts)
     received = [torch.empty(2, device="cuda") for _ in range(2)]
     for tensor, tag in zip(received, (2, 1), strict=True):
         dist.recv(tensor, 0, tag=tag)
@@ -205,7 +225,10 @@ def messages() -> dict[str, Any]:
 def refused_by_nccl() -> dict[str, str]:
     join()
     apart = torch.ones(4, 4, device="cuda")[:, ::2]
-    return {"host": error_of(lambda: dist.all_reduce(torch.ones(2))), "apart": error_of(lambda: dist.all_reduce(apart))}
+    return {
+        "host": error_of(lambda: dist.all_reduce(torch.ones(2))),
+        "apart": error_of(lambda: dist.all_reduce(apart)),
+    }
 
 
 def never_ends(kind: str) -> str:
@@ -242,7 +265,9 @@ def reported(case: str) -> list[str]:
     return install.reports
 
 
-def used_on_side(wait_before: bool = True, wait_after: bool = True, writes: bool = False) -> None:
+def used_on_side(
+    wait_before: bool = True, wait_after: bool = True, writes: bool = False
+) -> None:
     side, x = torch.cuda.Stream(), torch.ones(ROWS, device="cuda")
     x.mul_(2)
     if wait_before:
@@ -256,7 +281,11 @@ def used_on_side(wait_before: bool = True, wait_after: bool = True, writes: bool
 
 
 def waited_by_event() -> None:
-    side, x, event = torch.cuda.Stream(), torch.ones(ROWS, device="cuda"), torch.cuda.Event()
+    side, x, event = (
+        torch.cuda.Stream(),
+        torch.ones(ROWS, device="cuda"),
+        torch.cuda.Event(),
+    )
     event.record()
     side.wait_event(event)
     with torch.cuda.stream(side):
@@ -267,7 +296,11 @@ def waited_by_event() -> None:
 
 
 def asked_once() -> None:
-    side, x, event = torch.cuda.Stream(), torch.ones(ROWS, device="cuda"), torch.cuda.Event()
+    side, x, event = (
+        torch.cuda.Stream(),
+        torch.ones(ROWS, device="cuda"),
+        torch.cuda.Event(),
+    )
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         x.mul_(2)
@@ -315,7 +348,9 @@ CASES: dict[str, Callable[[], object]] = {
     "read on another stream, not waited for": lambda: used_on_side(wait_before=False),
     "read back, not waited for": lambda: used_on_side(wait_after=False),
     "written on another stream, ordered": lambda: used_on_side(writes=True),
-    "written on another stream, not waited for": lambda: used_on_side(writes=True, wait_after=False),
+    "written on another stream, not waited for": lambda: used_on_side(
+        writes=True, wait_after=False
+    ),
     "ordered by events": waited_by_event,
     "an event that was asked once": asked_once,
     "released early": released_early,

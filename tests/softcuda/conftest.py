@@ -20,7 +20,8 @@ CACHE = Path(__file__).parents[2] / ".venv" / "softcuda"
 def strict_products() -> Iterator[None]:
     """MKL whose products do not depend on strides and alignment of their operands, as they do on some AMD processors.
 
-    An operator of the device may hand MKL a contiguous copy of what the CPU's own operator reads in place.
+    An operator of the device may hand MKL a contiguous copy of what the CPU's own
+    operator reads in place.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MKL_CBWR", "AUTO,STRICT")
@@ -33,7 +34,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if shutil.which("g++") is None or not headers.exists():
         pytest.skip("the software CUDA device wants g++ and Python's headers")
-    return build(CACHE if CACHE.parent.is_dir() else tmp_path_factory.mktemp("softcuda"))
+    return build(
+        CACHE if CACHE.parent.is_dir() else tmp_path_factory.mktemp("softcuda")
+    )
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,11 @@
     install.install(folder)                 # of tests.softcuda.build, before torch is imported
     install.configure(Options(devices=2))   # at any time before the first use
 
-torch's Python code for CUDA runs as it is. This module supplies what a build of torch without CUDA leaves out of
-`torch._C`, and `nccl.py` what it leaves out of `torch.distributed`. A child that is started with `environment(...)` has
-the same devices: Python imports `site/sitecustomize.py` there. Nothing but the standard library is imported here.
+torch's Python code for CUDA runs as it is. This module supplies what a build of torch
+without CUDA leaves out of `torch._C`, and `nccl.py` what it leaves out of
+`torch.distributed`. A child that is started with `environment(...)` has the same
+devices: Python imports `site/sitecustomize.py` there. Nothing but the standard library
+is imported here.
 """
 
 from __future__ import annotations
@@ -112,7 +114,9 @@ class _TorchFinder(MetaPathFinder):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> ModuleSpec | None:
         if name == "torch.cuda":
             _complete_torch_c(sys.modules["torch._C"])
         if name != "torch":
@@ -137,15 +141,27 @@ def _load(folder: Path) -> None:
     torch_spec = PathFinder.find_spec("torch")
     assert torch_spec is not None and torch_spec.origin is not None
     for name in ("libc10.so", "libtorch_cpu.so"):
-        ctypes.CDLL(str(Path(torch_spec.origin).parent / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(
+            str(Path(torch_spec.origin).parent / "lib" / name), mode=ctypes.RTLD_GLOBAL
+        )
     library = ctypes.CDLL(str(folder / "libsoftcuda.so"), mode=ctypes.RTLD_GLOBAL)
     integer = ctypes.c_int64
-    for name in ("soft_current_stream", "soft_allocated", "soft_peak", "soft_num_allocations"):
+    for name in (
+        "soft_current_stream",
+        "soft_allocated",
+        "soft_peak",
+        "soft_num_allocations",
+    ):
         getattr(library, name).restype = integer
     library.soft_kernel_counts.restype = ctypes.c_char_p
     library.soft_use_stream.argtypes = [integer, ctypes.c_int]
     library.soft_configure.argtypes = [ctypes.c_int, integer, *[ctypes.c_int] * 4]
-    _kept.extend((ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_report), ctypes.CFUNCTYPE(integer)(_stack_number)))
+    _kept.extend(
+        (
+            ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_report),
+            ctypes.CFUNCTYPE(integer)(_stack_number),
+        )
+    )
     import atexit
 
     atexit.register(lambda: library.soft_set_reporter(None, None))
@@ -175,20 +191,31 @@ def _stack_number() -> int:
     key = tuple(frames)
     if key not in _stack_numbers:
         _stack_numbers[key] = len(_stacks)
-        short = [(file.rpartition("/site-packages/")[2] or file, line, name) for file, line, name in frames]
-        _stacks.append(" < ".join(f"{file}:{line}:{name}" for file, line, name in short))
+        short = [
+            (file.rpartition("/site-packages/")[2] or file, line, name)
+            for file, line, name in frames
+        ]
+        _stacks.append(
+            " < ".join(f"{file}:{line}:{name}" for file, line, name in short)
+        )
     return _stack_numbers[key]
 
 
 def _report(encoded: bytes) -> None:
-    text = re.sub(r"@(\d+)", lambda match: f"\n      at {_stacks[int(match[1])]}", encoded.decode())
+    text = re.sub(
+        r"@(\d+)",
+        lambda match: f"\n      at {_stacks[int(match[1])]}",
+        encoded.decode(),
+    )
     if text in reports:
         return
     reports.append(text)
     line = f"softcuda[rank {os.environ.get('RANK', '0')}]: {text}\n"
     sys.stderr.write(line)
     if options.reports:
-        with (Path(options.reports) / f"{os.getpid()}.txt").open("a", encoding="utf-8") as file:
+        with (Path(options.reports) / f"{os.getpid()}.txt").open(
+            "a", encoding="utf-8"
+        ) as file:
             file.write(line)
 
 
@@ -210,7 +237,11 @@ class DeviceProperties:
         self.name = "Software CUDA device"
         self.major, self.minor = 9, 0
         self.total_memory = options.memory
-        self.multi_processor_count, self.warp_size, self.max_threads_per_multi_processor = 132, 32, 2048
+        (
+            self.multi_processor_count,
+            self.warp_size,
+            self.max_threads_per_multi_processor,
+        ) = 132, 32, 2048
         self.regs_per_multiprocessor, self.L2_cache_size = 65536, 50 << 20
         self.shared_memory_per_block, self.shared_memory_per_block_optin = 49152, 232448
         self.is_integrated, self.is_multi_gpu_board, self.gcnArchName = False, False, ""
@@ -219,7 +250,11 @@ class DeviceProperties:
 
 
 def _index(device: int | None) -> int:
-    return int(library.soft_current_device()) if device is None or int(device) < 0 else int(device)
+    return (
+        int(library.soft_current_device())
+        if device is None or int(device) < 0
+        else int(device)
+    )
 
 
 def _set_device(device: int) -> None:
@@ -246,11 +281,19 @@ def _memory_info(device: int | None = None) -> tuple[int, int]:
 
 def _memory_stats(device: int | None = None) -> dict[str, Any]:
     index = _index(device)
-    now, peak, times = library.soft_allocated(index), library.soft_peak(index), library.soft_num_allocations(index)
+    now, peak, times = (
+        library.soft_allocated(index),
+        library.soft_peak(index),
+        library.soft_num_allocations(index),
+    )
 
     def by_pool(current: int, most: int) -> dict[str, dict[str, int]]:
         found = {"current": current, "peak": most, "allocated": 0, "freed": 0}
-        return {"all": found, "small_pool": dict.fromkeys(found, 0), "large_pool": found}
+        return {
+            "all": found,
+            "small_pool": dict.fromkeys(found, 0),
+            "large_pool": found,
+        }
 
     in_use = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
     unused = (
@@ -261,7 +304,13 @@ def _memory_stats(device: int | None = None) -> dict[str, Any]:
         "oversize_allocations",
         "oversize_segments",
     )
-    numbers = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
+    numbers = (
+        "num_alloc_retries",
+        "num_ooms",
+        "num_sync_all_streams",
+        "num_device_alloc",
+        "num_device_free",
+    )
     return {
         **{name: by_pool(now, peak) for name in in_use},
         **{name: by_pool(0, 0) for name in unused},
@@ -276,14 +325,25 @@ def _stream_and_event(torch_c: Any) -> tuple[type, type]:
 
     class CudaStream(torch_c.Stream):  # type: ignore[misc]
         def __new__(
-            cls, priority: int = 0, stream_id: int = 0, device_index: int = 0, device_type: int = 0, stream_ptr: int = 0
+            cls,
+            priority: int = 0,
+            stream_id: int = 0,
+            device_index: int = 0,
+            device_type: int = 0,
+            stream_ptr: int = 0,
         ) -> Any:
             import torch
 
             if device_type:
-                known = {"stream_id": stream_id, "device_index": device_index, "device_type": device_type}
+                known = {
+                    "stream_id": stream_id,
+                    "device_index": device_index,
+                    "device_type": device_type,
+                }
                 return torch_c.Stream.__new__(cls, **known)
-            return torch_c.Stream.__new__(cls, device=torch.device("cuda", _index(None)), priority=priority)
+            return torch_c.Stream.__new__(
+                cls, device=torch.device("cuda", _index(None)), priority=priority
+            )
 
         def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -296,12 +356,18 @@ def _stream_and_event(torch_c: Any) -> tuple[type, type]:
 
     class CudaEvent(torch_c.Event):  # type: ignore[misc]
         def __new__(
-            cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+            cls,
+            enable_timing: bool = False,
+            blocking: bool = False,
+            interprocess: bool = False,
+            external: bool = False,
         ) -> Any:
             import torch
 
             device = torch.device("cuda", _index(None))
-            return torch_c.Event.__new__(cls, device=device, enable_timing=enable_timing, blocking=blocking)
+            return torch_c.Event.__new__(
+                cls, device=device, enable_timing=enable_timing, blocking=blocking
+            )
 
         def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -309,7 +375,8 @@ def _stream_and_event(torch_c: Any) -> tuple[type, type]:
             self.recorded_at = time.perf_counter()
             torch_c.Event.record(self, stream)
 
-        def elapsed_time(self, end: Any) -> float:  # torch.Event's own takes no subclass
+        # torch.Event's own takes no subclass.
+        def elapsed_time(self, end: Any) -> float:
             return 1e3 * (end.recorded_at - self.recorded_at)
 
         cuda_event = property(lambda self: self.event_id)
@@ -378,14 +445,24 @@ def _cuda_functions() -> dict[str, Callable[..., Any]]:
         "hasPrimaryContext": lambda device: True,
         "isInBadFork": lambda: False,
         "synchronize": lambda: extension.synchronize(),
-        "getCurrentStream": lambda device: (library.soft_current_stream(_index(device)), _index(device), CUDA),
+        "getCurrentStream": lambda device: (
+            library.soft_current_stream(_index(device)),
+            _index(device),
+            CUDA,
+        ),
         "getDefaultStream": lambda device: (0, _index(device), CUDA),
-        "getCurrentRawStream": lambda device: library.soft_current_stream(_index(device)),
+        "getCurrentRawStream": lambda device: library.soft_current_stream(
+            _index(device)
+        ),
         "setStream": _set_stream,
         "isCurrentStreamCapturing": lambda: False,
         "memoryStats": _memory_stats,
         "resetPeakMemoryStats": lambda device: library.soft_reset_peak(_index(device)),
-        "memorySnapshot": lambda *_: {"segments": [], "device_traces": [], "allocator_settings": {}},
+        "memorySnapshot": lambda *_: {
+            "segments": [],
+            "device_traces": [],
+            "allocator_settings": {},
+        },
         "getMemoryFraction": lambda device: 1.0,
         "getAllocatorBackend": lambda: "native",
         "getArchFlags": lambda: "sm_90",
@@ -406,7 +483,9 @@ def _complete_torch(torch: Any, folder: Path) -> None:
     _complete_storages(torch)
     library.soft_register_kernels()
     library.soft_configure(64, 0, 0, 0, 0, -1)
-    torch.cuda._software_generators = tuple(extension.default_generator(index) for index in range(64))
+    torch.cuda._software_generators = tuple(
+        extension.default_generator(index) for index in range(64)
+    )
     torch.cuda.nccl.version = lambda: (2, 29, 7)
     _complete_distributed(torch, extension.ProcessGroupNCCL)
 
@@ -418,16 +497,25 @@ def _complete_storages(torch: Any) -> None:
     def resize_(self: Any, size: int) -> Any:
         if self.device.type != "cuda":
             return resize(self, size)
-        extension.resize_storage(torch.empty(0, dtype=torch.uint8, device=self.device).set_(self), int(size))
+        extension.resize_storage(
+            torch.empty(0, dtype=torch.uint8, device=self.device).set_(self), int(size)
+        )
         return self
 
     def make(cls: type, *arguments: Any, device: Any = None, **named: Any) -> Any:
         if device is None or torch.device(device).type != "cuda":
-            return new(cls, *arguments, **named, **({} if device is None else {"device": device}))
+            return new(
+                cls,
+                *arguments,
+                **named,
+                **({} if device is None else {"device": device}),
+            )
         size = arguments[0] if arguments else named.get("size", 0)
         if isinstance(size, int):
             return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
-        return torch.tensor(list(size), dtype=torch.uint8, device=device).untyped_storage()
+        return torch.tensor(
+            list(size), dtype=torch.uint8, device=device
+        ).untyped_storage()
 
     storage.resize_, storage.__new__ = resize_, make
     _complete_sharing(torch)
@@ -445,11 +533,17 @@ def _complete_sharing(torch: Any) -> None:
         handle = struct.pack("QQ", os.getpid(), self.data_ptr())
         return _index(None), handle, self.nbytes(), 0, b"", 0, b"", False
 
-    def open_shared(cls: Any, device: int, handle: bytes, nbytes: int, offset: int, *_: Any) -> Any:
+    def open_shared(
+        cls: Any, device: int, handle: bytes, nbytes: int, offset: int, *_: Any
+    ) -> Any:
         pid, address = struct.unpack("QQ", handle)
-        opened = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device)).untyped_storage()
+        opened = torch.empty(
+            nbytes, dtype=torch.uint8, device=torch.device("cuda", device)
+        ).untyped_storage()
         here, there = Span(opened.data_ptr(), nbytes), Span(address + offset, nbytes)
-        read = libc.process_vm_readv(ctypes.c_int(pid), ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        read = libc.process_vm_readv(
+            ctypes.c_int(pid), ctypes.byref(here), 1, ctypes.byref(there), 1, 0
+        )
         if read != nbytes:
             raise RuntimeError(f"CUDA error: {os.strerror(ctypes.get_errno())}")
         return opened

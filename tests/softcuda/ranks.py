@@ -2,8 +2,9 @@
 
     python -m tests.softcuda.ranks FOLDER          FOLDER: of tests.softcuda.build
 
-torch, megatron-core and transformers take an interpreter some fifteen seconds. So one process imports them with the
-device, once for a session of tests, and each rank is a copy of it, as with `tests.launcher` for ranks on the CPU.
+torch, megatron-core and transformers take an interpreter some fifteen seconds. So one
+process imports them with the device, once for a session of tests, and each rank is a
+copy of it, as with `tests.launcher` for ranks on the CPU.
 """
 
 from __future__ import annotations
@@ -40,7 +41,14 @@ MODULES = (
 )
 
 
-MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul")
+MATRIX_PRODUCTS = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::linear",
+    "aten::matmul",
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,12 @@ class SoftwareDevice:
     def __enter__(self) -> SoftwareDevice:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self._template is not None and self._template.stdin is not None:
             self._template.stdin.close()
             self._template.wait()
@@ -109,14 +122,22 @@ class SoftwareDevice:
         """
         with contextlib.ExitStack() as stack:
             if logs is None:
-                logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megaverl_softcuda_")))
+                logs = Path(
+                    stack.enter_context(
+                        tempfile.TemporaryDirectory(prefix="megaverl_softcuda_")
+                    )
+                )
             reports = logs / "reports"
             reports.mkdir(parents=True, exist_ok=True)
-            chosen = replace(options or Options(devices=num_ranks), reports=str(reports))
+            chosen = replace(
+                options or Options(devices=num_ranks), reports=str(reports)
+            )
             port = free_port()
             jobs = []
             for rank in range(num_ranks):
-                of_rank = rank_environment(rank, num_ranks, port) | {"TORCHDYNAMO_DISABLE": "1"}
+                of_rank = rank_environment(rank, num_ranks, port) | {
+                    "TORCHDYNAMO_DISABLE": "1"
+                }
                 of_rank["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(num_ranks)))
                 jobs.append(
                     {
@@ -134,13 +155,24 @@ class SoftwareDevice:
             counted = [Path(job["kernels"]) for job in jobs]
             return EndedOnDevice(
                 **vars(ended),
-                kernels=[json.loads(path.read_text()) if path.exists() else {} for path in counted],
+                kernels=[
+                    json.loads(path.read_text()) if path.exists() else {}
+                    for path in counted
+                ],
                 reports=[path.read_text() for path in sorted(reports.iterdir())],
             )
 
-    def command(self, arguments: Sequence[str], *, ranks: int = 2, logs: Path, **more: Any) -> EndedOnDevice:
+    def command(
+        self, arguments: Sequence[str], *, ranks: int = 2, logs: Path, **more: Any
+    ) -> EndedOnDevice:
         """Run `megaverl ARGUMENTS` on new ranks; see `ranks`."""
-        return self.ranks(ranks, "tests.faults.rank:command", logs=logs, arguments=list(arguments), **more)
+        return self.ranks(
+            ranks,
+            "tests.faults.rank:command",
+            logs=logs,
+            arguments=list(arguments),
+            **more,
+        )
 
     def _run(self, jobs: list[dict[str, Any]], deadline: float) -> Ended:
         template = self._started()
@@ -166,7 +198,9 @@ class SoftwareDevice:
                     continue
                 line = template.stdout.readline()  # unbuffered: see `_started`
                 if not line:
-                    raise RuntimeError(f"the process that ranks are copies of has ended with {template.wait()}")
+                    raise RuntimeError(
+                        f"the process that ranks are copies of has ended with {template.wait()}"
+                    )
                 answer = json.loads(line)
                 if "pid" in answer:
                     pids[answer["rank"]] = answer["pid"]
@@ -175,17 +209,27 @@ class SoftwareDevice:
                 seconds[answer["rank"]] = time.monotonic() - begun
         outputs = [Path(job["log"]).read_text(errors="replace") for job in jobs]
         paths = [Path(job["result"]) for job in jobs]
-        results = [json.loads(path.read_text()) if path.exists() else None for path in paths]
-        return Ended([codes[rank] for rank in range(len(jobs))], seconds, outputs, results)
+        results = [
+            json.loads(path.read_text()) if path.exists() else None for path in paths
+        ]
+        return Ended(
+            [codes[rank] for rank in range(len(jobs))], seconds, outputs, results
+        )
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._template is None:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "TORCHDYNAMO_DISABLE": "1",
+            }
             environment["CUDA_VISIBLE_DEVICES"] = "0"
             command = [sys.executable, "-m", "tests.softcuda.ranks", str(self.folder)]
             pipe = subprocess.PIPE
             # unbuffered: what `select` does not see must not lie in a buffer of ours
-            self._template = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, bufsize=0)
+            self._template = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, bufsize=0
+            )
         return self._template
 
 
@@ -208,7 +252,8 @@ def serve(folder: Path) -> None:
     freeze_objects()
     answers = os.dup(1)
     os.dup2(2, 1)
-    running: dict[int, tuple[int, int]] = {}  # file descriptor of the process -> rank, pid
+    # File descriptor of the process -> rank, pid.
+    running: dict[int, tuple[int, int]] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
         unread = b""
@@ -219,7 +264,10 @@ def serve(folder: Path) -> None:
                     selector.unregister(key.fd)
                     os.close(key.fd)
                     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    os.write(answers, json.dumps({"rank": rank, "code": code}).encode() + b"\n")
+                    os.write(
+                        answers,
+                        json.dumps({"rank": rank, "code": code}).encode() + b"\n",
+                    )
                     continue
                 data = os.read(0, 1 << 20)
                 if not data:
@@ -233,7 +281,10 @@ def serve(folder: Path) -> None:
                     process = os.pidfd_open(pid)
                     running[process] = (job["rank"], pid)
                     selector.register(process, selectors.EVENT_READ)
-                    os.write(answers, json.dumps({"rank": job["rank"], "pid": pid}).encode() + b"\n")
+                    os.write(
+                        answers,
+                        json.dumps({"rank": job["rank"], "pid": pid}).encode() + b"\n",
+                    )
 
 
 def _be_a_rank(job: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Whole runs that are made on the software device and on the CPU, to be compared to the bit.
 
-The device's kernels are PyTorch's for CPUs, so the same operators give the same bits. Three things differ by design
-between megaverl's branches for CUDA and for CPUs, and are made equal here:
+The device's kernels are PyTorch's for CPUs, so the same operators give the same bits.
+Three things differ by design between megaverl's branches for CUDA and for CPUs, and are
+made equal here:
 
 - Options of megatron-core that choose fused kernels (`PLAIN`), which other hardware has.
 - What megaverl computes in fewer passes on a CPU (`plain_command`): RMS norm, gated MLPs, and Adam. The CPU's run
@@ -37,7 +38,9 @@ def plain_command(arguments: list[str]) -> Any:
 
     def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if weight.dtype != x.dtype:  # of a zero-centred norm
-            return torch.nn.functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+            return torch.nn.functional.rms_norm(
+                x.float(), weight.shape, weight, eps
+            ).to(x.dtype)
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
     layers.rms_norm = rms_norm
@@ -46,7 +49,10 @@ def plain_command(arguments: list[str]) -> Any:
 
 def numbers(run: Path) -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl without what the clock, the machine or the device says."""
-    return [{name: value for name, value in record.items() if not name.startswith("gpu")} for record in metrics(run)]
+    return [
+        {name: value for name, value in record.items() if not name.startswith("gpu")}
+        for record in metrics(run)
+    ]
 
 
 def differences(device: Path, cpu: Path, without: str = "") -> list[str]:
@@ -63,7 +69,9 @@ def differences(device: Path, cpu: Path, without: str = "") -> list[str]:
         for name in sorted(ours.keys() | theirs.keys()):
             may_differ = bool(without) and name.startswith(without)
             if ours.get(name) != theirs.get(name) and not may_differ:
-                found.append(f"record {step}: {name} {ours.get(name)}, on the CPU {theirs.get(name)}")
+                found.append(
+                    f"record {step}: {name} {ours.get(name)}, on the CPU {theirs.get(name)}"
+                )
     for file in sorted(path.name for path in (cpu / "hf").glob("*.safetensors")):
         if (device / "hf" / file).read_bytes() != (cpu / "hf" / file).read_bytes():
             found.append(f"hf/{file}")

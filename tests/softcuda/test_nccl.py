@@ -26,7 +26,9 @@ def test_collectives_have_the_right_values(device: SoftwareDevice) -> None:
         assert values["batch"] == [1.0 - rank] * 2
 
 
-def test_messages_have_no_names_and_do_not_hold_the_senders_host(device: SoftwareDevice) -> None:
+def test_messages_have_no_names_and_do_not_hold_the_senders_host(
+    device: SoftwareDevice,
+) -> None:
     found = device.ranks(2, f"{CASES}:messages").check()
     assert found[1] == {"received": [[1.0, 1.0], [2.0, 2.0]]}
 
@@ -37,10 +39,17 @@ def test_tensors_of_the_host_and_with_gaps_are_refused(device: SoftwareDevice) -
         assert "must be contiguous" in found["apart"]
 
 
-def test_a_relayed_reshard_blocks_nobody_and_forwards_what_has_arrived(device: SoftwareDevice) -> None:
+def test_a_relayed_reshard_blocks_nobody_and_forwards_what_has_arrived(
+    device: SoftwareDevice,
+) -> None:
     """From one trainer to three engines on two nodes: under NCCL's order of messages, and without races of streams."""
     spec = {"architecture": "Qwen2ForCausalLM"}
-    case: dict[str, Any] = {"grid": {"tp": 1}, "engine_tp": 1, "nodes": [0, 1, 2, 2], "spec": spec}
+    case: dict[str, Any] = {
+        "grid": {"tp": 1},
+        "engine_tp": 1,
+        "nodes": [0, 1, 2, 2],
+        "spec": spec,
+    }
     options = Options(devices=4, tracks_order=True, poisons=True)
     ended = device.ranks(4, f"{CASES}:relayed_reshard", options=options, **case)
     found = ended.check()
@@ -49,15 +58,31 @@ def test_a_relayed_reshard_blocks_nobody_and_forwards_what_has_arrived(device: S
 
 
 @pytest.mark.parametrize("kind", ["crossed", "facing", "alone"])
-def test_what_never_ends_on_gpus_does_not_end(device: SoftwareDevice, kind: str) -> None:
+def test_what_never_ends_on_gpus_does_not_end(
+    device: SoftwareDevice, kind: str
+) -> None:
     """Communicators in different orders, two senders that face each other, a first batch without all ranks."""
     found = device.ranks(2, f"{CASES}:never_ends", kind=kind).results
-    assert any(re.match(r"RuntimeError: .*(timeout|timed out|Timed out|closed)", text) for text in found), found
+    assert any(
+        re.match(r"RuntimeError: .*(timeout|timed out|Timed out|closed)", text)
+        for text in found
+    ), found
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_result_that_is_read_before_the_wait_is_reported(device: SoftwareDevice, waits: bool) -> None:
-    ended = device.ranks(2, f"{CASES}:group_reads_unwaited", options=Options(tracks_order=True), wait=waits)
+def test_a_result_that_is_read_before_the_wait_is_reported(
+    device: SoftwareDevice, waits: bool
+) -> None:
+    ended = device.ranks(
+        2,
+        f"{CASES}:group_reads_unwaited",
+        options=Options(tracks_order=True),
+        wait=waits,
+    )
     for reports in ended.results:
         assert bool(reports) != waits
-        assert waits or "aten::add reads on stream" in reports[0] and "what nccl:all_reduce writes" in reports[0]
+        assert (
+            waits
+            or "aten::add reads on stream" in reports[0]
+            and "what nccl:all_reduce writes" in reports[0]
+        )

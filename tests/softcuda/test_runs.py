@@ -27,7 +27,9 @@ COMMON = [
 ]
 MEGATRON = [f"actor.megatron={PLAIN}", f"critic.megatron={PLAIN}"]
 GRPO = "algorithm={name: grpo, group_size: 4, kl: {in: loss, coef: 0.01}}"
-PPO = "algorithm={name: ppo, num_mini_batches: 2, kl: {in: reward, kind: k1, coef: 0.01}}"
+PPO = (
+    "algorithm={name: ppo, num_mini_batches: 2, kl: {in: reward, kind: k1, coef: 0.01}}"
+)
 CRITIC = "critic={tp: 1, optimizer: {lr: 1.0e-3}}"
 MOVES = "parameters: true, optimizer: true, gradients: true"
 BUCKETS = "actor.ddp={overlap_grad_reduce: true, overlap_param_gather: true, bucket_size: 20000}"
@@ -51,23 +53,45 @@ RUNS = {
     "grpo": Case([*MEGATRON, GRPO]),
     "ppo": Case([PPO, CRITIC, *MEGATRON]),
 }
-# The same for every other part that has a CUDA branch; minutes, so they run where MEGAVERL_TEST_SOFTCUDA is set.
+# The same for every other part that has a CUDA branch; minutes, so they run where
+# MEGAVERL_TEST_SOFTCUDA is set.
 MORE_RUNS = {
     "lora": Case([*MEGATRON, GRPO, "actor.lora={rank: 4, alpha: 8}"]),
-    "fsdp2": Case([PPO, "actor={engine: fsdp, tp: 1}", "critic={engine: fsdp, tp: 1, optimizer: {lr: 1.0e-3}}"]),
+    "fsdp2": Case(
+        [
+            PPO,
+            "actor={engine: fsdp, tp: 1}",
+            "critic={engine: fsdp, tp: 1, optimizer: {lr: 1.0e-3}}",
+        ]
+    ),
     "experts": Case([*MEGATRON, GRPO, "actor={tp: 1, ep: 2}"], experts=True),
-    "tp2 pp2": Case([PPO, CRITIC, *MEGATRON, "actor={tp: 2, pp: 2}", "run.nproc=4"], num_ranks=4),
-    "split roles": Case([GRPO, *MEGATRON, "actor.tp=1", "placement={rollout: 0, actor: 1}"]),
-    # on a CPU nothing moves, and the engine may share the actor's storage; of an actor that moves it must not
+    "tp2 pp2": Case(
+        [PPO, CRITIC, *MEGATRON, "actor={tp: 2, pp: 2}", "run.nproc=4"], num_ranks=4
+    ),
+    "split roles": Case(
+        [GRPO, *MEGATRON, "actor.tp=1", "placement={rollout: 0, actor: 1}"]
+    ),
+    # on a CPU nothing moves, and the engine may share the actor's storage; of an actor
+    # that moves it must not
     "offload": Case(
-        [PPO, CRITIC, *MEGATRON, f"actor.offload={{{MOVES}}}", "critic.offload={optimizer: true}"],
+        [
+            PPO,
+            CRITIC,
+            *MEGATRON,
+            f"actor.offload={{{MOVES}}}",
+            "critic.offload={optimizer: true}",
+        ],
         without="reshard/bytes_",
     ),
-    "overlap": Case([*MEGATRON, PPO, CRITIC, BUCKETS, "reshard={overlap: true, check_every: 1}"]),
+    "overlap": Case(
+        [*MEGATRON, PPO, CRITIC, BUCKETS, "reshard={overlap: true, check_every: 1}"]
+    ),
     "context parallel": Case([*MEGATRON, GRPO, "actor={tp: 1, cp: 2}"]),
 }
 CHOSEN = RUNS | (MORE_RUNS if os.environ.get("MEGAVERL_TEST_SOFTCUDA") else {})
-LOOKS_FOR_FAULTS = Options(shares_generator=True, tracks_order=True, poisons=True, strict_device=True)
+LOOKS_FOR_FAULTS = Options(
+    shares_generator=True, tracks_order=True, poisons=True, strict_device=True
+)
 
 
 @pytest.fixture(scope="session")
@@ -76,48 +100,86 @@ def experts(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Path:  # 
     from megaverl.data.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(inputs / "model")
-    special = {"eos_token_id": tokenizer.eos_token_id, "vocab_size": tokenizer.vocab_size}
+    special = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "vocab_size": tokenizer.vocab_size,
+    }
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    sizes |= {name: value for name, value in MODEL.items() if name != "intermediate_size"}
-    folder = make_tiny_folder(tmp_path_factory.mktemp("experts"), "Qwen3MoeForCausalLM", **sizes, **special)
+    sizes |= {
+        name: value for name, value in MODEL.items() if name != "intermediate_size"
+    }
+    folder = make_tiny_folder(
+        tmp_path_factory.mktemp("experts"), "Qwen3MoeForCausalLM", **sizes, **special
+    )
     tokenizer.save(folder)
     return folder
 
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_run_is_that_of_the_cpu_to_the_bit(
-    launch: Launcher, device: SoftwareDevice, inputs: Path, experts: Path, tmp_path: Path, name: str
+    launch: Launcher,
+    device: SoftwareDevice,
+    inputs: Path,
+    experts: Path,
+    tmp_path: Path,
+    name: str,
 ) -> None:
     """No access is unordered, no memory is used again too early, and no fresh memory is read."""
     case = CHOSEN[name]
     of_model = [f"model.path={experts}"] if case.experts else []
 
     def arguments(where: str) -> list[str]:
-        return ["train", *command_arguments(inputs, tmp_path / where), *COMMON, *case.overrides, *of_model]
+        return [
+            "train",
+            *command_arguments(inputs, tmp_path / where),
+            *COMMON,
+            *case.overrides,
+            *of_model,
+        ]
 
-    launch.ranks(case.num_ranks, "tests.softcuda.runs:plain_command", arguments=arguments("cpu")).check()
+    launch.ranks(
+        case.num_ranks, "tests.softcuda.runs:plain_command", arguments=arguments("cpu")
+    ).check()
     options = replace(LOOKS_FOR_FAULTS, devices=case.num_ranks)
-    ended = device.command(arguments("device"), ranks=case.num_ranks, logs=tmp_path / "logs", options=options)
+    ended = device.command(
+        arguments("device"),
+        ranks=case.num_ranks,
+        logs=tmp_path / "logs",
+        options=options,
+    )
     ended.check()
     for rank in range(case.num_ranks):
         assert ended.matrix_products(rank) > 100
     lines = (tmp_path / "device" / "run" / "metrics.jsonl").read_text().splitlines()
     # in `actor_gpu_mem_mb` a CPU's run has the memory of the process
     assert all(json.loads(line)["memory/actor_gpu_reserved_mb"] > 0 for line in lines)
-    assert differences(tmp_path / "device" / "run", tmp_path / "cpu" / "run", case.without) == []
+    assert (
+        differences(tmp_path / "device" / "run", tmp_path / "cpu" / "run", case.without)
+        == []
+    )
 
 
 RESUMED = [PPO, CRITIC, *MEGATRON, f"actor.offload={{{MOVES}}}"]
 
 
-@pytest.mark.parametrize("in_background", ["false", "true"] if MORE_RUNS.keys() <= CHOSEN.keys() else [])
+@pytest.mark.parametrize(
+    "in_background", ["false", "true"] if MORE_RUNS.keys() <= CHOSEN.keys() else []
+)
 def test_a_run_that_is_cut_goes_on_to_the_same_bits(
     device: SoftwareDevice, inputs: Path, tmp_path: Path, in_background: str
 ) -> None:
     def run(where: str, *more: str) -> None:
-        arguments = ["train", *command_arguments(inputs, tmp_path / where), *COMMON, *RESUMED, *more]
+        arguments = [
+            "train",
+            *command_arguments(inputs, tmp_path / where),
+            *COMMON,
+            *RESUMED,
+            *more,
+        ]
         arguments.append(f"checkpoint.async_save={in_background}")
-        device.command(arguments, logs=tmp_path / f"logs {where}", options=LOOKS_FOR_FAULTS).check()
+        device.command(
+            arguments, logs=tmp_path / f"logs {where}", options=LOOKS_FOR_FAULTS
+        ).check()
 
     run("whole", "trainer.steps=3", "checkpoint={save_interval: 1, resume: auto}")
     run("cut", "trainer.steps=1", "checkpoint={save_interval: 1, resume: auto}")

@@ -14,22 +14,40 @@ from tests.softcuda.install import Options, environment
 from tests.trainer.conftest import make_inputs
 
 
-def test_a_small_model_is_built_on_the_gpu(libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_model_is_built_on_the_gpu(
+    libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = make_inputs(tmp_path / "inputs")
     for variable, value in environment(libraries, Options(devices=1)).items():
         monkeypatch.setenv(variable, value)
 
     def tried(*fields: str) -> TrialResult:
-        given = [f"model.path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", "reward=exact_match"]
-        given += ["data.max_prompt_tokens=16", "rollout.sampling.max_tokens=6", f"run.dir={tmp_path}"]
-        return try_roles(load_config(None, [*given, *fields], check_paths=False), "train")
+        given = [
+            f"model.path={inputs / 'model'}",
+            f"data.train={inputs / 'train.jsonl'}",
+            "reward=exact_match",
+        ]
+        given += [
+            "data.max_prompt_tokens=16",
+            "rollout.sampling.max_tokens=6",
+            f"run.dir={tmp_path}",
+        ]
+        return try_roles(
+            load_config(None, [*given, *fields], check_paths=False), "train"
+        )
 
-    failed = tried("actor.megatron.fp32_residual_connection=true", "model.dtype=bfloat16")
+    failed = tried(
+        "actor.megatron.fp32_residual_connection=true", "model.dtype=bfloat16"
+    )
     assert failed.issues == []
     [doubt] = failed.not_tried
-    assert doubt.startswith("fields of actor (on this GPU a small model with them fails with ")
+    assert doubt.startswith(
+        "fields of actor (on this GPU a small model with them fails with "
+    )
     # One rank, which takes a step.
-    assert tried("actor.megatron.disable_bf16_reduced_precision_matmul=true") == TrialResult([], [])
+    assert tried(
+        "actor.megatron.disable_bf16_reduced_precision_matmul=true"
+    ) == TrialResult([], [])
 
 
 @pytest.mark.parametrize(
@@ -42,5 +60,7 @@ def test_a_small_model_is_built_on_the_gpu(libraries: Path, tmp_path: Path, monk
         ({"ddp": {"nccl_ub": False}, "megatron": {"sequence_parallel": True}}, False),
     ],
 )
-def test_a_tiny_model_does_not_judge_kernels_that_a_table_names(fields: dict[str, Any], is_named: bool) -> None:
+def test_a_tiny_model_does_not_judge_kernels_that_a_table_names(
+    fields: dict[str, Any], is_named: bool
+) -> None:
     assert has_table_fields(SimpleNamespace(**fields)) == is_named

@@ -30,8 +30,12 @@ def test_every_place_orders_its_streams(device: SoftwareDevice, place: str) -> N
 
 @pytest.mark.parametrize("fault", REPORTS)
 def test_a_wait_that_is_left_out_is_noticed(device: SoftwareDevice, fault: str) -> None:
-    [place] = [place for start, place in USED_IN.items() if fault.startswith(start)] or ["offload"]
-    ended = device.ranks(1, "tests.softcuda.waits:use", options=OPTIONS, name=place, fault=fault)
+    [place] = [
+        place for start, place in USED_IN.items() if fault.startswith(start)
+    ] or ["offload"]
+    ended = device.ranks(
+        1, "tests.softcuda.waits:use", options=OPTIONS, name=place, fault=fault
+    )
     assert ended.codes == [0], ended.text
     [found] = ended.results
     if REPORTS[fault]:

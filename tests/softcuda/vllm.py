@@ -1,10 +1,12 @@
 """vLLM on the software device: the classes of its CPU build, on tensors of the device.
 
-vLLM's CPU worker, model runner, attention and operators compute with the device's tensors, so that megaverl's CUDA
-branch meets a real engine. Its GPU worker, its kernels, CUDA graphs and its memory pool are not in here. `_sleep` keeps
-two rules of that pool: what is asleep has no memory, and waking brings it back in the same tensors.
+vLLM's CPU worker, model runner, attention and operators compute with the device's
+tensors, so that megaverl's CUDA branch meets a real engine. Its GPU worker, its
+kernels, CUDA graphs and its memory pool are not in here. `_sleep` keeps two rules of
+that pool: what is asleep has no memory, and waking brings it back in the same tensors.
 
-Each function below changes one module of vLLM as it is imported. `install` must come before vLLM.
+Each function below changes one module of vLLM as it is imported. `install` must come
+before vLLM.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def install() -> None:
 
 
 class _Finder(MetaPathFinder):
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> ModuleSpec | None:
         change = _changes.pop(name, None)
         if change is None:
             return None
@@ -70,7 +74,8 @@ def _device() -> Any:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
-# vLLM's CPU worker takes streams, events and page-locked memory away from all of torch as it is imported.
+# vLLM's CPU worker takes streams, events and page-locked memory away from all of torch
+# as it is imported.
 @_changes_module("vllm.v1.worker.cpu.shm")
 def _keep_torch(module: Any) -> None:
     for owner, name, value in _kept:
@@ -90,9 +95,16 @@ def _remember_torch(module: Any) -> None:
         (torch.Tensor, "record_stream"),
         (module, "async_tensor_h2d"),
     ]
-    names += [(torch.cuda, name) for name in ("Event", "Stream", "set_stream", "current_stream", "stream")]
+    names += [
+        (torch.cuda, name)
+        for name in ("Event", "Stream", "set_stream", "current_stream", "stream")
+    ]
     names += [(torch.accelerator, "synchronize")]
-    _kept.extend((owner, name, getattr(owner, name)) for owner, name in names if hasattr(owner, name))
+    _kept.extend(
+        (owner, name, getattr(owner, name))
+        for owner, name in names
+        if hasattr(owner, name)
+    )
 
 
 @_changes_module("vllm.platforms.cpu")
@@ -119,7 +131,9 @@ def _platform(module: Any) -> None:
 @_changes_module("vllm.distributed.parallel_state")
 def _groups(module: Any) -> None:
     module._platform_device_type = lambda: "cuda"
-    module.GroupCoordinator.device = property(lambda self: _device(), lambda self, value: None)
+    module.GroupCoordinator.device = property(
+        lambda self: _device(), lambda self, value: None
+    )
 
 
 @_changes_module("vllm.v1.worker.cpu_worker")
@@ -129,12 +143,16 @@ def _worker(module: Any) -> None:
         module,
         worker,
         "init_device",
-        ('torch.device("cpu")', 'torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))'),
+        (
+            'torch.device("cpu")',
+            'torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))',
+        ),
     )
     worker.sleep, worker.wake_up = _sleep, _wake_up
 
 
-# Addresses of storages that engines have adopted from actors: vLLM's pool does not know them, so sleep leaves them.
+# Addresses of storages that engines have adopted from actors: vLLM's pool does not know
+# them, so sleep leaves them.
 _of_actors: set[int] = set()
 
 
@@ -143,7 +161,9 @@ def _note_adopted(module: Any) -> None:
     adopt = module.adopt
 
     def adopt_and_note(plan: Any, source: Any, *others: Any) -> Any:
-        _of_actors.update(tensor.data.untyped_storage().data_ptr() for tensor in source.values())
+        _of_actors.update(
+            tensor.data.untyped_storage().data_ptr() for tensor in source.values()
+        )
         return adopt(plan, source, *others)
 
     module.adopt = adopt_and_note
@@ -159,18 +179,31 @@ def _sleep(self: Any, level: int = 1) -> None:
     import torch
 
     runner = self.model_runner
-    asleep: dict[str, list[tuple[torch.UntypedStorage, torch.Tensor | None, int]]] = {"weights": [], "kv_cache": []}
+    asleep: dict[str, list[tuple[torch.UntypedStorage, torch.Tensor | None, int]]] = {
+        "weights": [],
+        "kv_cache": [],
+    }
     known: set[int] = set()
-    tensors = [("weights", tensor) for tensor in (*runner.model.parameters(), *runner.model.buffers())]
+    tensors = [
+        ("weights", tensor)
+        for tensor in (*runner.model.parameters(), *runner.model.buffers())
+    ]
     tensors += [("kv_cache", cache) for cache in runner.kv_caches]
     for tag, tensor in tensors:
         storage = tensor.data.untyped_storage()
         address = storage.data_ptr()
-        if not address or address in known or not storage.nbytes() or address in _of_actors:
+        if (
+            not address
+            or address in known
+            or not storage.nbytes()
+            or address in _of_actors
+        ):
             continue
         known.add(address)
         values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        asleep[tag].append((storage, values.cpu() if tag == "weights" else None, storage.nbytes()))
+        asleep[tag].append(
+            (storage, values.cpu() if tag == "weights" else None, storage.nbytes())
+        )
         del values
         storage.resize_(0)
     self.asleep = asleep
@@ -182,7 +215,9 @@ def _wake_up(self: Any, tags: list[str] | None = None) -> None:
     for tag in tags or ["weights", "kv_cache"]:
         for storage, values, nbytes in self.asleep[tag]:
             storage.resize_(nbytes)
-            target = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            target = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+                storage
+            )
             target.zero_() if values is None else target.copy_(values)
         self.asleep[tag] = []
 

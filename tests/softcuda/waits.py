@@ -32,17 +32,31 @@ class Fault(NamedTuple):
 OFFLOAD = "megaverl.workers.offload:PinnedMemory"
 FAULTS = {
     "store before the update is over": Fault(
-        f"{OFFLOAD}.store", "self._stream.wait_stream(torch.cuda.current_stream())", "pass", "offload"
+        f"{OFFLOAD}.store",
+        "self._stream.wait_stream(torch.cuda.current_stream())",
+        "pass",
+        "offload",
     ),
-    "memory given away before it is stored": Fault(f"{OFFLOAD}.store", "self._stream.synchronize()", "pass", "offload"),
+    "memory given away before it is stored": Fault(
+        f"{OFFLOAD}.store", "self._stream.synchronize()", "pass", "offload"
+    ),
     "fetch into memory that is in use": Fault(
-        f"{OFFLOAD}.fetch", "self._stream.wait_stream(torch.cuda.current_stream())", "pass", "offload"
+        f"{OFFLOAD}.fetch",
+        "self._stream.wait_stream(torch.cuda.current_stream())",
+        "pass",
+        "offload",
     ),
     "read before it is fetched": Fault(
-        f"{OFFLOAD}.fetch", "torch.cuda.current_stream().wait_stream(self._stream)", "pass", "offload"
+        f"{OFFLOAD}.fetch",
+        "torch.cuda.current_stream().wait_stream(self._stream)",
+        "pass",
+        "offload",
     ),
     "overlap reads weights that are being written": Fault(
-        "megaverl.weights.reshard:FinalParts.wait_for", "event = self._event", "event = None", "overlap"
+        "megaverl.weights.reshard:FinalParts.wait_for",
+        "event = self._event",
+        "event = None",
+        "overlap",
     ),
     "a save writes what has not been copied": Fault(
         "megaverl.checkpoint.background:HostBuffers.copy",
@@ -122,7 +136,10 @@ def micro_batches() -> bool:
     """Two micro-batches go to the device, the second while the first may be on its way."""
     from megaverl.platform import device
 
-    sent = [device.to_device(torch.full((NUMEL,), float(value)), torch.device("cuda")) for value in range(2)]
+    sent = [
+        device.to_device(torch.full((NUMEL,), float(value)), torch.device("cuda"))
+        for value in range(2)
+    ]
     return [float(tensor.mean()) for tensor in sent] == [0.0, 1.0]
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.bench_memory import LINES, configure, make_model, parse, planned_bytes, world_of
+from tools.bench_memory import (
+    LINES,
+    configure,
+    make_model,
+    parse,
+    planned_bytes,
+    world_of,
+)
 
 
 def test_every_line_is_planned_to_save_memory(tmp_path: Path) -> None:
@@ -13,7 +20,9 @@ def test_every_line_is_planned_to_save_memory(tmp_path: Path) -> None:
     planned = {}
     for line, settings in LINES.items():
         world = world_of(settings)
-        planned[line] = planned_bytes(*configure(options, model, settings, world), world)
+        planned[line] = planned_bytes(
+            *configure(options, model, settings, world), world
+        )
     most = planned["everything kept"]
     assert planned["a reference"] > most > planned["a reference, lora: {rank: 16}"]
     at_rest_only = ("offload: {gradients: true}",)

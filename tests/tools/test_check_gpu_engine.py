@@ -30,8 +30,13 @@ class GPUModelRunner(Mixin):
 """
 
 
-def sources(folder: Path, on_cuda: str = "pass", model: str = "self.model = None") -> Sources:
-    files = {LAYERS + "linear.py": LINEAR.format(on_cuda=on_cuda), RUNNERS[1]: RUNNER.format(model=model)}
+def sources(
+    folder: Path, on_cuda: str = "pass", model: str = "self.model = None"
+) -> Sources:
+    files = {
+        LAYERS + "linear.py": LINEAR.format(on_cuda=on_cuda),
+        RUNNERS[1]: RUNNER.format(model=model),
+    }
     for name, text in files.items():
         path = folder / "vllm" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,9 +53,23 @@ def test_names_that_are_gone(tmp_path: Path) -> None:
 
 
 def test_weights_that_change_on_cuda(tmp_path: Path) -> None:
-    linear = [line for line in broken(sources(tmp_path / "kept")) if "UnquantizedLinearMethod" in line]
+    linear = [
+        line
+        for line in broken(sources(tmp_path / "kept"))
+        if "UnquantizedLinearMethod" in line
+    ]
     assert linear == [], "what a CPU does is another matter"
-    packed = sources(tmp_path / "packed", on_cuda="replace_parameter(layer, 'weight', layer.weight.t())")
-    assert any("UnquantizedLinearMethod changes weights on CUDA: replace_parameter" in line for line in broken(packed))
-    [change] = [change for change in packed.changes(LAYERS + "linear.py", "UnquantizedLinearMethod") if change.on_cuda]
+    packed = sources(
+        tmp_path / "packed",
+        on_cuda="replace_parameter(layer, 'weight', layer.weight.t())",
+    )
+    assert any(
+        "UnquantizedLinearMethod changes weights on CUDA: replace_parameter" in line
+        for line in broken(packed)
+    )
+    [change] = [
+        change
+        for change in packed.changes(LAYERS + "linear.py", "UnquantizedLinearMethod")
+        if change.on_cuda
+    ]
     assert change.line == 10

@@ -19,7 +19,8 @@ from tools.convert_gguf import main
 
 gguf = pytest.importorskip("gguf")
 
-# whose configuration a GGUF file does not tell apart, or transformers does not read from it
+# whose configuration a GGUF file does not tell apart, or transformers does not read
+# from it
 NEED_CONFIG = ("mistral", "mixtral", "gemma")
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
 SPACE = "\u0120"  # how a byte-level vocabulary writes a space
@@ -48,7 +49,15 @@ def tiny_llama(tie: bool) -> Any:
 def vocabulary() -> list[str]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    return ["<|end|>", "<s>", "</s>", *bytes_to_unicode().values(), SPACE + SPACE, SPACE + "1", "12"]
+    return [
+        "<|end|>",
+        "<s>",
+        "</s>",
+        *bytes_to_unicode().values(),
+        SPACE + SPACE,
+        SPACE + "1",
+        "12",
+    ]
 
 
 def tiny_model(architecture: str, **changes: Any) -> Any:
@@ -68,7 +77,9 @@ def tiny_model(architecture: str, **changes: Any) -> Any:
         "initializer_range": 0.3,
     }
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **shape | changes)).eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(architecture, **shape | changes)
+    ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "bias")):
@@ -77,8 +88,9 @@ def tiny_model(architecture: str, **changes: Any) -> Any:
 
 
 def write_gguf(path: Path, model: Any, split: str, architecture: str = "llama") -> None:
-    """What llama.cpp's converter writes, by its own table of names: rotary weights of `llama` re-ordered, experts
-    stacked, one added to Gemma's norms."""
+    """What llama.cpp's converter writes, by its own table of names: rotary weights of
+    `llama` re-ordered, experts stacked, one added to Gemma's norms.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -93,11 +105,15 @@ def write_gguf(path: Path, model: Any, split: str, architecture: str = "llama") 
     writer.add_value_length(8)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", 0)
+    num_experts = getattr(config, "num_local_experts", None) or getattr(
+        config, "num_experts", 0
+    )
     if num_experts:
         writer.add_expert_count(num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+        writer.add_expert_feed_forward_length(
+            getattr(config, "moe_intermediate_size", config.intermediate_size)
+        )
     tokens = vocabulary()
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
@@ -113,8 +129,14 @@ def write_gguf(path: Path, model: Any, split: str, architecture: str = "llama") 
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         array = tensor.numpy().astype(np.float32)
-        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        if architecture == "llama" and name.endswith(
+            ("q_proj.weight", "k_proj.weight")
+        ):
+            heads = (
+                config.num_attention_heads
+                if "q_proj" in name
+                else config.num_key_value_heads
+            )
             halves = array.reshape(heads, 2, array.shape[0] // heads // 2, -1)
             array = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
         if architecture == "gemma" and name.endswith("norm.weight"):
@@ -155,7 +177,9 @@ def test_the_folder_gives_the_logits_of_the_model(tmp_path: Path, tie: bool) -> 
     loaded = AutoModelForCausalLM.from_pretrained(output).eval()
     tokens = torch.arange(3, 40)[None]
     with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            loaded(tokens).logits, model(tokens).logits, atol=1e-5, rtol=0
+        )
     with safe_open(output / "model.safetensors", "pt") as file:
         assert ("lm_head.weight" in file.keys()) == (not tie)  # noqa: SIM118 (not a mapping)
     spec = ModelSpec.from_folder(output)
@@ -165,7 +189,8 @@ def test_the_folder_gives_the_logits_of_the_model(tmp_path: Path, tie: bool) -> 
 
 
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
-# llama.cpp normalises the weights of the chosen experts of every Qwen3, and its files do not say so
+# llama.cpp normalises the weights of the chosen experts of every Qwen3, and its files
+# do not say so
 QWEN_EXPERTS = {
     "num_experts_per_tok": 2,
     "num_experts": 4,
@@ -198,18 +223,44 @@ def test_every_architecture_that_gguf_names(
     model = tiny_model(model_type, **changes)
     write_gguf(tmp_path / "tiny.gguf", model, "smollm", architecture)
     model.config.save_pretrained(tmp_path / "original")
-    arguments = ["--model", str(tmp_path / "original")] if model_type in NEED_CONFIG else []
+    arguments = (
+        ["--model", str(tmp_path / "original")] if model_type in NEED_CONFIG else []
+    )
     if model_type == "gemma":
-        assert main(["--input", str(tmp_path / "tiny.gguf"), "--output", str(tmp_path / "out"), *arguments]) == 1
+        assert (
+            main(
+                [
+                    "--input",
+                    str(tmp_path / "tiny.gguf"),
+                    "--output",
+                    str(tmp_path / "out"),
+                    *arguments,
+                ]
+            )
+            == 1
+        )
         assert "--tokenizer" in capsys.readouterr().err
         write_gguf(tmp_path / "llama.gguf", tiny_llama(True), "smollm")
         convert_gguf(tmp_path / "llama.gguf", tmp_path / "llama")
         arguments += ["--tokenizer", str(tmp_path / "llama")]
-    assert main(["--input", str(tmp_path / "tiny.gguf"), "--output", str(tmp_path / "out"), *arguments]) == 0
+    assert (
+        main(
+            [
+                "--input",
+                str(tmp_path / "tiny.gguf"),
+                "--output",
+                str(tmp_path / "out"),
+                *arguments,
+            ]
+        )
+        == 0
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokens = torch.arange(3, 40)[None]
     with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            loaded(tokens).logits, model(tokens).logits, atol=1e-5, rtol=0
+        )
     assert ModelSpec.from_folder(tmp_path / "out").architecture == type(model).__name__
 
 
@@ -220,35 +271,59 @@ def test_the_tokenizer_splits_as_its_vocabulary_was_learned(tmp_path: Path) -> N
     convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out", dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     # digits are cut off before the spaces are: "a  12" is a, two spaces, 1, 2, and never " 1" or "12"
-    pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("a  12</s>", add_special_tokens=False))
+    pieces = tokenizer.convert_ids_to_tokens(
+        tokenizer.encode("a  12</s>", add_special_tokens=False)
+    )
     assert pieces == ["a", SPACE + SPACE, "1", "2", "</s>"]
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
-    assert tokenizer.apply_chat_template([{"content": "hi", "role": "user"}], tokenize=False) == "<s>hi</s>"
+    assert (
+        tokenizer.apply_chat_template(
+            [{"content": "hi", "role": "user"}], tokenize=False
+        )
+        == "<s>hi</s>"
+    )
     assert ModelSpec.from_folder(tmp_path / "out").vocab_size == len(vocabulary())
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["dtype"]
+        == "bfloat16"
+    )
 
 
-def test_an_unknown_split_is_refused_and_another_tokenizer_may_be_given(tmp_path: Path) -> None:
+def test_an_unknown_split_is_refused_and_another_tokenizer_may_be_given(
+    tmp_path: Path,
+) -> None:
     write_gguf(tmp_path / "good.gguf", tiny_llama(True), "gpt-2")
     write_gguf(tmp_path / "odd.gguf", tiny_llama(True), "never-heard-of")
     convert_gguf(tmp_path / "good.gguf", tmp_path / "good")
     with pytest.raises(ModelError, match="'never-heard-of'.*--tokenizer"):
         convert_gguf(tmp_path / "odd.gguf", tmp_path / "odd")
-    convert_gguf(tmp_path / "odd.gguf", tmp_path / "odd", tokenizer_folder=tmp_path / "good")
+    convert_gguf(
+        tmp_path / "odd.gguf", tmp_path / "odd", tokenizer_folder=tmp_path / "good"
+    )
     assert (tmp_path / "odd" / "tokenizer.json").is_file()
-    # as many tokens as the model has rows: transformers puts one of its own behind a vocabulary like this one
+    # as many tokens as the model has rows: transformers puts one of its own behind a
+    # vocabulary like this one
     assert load_tokenizer(tmp_path / "odd").vocab_size == len(vocabulary())
 
 
 def test_a_tokenizer_that_differs_is_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", tiny_llama(True), "gpt-2")
     make_tokenizer(tmp_path / "other")
-    with pytest.raises(DataError, match=r"ids mean another token, the first is 0: '</s>' instead of '<.end.>'"):
-        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out", tokenizer_folder=tmp_path / "other")
+    with pytest.raises(
+        DataError,
+        match=r"ids mean another token, the first is 0: '</s>' instead of '<.end.>'",
+    ):
+        convert_gguf(
+            tmp_path / "tiny.gguf",
+            tmp_path / "out",
+            tokenizer_folder=tmp_path / "other",
+        )
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_input_is_named_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_named_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_gguf(tmp_path / "tiny.gguf", tiny_llama(True), "smollm")
     whole = (tmp_path / "tiny.gguf").read_bytes()
     (tmp_path / "header.gguf").write_bytes(whole[:5000])
@@ -264,15 +339,25 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path: Path, capsys: pytest.Ca
         ("tiny.gguf", "used", "exists already"),
     ]:
         before = sorted(tmp_path.rglob("*"))
-        arguments = ["--input", str(tmp_path / name), "--output", str(tmp_path / output)]
+        arguments = [
+            "--input",
+            str(tmp_path / name),
+            "--output",
+            str(tmp_path / output),
+        ]
         assert main(arguments) == 1
         shown = capsys.readouterr().err
-        assert said in shown and str(tmp_path / (output if output == "used" else name)) in shown
+        assert (
+            said in shown
+            and str(tmp_path / (output if output == "used" else name)) in shown
+        )
         assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_package_that_holds_no_gguf_is_named() -> None:
-    with pytest.raises(ModelError, match="'no-such-package' is not installed. Run: pip install"):
+    with pytest.raises(
+        ModelError, match="'no-such-package' is not installed. Run: pip install"
+    ):
         find_in_package("no-such-package")
     with pytest.raises(ModelError, match="should hold one .gguf file; found: none"):
         find_in_package("numpy")

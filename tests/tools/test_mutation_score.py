@@ -50,13 +50,21 @@ def test_the_documented_modules_exist() -> None:
     for module in targets:
         assert (ROOT / "megaverl" / module).is_file(), module
     for page in ("CONTRIBUTING.md", "tools/mutation_score.py"):
-        (pattern,) = re.findall(r"--only '([^']+)'", (ROOT / page).read_text(encoding="utf-8"))
-        assert any(PurePath(target).match(pattern) for target in targets), f"{page}: --only {pattern!r} matches nothing"
+        (pattern,) = re.findall(
+            r"--only '([^']+)'", (ROOT / page).read_text(encoding="utf-8")
+        )
+        assert any(PurePath(target).match(pattern) for target in targets), (
+            f"{page}: --only {pattern!r} matches nothing"
+        )
 
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
-    for name, text in (("toy/__init__.py", ""), ("toy/module.py", MODULE), ("tests/test_toy.py", TESTS)):
+    for name, text in (
+        ("toy/__init__.py", ""),
+        ("toy/module.py", MODULE),
+        ("tests/test_toy.py", TESTS),
+    ):
         (tmp_path / "tree" / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / "tree" / name).write_text(text)
     (tmp_path / "scratch").mkdir()
@@ -65,9 +73,18 @@ def toy(tmp_path: Path) -> Path:
 
 def start(code: str, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", code, *arguments]
-    environment = os.environ | {"TMPDIR": str(Path(arguments[0]).parent / "scratch")} if arguments else None
+    environment = (
+        os.environ | {"TMPDIR": str(Path(arguments[0]).parent / "scratch")}
+        if arguments
+        else None
+    )
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -78,8 +95,13 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def nothing_is_left(toy: Path) -> bool:
-    here = [process for process in psutil.process_iter(["cwd"]) if str(toy.parent) in (process.info["cwd"] or "")]
-    _, alive = psutil.wait_procs(here, timeout=10)  # what was killed may not have ended yet
+    here = [
+        process
+        for process in psutil.process_iter(["cwd"])
+        if str(toy.parent) in (process.info["cwd"] or "")
+    ]
+    # What was killed may not have ended yet.
+    _, alive = psutil.wait_procs(here, timeout=10)
     return not alive and not list((toy.parent / "scratch").iterdir())
 
 
@@ -88,16 +110,23 @@ def test_each_mutant_is_killed_survives_or_takes_too_long(toy: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "all                3 of    4 killed, 75.0 %" in done.stdout
     assert done.stdout.partition("survivors:\n")[2] == "  toy/module.py:3: or 1\n"
-    words = {line.split()[1]: line.rpartition(": ")[2] for line in done.stderr.splitlines() if "toy/module.py" in line}
+    words = {
+        line.split()[1]: line.rpartition(": ")[2]
+        for line in done.stderr.splitlines()
+        if "toy/module.py" in line
+    }
     assert words["timeout"] == "value -= 0" and words["SURVIVED"] == "or 1"
-    assert (toy / "toy/module.py").read_text() == MODULE, "the tree itself is never changed"
+    assert (toy / "toy/module.py").read_text() == MODULE, (
+        "the tree itself is never changed"
+    )
     assert nothing_is_left(toy)
 
 
 def test_nothing_is_left_of_a_run_that_is_ended(toy: Path) -> None:
     process = start(HAND_MADE.replace("= 3.0,", "= 300.0,"), str(toy))
     assert process.stderr is not None
-    while "killed" not in process.stderr.readline():  # then the mutants after it run, one of them for ever
+    # Then the mutants after it run, one of them for ever.
+    while "killed" not in process.stderr.readline():
         assert process.poll() is None
     process.terminate()
     process.communicate(timeout=60)
@@ -108,11 +137,16 @@ def test_tests_that_fail_unchanged_are_shown_and_the_end(toy: Path) -> None:
     (toy / "tests/test_toy.py").write_text(TESTS.replace("== 2", "== 1"))
     done = run(HAND_MADE, str(toy))
     assert done.returncode == 1
-    assert "without any mutation: tests: failed" in done.stderr and "assert (3 == 3 and 2 == 1)" in done.stdout
+    assert (
+        "without any mutation: tests: failed" in done.stderr
+        and "assert (3 == 3 and 2 == 1)" in done.stdout
+    )
 
 
 def test_mutants_are_drawn_by_seed_and_never_in_annotations(toy: Path) -> None:
-    pytest.importorskip("cosmic_ray", reason="without it no mutants: pip install cosmic-ray")
+    pytest.importorskip(
+        "cosmic_ray", reason="without it no mutants: pip install cosmic-ray"
+    )
     from tools.mutation_score import Target, list_mutants
 
     targets = [Target(("*.py",), ("tests",))]
@@ -121,7 +155,9 @@ def test_mutants_are_drawn_by_seed_and_never_in_annotations(toy: Path) -> None:
     assert mutants != list_mutants(toy / "toy", targets, 100, seed=2)
     assert mutants[:2] == list_mutants(toy / "toy", targets, 2, seed=1)
     assert list_mutants(toy / "toy", targets, 100, seed=1, only="other.py") == []
-    assert {mutant.line for mutant in mutants} == {3, 4, 5}, "none in the line of the signature"
+    assert {mutant.line for mutant in mutants} == {3, 4, 5}, (
+        "none in the line of the signature"
+    )
     assert all(mutant.source.count("\n") == MODULE.count("\n") for mutant in mutants)
 
 

@@ -24,13 +24,26 @@ def no_remote(url: str) -> IO[bytes]:
 
 def test_the_same_path_with_different_contents_is_an_overlap(tmp_path: Path) -> None:
     """As an old cuda-python, which ships files of cuda-bindings."""
-    old = write_wheel(tmp_path, "old", "cuda/runtime.py,sha256=a,1\ncuda/driver.py,sha256=b,1\nold.py,sha256=c,1\n")
-    new = write_wheel(tmp_path, "new", "cuda/runtime.py,sha256=x,1\ncuda/driver.py,sha256=y,1\nnew.py,sha256=z,1\n")
+    old = write_wheel(
+        tmp_path,
+        "old",
+        "cuda/runtime.py,sha256=a,1\ncuda/driver.py,sha256=b,1\nold.py,sha256=c,1\n",
+    )
+    new = write_wheel(
+        tmp_path,
+        "new",
+        "cuda/runtime.py,sha256=x,1\ncuda/driver.py,sha256=y,1\nnew.py,sha256=z,1\n",
+    )
     other = write_wheel(tmp_path, "other", "other/runtime.py,sha256=a,1\n")
-    records = read_records({"old": old, "new": f"file://{new}", "other": other}, no_remote)
+    records = read_records(
+        {"old": old, "new": f"file://{new}", "other": other}, no_remote
+    )
     (overlap,) = find_overlaps(records)
     assert overlap == Overlap("new", "old", ("cuda/driver.py", "cuda/runtime.py"))
-    assert str(overlap) == "new and old both install cuda/driver.py and 1 more, with different contents"
+    assert (
+        str(overlap)
+        == "new and old both install cuda/driver.py and 1 more, with different contents"
+    )
 
 
 def test_equal_contents_and_metadata_are_none(tmp_path: Path) -> None:
@@ -45,7 +58,11 @@ def test_files_are_compared_where_they_are_installed(tmp_path: Path) -> None:
     """Both schemes of libraries are site-packages; scripts and data are apart."""
     record = 'one-1.0.data/purelib/a.py,sha256=1,1\none-1.0.data/scripts/a.py,sha256=2,1\n"b,c.py",sha256=3,1\n'
     found = read_record(Path(write_wheel(tmp_path, "one", record)))
-    assert found == {"a.py": "sha256=1", "(scripts)/a.py": "sha256=2", "b,c.py": "sha256=3"}
+    assert found == {
+        "a.py": "sha256=1",
+        "(scripts)/a.py": "sha256=2",
+        "b,c.py": "sha256=3",
+    }
 
 
 def test_a_wheel_without_a_record_is_refused(tmp_path: Path) -> None:

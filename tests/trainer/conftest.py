@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Heads of 32 dimensions, the smallest that vLLM's CPU attention has; two of each, so that 2 is the largest tp.
+# Heads of 32 dimensions, the smallest that vLLM's CPU attention has; two of each, so
+# that 2 is the largest tp.
 MODEL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -27,7 +28,8 @@ rollout: {sampling: {max_tokens: 6}}
 data: {max_prompt_tokens: 16, prompts_per_step: 8}
 trainer: {steps: 2}
 """
-# Differs from response to response even before any training, so that there is always something to learn.
+# Differs from response to response even before any training, so that there is always
+# something to learn.
 REWARD = """
 def letters(prompt, response, reference, extra):
     return sum(ord(letter) % 7 for letter in response) / 40
@@ -52,12 +54,24 @@ def make_inputs(folder: Path) -> Path:
     task = make_task("reverse", num_digits=3, num_train=64, num_held_out=16)
     task.save(folder)
     tokenizer = load_tokenizer(task.train_tokenizer(folder / "tokenizer.model"))
-    special: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "vocab_size": tokenizer.vocab_size}
-    make_tiny_folder(folder / "model", "Qwen3ForCausalLM", shard_bytes=100_000, **MODEL, **special)
+    special: dict[str, Any] = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "vocab_size": tokenizer.vocab_size,
+    }
+    make_tiny_folder(
+        folder / "model", "Qwen3ForCausalLM", shard_bytes=100_000, **MODEL, **special
+    )
     tokenizer.save(folder / "model")
-    short = [{"prompt": f"reverse {number} =", "answer": str(number)} for number in range(8)]
-    mixed = [*short, *map(json.loads, (folder / "train.jsonl").read_text().splitlines()[:24])]
-    (folder / "lengths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    short = [
+        {"prompt": f"reverse {number} =", "answer": str(number)} for number in range(8)
+    ]
+    mixed = [
+        *short,
+        *map(json.loads, (folder / "train.jsonl").read_text().splitlines()[:24]),
+    ]
+    (folder / "lengths.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in mixed)
+    )
     (folder / "run.yaml").write_text(SETTINGS)
     (folder / "reward.py").write_text(REWARD)
     return folder
@@ -82,5 +96,9 @@ def command_arguments(inputs: Path, runs: Path) -> list[str]:
 
 def environment(**changes: str) -> dict[str, str]:
     """This process's environment, without what a torchrun around the tests would have left."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     return {**kept, "CUDA_VISIBLE_DEVICES": "", **changes}

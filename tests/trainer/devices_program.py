@@ -1,5 +1,6 @@
-"""`megaverl ARGUMENTS`, whose rows of batches go as they would between devices: through the context's group, gloo here,
-and between worlds by NCCL's rules: a message has no name, and holds its sender until the receiver is there.
+"""`megaverl ARGUMENTS`, whose rows of batches go as they would between devices: through
+the context's group, gloo here, and between worlds by NCCL's rules: a message has no
+name, and holds its sender until the receiver is there.
 
 Every rank's log says what it sends so.
 """
@@ -23,7 +24,9 @@ from megaverl.distributed.worlds import Batch, Channel
 pack, begin = RaggedBatch.pack, Channel._begin
 
 
-def told(rows: RaggedBatch, places: Sequence[int], device: torch.device | None = None) -> Any:
+def told(
+    rows: RaggedBatch, places: Sequence[int], device: torch.device | None = None
+) -> Any:
     found = pack(rows, places, device)
     if found[2].numel():
         print(f"between devices: {', '.join(rows.tensors)}", flush=True)
@@ -32,13 +35,29 @@ def told(rows: RaggedBatch, places: Sequence[int], device: torch.device | None =
 
 def add_operators(flow: DataFlow) -> None:
     """The reference says something of its log-probs, and gets what comes of it back."""
-    flow.add_operator(Operator("of_each", lambda ref_log_probs: {"sums": ref_log_probs.sum(1)}, role="reference"))
-    flow.add_operator(Operator("means", lambda of_each: of_each["sums"] / 2, role="actor"), before="advantages")
-    flow.add_operator(Operator("printed", lambda means: print(means.sum()), outputs=(), role="reference"))
+    flow.add_operator(
+        Operator(
+            "of_each",
+            lambda ref_log_probs: {"sums": ref_log_probs.sum(1)},
+            role="reference",
+        )
+    )
+    flow.add_operator(
+        Operator("means", lambda of_each: of_each["sums"] / 2, role="actor"),
+        before="advantages",
+    )
+    flow.add_operator(
+        Operator(
+            "printed", lambda means: print(means.sum()), outputs=(), role="reference"
+        )
+    )
 
 
 def nameless(
-    channel: Channel, group: dist.ProcessGroup, out: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]
+    channel: Channel,
+    group: dist.ProcessGroup,
+    out: Mapping[int, torch.Tensor],
+    into: Mapping[int, torch.Tensor],
 ) -> Batch:
     if out:
         print(f"between devices: {channel.name}", flush=True)

@@ -23,8 +23,12 @@ def islands_join() -> dict[str, Any]:
     wanted = {"actor": parse_wanted("0-2"), "coordinator": parse_wanted(3)}
     grids: dict[str, Any] = {"actor": None, "rollout": None, "reward": None}
     nodes = [Node("strong", 3, memory=1e9), Node("small", 1)]
-    context = join(resolve(wanted, size, grids, nodes, islands=3), store, rank, deadline)
-    assert (context.group is context.control) == (rank == 3) and dist.get_world_size(context.control) == 4
+    context = join(
+        resolve(wanted, size, grids, nodes, islands=3), store, rank, deadline
+    )
+    assert (context.group is context.control) == (rank == 3) and dist.get_world_size(
+        context.control
+    ) == 4
     if rank == 3:
         serve_join(context)
         serve_join(context)
@@ -34,9 +38,13 @@ def islands_join() -> dict[str, Any]:
             return {"joins": 3, "refused": str(error)}
     gradients = [make_gradients(island) for island in range(3)]
     tokens = [3.0, 1.0, 8.0]
-    divisors = [3.0, 1.0, 1.0]  # of each island's loss; that over all islands' tokens is divided by their number
+    # Of each island's loss; that over all islands' tokens is divided by their number.
+    divisors = [3.0, 1.0, 1.0]
     expected = {
-        name: sum(one[name].double() * by / sum(tokens) for one, by in zip(gradients, divisors, strict=True)).float()
+        name: sum(
+            one[name].double() * by / sum(tokens)
+            for one, by in zip(gradients, divisors, strict=True)
+        ).float()
         for name in gradients[0]
     }
     errors, digest, total = [], 0.0, 0.0
@@ -44,17 +52,31 @@ def islands_join() -> dict[str, Any]:
         member = IslandMember(context, compress=compress, bucket=64)
         mine = {name: tensor.clone() for name, tensor in gradients[rank].items()}
         total = member.join(mine, tokens=tokens[rank], divided_by=divisors[rank])
-        errors.append(max(float((mine[name] - expected[name]).abs().max()) for name in mine))
+        errors.append(
+            max(float((mine[name] - expected[name]).abs().max()) for name in mine)
+        )
         digest = float(sum(tensor.double().sum() for tensor in mine.values()))
     try:
-        IslandMember(context, bucket=64).join({"w": torch.zeros(4 + (rank == 2))}, tokens=1.0, divided_by=1.0)
+        IslandMember(context, bucket=64).join(
+            {"w": torch.zeros(4 + (rank == 2))}, tokens=1.0, divided_by=1.0
+        )
         refused = ""
     except TrainingStopped as error:
         refused = "islands differ" if "islands differ" in str(error) else str(error)
-    return {"error": errors[0], "compressed": errors[1], "digest": digest, "tokens": total, "refused": refused}
+    return {
+        "error": errors[0],
+        "compressed": errors[1],
+        "digest": digest,
+        "tokens": total,
+        "refused": refused,
+    }
 
 
 def make_gradients(island: int) -> dict[str, torch.Tensor]:
     """The same shapes for all, more than a bucket holds."""
     generator = torch.Generator().manual_seed(island)
-    return {"w": torch.randn(9, 11, generator=generator), "b": torch.randn(70, generator=generator), "s": torch.ones(1)}
+    return {
+        "w": torch.randn(9, 11, generator=generator),
+        "b": torch.randn(70, generator=generator),
+        "s": torch.ones(1),
+    }

@@ -39,14 +39,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def main(folder: Path) -> int:
     deadline = timedelta(seconds=60)
     store, rank, size = job_store(deadline)
-    wanted = {"actor": parse_wanted("0-3"), "rollout": parse_wanted(4), "coordinator": parse_wanted(4)}
+    wanted = {
+        "actor": parse_wanted("0-3"),
+        "rollout": parse_wanted(4),
+        "coordinator": parse_wanted(4),
+    }
     grids: dict[str, Any] = {"actor": None, "rollout": None, "reward": None}
-    context = join(resolve(wanted, size, grids, [Node("here", size)], islands=2), store, rank, deadline)
+    context = join(
+        resolve(wanted, size, grids, [Node("here", size)], islands=2),
+        store,
+        rank,
+        deadline,
+    )
     for name, variant in VARIANTS.items():
         if context.has("coordinator"):
             serve_join(context)
         else:
-            save_file(steps_of(context, folder, **variant), folder / f"{name}_{rank}.safetensors")
+            save_file(
+                steps_of(context, folder, **variant),
+                folder / f"{name}_{rank}.safetensors",
+            )
     return 0
 
 
@@ -59,48 +71,90 @@ def steps_of(
     offloaded: bool = False,
     fsdp: FsdpConfig | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The tensors that the optimizer steps on: at the start, after two updates alone, and with the other island; what
-    the model's weights say of the latter, and those weights."""
+    """The tensors that the optimizer steps on: at the start, after two updates alone,
+    and with the other island; what the model's weights say of the latter, and those
+    weights.
+    """
     found: dict[str, torch.Tensor] = {}
     for name in ("alone", "joined"):
-        given: dict[str, Any] = {"dtype": torch.bfloat16, "seed": 0, "lora": lora, "initialize": False}
+        given: dict[str, Any] = {
+            "dtype": torch.bfloat16,
+            "seed": 0,
+            "lora": lora,
+            "initialize": False,
+        }
         optimizer = {"lr": 1e-5, "weight_decay": 0.0}
-        more: dict[str, Any] = {"optimizer": optimizer, "scheduler": {}, "total_updates": EVERY}
+        more: dict[str, Any] = {
+            "optimizer": optimizer,
+            "scheduler": {},
+            "total_updates": EVERY,
+        }
         more["offload"] = OffloadConfig(
-            parameters=offloaded, optimizer=offloaded, folder=str(folder) if offloaded else None
+            parameters=offloaded,
+            optimizer=offloaded,
+            folder=str(folder) if offloaded else None,
         )
         model: MegatronModel | FSDPModel
         trainable: MegatronTrainable | FSDPTrainable
         if fsdp is None:
-            model = MegatronModel(ModelSpec.from_folder(folder / "model"), grid(), **given)
+            model = MegatronModel(
+                ModelSpec.from_folder(folder / "model"), grid(), **given
+            )
             model.load(folder / "model")
             trainable = MegatronTrainable(model, ddp=ddp or {}, **more)
         else:
-            model = FSDPModel(folder / "model", grid(), manager(), fsdp=fsdp, trained=True, **given)
+            model = FSDPModel(
+                folder / "model", grid(), manager(), fsdp=fsdp, trained=True, **given
+            )
             model.load(folder / "model")
             trainable = FSDPTrainable(model, **more)
-        actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0)
+        actor = Actor(
+            trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0
+        )
         if name == "joined":
-            trainable.islands = island = Island(context, trainable, CoordinatorConfig(islands_every=EVERY), 0)
+            trainable.islands = island = Island(
+                context, trainable, CoordinatorConfig(islands_every=EVERY), 0
+            )
             island.part = (0, 1)  # this test's islands have batches of their own
         found |= masters_of(trainable, "start")
         for step in range(EVERY):
-            actor.update(experience(seed=10 * context.placement.islands[0].count(context.rank) + step), step=step)
+            actor.update(
+                experience(
+                    seed=10 * context.placement.islands[0].count(context.rank) + step
+                ),
+                step=step,
+            )
         found |= masters_of(trainable, name)
     with trainable.present():
         if isinstance(trainable, MegatronTrainable):
             trainable.optimizer.reload_model_params()
-        found |= {f"weights.{name}": parameter.detach().clone() for name, parameter in model.held_parameters.items()}
+        found |= {
+            f"weights.{name}": parameter.detach().clone()
+            for name, parameter in model.held_parameters.items()
+        }
     return found | masters_of(trainable, "read")
 
 
-def masters_of(trainable: MegatronTrainable | FSDPTrainable, prefix: str) -> dict[str, torch.Tensor]:
+def masters_of(
+    trainable: MegatronTrainable | FSDPTrainable, prefix: str
+) -> dict[str, torch.Tensor]:
     if isinstance(trainable, FSDPTrainable):
-        return {f"{prefix}.{number}": local(each).detach().clone() for number, each in enumerate(trainable.parameters)}
+        return {
+            f"{prefix}.{number}": local(each).detach().clone()
+            for number, each in enumerate(trainable.parameters)
+        }
     singles = getattr(trainable.optimizer, "chained_optimizers", [trainable.optimizer])
-    tensors = [p for single in singles for group in single.optimizer.param_groups for p in group["params"]]
+    tensors = [
+        p
+        for single in singles
+        for group in single.optimizer.param_groups
+        for p in group["params"]
+    ]
     with trainable.present():
-        return {f"{prefix}.{number}": tensor.detach().clone() for number, tensor in enumerate(tensors)}
+        return {
+            f"{prefix}.{number}": tensor.detach().clone()
+            for number, tensor in enumerate(tensors)
+        }
 
 
 if __name__ == "__main__":

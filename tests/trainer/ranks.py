@@ -38,7 +38,9 @@ Heard = dict[str, str]
 
 def configuration(arguments: list[str], command: Any = "train") -> Config:
     """As the command makes it of `--config=FILE` and overrides."""
-    return load_config(arguments[0].removeprefix("--config="), arguments[1:], command=command)
+    return load_config(
+        arguments[0].removeprefix("--config="), arguments[1:], command=command
+    )
 
 
 def attempt(
@@ -52,7 +54,9 @@ def attempt(
     Args:
         on_rank: further overrides on some ranks, as if their machines had other files.
     """
-    config = configuration(arguments + (on_rank or {}).get(str(dist.get_rank()), []), command)
+    config = configuration(
+        arguments + (on_rank or {}).get(str(dist.get_rank()), []), command
+    )
     try:
         on_first_rank(lambda: prepare_folder(config.run_dir, config, command))
         COMMANDS[command](config, Console(rank=dist.get_rank()), None, options or {})
@@ -62,7 +66,10 @@ def attempt(
 
 
 def train_with_a_wrong_engine(
-    arguments: list[str], wrong_rank: int, by: float = 0.5, layer: str = "layers.1.mlp.down_proj"
+    arguments: list[str],
+    wrong_rank: int,
+    by: float = 0.5,
+    layer: str = "layers.1.mlp.down_proj",
 ) -> Heard:
     """Train; after every reshard one rank's engine has other weights than the actor. -1: no rank's.
 
@@ -88,11 +95,15 @@ def train_with_a_wrong_engine(
     return {"said": said.getvalue()}
 
 
-def checkpoint_logits(arguments: list[str], checkpoint: str, tokens: list[list[int]]) -> list[Any]:
+def checkpoint_logits(
+    arguments: list[str], checkpoint: str, tokens: list[list[int]]
+) -> list[Any]:
     """[b, s, vocab] logits of a checkpoint's actor; [] off the last stage."""
     builder = Builder(configuration(arguments))
     actor, critic = builder.actor(), builder.critic()
-    CheckpointStore(checkpoint).load(checkpoint, {"actor": actor.trainable, "critic": critic.trainable})
+    CheckpointStore(checkpoint).load(
+        checkpoint, {"actor": actor.trainable, "critic": critic.trainable}
+    )
     model, found = actor.model, []
 
     def score(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
@@ -102,7 +113,12 @@ def checkpoint_logits(arguments: list[str], checkpoint: str, tokens: list[list[i
         return output.new_zeros(micro.response_mask.shape)
 
     batch: RolloutBatch = whole_rows(tokens)
-    micro = MicroBatch(torch.arange(len(batch)), batch.joined(), batch.prompt_lengths, batch.response_lengths)
+    micro = MicroBatch(
+        torch.arange(len(batch)),
+        batch.joined(),
+        batch.prompt_lengths,
+        batch.response_lengths,
+    )
     model.score([micro], score, tuple(batch.generated_ids.shape))
     return found[0].tolist() if found else []
 
@@ -113,11 +129,14 @@ def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
     Args:
         whole: every rank gets all samples, as where something reads them all.
 
-    Returns: `metrics` by step; `weights`, a sum of each; bytes of `rows` of samples that came, and of `numbers` of all
+    Returns: `metrics` by step; `weights`, a sum of each; bytes of `rows` of samples
+    that came, and of `numbers` of all
         samples; `held`, the samples that this rank had in the last step; `groups`, of how many ranks each is; `parts`
         of a reshard in the background.
     """
-    trainer = Trainer(configuration(arguments), Console(rank=dist.get_rank(), out=io.StringIO()))
+    trainer = Trainer(
+        configuration(arguments), Console(rank=dist.get_rank(), out=io.StringIO())
+    )
     executor = trainer.executor
     assert isinstance(executor, Colocated)
     if whole:
@@ -128,11 +147,16 @@ def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
     batch = executor._values["rollouts"]
     return {
         "metrics": [dict(metrics) for _, metrics in trainer.records.history],
-        "weights": [float(p.detach().double().sum()) for p in trainer.roles.actor.model.parameters.values()],
+        "weights": [
+            float(p.detach().double().sum())
+            for p in trainer.roles.actor.model.parameters.values()
+        ],
         "rows": executor.routing.context.traffic.received,
         "numbers": counted.numbers,
         "held": len(batch),
-        "groups": [len(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values()],
+        "groups": [
+            len(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values()
+        ],
         "tokens": int(batch.response_lengths.sum()),
         "parts": trainer.roles.sync._resharder.num_parts,  # type: ignore[union-attr]
     }
@@ -165,7 +189,10 @@ def hold_and_give_back(count: int, group_size: int) -> dict[str, Any]:
     lengths = torch.randint(0, 5, (count,), generator=generator)
     lengths[0] = 5
     mask = torch.arange(5) < lengths.unsqueeze(1)
-    prompts, values = torch.arange(1, count + 1).unsqueeze(1), torch.rand(count, 5, generator=generator) * mask
+    prompts, values = (
+        torch.arange(1, count + 1).unsqueeze(1),
+        torch.rand(count, 5, generator=generator) * mask,
+    )
     batch = RolloutBatch(
         {
             "input_ids": prompts,
@@ -179,7 +206,10 @@ def hold_and_give_back(count: int, group_size: int) -> dict[str, Any]:
         {"text": [f"sample {row}" for row in range(count)]},
     )
     size = len(context.world.ranks)
-    wanted = {rank: [row for row in range(count) if (row * 7) % (size + 1) == rank] for rank in range(size)}
+    wanted = {
+        rank: [row for row in range(count) if (row * 7) % (size + 1) == rank]
+        for rank in range(size)
+    }
     mine = RowSelection(context, lambda _: wanted).of_whole(batch)
     held = mine.held
     assert held is not None and set(wanted[context.rank]) <= set(held.rows)
@@ -206,7 +236,9 @@ def hold_and_give_back(count: int, group_size: int) -> dict[str, Any]:
 
 def train_until_a_part_is_lost(arguments: list[str], stalls: bool) -> str:
     """Train while weights move in the background, where those of rank 1 raise or never come; how it ends."""
-    trainer = Trainer(configuration(arguments), Console(rank=dist.get_rank(), out=io.StringIO()))
+    trainer = Trainer(
+        configuration(arguments), Console(rank=dist.get_rank(), out=io.StringIO())
+    )
     let_go = threading.Event()
 
     def lost(function: Any) -> Any:

@@ -96,13 +96,17 @@ def test_every_key_that_names_code_is_loaded(load, plugins):
         "rollout.engine": "is not there",
         "algorithm.rollout_filter": "has no 'lacks'",
     }
-    assert {key: text for key, text in said.items() if text not in found.get(key, "")} == {}
+    assert {
+        key: text for key, text in said.items() if text not in found.get(key, "")
+    } == {}
     assert found.keys() == said.keys()
 
 
 def test_code_that_blocks_is_ended(plugins):
     (plugins / "blocks.py").write_text("while True:\n    pass")
-    check = CodeCheck("object", "rollout.function", str(plugins / "blocks.py:f")).for_child
+    check = CodeCheck(
+        "object", "rollout.function", str(plugins / "blocks.py:f")
+    ).for_child
     runner = "megaverl.trainer.code_checks:make_runner"
     [found] = run_in_children(runner, Config().to_dict(), [check], deadline=1.0)
     assert "did not finish within 1 s as it is loaded" in found.problem
@@ -110,16 +114,23 @@ def test_code_that_blocks_is_ended(plugins):
 
 def test_what_waits_for_a_hub_is_left_out_after_the_deadline(plugins):
     (plugins / "slow.py").write_text("while True:\n    pass")
-    check = CodeCheck("object", "rollout.function", str(plugins / "slow.py:f")).for_child
+    check = CodeCheck(
+        "object", "rollout.function", str(plugins / "slow.py:f")
+    ).for_child
     runner = "megaverl.trainer.code_checks:make_runner"
-    [found] = run_in_children(runner, Config().to_dict(), [{**check, "may_wait": True}], deadline=1.0)
+    [found] = run_in_children(
+        runner, Config().to_dict(), [{**check, "may_wait": True}], deadline=1.0
+    )
     assert found.problem == "" and "did not finish within 1 s" in found.left_out
 
 
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{{ 9 ** (9 ** 9) }}", "did not finish within 2 s as its chat template is rendered"),
+        (
+            "{{ 9 ** (9 ** 9) }}",
+            "did not finish within 2 s as its chat template is rendered",
+        ),
         ("{% for i in range(3) %}{{ messages[0].content * 2 }}{% endfor %}", None),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", None),
         ("{{ messages[0].content * 10 ** 11 }}", "needs more than 8 GiB"),
@@ -127,33 +138,56 @@ def test_what_waits_for_a_hub_is_left_out_after_the_deadline(plugins):
 )
 def test_a_chat_template_that_does_not_end(load, tmp_path, template, said):
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
-    issues = preflight(load(), "train", deadline=2.0 if said and "finish" in said else 60.0).issues
+    issues = preflight(
+        load(), "train", deadline=2.0 if said and "finish" in said else 60.0
+    ).issues
     assert [issue.key for issue in issues] == (["model.path"] if said else [])
     assert not said or said in issues[0].message
 
 
 def test_a_start_and_a_dry_run_refuse_code_and_rows_alike(files, plugins, capsys):
-    (plugins / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"promt": "a"}\n')
+    (plugins / "train.jsonl").write_text(
+        '{"prompt": "a", "answer": "b"}\n{"promt": "a"}\n'
+    )
     for options in (["--dry-run"], []):
-        code = main(["train", *files, f"reward_modules={plugins / 'exits.py'}", *options])
+        code = main(
+            ["train", *files, f"reward_modules={plugins / 'exits.py'}", *options]
+        )
         said = capsys.readouterr()
         assert (code, said.out) == (2, "")
         assert "reward_modules.0" in said.err and "SystemExit" in said.err
-    code = main(["train", *files, f"reward={plugins / 'raises.py'}:f", "rollout.engine=hf"])
+    code = main(
+        ["train", *files, f"reward={plugins / 'raises.py'}:f", "rollout.engine=hf"]
+    )
     said = capsys.readouterr()
     assert (code, said.out) == (2, "")
     assert "data.train.0" in said.err and "train.jsonl, line 2" in said.err
     assert "reward.0.function" in said.err and "on import" in said.err
 
 
-def test_a_parameter_of_a_reward_that_no_column_has_is_named_before_the_start(files, plugins, capsys):
+def test_a_parameter_of_a_reward_that_no_column_has_is_named_before_the_start(
+    files, plugins, capsys
+):
     (plugins / "train.jsonl").write_text('{"prompt": "a", "answer": "b", "level": 3}\n')
-    assert main(["train", *files, f"reward={plugins / 'column.py'}:f", "rollout.engine=hf", "--dry-run"]) == 2
+    assert (
+        main(
+            [
+                "train",
+                *files,
+                f"reward={plugins / 'column.py'}:f",
+                "rollout.engine=hf",
+                "--dry-run",
+            ]
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert "reward.0.function" in said and "levle" in said and "level" in said
 
 
-def test_a_reward_that_needs_trls_environments_is_refused_before_the_start(files, plugins, capsys):
+def test_a_reward_that_needs_trls_environments_is_refused_before_the_start(
+    files, plugins, capsys
+):
     (plugins / "theirs.py").write_text(
         "def named(completions, environments, **kwargs):\n    return [each.reward for each in environments]\n"
         "def rest(completions, **kwargs):\n    return [each.reward for each in kwargs['environments']]\n"
@@ -162,15 +196,22 @@ def test_a_reward_that_needs_trls_environments_is_refused_before_the_start(files
         reward = f"reward={{function: '{plugins / 'theirs.py'}:{name}', batched: true}}"
         assert main(["train", *files, reward, "rollout.engine=hf"]) == 2
         said = capsys.readouterr().err
-        assert "reward.0" in said and "environments are closed before rewards are computed" in said
+        assert (
+            "reward.0" in said
+            and "environments are closed before rewards are computed" in said
+        )
 
 
 def test_a_good_dry_run_ends_with_one_line(files, capsys):
     files = [*files, "rollout.engine=hf"]
     assert main(["train", *files, "--dry-run", "trainer.steps=1234"]) == 0
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("train: the configuration is good: 1 rank, 1 training rows, 1,234 steps, ")
-    assert "GB on the fullest rank" in line and "Not looked at: prompts in tokens" in line
+    assert line.startswith(
+        "train: the configuration is good: 1 rank, 1 training rows, 1,234 steps, "
+    )
+    assert (
+        "GB on the fullest rank" in line and "Not looked at: prompts in tokens" in line
+    )
     assert main(["train", *files, "--dry-run", "--no-file-checks"]) == 0
     assert "files, code and data (--no-file-checks)" in capsys.readouterr().out
 
@@ -201,9 +242,24 @@ if __name__ == "__main__":
 def run_torchrun(start: str, folder: Path, *overrides: str) -> tuple[int, str]:
     """Run `megaverl train`, or a program of a user's own, in two ranks of a plain torchrun."""
     (folder / "program.py").write_text(PROGRAM)
-    what = ["-m", "megaverl.cli.main", "train"] if start == "command" else [str(folder / "program.py")]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *what]
-    settings = ["data.max_prompt_tokens=16", "rollout.sampling.max_tokens=6", f"run.dir={folder / 'runs'}"]
+    what = (
+        ["-m", "megaverl.cli.main", "train"]
+        if start == "command"
+        else [str(folder / "program.py")]
+    )
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        *what,
+    ]
+    settings = [
+        "data.max_prompt_tokens=16",
+        "rollout.sampling.max_tokens=6",
+        f"run.dir={folder / 'runs'}",
+    ]
     done = subprocess.run(
         ending_with_parent([*torchrun, *settings, *overrides]),
         capture_output=True,
@@ -219,7 +275,9 @@ def run_torchrun(start: str, folder: Path, *overrides: str) -> tuple[int, str]:
 def test_ranks_of_a_torchrun_check_code_and_rows(start, inputs, tmp_path):
     """Two ranks that torchrun starts: the mistakes are shown once, and no model is built."""
     (tmp_path / "raises.py").write_text(CODE["raises"])
-    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"promt": "a"}\n')
+    (tmp_path / "train.jsonl").write_text(
+        '{"prompt": "a", "answer": "b"}\n{"promt": "a"}\n'
+    )
     code, said = run_torchrun(
         start,
         tmp_path,
@@ -229,7 +287,11 @@ def test_ranks_of_a_torchrun_check_code_and_rows(start, inputs, tmp_path):
     )
     assert code != 0, said
     assert "2 mistakes in the configuration (code and data that it names)" in said
-    assert "reward.0.function" in said and "on import" in said and "train.jsonl, line 2" in said
+    assert (
+        "reward.0.function" in said
+        and "on import" in said
+        and "train.jsonl, line 2" in said
+    )
     assert said.count("train.jsonl, line 2") == (
         1 if start == "command" else 2
     )  # its ranks each end with their traceback
@@ -303,7 +365,13 @@ def test_a_good_run_of_a_torchrun_is_not_held_up(monkeypatch):
 
 def test_issues_of_several_nodes_are_merged():
     def report(host: str, *keys: str) -> dict[str, Any]:
-        return {"host": host, "issues": [{"key": key, "message": "is wrong."} for key in keys]}
+        return {
+            "host": host,
+            "issues": [{"key": key, "message": "is wrong."} for key in keys],
+        }
 
     merged = _merge_reports([report("a", "x", "y"), None, report("b", "x"), None])
-    assert {issue["key"]: issue["message"] for issue in merged} == {"x": "is wrong.", "y": "is wrong. (on a)"}
+    assert {issue["key"]: issue["message"] for issue in merged} == {
+        "x": "is wrong.",
+        "y": "is wrong. (on a)",
+    }

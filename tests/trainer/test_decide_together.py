@@ -55,15 +55,26 @@ class Worker:
         faults: Faults,
         heard: list[str],
     ) -> None:
-        self._cluster, self._rank, self._role, self._asks, self._reports = cluster, rank, role, asks, reports
-        self._island = next((number for number, ranks in enumerate(placement.islands) if rank in ranks), 0)
+        self._cluster, self._rank, self._role, self._asks, self._reports = (
+            cluster,
+            rank,
+            role,
+            asks,
+            reports,
+        )
+        self._island = next(
+            (number for number, ranks in enumerate(placement.islands) if rank in ranks),
+            0,
+        )
         self._faults, self._heard = faults, heard
 
     async def update(self, rollouts: object, experience: object, step: int) -> bool:
         for number in range(2 if self._asks else 0):
             fault = self._faults.get((self._rank, number), {})
             report = replace(GOOD, role=self._role, island=self._island, **fault)
-            decision = await self._cluster.ask(self._rank, report if self._reports else None, Decision)
+            decision = await self._cluster.ask(
+                self._rank, report if self._reports else None, Decision
+            )
             self._heard.append(f"{self._role} {self._rank} {decision.verdict.name}")
             if decision.verdict is Verdict.STOP:
                 raise TrainingStopped(f"{self._role} is at fault")
@@ -85,7 +96,9 @@ class IslandWorker:
 async def update_together(run: Run, value: Ref[Any]) -> None:
     """Start updates of critic and actor, and finish them as the built-in step does."""
     assert run.critic is not None
-    await finish_updates(run, [group.begin_update(value, value, 0) for group in (run.critic, run.actor)])
+    await finish_updates(
+        run, [group.begin_update(value, value, 0) for group in (run.critic, run.actor)]
+    )
 
 
 def finish(
@@ -98,7 +111,14 @@ def finish(
     heard: list[str] = []
 
     async def program(controller: Controller) -> None:
-        run = make_run(config, controller, placement, step=policy_step, has_engines=False, restored_steps=frozenset())
+        run = make_run(
+            config,
+            controller,
+            placement,
+            step=policy_step,
+            has_engines=False,
+            restored_steps=frozenset(),
+        )
         await update(run, await WorkerGroup("maker", range(6), controller).keep("make"))
 
     def make_workers(cluster: SimulatedCluster, rank: int) -> dict[str, object]:
@@ -106,7 +126,9 @@ def finish(
         for role in ("actor", "critic"):
             reporting = reporting_ranks(config, placement, role)
             asks, reports = bool(reporting), rank in reporting
-            workers[role] = Worker(cluster, rank, role, placement, asks, reports, faults or {}, heard)
+            workers[role] = Worker(
+                cluster, rank, role, placement, asks, reports, faults or {}, heard
+            )
         return workers
 
     def start(controller: Controller) -> Coroutine[Any, Any, None]:
@@ -128,38 +150,67 @@ def finish(
     ],
 )
 def test_who_reports_to_the_program(
-    settings: dict[str, Any], wanted: dict[str, str], islands: int, actor: tuple[int, ...], critic: tuple[int, ...]
+    settings: dict[str, Any],
+    wanted: dict[str, str],
+    islands: int,
+    actor: tuple[int, ...],
+    critic: tuple[int, ...],
 ) -> None:
     config, placement = make_config(**settings), place(wanted, islands)
     assert reporting_ranks(config, placement, "actor") == actor
-    assert not config.uses_critic or reporting_ranks(config, placement, "critic") == critic
-    assert reporting_ranks(config, placement, "reward_model") == (actor if islands > 1 else ())
+    assert (
+        not config.uses_critic or reporting_ranks(config, placement, "critic") == critic
+    )
+    assert reporting_ranks(config, placement, "reward_model") == (
+        actor if islands > 1 else ()
+    )
 
 
 def test_actor_and_critic_on_separate_ranks_skip_together() -> None:
-    outcome, heard = finish(make_config(), place(APART), {(1, 0): {"has_overflow": True}})
+    outcome, heard = finish(
+        make_config(), place(APART), {(1, 0): {"has_overflow": True}}
+    )
     assert outcome.error is None
-    each = [f"{role} {rank}" for role, ranks in (("actor", (3, 4)), ("critic", (1, 2))) for rank in ranks]
-    assert heard == sorted(f"{who} {verdict}" for who in each for verdict in ("APPLY", "SKIP"))
+    each = [
+        f"{role} {rank}"
+        for role, ranks in (("actor", (3, 4)), ("critic", (1, 2)))
+        for rank in ranks
+    ]
+    assert heard == sorted(
+        f"{who} {verdict}" for who in each for verdict in ("APPLY", "SKIP")
+    )
 
 
 def test_only_the_model_at_fault_ends_the_run() -> None:
     outcome, heard = finish(make_config(), place(APART), {(1, 1): {"norm": math.nan}})
-    assert isinstance(outcome.error, CallFailed) and outcome.error.call == "critic.update"
+    assert (
+        isinstance(outcome.error, CallFailed) and outcome.error.call == "critic.update"
+    )
     assert "critic is at fault" in str(outcome.error)
-    assert heard == ["actor 3 APPLY", "actor 4 APPLY", *(f"critic {n} {v}" for n in (1, 2) for v in ("APPLY", "STOP"))]
+    assert heard == [
+        "actor 3 APPLY",
+        "actor 4 APPLY",
+        *(f"critic {n} {v}" for n in (1, 2) for v in ("APPLY", "STOP")),
+    ]
 
 
 def test_islands_on_shared_ranks_decide_on_one_model_after_the_other() -> None:
-    outcome, heard = finish(make_config(), place(SHARED, islands=2), {(3, 0): {"tokens": 0.0}})
+    outcome, heard = finish(
+        make_config(), place(SHARED, islands=2), {(3, 0): {"tokens": 0.0}}
+    )
     assert outcome.error is None
     for role in ("actor", "critic"):
         # Rank 3 has no tokens in the first mini-batch of either model.
-        assert [line.split()[2] for line in heard if line.startswith(role)] == ["APPLY", "SKIP"] * 4
+        assert [line.split()[2] for line in heard if line.startswith(role)] == [
+            "APPLY",
+            "SKIP",
+        ] * 4
 
 
 def test_islands_that_diverge_end_the_run() -> None:
-    outcome, _ = finish(make_config(), place(SHARED, islands=2), {(3, 1): {"norm": 1.1}})
+    outcome, _ = finish(
+        make_config(), place(SHARED, islands=2), {(3, 1): {"norm": 1.1}}
+    )
     assert isinstance(outcome.error, CallFailed) and "is at fault" in str(outcome.error)
 
 
@@ -170,7 +221,9 @@ def test_ranks_that_decide_by_themselves_are_not_asked() -> None:
 
 
 @pytest.mark.parametrize("awaits", [False, True])
-def test_an_update_of_a_users_program_decides_on_its_own_gradients_alone(awaits: bool) -> None:
+def test_an_update_of_a_users_program_decides_on_its_own_gradients_alone(
+    awaits: bool,
+) -> None:
     """The critic skips a mini-batch and the actor does not, whether or not the program awaits the updates."""
 
     async def update_alone(run: Run, value: Ref[Any]) -> None:
@@ -181,9 +234,16 @@ def test_an_update_of_a_users_program_decides_on_its_own_gradients_alone(awaits:
         # As in a run, a later call to all ranks is awaited before the program ends.
         await WorkerGroup("maker", range(6), run.controller).keep("make")
 
-    outcome, heard = finish(make_config(), place(APART), {(1, 0): {"tokens": 0.0}}, update_alone)
+    outcome, heard = finish(
+        make_config(), place(APART), {(1, 0): {"tokens": 0.0}}, update_alone
+    )
     assert outcome.error is None
     verdicts = {"actor": ("APPLY", "APPLY"), "critic": ("SKIP", "APPLY")}
     ranks = {"actor": (3, 4), "critic": (1, 2)}
-    expected = [f"{role} {rank} {verdict}" for role in ranks for rank in ranks[role] for verdict in verdicts[role]]
+    expected = [
+        f"{role} {rank} {verdict}"
+        for role in ranks
+        for rank in ranks[role]
+        for verdict in verdicts[role]
+    ]
     assert heard == sorted(expected)

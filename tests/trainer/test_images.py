@@ -31,15 +31,20 @@ checkpoint: {save_interval: 1, async_save: false}
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    """PPO with a reference, a critic whose tower is trained and an actor whose tower is frozen; a third of the prompts
-    has no image, so that ranks differ in what they see."""
+    """PPO with a reference, a critic whose tower is trained and an actor whose tower is
+    frozen; a third of the prompts has no image, so that ranks differ in what they see.
+    """
     make_tiny_vision_folder(tmp_path / "model", pixels=(56 * 56, 56 * 56))
     make_pictures(tmp_path, seed=0, counts={"train": 12})
-    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()
+    ]
     for row in rows[::3]:
         del row["images"]
         row["prompt"] = "which colour is the shape"
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     (tmp_path / "run.yaml").write_text(SETTINGS)
     (tmp_path / "reward.py").write_text(REWARD)
     return [
@@ -51,35 +56,69 @@ def arguments(tmp_path: Path) -> list[str]:
     ]
 
 
-def test_killed_and_resumed_it_ends_with_the_same_bits(launch: Launcher, arguments: list[str], tmp_path: Path) -> None:
+def test_killed_and_resumed_it_ends_with_the_same_bits(
+    launch: Launcher, arguments: list[str], tmp_path: Path
+) -> None:
     runs = {name: tmp_path / name for name in ("whole", "killed")}
-    ended = launch.command([*arguments, f"run.dir={runs['whole']}"], logs=tmp_path / "first")
+    ended = launch.command(
+        [*arguments, f"run.dir={runs['whole']}"], logs=tmp_path / "first"
+    )
     assert ended.codes == [0, 0], ended.text
     metrics = metrics_of(runs["whole"] / "run")
     assert sorted(metrics) == [1, 2]
     for found in metrics.values():
         assert 0 < found["rollout/logprob_diff_max"] < 1e-4
         assert found["actor/grad_norm"] > 0 and found["critic/grad_norm"] > 0
-    assert abs(metrics[1]["train/kl"]) < 1e-5 < abs(metrics[2]["train/kl"]), "the reference stays where the actor began"
+    assert abs(metrics[1]["train/kl"]) < 1e-5 < abs(metrics[2]["train/kl"]), (
+        "the reference stays where the actor began"
+    )
     before = load_file(tmp_path / "model" / "model.safetensors")
-    after = {k: v for file in (runs["whole"] / "run" / "hf").glob("*.safetensors") for k, v in load_file(file).items()}
+    after = {
+        k: v
+        for file in (runs["whole"] / "run" / "hf").glob("*.safetensors")
+        for k, v in load_file(file).items()
+    }
     assert before.keys() == after.keys()
-    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
-    assert changed == {name for name in before if "visual." not in name}, "the actor's tower is frozen"
+    changed = {
+        name for name, tensor in before.items() if not torch.equal(tensor, after[name])
+    }
+    assert changed == {name for name in before if "visual." not in name}, (
+        "the actor's tower is frozen"
+    )
 
-    fault = Fault("kill", rank=1, stage="actor_update", step=2, mark=str(tmp_path / "happened"))
+    fault = Fault(
+        "kill", rank=1, stage="actor_update", step=2, mark=str(tmp_path / "happened")
+    )
     again = [*arguments, f"run.dir={runs['killed']}"]
-    ended = launch.command(again, logs=tmp_path / "second", environment=fault.environment())
+    ended = launch.command(
+        again, logs=tmp_path / "second", environment=fault.environment()
+    )
     assert ended.codes[1] == -9 and (tmp_path / "happened").exists(), ended.text
-    ended = launch.command(again, logs=tmp_path / "third", environment=fault.environment())
+    ended = launch.command(
+        again, logs=tmp_path / "third", environment=fault.environment()
+    )
     assert ended.codes == [0, 0] and "1 of 2 steps" in ended.text, ended.text
-    assert differences(remains(runs["killed"] / "run"), remains(runs["whole"] / "run")) == []
+    assert (
+        differences(remains(runs["killed"] / "run"), remains(runs["whole"] / "run"))
+        == []
+    )
 
-    placed = ["placement={rollout: 0, critic: 1, actor: 2, reference: actor}", f"run.dir={tmp_path / 'split'}"]
-    ended = launch.command([*arguments, *placed, "trainer.steps=1"], logs=tmp_path / "fourth", ranks=3)
+    placed = [
+        "placement={rollout: 0, critic: 1, actor: 2, reference: actor}",
+        f"run.dir={tmp_path / 'split'}",
+    ]
+    ended = launch.command(
+        [*arguments, *placed, "trainer.steps=1"], logs=tmp_path / "fourth", ranks=3
+    )
     assert ended.codes == [0, 0, 0], ended.text
     split = metrics_of(tmp_path / "split" / "run")[1]
-    for name in ("reward/mean", "actor/grad_norm", "critic/grad_norm", "critic/loss", "rollout/logprob_diff_max"):
+    for name in (
+        "reward/mean",
+        "actor/grad_norm",
+        "critic/grad_norm",
+        "critic/loss",
+        "rollout/logprob_diff_max",
+    ):
         assert split[name] == pytest.approx(metrics[1][name], abs=1e-5, rel=1e-3), name
 
 
@@ -87,14 +126,25 @@ def test_adapters_on_the_tower_are_merged_into_the_engine(
     launch: Launcher, arguments: list[str], tmp_path: Path
 ) -> None:
     """`all-linear` means the tower's layers too; from the second step on the engine reads images with theirs."""
-    more = ["algorithm={name: grpo, group_size: 2}", "actor.freeze=[]", "actor.optimizer.lr=0.02"]
+    more = [
+        "algorithm={name: grpo, group_size: 2}",
+        "actor.freeze=[]",
+        "actor.optimizer.lr=0.02",
+    ]
     more.append("actor.lora={rank: 2, alpha: 8, targets: all-linear}")
-    ended = launch.command([*arguments, *more, f"run.dir={tmp_path / 'runs'}"], logs=tmp_path / "logs")
+    ended = launch.command(
+        [*arguments, *more, f"run.dir={tmp_path / 'runs'}"], logs=tmp_path / "logs"
+    )
     assert ended.codes == [0, 0], ended.text
     for found in metrics_of(tmp_path / "runs" / "run").values():
-        assert 0 < found["rollout/logprob_diff_max"] < 1e-4 and found["actor/grad_norm"] > 0
+        assert (
+            0 < found["rollout/logprob_diff_max"] < 1e-4
+            and found["actor/grad_norm"] > 0
+        )
     before = load_file(tmp_path / "model" / "model.safetensors")
     after = load_file(tmp_path / "runs" / "run" / "hf" / "model.safetensors")
-    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    changed = {
+        name for name, tensor in before.items() if not torch.equal(tensor, after[name])
+    }
     assert {name.split(".")[0] for name in changed} >= {"visual", "model"}
     assert all(name.endswith("weight") and before[name].dim() == 2 for name in changed)

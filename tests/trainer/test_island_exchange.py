@@ -18,7 +18,9 @@ def problem(seed: int = 0) -> tuple[Tensor, Tensor]:
     """Rows and targets of a regression, float64."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(16, 6, generator=generator, dtype=torch.float64)
-    return rows, rows @ torch.arange(6, dtype=torch.float64) + 0.1 * torch.randn(16, generator=generator).double()
+    return rows, rows @ torch.arange(6, dtype=torch.float64) + 0.1 * torch.randn(
+        16, generator=generator
+    ).double()
 
 
 def loss(weight: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
@@ -36,9 +38,15 @@ def run(num_steps: int, *, compress: bool = False) -> Tensor:
     optimizer = torch.optim.Adam([weight], lr=0.1)
     compressors = [Compressor() for _ in SPLITS]
     for _ in range(num_steps):
-        parts = [gradient(weight, rows[a:b], targets[a:b]) * (b - a) / len(rows) for a, b in SPLITS]
+        parts = [
+            gradient(weight, rows[a:b], targets[a:b]) * (b - a) / len(rows)
+            for a, b in SPLITS
+        ]
         if compress:
-            parts = [c.compress("w", part).double() for c, part in zip(compressors, parts, strict=True)]
+            parts = [
+                c.compress("w", part).double()
+                for c, part in zip(compressors, parts, strict=True)
+            ]
         weight.grad = torch.stack(parts).sum(0)
         optimizer.step()
     return weight.detach()
@@ -46,7 +54,9 @@ def run(num_steps: int, *, compress: bool = False) -> Tensor:
 
 def test_compressed_it_ends_near() -> None:
     rows, targets = problem()
-    plain, compressed = (float(loss(run(100, compress=c), rows, targets)) for c in (False, True))
+    plain, compressed = (
+        float(loss(run(100, compress=c), rows, targets)) for c in (False, True)
+    )
     assert compressed == pytest.approx(plain, rel=0.05)
 
 
@@ -55,7 +65,9 @@ def test_compressed_it_ends_near() -> None:
 def test_what_rounding_takes_is_given_back(values: list[float]) -> None:
     compressor, sent = Compressor(), torch.zeros(1, dtype=torch.float64)
     for value in values:
-        sent += compressor.compress("g", torch.tensor([value], dtype=torch.float64)).double()
+        sent += compressor.compress(
+            "g", torch.tensor([value], dtype=torch.float64)
+        ).double()
     largest = max(abs(value) for value in values) + 1e-30
     assert abs(float(sent) - sum(values)) <= 2 * largest * 2**-8 + 1e-9
 
@@ -74,12 +86,16 @@ def test_an_overflow_is_not_carried_on() -> None:
 
 
 def test_the_outer_step_is_torchs_nesterov() -> None:
-    weight, other = torch.ones(3, dtype=torch.float64), torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    weight, other = (
+        torch.ones(3, dtype=torch.float64),
+        torch.nn.Parameter(torch.ones(3, dtype=torch.float64)),
+    )
     masters = {"w": weight}
     outer = OuterOptimizer(masters)
     reference = torch.optim.SGD([other], lr=0.7, momentum=0.9, nesterov=True)
     for step in range(4):
-        weight -= torch.tensor([0.1, -0.2, 0.3]) * (step + 1)  # where the inner steps lead
+        # Where the inner steps lead.
+        weight -= torch.tensor([0.1, -0.2, 0.3]) * (step + 1)
         change = outer.change(masters)
         other.grad = change["w"].clone()
         outer.step(masters, change)
@@ -87,7 +103,10 @@ def test_the_outer_step_is_torchs_nesterov() -> None:
         assert torch.allclose(weight, other, rtol=1e-12)
     again = OuterOptimizer(masters)
     again.load_state_dict(outer.state_dict())
-    assert all(torch.equal(again.state_dict()[k]["w"], v["w"]) for k, v in outer.state_dict().items())
+    assert all(
+        torch.equal(again.state_dict()[k]["w"], v["w"])
+        for k, v in outer.state_dict().items()
+    )
 
 
 def test_every_eight_steps_the_islands_learn_together() -> None:
@@ -101,10 +120,15 @@ def test_every_eight_steps_the_islands_learn_together() -> None:
             weight.grad = gradient(weight, rows[a:b], targets[a:b])
             optimizer.step()
         if step % 8 == 0:
-            changes = [outer.change({"w": weight})["w"] for outer, weight in zip(outers, weights, strict=True)]
+            changes = [
+                outer.change({"w": weight})["w"]
+                for outer, weight in zip(outers, weights, strict=True)
+            ]
             for outer, weight in zip(outers, weights, strict=True):
                 outer.step({"w": weight}, {"w": torch.stack(changes).mean(0)})
-            assert all(torch.equal(weight, weights[0]) for weight in weights), "all islands are where one is"
+            assert all(torch.equal(weight, weights[0]) for weight in weights), (
+                "all islands are where one is"
+            )
     assert float(loss(weights[0].detach(), rows, targets)) < 0.1 * before
 
 
@@ -114,6 +138,11 @@ def test_gradients_go_through_the_coordinator(launch: Launcher) -> None:
     for member in members:
         assert member["error"] < 1e-6 and member["tokens"] == 12.0
         assert member["compressed"] < 0.02 and member["compressed"] > 0
-    assert members[0]["digest"] == members[1]["digest"] == members[2]["digest"], "the same to the bit"
+    assert members[0]["digest"] == members[1]["digest"] == members[2]["digest"], (
+        "the same to the bit"
+    )
     assert coordinator["joins"] == 3
-    assert members[0]["refused"] == members[1]["refused"] and "islands differ" in members[0]["refused"]
+    assert (
+        members[0]["refused"] == members[1]["refused"]
+        and "islands differ" in members[0]["refused"]
+    )

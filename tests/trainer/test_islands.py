@@ -14,7 +14,8 @@ from tests.launcher import Launcher
 from tests.trainer.island_program import VARIANTS
 
 PROGRAM = str(Path(__file__).with_name("island_program.py"))
-OUTER = 0.7 * (1 + 0.9)  # DiLoCo's first step on the mean of the islands' ways, Nesterov's momentum in it
+# DiLoCo's first step on the mean of the islands' ways, Nesterov's momentum in it.
+OUTER = 0.7 * (1 + 0.9)
 
 
 @pytest.fixture(scope="module")
@@ -28,32 +29,53 @@ def ended(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_they_meet_in_float32(ended: Path, variant: str) -> None:
-    """The outer step is that of the optimizer's own float32 weights, and the model's follow on every rank: rounded, or
-    under FSDP2 themselves."""
+    """The outer step is that of the optimizer's own float32 weights, and the model's
+    follow on every rank: rounded, or under FSDP2 themselves.
+    """
     fsdp = variant == "fsdp"
     ranks = [load_file(ended / f"{variant}_{rank}.safetensors") for rank in range(4)]
     for place in range(2):
         islands = [ranks[place], ranks[place + 2]]
-        starts, alone, joined, read = (parts(islands, name) for name in ("start", "alone", "joined", "read"))
-        assert starts[0] and all(map(torch.equal, starts[0], starts[1])), "they begin alike"
+        starts, alone, joined, read = (
+            parts(islands, name) for name in ("start", "alone", "joined", "read")
+        )
+        assert starts[0] and all(map(torch.equal, starts[0], starts[1])), (
+            "they begin alike"
+        )
         small = moved = 0
         for number, start in enumerate(starts[0]):
             ways = [start - own[number] for own in alone]
             assert not torch.equal(*ways), "each has gone its own way"
             after = joined[0][number]
-            torch.testing.assert_close(after, start - OUTER * (ways[0] + ways[1]) / 2, rtol=0, atol=2e-7)
+            torch.testing.assert_close(
+                after, start - OUTER * (ways[0] + ways[1]) / 2, rtol=0, atol=2e-7
+            )
             assert torch.equal(after, joined[1][number]), "all islands are where one is"
             for island in read:
-                assert torch.equal(island[number], after if fsdp else after.bfloat16().float()), "the model's weights"
-            small += int(((after != start) & (after.bfloat16() == start.bfloat16())).sum())
+                assert torch.equal(
+                    island[number], after if fsdp else after.bfloat16().float()
+                ), "the model's weights"
+            small += int(
+                ((after != start) & (after.bfloat16() == start.bfloat16())).sum()
+            )
             moved += int((after != start).sum())
-        assert small > moved / 3 > 0, "much of the way is below a unit of bfloat16 (an adapter's B comes from zero)"
-    weights = [{name: tensor for name, tensor in rank.items() if name.startswith("weights.")} for rank in ranks]
+        assert small > moved / 3 > 0, (
+            "much of the way is below a unit of bfloat16 (an adapter's B comes from zero)"
+        )
+    weights = [
+        {name: tensor for name, tensor in rank.items() if name.startswith("weights.")}
+        for rank in ranks
+    ]
     for rank, other in enumerate(weights[1:], 1):
-        first = weights[rank % 2 if fsdp else 0]  # of FSDP2's ranks each has its own rows
+        # Of FSDP2's ranks each has its own rows.
+        first = weights[rank % 2 if fsdp else 0]
         assert all(torch.equal(other[name], first[name]) for name in first)
 
 
-def parts(islands: list[Mapping[str, torch.Tensor]], prefix: str) -> list[list[torch.Tensor]]:
+def parts(
+    islands: list[Mapping[str, torch.Tensor]], prefix: str
+) -> list[list[torch.Tensor]]:
     count = sum(name.startswith("start.") for name in islands[0])
-    return [[island[f"{prefix}.{number}"] for number in range(count)] for island in islands]
+    return [
+        [island[f"{prefix}.{number}"] for number in range(count)] for island in islands
+    ]

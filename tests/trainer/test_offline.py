@@ -41,7 +41,12 @@ class Worker:
 
 
 def simulate(
-    first_step: int, num_steps: int, validate_every: int, *, fails_in: str = "", signal_after: int | None = None
+    first_step: int,
+    num_steps: int,
+    validate_every: int,
+    *,
+    fails_in: str = "",
+    signal_after: int | None = None,
 ) -> tuple[SimulatedOutcome, list[list[str]]]:
     """Run the program on two ranks. Return the outcome and the calls of each rank.
 
@@ -55,12 +60,24 @@ def simulate(
         class Signalled(TrainerGroup):
             @property
             def signal(self) -> int:
-                return 15 if signal_after is not None and f"save {signal_after}" in calls[0] else 0
+                return (
+                    15
+                    if signal_after is not None and f"save {signal_after}" in calls[0]
+                    else 0
+                )
 
-        return train_on_rows(Signalled("trainer", (0, 1), controller), first_step, num_steps, validate_every)
+        return train_on_rows(
+            Signalled("trainer", (0, 1), controller),
+            first_step,
+            num_steps,
+            validate_every,
+        )
 
     outcome = SimulatedCluster(2, seed=0).run(
-        program, lambda cluster, rank: {"trainer": Worker(calls[rank], fails_in if rank else "")}
+        program,
+        lambda cluster, rank: {
+            "trainer": Worker(calls[rank], fails_in if rank else "")
+        },
     )
     return outcome, calls
 
@@ -68,14 +85,30 @@ def simulate(
 def test_a_run_goes_through_the_steps_that_are_left() -> None:
     outcome, calls = simulate(1, 4, validate_every=2)
     assert outcome.error is None
-    expected = ["step 1", "validate", "report 2", "save 2", "step 2", "report 3", "save 3"]
+    expected = [
+        "step 1",
+        "validate",
+        "report 2",
+        "save 2",
+        "step 2",
+        "report 3",
+        "save 3",
+    ]
     expected += ["step 3", "validate", "report 4", "save 4"]
     assert calls == [expected, expected]
 
 
 def test_without_validation_in_between_the_last_step_is_validated() -> None:
     _, calls = simulate(0, 2, validate_every=0)
-    assert calls[0] == ["step 0", "report 1", "save 1", "step 1", "validate", "report 2", "save 2"]
+    assert calls[0] == [
+        "step 0",
+        "report 1",
+        "save 1",
+        "step 1",
+        "validate",
+        "report 2",
+        "save 2",
+    ]
 
 
 @pytest.mark.parametrize(("signal_after", "end"), [(1, "leave 1 by 15"), (2, "save 2")])

@@ -25,12 +25,21 @@ PATIENCE = 3  # seconds
 BUCKETS = "actor.ddp={overlap_grad_reduce: true, overlap_param_gather: true, bucket_size: 20000}"
 
 
-def test_the_same_bits_as_without(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
+def test_the_same_bits_as_without(
+    launch: Launcher, inputs: Path, tmp_path: Path
+) -> None:
     """Fingerprints of both sides are compared after every reshard."""
     found = {}
     for overlap in (False, True):
-        arguments = [*command_arguments(inputs, tmp_path / str(overlap)), *PPO, BUCKETS, f"reshard.overlap={overlap}"]
-        found[overlap] = launch.world(2, "tests.trainer.ranks:train_counted", arguments=arguments)
+        arguments = [
+            *command_arguments(inputs, tmp_path / str(overlap)),
+            *PPO,
+            BUCKETS,
+            f"reshard.overlap={overlap}",
+        ]
+        found[overlap] = launch.world(
+            2, "tests.trainer.ranks:train_counted", arguments=arguments
+        )
     for plain, overlapped in zip(found[False], found[True], strict=True):
         assert plain["weights"] == overlapped["weights"]
         assert overlapped["parts"] > 1
@@ -45,17 +54,28 @@ def test_what_goes_wrong_in_the_background_ends_the_run(
     launch: Launcher, inputs: Path, tmp_path: Path, stalls: bool
 ) -> None:
     """On the rank itself with its own words, on the other with whom it waited for."""
-    arguments = [*command_arguments(inputs, tmp_path), *PPO, BUCKETS, "reshard.overlap=true"]
+    arguments = [
+        *command_arguments(inputs, tmp_path),
+        *PPO,
+        BUCKETS,
+        "reshard.overlap=true",
+    ]
     arguments += [f"reshard.timeout_minutes={PATIENCE / 60}"]
     target = "tests.trainer.ranks:train_until_a_part_is_lost"
     found = launch.world(2, target, fresh=True, arguments=arguments, stalls=stalls)
-    assert found[0].startswith("ReshardError: rank 1 died or stalled while the weights of version 2 moved: rank 0, ")
+    assert found[0].startswith(
+        "ReshardError: rank 1 died or stalled while the weights of version 2 moved: rank 0, "
+    )
     assert f"got no answer within {PATIENCE} s" in found[0]
     if stalls:
-        assert found[1].startswith("ReshardError: this rank's weights of version 2 have not moved in the background")
+        assert found[1].startswith(
+            "ReshardError: this rank's weights of version 2 have not moved in the background"
+        )
     else:
         assert found[1] == "OSError: the device is gone"
 
 
 def comparable(metrics: dict[str, Any]) -> str:
-    return json.dumps({name: value for name, value in sorted(metrics.items()) if not is_cost(name)})
+    return json.dumps(
+        {name: value for name, value in sorted(metrics.items()) if not is_cost(name)}
+    )

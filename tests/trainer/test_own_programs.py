@@ -29,16 +29,31 @@ DEBATE = [
 ]
 
 
-def run(launch: Launcher, inputs: Path, folder: Path, ranks: int, *more: str) -> dict[str, Any]:
-    arguments = [*command_arguments(inputs, folder), GRPO, "trainer={steps: 3, validate_every: 0}", *more]
+def run(
+    launch: Launcher, inputs: Path, folder: Path, ranks: int, *more: str
+) -> dict[str, Any]:
+    arguments = [
+        *command_arguments(inputs, folder),
+        GRPO,
+        "trainer={steps: 3, validate_every: 0}",
+        *more,
+    ]
     ended = launch.command(["train", *arguments], logs=folder / "logs", ranks=ranks)
     assert ended.codes == [0] * ranks, ended.text
     return remains(folder / "run")
 
 
-def test_grpo_written_out_computes_what_the_built_in_step_does(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
+def test_grpo_written_out_computes_what_the_built_in_step_does(
+    launch: Launcher, inputs: Path, tmp_path: Path
+) -> None:
     built_in = run(launch, inputs, tmp_path / "built_in", 2)
-    own = run(launch, inputs, tmp_path / "own", 2, f"trainer.program={PROGRAMS / 'grpo.py'}:step")
+    own = run(
+        launch,
+        inputs,
+        tmp_path / "own",
+        2,
+        f"trainer.program={PROGRAMS / 'grpo.py'}:step",
+    )
     assert own["weights"] == built_in["weights"]
     assert own["samples"] == built_in["samples"]
 
@@ -55,10 +70,17 @@ def test_one_step_off_policy_written_out_is_the_asynchronous_run(
     assert own["samples"] == built_in["samples"]
 
 
-def test_two_actors_debate_and_learn_in_turn(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
+def test_two_actors_debate_and_learn_in_turn(
+    launch: Launcher, inputs: Path, tmp_path: Path
+) -> None:
     debate = PROGRAMS / "debate.py"
     game = f"environment={{name: '{debate}:Debate', agents: own, max_turns: 1, max_turn_tokens: 3}}"
-    arguments = [*command_arguments(inputs, tmp_path), *DEBATE, game, f"trainer.program={debate}:step"]
+    arguments = [
+        *command_arguments(inputs, tmp_path),
+        *DEBATE,
+        game,
+        f"trainer.program={debate}:step",
+    ]
     ended = launch.command(["train", *arguments], logs=tmp_path / "logs", ranks=2)
     assert ended.codes == [0, 0], ended.text
     learns = [
@@ -68,19 +90,30 @@ def test_two_actors_debate_and_learn_in_turn(launch: Launcher, inputs: Path, tmp
     assert learns == [["first"], ["second"], ["first"]]
 
 
-@pytest.mark.parametrize("example", sorted(PROGRAMS.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example", sorted(PROGRAMS.glob("*.py")), ids=lambda path: path.stem
+)
 def test_examples_are_short(example: Path) -> None:
     assert len(example.read_text().splitlines()) <= 40
 
 
-def test_what_a_program_raises_ends_the_run_with_its_words(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
+def test_what_a_program_raises_ends_the_run_with_its_words(
+    launch: Launcher, inputs: Path, tmp_path: Path
+) -> None:
     """Also where it is SystemExit, which would end the process without a word."""
     own = tmp_path / "own.py"
     own.write_text("import sys\nasync def step(run, step):\n    sys.exit(0)\n")
-    arguments = [*command_arguments(inputs, tmp_path / "runs"), GRPO, f"trainer.program={own}:step"]
+    arguments = [
+        *command_arguments(inputs, tmp_path / "runs"),
+        GRPO,
+        f"trainer.program={own}:step",
+    ]
     ended = launch.command(["train", *arguments], logs=tmp_path / "logs")
     assert ended.codes == [1, 1], ended.text
-    assert f"trainer.program: {own}:step raised SystemExit: 0 ({own}, line 3) in step 1." in ended.text
+    assert (
+        f"trainer.program: {own}:step raised SystemExit: 0 ({own}, line 3) in step 1."
+        in ended.text
+    )
 
 
 def write_program(folder: Path, body: str) -> str:
@@ -97,20 +130,31 @@ async def call(name: str) -> Any:
 
 def test_a_program_must_be_awaitable_and_return_its_samples(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not declared with `async def`"):
-        load_step(write_program(tmp_path / "plain", "def step(run, step):\n    return None\n"))
-    name = write_program(tmp_path / "other", "async def step(run, step):\n    return 3\n")
-    with pytest.raises(TrainingStopped, match="returned int 3 in step 5; expected the samples"):
+        load_step(
+            write_program(tmp_path / "plain", "def step(run, step):\n    return None\n")
+        )
+    name = write_program(
+        tmp_path / "other", "async def step(run, step):\n    return 3\n"
+    )
+    with pytest.raises(
+        TrainingStopped, match="returned int 3 in step 5; expected the samples"
+    ):
         asyncio.run(call(name))
 
 
-def test_errors_of_megaverl_and_the_end_of_the_run_pass_through_a_program(tmp_path: Path) -> None:
+def test_errors_of_megaverl_and_the_end_of_the_run_pass_through_a_program(
+    tmp_path: Path,
+) -> None:
     body = "from megaverl.trainer.program import RunLeft\nasync def step(run, step):\n    raise RunLeft\n"
     with pytest.raises(RunLeft):
         asyncio.run(call(write_program(tmp_path, body)))
 
 
 def test_a_program_that_is_cancelled_is_cancelled(tmp_path: Path) -> None:
-    name = write_program(tmp_path, "import asyncio\nasync def step(run, step):\n    await asyncio.sleep(1000)\n")
+    name = write_program(
+        tmp_path,
+        "import asyncio\nasync def step(run, step):\n    await asyncio.sleep(1000)\n",
+    )
 
     async def cancel() -> None:
         task = asyncio.ensure_future(call(name))
@@ -129,7 +173,9 @@ def test_a_program_that_is_cancelled_is_cancelled(tmp_path: Path) -> None:
         ("trainer.rollout_only=true", "trainer.rollout_only"),
     ],
 )
-def test_what_does_not_go_together_is_refused(tmp_path: Path, inputs: Path, other: str, key: str) -> None:
+def test_what_does_not_go_together_is_refused(
+    tmp_path: Path, inputs: Path, other: str, key: str
+) -> None:
     arguments = [
         *command_arguments(inputs, tmp_path)[1:],
         GRPO,
@@ -139,4 +185,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, inputs: Path, othe
     ]
     with pytest.raises(InvalidConfig) as error:
         load_config(inputs / "run.yaml", arguments)
-    assert any(mistake.key == key and "trainer.program" in mistake.message for mistake in error.value.mistakes)
+    assert any(
+        mistake.key == key and "trainer.program" in mistake.message
+        for mistake in error.value.mistakes
+    )

@@ -31,7 +31,12 @@ STOP, LONGEST = 1, 200
 
 
 def configured(*more: str) -> Config:
-    base = ["model.path=m", "data={train: t, prompts_per_step: 3}", "reward=exact_match", "algorithm.group_size=2"]
+    base = [
+        "model.path=m",
+        "data={train: t, prompts_per_step: 3}",
+        "reward=exact_match",
+        "algorithm.group_size=2",
+    ]
     sampling = f"rollout.sampling.max_tokens={LONGEST}"
     return load_config(None, [*base, sampling, *more], check_paths=False)
 
@@ -62,7 +67,13 @@ class Counting(Rollout):
     def reset_prefix_cache(self) -> None:
         self.resets += 1
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Any, seeds: Sequence[int], **_: Any) -> Any:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Any,
+        seeds: Sequence[int],
+        **_: Any,
+    ) -> Any:
         assert len(set(seeds)) == len(seeds)
         self.seeds += seeds
         self.limits += [way.max_tokens for way in sampling]
@@ -73,9 +84,16 @@ class Counting(Rollout):
             length = self.lengths.get((first, seen[first]), 1)
             seen[first] += 1
             ends = len(so_far) + way.max_tokens >= length
-            tokens = list(range(2 + len(so_far), 2 + (length if ends else len(so_far) + way.max_tokens)))
+            tokens = list(
+                range(
+                    2 + len(so_far),
+                    2 + (length if ends else len(so_far) + way.max_tokens),
+                )
+            )
             reason = "stop" if ends else "length"
-            found.append(Generation(tokens, [-float(self.version)] * len(tokens), reason))
+            found.append(
+                Generation(tokens, [-float(self.version)] * len(tokens), reason)
+            )
         return found
 
 
@@ -84,12 +102,19 @@ def sampled(prompts: Sequence[PromptRecord], draws: Draws) -> SamplingOptions:
 
 
 def prompts(first: int, count: int) -> list[PromptRecord]:
-    return [PromptRecord(n, "p", "p", [n], "a", {}, "t:1", []) for n in range(first, first + count)]
+    return [
+        PromptRecord(n, "p", "p", [n], "a", {}, "t:1", [])
+        for n in range(first, first + count)
+    ]
 
 
 def one_length(lengths: Sequence[int]) -> dict[tuple[int, int], int]:
     """Of groups, both of whose responses are as long; while one goes on, it is the first of the requests."""
-    return {(1000 + n, place): length for n, length in enumerate(lengths) for place in range(2)}
+    return {
+        (1000 + n, place): length
+        for n, length in enumerate(lengths)
+        for place in range(2)
+    }
 
 
 def taken(batch: RolloutBatch) -> list[int]:
@@ -102,22 +127,40 @@ def test_first_is_who_needs_the_fewest_rounds() -> None:
     engine = Counting(one_length([9, 4, 30, 3, 20, 8, 5, 5, 5]))
     assert state.room == 6
     batch, found = state.run(engine, prompts(1000, 6), 0)
-    assert taken(batch) == [1, 3, 5] and found["rollout/rounds"] == 2 and found["rollout/kept_groups"] == 3
-    assert found["rollout/generated_tokens"] == 2 * (8 + 4 + 8 + 3 + 8 + 8) and found["rollout/kept_tokens"] == 48
+    assert (
+        taken(batch) == [1, 3, 5]
+        and found["rollout/rounds"] == 2
+        and found["rollout/kept_groups"] == 3
+    )
+    assert (
+        found["rollout/generated_tokens"] == 2 * (8 + 4 + 8 + 3 + 8 + 8)
+        and found["rollout/kept_tokens"] == 48
+    )
     engine.version, before = 2, len(engine.seeds)
     assert state.room == 3
-    # no more than one update may lie between, so the three that are left are waited for, and the new ones wait
+    # no more than one update may lie between, so the three that are left are waited
+    # for, and the new ones wait
     batch, found = state.run(engine, prompts(1006, 3), 1)
-    assert taken(batch) == [0, 2, 4] and len(set(engine.seeds)) == len(engine.seeds) > before
+    assert (
+        taken(batch) == [0, 2, 4]
+        and len(set(engine.seeds)) == len(engine.seeds) > before
+    )
     assert batch.weight_versions[0, :9].tolist() == [1] * 8 + [2]
     assert batch.rollout_log_probs[2, :30].tolist() == [-1.0] * 8 + [-2.0] * 22
     assert batch.generated_ids[2, :30].tolist() == list(range(2, 32))
     older, all_tokens = 2 * 24, 2 * (9 + 30 + 20)
-    assert found["rollout/staleness"] == 1 and found["rollout/older_token_share"] == pytest.approx(older / all_tokens)
+    assert found["rollout/staleness"] == 1 and found[
+        "rollout/older_token_share"
+    ] == pytest.approx(older / all_tokens)
     assert found["rollout/token_staleness_mean"] == pytest.approx(older / all_tokens)
     engine.version = 3
-    batch, found = state.run(engine, prompts(1009, 3), 2)  # what was finished before is taken without a round
-    assert taken(batch) == [6, 7, 8] and found["rollout/rounds"] == 0 and engine.resets == 0
+    # What was finished before is taken without a round.
+    batch, found = state.run(engine, prompts(1009, 3), 2)
+    assert (
+        taken(batch) == [6, 7, 8]
+        and found["rollout/rounds"] == 0
+        and engine.resets == 0
+    )
     state.run(engine, prompts(1012, 3), 3)
     assert engine.resets == 1  # no new weights came
 
@@ -125,7 +168,9 @@ def test_first_is_who_needs_the_fewest_rounds() -> None:
 def test_a_response_goes_on_by_no_more_than_it_may_still_have() -> None:
     """200 tokens in chunks of 64: the last one is of 8."""
     engine = Counting(one_length([LONGEST + 300] * 6))
-    batch, _ = PartialRollouts(configured("rollout.partial.chunk_tokens=64"), sampled).run(engine, prompts(1000, 6), 0)
+    batch, _ = PartialRollouts(
+        configured("rollout.partial.chunk_tokens=64"), sampled
+    ).run(engine, prompts(1000, 6), 0)
     assert sorted(set(engine.limits)) == [8, 64]
     assert batch.response_lengths.tolist() == [LONGEST] * 6
 
@@ -140,7 +185,8 @@ def test_what_is_too_old_is_answered_anew() -> None:
     batch, found = state.run(engine, prompts(1006, 3), 1)
     assert taken(batch) == [5, 6, 7] and found["rollout/restarted"] == 6
     assert set(batch.weight_versions[batch.response_mask].tolist()) == {2}
-    assert [group.responses[0].rounds for group in state.groups[:2]] == [2, 2]  # other draws than before
+    # Other draws than before.
+    assert [group.responses[0].rounds for group in state.groups[:2]] == [2, 2]
 
 
 @settings(max_examples=60, deadline=None)
@@ -150,7 +196,9 @@ def test_what_is_too_old_is_answered_anew() -> None:
     limit=st.integers(1, 4),
     when=st.sampled_from(["finish", "restart"]),
 )
-def test_nothing_is_lost_taken_twice_or_too_old(lengths: list[int], chunk: int, limit: int, when: str) -> None:
+def test_nothing_is_lost_taken_twice_or_too_old(
+    lengths: list[int], chunk: int, limit: int, when: str
+) -> None:
     partial = f"{{chunk_tokens: {chunk}, over_sample: {min(limit + 1, 3)}, when_stale: {when}}}"
     config = configured(f"rollout={{max_staleness: {limit}, partial: {partial}}}")
     state, engine = PartialRollouts(config, sampled), Counting(one_length(lengths))
@@ -160,7 +208,9 @@ def test_nothing_is_lost_taken_twice_or_too_old(lengths: list[int], chunk: int, 
         batch, found = state.run(engine, prompts(1000 + begun, room), step)
         begun += room
         assert len(batch) == 6 and found["rollout/staleness"] <= limit
-        assert batch.response_lengths.tolist()[::2] == [lengths[n] for n in taken(batch)]
+        assert batch.response_lengths.tolist()[::2] == [
+            lengths[n] for n in taken(batch)
+        ]
         done += taken(batch)
         engine.version += 1
     left = [group.prompt.token_ids[0] - 1000 for group in state.groups]
@@ -168,11 +218,19 @@ def test_nothing_is_lost_taken_twice_or_too_old(lengths: list[int], chunk: int, 
 
 
 def test_what_is_in_progress_comes_back_from_a_file(tmp_path: Path) -> None:
-    config = configured("rollout={max_staleness: 3, partial: {over_sample: 3, chunk_tokens: 3}}")
-    state, engine = PartialRollouts(config, sampled), Counting(one_length([2, 30, 7, 7, 2, 40, 90, 2, 3, 3, 3, 3]))
+    config = configured(
+        "rollout={max_staleness: 3, partial: {over_sample: 3, chunk_tokens: 3}}"
+    )
+    state, engine = (
+        PartialRollouts(config, sampled),
+        Counting(one_length([2, 30, 7, 7, 2, 40, 90, 2, 3, 3, 3, 3])),
+    )
     state.run(engine, prompts(1000, state.room), 0)
     write, path = state.writer(), tmp_path / "partial.safetensors"
-    expected = [(group.prompt, group.step, group.number, group.responses) for group in state.groups]
+    expected = [
+        (group.prompt, group.step, group.number, group.responses)
+        for group in state.groups
+    ]
     copied = repr(expected)
     again = PartialRollouts(config, sampled)
     engine.version = 2
@@ -181,32 +239,67 @@ def test_what_is_in_progress_comes_back_from_a_file(tmp_path: Path) -> None:
     first, _ = state.run(engine, prompts(1009, 3), 1)
     write(path)  # as a save in the background does, when the run has gone on
     again.read(path)
-    assert repr([(group.prompt, group.step, group.number, group.responses) for group in again.groups]) == copied
+    assert (
+        repr(
+            [
+                (group.prompt, group.step, group.number, group.responses)
+                for group in again.groups
+            ]
+        )
+        == copied
+    )
     second, _ = again.run(other, prompts(1009, 3), 1)
     for name, tensor in first.tensors.items():
         assert torch.equal(tensor, second.tensors[name]), name
     again.read(path)
-    again.config = configured("rollout={max_staleness: 3, partial: {over_sample: 3}}", "algorithm.group_size=4")
+    again.config = configured(
+        "rollout={max_staleness: 3, partial: {over_sample: 3}}",
+        "algorithm.group_size=4",
+    )
     again.restart()  # other settings: the same prompts, and nothing of the responses
-    assert [group.prompt for group in again.groups] == [prompt for prompt, *_ in expected]
-    assert {len(response.token_ids) for group in again.groups for response in group.responses} == {0}
+    assert [group.prompt for group in again.groups] == [
+        prompt for prompt, *_ in expected
+    ]
+    assert {
+        len(response.token_ids)
+        for group in again.groups
+        for response in group.responses
+    } == {0}
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(DataError, match=r"partial\.safetensors"):
         again.read(path)
 
 
-def test_a_run_that_is_killed_and_asked_to_leave_goes_on(launch: Launcher, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_and_asked_to_leave_goes_on(
+    launch: Launcher, tmp_path: Path
+) -> None:
     """Two ranks with an engine each; it ends with the bits of a run that nothing happened to."""
     inputs = make_inputs(tmp_path)
-    ended = launch.command(arguments(inputs, tmp_path / "untouched", *PARTIAL), logs=tmp_path / "output")
+    ended = launch.command(
+        arguments(inputs, tmp_path / "untouched", *PARTIAL), logs=tmp_path / "output"
+    )
     assert ended.codes == [0, 0], ended.output
     expected = remains(tmp_path / "untouched" / "run")
-    found = [record for record in metrics(tmp_path / "untouched" / "run") if "rollout/kept_groups" in record]
+    found = [
+        record
+        for record in metrics(tmp_path / "untouched" / "run")
+        if "rollout/kept_groups" in record
+    ]
     assert all(record["rollout/kept_tokens"] > 0 for record in found)
     assert max(record["rollout/older_token_share"] for record in found) > 0
-    for fault in (Fault("kill", 1, "rollout", 2), Fault("term", 0, "reward", 3), Fault("kill", 0, "log", 3)):
+    for fault in (
+        Fault("kill", 1, "rollout", 2),
+        Fault("term", 0, "reward", 3),
+        Fault("kill", 0, "log", 3),
+    ):
         assert hit(launch, inputs, tmp_path / "hit", fault, *PARTIAL).wrong == []
     ended, wrong = finish(launch, inputs, tmp_path / "hit", expected, *PARTIAL)
     assert wrong == [], ended
-    ended = launch.command(arguments(inputs, tmp_path / "hit", "trainer.steps=5"), logs=tmp_path / "output")
-    assert ended.codes != [0, 0] and "rollout.partial" in ended.text and "groups of responses" in ended.text
+    ended = launch.command(
+        arguments(inputs, tmp_path / "hit", "trainer.steps=5"), logs=tmp_path / "output"
+    )
+    assert (
+        ended.codes != [0, 0]
+        and "rollout.partial" in ended.text
+        and "groups of responses" in ended.text
+    )

@@ -56,12 +56,23 @@ def test_the_plan_counts_what_ranks_count(
         *STEP,
         *GRIDS[grid],
     ]
-    assert launch.world(2, "tests.trainer.ranks:attempt", command="train", arguments=arguments) == [{}, {}]
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    counted = {name: value for name, value in records[1].items() if name.startswith("comm/")}
-    spec = ModelSpec.from_config(json.loads((inputs / "model" / "config.json").read_text()))
+    assert launch.world(
+        2, "tests.trainer.ranks:attempt", command="train", arguments=arguments
+    ) == [{}, {}]
+    records = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    counted = {
+        name: value for name, value in records[1].items() if name.startswith("comm/")
+    }
+    spec = ModelSpec.from_config(
+        json.loads((inputs / "model" / "config.json").read_text())
+    )
     job = make(spec, 2, *STEP, *GRIDS[grid], "model.dtype=float32")
-    load = StepLoad(job, Hardware.read("cpu"), LengthDistribution.fixed(PROMPT, RESPONSE), None)
+    load = StepLoad(
+        job, Hardware.read("cpu"), LengthDistribution.fixed(PROMPT, RESPONSE), None
+    )
     planned: dict[str, Any] = {
         f"comm/{role}/{dimension}_bytes": count
         for role, counts in received_in_collectives(load).items()
@@ -70,8 +81,10 @@ def test_the_plan_counts_what_ranks_count(
     total = counted.pop("comm/total_bytes")
     assert planned and total >= sum(counted.values())
     for name, count in counted.items():
-        # Sums over all ranks are not planned: log-probs of a batch, norms of gradients, and counts of tokens. They are
-        # counted under the dimension that has all ranks.
+        # Sums over all ranks are not planned: log-probs of a batch, norms of gradients,
+        # and counts of tokens. They are counted under the dimension that has all ranks.
         slack = 0.03 * sum(planned.values())
-        assert count == pytest.approx(planned.get(name, 0.0), abs=slack), f"{name}: {counted}, planned {planned}"
+        assert count == pytest.approx(planned.get(name, 0.0), abs=slack), (
+            f"{name}: {counted}, planned {planned}"
+        )
     assert planned.keys() <= counted.keys()

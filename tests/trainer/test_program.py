@@ -47,7 +47,9 @@ class Recorder:
         answers: by method, what it returns; anything else is a value that stays here.
     """
 
-    def __init__(self, role: str, calls: list[str], answers: Mapping[str, Callable[..., object]]) -> None:
+    def __init__(
+        self, role: str, calls: list[str], answers: Mapping[str, Callable[..., object]]
+    ) -> None:
         self._role, self._calls, self._answers = role, calls, answers
 
     def _take(self, method: str, *arguments: object) -> object:
@@ -56,7 +58,9 @@ class Recorder:
         return method if answer is None else answer(*arguments)
 
 
-def make_recorder(group: type[WorkerGroup], role: str, calls: list[str], answers: Mapping[str, Any]) -> Recorder:
+def make_recorder(
+    group: type[WorkerGroup], role: str, calls: list[str], answers: Mapping[str, Any]
+) -> Recorder:
     """Return a recorder with the methods of a group; their parameters have no types, so nothing is converted."""
     methods: dict[str, Any] = {}
     for name, function in public_methods(group).items():
@@ -72,14 +76,27 @@ OF_THE_PROGRAM = ("begin_update", "join_islands")
 
 def public_methods(owner: type) -> dict[str, Callable[..., Any]]:
     """Return the methods that a class, or `TrainedGroup` for it, defines and that ranks serve."""
-    members = {**(vars(TrainedGroup) if issubclass(owner, TrainedGroup) else {}), **vars(owner)}
-    methods = {name: member for name, member in members.items() if inspect.isfunction(member) and name[0] != "_"}
-    return {name: method for name, method in methods.items() if name not in OF_THE_PROGRAM}
+    members = {
+        **(vars(TrainedGroup) if issubclass(owner, TrainedGroup) else {}),
+        **vars(owner),
+    }
+    methods = {
+        name: member
+        for name, member in members.items()
+        if inspect.isfunction(member) and name[0] != "_"
+    }
+    return {
+        name: method for name, method in methods.items() if name not in OF_THE_PROGRAM
+    }
 
 
-def simulate(settings: dict[str, Any], first_step: int = 0, **answers: Callable[..., object]) -> list[str]:
+def simulate(
+    settings: dict[str, Any], first_step: int = 0, **answers: Callable[..., object]
+) -> list[str]:
     """Run `train` on one simulated rank; return the calls that it made."""
-    config = Config.model_validate({"model": {"path": "model"}, "trainer": {"steps": 1}, **settings})
+    config = Config.model_validate(
+        {"model": {"path": "model"}, "trainer": {"steps": 1}, **settings}
+    )
     calls: list[str] = []
     standard = {
         "save_if_due": lambda done: False,
@@ -98,7 +115,14 @@ def simulate(settings: dict[str, Any], first_step: int = 0, **answers: Callable[
         return {**workers, "weights": make_sync(calls)}
 
     def program(controller: Controller) -> Coroutine[Any, Any, None]:
-        run = make_run(config, controller, PLACEMENT, step=policy_step, has_engines=True, restored_steps=frozenset())
+        run = make_run(
+            config,
+            controller,
+            PLACEMENT,
+            step=policy_step,
+            has_engines=True,
+            restored_steps=frozenset(),
+        )
         if asks := answers.get("asks"):
             asks(controller)
         return train(run, first_step)
@@ -109,7 +133,15 @@ def simulate(settings: dict[str, Any], first_step: int = 0, **answers: Callable[
     return calls
 
 
-NOTHING = ("begin_step", "report_step", "record_validation", "leave", "take", "update_mix", "sync")
+NOTHING = (
+    "begin_step",
+    "report_step",
+    "record_validation",
+    "leave",
+    "take",
+    "update_mix",
+    "sync",
+)
 RESULT = {"metrics": {}, "samples": "[]"}
 
 
@@ -127,13 +159,22 @@ def step_of(calls: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("group", WORKERS, ids=lambda group: group.__name__)
 def test_a_group_and_its_worker_have_the_same_methods(group: type[WorkerGroup]) -> None:
-    ends_elsewhere = {"sync_weights", "call"}  # the ranks of two roles serve one; the other chooses ranks by itself
-    of_group = {name: list(inspect.signature(method).parameters) for name, method in public_methods(group).items()}
+    # The ranks of two roles serve one; the other chooses ranks by itself.
+    ends_elsewhere = {"sync_weights", "call"}
+    of_group = {
+        name: list(inspect.signature(method).parameters)
+        for name, method in public_methods(group).items()
+    }
     of_worker = {
-        name: list(inspect.signature(method).parameters) for name, method in public_methods(WORKERS[group]).items()
+        name: list(inspect.signature(method).parameters)
+        for name, method in public_methods(WORKERS[group]).items()
     }
     assert of_group.keys() - {"sync_weights"} == of_worker.keys()
-    assert all(of_group[name] == of for name, of in of_worker.items() if name not in ends_elsewhere)
+    assert all(
+        of_group[name] == of
+        for name, of in of_worker.items()
+        if name not in ends_elsewhere
+    )
 
 
 def test_a_step_of_ppo_in_its_order() -> None:
@@ -165,13 +206,22 @@ def test_a_step_of_grpo_has_no_critic_and_without_a_kl_term_no_reference() -> No
 
 
 def test_with_overlap_the_actor_is_updated_before_the_critic() -> None:
-    calls = simulate({"algorithm": {"name": "ppo"}, "reshard": {"overlap": True, "alias": "never"}})
-    assert calls.index("actor.update") < calls.index("critic.update") < calls.index("weights.sync")
+    calls = simulate(
+        {"algorithm": {"name": "ppo"}, "reshard": {"overlap": True, "alias": "never"}}
+    )
+    assert (
+        calls.index("actor.update")
+        < calls.index("critic.update")
+        < calls.index("weights.sync")
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "signals"),
-    [("remax", ["rollout.generate_greedy", "reward.score_greedy"]), ("optimal_token_baseline", ["actor.score_norms"])],
+    [
+        ("remax", ["rollout.generate_greedy", "reward.score_greedy"]),
+        ("optimal_token_baseline", ["actor.score_norms"]),
+    ],
 )
 def test_baselines_that_need_more_get_it(name: str, signals: list[str]) -> None:
     calls = simulate({"algorithm": {"name": name, "group_size": 4}})
@@ -188,7 +238,13 @@ def test_dynamic_sampling_goes_on_until_no_group_is_missing() -> None:
         prompts.append(num_prompts)
         return "rollouts"
 
-    settings = {"algorithm": {"name": "grpo", "group_size": 4, "dynamic_sampling": {"metric": "reward"}}}
+    settings = {
+        "algorithm": {
+            "name": "grpo",
+            "group_size": 4,
+            "dynamic_sampling": {"metric": "reward"},
+        }
+    }
     calls = simulate(
         settings,
         begin_rounds=lambda step: 8,
@@ -200,7 +256,9 @@ def test_dynamic_sampling_goes_on_until_no_group_is_missing() -> None:
     assert calls.count("reward.score") == 3
 
 
-def test_a_run_validates_first_goes_through_the_steps_that_are_left_and_saves_after_each() -> None:
+def test_a_run_validates_first_goes_through_the_steps_that_are_left_and_saves_after_each() -> (
+    None
+):
     begun: list[int] = []
     validated: list[int] = []
     settings = {
@@ -212,9 +270,17 @@ def test_a_run_validates_first_goes_through_the_steps_that_are_left_and_saves_af
     def note(done: int, result: object) -> None:
         validated.append(done)
 
-    answers = {"begin_step": begun.append, "record_validation": note, "measure_held_out": lambda *_: RESULT}
+    answers = {
+        "begin_step": begun.append,
+        "record_validation": note,
+        "measure_held_out": lambda *_: RESULT,
+    }
     calls = simulate(settings, **answers)
-    assert calls[:3] == ["rollout.generate_held_out", "reward.score_held_out", "rollout.measure_held_out"]
+    assert calls[:3] == [
+        "rollout.generate_held_out",
+        "reward.score_held_out",
+        "rollout.measure_held_out",
+    ]
     assert begun == [0, 1, 2, 3, 4]
     assert calls.count("session.save_if_due") == 5
     assert validated == [0, 2, 4, 5]
@@ -239,8 +305,14 @@ def test_a_signal_is_followed_where_nothing_is_lost(after: str) -> None:
         return False if after == "save_if_due" else after
 
     settings = {"algorithm": {"name": "grpo", "group_size": 4}, "trainer": {"steps": 3}}
-    calls = simulate(settings, **{after: note, "leave": leave, "asks": controllers.append})
-    values = {"generate": ("generate", None), "score": ("generate", "score"), "save_if_due": (None, None)}[after]
+    calls = simulate(
+        settings, **{after: note, "leave": leave, "asks": controllers.append}
+    )
+    values = {
+        "generate": ("generate", None),
+        "score": ("generate", "score"),
+        "save_if_due": (None, None),
+    }[after]
     assert kept == [(signal.SIGTERM, *values)]
     assert calls[-1] == "session.leave"
     assert calls.count("session.begin_step") == 1

@@ -29,7 +29,9 @@ def restarts_cost_nothing(flow: Any) -> None:
 
 def describe(path: str | Path, **links: float) -> None:
     """Links for which tensor parallelism pays (few bytes a second, at once), or others."""
-    replace(Hardware.read("cpu"), **({"node_latency_us": 0.0, "node_gb_s": 0.01} | links)).write(Path(path))
+    replace(
+        Hardware.read("cpu"), **({"node_latency_us": 0.0, "node_gb_s": 0.01} | links)
+    ).write(Path(path))
 
 
 @pytest.fixture
@@ -53,23 +55,43 @@ def test_the_grid_changes_between_two_checkpoints(
     run = tmp_path / "runs" / "run"
     first = launch.command(["train", *arguments, *more], logs=tmp_path / "first")
     assert first.codes == [STARTS_AGAIN] * 2, first.text
-    assert "auto: actor.tp=2; of 2 layouts of 2 ranks that may fit the fastest on cpu" in first.text
-    assert "replan: actor.tp=1 would take" in first.text and "taken at the next checkpoint" in first.text
+    assert (
+        "auto: actor.tp=2; of 2 layouts of 2 ranks that may fit the fastest on cpu"
+        in first.text
+    )
+    assert (
+        "replan: actor.tp=1 would take" in first.text
+        and "taken at the next checkpoint" in first.text
+    )
     assert yaml.safe_load((run / "train.yaml").read_text())["actor"]["tp"] == 2
     chosen = json.loads((run / "chosen.json").read_text())
     assert chosen["settings"]["actor.tp"] == 1
     assert [each["settings"] for each in chosen["measured"]] == [{"actor.tp": 2}]
 
-    describe(tmp_path / "links.json")  # chosen anew, it would be tensor parallelism again
+    # Chosen anew, it would be tensor parallelism again.
+    describe(tmp_path / "links.json")
     again = {"TORCHELASTIC_RESTART_COUNT": "1"}
-    second = launch.command(["train", *arguments, *more], logs=tmp_path / "second", environment=again)
+    second = launch.command(
+        ["train", *arguments, *more], logs=tmp_path / "second", environment=again
+    )
     assert second.codes == [0, 0], second.text
-    assert "2 of 4 steps are done" in second.text and "auto: actor.tp=1, as " in second.text
+    assert (
+        "2 of 4 steps are done" in second.text
+        and "auto: actor.tp=1, as " in second.text
+    )
     assert yaml.safe_load((run / "train.yaml").read_text())["actor"]["tp"] == 1
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [each["step"] for each in metrics] == [1, 2, 3, 4]
-    assert metrics[1]["plan/gain"] > 0.1 and metrics[1]["plan/better_step_ms"] < metrics[1]["plan/step_ms"]
+    assert (
+        metrics[1]["plan/gain"] > 0.1
+        and metrics[1]["plan/better_step_ms"] < metrics[1]["plan/step_ms"]
+    )
     assert "plan/gain" in metrics[3] and "plan/gain" not in metrics[2]
     folders = [folder.name for folder in sorted((run / "checkpoints").glob("step_*"))]
     assert folders == ["step_00000002", "step_00000004"]
-    assert json.loads((run / "chosen.json").read_text())["measured"] == chosen["measured"]  # a start keeps them
+    # A start keeps them.
+    assert (
+        json.loads((run / "chosen.json").read_text())["measured"] == chosen["measured"]
+    )

@@ -24,7 +24,13 @@ from tests.launcher import Launcher
 
 
 def run_config(tmp_path: Path, *overrides: str) -> Config:
-    given = ["model.path=m", "data.train=t.jsonl", "reward=exact_match", f"run.dir={tmp_path}", *overrides]
+    given = [
+        "model.path=m",
+        "data.train=t.jsonl",
+        "reward=exact_match",
+        f"run.dir={tmp_path}",
+        *overrides,
+    ]
     return load_config(None, given, check_paths=False)
 
 
@@ -34,8 +40,15 @@ def test_more_steps_and_another_rate_are_trained_at_the_new_schedule(
     """A run of 2 steps, linear to 0, goes on to 4: not at 0, but where a run of 4 steps has its third."""
 
     def sft(*more: str) -> list[str]:
-        paths = [f"model.path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", f"run.dir={tmp_path}"]
-        small = ["run={name: run, nproc: 1, log_with: jsonl}", "checkpoint={save_interval: 2, export_hf: false}"]
+        paths = [
+            f"model.path={inputs / 'model'}",
+            f"data.train={inputs / 'train.jsonl'}",
+            f"run.dir={tmp_path}",
+        ]
+        small = [
+            "run={name: run, nproc: 1, log_with: jsonl}",
+            "checkpoint={save_interval: 2, export_hf: false}",
+        ]
         stage = "sft={steps: 2, batch_size: 4, lr: 1.0e-2, lr_decay_style: linear, max_answer_tokens: 8}"
         return ["sft", *paths, *small, stage, *more]
 
@@ -47,10 +60,16 @@ def test_more_steps_and_another_rate_are_trained_at_the_new_schedule(
     assert codes == [0], text
     codes, text = run("sft.steps=4", "sft.lr=2.0e-2", "run.seed=7", "sft.batch_size=2")
     assert codes == [MISTAKE], text
-    assert "run.seed: was 0 in step_00000002, is 7." in text and "sft.batch_size: was 4 in step_00000002" in text
+    assert (
+        "run.seed: was 0 in step_00000002, is 7." in text
+        and "sft.batch_size: was 4 in step_00000002" in text
+    )
     codes, text = run("sft.steps=4", "sft.lr=2.0e-2")
     assert codes == [0], text
-    assert "changed since step_00000002, used from here on: sft.steps: 2 -> 4; sft.lr: 0.01 -> 0.02" in text
+    assert (
+        "changed since step_00000002, used from here on: sft.steps: 2 -> 4; sft.lr: 0.01 -> 0.02"
+        in text
+    )
     assert "learning rate of the next update: actor 0.01\n" in text
     rates = [record["sft/lr"] for record in metrics(tmp_path / "run")]
     assert rates == pytest.approx([1e-2, 5e-3, 2e-2 * 2 / 4, 2e-2 / 4])
@@ -82,23 +101,39 @@ def test_a_run_that_left_inside_a_step_goes_on_with_other_settings(
     assert left.codes == [INTERRUPTED], left.text
     said = "saved after 2 of 4 steps, inside step 3; checkpoint.resume=never would not go on from there"
     assert said in left.text and "checkpoint.resume=latest" in left.text
-    more = ["rollout.sampling.temperature=0.5", "algorithm.num_mini_batches=2", "model.init=random"]
-    ended = launch.command(["train", *arguments, *RL, *more], ranks=1, logs=tmp_path / "logs")
+    more = [
+        "rollout.sampling.temperature=0.5",
+        "algorithm.num_mini_batches=2",
+        "model.init=random",
+    ]
+    ended = launch.command(
+        ["train", *arguments, *RL, *more], ranks=1, logs=tmp_path / "logs"
+    )
     assert ended.codes == [0], ended.text
     said = "responses of step 3 are trained on as they were generated before rollout.sampling.temperature changed"
     assert said in ended.text
-    assert "without effect: model.init: 'weights' -> 'random'. Trained weights come from the checkpoint." in ended.text
+    assert (
+        "without effect: model.init: 'weights' -> 'random'. Trained weights come from the checkpoint."
+        in ended.text
+    )
     found = metrics(tmp_path / "runs" / "run")
     # of 8 updates in 4 steps the third step takes the fifth and sixth
-    assert [record["actor/lr"] for record in found[:2]] == pytest.approx([1e-3, 0.75e-3])
+    assert [record["actor/lr"] for record in found[:2]] == pytest.approx(
+        [1e-3, 0.75e-3]
+    )
     assert found[2]["actor/lr"] == pytest.approx(3 / 8 * 1e-3), "of the last one"
 
 
 def test_responses_from_before_keep_the_temperature_that_drew_them() -> None:
-    batch = RolloutBatch.from_generations([[1, 2]] * 2, [Generation([3], [0.0], "stop")] * 2)
+    batch = RolloutBatch.from_generations(
+        [[1, 2]] * 2, [Generation([3], [0.0], "stop")] * 2
+    )
     stored = StoredRollouts(2, 1, batch)
     now = stored.drawn_with({"temperature": 0.5, "max_tokens": 4})
-    assert now.batch["temperatures"].tolist() == [0.5, 0.5] and (now.step, now.weight_version) == (2, 1)
+    assert now.batch["temperatures"].tolist() == [0.5, 0.5] and (
+        now.step,
+        now.weight_version,
+    ) == (2, 1)
     assert now.drawn_with({"temperature": 0.25, "max_tokens": 4}) is now
 
 
@@ -118,7 +153,9 @@ def test_what_cannot_go_on_is_refused_before_any_rank_starts(tmp_path: Path) -> 
     before = run_config(tmp_path, "run.seed=1")
     saved = checkpoint(before.run_dir, before, done=2, steps=4)
     check_resume(before, "train")
-    with pytest.raises(ConfigError, match=r"run\.seed: was 1 in step_00000002, is 2") as error:
+    with pytest.raises(
+        ConfigError, match=r"run\.seed: was 1 in step_00000002, is 2"
+    ) as error:
         check_resume(run_config(tmp_path, "run.seed=2"), "train")
     assert str(saved) in str(error.value)
     check_resume(run_config(tmp_path, "run.seed=2", "checkpoint.resume=never"), "train")
@@ -130,12 +167,18 @@ def test_what_cannot_go_on_is_refused_before_any_rank_starts(tmp_path: Path) -> 
 def test_unfinished_goes_on_and_finished_starts_anew(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     saved = checkpoint(config.run_dir, config, done=2, steps=4)
-    assert [likely_source(word, config.run_dir) for word in ("auto", "latest", "unfinished", "never")] == [
+    assert [
+        likely_source(word, config.run_dir)
+        for word in ("auto", "latest", "unfinished", "never")
+    ] == [
         *[saved] * 3,
         None,
     ]
     last = checkpoint(config.run_dir, config, done=4, steps=4)
-    assert [likely_source(word, config.run_dir) for word in ("auto", "unfinished")] == [last, None]
+    assert [likely_source(word, config.run_dir) for word in ("auto", "unfinished")] == [
+        last,
+        None,
+    ]
     assert likely_source(str(saved), config.run_dir) == saved
     assert likely_source(str(config.run_dir), config.run_dir) == last
 
@@ -155,7 +198,9 @@ def test_no_message_promises_what_the_configuration_forbids(
     tmp_path: Path, resume: str, code: int, advice: str
 ) -> None:
     resume = resume.format(run=tmp_path / "run")
-    going_on = GoingOn.of(run_config(tmp_path, f"checkpoint.resume={resume}"), has_saved=True)
+    going_on = GoingOn.of(
+        run_config(tmp_path, f"checkpoint.resume={resume}"), has_saved=True
+    )
     assert going_on.code == code and advice in going_on.advice
     if code != SAVED_AND_LEFT:
         assert "again to go on" not in going_on.advice
@@ -178,7 +223,9 @@ def test_the_schedule_moves_with_the_updates_of_a_step(
 ) -> None:
     plain = ["algorithm.group_size=2", "data.prompts_per_step=8"]
     old, new = run_config(tmp_path, *plain, *before), run_config(tmp_path, *plain, *now)
-    changed = ChangedSettings.since(tmp_path, json.loads(json.dumps(old.to_dict())), new, "train")
+    changed = ChangedSettings.since(
+        tmp_path, json.loads(json.dumps(old.to_dict())), new, "train"
+    )
     assert changed.moved_updates(new, 5, role) == expected
 
 
@@ -190,12 +237,16 @@ def test_a_best_validation_on_other_rows_is_forgotten() -> None:
         validation = Validation(None, data, None, None)  # type: ignore[arg-type]
         saving = SimpleNamespace(changed=SimpleNamespace(changes=[]))
         loop: Any = SimpleNamespace(validation=validation, saving=saving)
-        notes = Trainer._take_up_best(loop, {"step": 4, "value": 0.5, "tie": 0.0, **saved})
+        notes = Trainer._take_up_best(
+            loop, {"step": 4, "value": 0.5, "tie": 0.0, **saved}
+        )
         assert validation.state_dict()["data"] == "now"
         return notes, validation.best.step
 
     assert take_up({"data": "now"}) == ([], 4)
     assert take_up({}) == ([], 4)
     notes, step = take_up({"data": "before"})
-    assert notes == ["the best validation so far is forgotten: the rows of data.validation have changed"]
+    assert notes == [
+        "the best validation so far is forgotten: the rows of data.validation have changed"
+    ]
     assert step == -1

@@ -54,9 +54,20 @@ class Worker:
     """
 
     def __init__(
-        self, cluster: SimulatedCluster, rank: int, slowest: dict[str, float], steady: float, fails: str
+        self,
+        cluster: SimulatedCluster,
+        rank: int,
+        slowest: dict[str, float],
+        steady: float,
+        fails: str,
     ) -> None:
-        self._cluster, self._rank, self._slowest, self._steady, self._fails = cluster, rank, slowest, steady, fails
+        self._cluster, self._rank, self._slowest, self._steady, self._fails = (
+            cluster,
+            rank,
+            slowest,
+            steady,
+            fails,
+        )
         self.trace: list[str] = []
 
     async def _work(self, name: str, step: int | None = None) -> None:
@@ -130,7 +141,11 @@ def run_asynchronously(
     config = Config.model_validate(
         {
             "model": {"path": "model"},
-            "trainer": {"steps": num_steps, "validate_at_start": False, "validate_every": 0},
+            "trainer": {
+                "steps": num_steps,
+                "validate_at_start": False,
+                "validate_every": 0,
+            },
             "algorithm": {"name": "grpo", "group_size": 4},
             "rollout": {
                 "async_rollout": True,
@@ -145,12 +160,25 @@ def run_asynchronously(
 
     def make_workers(cluster: SimulatedCluster, rank: int) -> dict[str, object]:
         workers[rank] = Worker(cluster, rank, slowest, steady, fails)
-        roles = ("session", "recorder", "world", "rollout", "reward", "actor", "weights")
+        roles = (
+            "session",
+            "recorder",
+            "world",
+            "rollout",
+            "reward",
+            "actor",
+            "weights",
+        )
         return dict.fromkeys(roles, workers[rank])
 
     def program(controller: Controller) -> Coroutine[Any, Any, None]:
         run = make_run(
-            config, controller, PLACEMENT, step=asynchronous_step, has_engines=True, restored_steps=frozenset()
+            config,
+            controller,
+            PLACEMENT,
+            step=asynchronous_step,
+            has_engines=True,
+            restored_steps=frozenset(),
         )
         run.scores_ahead = True
         lag = schedule.lag(ENGINE)
@@ -160,11 +188,15 @@ def run_asynchronously(
             lambda step: schedule.begins_after(step, lag),
             0,
             num_steps,
-            (lambda step: schedule.in_flight_after(step, lag)) if is_in_flight else None,
+            (lambda step: schedule.in_flight_after(step, lag))
+            if is_in_flight
+            else None,
         )
         return train(run, 0)
 
-    outcome = SimulatedCluster(2, seed).run(program, make_workers, timeouts=CallTimeouts(call=1e4, slow=1e5))
+    outcome = SimulatedCluster(2, seed).run(
+        program, make_workers, timeouts=CallTimeouts(call=1e4, slow=1e5)
+    )
     if outcome.error is not None:
         raise outcome.error
     return workers[ENGINE].trace, workers[ACTOR].trace, outcome.seconds
@@ -176,23 +208,43 @@ def run_asynchronously(
     score=st.floats(0.001, 10.0),
 )
 def test_a_step_is_generated_with_the_same_weights_however_long_anything_takes(
-    num_steps: int, max_staleness: int, save_interval: int, generate: float, update: float, score: float, seed: int
+    num_steps: int,
+    max_staleness: int,
+    save_interval: int,
+    generate: float,
+    update: float,
+    score: float,
+    seed: int,
 ) -> None:
-    slowest = {"generate": generate, "update": update, "score": score, "sync": 0.1, "deliver": 0.1}
-    engine, actor, _ = run_asynchronously(num_steps, max_staleness, save_interval, slowest, seed)
+    slowest = {
+        "generate": generate,
+        "update": update,
+        "score": score,
+        "sync": 0.1,
+        "deliver": 0.1,
+    }
+    engine, actor, _ = run_asynchronously(
+        num_steps, max_staleness, save_interval, slowest, seed
+    )
     num_updates = 0
     for action in engine:
         num_updates += action == "sync"
         if action.startswith("generate "):
             step = int(action.split()[1])
             ahead = range(max(0, step - max_staleness), step + 1)
-            barriers = [done for done in ahead if save_interval and done % save_interval == 0]
+            barriers = [
+                done for done in ahead if save_interval and done % save_interval == 0
+            ]
             assert num_updates == max([step - max_staleness, *barriers, 0])
     assert [action for action in engine if action.startswith("generate ")] == [
         f"generate {n}" for n in range(num_steps)
     ]
-    assert [action for action in actor if action.startswith("update ")] == [f"update {n}" for n in range(num_steps)]
-    assert [action for action in engine if action.startswith("save ")] == [f"save {n + 1}" for n in range(num_steps)]
+    assert [action for action in actor if action.startswith("update ")] == [
+        f"update {n}" for n in range(num_steps)
+    ]
+    assert [action for action in engine if action.startswith("save ")] == [
+        f"save {n + 1}" for n in range(num_steps)
+    ]
 
 
 @settings(max_examples=150, deadline=None)
@@ -201,12 +253,27 @@ def test_a_step_is_generated_with_the_same_weights_however_long_anything_takes(
     finish=st.floats(0.001, 10.0),
 )
 def test_weights_in_flight_come_in_the_middle_of_the_same_responses(
-    num_steps: int, max_staleness: int, save_interval: int, generate: float, finish: float, update: float, seed: int
+    num_steps: int,
+    max_staleness: int,
+    save_interval: int,
+    generate: float,
+    finish: float,
+    update: float,
+    seed: int,
 ) -> None:
-    """The rest of a step's responses has the weights of one update more than their beginning, unless a checkpoint has
-    kept the engines from being ahead."""
-    slowest = {"generate": generate, "finish": finish, "update": update, "sync": 0.1, "deliver": 0.1}
-    engine, _, _ = run_asynchronously(num_steps, max_staleness, save_interval, slowest, seed, is_in_flight=True)
+    """The rest of a step's responses has the weights of one update more than their
+    beginning, unless a checkpoint has kept the engines from being ahead.
+    """
+    slowest = {
+        "generate": generate,
+        "finish": finish,
+        "update": update,
+        "sync": 0.1,
+        "deliver": 0.1,
+    }
+    engine, _, _ = run_asynchronously(
+        num_steps, max_staleness, save_interval, slowest, seed, is_in_flight=True
+    )
     num_updates = 0
     begun: dict[int, int] = {}
     for action in engine:
@@ -217,13 +284,23 @@ def test_weights_in_flight_come_in_the_middle_of_the_same_responses(
         elif kind == "finish":
             step = int(number)
             assert num_updates == max(begun[step], min(step, step - max_staleness + 1))
-    halves = [action for action in engine if action.startswith(("generate ", "finish "))]
-    assert halves == [f"{kind} {n}" for n in range(num_steps) for kind in ("generate", "finish")]
+    halves = [
+        action for action in engine if action.startswith(("generate ", "finish "))
+    ]
+    assert halves == [
+        f"{kind} {n}" for n in range(num_steps) for kind in ("generate", "finish")
+    ]
 
 
 def test_engines_and_training_work_side_by_side() -> None:
     """A step takes as long as the longer of the two, not as both."""
-    slowest = {"generate": 10.0, "update": 10.0, "sync": 0.001, "deliver": 0.001, "score": 0.001}
+    slowest = {
+        "generate": 10.0,
+        "update": 10.0,
+        "sync": 0.001,
+        "deliver": 0.001,
+        "score": 0.001,
+    }
     # Nobody is ahead of a checkpoint, and here there is one after every step.
     in_turn = run_asynchronously(20, 1, 1, slowest, seed=1, steady=0.95)[2]
     beside = run_asynchronously(20, 1, 0, slowest, seed=1, steady=0.95)[2]

@@ -1,5 +1,7 @@
-"""NCCL's messages have no names, and a sender may have to stay until its receiver is there: the moves of a program can
-bear that, with operators of one's own, islands, and engines ahead of training."""
+"""NCCL's messages have no names, and a sender may have to stay until its receiver is
+there: the moves of a program can bear that, with operators of one's own, islands, and
+engines ahead of training.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ CASES: dict[str, tuple[int, set[str], list[str]]] = {
     "ahead": (
         4,
         BY_ACTOR | {"advantages", "returns"},
-        [FOUR, "rollout={async_rollout: true, max_staleness: 2}", "trainer.steps=4", "checkpoint.save_interval=3"],
+        [
+            FOUR,
+            "rollout={async_rollout: true, max_staleness: 2}",
+            "trainer.steps=4",
+            "checkpoint.save_interval=3",
+        ],
     ),
     "islands": (
         5,
@@ -45,20 +52,34 @@ CASES: dict[str, tuple[int, set[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_is_the_same_to_the_bit_either_way(launch: Launcher, inputs: Path, tmp_path: Path, case: str) -> None:
-    """Between devices go values, log-probs and what is made of them, by NCCL's rules between worlds: roles on ranks of
-    their own, all on two, with critic and reference ahead, and beside islands with operators of one's own."""
+def test_a_run_is_the_same_to_the_bit_either_way(
+    launch: Launcher, inputs: Path, tmp_path: Path, case: str
+) -> None:
+    """Between devices go values, log-probs and what is made of them, by NCCL's rules
+    between worlds: roles on ranks of their own, all on two, with critic and reference
+    ahead, and beside islands with operators of one's own.
+    """
     ranks, expected, given = CASES[case]
     program = str(Path(__file__).with_name("devices_program.py"))
     moved: dict[str, set[str]] = {}
     for way, first in (("hosts", []), ("devices", [program])):
-        arguments = [*first, "train", *command_arguments(inputs, tmp_path / way), *RUN, *given]
+        arguments = [
+            *first,
+            "train",
+            *command_arguments(inputs, tmp_path / way),
+            *RUN,
+            *given,
+        ]
         ended = launch.command(arguments, logs=tmp_path / f"logs {way}", ranks=ranks)
         assert ended.codes == [0] * ranks, ended.text
-        logs = "".join(path.read_text() for path in (tmp_path / way / "run" / "logs").iterdir())
+        logs = "".join(
+            path.read_text() for path in (tmp_path / way / "run" / "logs").iterdir()
+        )
         names = ", ".join(re.findall(r"between devices: (.*)", logs)).split(", ")
         moved[way] = {re.sub(r"^value \d+$", "value", name) for name in names}
     assert moved["hosts"] == {""} and moved["devices"] >= expected
     before, after = (metrics(tmp_path / way / "run") for way in ("hosts", "devices"))
     assert len(after) == 4 if case == "ahead" else 2
-    assert {"critic/loss", "actor/loss", "train/kl"} <= after[0].keys() and after == before
+    assert {"critic/loss", "actor/loss", "train/kl"} <= after[
+        0
+    ].keys() and after == before

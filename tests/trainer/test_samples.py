@@ -23,7 +23,11 @@ def steps(path: Path) -> list[int]:
 def test_later_and_torn_records_are_forgotten(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     for step in (1, 2, 3):
-        append_samples(path, step, [{"prompt": "p", "response": "r"}, {"prompt": "q", "response": "s"}])
+        append_samples(
+            path,
+            step,
+            [{"prompt": "p", "response": "r"}, {"prompt": "q", "response": "s"}],
+        )
     with path.open("a") as file:
         file.write('{"step": 2, "split": "tr')
     forget_samples(path, 2)
@@ -46,7 +50,9 @@ def test_an_episode_as_a_batch_also_after_it_was_stored() -> None:
     view.write(Generation([3], [-0.3], "stop"))
     view.finish_reason = "stop"
     record = PromptRecord(0, "p", "p", [7, 8], "r", {}, "row 1", [])
-    batch = from_json(to_json(episodes_batch([record], [{"a": view, "b": view}], ("a", "b"), [4])))
+    batch = from_json(
+        to_json(episodes_batch([record], [{"a": view, "b": view}], ("a", "b"), [4]))
+    )
     assert batch.response_mask.tolist() == [[True, True, False, True]] * 2
     assert batch.turn_ids.tolist() == [[0, 0, 0, 1]] * 2
     assert batch.turn_rewards.tolist() == [[0.0, 0.5, 0.0, 0.0]] * 2
@@ -54,4 +60,8 @@ def test_an_episode_as_a_batch_also_after_it_was_stored() -> None:
     tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
     role = RewardRole(Reward([], may_be_empty=True), tokenizer, None)  # type: ignore[arg-type]
     [sample, _] = role.samples(batch, range(2))
-    assert (sample.response, sample.transcript, sample.num_tokens) == ("3", "1 2 9 3", 3)
+    assert (sample.response, sample.transcript, sample.num_tokens) == (
+        "3",
+        "1 2 9 3",
+        3,
+    )

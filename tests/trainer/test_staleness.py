@@ -26,12 +26,25 @@ def batch(versions: list[int]) -> RolloutBatch:
 @pytest.mark.parametrize(("oldest", "applied"), [(3, True), (2, False)])
 def test_what_is_too_old_is_not_trained_on(oldest: int, applied: bool) -> None:
     """Of the engines' versions the newest is the fifth, and two are allowed between."""
-    given = ["model.path=m", "rollout={async_rollout: true, max_staleness: 2}", "placement={rollout: 0, actor: 1}"]
-    config = load_config(None, [*given, "data.train=t", "reward=exact_match"], check_paths=False)
+    given = [
+        "model.path=m",
+        "rollout={async_rollout: true, max_staleness: 2}",
+        "placement={rollout: 0, actor: 1}",
+    ]
+    config = load_config(
+        None, [*given, "data.train=t", "reward=exact_match"], check_paths=False
+    )
     trainable = SimpleNamespace(staleness=0)
 
     def update(experience: RolloutBatch, **options: Any) -> dict[str, float]:
-        report = GradientReport("actor", 0, UpdateCounts(), tokens=8.0, norm=1.0, staleness=trainable.staleness)
+        report = GradientReport(
+            "actor",
+            0,
+            UpdateCounts(),
+            tokens=8.0,
+            norm=1.0,
+            staleness=trainable.staleness,
+        )
         return {"applied": float(decide([report], Rules.from_config(config)).applies)}
 
     actor = SimpleNamespace(trainable=trainable, update=update)

@@ -15,8 +15,9 @@ from tests.rollout.sglang_server import SGLangLike
 
 DATA = Path(__file__).parents[1] / "data"
 SUITES = ("gsm8k", "math")
-# An engine that answers every sample with its stored response, by the question in the prompt and by the seed. Each rank
-# is a replica of its own, so that samples of one prompt are generated on different ranks.
+# An engine that answers every sample with its stored response, by the question in the
+# prompt and by the seed. Each rank is a replica of its own, so that samples of one
+# prompt are generated on different ranks.
 ENGINE = """
 import json
 import os
@@ -58,10 +59,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.trainer.conftest import MODEL
 
     folder = tmp_path_factory.mktemp("suites") / "model"
-    path = train_sentencepiece(["a b c"], folder.parent / "tokenizer.model", vocab_size=300, byte_fallback=True)
+    path = train_sentencepiece(
+        ["a b c"], folder.parent / "tokenizer.model", vocab_size=300, byte_fallback=True
+    )
     tokenizer = load_tokenizer(path)
-    sizes: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "vocab_size": tokenizer.vocab_size}
-    make_tiny_folder(folder, "Qwen3ForCausalLM", **{**MODEL, "max_position_embeddings": 1024}, **sizes)
+    sizes: dict[str, Any] = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "vocab_size": tokenizer.vocab_size,
+    }
+    make_tiny_folder(
+        folder,
+        "Qwen3ForCausalLM",
+        **{**MODEL, "max_position_embeddings": 1024},
+        **sizes,
+    )
     tokenizer.save(folder)
     return folder
 
@@ -76,17 +87,30 @@ def arguments(model: Path, runs: Path, *more: str) -> list[str]:
     ]
 
 
-def test_stored_responses_have_the_scores_of_inspect_ai(launch: Launcher, model: Path, tmp_path: Path) -> None:
+def test_stored_responses_have_the_scores_of_inspect_ai(
+    launch: Launcher, model: Path, tmp_path: Path
+) -> None:
     """... in the table, in eval.json and per prompt; then a second evaluation is compared with the first."""
     stored = json.loads((DATA / "suite_responses.json").read_text())
     engine = tmp_path / "stored.py"
     engine.write_text(ENGINE.format(stored=str(DATA / "suite_responses.json")))
     for suite in SUITES:
-        rows = [{key: row[key] for key in ("question", "answer")} for row in stored[suite]]
+        rows = [
+            {key: row[key] for key in ("question", "answer")} for row in stored[suite]
+        ]
         published.write_jsonl(tmp_path / f"{suite}.jsonl", rows)
     data = ", ".join(f"{suite}: {tmp_path / suite}.jsonl" for suite in SUITES)
-    command = ["eval", "--suite", ",".join(SUITES), *arguments(model, tmp_path / "runs", f"evaluation.data={{{data}}}")]
-    command += [f"rollout.engine={engine}:Stored", "evaluation.samples={gsm8k: 4}", "evaluation.pass_at=[2]"]
+    command = [
+        "eval",
+        "--suite",
+        ",".join(SUITES),
+        *arguments(model, tmp_path / "runs", f"evaluation.data={{{data}}}"),
+    ]
+    command += [
+        f"rollout.engine={engine}:Stored",
+        "evaluation.samples={gsm8k: 4}",
+        "evaluation.pass_at=[2]",
+    ]
     command += ["run.name=first"]
     ended = launch.command(command, ranks=2, logs=tmp_path / "logs")
     ended.check()
@@ -99,46 +123,84 @@ def test_stored_responses_have_the_scores_of_inspect_ai(launch: Launcher, model:
             assert metrics[f"{suite}/{ours}"] == pytest.approx(value)
             assert f"{value:.4f}" in ended.text
     results = read_suites(tmp_path / "runs" / "first")
-    assert [prompt.correct for prompt in results["math"].prompts] == expected["math"]["correct"]
+    assert [prompt.correct for prompt in results["math"].prompts] == expected["math"][
+        "correct"
+    ]
     assert results["gsm8k"].prompts[0].responses == stored["gsm8k"][0]["responses"]
 
     again = [*command, "run.name=second", "--against", str(tmp_path / "runs" / "first")]
     ended = launch.command(again, ranks=2, logs=tmp_path / "again")
     ended.check()
-    line = next(line for line in ended.text.splitlines() if line.startswith("gsm8k  avg@4"))
+    line = next(
+        line for line in ended.text.splitlines() if line.startswith("gsm8k  avg@4")
+    )
     assert line.split()[-4:] == ["+0.0000", "[+0.0000,", "+0.0000]", "1.000"]
 
 
-def test_every_suite_on_a_real_engine(launch: Launcher, model: Path, tmp_path: Path) -> None:
+def test_every_suite_on_a_real_engine(
+    launch: Launcher, model: Path, tmp_path: Path
+) -> None:
     """The tiny model's responses are noise, so that nearly all are wrong; all of them are scored."""
     published.write_jsonl(tmp_path / "aime.jsonl", published.AIME)
     published.write_csv(tmp_path / "gpqa.csv", published.GPQA)
     published.write_jsonl(tmp_path / "code.jsonl", published.LIVECODEBENCH)
     files = {"aime": "aime.jsonl", "gpqa": "gpqa.csv", "code": "code.jsonl"}
     data = ", ".join(f"{suite}: {tmp_path / file}" for suite, file in files.items())
-    given = arguments(model, tmp_path / "runs", f"evaluation.data={{{data}}}", "evaluation.limit=2")
-    given += ["evaluation.suites=[aime, gpqa, code]", "evaluation.samples={aime: 3, gpqa: 2, code: 1}", "rollout.tp=2"]
-    world = launch.world(2, "tests.trainer.ranks:attempt", command="eval", arguments=["--config=", *given])
+    given = arguments(
+        model, tmp_path / "runs", f"evaluation.data={{{data}}}", "evaluation.limit=2"
+    )
+    given += [
+        "evaluation.suites=[aime, gpqa, code]",
+        "evaluation.samples={aime: 3, gpqa: 2, code: 1}",
+        "rollout.tp=2",
+    ]
+    world = launch.world(
+        2,
+        "tests.trainer.ranks:attempt",
+        command="eval",
+        arguments=["--config=", *given],
+    )
     assert world == [{}, {}]
     results = read_suites(tmp_path / "runs" / "run")
-    assert {name: (len(result.prompts), result.num_samples) for name, result in results.items()} == {
+    assert {
+        name: (len(result.prompts), result.num_samples)
+        for name, result in results.items()
+    } == {
         "aime": (2, 3),
         "gpqa": (2, 2),
         "code": (2, 1),
     }
-    assert results["aime"].metrics == ["avg@3", "maj@3", "pass@3"] and results["code"].metrics == ["avg@1"]
+    assert results["aime"].metrics == ["avg@3", "maj@3", "pass@3"] and results[
+        "code"
+    ].metrics == ["avg@1"]
     assert all(result.num_unscored == 0 for result in results.values())
-    assert len(set(results["aime"].prompts[0].responses)) == 3, "each sample has a seed of its own"
+    assert len(set(results["aime"].prompts[0].responses)) == 3, (
+        "each sample has a seed of its own"
+    )
 
 
-def test_a_served_model_gives_the_same_responses_as_an_engine(launch: Launcher, model: Path, tmp_path: Path) -> None:
+def test_a_served_model_gives_the_same_responses_as_an_engine(
+    launch: Launcher, model: Path, tmp_path: Path
+) -> None:
     file = published.write_jsonl(tmp_path / "aime.jsonl", published.AIME)
-    common = ["eval", "--suite", "aime", f"evaluation.data.aime={file}", "evaluation.samples.aime=3"]
+    common = [
+        "eval",
+        "--suite",
+        "aime",
+        f"evaluation.data.aime={file}",
+        "evaluation.samples.aime=3",
+    ]
     common += arguments(model, tmp_path / "runs", "model.dtype=float32")
-    launch.command([*common, "run.name=engine", "rollout.engine=hf"], ranks=2, logs=tmp_path / "engine").check()
+    launch.command(
+        [*common, "run.name=engine", "rollout.engine=hf"],
+        ranks=2,
+        logs=tmp_path / "engine",
+    ).check()
     with SGLangLike(model, context_length=1024) as server:
         served = ["--url", server.url, "rollout.servers.kind=sglang", "run.name=served"]
         launch.command([*common, *served], ranks=2, logs=tmp_path / "served").check()
         assert server.calls["/generate"] >= 6
-    first, second = (read_suites(tmp_path / "runs" / name)["aime"] for name in ("engine", "served"))
+    first, second = (
+        read_suites(tmp_path / "runs" / name)["aime"] for name in ("engine", "served")
+    )
     assert first == second

@@ -31,7 +31,13 @@ def breaks(completion):
     moves(completion, None)
     raise ValueError("far from home")
 """
-GIVEN = ["--config=run.yaml", "model.path=model", "data.train=[train.jsonl]", "rollout.engine=hf", "run.nproc=1"]
+GIVEN = [
+    "--config=run.yaml",
+    "model.path=model",
+    "data.train=[train.jsonl]",
+    "rollout.engine=hf",
+    "run.nproc=1",
+]
 
 
 @pytest.fixture
@@ -43,9 +49,18 @@ def desk(inputs: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_reward_that_moves_loses_nothing(launch: Launcher, desk: Path, tmp_path: Path) -> None:
-    more = ["reward={function: 'mine.py:moves'}", "actor.tp=1", "trainer.save_samples=2", "run.track_metrics=['*']"]
-    ended = launch.command(["train", *GIVEN, *more], logs=tmp_path / "logs", ranks=1, folder=desk)
+def test_a_reward_that_moves_loses_nothing(
+    launch: Launcher, desk: Path, tmp_path: Path
+) -> None:
+    more = [
+        "reward={function: 'mine.py:moves'}",
+        "actor.tp=1",
+        "trainer.save_samples=2",
+        "run.track_metrics=['*']",
+    ]
+    ended = launch.command(
+        ["train", *GIVEN, *more], logs=tmp_path / "logs", ranks=1, folder=desk
+    )
     assert ended.codes == [0], ended.text
     run = desk / "runs" / "run"
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
@@ -54,30 +69,68 @@ def test_a_reward_that_moves_loses_nothing(launch: Launcher, desk: Path, tmp_pat
         assert (run / name).exists(), name
 
 
-def test_its_error_reaches_the_terminal(launch: Launcher, desk: Path, tmp_path: Path) -> None:
+def test_its_error_reaches_the_terminal(
+    launch: Launcher, desk: Path, tmp_path: Path
+) -> None:
     more = ["reward={function: 'mine.py:breaks'}", "actor.tp=1"]
-    ended = launch.command(["train", *GIVEN, *more], logs=tmp_path / "logs", ranks=1, folder=desk)
-    assert ended.codes == [1] and "reward 'breaks' raised ValueError: far from home" in ended.text, ended.text
+    ended = launch.command(
+        ["train", *GIVEN, *more], logs=tmp_path / "logs", ranks=1, folder=desk
+    )
+    assert (
+        ended.codes == [1]
+        and "reward 'breaks' raised ValueError: far from home" in ended.text
+    ), ended.text
 
 
-def test_every_path_is_absolute_and_names_that_are_none_stay(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_path_is_absolute_and_names_that_are_none_stay(
+    desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(desk)
     given = {
         "model": {"path": "model", "tokenizer": "tokenizer.model"},
         "reference": {"path": "org/name"},
-        "data": {"train": ["train.jsonl", "*.jsonl", "org/data", "mine.py:rows"], "system_prompt": "model"},
-        "reward": [{"function": "mine.py:moves"}, {"function": "mine:moves"}, {"name": "exact_match"}],
+        "data": {
+            "train": ["train.jsonl", "*.jsonl", "org/data", "mine.py:rows"],
+            "system_prompt": "model",
+        },
+        "reward": [
+            {"function": "mine.py:moves"},
+            {"function": "mine:moves"},
+            {"name": "exact_match"},
+        ],
         "algorithm": {"group_size": 2, "rollout_filter": "mine.py:keep"},
-        "environment": {"name": "tools", "options": {"tools": {"find": {"search": "train.jsonl"}}}},
+        "environment": {
+            "name": "tools",
+            "options": {"tools": {"find": {"search": "train.jsonl"}}},
+        },
     }
     config = with_absolute_paths(load_config(given, check_paths=False, command="train"))
-    assert (config.run.dir, config.model.path) == (str(desk / "runs"), str(desk / "model"))
-    assert (config.model.tokenizer, config.reference.path) == (str(desk / "tokenizer.model"), "org/name")
-    expected = [str(desk / "train.jsonl"), str(desk / "*.jsonl"), "org/data", f"{desk / 'mine.py'}:rows"]
-    assert [source.path for source in config.data.train] == expected and config.data.system_prompt == "model"
-    assert [entry.function for entry in config.reward] == [f"{desk / 'mine.py'}:moves", "mine:moves", None]
+    assert (config.run.dir, config.model.path) == (
+        str(desk / "runs"),
+        str(desk / "model"),
+    )
+    assert (config.model.tokenizer, config.reference.path) == (
+        str(desk / "tokenizer.model"),
+        "org/name",
+    )
+    expected = [
+        str(desk / "train.jsonl"),
+        str(desk / "*.jsonl"),
+        "org/data",
+        f"{desk / 'mine.py'}:rows",
+    ]
+    assert [
+        source.path for source in config.data.train
+    ] == expected and config.data.system_prompt == "model"
+    assert [entry.function for entry in config.reward] == [
+        f"{desk / 'mine.py'}:moves",
+        "mine:moves",
+        None,
+    ]
     assert config.algorithm.rollout_filter == f"{desk / 'mine.py'}:keep"
-    assert config.environment.options["tools"]["find"]["search"] == str(desk / "train.jsonl")
+    assert config.environment.options["tools"]["find"]["search"] == str(
+        desk / "train.jsonl"
+    )
     assert with_absolute_paths(config) == config
 
 
@@ -99,4 +152,7 @@ def test_a_rank_that_leaves_without_finishing_is_a_failure() -> None:
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert json.loads(ended.stdout) == [0, 1], ended.stderr
-    assert "rank 1 of this node left with exit code 0 before the run was over" in ended.stderr
+    assert (
+        "rank 1 of this node left with exit code 0 before the run was over"
+        in ended.stderr
+    )

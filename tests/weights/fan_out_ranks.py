@@ -58,30 +58,50 @@ def relayed(
     model = make_spec(**spec)
     weights = weights_of(model)
     padded = -(-model.vocab_size // shape.tp) * shape.tp
-    source_of = placed(megatron_layouts(weights, model, shape, padded_vocab_size=padded), 0, shape.world_size)
+    source_of = placed(
+        megatron_layouts(weights, model, shape, padded_vocab_size=padded),
+        0,
+        shape.world_size,
+    )
     first = shape.world_size if first_engine is None else first_engine
-    dest_of = placed(vllm_layouts(weights, model, engine_tp, expert_parallel=expert_parallel), first, world)
+    dest_of = placed(
+        vllm_layouts(weights, model, engine_tp, expert_parallel=expert_parallel),
+        first,
+        world,
+    )
     ids = {name: array % 251 + 1 for name, array in element_ids(weights).items()}
     source_dtype, dest_dtype = (getattr(torch, dtype) for dtype in dtypes)
     itemsize = min(source_dtype.itemsize, dest_dtype.itemsize)
-    options = TransportOptions(bucket_bytes, alias=alias, node_of=nodes.__getitem__, ipc=ipc)
+    options = TransportOptions(
+        bucket_bytes, alias=alias, node_of=nodes.__getitem__, ipc=ipc
+    )
     found: dict[str, Any] = {"wrong": [], "differs": []}
     engines: dict[bool, dict[str, torch.Tensor]] = {}
     for fans_out in (False, True):
         # Small boxes would be one unit, which nobody would share.
         with mock.patch.object(fan_out_module, "LEAST_UNIT", 8):
-            plans = make_plans(source_of, dest_of, world, nodes.__getitem__, fan_out=fans_out)
+            plans = make_plans(
+                source_of, dest_of, world, nodes.__getitem__, fan_out=fans_out
+            )
             plan = plans[rank]
         source = on_device(source_of(rank), ids, source_dtype)
-        dest = on_device(dest_of(rank), {name: array * 0 for name, array in ids.items()}, dest_dtype)
+        dest = on_device(
+            dest_of(rank), {name: array * 0 for name, array in ids.items()}, dest_dtype
+        )
         group = dist.new_group() if background else None
         in_order = [{name} for name in source] if background else ()
         with counted_buckets() as buckets:
-            resharder = Resharder(plan, source, dest, None, options, background=group, in_order=in_order)
+            resharder = Resharder(
+                plan, source, dest, None, options, background=group, in_order=in_order
+            )
             for version in (1, 2):
                 stats = resharder.run()
                 expected = on_device(dest_of(rank), ids, dest_dtype)
-                found["wrong"] += [name for name in dest if not torch.equal(dest[name], expected[name] * version)]
+                found["wrong"] += [
+                    name
+                    for name in dest
+                    if not torch.equal(dest[name], expected[name] * version)
+                ]
                 ReshardCheck(source_of, dest_of, source, dest).compare()
                 if version == 1:
                     resharder.source_changes()
@@ -94,7 +114,10 @@ def relayed(
             "sent": stats.bytes_sent,
             "received": stats.bytes_received,
             "busiest": stats.busiest_sent,
-            "planned": [sum(volume.sent.values()) * itemsize, sum(volume.received.values()) * itemsize],
+            "planned": [
+                sum(volume.sent.values()) * itemsize,
+                sum(volume.received.values()) * itemsize,
+            ],
             "far": far(plans, rank, nodes, itemsize),
             "buckets": max(buckets, default=0),
         }
@@ -102,27 +125,40 @@ def relayed(
     found["differs"] = [
         name
         for name, tensor in engines[False].items()
-        if not torch.equal(tensor.data.view(torch.uint8), engines[True][name].data.view(torch.uint8))
+        if not torch.equal(
+            tensor.data.view(torch.uint8), engines[True][name].data.view(torch.uint8)
+        )
     ]
     return found
 
 
-def on_device(layout: Layout, ids: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
+def on_device(
+    layout: Layout, ids: dict[str, Any], dtype: torch.dtype
+) -> dict[str, torch.nn.Parameter]:
     """The tensors of a layout, where a run would have them."""
     made = as_parameters(fill(layout, ids), dtype)
-    return {name: torch.nn.Parameter(tensor.data.to(platform.device)) for name, tensor in made.items()}
+    return {
+        name: torch.nn.Parameter(tensor.data.to(platform.device))
+        for name, tensor in made.items()
+    }
 
 
 def num_forwarded(plan: Plan) -> int:
     """Boxes that a rank sends on after it has received them."""
-    return sum(len(boxes) for hop in plan.relays if hop.after is not None for boxes in hop.sends.values())
+    return sum(
+        len(boxes)
+        for hop in plan.relays
+        if hop.after is not None
+        for boxes in hop.sends.values()
+    )
 
 
 def far(plans: Plans, rank: int, nodes: Sequence[int], itemsize: int) -> list[int]:
     """Bytes that a rank (sends, receives) between nodes, as the plans say."""
     volume = plans.volume(rank)
     return [
-        sum(numel for peer, numel in by_peer.items() if nodes[peer] != nodes[rank]) * itemsize
+        sum(numel for peer, numel in by_peer.items() if nodes[peer] != nodes[rank])
+        * itemsize
         for by_peer in (volume.sent, volume.received)
     ]
 

@@ -19,7 +19,10 @@ from tests.sharding.specs import make_spec
 
 
 def compare_after_faults(
-    grid: dict[str, int], vllm_tp: int, dtypes: tuple[str, str], faults: list[dict[str, Any] | None]
+    grid: dict[str, int],
+    vllm_tp: int,
+    dtypes: tuple[str, str],
+    faults: list[dict[str, Any] | None],
 ) -> list[str]:
     """Reshard random weights; for each fault, put it in, compare, and take it out. Returns what was raised."""
     rank, shape, model = dist.get_rank(), GridShape(**grid), make_spec()
@@ -27,11 +30,23 @@ def compare_after_faults(
     source_layouts = megatron_layouts(weights, model, shape, padded_vocab_size=64)
     dest_layouts = vllm_layouts(weights, model, vllm_tp)
     generator = torch.Generator().manual_seed(0)
-    arrays = {weight.name: torch.randn(weight.shape, generator=generator).numpy() for weight in weights}
+    arrays = {
+        weight.name: torch.randn(weight.shape, generator=generator).numpy()
+        for weight in weights
+    }
     # what is in the padding must not count: it differs on every rank
-    source = tensors(source_layouts(rank), arrays, getattr(torch, dtypes[0]), padding=rank + 1.0)
-    dest = tensors(dest_layouts(rank), {k: v * 0 for k, v in arrays.items()}, getattr(torch, dtypes[1]), padding=-rank)
-    Resharder(make_plan(source_layouts, dest_layouts, shape.world_size, rank), source, dest).run()
+    source = tensors(
+        source_layouts(rank), arrays, getattr(torch, dtypes[0]), padding=rank + 1.0
+    )
+    dest = tensors(
+        dest_layouts(rank),
+        {k: v * 0 for k, v in arrays.items()},
+        getattr(torch, dtypes[1]),
+        padding=-rank,
+    )
+    Resharder(
+        make_plan(source_layouts, dest_layouts, shape.world_size, rank), source, dest
+    ).run()
     check = ReshardCheck(source_layouts, dest_layouts, source, dest)
     found = []
     for fault in faults:
@@ -64,9 +79,16 @@ def spoil(tensor: torch.Tensor, kind: str) -> None:
         raise AssertionError(kind)
 
 
-def tensors(layout: Layout, arrays: dict[str, Any], dtype: torch.dtype, padding: float) -> dict[str, torch.Tensor]:
-    out = {name: torch.full(shape, padding, dtype=dtype) for name, shape in layout.local_shapes.items()}
+def tensors(
+    layout: Layout, arrays: dict[str, Any], dtype: torch.dtype, padding: float
+) -> dict[str, torch.Tensor]:
+    out = {
+        name: torch.full(shape, padding, dtype=dtype)
+        for name, shape in layout.local_shapes.items()
+    }
     for piece in layout.pieces:
         box = torch.from_numpy(arrays[piece.tensor][piece.box.slices])
-        out[piece.local][piece.local_box.slices] = box.reshape(piece.local_box.shape).to(dtype)
+        out[piece.local][piece.local_box.slices] = box.reshape(
+            piece.local_box.shape
+        ).to(dtype)
     return out

@@ -19,12 +19,18 @@ from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.sharding.weight import shapes_of
-from megaverl.weights.server_link import LinkAddress, dealt, open_as_receiver, open_as_sender
+from megaverl.weights.server_link import (
+    LinkAddress,
+    dealt,
+    open_as_receiver,
+    open_as_sender,
+)
 from tests.sharding.specs import element_ids, fill, make_spec
 from tests.weights.ranks import as_parameters
 
 SENDERS = 2
-JOBS = ((0, 1), (2, 3), (4,))  # ranks of the actor and of each server, every one with a default group of its own
+# Ranks of the actor and of each server, every one with a default group of its own.
+JOBS = ((0, 1), (2, 3), (4,))
 SECONDS = timedelta(seconds=60)
 
 
@@ -47,7 +53,9 @@ def deliver(late: bool = False, fault: str = "") -> dict[str, Any]:
     if rank == 0:
         links = keep_store("127.0.0.1", 0, SECONDS)
         store.set("port", str(links.port))
-    address = LinkAddress("127.0.0.1", int(store.get("port")), "tried", SENDERS, size, "gloo", 60.0)
+    address = LinkAddress(
+        "127.0.0.1", int(store.get("port")), "tried", SENDERS, size, "gloo", 60.0
+    )
     start = time.monotonic()
     try:
         return _deliver(address, store, rank, late=late, fault=fault)
@@ -60,7 +68,9 @@ def deliver(late: bool = False, fault: str = "") -> dict[str, Any]:
             time.sleep(0.02)
 
 
-def _deliver(address: LinkAddress, store: dist.Store, rank: int, *, late: bool, fault: str) -> dict[str, Any]:
+def _deliver(
+    address: LinkAddress, store: dist.Store, rank: int, *, late: bool, fault: str
+) -> dict[str, Any]:
     spec = make_spec(num_layers=2, num_kv_heads=2)
     weights = weights_of(spec)
     grid = GridShape(tp=1, dp=SENDERS) if late else GridShape(tp=SENDERS)
@@ -79,9 +89,13 @@ def _deliver(address: LinkAddress, store: dist.Store, rank: int, *, late: bool, 
         return {"sent": sent, "planned": link.plan.num_sent * 2}
     of_job = next(job for job in JOBS if rank in job)
     engine: Layout = vllm_layouts(weights, spec, len(of_job))(of_job.index(rank))
-    dest = as_parameters(fill(engine, {name: array * 0 for name, array in ids.items()}), torch.bfloat16)
+    dest = as_parameters(
+        fill(engine, {name: array * 0 for name, array in ids.items()}), torch.bfloat16
+    )
 
-    def lay_out(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Layout, dict[str, torch.Tensor]]:
+    def lay_out(
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> tuple[Layout, dict[str, torch.Tensor]]:
         if fault == "refuses" and rank == address.size - 1:
             raise RolloutError("these weights do not fit")
         assert shapes == shapes_of(weights)
@@ -100,4 +114,9 @@ def _deliver(address: LinkAddress, store: dist.Store, rank: int, *, late: bool, 
             if not same or tensor.data_ptr() != places[name]:
                 wrong.append(name)
     link.close()
-    return {"wrong": wrong, "received": received, "planned": link.plan.num_received * 2, "needed": engine.numel * 2}
+    return {
+        "wrong": wrong,
+        "received": received,
+        "planned": link.plan.num_received * 2,
+        "needed": engine.numel * 2,
+    }

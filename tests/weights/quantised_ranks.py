@@ -18,15 +18,25 @@ from megaverl.sharding.load_balance import RankLayouts
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import MLASpec, ModelSpec
 from megaverl.sharding.plan import make_plan
-from megaverl.sharding.vllm import QuantisedWeight, landing_parts, scale_shape, vllm_layouts
+from megaverl.sharding.vllm import (
+    QuantisedWeight,
+    landing_parts,
+    scale_shape,
+    vllm_layouts,
+)
 from megaverl.weights.fingerprint import ReshardCheck
 from megaverl.weights.reshard import Resharder
 from megaverl.weights.transports import TransportOptions
-from megaverl.weights.transports.quantised import Landed, QuantisedDestination, dequantise
+from megaverl.weights.transports.quantised import (
+    Landed,
+    QuantisedDestination,
+    dequantise,
+)
 from tests.sharding.specs import fill, make_experts, make_spec
 from tests.weights.fan_out_ranks import num_forwarded, placed
 
-# no rank's part of anything is whole blocks of 128, and borders of fused matrices lie inside of blocks
+# no rank's part of anything is whole blocks of 128, and borders of fused matrices lie
+# inside of blocks
 SIZES: dict[str, Any] = {
     "hidden_size": 192,
     "ffn_hidden_size": 320,
@@ -41,7 +51,11 @@ SIZES: dict[str, Any] = {
 def spec_of(architecture: str) -> ModelSpec:
     sizes = dict(SIZES)
     if architecture == "DeepseekV3ForCausalLM":
-        sizes |= {"mla": MLASpec(100, 60, 24, 16, 40), "num_kv_heads": 4, "moe": make_experts(architecture, 4, 80)}
+        sizes |= {
+            "mla": MLASpec(100, 60, 24, 16, 40),
+            "num_kv_heads": 4,
+            "moe": make_experts(architecture, 4, 80),
+        }
     elif architecture == "Qwen3MoeForCausalLM":
         sizes["moe"] = make_experts(architecture, 4, 80)
     return make_spec(architecture, **sizes)
@@ -60,7 +74,9 @@ def reference(
             place = slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide)
             one = matrix[place].float()
             scale = one.abs().max().clamp(1e-4) / 448
-            scales[i, j] = torch.exp2(torch.ceil(torch.log2(scale))) if powers_of_two else scale
+            scales[i, j] = (
+                torch.exp2(torch.ceil(torch.log2(scale))) if powers_of_two else scale
+            )
             numbers[place] = (one * (1 / scales[i, j])).to(torch.float8_e4m3fn)
     return numbers, scales.reshape(scale_shape(rows, columns, block))
 
@@ -82,50 +98,95 @@ class Case:
         nodes: Sequence[int] | None = None,
         landed: Landed = lambda tensors, view_of: None,
     ) -> None:
-        self.rank, world, spec = dist.get_rank(), dist.get_world_size(), spec_of(architecture)
+        self.rank, world, spec = (
+            dist.get_rank(),
+            dist.get_world_size(),
+            spec_of(architecture),
+        )
         weights, shape = weights_of(spec), GridShape(**grid)
-        self.source_layouts = megatron_layouts(weights, spec, shape, padded_vocab_size=64)
-        self.dest_layouts = vllm_layouts(weights, spec, tp, expert_parallel=expert_parallel, quantization=quantization)
-        if nodes is not None:  # engines on the ranks behind the grid's, over links that a fan-out relieves
+        self.source_layouts = megatron_layouts(
+            weights, spec, shape, padded_vocab_size=64
+        )
+        self.dest_layouts = vllm_layouts(
+            weights,
+            spec,
+            tp,
+            expert_parallel=expert_parallel,
+            quantization=quantization,
+        )
+        # Engines on the ranks behind the grid's, over links that a fan-out relieves.
+        if nodes is not None:
             self.source_layouts = placed(self.source_layouts, 0, shape.world_size)
             self.dest_layouts = placed(self.dest_layouts, shape.world_size, world)
         node_of = None if nodes is None else nodes.__getitem__
-        plan = make_plan(self.source_layouts, self.dest_layouts, world, self.rank, node_of, fan_out=nodes is not None)
+        plan = make_plan(
+            self.source_layouts,
+            self.dest_layouts,
+            world,
+            self.rank,
+            node_of,
+            fan_out=nodes is not None,
+        )
         self.num_forwarded = num_forwarded(plan)
         generator = np.random.default_rng(0)
         self.arrays = {w.name: generator.normal(size=w.shape) + 3 for w in weights}
         self.layout = self.dest_layouts(self.rank)
-        self.source = as_tensors(self.source_layouts(self.rank), self.arrays, getattr(torch, dtype))
+        self.source = as_tensors(
+            self.source_layouts(self.rank), self.arrays, getattr(torch, dtype)
+        )
         engine = as_tensors(self.layout, self.arrays, torch.bfloat16)
         self.expected = {name: engine.pop(name) for name in self.layout.quantised}
         self.rest = {name: torch.zeros_like(tensor) for name, tensor in engine.items()}
         self.engine = engine
-        self.weights = {name: room(shape, self.layout.quantised[name]) for name, shape in self.quantised_shapes()}
-        self.parts = landing_parts(RankLayouts(self.dest_layouts, world).layouts, bucket // 2)
-        standing = {n: torch.empty(s, dtype=torch.bfloat16, device="meta") for n, s in self.quantised_shapes()}
+        self.weights = {
+            name: room(shape, self.layout.quantised[name])
+            for name, shape in self.quantised_shapes()
+        }
+        self.parts = landing_parts(
+            RankLayouts(self.dest_layouts, world).layouts, bucket // 2
+        )
+        standing = {
+            n: torch.empty(s, dtype=torch.bfloat16, device="meta")
+            for n, s in self.quantised_shapes()
+        }
         self.dest = self.rest | standing
         self.resharder = Resharder(
             plan,
             self.source,
             self.dest,
-            options=TransportOptions(bucket_bytes=2**14, alias=True, node_of=node_of, ipc=ipc),
+            options=TransportOptions(
+                bucket_bytes=2**14, alias=True, node_of=node_of, ipc=ipc
+            ),
             quantised=QuantisedDestination(self.parts, self.weights, landed),
         )
 
     def quantised_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(name, self.layout.local_shapes[name]) for name in self.layout.quantised]
+        return [
+            (name, self.layout.local_shapes[name]) for name in self.layout.quantised
+        ]
 
     def wrong(self) -> list[str]:
         """Tensors of the engine that are not what a naive quantisation of the whole weights gives."""
-        found = [name for name, tensor in self.rest.items() if not torch.equal(tensor, self.engine[name])]
+        found = [
+            name
+            for name, tensor in self.rest.items()
+            if not torch.equal(tensor, self.engine[name])
+        ]
         for name, weight in self.weights.items():
-            for expert, matrix in enumerate(self.expected[name].reshape(-1, *weight.numbers.shape[-2:])):
+            for expert, matrix in enumerate(
+                self.expected[name].reshape(-1, *weight.numbers.shape[-2:])
+            ):
                 numbers, scales = reference(matrix, weight.block)
                 several = weight.numbers.dim() > 2
                 held = weight.numbers[expert] if several else weight.numbers
                 if not torch.equal(held.view(torch.uint8), numbers.view(torch.uint8)):
                     found.append(f"{name}[{expert}]")
-                if not torch.equal((weight.scales[expert] if several else weight.scales).reshape(scales.shape), scales):
+                if not torch.equal(
+                    (weight.scales[expert] if several else weight.scales).reshape(
+                        scales.shape
+                    ),
+                    scales,
+                ):
                     found.append(f"{name}[{expert}]: scales")
         return found
 
@@ -133,29 +194,55 @@ class Case:
         """Of a product with the quantised weights, relative to its norm: the largest of all matrices."""
         worst = 0.0
         for name, weight in self.weights.items():
-            for expert, matrix in enumerate(self.expected[name].reshape(-1, *weight.numbers.shape[-2:])):
-                x = torch.randn(16, matrix.shape[1], generator=torch.Generator().manual_seed(0))
+            for expert, matrix in enumerate(
+                self.expected[name].reshape(-1, *weight.numbers.shape[-2:])
+            ):
+                x = torch.randn(
+                    16, matrix.shape[1], generator=torch.Generator().manual_seed(0)
+                )
                 right = x @ matrix.float().t()
-                worst = max(worst, float((x @ dequantise(weight, expert).t() - right).norm() / right.norm()))
+                worst = max(
+                    worst,
+                    float(
+                        (x @ dequantise(weight, expert).t() - right).norm()
+                        / right.norm()
+                    ),
+                )
         return worst
 
 
-def as_tensors(layout: Layout, arrays: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def as_tensors(
+    layout: Layout, arrays: dict[str, Any], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """The arrays in their places; rounded to bfloat16 first, so that both sides start from the same numbers."""
-    places = fill(layout, {name: np.arange(1, array.size + 1).reshape(array.shape) for name, array in arrays.items()})
+    places = fill(
+        layout,
+        {
+            name: np.arange(1, array.size + 1).reshape(array.shape)
+            for name, array in arrays.items()
+        },
+    )
     tensors = {}
     for name, place in places.items():
         tensors[name] = torch.zeros(place.shape, dtype=dtype)
     for piece in layout.pieces:
-        box = torch.from_numpy(arrays[piece.tensor][piece.box.slices]).bfloat16().to(dtype)
-        tensors[piece.local][piece.local_box.slices] = box.reshape(tensors[piece.local][piece.local_box.slices].shape)
+        box = (
+            torch.from_numpy(arrays[piece.tensor][piece.box.slices])
+            .bfloat16()
+            .to(dtype)
+        )
+        tensors[piece.local][piece.local_box.slices] = box.reshape(
+            tensors[piece.local][piece.local_box.slices].shape
+        )
     return tensors
 
 
 def room(shape: tuple[int, ...], block: int | None) -> QuantisedWeight:
     numbers = torch.zeros(shape, dtype=torch.float8_e4m3fn)
     one = scale_shape(shape[-2], shape[-1], block)
-    scales = torch.zeros(*shape[:-2], *(() if len(shape) > 2 and block is None else one))
+    scales = torch.zeros(
+        *shape[:-2], *(() if len(shape) > 2 and block is None else one)
+    )
     if block is None and len(shape) == 2:  # as vLLM keeps it, transposed
         numbers = torch.zeros(shape[::-1], dtype=torch.float8_e4m3fn).t()
     return QuantisedWeight(numbers, scales, block)
@@ -194,13 +281,17 @@ def land_otherwise(architecture: str, tp: int, local: str) -> str:
     check: list[ReshardCheck] = []
 
     def landed(tensors: frozenset[str], view_of: Any) -> None:
-        if dist.get_rank() == 1 and any(piece.local == local for t in tensors for piece in held.get(t, ())):
+        if dist.get_rank() == 1 and any(
+            piece.local == local for t in tensors for piece in held.get(t, ())
+        ):
             view_of(local, Box((3, 5), (4, 6))).add_(1)
         check[0].compare(tensors, view_of)
 
     case = Case(architecture, {"tp": 2}, tp, "fp8_per_block", landed=landed)
     held = case.layout.by_tensor
-    check.append(ReshardCheck(case.source_layouts, case.dest_layouts, case.source, case.dest))
+    check.append(
+        ReshardCheck(case.source_layouts, case.dest_layouts, case.source, case.dest)
+    )
     try:
         case.resharder.run()
     except ReshardError as error:

@@ -47,25 +47,36 @@ def reshard_ids(
     source_layouts = megatron_layouts(weights, model, shape, padded_vocab_size=64)
     dest_layouts = vllm_layouts(weights, model, vllm_tp)
     if in_views:
-        source_layouts, dest_layouts = follow(source_layouts, seen_otherwise), follow(dest_layouts, seen_otherwise)
+        source_layouts, dest_layouts = (
+            follow(source_layouts, seen_otherwise),
+            follow(dest_layouts, seen_otherwise),
+        )
     plan = make_plan(source_layouts, dest_layouts, shape.world_size, rank)
     # ids that bfloat16 holds exactly, and that differ between neighbours
     ids = {name: array % 251 + 1 for name, array in element_ids(weights).items()}
     source = as_parameters(fill(source_layouts(rank), ids), source_dtype)
-    dest = as_parameters(fill(dest_layouts(rank), {k: v * 0 for k, v in ids.items()}), dest_dtype)
+    dest = as_parameters(
+        fill(dest_layouts(rank), {k: v * 0 for k, v in ids.items()}), dest_dtype
+    )
     storages = {name: tensor.data_ptr() for name, tensor in dest.items()}
-    resharder = Resharder(plan, source, dest, options=TransportOptions(bucket_bytes=bucket_bytes, ipc=ipc))
+    resharder = Resharder(
+        plan, source, dest, options=TransportOptions(bucket_bytes=bucket_bytes, ipc=ipc)
+    )
     wrong = []
     for step in (1, 2):  # a second run brings the second version
         stats = resharder.run()
         expected = as_parameters(fill(dest_layouts(rank), ids), dest_dtype)
-        wrong += [name for name in dest if not torch.equal(dest[name], expected[name] * step)]
+        wrong += [
+            name for name in dest if not torch.equal(dest[name], expected[name] * step)
+        ]
         ReshardCheck(source_layouts, dest_layouts, source, dest).compare()
         for tensor in source.values():
             tensor.data.mul_(2)
             if move_source:  # as offloading does
                 tensor.data = tensor.data.clone()
-    wrong += [name for name, tensor in dest.items() if tensor.data_ptr() != storages[name]]
+    wrong += [
+        name for name, tensor in dest.items() if tensor.data_ptr() != storages[name]
+    ]
     return {
         "wrong": wrong,
         "received": stats.bytes_received,
@@ -79,24 +90,42 @@ def reshard_ids(
 def seen_otherwise(layout: Layout) -> Layout:
     """The same matrices, each transposed, in every second row from the second on of a tensor twice as high."""
     turned = Strides((1, 0), (0, 1), (1, 2))
-    views = {f"{name}.turned": (name, turned) for name, shape in layout.local_shapes.items() if len(shape) == 2}
-    shapes = {name: (2 * s[1], s[0]) if len(s) == 2 else s for name, s in layout.local_shapes.items()}
+    views = {
+        f"{name}.turned": (name, turned)
+        for name, shape in layout.local_shapes.items()
+        if len(shape) == 2
+    }
+    shapes = {
+        name: (2 * s[1], s[0]) if len(s) == 2 else s
+        for name, s in layout.local_shapes.items()
+    }
     pieces = tuple(
-        piece._replace(local=f"{piece.local}.turned" if f"{piece.local}.turned" in views else piece.local)
+        piece._replace(
+            local=f"{piece.local}.turned"
+            if f"{piece.local}.turned" in views
+            else piece.local
+        )
         for piece in layout.pieces
     )
     return Layout(pieces, shapes, layout.global_shapes, views=views)
 
 
-def as_parameters(arrays: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
-    return {name: torch.nn.Parameter(torch.from_numpy(array).to(dtype)) for name, array in arrays.items()}
+def as_parameters(
+    arrays: dict[str, Any], dtype: torch.dtype
+) -> dict[str, torch.nn.Parameter]:
+    return {
+        name: torch.nn.Parameter(torch.from_numpy(array).to(dtype))
+        for name, array in arrays.items()
+    }
 
 
 def reshard_with_a_fault(fault: str) -> str:
     """Rank 1's parameters are wrong; returns the error that this rank raised."""
     rank, model = dist.get_rank(), make_spec()
     weights = weights_of(model)
-    layouts = megatron_layouts(weights, model, GridShape(tp=2, dp=2), padded_vocab_size=64)
+    layouts = megatron_layouts(
+        weights, model, GridShape(tp=2, dp=2), padded_vocab_size=64
+    )
     tensors = as_parameters(fill(layouts(rank), element_ids(weights)), torch.float32)
     name = "decoder.final_layernorm.weight"
     if rank == 1 and fault == "missing":
@@ -108,7 +137,9 @@ def reshard_with_a_fault(fault: str) -> str:
     if rank == 1 and fault == "extra":
         tensors["decoder.weight_scale"] = torch.nn.Parameter(torch.zeros(3))
     if rank == 1 and fault == "quantised":
-        tensors[name] = torch.nn.Parameter(tensors[name].data.to(torch.int8), requires_grad=False)
+        tensors[name] = torch.nn.Parameter(
+            tensors[name].data.to(torch.int8), requires_grad=False
+        )
     plan = make_plan(layouts, layouts, 4, rank)
     try:
         Resharder(plan, tensors, tensors)
@@ -154,5 +185,10 @@ def load_and_export(
     return ""
 
 
-def empty_tensors(layout: Layout, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in layout.local_shapes.items()}
+def empty_tensors(
+    layout: Layout, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.full(shape, torch.nan, dtype=dtype)
+        for name, shape in layout.local_shapes.items()
+    }

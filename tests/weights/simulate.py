@@ -14,25 +14,35 @@ from megaverl.sharding.plan import Plan
 Arrays = dict[str, np.ndarray]
 
 
-def carry_out(plans: Sequence[Plan], source: Sequence[Arrays], dest: Sequence[Arrays]) -> None:
+def carry_out(
+    plans: Sequence[Plan], source: Sequence[Arrays], dest: Sequence[Arrays]
+) -> None:
     """Copies within each rank; then, hop by hop, what each rank sends, through the list that the receiver made.
 
-    A hop reads all that it forwards before it writes anything, so that nothing is forwarded in the hop that brought it.
+    A hop reads all that it forwards before it writes anything, so that nothing is
+    forwarded in the hop that brought it.
     """
     for plan in plans:
         for t in plan.copies:
             target = dest[t.dest][t.dest_local][t.dest_box.slices]
-            target[...] = source[t.source][t.source_local][t.source_box.slices].reshape(target.shape)
+            target[...] = source[t.source][t.source_local][t.source_box.slices].reshape(
+                target.shape
+            )
     for number in range(max(len(plan.hops) for plan in plans)):
         in_flight = []
         for plan in plans:
             hop = plan.hops[number]
             side = source if hop.after is None else dest
             for peer, transfers in hop.sends.items():
-                boxes = [side[plan.rank][t.source_local][t.source_box.slices].copy() for t in transfers]
+                boxes = [
+                    side[plan.rank][t.source_local][t.source_box.slices].copy()
+                    for t in transfers
+                ]
                 in_flight.append((plan.rank, peer, boxes))
         for rank, peer, boxes in in_flight:
-            for t, box in zip(plans[peer].hops[number].receives[rank], boxes, strict=True):
+            for t, box in zip(
+                plans[peer].hops[number].receives[rank], boxes, strict=True
+            ):
                 target = dest[peer][t.dest_local][t.dest_box.slices]
                 assert not target.any(), "written twice"
                 target[...] = box.reshape(target.shape)
@@ -40,28 +50,40 @@ def carry_out(plans: Sequence[Plan], source: Sequence[Arrays], dest: Sequence[Ar
 
 def gather(layouts: Sequence[Layout], arrays: Sequence[Arrays]) -> Arrays:
     """Every global array whole, from what the ranks hold."""
-    full = {name: np.zeros(shape, np.int64) for layout in layouts for name, shape in layout.global_shapes.items()}
+    full = {
+        name: np.zeros(shape, np.int64)
+        for layout in layouts
+        for name, shape in layout.global_shapes.items()
+    }
     for layout, held in zip(layouts, arrays, strict=True):
         for piece in layout.pieces:
             target = full[piece.tensor][piece.box.slices]
-            target[...] = held[piece.local][piece.local_box.slices].reshape(target.shape)
+            target[...] = held[piece.local][piece.local_box.slices].reshape(
+                target.shape
+            )
     return full
 
 
 def must_fetch(source: Layout, dest: Layout) -> int:
     """Elements that `dest` needs and `source` (the same rank's) lacks, counted one by one."""
-    missing = {tensor: np.ones(shape, dtype=bool) for tensor, shape in dest.global_shapes.items()}
+    missing = {
+        tensor: np.ones(shape, dtype=bool)
+        for tensor, shape in dest.global_shapes.items()
+    }
     for piece in source.pieces:
         if piece.tensor in missing:
             missing[piece.tensor][piece.box.slices] = False
-    return sum(int(missing[piece.tensor][piece.box.slices].sum()) for piece in dest.pieces)
+    return sum(
+        int(missing[piece.tensor][piece.box.slices].sum()) for piece in dest.pieces
+    )
 
 
 def unfair(plans: Sequence[Plan], node_of: Callable[[int], int]) -> list[str]:
     """What is wrong with who serves whom; empty if nothing is.
 
-    For sources whose boxes are equal or disjoint. Ranks that hold the same boxes share out those that need
-    them: on their own node if one of them is there, and each as much as the other, up to one largest request.
+    For sources whose boxes are equal or disjoint. Ranks that hold the same boxes share
+    out those that need them: on their own node if one of them is there, and each as
+    much as the other, up to one largest request.
     """
     holders = _holders(plans)
     sent: dict[tuple[frozenset[int], int], dict[int, int]] = {}
@@ -72,21 +94,29 @@ def unfair(plans: Sequence[Plan], node_of: Callable[[int], int]) -> list[str]:
             requests: dict[tuple[frozenset[int], str], int] = {}
             for t in transfers:
                 for piece in plan.source_layout.by_tensor[t.tensor]:
-                    if piece.local == t.source_local and (common := intersect(piece.box, t.box)):
+                    if piece.local == t.source_local and (
+                        common := intersect(piece.box, t.box)
+                    ):
                         key = (holders[t.tensor, piece.box], t.tensor)
                         requests[key] = requests.get(key, 0) + common.numel
             for (group, tensor), numel in requests.items():
                 near = any(node_of(holder) == node_of(dest) for holder in group)
                 if near and node_of(plan.rank) != node_of(dest):
-                    wrong.append(f"{tensor}: rank {dest} has a holder on its node, yet asks rank {plan.rank}")
+                    wrong.append(
+                        f"{tensor}: rank {dest} has a holder on its node, yet asks rank {plan.rank}"
+                    )
                 by_rank = sent.setdefault((group, node_of(dest) if near else -1), {})
                 by_rank[plan.rank] = by_rank.get(plan.rank, 0) + numel
                 largest[group] = max(largest.get(group, 0), numel)
     for (group, node), by_rank in sent.items():
-        counts = {rank: by_rank.get(rank, 0) for rank in group if node in (-1, node_of(rank))}
+        counts = {
+            rank: by_rank.get(rank, 0) for rank in group if node in (-1, node_of(rank))
+        }
         for a, b in combinations(counts, 2):
             if abs(counts[a] - counts[b]) > largest[group]:
-                wrong.append(f"of the same boxes rank {a} sends {counts[a]}, rank {b} {counts[b]}")
+                wrong.append(
+                    f"of the same boxes rank {a} sends {counts[a]}, rank {b} {counts[b]}"
+                )
     return wrong
 
 

@@ -28,7 +28,11 @@ def logits(folder: Path) -> torch.Tensor:
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder's files."""
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -43,18 +47,36 @@ def test_transformers_loads_it_with_equal_logits(
     target = tmp_path / "export"
     options = {"bucket_bytes": 4096, "shard_bytes": 50_000 if tied else 10**9}
     grid = GRID | expert_tp(architecture)
-    results = launch.world(4, "tests.weights.ranks:load_and_export", source=source, folder=target, grid=grid, **options)
+    results = launch.world(
+        4,
+        "tests.weights.ranks:load_and_export",
+        source=source,
+        folder=target,
+        grid=grid,
+        **options,
+    )
     assert results == [""] * 4
     exported, expected = tensors_of(target), tensors_of(source)
     assert exported.keys() == expected.keys()
-    assert [name for name, tensor in expected.items() if not torch.equal(exported[name], tensor)] == []
+    assert [
+        name
+        for name, tensor in expected.items()
+        if not torch.equal(exported[name], tensor)
+    ] == []
     # Logits of equal weights were seen to differ in the last bits (Qwen2-MoE).
     torch.testing.assert_close(logits(target), logits(source), atol=1e-6, rtol=0)
     names = {path.name for path in target.iterdir()}
-    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= names
+    assert {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+    } <= names
     assert ("model.safetensors" in names) == (not tied)
     assert ("model.safetensors.index.json" in names) == tied
-    assert ("lm_head.weight" in exported) == (not tied), "tied embeddings are stored once"
+    assert ("lm_head.weight" in exported) == (not tied), (
+        "tied embeddings are stored once"
+    )
     assert not (tmp_path / "export.tmp").exists()
 
 
@@ -64,17 +86,33 @@ def test_another_dtype_and_an_older_export(launch: Launcher, tmp_path: Path) -> 
     job = {"source": source, "folder": target, "grid": GRID}
     assert launch.world(4, "tests.weights.ranks:load_and_export", **job) == [""] * 4
     results = launch.world(4, "tests.weights.ranks:load_and_export", **job)
-    assert all(f"CheckpointError: {target}: exists already" in r.replace("rank 0: ", "") for r in results)
-    results = launch.world(4, "tests.weights.ranks:load_and_export", dtype="bfloat16", overwrite=True, **job)
+    assert all(
+        f"CheckpointError: {target}: exists already" in r.replace("rank 0: ", "")
+        for r in results
+    )
+    results = launch.world(
+        4,
+        "tests.weights.ranks:load_and_export",
+        dtype="bfloat16",
+        overwrite=True,
+        **job,
+    )
     assert results == [""] * 4
-    original, exported = (load_file(folder / "model.safetensors") for folder in (source, target))
+    original, exported = (
+        load_file(folder / "model.safetensors") for folder in (source, target)
+    )
     assert original.keys() == exported.keys()
-    assert all(torch.equal(original[name].bfloat16(), tensor) for name, tensor in exported.items())
+    assert all(
+        torch.equal(original[name].bfloat16(), tensor)
+        for name, tensor in exported.items()
+    )
     assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
     assert {path.name for path in tmp_path.iterdir()} == {"source", "export"}
 
 
-def test_a_disk_that_fails_stops_all_ranks_and_leaves_nothing(launch: Launcher, tmp_path: Path) -> None:
+def test_a_disk_that_fails_stops_all_ranks_and_leaves_nothing(
+    launch: Launcher, tmp_path: Path
+) -> None:
     source = make_tiny_folder(tmp_path / "source")
     target = tmp_path / "export"
     results = launch.world(
@@ -86,11 +124,16 @@ def test_a_disk_that_fails_stops_all_ranks_and_leaves_nothing(launch: Launcher, 
         fault="disk full",
         bucket_bytes=4096,
     )
-    assert all("CheckpointError" in result and "cannot be written" in result for result in results)
+    assert all(
+        "CheckpointError" in result and "cannot be written" in result
+        for result in results
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
-def test_a_folder_without_a_configuration_is_refused(launch: Launcher, tmp_path: Path) -> None:
+def test_a_folder_without_a_configuration_is_refused(
+    launch: Launcher, tmp_path: Path
+) -> None:
     source = make_tiny_folder(tmp_path / "source")
     results = launch.world(
         4,
@@ -99,4 +142,7 @@ def test_a_folder_without_a_configuration_is_refused(launch: Launcher, tmp_path:
         folder=source / "config.json" / "inside",
         grid=GRID,
     )
-    assert all("CheckpointError" in result and "cannot be written" in result for result in results)
+    assert all(
+        "CheckpointError" in result and "cannot be written" in result
+        for result in results
+    )

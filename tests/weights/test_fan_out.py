@@ -47,7 +47,11 @@ def execute(case: Case, ids: Arrays) -> None:
 
 def check_entries(case: Case, plans: list[Plan]) -> None:
     """No element that a node has, or has got, comes into it over the network."""
-    shapes = {name: shape for layout in case.dest for name, shape in layout.global_shapes.items()}
+    shapes = {
+        name: shape
+        for layout in case.dest
+        for name, shape in layout.global_shapes.items()
+    }
     for node in set(case.nodes):
         ranks = [rank for rank in range(case.world) if case.nodes[rank] == node]
         entered = {name: np.zeros(shape, int) for name, shape in shapes.items()}
@@ -81,13 +85,25 @@ def test_boxes_that_overlap_in_any_way(data: st.DataObject, world: int) -> None:
     nodes = data.draw(st.lists(st.integers(0, 3), min_size=world, max_size=world))
     execute(
         Case([], source, dest, nodes),
-        {name: np.arange(1, 25)[: np.prod(shape)].reshape(shape) for name, shape in SHAPES.items()},
+        {
+            name: np.arange(1, 25)[: np.prod(shape)].reshape(shape)
+            for name, shape in SHAPES.items()
+        },
     )
 
 
-def replicas(trainers: int, engines: int, tp: int, per_node: int) -> tuple[Plans, Callable[[int], int], int]:
+def replicas(
+    trainers: int, engines: int, tp: int, per_node: int
+) -> tuple[Plans, Callable[[int], int], int]:
     """Plans of trainers that hold equal shards, and engines on other ranks."""
-    spec = make_spec(num_layers=4, hidden_size=64, ffn_hidden_size=96, num_heads=8, num_kv_heads=4, vocab_size=512)
+    spec = make_spec(
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_heads=8,
+        num_kv_heads=4,
+        vocab_size=512,
+    )
     weights = weights_of(spec)
     shards = [even_layout(weights, trainers, rank) for rank in range(trainers)]
     engine = vllm_layouts(weights, spec, tp)
@@ -106,12 +122,16 @@ def replicas(trainers: int, engines: int, tp: int, per_node: int) -> tuple[Plans
     return make_plans(source, dest, world, node_of, fan_out=True), node_of, world
 
 
-def over_network(plans: Plans, node_of: Callable[[int], int], world: int) -> tuple[list[int], list[int]]:
+def over_network(
+    plans: Plans, node_of: Callable[[int], int], world: int
+) -> tuple[list[int], list[int]]:
     """Return the elements that each rank (sends, receives) between nodes."""
     volumes = [plans.volume(rank) for rank in range(world)]
 
     def far(rank: int, by_peer: dict[int, int]) -> int:
-        return sum(numel for peer, numel in by_peer.items() if node_of(peer) != node_of(rank))
+        return sum(
+            numel for peer, numel in by_peer.items() if node_of(peer) != node_of(rank)
+        )
 
     return (
         [far(rank, volume.sent) for rank, volume in enumerate(volumes)],
@@ -119,8 +139,12 @@ def over_network(plans: Plans, node_of: Callable[[int], int], world: int) -> tup
     )
 
 
-@pytest.mark.parametrize(("engines", "tp"), [(4, 4), (8, 4), (16, 4), (8, 2), (16, 2), (16, 1), (32, 1)])
-def test_the_busiest_sender_carries_what_a_receiver_receives(engines: int, tp: int) -> None:
+@pytest.mark.parametrize(
+    ("engines", "tp"), [(4, 4), (8, 4), (16, 4), (8, 2), (16, 2), (16, 1), (32, 1)]
+)
+def test_the_busiest_sender_carries_what_a_receiver_receives(
+    engines: int, tp: int
+) -> None:
     plans, node_of, world = replicas(4, engines, tp, per_node=4)
     check_plans(plans)
     sent, received = over_network(plans, node_of, world)
@@ -129,14 +153,23 @@ def test_the_busiest_sender_carries_what_a_receiver_receives(engines: int, tp: i
     numel = sum(
         int(np.prod(weight.shape))
         for weight in weights_of(
-            make_spec(num_layers=4, hidden_size=64, ffn_hidden_size=96, num_heads=8, num_kv_heads=4, vocab_size=512)
+            make_spec(
+                num_layers=4,
+                hidden_size=64,
+                ffn_hidden_size=96,
+                num_heads=8,
+                num_kv_heads=4,
+                vocab_size=512,
+            )
         )
     )
     for first in range(4, world, 4):
         assert sum(received[first : first + 4]) == numel
 
 
-def test_one_replica_is_planned_as_without_fan_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_replica_is_planned_as_without_fan_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(plan, "PAYS", 1.1)
     plans, _, _ = replicas(4, 1, 4, per_node=4)
     assert plans.fan_out is None
@@ -147,12 +180,17 @@ def test_one_replica_is_planned_as_without_fan_out(monkeypatch: pytest.MonkeyPat
 def first_forwarding(plans: Plans) -> tuple[Plan, int]:
     """Return the first rank that forwards between nodes, and the number of the hop."""
     return next(
-        (planned, n) for planned in plans for n, hop in enumerate(planned.relays) if hop.after is not None and hop.sends
+        (planned, n)
+        for planned in plans
+        for n, hop in enumerate(planned.relays)
+        if hop.after is not None and hop.sends
     )
 
 
 def with_hop(planned: Plan, number: int, hop: Hop) -> Plan:
-    return replace(planned, relays=(*planned.relays[:number], hop, *planned.relays[number + 1 :]))
+    return replace(
+        planned, relays=(*planned.relays[:number], hop, *planned.relays[number + 1 :])
+    )
 
 
 def test_a_rank_that_forwards_what_it_has_not_received_is_refused() -> None:
@@ -163,10 +201,15 @@ def test_a_rank_that_forwards_what_it_has_not_received_is_refused() -> None:
     received = relaying.relays[after].receives
     late = with_hop(relaying, after, relaying.relays[after]._replace(receives={}))
     late = replace(late, relays=(*late.relays, Hop({}, received)))
-    with pytest.raises(ReshardError, match=rf"rank {relaying.rank} forwards .* before it has received that"):
+    with pytest.raises(
+        ReshardError,
+        match=rf"rank {relaying.rank} forwards .* before it has received that",
+    ):
         check_plan(late)
     circle = with_hop(relaying, number, relaying.relays[number]._replace(after=number))
-    with pytest.raises(ReshardError, match=f"forwards in hop {number} what comes in hop {number}"):
+    with pytest.raises(
+        ReshardError, match=f"forwards in hop {number} what comes in hop {number}"
+    ):
         check_plan(circle)
 
 
@@ -174,6 +217,8 @@ def test_a_hop_that_only_one_side_knows_is_refused() -> None:
     plans = replicas(4, 4, 4, per_node=4)[0]
     relaying, number = first_forwarding(plans)
     every = list(plans)
-    every[relaying.rank] = with_hop(relaying, number, relaying.relays[number]._replace(sends={}))
+    every[relaying.rank] = with_hop(
+        relaying, number, relaying.relays[number]._replace(sends={})
+    )
     with pytest.raises(ReshardError, match=rf"rank {relaying.rank} sends 0 boxes"):
         check_plans(every)

@@ -19,7 +19,9 @@ from tests.launcher import Launcher
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def of(data: torch.Tensor, box: Box | None = None, dtype: torch.dtype | None = None) -> int:
+def of(
+    data: torch.Tensor, box: Box | None = None, dtype: torch.dtype | None = None
+) -> int:
     return int(box_fingerprint(data, box or whole(data.shape), dtype))
 
 
@@ -35,7 +37,9 @@ def test_every_flipped_bit_shows(dtype: torch.dtype) -> None:
     for row in range(5):
         for column in range(7):
             for bit in range(8 * dtype.itemsize):
-                mask = torch.tensor(1).bitwise_left_shift(torch.tensor(bit)).to(bits.dtype)
+                mask = (
+                    torch.tensor(1).bitwise_left_shift(torch.tensor(bit)).to(bits.dtype)
+                )
                 bits[row, column] ^= mask
                 found.add(of(data))
                 bits[row, column] ^= mask
@@ -45,7 +49,9 @@ def test_every_flipped_bit_shows(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(40,), (6, 9), (3, 4, 5)])
-def test_every_swap_of_two_elements_shows(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_every_swap_of_two_elements_shows(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     data = torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape).to(dtype)
     original, flat = of(data), data.view(-1)
     for i in range(flat.numel()):
@@ -63,7 +69,13 @@ def test_every_swap_of_two_elements_shows(dtype: torch.dtype, shape: tuple[int, 
 
 def test_swapped_rows_columns_and_shifts_show() -> None:
     data = random((64, 48), torch.bfloat16)
-    found = {of(data), of(data.flip(0)), of(data.flip(1)), of(data.roll(1, 0)), of(data.roll(1, 1))}
+    found = {
+        of(data),
+        of(data.flip(0)),
+        of(data.flip(1)),
+        of(data.roll(1, 0)),
+        of(data.roll(1, 1)),
+    }
     rows = data.clone()
     rows[[3, 40]] = rows[[40, 3]]
     columns = data.clone()
@@ -80,13 +92,21 @@ def cut_up(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     boxes = [whole(shape)]
     for _ in range(draw(st.integers(0, 5))):
         start = tuple(draw(st.integers(0, n - 1)) for n in shape)
-        hole = Box(start, tuple(draw(st.integers(low + 1, n)) for low, n in zip(start, shape, strict=True)))
+        hole = Box(
+            start,
+            tuple(
+                draw(st.integers(low + 1, n))
+                for low, n in zip(start, shape, strict=True)
+            ),
+        )
         boxes = [rest for box in boxes for rest in subtract(box, hole)] + [hole]
     return shape, draw(st.permutations(boxes))
 
 
 @given(cut_up(), st.sampled_from(DTYPES), st.integers(1, 40))
-def test_parts_add_up_to_the_whole(cuts: tuple[tuple[int, ...], list[Box]], dtype: torch.dtype, chunk: int) -> None:
+def test_parts_add_up_to_the_whole(
+    cuts: tuple[tuple[int, ...], list[Box]], dtype: torch.dtype, chunk: int
+) -> None:
     shape, boxes = cuts
     data = random(shape, dtype)
     expected = of(data) % 2**64
@@ -98,7 +118,11 @@ def test_parts_add_up_to_the_whole(cuts: tuple[tuple[int, ...], list[Box]], dtyp
 
 def test_padding_does_not_count_and_places_are_global() -> None:
     data = random((6, 4))
-    layout = Layout((Piece("w", Box((2, 0), (6, 4)), "local", Box((1, 0), (5, 4))),), {"local": (8, 4)}, {"w": (6, 4)})
+    layout = Layout(
+        (Piece("w", Box((2, 0), (6, 4)), "local", Box((1, 0), (5, 4))),),
+        {"local": (8, 4)},
+        {"w": (6, 4)},
+    )
     local = torch.full((8, 4), 7.0)
     local[1:5] = data[2:]
     expected = of(data[2:], Box((2, 0), (6, 4))) % 2**64
@@ -146,7 +170,8 @@ def test_a_comparison_names_tensor_box_and_rank(launch: Launcher) -> None:
         r"resharding: model.layers.0.mlp.down_proj.weight \[0:8, 0:8\]: \S+ of the destination on rank 0",
         r"resharding: model.layers.3.mlp.gate_proj.weight \[8:16, 0:8\]: \S+ of the destination on rank 1 .* on rank 3",
         r"resharding: model.norm.weight \[0:8\]: model.norm.weight of the destination on rank 2",
-        # the copies of the second stage are on ranks 2 and 3; what rank 2 gave was right when it was resharded
+        # the copies of the second stage are on ranks 2 and 3; what rank 2 gave was
+        # right when it was resharded
         r"model.layers.3.input_layernorm.weight \[0:8\]: \S+ of the destination on rank 0 .* on rank 2",
         "",
     ]
@@ -162,13 +187,18 @@ def test_a_comparison_names_tensor_box_and_rank(launch: Launcher) -> None:
             if not pattern:
                 assert found == ""
             else:
-                assert found.startswith("ReshardError") and re.search(pattern, found), found
+                assert found.startswith("ReshardError") and re.search(pattern, found), (
+                    found
+                )
         assert results[1].count("is not what") == 1
 
 
 def test_a_single_bad_source_replica_is_found(launch: Launcher) -> None:
     """Even the one whose value all others are compared with, when two others outvote it."""
-    bad = [fault("source", rank, "decoder.layers.1.mlp.linear_fc1.weight", "swapped rows") for rank in (0, 2)]
+    bad = [
+        fault("source", rank, "decoder.layers.1.mlp.linear_fc1.weight", "swapped rows")
+        for rank in (0, 2)
+    ]
     for results in launch.world(
         4,
         "tests.weights.fingerprint_ranks:compare_after_faults",

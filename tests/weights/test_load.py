@@ -43,10 +43,16 @@ def load(
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    return {
+        name: t
+        for file in folder.glob("*.safetensors")
+        for name, t in load_file(file).items()
+    }
 
 
-def check(layout: Layout, tensors: Mapping[str, torch.Tensor], stored: dict[str, torch.Tensor]) -> None:
+def check(
+    layout: Layout, tensors: Mapping[str, torch.Tensor], stored: dict[str, torch.Tensor]
+) -> None:
     tensors = viewed(layout, tensors)
     for piece in layout.pieces:
         found = tensors[piece.local][piece.local_box.slices]
@@ -56,9 +62,16 @@ def check(layout: Layout, tensors: Mapping[str, torch.Tensor], stored: dict[str,
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_each_rank_gets_its_slices(tmp_path: Path, architecture: str, tied: bool) -> None:
+def test_each_rank_gets_its_slices(
+    tmp_path: Path, architecture: str, tied: bool
+) -> None:
     """One file untied, several with an index tied; vocabulary padding becomes zero."""
-    folder = make_tiny_folder(tmp_path, architecture, tie_embeddings=tied, shard_bytes=40_000 if tied else None)
+    folder = make_tiny_folder(
+        tmp_path,
+        architecture,
+        tie_embeddings=tied,
+        shard_bytes=40_000 if tied else None,
+    )
     assert (folder / "model.safetensors.index.json").is_file() == tied
     stored = stored_tensors(folder)
     for grid in (GridShape(), GridShape(tp=2, pp=2, **expert_tp(architecture))):
@@ -76,11 +89,18 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         "model.layers.4.eh_proj.weight": torch.ones(3),
         "model.layers.4.mlp.experts.0.up_proj.weight": torch.ones(2),
     }
-    save_file({**stored, **further}, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"model\.layers\.4\.eh_proj\.weight: in model.safetensors, but config.json"):
+    save_file(
+        {**stored, **further}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    with pytest.raises(
+        ModelError,
+        match=r"model\.layers\.4\.eh_proj\.weight: in model.safetensors, but config.json",
+    ):
         load(folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "num_nextn_predict_layers": 1})
+    )
     check(*load(folder)[0], stored)
 
 
@@ -97,8 +117,12 @@ def test_a_critic_starts_from_a_folder_without_its_head(tmp_path: Path) -> None:
     spec = ModelSpec.from_folder(folder)
     weights = weights_of(spec, value_head=True)
     layout = megatron_layouts(weights, spec, GridShape(), padded_vocab_size=PADDED)(0)
-    tensors = {name: torch.full(shape, 7.0) for name, shape in layout.local_shapes.items()}
-    absent = load_folder(folder, layout, tensors, weights=weights, optional=["score.weight"])
+    tensors = {
+        name: torch.full(shape, 7.0) for name, shape in layout.local_shapes.items()
+    }
+    absent = load_folder(
+        folder, layout, tensors, weights=weights, optional=["score.weight"]
+    )
     assert absent == ["score.weight"]
     assert (tensors["output_layer.weight"] == 7.0).all()
     with pytest.raises(ModelError, match="score.weight: missing"):
@@ -128,7 +152,9 @@ def index_of_another(folder: Path) -> None:
     make_tiny_folder(folder, shard_bytes=40_000)
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
-    content["weight_map"]["model.layers.9.q.weight"] = next(folder.glob("model-00002-*")).name
+    content["weight_map"]["model.layers.9.q.weight"] = next(
+        folder.glob("model-00002-*")
+    ).name
     index.write_text(json.dumps(content))
 
 
@@ -184,16 +210,33 @@ def add_tensor(folder: Path) -> None:
     ("damage", "parts"),
     [
         (remove_file, ["neither model.safetensors nor model.safetensors.index.json"]),
-        (remove_shard, ["model-00002-of-", "not found, but model.safetensors.index.json names it"]),
-        (index_of_another, ["model-00002-of-", "has no tensor model.layers.9.q.weight"]),
+        (
+            remove_shard,
+            ["model-00002-of-", "not found, but model.safetensors.index.json names it"],
+        ),
+        (
+            index_of_another,
+            ["model-00002-of-", "has no tensor model.layers.9.q.weight"],
+        ),
         (damage_index, ["model.safetensors.index.json", "not a safetensors index"]),
         (truncate, ["model.safetensors", "truncated", "bytes found", "download"]),
         (truncate_header, ["model.safetensors", "truncated"]),
         (empty, ["model.safetensors", "0 bytes"]),
         (damage_header, ["model.safetensors", "header is damaged"]),
-        (lose_tensor, ["model.layers.1.self_attn.q_proj.bias: missing, expected with shape [32]"]),
-        (reshape_tensor, ["model.norm.weight: shape [31] in model.safetensors, expected [32]"]),
-        (add_tensor, ["model.layers.4.input_layernorm.weight: in model.safetensors, but config.json"]),
+        (
+            lose_tensor,
+            ["model.layers.1.self_attn.q_proj.bias: missing, expected with shape [32]"],
+        ),
+        (
+            reshape_tensor,
+            ["model.norm.weight: shape [31] in model.safetensors, expected [32]"],
+        ),
+        (
+            add_tensor,
+            [
+                "model.layers.4.input_layernorm.weight: in model.safetensors, but config.json"
+            ],
+        ),
     ],
 )
 def test_whatever_is_wrong_is_named(

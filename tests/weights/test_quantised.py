@@ -14,11 +14,16 @@ from megaverl.weights.transports.quantised import FP8, dequantise, quantise
 from tests.launcher import Launcher
 from tests.weights.quantised_ranks import reference
 
-QWEN2, MOE, DEEPSEEK = "Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"
+QWEN2, MOE, DEEPSEEK = (
+    "Qwen2ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
+)
 
 
 @settings(max_examples=40, deadline=None)
-@example(rows=300, columns=130, scale=1e-6, transposed=False)  # below the least scale of a block
+# Below the least scale of a block.
+@example(rows=300, columns=130, scale=1e-6, transposed=False)
 @example(rows=1, columns=1, scale=0.0, transposed=True)
 @given(
     rows=st.integers(1, 300),
@@ -26,14 +31,25 @@ QWEN2, MOE, DEEPSEEK = "Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3For
     scale=st.sampled_from([1e-3, 1.0, 300.0]),
     transposed=st.booleans(),
 )
-def test_a_block_after_the_other(rows: int, columns: int, scale: float, transposed: bool) -> None:
-    matrix = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * scale).bfloat16()
+def test_a_block_after_the_other(
+    rows: int, columns: int, scale: float, transposed: bool
+) -> None:
+    matrix = (
+        torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+        * scale
+    ).bfloat16()
     for powers_of_two in (False, True):
         numbers, scales = reference(matrix, 128, powers_of_two)
-        place = torch.empty(columns, rows, dtype=FP8).t() if transposed else torch.empty(rows, columns, dtype=FP8)
+        place = (
+            torch.empty(columns, rows, dtype=FP8).t()
+            if transposed
+            else torch.empty(rows, columns, dtype=FP8)
+        )
         into = QuantisedWeight(place, torch.empty(scales.shape), 128, powers_of_two)
         quantise(matrix, into)
-        assert torch.equal(into.numbers.contiguous().view(torch.uint8), numbers.view(torch.uint8))
+        assert torch.equal(
+            into.numbers.contiguous().view(torch.uint8), numbers.view(torch.uint8)
+        )
         assert torch.equal(into.scales, scales)
         # half a step of four bits of mantissa, and what is too small to have them
         error = (dequantise(into) - matrix.float()).abs()
@@ -41,13 +57,19 @@ def test_a_block_after_the_other(rows: int, columns: int, scale: float, transpos
 
 
 @pytest.mark.parametrize("block", [None, 128])
-def test_a_long_matrix_is_quantised_in_slices(block: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_matrix_is_quantised_in_slices(
+    block: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megaverl.weights.transports.quantised.CHUNK", 5_000)
     matrix = torch.randn(777, 60).bfloat16()
     numbers, scales = reference(matrix, block)
-    into = QuantisedWeight(torch.empty(matrix.shape, dtype=FP8), torch.empty(scales.shape), block)
+    into = QuantisedWeight(
+        torch.empty(matrix.shape, dtype=FP8), torch.empty(scales.shape), block
+    )
     quantise(matrix, into)
-    assert torch.equal(into.numbers.view(torch.uint8), numbers.view(torch.uint8)) and torch.equal(into.scales, scales)
+    assert torch.equal(
+        into.numbers.view(torch.uint8), numbers.view(torch.uint8)
+    ) and torch.equal(into.scales, scales)
 
 
 def test_zeros_and_the_largest_numbers_survive() -> None:
@@ -61,8 +83,16 @@ def test_zeros_and_the_largest_numbers_survive() -> None:
             )
 
 
-def case(architecture: str, grid: dict[str, int], tp: int, **more: Any) -> dict[str, Any]:
-    return {"architecture": architecture, "grid": grid, "tp": tp, "quantization": "fp8_per_block", **more}
+def case(
+    architecture: str, grid: dict[str, int], tp: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "architecture": architecture,
+        "grid": grid,
+        "tp": tp,
+        "quantization": "fp8_per_block",
+        **more,
+    }
 
 
 CASES = {
@@ -74,18 +104,33 @@ CASES = {
         case(MOE, {"tp": 2}, 2),
         case(MOE, {"dp": 2, "ep": 2}, 2, expert_parallel=True),
         case(DEEPSEEK, {"tp": 2}, 2),
-        case(DEEPSEEK, {"tp": 2, "ep": 2, "etp": 1}, 1, quantization="fp8_per_tensor", ipc=True),
+        case(
+            DEEPSEEK,
+            {"tp": 2, "ep": 2, "etp": 1},
+            1,
+            quantization="fp8_per_tensor",
+            ipc=True,
+        ),
     ],
-    4: [case(QWEN2, {"tp": 2, "pp": 2}, 4), case(MOE, {"tp": 2, "pp": 2}, 2, expert_parallel=True)],
+    4: [
+        case(QWEN2, {"tp": 2, "pp": 2}, 4),
+        case(MOE, {"tp": 2, "pp": 2}, 2, expert_parallel=True),
+    ],
 }
 
 
 @pytest.mark.parametrize("world", CASES)
-def test_what_lands_is_the_quantisation_of_the_whole_weights(launch: Launcher, world: int) -> None:
-    for found in launch.world(world, "tests.weights.quantised_ranks:land", cases=CASES[world]):
+def test_what_lands_is_the_quantisation_of_the_whole_weights(
+    launch: Launcher, world: int
+) -> None:
+    for found in launch.world(
+        world, "tests.weights.quantised_ranks:land", cases=CASES[world]
+    ):
         for arguments, result in zip(CASES[world], found, strict=True):
             assert result["wrong"] == [], arguments
-            assert result["received"] == 2 * result["elements"], "as many bytes as into an engine of bfloat16"
+            assert result["received"] == 2 * result["elements"], (
+                "as many bytes as into an engine of bfloat16"
+            )
             assert (result["parts"] == 1) == (arguments.get("bucket") == 2**30)
             assert 0 < result["error"] < 0.05, arguments
 
@@ -94,7 +139,14 @@ def test_what_is_relayed_lands_as_what_comes_directly(launch: Launcher) -> None:
     """From one trainer to three engines on two nodes. Boxes are forwarded from the buffer, still in floating point."""
     cases = [
         case(QWEN2, {"tp": 1}, 1, nodes=[0, 1, 2, 2]),
-        case(MOE, {"tp": 1}, 1, nodes=[0, 1, 2, 2], quantization="fp8_per_tensor", dtype="float32"),
+        case(
+            MOE,
+            {"tp": 1},
+            1,
+            nodes=[0, 1, 2, 2],
+            quantization="fp8_per_tensor",
+            dtype="float32",
+        ),
     ]
     results = launch.world(4, "tests.weights.quantised_ranks:land", cases=cases)
     for number, arguments in enumerate(cases):
@@ -104,9 +156,18 @@ def test_what_is_relayed_lands_as_what_comes_directly(launch: Launcher) -> None:
         assert all(result["received"] == 2 * result["elements"] for result in of_ranks)
 
 
-def test_what_landed_otherwise_is_named_before_it_is_quantised(launch: Launcher) -> None:
+def test_what_landed_otherwise_is_named_before_it_is_quantised(
+    launch: Launcher,
+) -> None:
     local = "model.layers.1.mlp.down_proj.weight"
     for message in launch.world(
-        2, "tests.weights.quantised_ranks:land_otherwise", architecture=QWEN2, tp=2, local=local
+        2,
+        "tests.weights.quantised_ranks:land_otherwise",
+        architecture=QWEN2,
+        tp=2,
+        local=local,
     ):
-        assert f"{local} of the destination on rank 1 is not what the source holds" in message
+        assert (
+            f"{local} of the destination on rank 1 is not what the source holds"
+            in message
+        )

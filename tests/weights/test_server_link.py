@@ -16,7 +16,9 @@ SIZE, SENDERS = 5, 2
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_every_worker_gets_each_element_once_into_its_place(launch: Launcher, late: bool) -> None:
+def test_every_worker_gets_each_element_once_into_its_place(
+    launch: Launcher, late: bool
+) -> None:
     found = launch.ranks(SIZE, RANKS, late=late).check()
     for worker in found[SENDERS:]:
         assert worker["wrong"] == []
@@ -32,7 +34,9 @@ def test_a_worker_that_refuses_ends_the_others_waits(launch: Launcher) -> None:
     found = launch.ranks(SIZE, RANKS, fault="refuses").check()
     *others, refuses = found
     assert refuses["error"] == "these weights do not fit"
-    assert [other["error"] for other in others] == ["worker 4: these weights do not fit"] * 4
+    assert [other["error"] for other in others] == [
+        "worker 4: these weights do not fit"
+    ] * 4
     assert all(each["soon"] for each in found)
 
 
@@ -40,7 +44,9 @@ def test_a_worker_that_dies_is_named(launch: Launcher) -> None:
     ended = launch.ranks(SIZE, RANKS, fault="dies")
     assert ended.codes == [0, 0, 0, 0, 7], ended.text
     for other in ended.results[:4]:
-        assert "rank 4 died or stalled" in other["error"] and other["soon"], ended.results
+        assert "rank 4 died or stalled" in other["error"] and other["soon"], (
+            ended.results
+        )
 
 
 def test_ranks_that_hold_the_same_share_it_out() -> None:
@@ -51,11 +57,18 @@ def test_ranks_that_hold_the_same_share_it_out() -> None:
     shared = dealt(whole, 6)
     for tp_rank in range(2):
         replicas = [rank for rank in range(6) if grid.coords(rank).tp == tp_rank]
-        held = [(piece.tensor, piece.box) for rank in replicas for piece in shared(rank).pieces]
+        held = [
+            (piece.tensor, piece.box)
+            for rank in replicas
+            for piece in shared(rank).pieces
+        ]
         assert len(set(held)) == len(held)
-        assert sorted(held) == sorted((piece.tensor, piece.box) for piece in whole(replicas[0]).pieces)
+        assert sorted(held) == sorted(
+            (piece.tensor, piece.box) for piece in whole(replicas[0]).pieces
+        )
         sizes = [shared(rank).numel for rank in replicas]
         assert max(sizes) < 0.7 * sum(sizes)
-        # What shares a tensor stays together, so that no rank keeps a tensor for a part of it.
+        # What shares a tensor stays together, so that no rank keeps a tensor for a part
+        # of it.
         homes = [set(shared(rank).local_shapes) for rank in replicas]
         assert sum(map(len, homes)) == len(set().union(*homes))

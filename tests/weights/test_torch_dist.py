@@ -30,8 +30,12 @@ def written(file: Path) -> dict[str, IndexedArray]:
         for name, tensor in TENSORS.items():
             start = stream.tell()
             torch.save(tensor, stream)
-            chunk = Chunk(whole(tuple(tensor.shape)), file, start, stream.tell() - start)
-            found[name] = IndexedArray(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), [chunk])
+            chunk = Chunk(
+                whole(tuple(tensor.shape)), file, start, stream.tell() - start
+            )
+            found[name] = IndexedArray(
+                tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), [chunk]
+            )
     return found
 
 
@@ -52,9 +56,18 @@ def test_what_is_not_as_the_index_says_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the index says torch.float16"):
         locate({"whole": IndexedArray(array.shape, "float16", [chunk])})
     with pytest.raises(CheckpointError, match="__0_0.distcp: whole .* is damaged"):
-        locate({"whole": IndexedArray(array.shape, array.dtype, [chunk._replace(length=chunk.length - 9)])})
+        locate(
+            {
+                "whole": IndexedArray(
+                    array.shape, array.dtype, [chunk._replace(length=chunk.length - 9)]
+                )
+            }
+        )
     data = bytearray(chunk.file.read_bytes())
     data[locate(arrays)["whole"].extents[0].offset] ^= 1
     chunk.file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"bytes were changed since it was written: __0_0.distcp: whole "):
+    with pytest.raises(
+        CheckpointError,
+        match=r"bytes were changed since it was written: __0_0.distcp: whole ",
+    ):
         check_checksums(arrays)

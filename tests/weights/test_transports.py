@@ -24,10 +24,17 @@ def transfer(number: int, shape: tuple[int, ...]) -> Transfer:
     return Transfer(f"t{number}", box, 0, "s", box, 1, "d", box)
 
 
-@example([(5, 3)] * 200, (torch.float32,), 2048)  # small boxes that fill several buckets
+# Small boxes that fill several buckets.
+@example([(5, 3)] * 200, (torch.float32,), 2048)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), max_size=30),
-    st.sampled_from([(torch.bfloat16,), (torch.float32,), (torch.bfloat16, torch.float32, torch.float16)]),
+    st.sampled_from(
+        [
+            (torch.bfloat16,),
+            (torch.float32,),
+            (torch.bfloat16, torch.float32, torch.float16),
+        ]
+    ),
     st.sampled_from([64, 256, 2048]),
 )
 def test_messages_hold_every_element_once_and_fit_the_bucket(
@@ -35,8 +42,12 @@ def test_messages_hold_every_element_once_and_fit_the_bucket(
 ) -> None:
     transfers = [transfer(i, shape) for i, shape in enumerate(shapes)]
     sent = {f"t{i}": np.zeros(shape, dtype=int) for i, shape in enumerate(shapes)}
-    dtype_of = {part.tensor: dtypes[i % len(dtypes)] for i, part in enumerate(transfers)}
-    for message in messages(transfers, lambda part: dtype_of[part.tensor], bucket_bytes):
+    dtype_of = {
+        part.tensor: dtypes[i % len(dtypes)] for i, part in enumerate(transfers)
+    }
+    for message in messages(
+        transfers, lambda part: dtype_of[part.tensor], bucket_bytes
+    ):
         assert message.nbytes <= bucket_bytes
         end = 0
         for part, offset in zip(message.transfers, message.offsets, strict=True):
@@ -54,17 +65,33 @@ def test_the_number_of_messages_grows_with_the_bytes_not_with_the_boxes() -> Non
     assert len(messages(small, lambda _: torch.float32, 64 * 1024)) == 1
     large = transfer(0, (1000, 1000))
     bucket = 64 * 1024
-    assert len(messages([large], lambda _: torch.float32, bucket)) <= 4_000_000 / (bucket * (1 - ALONE)) + 1
+    assert (
+        len(messages([large], lambda _: torch.float32, bucket))
+        <= 4_000_000 / (bucket * (1 - ALONE)) + 1
+    )
 
 
 @pytest.mark.parametrize(
     ("grid", "vllm_tp", "dtypes", "bucket_bytes", "spec"),
     [
         ({"tp": 2, "pp": 2}, 2, ("float32", "float32"), 2**20, QWEN2),
-        # a bucket smaller than the matrices: parts, boxes that land in place, and packed ones
+        # a bucket smaller than the matrices: parts, boxes that land in place, and
+        # packed ones
         ({"tp": 2, "pp": 2}, 2, ("float32", "bfloat16"), 256, QWEN2),
-        ({"tp": 1, "pp": 4}, 4, ("bfloat16", "float32"), 2048, QWEN2 | {"tie_embeddings": True}),
-        ({"tp": 4, "pp": 1}, 1, ("bfloat16", "bfloat16"), 512, {"architecture": "Qwen3ForCausalLM"}),
+        (
+            {"tp": 1, "pp": 4},
+            4,
+            ("bfloat16", "float32"),
+            2048,
+            QWEN2 | {"tie_embeddings": True},
+        ),
+        (
+            {"tp": 4, "pp": 1},
+            1,
+            ("bfloat16", "bfloat16"),
+            512,
+            {"architecture": "Qwen3ForCausalLM"},
+        ),
         ({"tp": 2, "dp": 2}, 2, ("float32", "bfloat16"), 2**20, QWEN2),
         ({"cp": 2, "pp": 2}, 2, ("float32", "bfloat16"), 2**20, QWEN2),
     ],
@@ -87,7 +114,9 @@ def test_weights_arrive_in_place(
         spec=spec,
     )
     assert [result["wrong"] for result in results] == [[]] * 4
-    assert sum(result["received"] for result in results) == sum(result["sent"] for result in results)
+    assert sum(result["received"] for result in results) == sum(
+        result["sent"] for result in results
+    )
     itemsize = 4 if dtypes == ("float32", "float32") else 2
     for result in results:
         # the smaller dtype travels, and nothing beside the elements
@@ -123,20 +152,32 @@ def test_equal_layouts_in_one_process_send_nothing(launch: Launcher) -> None:
         bucket_bytes=2**20,
         spec=QWEN2 | {"vocab_size": 64},
     )
-    assert [(result["wrong"], result["messages"]) for result in results] == [([], 0)] * 4
+    assert [(result["wrong"], result["messages"]) for result in results] == [
+        ([], 0)
+    ] * 4
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
         ("missing", "the source has no such parameter: decoder.final_layernorm.weight"),
-        ("shape", r"shape \[3\], the layout says \[8\]: decoder.final_layernorm.weight"),
+        (
+            "shape",
+            r"shape \[3\], the layout says \[8\]: decoder.final_layernorm.weight",
+        ),
         ("extra", "no weight of the model belongs to decoder.weight_scale"),
-        ("dtype", "torch.float32 at the source here, torch.bfloat16 on rank 1: model.norm.weight"),
+        (
+            "dtype",
+            "torch.float32 at the source here, torch.bfloat16 on rank 1: model.norm.weight",
+        ),
         ("quantised", "torch.int8 on rank 1: model.norm.weight"),
     ],
 )
-def test_one_rank_with_wrong_parameters_stops_all(launch: Launcher, fault: str, message: str) -> None:
-    for found in launch.world(4, "tests.weights.ranks:reshard_with_a_fault", fault=fault):
+def test_one_rank_with_wrong_parameters_stops_all(
+    launch: Launcher, fault: str, message: str
+) -> None:
+    for found in launch.world(
+        4, "tests.weights.ranks:reshard_with_a_fault", fault=fault
+    ):
         assert found.startswith("ReshardError")
         assert re.search(message, found), found

@@ -38,7 +38,9 @@ class Sides:
         ids = {name: array % 251 + 1 for name, array in element_ids(weights).items()}
         self.source = as_parameters(fill(source_layouts(rank), ids), torch.float32)
         self.moved = as_parameters(fill(dest_layouts(rank), ids), torch.float32)
-        self.dest = as_parameters(fill(dest_layouts(rank), {k: v * 0 for k, v in ids.items()}), torch.float32)
+        self.dest = as_parameters(
+            fill(dest_layouts(rank), {k: v * 0 for k, v in ids.items()}), torch.float32
+        )
 
     def multiply(self, factor: int) -> None:
         """The next version: all of the source's elements times `factor`."""
@@ -56,8 +58,12 @@ class Sides:
 
     def shared(self) -> int:
         """Bytes of destination tensors that lie in the source's storage."""
-        storages = {tensor.untyped_storage().data_ptr() for tensor in self.source.values()}
-        shared = [t for t in self.dest.values() if t.untyped_storage().data_ptr() in storages]
+        storages = {
+            tensor.untyped_storage().data_ptr() for tensor in self.source.values()
+        }
+        shared = [
+            t for t in self.dest.values() if t.untyped_storage().data_ptr() in storages
+        ]
         return sum(tensor.numel() * tensor.element_size() for tensor in shared)
 
 
@@ -107,15 +113,25 @@ def overlap(ipc: bool, alias: bool) -> dict[str, Any]:
     sides = Sides({"tp": 2, "pp": 2}, 2)
     options = TransportOptions(alias=alias, bucket_bytes=1024, ipc=ipc)
     names = list(sides.source)
-    in_order = [{name} for name in names[:-1]]  # a part for each, as far as there are parts; the last is in none
+    # A part for each, as far as there are parts; the last is in none.
+    in_order = [{name} for name in names[:-1]]
     resharder = Resharder(
-        sides.plan, sides.source, sides.dest, None, options, background=dist.new_group(), in_order=in_order
+        sides.plan,
+        sides.source,
+        sides.dest,
+        None,
+        options,
+        background=dist.new_group(),
+        in_order=in_order,
     )
     resharder.run()
     shared = sides.shared()
     final = FinalParts(resharder.num_parts, len(in_order))
     resharder.start(final)
-    found: dict[str, Any] = {"unusable": refusal(resharder), "parts": resharder.num_parts}
+    found: dict[str, Any] = {
+        "unusable": refusal(resharder),
+        "parts": resharder.num_parts,
+    }
     total = torch.ones(1)
     for number, name in enumerate(names, start=1):
         sides.source[name].data.mul_(2)
@@ -123,15 +139,34 @@ def overlap(ipc: bool, alias: bool) -> dict[str, Any]:
         if number <= 4:  # of every rank's
             dist.all_reduce(total)
     stats = resharder.finish()
-    found |= {"wrong": sides.wrong(2), "shared": [shared, sides.shared()], "hidden": stats.hidden_seconds}
+    found |= {
+        "wrong": sides.wrong(2),
+        "shared": [shared, sides.shared()],
+        "hidden": stats.hidden_seconds,
+    }
     sides.multiply(2)
     again = resharder.run()  # nobody says what is final: all is
-    found |= {"wrong_again": sides.wrong(4), "waited": again.hidden_seconds, "usable": refusal(resharder)}
+    found |= {
+        "wrong_again": sides.wrong(4),
+        "waited": again.hidden_seconds,
+        "usable": refusal(resharder),
+    }
     layout = sides.plan.source_layout
     early = frozenset[str]().union(*parts_of(layout, in_order, None))
-    unordered = {piece.tensor for piece in layout.pieces if layout.stored_in(piece.local) == names[-1]}
-    found |= {"unordered": len(unordered), "unordered_early": sorted(unordered & early), "early": len(early)}
-    return found | {"bytes": [stats.bytes_received, again.bytes_received], "needs": sides.plan.num_received * 4}
+    unordered = {
+        piece.tensor
+        for piece in layout.pieces
+        if layout.stored_in(piece.local) == names[-1]
+    }
+    found |= {
+        "unordered": len(unordered),
+        "unordered_early": sorted(unordered & early),
+        "early": len(early),
+    }
+    return found | {
+        "bytes": [stats.bytes_received, again.bytes_received],
+        "needs": sides.plan.num_received * 4,
+    }
 
 
 def lost() -> dict[str, Any]:
@@ -150,14 +185,20 @@ def lost() -> dict[str, Any]:
         return sides.wrong(1)
 
     resharder.run()
-    found = {"first": sides.wrong(1), "untold": emptied(told=False), "told": emptied(told=True)}
+    found = {
+        "first": sides.wrong(1),
+        "untold": emptied(told=False),
+        "told": emptied(told=True),
+    }
     return found | {"untold_again": emptied(told=False)}
 
 
 def through_files(folder: str) -> dict[str, Any]:
     """Every rank on a node of its own; all that travels goes through the folder, which is empty afterwards."""
     sides = Sides({"tp": 2, "pp": 2}, 2)
-    options = TransportOptions(bucket_bytes=1024, node_of=lambda rank: rank, folder=Path(folder))
+    options = TransportOptions(
+        bucket_bytes=1024, node_of=lambda rank: rank, folder=Path(folder)
+    )
     resharder = Resharder(sides.plan, sides.source, sides.dest, options=options)
     wrong = []
     for factor in (1, 2):
@@ -166,7 +207,12 @@ def through_files(folder: str) -> dict[str, Any]:
         sides.multiply(2)
     elements = sides.plan.num_received
     left = [str(path) for path in Path(folder).rglob("*") if path.is_file()]
-    return {"wrong": wrong, "received": stats.bytes_received, "elements": elements, "left": left}
+    return {
+        "wrong": wrong,
+        "received": stats.bytes_received,
+        "elements": elements,
+        "left": left,
+    }
 
 
 def lose_a_rank(
@@ -192,12 +238,15 @@ def lose_a_rank(
         ipc=ipc,
     )
     own = dist.new_group() if background else None
-    resharder = Resharder(sides.plan, sides.source, sides.dest, options=options, background=own)
+    resharder = Resharder(
+        sides.plan, sides.source, sides.dest, options=options, background=own
+    )
     pids = gather_json(os.getpid())
     resharder.run()
     sides.multiply(2)
     if rank == lost:
-        # what was written into files could be read without its writer, and a thread may have sent all
+        # what was written into files could be read without its writer, and a thread may
+        # have sent all
         if files is None and not ipc and not background:
             resharder.start()
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
@@ -207,7 +256,9 @@ def lose_a_rank(
     except ReshardError as error:
         message = str(error)
     mixed = {bool(sides.wrong(1)), bool(sides.wrong(2))} == {True}
-    (Path(folder) / f"{rank}.txt").write_text(f"{message}\n{refusal(resharder)}\n{resharder.version}\n{mixed}\n")
+    (Path(folder) / f"{rank}.txt").write_text(
+        f"{message}\n{refusal(resharder)}\n{resharder.version}\n{mixed}\n"
+    )
     while how == "stop" and len(list(Path(folder).glob("*.txt"))) < len(pids) - 1:
         signal.sigtimedwait([], 0.05)
     if how == "stop":

@@ -29,51 +29,82 @@ def samples(folder: str, order: list[int]) -> tuple[RolloutBatch, int]:
     reader = Images.of(ImagesConfig(), folder, tokenizer)
     assert reader is not None
     token, mark = reader.processor.token_id, reader.processor.written
-    encoder, drawn = PromptEncoder(tokenizer, image_token=token), numpy.random.default_rng(0)
+    encoder, drawn = (
+        PromptEncoder(tokenizer, image_token=token),
+        numpy.random.default_rng(0),
+    )
     images = [
-        reader.read(Image.fromarray(drawn.integers(0, 255, size, dtype=numpy.uint8)), "image", "here")
+        reader.read(
+            Image.fromarray(drawn.integers(0, 255, size, dtype=numpy.uint8)),
+            "image",
+            "here",
+        )
         for size in ((60, 60, 3), (70, 90, 3), (112, 56, 3))
     ]
-    prompts = [("which colour " + mark, images[:1]), (mark + " and " + mark + " is", images[1:]), ("red and", [])]
+    prompts = [
+        ("which colour " + mark, images[:1]),
+        (mark + " and " + mark + " is", images[1:]),
+        ("red and", []),
+    ]
     rows, tokens = [], []
     for text, own in (prompts[number] for number in order):
         encoded = encoder.encode(text, images=own)
         assert encoded is not None
         rows.append(RowColumns(text, "", None, {}, own))
         tokens.append(encoded.token_ids)
-    responses = [[11, 12, 13], [14, token, 12, 11], [12], [13, 14], [token, token, 3]][: len(order)]
+    responses = [[11, 12, 13], [14, token, 12, 11], [12], [13, 14], [token, token, 3]][
+        : len(order)
+    ]
     generations = [Generation(each, [0.0] * len(each), "stop") for each in responses]
-    return RolloutBatch.from_generations(tokens, generations, columns=image_column(row.images for row in rows)), token
+    return RolloutBatch.from_generations(
+        tokens, generations, columns=image_column(row.images for row in rows)
+    ), token
 
 
 def reference(model: Any, batch: RolloutBatch, token: int) -> torch.Tensor:
     """[B, R]: log-probs by transformers, sample by sample, with a gradient."""
     found = []
-    lengths = zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True)
+    lengths = zip(
+        batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True
+    )
     for row, (prompt, response) in enumerate(lengths):
-        tokens = torch.cat([batch.input_ids[row, :prompt], batch.generated_ids[row, :response]])[None]
+        tokens = torch.cat(
+            [batch.input_ids[row, :prompt], batch.generated_ids[row, :response]]
+        )[None]
         places, images = tokens.clone(), batch.columns["images"][row]
         places[0, prompt:][places[0, prompt:] == token] = 0
         given: dict[str, Any] = {}
         if images:
-            given = {name: [image.tensors[name] for image in images] for name in ("pixel_values", "image_grid_thw")}
-            given = {"pixel_values": torch.cat(given["pixel_values"]), "mm_token_type_ids": (places == token).int()} | {
-                "image_grid_thw": torch.stack(given["image_grid_thw"])
+            given = {
+                name: [image.tensors[name] for image in images]
+                for name in ("pixel_values", "image_grid_thw")
             }
-        embed = model.get_input_embeddings().register_forward_pre_hook(lambda module, args, own=tokens: (own,))
+            given = {
+                "pixel_values": torch.cat(given["pixel_values"]),
+                "mm_token_type_ids": (places == token).int(),
+            } | {"image_grid_thw": torch.stack(given["image_grid_thw"])}
+        embed = model.get_input_embeddings().register_forward_pre_hook(
+            lambda module, args, own=tokens: (own,)
+        )
         logits = model(input_ids=places, **given).logits[0, prompt - 1 : -1]
         embed.remove()
         log_probs = logits.log_softmax(-1).gather(1, tokens[0, prompt:, None])[:, 0]
-        found.append(torch.nn.functional.pad(log_probs, (0, batch.response_shape[1] - response)))
+        found.append(
+            torch.nn.functional.pad(log_probs, (0, batch.response_shape[1] - response))
+        )
     return torch.stack(found)
 
 
-def against_transformers(folder: str, order: list[int], packs: bool, freeze: list[str]) -> dict[str, Any]:
+def against_transformers(
+    folder: str, order: list[int], packs: bool, freeze: list[str]
+) -> dict[str, Any]:
     """Largest differences of log-probs and, relatively, of any parameter's gradient; and what is trained."""
     from transformers import AutoModelForImageTextToText
 
     batch, token = samples(folder, order)
-    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
     expected = reference(model, batch, token)
     (-expected.sum()).backward()
     size, groups = dist.get_world_size(), manager()
@@ -91,8 +122,12 @@ def against_transformers(folder: str, order: list[int], packs: bool, freeze: lis
     )
     made.load(folder)
     micro = micro_batches_for(made, batch, 200)
-    found = made.score(micro, lambda output, one: made.log_probs(output, one)[0], batch.response_shape)
-    made.forward_backward(micro, lambda output, one: (-made.log_probs(output, one)[0].sum(), {}))
+    found = made.score(
+        micro, lambda output, one: made.log_probs(output, one)[0], batch.response_shape
+    )
+    made.forward_backward(
+        micro, lambda output, one: (-made.log_probs(output, one)[0].sum(), {})
+    )
     worst, trained = 0.0, []
     for (name, parameter), (_, other) in zip(
         made.module.model.named_parameters(), model.named_parameters(), strict=True
@@ -100,9 +135,9 @@ def against_transformers(folder: str, order: list[int], packs: bool, freeze: lis
         if parameter.requires_grad:
             trained.append(name)
             assert isinstance(parameter.grad, DTensor) and other.grad is not None, name
-            difference = (parameter.grad.full_tensor() - other.grad).abs().max() / other.grad.abs().max().clamp(
-                min=1e-3
-            )
+            difference = (
+                parameter.grad.full_tensor() - other.grad
+            ).abs().max() / other.grad.abs().max().clamp(min=1e-3)
             worst = max(worst, float(difference))
     return {
         "log_probs": float((found - expected.detach()).abs().max()),

@@ -25,10 +25,15 @@ from tests.workers.ranks import experience
 
 
 def model_with_adapters(
-    folder: str, shape: dict[str, Any], lora: dict[str, Any], adapter: str | None = None, **options: Any
+    folder: str,
+    shape: dict[str, Any],
+    lora: dict[str, Any],
+    adapter: str | None = None,
+    **options: Any,
 ) -> TrainingModel:
-    """A model of `folder` with adapters, those of the folder `adapter` if there is one; under FSDP2, and cut so, where
-    `shape` says `fsdp`."""
+    """A model of `folder` with adapters, those of the folder `adapter` if there is one;
+    under FSDP2, and cut so, where `shape` says `fsdp`.
+    """
     sizes = {name: size for name, size in shape.items() if name != "fsdp"}
     grid = manager().grid(GridShape(**sizes))
     options |= {"dtype": torch.float32, "seed": 0, "lora": LoraConfig(**lora)}
@@ -36,7 +41,9 @@ def model_with_adapters(
     if "fsdp" in shape:
         options.pop("overrides", None)
         cut = FsdpConfig(**shape["fsdp"])
-        model = FSDPModel(folder, grid, manager(), fsdp=cut, trained=True, initialize=False, **options)
+        model = FSDPModel(
+            folder, grid, manager(), fsdp=cut, trained=True, initialize=False, **options
+        )
     else:
         model = MegatronModel(ModelSpec.from_folder(folder), grid, **options)
     model.load(folder)
@@ -50,11 +57,17 @@ def trainable(model: TrainingModel) -> TrainableModel:
     if isinstance(model, FSDPModel):
         return FSDPTrainable(model, optimizer=optimizer, scheduler={}, total_updates=10)
     assert isinstance(model, MegatronModel)
-    return MegatronTrainable(model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
+    return MegatronTrainable(
+        model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10
+    )
 
 
 def random_adapter(
-    folder: str, lora: dict[str, Any], output: str, shape: dict[str, int] | None = None, **options: Any
+    folder: str,
+    lora: dict[str, Any],
+    output: str,
+    shape: dict[str, int] | None = None,
+    **options: Any,
 ) -> None:
     """An adapter folder in which no factor is zero."""
     model = model_with_adapters(folder, shape or {}, lora, **options)
@@ -80,16 +93,34 @@ def update(
     found = {}
     for name, shape in shapes.items():
         role = "critic" if critic else "actor"
-        model = model_with_adapters(folder, shape, lora, adapter, value_head=critic, role=role, overrides=megatron)
-        base = {local: parameter.detach().clone() for local, parameter in frozen(model).items()}
+        model = model_with_adapters(
+            folder,
+            shape,
+            lora,
+            adapter,
+            value_head=critic,
+            role=role,
+            overrides=megatron,
+        )
+        base = {
+            local: parameter.detach().clone()
+            for local, parameter in frozen(model).items()
+        }
         trained = trainable(model)
         config = AlgorithmConfig(**algorithm)
         if critic:
-            found[name] = Critic(trained, config, micro_batch_tokens=64, seed=0).update(experience(), step=0)
+            found[name] = Critic(trained, config, micro_batch_tokens=64, seed=0).update(
+                experience(), step=0
+            )
         else:
-            actor = Actor(trained, config, temperature=0.8, micro_batch_tokens=64, seed=0)
+            actor = Actor(
+                trained, config, temperature=0.8, micro_batch_tokens=64, seed=0
+            )
             found[name] = actor.update(experience(), step=0, kl_coef=0.1)
-        assert all(torch.equal(base[local], parameter) for local, parameter in frozen(model).items())
+        assert all(
+            torch.equal(base[local], parameter)
+            for local, parameter in frozen(model).items()
+        )
         assert all(parameter.grad is None for parameter in frozen(model).values())
         model.save_adapters(Path(output) / name, base=folder)
     return found
@@ -97,21 +128,35 @@ def update(
 
 def frozen(model: TrainingModel) -> dict[str, torch.Tensor]:
     trained = model.adapters.parameters if model.adapters is not None else {}
-    return {name: parameter for name, parameter in model.parameters.items() if name not in trained}
+    return {
+        name: parameter
+        for name, parameter in model.parameters.items()
+        if name not in trained
+    }
 
 
 def through_megaverl(
-    folder: str, shape: dict[str, int], lora: dict[str, Any], adapter: str, saved: str, merged: str, tokens: list[Any]
+    folder: str,
+    shape: dict[str, int],
+    lora: dict[str, Any],
+    adapter: str,
+    saved: str,
+    merged: str,
+    tokens: list[Any],
 ) -> list[list[float]]:
     """Load an adapter, save it again to `saved`, export the merged model; the log-probs of all tokens but the first."""
     model = model_with_adapters(folder, shape, lora, adapter)
     model.save_adapters(saved, base=folder)
     model.export(merged, source_folder=folder, bucket_bytes=4096)
     batch = whole_rows(tokens)
-    return Policy(model, temperature=1.0, micro_batch_tokens=64).log_probs(batch).tolist()
+    return (
+        Policy(model, temperature=1.0, micro_batch_tokens=64).log_probs(batch).tolist()
+    )
 
 
-def refusals(folder: str, lora: dict[str, Any], changes: list[dict[str, Any]], adapter: str) -> list[str]:
+def refusals(
+    folder: str, lora: dict[str, Any], changes: list[dict[str, Any]], adapter: str
+) -> list[str]:
     """What is said of an adapter folder by models with other adapters."""
     found = []
     for change in changes:

@@ -19,7 +19,11 @@ from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import plan_for
 from megaverl.workers.offload import storages_of
 from megaverl.workers.optimizers import MegatronTrainable, optimizer_tensors
-from megaverl.workers.pairs import ImplicitRewardModel, PreferenceUpdates, RewardModelUpdates
+from megaverl.workers.pairs import (
+    ImplicitRewardModel,
+    PreferenceUpdates,
+    RewardModelUpdates,
+)
 from megaverl.workers.policy import Actor, Policy
 from tests.models.ranks import manager
 from tests.workers.ranks import experience
@@ -61,12 +65,21 @@ def actor(
         offload=OffloadConfig(**(offload or {})),
     )
     config = AlgorithmConfig(num_mini_batches=2)
-    return Actor(trainable, config, temperature=0.8, micro_batch_tokens=micro_batch_tokens, seed=0)
+    return Actor(
+        trainable,
+        config,
+        temperature=0.8,
+        micro_batch_tokens=micro_batch_tokens,
+        seed=0,
+    )
 
 
-def two_steps(folder: str, shape: dict[str, int], variants: list[dict[str, Any]]) -> list[list[bool]]:
-    """Of each variant: whether log-probs, metrics and every trained weight after two steps are the first one's, bit
-    for bit."""
+def two_steps(
+    folder: str, shape: dict[str, int], variants: list[dict[str, Any]]
+) -> list[list[bool]]:
+    """Of each variant: whether log-probs, metrics and every trained weight after two
+    steps are the first one's, bit for bit.
+    """
     found: list[list[Any]] = []
     for variant in variants:
         made = actor(folder, shape, **variant)
@@ -86,9 +99,12 @@ def two_steps(folder: str, shape: dict[str, int], variants: list[dict[str, Any]]
     ]
 
 
-def every_kind_of_update(folder: str, shape: dict[str, int], offload: dict[str, Any]) -> dict[str, bool]:
-    """Of each kind of update on pairs or answers: whether its metrics and weights after two of them are the same with
-    `offload` as without, bit for bit."""
+def every_kind_of_update(
+    folder: str, shape: dict[str, int], offload: dict[str, Any]
+) -> dict[str, bool]:
+    """Of each kind of update on pairs or answers: whether its metrics and weights after
+    two of them are the same with `offload` as without, bit for bit.
+    """
     pairs = experience().with_(group_ids=torch.arange(6) // 2)
     found: dict[str, list[Any]] = {}
     for away in ({}, offload):
@@ -112,7 +128,8 @@ def every_kind_of_update(folder: str, shape: dict[str, int], offload: dict[str, 
                 weights = [parameter.detach().clone() for parameter in made.model.held]
             found.setdefault(kind, []).append([metrics, weights])
     return {
-        kind: here[0] == away[0] and all(torch.equal(a, b) for a, b in zip(here[1], away[1], strict=True))
+        kind: here[0] == away[0]
+        and all(torch.equal(a, b) for a, b in zip(here[1], away[1], strict=True))
         for kind, (here, away) in found.items()
     }
 
@@ -128,7 +145,9 @@ def bytes_here(folder: str, shape: dict[str, int], **variant: Any) -> dict[str, 
     def total(tensors: list[torch.Tensor]) -> int:
         return sum(storage.nbytes() for storage in storages_of(tensors))
 
-    state = storages_of(optimizer_tensors(trainable.optimizer), without=[*made.model.held, *gradients])
+    state = storages_of(
+        optimizer_tensors(trainable.optimizer), without=[*made.model.held, *gradients]
+    )
     return {
         "weights": total(made.model.held),
         "gradients": total(gradients),
@@ -137,7 +156,11 @@ def bytes_here(folder: str, shape: dict[str, int], **variant: Any) -> dict[str, 
 
 
 def reference_and_resume(
-    folder: str, shapes: list[dict[str, int]], checkpoints: str, other_folder: str, **variant: Any
+    folder: str,
+    shapes: list[dict[str, int]],
+    checkpoints: str,
+    other_folder: str,
+    **variant: Any,
 ) -> dict[str, Any]:
     """An actor with adapters: its reference against one of its own, and a run resumed on each grid."""
     lora = {"rank": 4, "alpha": 8.0, "dropout": 0.1}
@@ -146,14 +169,22 @@ def reference_and_resume(
     store = CheckpointStore(Path(checkpoints))
     path = store.save(1, {"actor": made.trainable}, {"next": 1})
     metrics = made.update(experience(), step=1)
-    shared = Policy(made.model, temperature=0.8, micro_batch_tokens=64, with_adapters=False).log_probs(experience())
+    shared = Policy(
+        made.model, temperature=0.8, micro_batch_tokens=64, with_adapters=False
+    ).log_probs(experience())
     plain = MegatronModel(
-        ModelSpec.from_folder(folder), manager().grid(GridShape(**shapes[0])), dtype=torch.float32, seed=0
+        ModelSpec.from_folder(folder),
+        manager().grid(GridShape(**shapes[0])),
+        dtype=torch.float32,
+        seed=0,
     )
     plain.load(folder)
     own = Policy(plain, temperature=0.8, micro_batch_tokens=64).log_probs(experience())
     assert made.model.adapters is not None
-    expected = {name: factor.detach().clone() for name, factor in made.model.adapters.parameters.items()}
+    expected = {
+        name: factor.detach().clone()
+        for name, factor in made.model.adapters.parameters.items()
+    }
     resumed = []
     for shape in shapes:
         again = actor(folder, shape, lora=lora, **variant)
@@ -161,7 +192,9 @@ def reference_and_resume(
         same = again.update(experience(), step=1) == metrics
         assert again.model.adapters is not None
         factors = again.model.adapters.parameters
-        equal = shape != shapes[0] or all(torch.equal(expected[name], factors[name]) for name in expected)
+        equal = shape != shapes[0] or all(
+            torch.equal(expected[name], factors[name]) for name in expected
+        )
         resumed.append([same, equal])
     try:
         store.load(path, {"actor": actor(other_folder, shapes[0], lora=lora).trainable})
@@ -169,19 +202,35 @@ def reference_and_resume(
     except Exception as error:  # the test wants to know which
         refused = f"{type(error).__name__}: {error}"
     stored = sorted(read_index(path).arrays)
-    return {"reference": torch.equal(shared, own), "resumed": resumed, "refused": refused, "stored": stored}
+    return {
+        "reference": torch.equal(shared, own),
+        "resumed": resumed,
+        "refused": refused,
+        "stored": stored,
+    }
 
 
 def adapters_of_parts(folder: str, lora: dict[str, Any]) -> dict[str, Any]:
-    """On two context-parallel ranks: what an adapter drops of its input, what the generators draw after it, and an
-    update beside the one of ranks that have whole rows."""
+    """On two context-parallel ranks: what an adapter drops of its input, what the
+    generators draw after it, and an update beside the one of ranks that have whole
+    rows.
+    """
     made = actor(folder, {"cp": 2}, lora={**lora, "dropout": 0.5})
-    named = [(name, m) for chunk in made.model.chunks for name, m in chunk.named_modules() if hasattr(m, "_dropped")]
+    named = [
+        (name, m)
+        for chunk in made.model.chunks
+        for name, m in chunk.named_modules()
+        if hasattr(m, "_dropped")
+    ]
     dropped = {}
-    for layer in ("linear_qkv", "linear_proj"):  # their inputs are whole on every tensor-parallel rank, and cut
+    # Their inputs are whole on every tensor-parallel rank, and cut.
+    for layer in ("linear_qkv", "linear_proj"):
         adapter = next(module.train() for name, module in named if layer in name)
         dropped[layer] = adapter._dropped(torch.ones(8, 1, 16)).flatten().tolist()
-    updates = [actor(folder, shape, lora=lora).update(experience(), step=0) for shape in ({"dp": 2}, {"cp": 2})]
+    updates = [
+        actor(folder, shape, lora=lora).update(experience(), step=0)
+        for shape in ({"dp": 2}, {"cp": 2})
+    ]
     return {"dropped": dropped, "next": float(torch.rand(())), "updates": updates}
 
 

@@ -40,7 +40,9 @@ def equal_lengths(num_samples: int = 4) -> RolloutBatch:
     )
 
 
-def update_equal_lengths(folder: str, shape: dict[str, int], output: str, megatron: dict[str, Any]) -> dict[str, float]:
+def update_equal_lengths(
+    folder: str, shape: dict[str, int], output: str, megatron: dict[str, Any]
+) -> dict[str, float]:
     """One actor update with the user's TransformerConfig fields; the weights go to `output`."""
     model = MegatronModel(
         ModelSpec.from_folder(folder),
@@ -51,8 +53,12 @@ def update_equal_lengths(folder: str, shape: dict[str, int], output: str, megatr
     )
     model.load(folder)
     optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
-    trainable = MegatronTrainable(model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
-    actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=12, seed=0)
+    trainable = MegatronTrainable(
+        model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10
+    )
+    actor = Actor(
+        trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=12, seed=0
+    )
     metrics = actor.update(equal_lengths(), step=0)
     save_folder(
         output,
@@ -65,7 +71,9 @@ def update_equal_lengths(folder: str, shape: dict[str, int], output: str, megatr
     return metrics
 
 
-def generate_with_experts(folder: str, prompts: list[list[int]]) -> list[tuple[list[int], list[Any]]]:
+def generate_with_experts(
+    folder: str, prompts: list[list[int]]
+) -> list[tuple[list[int], list[Any]]]:
     """Of an engine over the world: each response, and the experts that it says its tokens took, as they come round."""
     made = VLLMEngine(
         folder,
@@ -77,6 +85,12 @@ def generate_with_experts(folder: str, prompts: list[list[int]]) -> list[tuple[l
         routed_experts=True,
     )
     sampling = SamplingOptions(12, temperature=1.0, ignore_eos=True)
-    found = Rollout(made, default_group()).generate(prompts, sampling, list(range(len(prompts))), group_size=2)
+    found = Rollout(made, default_group()).generate(
+        prompts, sampling, list(range(len(prompts))), group_size=2
+    )
     made.close()
-    return [(each.token_ids, each.routed_experts.tolist()) for each in found if each.routed_experts is not None]
+    return [
+        (each.token_ids, each.routed_experts.tolist())
+        for each in found
+        if each.routed_experts is not None
+    ]

@@ -21,14 +21,22 @@ from megaverl.workers.critic import ActorCritic, Critic
 from megaverl.workers.decisions import Decision, GradientReport, UpdateCounts, Verdict
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.micro_batches import Updated, micro_batches_for, micro_batches_of, plan_updates, rows_of_updates
+from megaverl.workers.micro_batches import (
+    Updated,
+    micro_batches_for,
+    micro_batches_of,
+    plan_updates,
+    rows_of_updates,
+)
 from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable
 from megaverl.workers.policy import Actor
 from megaverl.workers.trainable import TrainableModel
 from tests.models.ranks import manager
 
 
-def experience(num_samples: int = 6, seed: int = 3, *, same_prompts: int = 1) -> RolloutBatch:
+def experience(
+    num_samples: int = 6, seed: int = 3, *, same_prompts: int = 1
+) -> RolloutBatch:
     """A batch with everything that an update needs, responses of 1 to 9 tokens; so many neighbours have one prompt."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -42,9 +50,13 @@ def experience(num_samples: int = 6, seed: int = 3, *, same_prompts: int = 1) ->
     prompts = prompts[first]
     return RolloutBatch(
         {
-            "input_ids": torch.randint(0, 100, (num_samples, 5), generator=generator)[first],
+            "input_ids": torch.randint(0, 100, (num_samples, 5), generator=generator)[
+                first
+            ],
             "prompt_lengths": prompts,
-            "generated_ids": torch.randint(0, 100, (num_samples, 9), generator=generator),
+            "generated_ids": torch.randint(
+                0, 100, (num_samples, 9), generator=generator
+            ),
             "response_mask": torch.arange(9) < lengths[:, None],
             "rollout_log_probs": normal(0.1) - 4.6,
             "old_log_probs": normal(0.1) - 4.6,
@@ -69,10 +81,17 @@ def told_experts(batch: RolloutBatch, spec: ModelSpec) -> dict[str, Any]:
     joined, lengths = batch.joined().tolist(), batch.sequence_lengths.tolist()
     layers, count = range(spec.num_layers), spec.moe.num_experts
     told = [
-        torch.tensor([[told_expert(token, layer, count) for layer in layers] for token in row[: length - 1]])
+        torch.tensor(
+            [
+                [told_expert(token, layer, count) for layer in layers]
+                for token in row[: length - 1]
+            ]
+        )
         for row, length in zip(joined, lengths, strict=True)
     ]
-    return experts_column([Generation([], [], "stop", each.to(torch.uint8)) for each in told])
+    return experts_column(
+        [Generation([], [], "stop", each.to(torch.uint8)) for each in told]
+    )
 
 
 def update(
@@ -121,7 +140,10 @@ def update(
         metrics = role.update(with_own_tokens(role, batch), step=0)
     else:
         kind = ActorCritic if shared else Actor
-        given: dict[str, Any] = {"micro_batch_tokens": micro_batch_tokens, "router_replay": router_replay}
+        given: dict[str, Any] = {
+            "micro_batch_tokens": micro_batch_tokens,
+            "router_replay": router_replay,
+        }
         actor = kind(trainable, config, temperature=0.8, seed=0, **given)
         if router_replay != "off":
             batch = batch.with_columns(**told_experts(batch, model.spec))
@@ -150,46 +172,73 @@ def under_both_engines(folders: list[str], **algorithm: Any) -> list[dict[str, A
         found.append({})
         for name, fsdp in engines.items():
             trainable = trainable_of(folder, {"dp": dist.get_world_size()}, fsdp=fsdp)
-            actor = Actor(trainable, AlgorithmConfig(**algorithm), temperature=0.8, micro_batch_tokens=64, seed=0)
+            actor = Actor(
+                trainable,
+                AlgorithmConfig(**algorithm),
+                temperature=0.8,
+                micro_batch_tokens=64,
+                seed=0,
+            )
             batch = experience(same_prompts=3)
             log_probs = actor.log_probs(batch).tolist()
             metrics = actor.update(with_own_tokens(actor, batch), step=0, kl_coef=0.1)
-            found[-1][name] = {"log_probs": log_probs, **{key: metrics[key] for key in ("loss", "grad_norm")}}
+            found[-1][name] = {
+                "log_probs": log_probs,
+                **{key: metrics[key] for key in ("loss", "grad_norm")},
+            }
     return found
 
 
-def trainable_of(folder: str, shape: dict[str, int], *, fsdp: dict[str, Any] | None, **options: Any) -> TrainableModel:
+def trainable_of(
+    folder: str, shape: dict[str, int], *, fsdp: dict[str, Any] | None, **options: Any
+) -> TrainableModel:
     """A model of `folder` with an optimizer; `fsdp` as `update` has it, `options` as both engines' models have them."""
     grid = manager().grid(GridShape(**shape))
     # as in a run: what is drawn is cut, and marked so, in another way than what is read
-    given: dict[str, Any] = {"dtype": torch.float32, "seed": 0, "initialize": False, **options}
-    # with so large an epsilon Adam steps in proportion to the gradient: no rounding is blown up to a full step
+    given: dict[str, Any] = {
+        "dtype": torch.float32,
+        "seed": 0,
+        "initialize": False,
+        **options,
+    }
+    # with so large an epsilon Adam steps in proportion to the gradient: no rounding is
+    # blown up to a full step
     optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
     if fsdp is not None:
-        cut = FSDPModel(folder, grid, manager(), fsdp=FsdpConfig(**fsdp), trained=True, **given)
+        cut = FSDPModel(
+            folder, grid, manager(), fsdp=FsdpConfig(**fsdp), trained=True, **given
+        )
         cut.load(folder)
         return FSDPTrainable(cut, optimizer=optimizer, scheduler={}, total_updates=10)
     model = MegatronModel(ModelSpec.from_folder(folder), grid, **given)
     model.load(folder)
-    return MegatronTrainable(model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
+    return MegatronTrainable(
+        model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10
+    )
 
 
 def with_own_tokens(role: Updated, batch: RolloutBatch) -> RolloutBatch:
     """The batch as it comes from elsewhere: of samples that this rank does not train on, the tokens are not there."""
     outline = sequence_lengths(batch)
     own = sorted(rows_of_updates(role, outline, 0, 0)[dist.get_rank()])
-    if role.trainable.model.grid.shape.dp > 1 and role.algorithm.num_epochs == 1:  # each sample is one replica's
+    # Each sample is one replica's.
+    if role.trainable.model.grid.shape.dp > 1 and role.algorithm.num_epochs == 1:
         assert len(own) < len(batch)
-    tokens = {name: torch.zeros_like(batch[name]) for name in ("input_ids", "generated_ids")}
+    tokens = {
+        name: torch.zeros_like(batch[name]) for name in ("input_ids", "generated_ids")
+    }
     for name, tensor in tokens.items():
         tensor[own] = batch[name][own]
     return batch.with_(**tokens, prompt_numbers=torch.tensor(outline.prompts))
 
 
-def last_values(folder: str, shape: dict[str, int], *, pack_samples: bool) -> dict[str, list[float]]:
+def last_values(
+    folder: str, shape: dict[str, int], *, pack_samples: bool
+) -> dict[str, list[float]]:
     """Of cut-off responses without their last tokens: the values after them, and those before the tokens left out.
 
-    Every other sample is an agent's of its own, with a value head of its own; the fifth has ended.
+    Every other sample is an agent's of its own, with a value head of its own; the fifth
+    has ended.
     """
     model = MegatronModel(
         ModelSpec.from_folder(folder),
@@ -204,14 +253,24 @@ def last_values(folder: str, shape: dict[str, int], *, pack_samples: bool) -> di
     for name, parameter in model.held_parameters.items():
         if name.endswith("output_layer.weight"):
             parameter.data.normal_(generator=torch.Generator().manual_seed(1))
-    trainable = MegatronTrainable(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
+    trainable = MegatronTrainable(
+        model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10
+    )
     whole = experience(same_prompts=3).with_(agent_ids=torch.arange(6) % 2)
     places = torch.arange(9)
     whole = whole.with_(response_lengths=whole.response_lengths.clamp(min=2))
     lengths = whole.response_lengths - 1
     cut = RolloutBatch(
         {
-            **{name: whole[name] for name in ("input_ids", "prompt_lengths", "generated_ids", "agent_ids")},
+            **{
+                name: whole[name]
+                for name in (
+                    "input_ids",
+                    "prompt_lengths",
+                    "generated_ids",
+                    "agent_ids",
+                )
+            },
             "response_mask": places < lengths[:, None],
         },
         {"finish_reason": ["length", "length", "length", "length", "stop", "length"]},
@@ -223,7 +282,9 @@ def last_values(folder: str, shape: dict[str, int], *, pack_samples: bool) -> di
         before, last = critic.values(cut)
         found[f"last {bootstraps}"] = last.tolist()
     known, ended = critic.values(whole)
-    assert torch.allclose(before, known.masked_fill(places >= lengths[:, None], 0.0), atol=1e-5)
+    assert torch.allclose(
+        before, known.masked_fill(places >= lengths[:, None], 0.0), atol=1e-5
+    )
     assert not ended.any(), "why they ended is not known"
     found["left out"] = known.gather(1, lengths[:, None])[:, 0].tolist()
     return found
@@ -231,8 +292,15 @@ def last_values(folder: str, shape: dict[str, int], *, pack_samples: bool) -> di
 
 def tokens_of_updates(folder: str) -> list[list[int]]:
     """Of each update of a step on three samples of each of four prompts: its tokens packed, and with a prompt each."""
-    model = MegatronModel(ModelSpec.from_folder(folder), manager().grid(GridShape()), dtype=torch.float32, seed=0)
-    trainable = MegatronTrainable(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
+    model = MegatronModel(
+        ModelSpec.from_folder(folder),
+        manager().grid(GridShape()),
+        dtype=torch.float32,
+        seed=0,
+    )
+    trainable = MegatronTrainable(
+        model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10
+    )
     batch, found = experience(12, same_prompts=3), []
     outline = sequence_lengths(batch)
     algorithm = AlgorithmConfig(num_mini_batches=2, num_epochs=2)
@@ -240,7 +308,9 @@ def tokens_of_updates(folder: str) -> list[list[int]]:
     for planned in plan_updates(critic, outline, 0):
         micro = micro_batches_of(model, batch, outline, planned.micro_batches)
         each = sum(outline.lengths[sample] for sample in planned.samples)
-        found.append([sum(part.tokens.numel() for part in micro), each, len(planned.samples)])
+        found.append(
+            [sum(part.tokens.numel() for part in micro), each, len(planned.samples)]
+        )
     return found
 
 
@@ -253,17 +323,26 @@ def update_that_is_not_finite(folder: str) -> list[bool]:
         seed=0,
     )
     model.load(folder)
-    trainable = MegatronTrainable(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
-    before = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
+    trainable = MegatronTrainable(
+        model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10
+    )
+    before = {
+        name: parameter.detach().clone() for name, parameter in model.parameters.items()
+    }
     batch = experience()
     batch = batch.with_(advantages=torch.full_like(batch.advantages, torch.inf))
-    actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0)
+    actor = Actor(
+        trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0
+    )
     try:
         actor.update(batch, step=0)
     except Exception as error:  # the test wants to know which
         assert type(error).__name__ == "TrainingStopped", error
         assert "actor.optimizer.lr" in str(error)
-        return [torch.equal(before[name], parameter) for name, parameter in model.parameters.items()]
+        return [
+            torch.equal(before[name], parameter)
+            for name, parameter in model.parameters.items()
+        ]
     return [False]
 
 
@@ -281,10 +360,18 @@ def one_pass(folder: str) -> dict[str, Any]:
     for name, parameter in model.held_parameters.items():
         if name == "value_head.weight":
             parameter.data.normal_(generator=torch.Generator().manual_seed(1))
-    trainable = MegatronTrainable(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
+    trainable = MegatronTrainable(
+        model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10
+    )
     algorithm = AlgorithmConfig(bootstrap_truncated=True)
-    actor = ActorCritic(trainable, algorithm, temperature=0.8, micro_batch_tokens=64, seed=0)
-    batch = experience().with_(agent_ids=torch.tensor([0, 1, 0, 1, 1, 0])).with_columns(finish_reason=["length"] * 6)
+    actor = ActorCritic(
+        trainable, algorithm, temperature=0.8, micro_batch_tokens=64, seed=0
+    )
+    batch = (
+        experience()
+        .with_(agent_ids=torch.tensor([0, 1, 0, 1, 1, 0]))
+        .with_columns(finish_reason=["length"] * 6)
+    )
     passes = []
     model.chunks[-1].register_forward_hook(lambda *seen: passes.append(1))
     both = actor.log_probs_and_values(batch)
@@ -293,7 +380,10 @@ def one_pass(folder: str) -> dict[str, Any]:
     values, last_values = actor.values(batch)
     return {
         "passes": [number, len(micro_batches_for(model, batch, 64))],
-        "same": [torch.equal(both[0], actor.log_probs(batch)), torch.equal(both[1], values)],
+        "same": [
+            torch.equal(both[0], actor.log_probs(batch)),
+            torch.equal(both[1], values),
+        ],
         "last": torch.equal(both[2], last_values) and bool(last_values.all()),
         "heads": bool((both[1] != of_others).any(dim=1).all()),
     }
@@ -309,7 +399,12 @@ def as_decided(folder: str) -> dict[str, Any]:
         reports.append(report)
         return decision
 
-    decisions = {"own": None, "applied": Decision(Verdict.APPLY), "later": None, "skipped": Decision(Verdict.SKIP)}
+    decisions = {
+        "own": None,
+        "applied": Decision(Verdict.APPLY),
+        "later": None,
+        "skipped": Decision(Verdict.SKIP),
+    }
     for name, decision in decisions.items():
         model = MegatronModel(
             ModelSpec.from_folder(folder),
@@ -318,7 +413,12 @@ def as_decided(folder: str) -> dict[str, Any]:
             seed=0,
         )
         model.load(folder)
-        before = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters.values()])
+        before = torch.cat(
+            [
+                parameter.detach().flatten().clone()
+                for parameter in model.parameters.values()
+            ]
+        )
         optimizer = {
             "lr": 0.1,
             "adam_eps": 1.0,
@@ -326,21 +426,33 @@ def as_decided(folder: str) -> dict[str, Any]:
             "clip_grad": 1e-3,
         }  # in proportion to the gradient
         decays = {"lr_decay_style": "linear", "lr_decay_steps": 10}
-        trainable = MegatronTrainable(model, optimizer=optimizer, scheduler=decays, ddp={}, total_updates=10)
+        trainable = MegatronTrainable(
+            model, optimizer=optimizer, scheduler=decays, ddp={}, total_updates=10
+        )
         trainable.counts = UpdateCounts(steps=3, version=2, skips=1)
         if name in ("later", "skipped"):
             trainable.move_schedule(4)
         if decision is not None:
             trainable.ask = partial(answer, decision)
-        metrics = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0).update(
-            experience(), step=0
+        metrics = Actor(
+            trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0
+        ).update(experience(), step=0)
+        after = torch.cat(
+            [parameter.detach().flatten() for parameter in model.parameters.values()]
         )
-        after = torch.cat([parameter.detach().flatten() for parameter in model.parameters.values()])
         moved[name] = after - before
         counts = trainable.counts
         found[name] = [
             metrics["lr"], trainable.scheduler.num_steps, metrics["skipped"], counts.steps, counts.version, counts.skips
         ]  # fmt: skip
     far = {name: float(each.norm()) for name, each in moved.items()}
-    reported = [[each.role, each.island, each.counts.steps, each.tokens > 0, each.norm > 0] for each in reports]
-    return {"found": found, "far": far, "same": torch.equal(moved["own"], moved["applied"]), "reported": reported}
+    reported = [
+        [each.role, each.island, each.counts.steps, each.tokens > 0, each.norm > 0]
+        for each in reports
+    ]
+    return {
+        "found": found,
+        "far": far,
+        "same": torch.equal(moved["own"], moved["applied"]),
+        "reported": reported,
+    }

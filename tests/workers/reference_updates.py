@@ -1,7 +1,8 @@
 """Whole updates in float64 by transformers' forward pass, the papers' equations and torch's own Adam.
 
-Nothing here is megaverl's, except for the draw of which samples are in which mini-batch (`mini_batches`, which
-`tests/data/test_batching.py` tests). Everything is written token by token and response by response.
+Nothing here is megaverl's, except for the draw of which samples are in which mini-batch
+(`mini_batches`, which `tests/data/test_batching.py` tests). Everything is written token
+by token and response by response.
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ class Case:
             "loss_aggregation": self.aggregation,
             "num_mini_batches": self.num_mini_batches,
             "num_epochs": self.num_epochs,
-            **({"loss_length": LOSS_LENGTH} if self.aggregation == "fixed_length" else {}),
+            **(
+                {"loss_length": LOSS_LENGTH}
+                if self.aggregation == "fixed_length"
+                else {}
+            ),
             **self.options,
         }
 
@@ -64,25 +69,35 @@ class Outcome(NamedTuple):
 
 
 def tokens_under_mask(batch: RolloutBatch) -> list[list[int]]:
-    return [[t for t, own in enumerate(row) if own] for row in batch.response_mask.tolist()]
+    return [
+        [t for t, own in enumerate(row) if own] for row in batch.response_mask.tolist()
+    ]
 
 
 def gae(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     """Generalised advantages (lambda 0.95) of the reward at the last token, and returns; before normalisation."""
-    advantages, returns = torch.zeros(2, *batch.response_mask.shape, dtype=torch.float64)
+    advantages, returns = torch.zeros(
+        2, *batch.response_mask.shape, dtype=torch.float64
+    )
     for row, tokens in enumerate(tokens_under_mask(batch)):
         following, advantage = 0.0, 0.0
         for t in reversed(tokens):
             reward = float(batch.rewards[row]) if t == tokens[-1] else 0.0
             value = float(batch.values[row, t])
             advantage = reward + following - value + 0.95 * advantage
-            advantages[row, t], returns[row, t], following = advantage, advantage + value, value
+            advantages[row, t], returns[row, t], following = (
+                advantage,
+                advantage + value,
+                value,
+            )
     return advantages, returns
 
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
     chosen = values[mask]
-    return torch.where(mask, (values - chosen.mean()) / (chosen.var(unbiased=False) + 1e-8).sqrt(), 0.0)
+    return torch.where(
+        mask, (values - chosen.mean()) / (chosen.var(unbiased=False) + 1e-8).sqrt(), 0.0
+    )
 
 
 def advantages_of(name: str, batch: RolloutBatch) -> Tensor:
@@ -90,12 +105,16 @@ def advantages_of(name: str, batch: RolloutBatch) -> Tensor:
     rewards, mask = batch.rewards.double(), batch.response_mask
     if name == "gae":
         return whitened(gae(batch)[0], mask)
-    if name == "reinforce_plus_plus":  # rewards to go, with the penalty k1 at every token
+    # Rewards to go, with the penalty k1 at every token.
+    if name == "reinforce_plus_plus":
         gains = torch.zeros(mask.shape, dtype=torch.float64)
         for row, tokens in enumerate(tokens_under_mask(batch)):
             total = float(rewards[row])
             for t in reversed(tokens):
-                total -= KL * float(batch.old_log_probs[row, t].double() - batch.ref_log_probs[row, t].double())
+                total -= KL * float(
+                    batch.old_log_probs[row, t].double()
+                    - batch.ref_log_probs[row, t].double()
+                )
                 gains[row, t] = total
         return whitened(gains, mask)
     per_sample = torch.zeros(len(batch), dtype=torch.float64)
@@ -105,11 +124,16 @@ def advantages_of(name: str, batch: RolloutBatch) -> Tensor:
             others = [float(rewards[each]) for each in rows if each != row]
             mean = sum(float(rewards[each]) for each in rows) / len(rows)
             if name == "rloo":
-                per_sample[row] = float(rewards[row]) - sum(others) / len(others) if others else 0.0
+                per_sample[row] = (
+                    float(rewards[row]) - sum(others) / len(others) if others else 0.0
+                )
                 continue
             per_sample[row] = float(rewards[row]) - mean
             if name == "grpo" and others:
-                deviation = (sum((float(rewards[each]) - mean) ** 2 for each in rows) / (len(rows) - 1)) ** 0.5
+                deviation = (
+                    sum((float(rewards[each]) - mean) ** 2 for each in rows)
+                    / (len(rows) - 1)
+                ) ** 0.5
                 per_sample[row] /= deviation + 1e-6
     return torch.where(mask, per_sample[:, None], 0.0)
 
@@ -135,38 +159,62 @@ class Said(NamedTuple):
     values: Tensor
 
 
-def said(model: torch.nn.Module, batch: RolloutBatch, samples: Sequence[int], temperature: float) -> Said:
+def said(
+    model: torch.nn.Module,
+    batch: RolloutBatch,
+    samples: Sequence[int],
+    temperature: float,
+) -> Said:
     shape = (len(samples), batch.response_mask.shape[1])
     columns: dict[str, list[Tensor]] = {"log_probs": [], "entropies": [], "values": []}
     for row in samples:
-        prompt, response = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
-        tokens = torch.cat([batch.input_ids[row, :prompt], batch.generated_ids[row, :response]])
+        prompt, response = (
+            int(batch.prompt_lengths[row]),
+            int(batch.response_lengths[row]),
+        )
+        tokens = torch.cat(
+            [batch.input_ids[row, :prompt], batch.generated_ids[row, :response]]
+        )
         hidden = model.model(tokens[None]).last_hidden_state[0][prompt - 1 : -1]
         log_p = torch.log_softmax(model.lm_head(hidden) / temperature, dim=-1)
         found = {
             "log_probs": log_p.gather(1, tokens[prompt:, None])[:, 0],
             "entropies": -(log_p.exp() * log_p).sum(-1),
-            "values": model.score(hidden)[:, 0] if hasattr(model, "score") else hidden.sum(1) * 0.0,
+            "values": model.score(hidden)[:, 0]
+            if hasattr(model, "score")
+            else hidden.sum(1) * 0.0,
         }
         for name, values in found.items():
-            columns[name].append(torch.nn.functional.pad(values, (0, shape[1] - response)))
+            columns[name].append(
+                torch.nn.functional.pad(values, (0, shape[1] - response))
+            )
     return Said(**{name: torch.stack(rows) for name, rows in columns.items()})
 
 
-def with_model(folder: Path, *, value_head: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def with_model(
+    folder: Path, *, value_head: bool
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """The model of a folder in float64, and an optimizer as the ranks have it."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     if value_head:
-        model.score = torch.nn.Linear(model.config.hidden_size, 1, bias=False, dtype=torch.float64)
+        model.score = torch.nn.Linear(
+            model.config.hidden_size, 1, bias=False, dtype=torch.float64
+        )
         torch.nn.init.zeros_(model.score.weight)
     return model, torch.optim.Adam(model.parameters(), lr=0.1, eps=1.0)
 
 
-def step_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
+def step_on(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor
+) -> float:
     """Take an optimizer step, and return the norm of the gradient before it is clipped to 1."""
     optimizer.zero_grad()
     loss.backward()
-    norm = float(torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0))
+    norm = float(
+        torch.nn.utils.clip_grad_norm_(
+            [p for p in model.parameters() if p.grad is not None], 1.0
+        )
+    )
     optimizer.step()
     return norm
 
@@ -174,11 +222,18 @@ def step_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Tens
 def splits(case: Case, batch: RolloutBatch) -> Iterator[list[int]]:
     """The samples of every update."""
     for epoch in range(case.num_epochs):
-        given = {"seed": 0, "step": 0, "epoch": epoch, "group_ids": batch.group_ids.tolist()}
+        given = {
+            "seed": 0,
+            "step": 0,
+            "epoch": epoch,
+            "group_ids": batch.group_ids.tolist(),
+        }
         yield from mini_batches(len(batch), case.num_mini_batches, **given)
 
 
-def whole_update(folder: Path, batch: RolloutBatch, case: Case, role: str = "actor") -> Outcome:
+def whole_update(
+    folder: Path, batch: RolloutBatch, case: Case, role: str = "actor"
+) -> Outcome:
     """All updates of one step. `role`: actor, critic, or shared."""
     model, optimizer = with_model(folder, value_head=role != "actor")
     advantages = advantages_of(case.advantage, batch)
@@ -191,7 +246,9 @@ def whole_update(folder: Path, batch: RolloutBatch, case: Case, role: str = "act
         policy = policy_loss(case, batch, samples, now, advantages, before.entropies)
         value = value_loss(batch, samples, now.values, returns)
         total = {"actor": policy, "critic": value, "shared": policy + value}[role]
-        losses["loss"].append(float(value.detach() if role == "critic" else policy.detach()))
+        losses["loss"].append(
+            float(value.detach() if role == "critic" else policy.detach())
+        )
         losses["critic/loss"].append(float(value.detach()))
         losses["grad_norm"].append(step_on(model, optimizer, total))
     with torch.no_grad():
@@ -203,7 +260,9 @@ def whole_update(folder: Path, batch: RolloutBatch, case: Case, role: str = "act
     return Outcome(metrics, torch.where(batch.response_mask, chosen, 0.0))
 
 
-def value_loss(batch: RolloutBatch, samples: Sequence[int], values: Tensor, returns: Tensor) -> Tensor:
+def value_loss(
+    batch: RolloutBatch, samples: Sequence[int], values: Tensor, returns: Tensor
+) -> Tensor:
     """arXiv 2005.12729, section 3, with a clip of 0.2 and a coefficient of a half."""
     old, right = batch.values[samples].double(), returns[samples]
     held = old + (values - old).clamp(-0.2, 0.2)
@@ -212,12 +271,18 @@ def value_loss(batch: RolloutBatch, samples: Sequence[int], values: Tensor, retu
 
 
 def policy_loss(
-    case: Case, batch: RolloutBatch, samples: Sequence[int], now: Said, advantages: Tensor, entropies: Tensor
+    case: Case,
+    batch: RolloutBatch,
+    samples: Sequence[int],
+    now: Said,
+    advantages: Tensor,
+    entropies: Tensor,
 ) -> Tensor:
     """The loss of one mini-batch with everything that `case.beside` names."""
     mask, beside = batch.response_mask[samples], case.beside
     old, rollout, reference = (
-        batch[name][samples].double() for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs")
+        batch[name][samples].double()
+        for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs")
     )
     trained, selected = mask, torch.zeros_like(mask)
     if "top_entropy" in beside:
@@ -229,7 +294,9 @@ def policy_loss(
         selected = largest(apart[0] * apart[1], mask, beside["covariance"])
     sampled = rollout if case.loss.startswith("dppo") else old
     if "truncate" in beside:
-        factors = torch.where(mask, (old - rollout).exp().clamp(max=beside["truncate"]), 1.0)
+        factors = torch.where(
+            mask, (old - rollout).exp().clamp(max=beside["truncate"]), 1.0
+        )
         if case.loss == "vespo":  # in the ratio of the response
             sampled = old - factors.log()
         else:
@@ -242,23 +309,34 @@ def policy_loss(
         held = x._replace(new=torch.where(trained, x.new, x.new.detach()))
         per_token = {t: -objective(held, i, t) for t in x.tokens(i)}
         zero = x.new.sum() * 0.0
-        keep = [t in per_token and (bool(trained[i, t]) or case.loss == "gmpo") for t in range(mask.shape[1])]
-        rows.append(torch.stack([per_token[t] if kept else zero for t, kept in enumerate(keep)]))
+        keep = [
+            t in per_token and (bool(trained[i, t]) or case.loss == "gmpo")
+            for t in range(mask.shape[1])
+        ]
+        rows.append(
+            torch.stack([per_token[t] if kept else zero for t, kept in enumerate(keep)])
+        )
     loss = aggregated(torch.stack(rows), mask, case.aggregation)
     if "entropy" in beside:
-        loss = loss - beside["entropy"] * aggregated(now.entropies, mask, case.aggregation)
+        loss = loss - beside["entropy"] * aggregated(
+            now.entropies, mask, case.aggregation
+        )
     if "kl" in beside:
         gap = reference - now.log_probs
         loss = loss + KL * aggregated(gap.exp() - gap - 1, mask, case.aggregation)
     if "positive" in beside:
         right = mask & batch.desirable[samples].unsqueeze(1)
-        loss = loss - beside["positive"] * (now.log_probs[right].mean() if right.any() else 0.0)
+        loss = loss - beside["positive"] * (
+            now.log_probs[right].mean() if right.any() else 0.0
+        )
     return loss
 
 
 def largest(values: Tensor, mask: Tensor, share: float) -> Tensor:
     """The tokens of a mini-batch with the largest values, so large a share of all, at least one."""
-    places = sorted(mask.nonzero().tolist(), key=lambda place: -float(values[tuple(place)]))
+    places = sorted(
+        mask.nonzero().tolist(), key=lambda place: -float(values[tuple(place)])
+    )
     chosen = torch.zeros_like(mask)
     for place in places[: max(int(share * len(places)), 1)]:
         chosen[tuple(place)] = True
@@ -281,7 +359,9 @@ class Pairs(NamedTuple):
 
 
 def cpo(p: Pairs, per_token: bool) -> Tensor:
-    likelihood = p.chosen.sum() / p.chosen_lengths.sum() if per_token else p.chosen.mean()
+    likelihood = (
+        p.chosen.sum() / p.chosen_lengths.sum() if per_token else p.chosen.mean()
+    )
     return -logsigmoid(0.3 * (p.chosen - p.rejected)).mean() - 0.5 * likelihood
 
 
@@ -296,28 +376,45 @@ JUDGED: dict[str, tuple[str, dict[str, Any], Callable[[Pairs], Tensor]]] = {
     "simpo": (
         "simpo",
         {"beta": 2.0, "gamma": 0.5},
-        lambda p: -logsigmoid(2 * (p.chosen / p.chosen_lengths - p.rejected / p.rejected_lengths) - 0.5).mean(),
+        lambda p: (
+            -logsigmoid(
+                2 * (p.chosen / p.chosen_lengths - p.rejected / p.rejected_lengths)
+                - 0.5
+            ).mean()
+        ),
     ),
     "cpo": ("cpo", {"beta": 0.3, "lam": 0.5}, lambda p: cpo(p, per_token=False)),
-    "cpo by tokens": ("cpo", {"beta": 0.3, "lam": 0.5, "sft_over": "token"}, lambda p: cpo(p, per_token=True)),
+    "cpo by tokens": (
+        "cpo",
+        {"beta": 0.3, "lam": 0.5, "sft_over": "token"},
+        lambda p: cpo(p, per_token=True),
+    ),
 }
 
 
-def sums_of(model: torch.nn.Module, batch: RolloutBatch, temperature: float = 1.0) -> Tensor:
+def sums_of(
+    model: torch.nn.Module, batch: RolloutBatch, temperature: float = 1.0
+) -> Tensor:
     """[B], log-probs of whole responses."""
     log_probs = said(model, batch, range(len(batch)), temperature).log_probs
     return torch.where(batch.response_mask, log_probs, 0.0).sum(1)
 
 
 def judged_update(
-    folder: Path, loss_of: Callable[[torch.nn.Module], Tensor], steps: int, *, value_head: bool = False
+    folder: Path,
+    loss_of: Callable[[torch.nn.Module], Tensor],
+    steps: int,
+    *,
+    value_head: bool = False,
 ) -> tuple[list[dict[str, float]], torch.nn.Module]:
     """(loss and gradient norm of every step on the whole batch, the model after them)."""
     model, optimizer = with_model(folder, value_head=value_head)
     found = []
     for _ in range(steps):
         loss = loss_of(model)
-        found.append({"loss": float(loss.detach()), "grad_norm": step_on(model, optimizer, loss)})
+        found.append(
+            {"loss": float(loss.detach()), "grad_norm": step_on(model, optimizer, loss)}
+        )
     return found, model
 
 
@@ -325,9 +422,16 @@ def score_of(model: torch.nn.Module, batch: RolloutBatch) -> Tensor:
     """[B], the value at each response's last token."""
     scores = []
     for row in range(len(batch)):
-        prompt, response = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
-        tokens = torch.cat([batch.input_ids[row, :prompt], batch.generated_ids[row, :response]])
-        scores.append(model.score(model.model(tokens[None]).last_hidden_state[0, -1])[0])
+        prompt, response = (
+            int(batch.prompt_lengths[row]),
+            int(batch.response_lengths[row]),
+        )
+        tokens = torch.cat(
+            [batch.input_ids[row, :prompt], batch.generated_ids[row, :response]]
+        )
+        scores.append(
+            model.score(model.model(tokens[None]).last_hidden_state[0, -1])[0]
+        )
     return torch.stack(scores)
 
 

@@ -50,16 +50,24 @@ def reshard_and_generate(
 ) -> list[dict[str, Any]]:
     """One engine without weights of its own; for each grid an actor that gives it the old weights, then the new.
 
-    With an `adapter` (rank 4, alpha 8) that makes the old weights the new ones, the last grid's actor has it.
-    Returns for each grid the greedy responses with the old and the new weights, and the largest difference between
-    the engine's log-probs of the new ones and the actor's. The new weights are exported by each grid.
+    With an `adapter` (rank 4, alpha 8) that makes the old weights the new ones, the
+    last grid's actor has it. Returns for each grid the greedy responses with the old
+    and the new weights, and the largest difference between the engine's log-probs of
+    the new ones and the actor's. The new weights are exported by each grid.
     """
     made = engine(old_folder, tp, load_weights=False, **vllm)
     found = []
     for shape, export in zip(shapes, exports, strict=True):
-        lora = LoraConfig(rank=4, alpha=8.0) if adapter and export == exports[-1] else None
+        lora = (
+            LoraConfig(rank=4, alpha=8.0) if adapter and export == exports[-1] else None
+        )
         model = actor_of(old_folder, shape, lora)
-        sync = WeightSync(ActorWeights.of(model), made.layouts(shapes_of(model.weights)), made, model.grid.world)
+        sync = WeightSync(
+            ActorWeights.of(model),
+            made.layouts(shapes_of(model.weights)),
+            made,
+            model.grid.world,
+        )
         rollout = Rollout(made, model.grid.world, sync)
         responses = []
         for folder in (old_folder, new_folder):
@@ -67,14 +75,21 @@ def reshard_and_generate(
             if lora is None or folder == old_folder:
                 model.load(folder)
             else:
-                before = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
+                before = {
+                    name: parameter.detach().clone()
+                    for name, parameter in model.parameters.items()
+                }
                 model.load_adapters(str(adapter))
             first = sync.reshard()
             if lora is not None and folder == new_folder:
-                again = sync.reshard()  # merged anew into what arrives, not into what was there
-                # with the adapters' weights known to be there, embeddings and norms stay where they are
+                # Merged anew into what arrives, not into what was there.
+                again = sync.reshard()
+                # with the adapters' weights known to be there, embeddings and norms
+                # stay where they are
                 assert again.bytes_local == first.bytes_local < rollout_bytes(made)
-                assert all(torch.equal(before[name], p) for name, p in model.parameters.items())
+                assert all(
+                    torch.equal(before[name], p) for name, p in model.parameters.items()
+                )
             responses.append(rollout.generate(prompts, GREEDY, [0] * len(prompts)))
         found.append(
             {
@@ -88,7 +103,9 @@ def reshard_and_generate(
     return found
 
 
-def actor_of(folder: str, shape: dict[str, Any], lora: LoraConfig | None) -> TrainingModel:
+def actor_of(
+    folder: str, shape: dict[str, Any], lora: LoraConfig | None
+) -> TrainingModel:
     """On a grid of Megatron-core; or, where `shape` says `fsdp`, under FSDP2, cut so."""
     if "fsdp" in shape:
         return FSDPModel(
@@ -103,7 +120,9 @@ def actor_of(folder: str, shape: dict[str, Any], lora: LoraConfig | None) -> Tra
             initialize=False,
         )
     grid = manager().grid(GridShape(**shape))
-    return MegatronModel(ModelSpec.from_folder(folder), grid, dtype=torch.float32, seed=0, lora=lora)
+    return MegatronModel(
+        ModelSpec.from_folder(folder), grid, dtype=torch.float32, seed=0, lora=lora
+    )
 
 
 def rollout_bytes(made: VLLMEngine) -> int:
@@ -111,15 +130,21 @@ def rollout_bytes(made: VLLMEngine) -> int:
     return sum(parameter.nbytes for parameter in made.named_parameters().values())
 
 
-def largest_difference(model: TrainingModel, prompts: list[list[int]], responses: list[Generation]) -> float:
+def largest_difference(
+    model: TrainingModel, prompts: list[list[int]], responses: list[Generation]
+) -> float:
     """Between the engine's log-probs of its responses and the actor's of the same tokens."""
     longest = max(map(len, prompts))
     batch = RolloutBatch(
         {
-            "input_ids": torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts]),
+            "input_ids": torch.tensor(
+                [prompt + [0] * (longest - len(prompt)) for prompt in prompts]
+            ),
             "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts]),
             "generated_ids": torch.tensor([each.token_ids for each in responses]),
-            "response_mask": torch.ones(len(prompts), GREEDY.max_tokens, dtype=torch.bool),
+            "response_mask": torch.ones(
+                len(prompts), GREEDY.max_tokens, dtype=torch.bool
+            ),
         }
     )
     # the engine's greedy log-probs are those at temperature 1
@@ -128,7 +153,9 @@ def largest_difference(model: TrainingModel, prompts: list[list[int]], responses
     return float((policy.log_probs(batch) - theirs).abs().max())
 
 
-def generate_afresh(folder: str, tp: int, vllm: dict[str, Any], prompts: list[list[int]]) -> list[list[int]]:
+def generate_afresh(
+    folder: str, tp: int, vllm: dict[str, Any], prompts: list[list[int]]
+) -> list[list[int]]:
     """The greedy responses of a new engine that loaded `folder` itself."""
     made = engine(folder, tp, load_weights=True, **vllm)
     responses = made.generate(prompts, GREEDY, [0] * len(prompts))

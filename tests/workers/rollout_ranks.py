@@ -27,10 +27,19 @@ from megaverl.workers.weight_sync import ActorWeights, WeightSync, adopting
 from tests.models.ranks import manager
 
 
-def of_the_actor(model: MegatronModel, parameters: Mapping[str, torch.Tensor]) -> set[str]:
+def of_the_actor(
+    model: MegatronModel, parameters: Mapping[str, torch.Tensor]
+) -> set[str]:
     """Names of the engine's parameters that lie in the actor's storage."""
-    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters.values()}
-    return {name for name, tensor in parameters.items() if tensor.untyped_storage().data_ptr() in storages}
+    storages = {
+        parameter.untyped_storage().data_ptr()
+        for parameter in model.parameters.values()
+    }
+    return {
+        name
+        for name, tensor in parameters.items()
+        if tensor.untyped_storage().data_ptr() in storages
+    }
 
 
 @contextmanager
@@ -44,16 +53,26 @@ def pool_watched(model: MegatronModel) -> Iterator[list[int]]:
     def pool(self: Any, tag: str) -> Iterator[None]:
         yield
         if tag == "weights":
-            found.append(len(of_the_actor(model, dict(self.model_runner.get_model().named_parameters()))))
+            found.append(
+                len(
+                    of_the_actor(
+                        model, dict(self.model_runner.get_model().named_parameters())
+                    )
+                )
+            )
 
     with patch.object(Worker, "_maybe_get_memory_pool_context", pool):
         yield found
 
 
 @contextmanager
-def sleeping(engine: VLLMEngine, model: MegatronModel, sync: WeightSync) -> Iterator[list[str]]:
-    """Inside, an engine that goes through all of vLLM's sleep, and loses at the end of it what is not the actor's: the
-    order of what happens. vLLM's CPU worker frees nothing, and there is no pool."""
+def sleeping(
+    engine: VLLMEngine, model: MegatronModel, sync: WeightSync
+) -> Iterator[list[str]]:
+    """Inside, an engine that goes through all of vLLM's sleep, and loses at the end of
+    it what is not the actor's: the order of what happens. vLLM's CPU worker frees
+    nothing, and there is no pool.
+    """
     worker: Any = engine.llm.llm_engine.model_executor.driver_worker.worker  # type: ignore[attr-defined]
     events: list[str] = []
     move = sync._resharder.start
@@ -71,9 +90,14 @@ def sleeping(engine: VLLMEngine, model: MegatronModel, sync: WeightSync) -> Iter
     engine._can_sleep = True
     with (
         patch.object(worker, "sleep", sleep),
-        patch.object(worker, "wake_up", lambda tags: events.append(f"wake {' '.join(tags)}")),
+        patch.object(
+            worker, "wake_up", lambda tags: events.append(f"wake {' '.join(tags)}")
+        ),
         patch.object(sync._resharder, "start", start),
-        patch("vllm.device_allocator.get_mem_allocator_instance", lambda: SimpleNamespace(pointer_to_data={})),
+        patch(
+            "vllm.device_allocator.get_mem_allocator_instance",
+            lambda: SimpleNamespace(pointer_to_data={}),
+        ),
         patch.object(torch.cuda, "memory_snapshot", list),
     ):
         yield events
@@ -82,10 +106,20 @@ def sleeping(engine: VLLMEngine, model: MegatronModel, sync: WeightSync) -> Iter
 
 
 def versions(
-    folder: str, other_folder: str, grid: dict[str, int], tp: int, prompts: list[list[int]], dtype: str
+    folder: str,
+    other_folder: str,
+    grid: dict[str, int],
+    tp: int,
+    prompts: list[list[int]],
+    dtype: str,
 ) -> dict[str, Any]:
     """Answers with weights that are shared, then with such as move in the background, of either folder's model."""
-    model = MegatronModel(ModelSpec.from_folder(folder), manager().grid(GridShape(**grid)), dtype=torch.float32, seed=0)
+    model = MegatronModel(
+        ModelSpec.from_folder(folder),
+        manager().grid(GridShape(**grid)),
+        dtype=torch.float32,
+        seed=0,
+    )
     model.load(folder)
     shared = ReshardConfig(check_every=1)
     with pool_watched(model) as adopted_in_pool:
@@ -105,11 +139,16 @@ def versions(
     def answer(rollout: Rollout) -> Any:
         sampling = SamplingOptions(max_tokens=8, temperature=0.0)
         try:
-            return [asdict(found) for found in rollout.generate(prompts, sampling, [0] * len(prompts))]
+            return [
+                asdict(found)
+                for found in rollout.generate(prompts, sampling, [0] * len(prompts))
+            ]
         except ReshardError as error:
             return str(error)
 
-    sync = WeightSync(ActorWeights.of(model), layouts, engine, default_group(), config=shared)
+    sync = WeightSync(
+        ActorWeights.of(model), layouts, engine, default_group(), config=shared
+    )
     rollout = Rollout(engine, default_group(), sync)
     found = {
         "adopted": adopted,
@@ -126,7 +165,8 @@ def versions(
     found |= {"second": answer(rollout), "stats": asdict(stats)}
     with sleeping(engine, model, sync) as events:
         sync.reshard()
-        for name in ("asleep", "asleep_again"):  # the second without a reshard in between
+        # The second without a reshard in between.
+        for name in ("asleep", "asleep_again"):
             found[name] = answer(rollout)
         sync.source_changes()
         found["asleep_changed"] = answer(rollout)
@@ -137,7 +177,12 @@ def versions(
         parameter.data = parameter.data.clone()
     overlapped = ReshardConfig(overlap=True, alias="never", check_every=1)
     sync = WeightSync(
-        ActorWeights.of(model), layouts, engine, default_group(), config=overlapped, background=dist.new_group()
+        ActorWeights.of(model),
+        layouts,
+        engine,
+        default_group(),
+        config=overlapped,
+        background=dist.new_group(),
     )
     rollout = Rollout(engine, default_group(), sync)
     sync.begin()

@@ -48,9 +48,14 @@ def test_good_gradients_are_applied() -> None:
         ({"staleness": 2}, {}, Verdict.APPLY, Reason.FINE),
     ],
 )
-def test_one_model_at_fault_decides_for_all(change: Any, rules: Any, verdict: Verdict, reason: Reason) -> None:
+def test_one_model_at_fault_decides_for_all(
+    change: Any, rules: Any, verdict: Verdict, reason: Reason
+) -> None:
     culprit = "critic" if reason else ""
-    for reports in ([ACTOR, replace(CRITIC, **change)], [replace(CRITIC, **change), ACTOR]):
+    for reports in (
+        [ACTOR, replace(CRITIC, **change)],
+        [replace(CRITIC, **change), ACTOR],
+    ):
         assert decide(reports, Rules(**rules)) == Decision(verdict, reason, culprit)
 
 
@@ -78,10 +83,18 @@ def test_models_have_counts_and_norms_of_their_own() -> None:
 
 
 def test_the_most_severe_finding_is_reported() -> None:
-    nan, empty, late = replace(CRITIC, norm=math.nan), replace(ACTOR, tokens=0.0), replace(ISLAND, norm=5.0)
-    assert decide([empty, nan], Rules()) == Decision(Verdict.STOP, Reason.NOT_FINITE, "critic")
+    nan, empty, late = (
+        replace(CRITIC, norm=math.nan),
+        replace(ACTOR, tokens=0.0),
+        replace(ISLAND, norm=5.0),
+    )
+    assert decide([empty, nan], Rules()) == Decision(
+        Verdict.STOP, Reason.NOT_FINITE, "critic"
+    )
     # Of equal verdicts the lowest reason, then the first report.
-    assert decide([ACTOR, late, nan], Rules()) == Decision(Verdict.STOP, Reason.NOT_FINITE, "critic")
+    assert decide([ACTOR, late, nan], Rules()) == Decision(
+        Verdict.STOP, Reason.NOT_FINITE, "critic"
+    )
     both = [replace(ACTOR, norm=math.nan), replace(ISLAND, norm=math.nan)]
     assert decide(both, Rules()).culprit == "actor"
     assert decide(both[::-1], Rules()).culprit == "actor.1"
@@ -101,7 +114,11 @@ def test_too_many_skips_end_the_run_and_overflows_do_not() -> None:
     assert decide([replace(skipped, has_overflow=True)], rules).verdict is Verdict.SKIP
     assert decide([skipped], rules) == FINE
     assert decide(
-        [replace(skipped, counts=UpdateCounts(), tokens=0.0), replace(CRITIC, counts=skipped.counts)], rules
+        [
+            replace(skipped, counts=UpdateCounts(), tokens=0.0),
+            replace(CRITIC, counts=skipped.counts),
+        ],
+        rules,
     ) == (Decision(Verdict.STOP, Reason.TOO_MANY_SKIPS, "actor"))
 
 
@@ -118,17 +135,31 @@ def test_counts_of_a_checkpoint() -> None:
     assert counts_from_state(counts_to_state(counts)) == counts
     # Checkpoints before version 0.2 count the skips of all models together.
     earlier = counts_to_state(counts) | {"skips": 2}
-    assert counts_from_state(earlier) == {"actor": UpdateCounts(3, 2, 2), "critic": UpdateCounts(4, 4, 2)}
+    assert counts_from_state(earlier) == {
+        "actor": UpdateCounts(3, 2, 2),
+        "critic": UpdateCounts(4, 4, 2),
+    }
     assert counts_from_state({"steps": {}, "versions": {}, "skips": 0}) == {}
 
 
 def test_reports_and_decisions_travel_to_the_bit() -> None:
     for norm in (0.1 + 0.2, math.nan, math.inf):
-        report = replace(CRITIC, norm=norm, counts=UpdateCounts(7, 5, 2), has_overflow=True, staleness=-1, island=3)
+        report = replace(
+            CRITIC,
+            norm=norm,
+            counts=UpdateCounts(7, 5, 2),
+            has_overflow=True,
+            staleness=-1,
+            island=3,
+        )
         data = encode_value(report)
         assert repr(decode_value(data, GradientReport)) == repr(report)
         assert len(data) < 200
     for reason in Reason:
         decision = Decision(Verdict.SKIP, reason, "actor.1")
         received = decode_value(encode_value(decision), Decision)
-        assert received == decision and received.reason.text == reason.text and received.verdict is Verdict.SKIP
+        assert (
+            received == decision
+            and received.reason.text == reason.text
+            and received.verdict is Verdict.SKIP
+        )

@@ -13,24 +13,40 @@ from megaverl.models.vision import rope_positions
 from tests.launcher import Launcher
 
 RANKS = "tests.workers.image_ranks:against_transformers"
-MODELS = {"qwen2_vl": Qwen2VLModel, "qwen2_5_vl": Qwen2_5_VLModel, "qwen3_vl": Qwen3VLModel}
+MODELS = {
+    "qwen2_vl": Qwen2VLModel,
+    "qwen2_5_vl": Qwen2_5_VLModel,
+    "qwen3_vl": Qwen3VLModel,
+}
 
 
 @pytest.mark.parametrize("family", MODELS)
 def test_positions_are_those_of_transformers(tmp_path: Path, family: str) -> None:
-    config = AutoConfig.from_pretrained(make_tiny_vision_folder(tmp_path, family, weights=False))
+    config = AutoConfig.from_pretrained(
+        make_tiny_vision_folder(tmp_path, family, weights=False)
+    )
     with torch.device("meta"):
         model = MODELS[family](config)
     is_image = torch.zeros(2, 30, dtype=torch.bool)
     is_image[0, 3:9] = is_image[0, 11:23] = is_image[1, 0:4] = True
     grids = [[1, 4, 6], [1, 12, 4], [1, 4, 4]]
-    expected, _ = model.get_rope_index(torch.ones(2, 30, dtype=torch.int64), is_image.int(), torch.tensor(grids))
+    expected, _ = model.get_rope_index(
+        torch.ones(2, 30, dtype=torch.int64), is_image.int(), torch.tensor(grids)
+    )
     rows = torch.arange(30).expand(2, 30)
     assert torch.equal(rope_positions(is_image, rows, grids, 2), expected)
     # end to end, with a second end of the first prompt after the first one
     packed = torch.cat([rows[0], rows[0, 25:], rows[1]])[None]
-    found = rope_positions(torch.cat([is_image[0], torch.zeros(5).bool(), is_image[1]])[None], packed, grids, 2)
-    assert torch.equal(found[:, 0], torch.cat([expected[:, 0], expected[:, 0, 25:], expected[:, 1]], dim=1))
+    found = rope_positions(
+        torch.cat([is_image[0], torch.zeros(5).bool(), is_image[1]])[None],
+        packed,
+        grids,
+        2,
+    )
+    assert torch.equal(
+        found[:, 0],
+        torch.cat([expected[:, 0], expected[:, 0, 25:], expected[:, 1]], dim=1),
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,15 +58,28 @@ def test_positions_are_those_of_transformers(tmp_path: Path, family: str) -> Non
     ],
 )
 def test_log_probs_and_gradients_are_those_of_transformers(
-    launch: Launcher, tmp_path: Path, family: str, ranks: int, packs: bool, freeze: list[str]
+    launch: Launcher,
+    tmp_path: Path,
+    family: str,
+    ranks: int,
+    packs: bool,
+    freeze: list[str],
 ) -> None:
     folder = str(make_tiny_vision_folder(tmp_path / "model", family))
     # of two ranks one gets the samples with images: the other reads none
     order = [1, 1, 0, 0, 1] if ranks == 1 else [1, 2]
-    for found in launch.world(ranks, RANKS, folder=folder, order=order, packs=packs, freeze=freeze):
+    for found in launch.world(
+        ranks, RANKS, folder=folder, order=order, packs=packs, freeze=freeze
+    ):
         assert found["log_probs"] < 5e-6
         assert found["gradients"] < 1e-4
         assert found["packed"] == packs
-        frozen = {"visual.*": "visual.", "visual.blocks.*": "visual.blocks.", "lm_head.*": "lm_head."}
-        assert not any(frozen[pattern] in name for pattern in freeze for name in found["trained"])
+        frozen = {
+            "visual.*": "visual.",
+            "visual.blocks.*": "visual.blocks.",
+            "lm_head.*": "lm_head.",
+        }
+        assert not any(
+            frozen[pattern] in name for pattern in freeze for name in found["trained"]
+        )
         assert len(found["trained"]) > 10

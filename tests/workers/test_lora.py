@@ -23,34 +23,59 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 FSDP: dict[str, dict[str, Any]] = {
     "fsdp": {"dp": 4, "fsdp": {}},
-    "fsdp in two groups": {"dp": 4, "fsdp": {"sharding_strategy": "hybrid_shard", "shard_size": 2}},
+    "fsdp in two groups": {
+        "dp": 4,
+        "fsdp": {"sharding_strategy": "hybrid_shard", "shard_size": 2},
+    },
 }
 RANKS = "tests.workers.lora_ranks:"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_folder(tmp_path_factory.mktemp("model"), "Qwen2ForCausalLM", tie_embeddings=True)
+    return make_tiny_folder(
+        tmp_path_factory.mktemp("model"), "Qwen2ForCausalLM", tie_embeddings=True
+    )
 
 
 def updated(
-    launch: Launcher, folder: Path, output: Path, shapes: dict[str, dict[str, Any]], **options: Any
+    launch: Launcher,
+    folder: Path,
+    output: Path,
+    shapes: dict[str, dict[str, Any]],
+    **options: Any,
 ) -> dict[str, tuple[dict[str, float], dict[str, torch.Tensor]]]:
     """Grid -> (metrics, adapter) after an update."""
     first = next(iter(shapes.values()))
-    size = GridShape(**{name: of_grid for name, of_grid in first.items() if name != "fsdp"}).world_size
-    metrics = launch.world(size, f"{RANKS}update", folder=folder, shapes=shapes, output=output, **options)[0]
-    return {name: (metrics[name], load_file(output / name / "adapter_model.safetensors")) for name in shapes}
+    size = GridShape(
+        **{name: of_grid for name, of_grid in first.items() if name != "fsdp"}
+    ).world_size
+    metrics = launch.world(
+        size, f"{RANKS}update", folder=folder, shapes=shapes, output=output, **options
+    )[0]
+    return {
+        name: (metrics[name], load_file(output / name / "adapter_model.safetensors"))
+        for name in shapes
+    }
 
 
 @pytest.mark.parametrize(
     ("targets", "rank", "options"),
     # of a factor of rank 2, two of four FSDP2 ranks hold nothing
-    [("all-linear", 4, ACTOR), (["q_proj", "down_proj"], 2, ACTOR), ("all-linear", 4, CRITIC)],
+    [
+        ("all-linear", 4, ACTOR),
+        (["q_proj", "down_proj"], 2, ACTOR),
+        ("all-linear", 4, CRITIC),
+    ],
     ids=["actor", "some targets", "critic"],
 )
 def test_same_update_on_every_grid(
-    launch: Launcher, folder: Path, tmp_path: Path, targets: str | list[str], rank: int, options: dict[str, Any]
+    launch: Launcher,
+    folder: Path,
+    tmp_path: Path,
+    targets: str | list[str],
+    rank: int,
+    options: dict[str, Any],
 ) -> None:
     lora = {**LORA, "targets": targets, "rank": rank}
     role = {"value_head": True, "role": "critic"} if options.get("critic") else {}
@@ -60,17 +85,26 @@ def test_same_update_on_every_grid(
     found = updated(launch, folder, tmp_path, SHAPES, **given)
     expected_metrics, expected = found.pop("dp4")
     before = load_file(tmp_path / "start" / "adapter_model.safetensors")
-    assert all(not torch.equal(before[name], expected[name]) for name in before), "every factor takes part"
+    assert all(not torch.equal(before[name], expected[name]) for name in before), (
+        "every factor takes part"
+    )
     parallel = {**given, "megatron": {"sequence_parallel": True}}
     if not role:
         found |= updated(launch, folder, tmp_path, FSDP, **given)
-    found |= updated(launch, folder, tmp_path, {"sequence parallel": SHAPES["tp2 pp2"]}, **parallel)
+    found |= updated(
+        launch, folder, tmp_path, {"sequence parallel": SHAPES["tp2 pp2"]}, **parallel
+    )
     for grid, (metrics, adapter) in found.items():
         for name, value in expected_metrics.items():
-            assert metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-5), (grid, name)
+            assert metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-5), (
+                grid,
+                name,
+            )
         assert adapter.keys() == expected.keys()
         for name, factor in expected.items():
-            torch.testing.assert_close(adapter[name], factor, atol=1e-5, rtol=0, msg=f"{grid} {name}")
+            torch.testing.assert_close(
+                adapter[name], factor, atol=1e-5, rtol=0, msg=f"{grid} {name}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -92,41 +126,81 @@ def test_an_adapter_of_peft_there_and_back(
 
     folder = make_tiny_folder(tmp_path / "model", architecture)
     latent = architecture.startswith("Deepseek")
-    targets = ["q_b_proj", "kv_a_proj_with_mqa", "o_proj"] if latent else ["q_proj", "v_proj", "o_proj"]
+    targets = (
+        ["q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+        if latent
+        else ["q_proj", "v_proj", "o_proj"]
+    )
     if architecture == "Qwen2ForCausalLM":
         targets += ["k_proj", "gate_proj", "down_proj"]
     torch.manual_seed(0)
     made = peft.get_peft_model(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-        peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM"),
+        peft.LoraConfig(
+            r=4,
+            lora_alpha=8,
+            target_modules=targets,
+            init_lora_weights=False,
+            task_type="CAUSAL_LM",
+        ),
     )
     made.save_pretrained(tmp_path / "made")
     tokens = torch.randint(0, 100, (3, 17), generator=torch.Generator().manual_seed(5))
-    paths = {"adapter": tmp_path / "made", "saved": tmp_path / "saved", "merged": tmp_path / "merged"}
+    paths = {
+        "adapter": tmp_path / "made",
+        "saved": tmp_path / "saved",
+        "merged": tmp_path / "merged",
+    }
     lora = {**LORA, "targets": targets}
     found = launch.world(
-        2, f"{RANKS}through_megaverl", folder=folder, shape=shape, lora=lora, tokens=tokens.tolist(), **paths
+        2,
+        f"{RANKS}through_megaverl",
+        folder=folder,
+        shape=shape,
+        lora=lora,
+        tokens=tokens.tolist(),
+        **paths,
     )
     with torch.no_grad():
         logits = made(tokens).logits
-        expected = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+        expected = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[
+            ..., 0
+        ]
         for each in found:
             assert (torch.tensor(each) - expected).abs().max() < 1e-5
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         again = peft.PeftModel.from_pretrained(base, tmp_path / "saved")
         assert torch.equal(again(tokens).logits, logits)
         theirs = made.merge_and_unload()
-        ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-        for (name, weight), (_, merged) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):
+        ours = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "merged", dtype=torch.float32
+        )
+        for (name, weight), (_, merged) in zip(
+            theirs.named_parameters(), ours.named_parameters(), strict=True
+        ):
             assert (merged - weight).norm() <= 1e-5 * weight.norm(), name
         assert (ours(tokens).logits - logits).abs().max() < 1e-4
 
 
-def test_an_adapter_of_other_layers_is_refused(launch: Launcher, folder: Path, tmp_path: Path) -> None:
-    launch.world(2, f"{RANKS}random_adapter", folder=folder, lora=LORA, output=tmp_path / "all", shape={"tp": 2})
+def test_an_adapter_of_other_layers_is_refused(
+    launch: Launcher, folder: Path, tmp_path: Path
+) -> None:
+    launch.world(
+        2,
+        f"{RANKS}random_adapter",
+        folder=folder,
+        lora=LORA,
+        output=tmp_path / "all",
+        shape={"tp": 2},
+    )
     changes = [{"rank": 2}, {"alpha": 1.0}, {"targets": ["q_proj"]}, {}]
     for found in launch.world(
-        2, f"{RANKS}refusals", folder=folder, lora=LORA, changes=changes, adapter=tmp_path / "all"
+        2,
+        f"{RANKS}refusals",
+        folder=folder,
+        lora=LORA,
+        changes=changes,
+        adapter=tmp_path / "all",
     ):
         assert "r is 4" in found[0] and "actor.lora.rank=2" in found[0]
         assert "lora_alpha 8" in found[1] and "actor.lora.alpha=1" in found[1]

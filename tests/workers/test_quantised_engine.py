@@ -11,7 +11,11 @@ from tests.workers.test_reshard_generates import SIZES
 
 def test_reshards_quantise_as_vllm_does(launch: Launcher, tmp_path: Path) -> None:
     # no part of a rank is whole blocks of 128
-    sizes = SIZES | {"hidden_size": 192, "intermediate_size": 320, "initializer_range": 0.1}
+    sizes = SIZES | {
+        "hidden_size": 192,
+        "intermediate_size": 320,
+        "initializer_range": 0.1,
+    }
     folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM", dtype="bfloat16", **sizes)
     arguments = {
         "folder": folder,
@@ -20,9 +24,13 @@ def test_reshards_quantise_as_vllm_does(launch: Launcher, tmp_path: Path) -> Non
         "quantization": "fp8_per_block",
         "load_too": True,
     }
-    for found in launch.world(2, "tests.workers.quantised_ranks:reshard_and_generate", **arguments):
+    for found in launch.world(
+        2, "tests.workers.quantised_ranks:reshard_and_generate", **arguments
+    ):
         assert found["differ"] == [] and found["responses"] == found["afresh"]
         assert found["odd"] == [] and 0 < found["merged"] < 0.05
     arguments |= {"shape": {"dp": 2}, "tp": 1, "quantization": "fp8", "load_too": False}
-    for found in launch.world(2, "tests.workers.quantised_ranks:reshard_and_generate", **arguments):
+    for found in launch.world(
+        2, "tests.workers.quantised_ranks:reshard_and_generate", **arguments
+    ):
         assert found["odd"] == [] and 0 < found["merged"] < 0.05

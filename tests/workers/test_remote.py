@@ -8,7 +8,9 @@ from megaverl.workers import RemoteWorker, local
 
 
 def test_using_it_names_the_role_and_what_was_asked_for() -> None:
-    with pytest.raises(RuntimeError, match="this rank has no critic: asked for its 'values'"):
+    with pytest.raises(
+        RuntimeError, match="this rank has no critic: asked for its 'values'"
+    ):
         RemoteWorker("critic").values()
 
 

@@ -14,16 +14,29 @@ from megaverl.models.tiny import make_tiny_folder
 from tests.launcher import Launcher
 
 # vLLM's CPU attention has no kernel for heads below 32 dimensions
-SIZES = {"hidden_size": 128, "intermediate_size": 160, "vocab_size": 150, "num_hidden_layers": 2, "head_dim": 32}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "vocab_size": 150,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+}
 MORE = {
     # not a multiple of the 32 to which vLLM's CPU kernel pads the width of an expert
     "Qwen3MoeForCausalLM": {"moe_intermediate_size": 48},
-    # tied and scaled embeddings: weaker layers would say the last token of a prompt again and again
+    # tied and scaled embeddings: weaker layers would say the last token of a prompt
+    # again and again
     "GemmaForCausalLM": {"initializer_range": 0.3},
     # vLLM's kernel of latent attention knows this size of a latent alone
-    "DeepseekV3ForCausalLM": {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+    "DeepseekV3ForCausalLM": {
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+    }
     | {"head_dim": 64},
-    "GptOssForCausalLM": {"intermediate_size": 128},  # of which vLLM's CPU kernel wants multiples of 32 on a rank
+    # Of which vLLM's CPU kernel wants multiples of 32 on a rank.
+    "GptOssForCausalLM": {"intermediate_size": 128},
 }
 DENSE = (
     "LlamaForCausalLM",
@@ -39,9 +52,19 @@ DENSE = (
     "MinistralForCausalLM",
     "CwmForCausalLM",
 )
-WITH_EXPERTS = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "Qwen2MoeForCausalLM")
+WITH_EXPERTS = (
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+)
 GRIDS: list[dict[str, int]] = [{"tp": 2}, {"pp": 2}, {"dp": 2}]
-EXPERT_GRIDS: list[dict[str, int]] = [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1}]
+EXPERT_GRIDS: list[dict[str, int]] = [
+    {"tp": 2},
+    {"pp": 2},
+    {"dp": 2, "ep": 2},
+    {"tp": 2, "ep": 2, "etp": 1},
+]
 PROMPTS = [[2 + i, 7, 5 * i + 3, 11, 4] * (1 + i % 3) for i in range(8)]
 
 
@@ -50,7 +73,9 @@ def two_folders(path: Path, architecture: str, **config: Any) -> tuple[Path, Pat
     tied = architecture == "GemmaForCausalLM"
     sizes = {"initializer_range": 0.1, **SIZES, **MORE.get(architecture, {}), **config}
     old, new = (
-        make_tiny_folder(path / name, architecture, seed=seed, tie_embeddings=tied, **sizes)
+        make_tiny_folder(
+            path / name, architecture, seed=seed, tie_embeddings=tied, **sizes
+        )
         for seed, name in enumerate(("old", "new"))
     )
     return old, new
@@ -62,14 +87,19 @@ def write_adapter(folder: Path, old: Path, new: Path) -> Path:
     weights, factors = load_file(old / "model.safetensors"), {}
     for name, weight in weights.items():
         if name.endswith("_proj.weight"):
-            a, b = (torch.randn(size, generator=generator) * 0.1 for size in ((4, weight.shape[1]), (len(weight), 4)))
+            a, b = (
+                torch.randn(size, generator=generator) * 0.1
+                for size in ((4, weight.shape[1]), (len(weight), 4))
+            )
             module = f"base_model.model.{name.removesuffix('.weight')}"
             factors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
             weight += 8 / 4 * b @ a
     save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
     folder.mkdir()
     save_file(factors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8})
+    )
     return folder
 
 
@@ -107,7 +137,9 @@ def check(
         assert exported.keys() == weights.keys()
         tolerance = 1e-6 if with_adapter and export == exports[-1] else 0.0
         for name, weight in weights.items():
-            torch.testing.assert_close(exported[name], weight, atol=tolerance, rtol=0, msg=f"{export} {name}")
+            torch.testing.assert_close(
+                exported[name], weight, atol=tolerance, rtol=0, msg=f"{export} {name}"
+            )
     expected = launch.world(
         num_ranks,
         "tests.workers.reshard_ranks:generate_afresh",
@@ -124,15 +156,23 @@ def check(
             assert result["difference"] < 1e-3, grid
 
 
-# Mistral and Qwen3 whole differ from Llama whole in nothing that a cut does not show as well.
+# Mistral and Qwen3 whole differ from Llama whole in nothing that a cut does not show as
+# well.
 @pytest.mark.parametrize(
     ("architecture", "tp"),
     [(name, 2) for name in DENSE]
-    + [(name, 1) for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "GemmaForCausalLM")],
+    + [
+        (name, 1)
+        for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "GemmaForCausalLM")
+    ],
 )
 def test_dense(launch: Launcher, architecture: str, tp: int, tmp_path: Path) -> None:
     with_adapter = architecture == "Qwen2ForCausalLM"
-    grids = GRIDS + [{"tp": 2}] * with_adapter + [{"cp": 2}] * (architecture == "LlamaForCausalLM")
+    grids = (
+        GRIDS
+        + [{"tp": 2}] * with_adapter
+        + [{"cp": 2}] * (architecture == "LlamaForCausalLM")
+    )
     check(launch, tmp_path, architecture, grids, tp, with_adapter=with_adapter)
 
 
@@ -143,16 +183,28 @@ WINDOW = 6  # tokens: shorter than every prompt with its response
     ("architecture", "config"),
     [
         ("MistralForCausalLM", {"sliding_window": WINDOW}),
-        ("Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}),
+        (
+            "Qwen3ForCausalLM",
+            {
+                "use_sliding_window": True,
+                "sliding_window": WINDOW,
+                "max_window_layers": 0,
+            },
+        ),
         ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": WINDOW}),
         ("CwmForCausalLM", {"sliding_window": WINDOW}),
         (
             "MinistralForCausalLM",
-            {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+            {
+                "sliding_window": WINDOW,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
         ),
     ],
 )
-def test_sliding_windows(launch: Launcher, architecture: str, config: dict[str, Any], tmp_path: Path) -> None:
+def test_sliding_windows(
+    launch: Launcher, architecture: str, config: dict[str, Any], tmp_path: Path
+) -> None:
     """The engine and every grid of the actor attend to the same tokens: one that saw all would differ by nats."""
     grids = [*GRIDS, {"cp": 2}]
     check(launch, tmp_path, architecture, grids, 2, config=config)
@@ -160,30 +212,53 @@ def test_sliding_windows(launch: Launcher, architecture: str, config: dict[str, 
 
 def test_under_fsdp(launch: Launcher, tmp_path: Path) -> None:
     tensor: dict[str, Any] = {"fsdp": "full_shard", "tp": 2}
-    grids = [{"fsdp": "full_shard"}, {"fsdp": "no_shard"}, tensor, {"fsdp": "full_shard"}]
+    grids = [
+        {"fsdp": "full_shard"},
+        {"fsdp": "no_shard"},
+        tensor,
+        {"fsdp": "full_shard"},
+    ]
     check(launch, tmp_path, "Qwen2ForCausalLM", grids, 2, with_adapter=True)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("architecture", WITH_EXPERTS)
-def test_with_experts(launch: Launcher, architecture: str, tp: int, tmp_path: Path) -> None:
+def test_with_experts(
+    launch: Launcher, architecture: str, tp: int, tmp_path: Path
+) -> None:
     check(launch, tmp_path, architecture, EXPERT_GRIDS, tp)
 
 
 @pytest.mark.parametrize("architecture", WITH_EXPERTS)
-def test_an_engine_whose_ranks_hold_whole_experts(launch: Launcher, architecture: str, tmp_path: Path) -> None:
+def test_an_engine_whose_ranks_hold_whole_experts(
+    launch: Launcher, architecture: str, tmp_path: Path
+) -> None:
     check(launch, tmp_path, architecture, EXPERT_GRIDS, 2, enable_expert_parallel=True)
 
 
-def test_experts_that_files_hold_transposed_and_in_one_array(launch: Launcher, tmp_path: Path) -> None:
+def test_experts_that_files_hold_transposed_and_in_one_array(
+    launch: Launcher, tmp_path: Path
+) -> None:
     """gpt-oss: also sinks, windows in every other layer, YaRN, and a bias that one of the engine's ranks has alone."""
-    check(launch, tmp_path, "GptOssForCausalLM", [{"tp": 2, "etp": 1}, {"pp": 2}, {"dp": 2, "ep": 2}], 2)
+    check(
+        launch,
+        tmp_path,
+        "GptOssForCausalLM",
+        [{"tp": 2, "etp": 1}, {"pp": 2}, {"dp": 2, "ep": 2}],
+        2,
+    )
 
 
 def test_four_ranks(launch: Launcher, tmp_path: Path) -> None:
-    grids = [{"tp": 2, "pp": 2}, {"pp": 2, "dp": 2, "ep": 2}, {"tp": 2, "dp": 2, "ep": 2}]
+    grids = [
+        {"tp": 2, "pp": 2},
+        {"pp": 2, "dp": 2, "ep": 2},
+        {"tp": 2, "dp": 2, "ep": 2},
+    ]
     check(launch, tmp_path, "Qwen3MoeForCausalLM", grids, 2, num_ranks=4)
 
 
-def test_latent_attention_has_its_absorbed_projections_made_anew(launch: Launcher, tmp_path: Path) -> None:
+def test_latent_attention_has_its_absorbed_projections_made_anew(
+    launch: Launcher, tmp_path: Path
+) -> None:
     check(launch, tmp_path, "DeepseekV3ForCausalLM", [{"tp": 2}, {"pp": 2}], 2)

@@ -25,7 +25,12 @@ from megaverl.workers.advantage_computer import kept_by
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.pairs import RewardModel
 from megaverl.workers.responses import once
-from megaverl.workers.reward import LearnedReward, RewardRole, Scores, TransformersRewardModel
+from megaverl.workers.reward import (
+    LearnedReward,
+    RewardRole,
+    Scores,
+    TransformersRewardModel,
+)
 from tests.checkpoint.convert.folders import as_reward_model
 from tests.workers.ranks import experience
 
@@ -36,9 +41,16 @@ PROMPTS, RESPONSES = ["12=", "345=", "6=", "78="], ["21", "543", "6", "88"]
 
 def test_metrics_count_the_policys_own_and_an_episode_once() -> None:
     """An opponent has tokens, and none in the mask; a row of an episode that goes on elsewhere is not its answer."""
-    batch = RolloutBatch.from_generations([[5]] * 4, [Generation([7], [0.0], "stop")] * 4, group_ids=[0] * 4)
-    scores = Scores(torch.tensor([1.0, 2.0, 30.0, 40.0]), {}, torch.ones(4, dtype=torch.bool))
-    opponents = batch.with_(response_mask=batch.response_mask & torch.tensor([[True], [True], [False], [False]]))
+    batch = RolloutBatch.from_generations(
+        [[5]] * 4, [Generation([7], [0.0], "stop")] * 4, group_ids=[0] * 4
+    )
+    scores = Scores(
+        torch.tensor([1.0, 2.0, 30.0, 40.0]), {}, torch.ones(4, dtype=torch.bool)
+    )
+    opponents = batch.with_(
+        response_mask=batch.response_mask
+        & torch.tensor([[True], [True], [False], [False]])
+    )
     assert once(opponents, scores, has_opponents=True).total.tolist() == [1.0, 2.0]
     episodes = batch.with_(episode_ids=torch.tensor([0, 0, 1, 2]))
     assert once(episodes, scores).total.tolist() == [2.0, 30.0, 40.0]
@@ -55,13 +67,17 @@ def group() -> Iterator[dist.ProcessGroup]:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     task = make_task("reverse", num_digits=3, num_train=16, num_held_out=4)
-    return load_tokenizer(task.train_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"))
+    return load_tokenizer(
+        task.train_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
+    )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
     root = tmp_path_factory.mktemp("models")
-    base = make_tiny_folder(root / "base", "Qwen3ForCausalLM", vocab_size=tokenizer.vocab_size)
+    base = make_tiny_folder(
+        root / "base", "Qwen3ForCausalLM", vocab_size=tokenizer.vocab_size
+    )
     made = as_reward_model(base, root / "classifier")
     tokenizer.save(made)
     return made
@@ -71,23 +87,34 @@ def batch(tokenizer: Tokenizer) -> RolloutBatch:
     generations = []
     for text in RESPONSES:
         ids = tokenizer.encode(text)
-        generations.append(Generation(token_ids=ids, log_probs=[0.0] * len(ids), finish_reason="stop"))
+        generations.append(
+            Generation(token_ids=ids, log_probs=[0.0] * len(ids), finish_reason="stop")
+        )
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     conversations = [[SYSTEM, {"role": "user", "content": text}] for text in PROMPTS]
-    return RolloutBatch.from_generations(prompts, generations, columns={"messages": conversations, "prompt": PROMPTS})
+    return RolloutBatch.from_generations(
+        prompts, generations, columns={"messages": conversations, "prompt": PROMPTS}
+    )
 
 
 def one_by_one(folder: Path, tokens: list[list[int]]) -> torch.Tensor:
     from transformers import AutoModelForSequenceClassification
 
-    model = AutoModelForSequenceClassification.from_pretrained(str(folder), dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        str(folder), dtype=torch.float32
+    )
     with torch.no_grad():
         return torch.stack([model(torch.tensor([ids])).logits[0, 0] for ids in tokens])
 
 
-def test_token_ids_of_the_same_vocabulary(group: dist.ProcessGroup, folder: Path, tokenizer: Tokenizer) -> None:
+def test_token_ids_of_the_same_vocabulary(
+    group: dist.ProcessGroup, folder: Path, tokenizer: Tokenizer
+) -> None:
     model = TransformersRewardModel(folder, tokenizer, group, micro_batch_tokens=12)
-    tokens = [tokenizer.encode(p) + tokenizer.encode(r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    tokens = [
+        tokenizer.encode(p) + tokenizer.encode(r)
+        for p, r in zip(PROMPTS, RESPONSES, strict=True)
+    ]
     assert len({len(ids) for ids in tokens}) < len(tokens), "some share a forward pass"
     expected = one_by_one(folder, tokens)
     assert torch.allclose(model.scores(batch(tokenizer)), expected, atol=1e-5)
@@ -101,9 +128,14 @@ def test_samples_that_come_early_get_the_same_scores(
     model = TransformersRewardModel(folder, tokenizer, group, micro_batch_tokens=64)
     whole = RolloutBatch.concat([batch(tokenizer)] * 5)
     whole = whole.with_columns(
-        reference=["1"] * 20, extra=[{}] * 20, prompt=[f"{n}" for n in range(20)], finish_reason=["stop"] * 20
+        reference=["1"] * 20,
+        extra=[{}] * 20,
+        prompt=[f"{n}" for n in range(20)],
+        finish_reason=["stop"] * 20,
     )
-    role = RewardRole(build_reward("exact_match"), tokenizer, group, [LearnedReward("rm", 1.0, model)])
+    role = RewardRole(
+        build_reward("exact_match"), tokenizer, group, [LearnedReward("rm", 1.0, model)]
+    )
     expected = role.score(whole)
     read: list[int] = []
     scored, forward = model._scored, model.model.forward
@@ -117,32 +149,47 @@ def test_samples_that_come_early_get_the_same_scores(
     model.model.forward = None
     found = role.score(whole)
     model.model.forward = forward
-    assert torch.equal(found.total, expected.total) and torch.equal(found.components["rm"], expected.components["rm"])
-    assert torch.equal(role.score(whole).total, expected.total), "the next batch begins anew"
+    assert torch.equal(found.total, expected.total) and torch.equal(
+        found.components["rm"], expected.components["rm"]
+    )
+    assert torch.equal(role.score(whole).total, expected.total), (
+        "the next batch begins anew"
+    )
 
 
 def test_text_through_another_tokenizer(
     group: dist.ProcessGroup, folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     """The conversation by its own chat template or, where it has none, the texts as they stand."""
-    other = make_task("add", num_train=16, num_held_out=4).train_tokenizer(tmp_path / "tokenizer.model")
+    other = make_task("add", num_train=16, num_held_out=4).train_tokenizer(
+        tmp_path / "tokenizer.model"
+    )
     own = load_tokenizer(other)
     assert own.backend.get_vocab() != tokenizer.backend.get_vocab()
-    base = make_tiny_folder(tmp_path / "base", "Qwen3ForCausalLM", vocab_size=own.vocab_size)
+    base = make_tiny_folder(
+        tmp_path / "base", "Qwen3ForCausalLM", vocab_size=own.vocab_size
+    )
     made = as_reward_model(base, tmp_path / "classifier")
     own.save(made)
     model = TransformersRewardModel(made, tokenizer, group, micro_batch_tokens=64)
     texts = [f"9\n\n{p}{r}" for p, r in zip(PROMPTS, RESPONSES, strict=True)]
-    expected = one_by_one(made, [own.encode(text, add_special_tokens=True) for text in texts])
+    expected = one_by_one(
+        made, [own.encode(text, add_special_tokens=True) for text in texts]
+    )
     assert torch.allclose(model.scores(batch(tokenizer)), expected, atol=1e-5)
     (made / "chat_template.jinja").write_text(TEMPLATE)
-    for reads, with_template in ((made, own), (with_own_template(folder, tmp_path / "same"), tokenizer)):
+    for reads, with_template in (
+        (made, own),
+        (with_own_template(folder, tmp_path / "same"), tokenizer),
+    ):
         model = TransformersRewardModel(reads, tokenizer, group, micro_batch_tokens=64)
         texts = [f"9={p}={r}=" for p, r in zip(PROMPTS, RESPONSES, strict=True)]
         expected = one_by_one(reads, [with_template.encode(text) for text in texts])
         assert torch.allclose(model.scores(batch(tokenizer)), expected, atol=1e-5)
     bare = RolloutBatch(batch(tokenizer).tensors)
-    with pytest.raises(RewardError, match="does not have the conversations .* as the column `messages`"):
+    with pytest.raises(
+        RewardError, match="does not have the conversations .* as the column `messages`"
+    ):
         model.scores(bare)
 
 
@@ -158,7 +205,12 @@ def test_a_classifier_of_any_architecture_under_fsdp(
 ) -> None:
     """As `reward_model.engine: fsdp` reads it: the language model's backbone, and the classifier's head."""
     made = tmp_path / "classifier"
-    base = make_tiny_folder(tmp_path / "base", "Phi3ForCausalLM", vocab_size=tokenizer.vocab_size, pad_token_id=0)
+    base = make_tiny_folder(
+        tmp_path / "base",
+        "Phi3ForCausalLM",
+        vocab_size=tokenizer.vocab_size,
+        pad_token_id=0,
+    )
     groups = ProcessGroupManager()
     model = FSDPModel(
         as_reward_model(base, made),
@@ -173,15 +225,23 @@ def test_a_classifier_of_any_architecture_under_fsdp(
         initialize=False,
     )
     assert model.load(made) == []
-    tokens = [tokenizer.encode(p) + tokenizer.encode(r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    tokens = [
+        tokenizer.encode(p) + tokenizer.encode(r)
+        for p, r in zip(PROMPTS, RESPONSES, strict=True)
+    ]
     found = RewardModel(model, micro_batch_tokens=12).scores(batch(tokenizer))
     assert torch.allclose(found, one_by_one(made, tokens), atol=1e-5)
 
 
-def test_what_it_cannot_score(group: dist.ProcessGroup, folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_what_it_cannot_score(
+    group: dist.ProcessGroup, folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     model = TransformersRewardModel(folder, tokenizer, group, micro_batch_tokens=64)
     model.model.config.max_position_embeddings = 4
-    with pytest.raises(RewardError, match=r"prompt and response 0 have \d+ tokens, and it reads 4. Lower"):
+    with pytest.raises(
+        RewardError,
+        match=r"prompt and response 0 have \d+ tokens, and it reads 4. Lower",
+    ):
         model.scores(batch(tokenizer))
     several = tmp_path / "several"
     several.mkdir()
@@ -205,10 +265,19 @@ def test_filters_by_name_keep_the_ends_of_each_group() -> None:
     batch = experience(6).with_(group_ids=torch.tensor([0, 0, 0, 1, 1, 1]))
     total = torch.tensor([0.0, 1.0, 0.5, 2.0, 1.0, 3.0])
     scores = Scores(total, {"rule": total}, total > 0)
-    assert kept_by("best_and_worst", batch, scores).tolist() == [True, True, False, False, True, True]
+    assert kept_by("best_and_worst", batch, scores).tolist() == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
     drawn = kept_by("best_and_random", batch, scores)
     assert drawn[1] and drawn[5] and int(drawn.sum()) == 4
-    assert torch.equal(drawn, kept_by("best_and_random", batch, scores)), "the same on every rank, and in a resumed run"
+    assert torch.equal(drawn, kept_by("best_and_random", batch, scores)), (
+        "the same on every rank, and in a resumed run"
+    )
 
 
 def test_a_response_without_a_token_that_trains_is_as_long_as_it_is(

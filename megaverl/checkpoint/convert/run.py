@@ -1,8 +1,9 @@
 """One conversion, from the checks to the final rename, with an optional proof that nothing changed.
 
-The proof compares every weight byte by byte, and the logits (or the values of a value head). For logits, transformers
-runs a Hugging Face folder and megatron-core a checkpoint, in float32 in this process. All functions are collective over
-the default group.
+The proof compares every weight byte by byte, and the logits (or the values of a value
+head). For logits, transformers runs a Hugging Face folder and megatron-core a
+checkpoint, in float32 in this process. All functions are collective over the default
+group.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ import torch
 import torch.distributed as dist
 from pydantic import ByteSize, TypeAdapter
 
-from megaverl.checkpoint.convert import ArrayPart, Item, bar, in_threads, parts_of, share_of, slabs, write_items
+from megaverl.checkpoint.convert import (
+    ArrayPart,
+    Item,
+    bar,
+    in_threads,
+    parts_of,
+    share_of,
+    slabs,
+    write_items,
+)
 from megaverl.checkpoint.convert.source import (
     ModelSource,
     carry_files,
@@ -59,7 +69,12 @@ from megaverl.weights.torch_dist_index import read_arrays
 
 
 def compare_bytes(
-    source: ModelSource, reader: StoredArrayReader, written: ModelSource, again: StoredArrayReader, *, shown: bool
+    source: ModelSource,
+    reader: StoredArrayReader,
+    written: ModelSource,
+    again: StoredArrayReader,
+    *,
+    shown: bool,
 ) -> None:
     """Compare this rank's share of the weights bit by bit, in the dtype that was written.
 
@@ -70,7 +85,10 @@ def compare_bytes(
     plain = whole_layout(shapes.items())
     before, after = (parts_of(model.layout, plain) for model in (source, written))
     dtypes = written.dtypes
-    items = [Item(name, "", 0, shape, dtypes[name], before[name]) for name, shape in shapes.items()]
+    items = [
+        Item(name, "", 0, shape, dtypes[name], before[name])
+        for name, shape in shapes.items()
+    ]
     differing: dict[str, int] = {}
     own_items = share_of(items, dist.get_rank(), dist.get_world_size())
     with bar("compared", sum(item.nbytes for item in own_items), shown=shown) as count:
@@ -90,7 +108,8 @@ def compare_bytes(
         in_threads(compare, own_items, threading.Event())
     if differing:
         named = [
-            f"{name}: {number} of {whole(shapes[name]).numel} elements" for name, number in sorted(differing.items())
+            f"{name}: {number} of {whole(shapes[name]).numel} elements"
+            for name, number in sorted(differing.items())
         ]
         more = f"; and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
         raise CheckpointError(
@@ -114,7 +133,10 @@ def compare_twins(source: ModelSource, reader: StoredArrayReader) -> None:
         same = array.shape == source.arrays[of].shape and all(
             torch.equal(_bits(before), _bits(after))
             for before, after in zip(
-                *(slabs(reader, array.shape, array.dtype, [ArrayPart(twin, box, box)]) for twin in (name, of)),
+                *(
+                    slabs(reader, array.shape, array.dtype, [ArrayPart(twin, box, box)])
+                    for twin in (name, of)
+                ),
                 strict=True,
             )
         )
@@ -130,7 +152,8 @@ def _bits(slab: torch.Tensor) -> torch.Tensor:
     return slab.reshape(-1).view(torch.uint8).view(-1, slab.itemsize)
 
 
-TOLERANCE = 1e-4  # relative to the largest logit; float32 sums in another order differ by 1e-6
+# Relative to the largest logit; float32 sums in another order differ by 1e-6.
+TOLERANCE = 1e-4
 
 
 def compare_logits(source: ModelSource, written: ModelSource, *, shown: bool) -> None:
@@ -141,34 +164,54 @@ def compare_logits(source: ModelSource, written: ModelSource, *, shown: bool) ->
         ConfigError: there are several ranks.
     """
     if dist.get_world_size() > 1:
-        raise ConfigError("--logits: the model is run in one process; leave torchrun away, or leave --logits out.")
-    tokens = torch.randint(source.spec.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+        raise ConfigError(
+            "--logits: the model is run in one process; leave torchrun away, or leave --logits out."
+        )
+    tokens = torch.randint(
+        source.spec.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0)
+    )
     before, after = _outputs(source, tokens), _outputs(written, tokens)
     difference = (before - after).abs()
     scale = float(before.abs().max())
     # Written with `not` so that NaN counts as a difference.
     if not float(difference.max()) <= TOLERANCE * max(scale, 1e-6):
-        at = tuple(int(i) for i in torch.unravel_index(difference.nan_to_num(torch.inf).argmax(), difference.shape))
+        at = tuple(
+            int(i)
+            for i in torch.unravel_index(
+                difference.nan_to_num(torch.inf).argmax(), difference.shape
+            )
+        )
         raise CheckpointError(
             f"{source.folder}: the converted model gives different outputs: at [sample, position, output] {list(at)} "
             f"{float(before[at]):.6g} became {float(after[at]):.6g}. The output was removed. Please report this model."
         )
     if shown:
         compared = "values" if source.value_head else "logits"
-        print(f"{compared} agree: they differ by at most {float(difference.max()):.1e} of {scale:.1e}", file=sys.stderr)
+        print(
+            f"{compared} agree: they differ by at most {float(difference.max()):.1e} of {scale:.1e}",
+            file=sys.stderr,
+        )
 
 
 def _outputs(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     """Return logits [b, s, vocab], or values [b, s, 1] of a value head; float32."""
     with torch.no_grad():
-        return _by_transformers(source, tokens) if source.kind == "hugging_face" else _by_megatron(source, tokens)
+        return (
+            _by_transformers(source, tokens)
+            if source.kind == "hugging_face"
+            else _by_megatron(source, tokens)
+        )
 
 
 def _by_transformers(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(source.model_folder, local_files_only=True)
-    options: dict[str, Any] = {"config": config, "dtype": torch.float32, "local_files_only": True}
+    options: dict[str, Any] = {
+        "config": config,
+        "dtype": torch.float32,
+        "local_files_only": True,
+    }
     if not source.value_head:
         model = AutoModelForCausalLM.from_pretrained(source.folder, **options).eval()
         logits: torch.Tensor = model(tokens).logits
@@ -186,13 +229,17 @@ def _by_megatron(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     from megaverl.workers.megatron_model import MegatronModel
 
     grid = ProcessGroupManager().grid(GridShape())
-    model = MegatronModel(source.spec, grid, dtype=torch.float32, seed=0, value_head=source.value_head)
+    model = MegatronModel(
+        source.spec, grid, dtype=torch.float32, seed=0, value_head=source.value_head
+    )
     layout = model.layout_of(0)
     clear_padding(layout, model.parameters)
     fill(source.layout, source.arrays, layout, model.parameters)
     length = tokens.shape[1]
     lengths = torch.full((len(tokens),), length - 1)
-    batch = MicroBatch(torch.arange(len(tokens)), tokens, torch.ones_like(lengths), lengths)
+    batch = MicroBatch(
+        torch.arange(len(tokens)), tokens, torch.ones_like(lengths), lengths
+    )
     outputs: list[torch.Tensor] = []
 
     def keep(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
@@ -249,7 +296,9 @@ def process_group() -> Iterator[None]:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         timeout = timedelta(hours=2)
         store, rank, size = job_store(timeout)
-        dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=size)
+        dist.init_process_group(
+            "gloo", timeout=timeout, store=store, rank=rank, world_size=size
+        )
     else:
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
@@ -264,10 +313,16 @@ def kind_of_name(source: Path) -> str:
     Raises:
         ModelError, CheckpointError: as `kind_of`.
     """
-    return "hugging_face" if source.suffix != ".gguf" and is_hub_name(str(source)) else kind_of(source)
+    return (
+        "hugging_face"
+        if source.suffix != ".gguf" and is_hub_name(str(source))
+        else kind_of(source)
+    )
 
 
-def target_grid(*, tp: int, pp: int, ep: int, etp: int | None, vpp: int | None) -> GridShape:
+def target_grid(
+    *, tp: int, pp: int, ep: int, etp: int | None, vpp: int | None
+) -> GridShape:
     """Return the smallest grid with these sizes; its number of data-parallel ranks follows from the experts."""
     etp = etp or tp
     num_expert_ranks = ep * etp
@@ -288,7 +343,9 @@ def convert_named(request: ConversionRequest, *, revision: str | None = None) ->
     def fetched(path: Path, *, with_weights: bool = True) -> Path:
         if path.suffix == ".gguf" or not is_hub_name(str(path)):
             return path
-        return find_model(str(path), revision=revision, with_weights=with_weights).wait()
+        return find_model(
+            str(path), revision=revision, with_weights=with_weights
+        ).wait()
 
     with process_group():
         with together():
@@ -308,13 +365,17 @@ def convert(request: ConversionRequest) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     with together():
         check_output(request.output, request.source, force=request.force)
-        source = open_source(request.source, role=request.role, model_folder=request.model_folder)
+        source = open_source(
+            request.source, role=request.role, model_folder=request.model_folder
+        )
         if request.tokenizer is not None:
             check_tokenizer(request.tokenizer, source.spec, source.model_folder)
         target = _target(source, request)
         if request.verify and source.kind == "megatron":
             index = read_arrays(source.folder)
-            check_checksums({name: index[name] for name in source.layout.local_shapes}, rank, world)
+            check_checksums(
+                {name: index[name] for name in source.layout.local_shapes}, rank, world
+            )
     draft = request.output.with_name(f".{request.output.name}.partial")
     shown = rank == 0 and not request.quiet
     try:
@@ -322,7 +383,13 @@ def convert(request: ConversionRequest) -> None:
             _say_what_is_left(source, shown)
             on_first_rank(lambda: _prepare(draft, target))
             own_items = share_of(target.items, rank, world)
-            with together(), writing(draft), bar("converted", sum(i.nbytes for i in own_items), shown=shown) as count:
+            with (
+                together(),
+                writing(draft),
+                bar(
+                    "converted", sum(i.nbytes for i in own_items), shown=shown
+                ) as count,
+            ):
                 compare_twins(source, reader)
                 write_items(draft, own_items, reader, count)
             on_first_rank(lambda: _finish(draft, source, target, request))
@@ -339,33 +406,53 @@ def check_output(output: Path, source: Path, *, force: bool) -> None:
     """Raise a CheckpointError if the output would overwrite something, or lies within the source."""
     if output.exists() and not output.is_dir():
         raise CheckpointError(f"{output}: a file, not a folder. Name another output.")
-    if output.resolve() == source.resolve() or source.resolve().is_relative_to(output.resolve()):
-        raise CheckpointError(f"{output}: the output would replace the source. Name another output.")
+    if output.resolve() == source.resolve() or source.resolve().is_relative_to(
+        output.resolve()
+    ):
+        raise CheckpointError(
+            f"{output}: the output would replace the source. Name another output."
+        )
     if output.exists() and any(output.iterdir()) and not force:
-        raise CheckpointError(f"{output}: exists already. Name another output, or replace this one with --force.")
+        raise CheckpointError(
+            f"{output}: exists already. Name another output, or replace this one with --force."
+        )
 
 
 def _target(source: ModelSource, request: ConversionRequest) -> ModelTarget:
     if request.to == "hugging_face":
-        return hugging_face_target(source, request.dtype, request.shard_bytes, SHARD_BYTES)
+        return hugging_face_target(
+            source, request.dtype, request.shard_bytes, SHARD_BYTES
+        )
     options = MegatronOptions(
         request.shape,
         padded_vocab_size(source.spec.vocab_size, request.shape.tp),
         request.prefix,
         request.transformer_engine,
     )
-    return megatron_target(source, request.dtype, request.shard_bytes or SHARD_BYTES, options)
+    return megatron_target(
+        source, request.dtype, request.shard_bytes or SHARD_BYTES, options
+    )
 
 
 def _say_what_is_left(source: ModelSource, shown: bool) -> None:
-    names = [name for name in source.left_out if source.kind == "hugging_face" or "optimizer." not in name]
+    names = [
+        name
+        for name in source.left_out
+        if source.kind == "hugging_face" or "optimizer." not in name
+    ]
     if any(name.endswith(BESIDE_KEY) for name in names):
         names = [name for name in names if not name.endswith(BESIDE_KEY)]
         if shown:
-            print("skipped: the critic's value head. --role critic converts it with its backbone", file=sys.stderr)
+            print(
+                "skipped: the critic's value head. --role critic converts it with its backbone",
+                file=sys.stderr,
+            )
     if shown and names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        print(f"skipped, because they are not weights: {', '.join(names[:3])}{more}", file=sys.stderr)
+        print(
+            f"skipped, because they are not weights: {', '.join(names[:3])}{more}",
+            file=sys.stderr,
+        )
 
 
 def _prepare(draft: Path, target: ModelTarget) -> None:
@@ -392,25 +479,40 @@ def writing(draft: Path) -> Iterator[None]:
         raise cannot_write(draft, error) from error
 
 
-def _finish(draft: Path, source: ModelSource, target: ModelTarget, request: ConversionRequest) -> None:
+def _finish(
+    draft: Path, source: ModelSource, target: ModelTarget, request: ConversionRequest
+) -> None:
     """Write everything that is not weights."""
     with writing(draft):
         target.write_index(draft)
         carry_files(source.model_folder, request.tokenizer or source.tokenizer, draft)
         to_hugging_face = request.to == "hugging_face"
-        config = converted_config(source.config, value_head=source.value_head and to_hugging_face, dtype=request.dtype)
+        config = converted_config(
+            source.config,
+            value_head=source.value_head and to_hugging_face,
+            dtype=request.dtype,
+        )
         if config is not None:
-            (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            (draft / "config.json").write_text(
+                json.dumps(config, indent=2) + "\n", encoding="utf-8"
+            )
         if not to_hugging_face:
             write_conversion(draft, source)
 
 
 def _verify(
-    draft: Path, source: ModelSource, reader: StoredArrayReader, request: ConversionRequest, *, shown: bool
+    draft: Path,
+    source: ModelSource,
+    reader: StoredArrayReader,
+    request: ConversionRequest,
+    *,
+    shown: bool,
 ) -> None:
     """Read the written model from the disk, and compare it with the source."""
     with together():
-        written = open_source(draft, role=request.prefix.removesuffix(".") if request.prefix else None)
+        written = open_source(
+            draft, role=request.prefix.removesuffix(".") if request.prefix else None
+        )
         with StoredArrayReader(written.arrays) as again:
             compare_bytes(source, reader, written, again, shown=shown)
     if request.logits:
@@ -443,7 +545,9 @@ def parse_size(text: str) -> int:
     try:
         size = TypeAdapter(ByteSize).validate_python(text.replace("_", ""))
     except ValueError:
-        raise ConfigError(f"--shard-size {text}: expected a size such as 5GB or 500MB.") from None
+        raise ConfigError(
+            f"--shard-size {text}: expected a size such as 5GB or 500MB."
+        ) from None
     if size < 1:
         raise ConfigError(f"--shard-size {text}: expected a size above 0.")
     return size

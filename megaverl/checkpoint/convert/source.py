@@ -1,8 +1,8 @@
-"""Source of a conversion, opened and checked by its headers: a Hugging Face folder or a Megatron distributed
-checkpoint.
+"""Source of a conversion, opened and checked by its headers: a Hugging Face folder or a
+Megatron distributed checkpoint.
 
-The module also handles what accompanies the weights (configuration, tokenizer, chat template), and the record of a
-conversion.
+The module also handles what accompanies the weights (configuration, tokenizer, chat
+template), and the record of a conversion.
 """
 
 from __future__ import annotations
@@ -29,9 +29,21 @@ from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
 from megaverl.weights.export import model_files
-from megaverl.weights.load import IGNORED_SUFFIXES, LM_HEAD, check_stored, open_checkpoint
+from megaverl.weights.load import (
+    IGNORED_SUFFIXES,
+    LM_HEAD,
+    check_stored,
+    open_checkpoint,
+)
 from megaverl.weights.safetensors_writer import entries_of, framed
-from megaverl.weights.stored import INDEX_FILE, SINGLE_FILE, StoredArray, folder_layout, read_folder, stored_arrays
+from megaverl.weights.stored import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    StoredArray,
+    folder_layout,
+    read_folder,
+    stored_arrays,
+)
 from megaverl.weights.torch_dist_index import COPY_AGAIN, FORMAT_FILE, is_torch_dist
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -96,7 +108,9 @@ class ModelSource:
         by_tensor: dict[str, torch.dtype] = {}
         for piece in self.layout.pieces:
             dtype = self.arrays[piece.local].dtype
-            by_tensor[piece.tensor] = torch.promote_types(by_tensor.get(piece.tensor, dtype), dtype)
+            by_tensor[piece.tensor] = torch.promote_types(
+                by_tensor.get(piece.tensor, dtype), dtype
+            )
         return by_tensor
 
 
@@ -111,13 +125,18 @@ def kind_of(path: Path) -> str:
         return "gguf"
     if not path.is_dir():
         description = "a file, not a folder" if path.exists() else "no such folder"
-        raise ModelError(f"{path}: {description}. Name a Hugging Face folder, a Megatron checkpoint, or a .gguf file.")
+        raise ModelError(
+            f"{path}: {description}. Name a Hugging Face folder, a Megatron checkpoint, or a .gguf file."
+        )
     if (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file():
         return "hugging_face"
     if _checkpoint_folder(path) is not None:
         return "megatron"
-    pickled = sorted(file.name for suffix in PICKLED for file in path.glob(f"*{suffix}"))
-    is_distributed = any(path.glob("*.distcp"))  # a Megatron checkpoint without its index
+    pickled = sorted(
+        file.name for suffix in PICKLED for file in path.glob(f"*{suffix}")
+    )
+    # A Megatron checkpoint without its index.
+    is_distributed = any(path.glob("*.distcp"))
     if pickled and not is_distributed:
         raise ModelError(
             f"{path}: holds {pickled[0]}, whose weights are pickled. Such files can run code and are not read. Write "
@@ -130,7 +149,9 @@ def kind_of(path: Path) -> str:
     )
 
 
-def open_source(path: str | Path, *, role: str | None = None, model_folder: str | Path | None = None) -> ModelSource:
+def open_source(
+    path: str | Path, *, role: str | None = None, model_folder: str | Path | None = None
+) -> ModelSource:
     """Open a Hugging Face folder, a distributed checkpoint, or a run's folder (its newest complete checkpoint).
 
     Args:
@@ -183,9 +204,17 @@ def _open_hugging_face(folder: Path, model_folder: Path) -> ModelSource:
         value_head,
         weights,
         folder_layout({weight.name: stored[weight.name] for weight in weights}),
-        {name: array for name, array in arrays.items() if not name.endswith(IGNORED_SUFFIXES)},
+        {
+            name: array
+            for name, array in arrays.items()
+            if not name.endswith(IGNORED_SUFFIXES)
+        },
         {LM_HEAD: EMBEDDING} if LM_HEAD in extra else {},
-        [name for name in extra if name != LM_HEAD and not name.endswith(IGNORED_SUFFIXES)],
+        [
+            name
+            for name in extra
+            if name != LM_HEAD and not name.endswith(IGNORED_SUFFIXES)
+        ],
         headers,
         buffers=_buffers(folder, headers),
     )
@@ -219,24 +248,32 @@ def _buffers(folder: Path, headers: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def _checkpoint_folder(path: Path) -> Path | None:
-    """Return the checkpoint in a folder: the folder itself, or the newest complete one of a run or of Megatron-LM's
-    `--save`.
+    """Return the checkpoint in a folder: the folder itself, or the newest complete one
+    of a run or of Megatron-LM's `--save`.
     """
     if is_torch_dist(path):
         return path
     if (path / MANIFEST_FILE).is_file():
-        raise CheckpointError(f"{path}: damaged: a checkpoint without its index (.metadata). Take another one.")
+        raise CheckpointError(
+            f"{path}: damaged: a checkpoint without its index (.metadata). Take another one."
+        )
     latest = path / LATEST_FILE
     if latest.is_file():
         name = latest.read_text(encoding="utf-8").strip()
         folder = path / (f"iter_{int(name):07d}" if name.isdigit() else name)
         if not is_torch_dist(folder):
-            raise CheckpointError(f"{folder}: not a torch_dist checkpoint, but {LATEST_FILE} names it.")
+            raise CheckpointError(
+                f"{folder}: not a torch_dist checkpoint, but {LATEST_FILE} names it."
+            )
         return folder
-    return newest_whole(path / "checkpoints" if (path / "checkpoints").is_dir() else path)[0]
+    return newest_whole(
+        path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    )[0]
 
 
-def _open_megatron(folder: Path, role: str | None, model_folder: Path | None) -> ModelSource:
+def _open_megatron(
+    folder: Path, role: str | None, model_folder: Path | None
+) -> ModelSource:
     if (folder / MANIFEST_FILE).is_file():
         manifest = Manifest.read(folder)
         manifest.check_files(folder)
@@ -244,7 +281,9 @@ def _open_megatron(folder: Path, role: str | None, model_folder: Path | None) ->
     if conversion is not None:
         check_conversion(folder, conversion)
     opened = open_checkpoint(folder, role)
-    model_folder, tokenizer = (model_folder, None) if model_folder else _model_folder(folder, role)
+    model_folder, tokenizer = (
+        (model_folder, None) if model_folder else _model_folder(folder, role)
+    )
     config, spec, value_head = read_model(model_folder)
     value_head = value_head or opened.has_value_head
     weights = weights_of(spec, value_head=value_head)
@@ -260,16 +299,22 @@ def _open_megatron(folder: Path, role: str | None, model_folder: Path | None) ->
         layout,
         opened.arrays(layout),
         conversion.twins if conversion else {},
-        [name for name in opened.index if name not in layout.local_shapes and name.startswith(opened.prefix)],
+        [
+            name
+            for name in opened.index
+            if name not in layout.local_shapes and name.startswith(opened.prefix)
+        ],
         conversion.file_headers if conversion else {},
         tokenizer,
-        {name: base64.b64decode(text) for name, text in conversion.buffers.items()} if conversion else {},
+        {name: base64.b64decode(text) for name, text in conversion.buffers.items()}
+        if conversion
+        else {},
     )
 
 
 def _model_folder(folder: Path, role: str | None) -> tuple[Path, Path | None]:
-    """Return the folder of config.json (the checkpoint's own, or the one in the run's configuration), and its
-    tokenizer.
+    """Return the folder of config.json (the checkpoint's own, or the one in the run's
+    configuration), and its tokenizer.
     """
     if (folder / "config.json").is_file():
         return folder, None
@@ -278,9 +323,13 @@ def _model_folder(folder: Path, role: str | None) -> tuple[Path, Path | None]:
         if (run / file).is_file():
             config = read_untyped((run / file).read_text(encoding="utf-8")) or {}
             model = config.get("model") or {}
-            path = str((config.get(role or "actor") or {}).get("path") or model.get("path"))
+            path = str(
+                (config.get(role or "actor") or {}).get("path") or model.get("path")
+            )
             if (Path(path) / "config.json").is_file():
-                return Path(path), Path(model["tokenizer"]) if model.get("tokenizer") else None
+                return Path(path), Path(model["tokenizer"]) if model.get(
+                    "tokenizer"
+                ) else None
             named = f", which {file} of its run names as {path},"
     raise ModelError(
         f"{folder}: has no config.json, and that of its model{named} is not here. Name the model's Hugging Face folder "
@@ -319,9 +368,13 @@ def read_conversion(folder: Path) -> Conversion | None:
         if content["format"] <= CONVERSION_FORMAT:
             # megaverl 0.2 did not write this field.
             content.setdefault("buffers", {})
-            return Conversion(**{field.name: content[field.name] for field in fields(Conversion)})
+            return Conversion(
+                **{field.name: content[field.name] for field in fields(Conversion)}
+            )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error}). {COPY_AGAIN}") from error
+        raise CheckpointError(
+            f"{path}: damaged ({type(error).__name__}: {error}). {COPY_AGAIN}"
+        ) from error
     raise CheckpointError(
         f"{path}: format {content['format']}, written by a newer megaverl; this one reads up to {CONVERSION_FORMAT}. "
         "Install a newer one."
@@ -330,10 +383,20 @@ def read_conversion(folder: Path) -> Conversion | None:
 
 def write_conversion(folder: Path, source: ModelSource) -> None:
     """Write the record of a conversion."""
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-    buffers = {name: base64.b64encode(data).decode() for name, data in source.buffers.items()}
-    record = Conversion(CONVERSION_FORMAT, files, dict(source.twins), dict(source.file_headers), buffers)
-    (folder / CONVERSION_FILE).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
+    files = {
+        path.name: path.stat().st_size
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+    }
+    buffers = {
+        name: base64.b64encode(data).decode() for name, data in source.buffers.items()
+    }
+    record = Conversion(
+        CONVERSION_FORMAT, files, dict(source.twins), dict(source.file_headers), buffers
+    )
+    (folder / CONVERSION_FILE).write_text(
+        json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def check_conversion(folder: Path, conversion: Conversion) -> None:
@@ -362,7 +425,9 @@ def carry_files(model_folder: Path, tokenizer: Path | None, output: Path) -> Non
             shutil.copyfile(file, output / file.name)
     if tokenizer is not None and not tokenizer.is_dir():
         load_tokenizer(tokenizer).save(output)
-    for file in carried_files(tokenizer) if tokenizer is not None and tokenizer.is_dir() else ():
+    for file in (
+        carried_files(tokenizer) if tokenizer is not None and tokenizer.is_dir() else ()
+    ):
         if file.name in TOKENIZER_FILES:
             shutil.copyfile(file, output / file.name)
 
@@ -377,15 +442,21 @@ def check_tokenizer(path: Path, spec: ModelSpec, model_folder: Path) -> None:
     check_fits(tokenizer, spec.vocab_size, model=model_folder)
     if not any((model_folder / name).is_file() for name in VOCABULARY_FILES):
         return
-    check_same_ids(tokenizer, load_tokenizer(model_folder).backend.get_vocab(), model_folder)
+    check_same_ids(
+        tokenizer, load_tokenizer(model_folder).backend.get_vocab(), model_folder
+    )
 
 
-def check_same_ids(tokenizer: Tokenizer, vocabulary: Mapping[str, int], model: Path) -> None:
+def check_same_ids(
+    tokenizer: Tokenizer, vocabulary: Mapping[str, int], model: Path
+) -> None:
     """Raise a DataError if `tokenizer` assigns another token to an id of the model's own vocabulary."""
     token_of = {number: token for token, number in vocabulary.items()}
     differing = [
         (number, token, token_of[number])
-        for token, number in sorted(tokenizer.backend.get_vocab().items(), key=lambda entry: entry[1])
+        for token, number in sorted(
+            tokenizer.backend.get_vocab().items(), key=lambda entry: entry[1]
+        )
         if token_of.get(number, token) != token
     ]
     if differing:
@@ -407,8 +478,14 @@ def converted_config(
     changed = dict(config)
     architecture = str(config["architectures"][0])
     if value_head and architecture.endswith("ForCausalLM"):
-        changed["architectures"] = [architecture.removesuffix("ForCausalLM") + "ForSequenceClassification"]
-        changed |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        changed["architectures"] = [
+            architecture.removesuffix("ForCausalLM") + "ForSequenceClassification"
+        ]
+        changed |= {
+            "num_labels": 1,
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+        }
     if dtype is not None:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         changed[key] = str(dtype).removeprefix("torch.")

@@ -20,9 +20,21 @@ from megaverl.sharding.megatron import LAYER, checkpoint_layout, megatron_layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import intersect_layouts
 from megaverl.sharding.weight import Split
-from megaverl.weights.safetensors_writer import data_bytes, entries_of, framed, index_text, shard_headers
+from megaverl.weights.safetensors_writer import (
+    data_bytes,
+    entries_of,
+    framed,
+    index_text,
+    shard_headers,
+)
 from megaverl.weights.stored import DTYPES, INDEX_FILE
-from megaverl.weights.torch_dist import CHUNK_BYTES, NO_EXTRA_STATE, STORAGES, Frame, write_index
+from megaverl.weights.torch_dist import (
+    CHUNK_BYTES,
+    NO_EXTRA_STATE,
+    STORAGES,
+    Frame,
+    write_index,
+)
 from megaverl.weights.torch_dist_index import Chunk, IndexedArray
 
 
@@ -49,7 +61,10 @@ class ModelTarget:
 
 
 def hugging_face_target(
-    source: ModelSource, dtype: torch.dtype | None, shard_bytes: int | None, default: int
+    source: ModelSource,
+    dtype: torch.dtype | None,
+    shard_bytes: int | None,
+    default: int,
 ) -> ModelTarget:
     """Plan a folder of safetensors files, split like the model's own files if they are known and `shard_bytes` is None.
 
@@ -78,11 +93,13 @@ def hugging_face_target(
         heads.append((file, 0, head))
         files[file] = len(head) + data_bytes(header)
         for name, entry in entries_of(header).items():
-            # A tied weight that the model's own files store twice is written twice, from the same array.
+            # A tied weight that the model's own files store twice is written twice,
+            # from the same array.
             of = source.twins.get(name, name)
             at = len(head) + entry["data_offsets"][0]
             if name in source.buffers:
-                # The model's own files have this buffer, but no parameter of the model: its bytes were kept for them.
+                # The model's own files have this buffer, but no parameter of the model:
+                # its bytes were kept for them.
                 heads.append((file, at, source.buffers[name]))
                 continue
             items.append(Item(name, file, at, shapes[of], dtypes[of], parts[of]))
@@ -95,10 +112,14 @@ def hugging_face_target(
 
 
 def _recorded(
-    source: ModelSource, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    source: ModelSource,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, str] | None:
     """Return the headers of the files that the model came from, if they still describe it."""
-    headers = {name: text for name, text in source.file_headers.items() if name != INDEX_FILE}
+    headers = {
+        name: text for name, text in source.file_headers.items() if name != INDEX_FILE
+    }
     recorded = {
         name: (tuple(entry["shape"]), DTYPES[entry["dtype"]])
         for text in headers.values()
@@ -128,7 +149,10 @@ class MegatronOptions:
 
 
 def megatron_target(
-    source: ModelSource, dtype: torch.dtype | None, shard_bytes: int, options: MegatronOptions
+    source: ModelSource,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    options: MegatronOptions,
 ) -> ModelTarget:
     """Plan a `torch_dist` checkpoint with the chunks that every rank of the grid would hold.
 
@@ -147,12 +171,17 @@ def megatron_target(
     )
     parts = parts_of(source.layout, layout)
     filling = {name: Parts(array_parts) for name, array_parts in parts.items()}
-    dtypes = {name: dtype or _widest(source, parts[name]) for name in layout.local_shapes}
+    dtypes = {
+        name: dtype or _widest(source, parts[name]) for name in layout.local_shapes
+    }
     unknown = sorted(
-        {str(array_parts) for array_parts in dtypes.values()} - {str(array_parts) for array_parts in STORAGES}
+        {str(array_parts) for array_parts in dtypes.values()}
+        - {str(array_parts) for array_parts in STORAGES}
     )
     if unknown:
-        raise ModelError(f"weights of dtype {', '.join(unknown)} cannot be trained. Give one with --dtype bfloat16.")
+        raise ModelError(
+            f"weights of dtype {', '.join(unknown)} cannot be trained. Give one with --dtype bfloat16."
+        )
     chunks = _chunks(source, layout, options)
     _check_tiling(chunks, layout)
     items: list[Item] = []
@@ -166,16 +195,30 @@ def megatron_target(
                 if end and end + frame.length > shard_bytes:
                     number, end = number + 1, 0
                 file = f"__{rank}_{number}.distcp"
-                items.append(Item(key, file, end, piece.shape, dtypes[key], filling[key].within(piece), frame))
+                items.append(
+                    Item(
+                        key,
+                        file,
+                        end,
+                        piece.shape,
+                        dtypes[key],
+                        filling[key].within(piece),
+                        frame,
+                    )
+                )
                 chunks_by_name[key].append(Chunk(piece, Path(file), end, frame.length))
                 end += frame.length
                 files[file] = end
     arrays = {
-        key: IndexedArray(shape, str(dtypes[key]).removeprefix("torch."), chunks_by_name[key])
+        key: IndexedArray(
+            shape, str(dtypes[key]).removeprefix("torch."), chunks_by_name[key]
+        )
         for key, shape in layout.local_shapes.items()
     }
     objects, heads = _extra_states(layout, spec, files)
-    return ModelTarget(files, items, heads, lambda folder: write_index(folder, arrays, objects))
+    return ModelTarget(
+        files, items, heads, lambda folder: write_index(folder, arrays, objects)
+    )
 
 
 def _widest(source: ModelSource, parts: Sequence[ArrayPart]) -> torch.dtype:
@@ -186,12 +229,22 @@ def _widest(source: ModelSource, parts: Sequence[ArrayPart]) -> torch.dtype:
     return widest
 
 
-def _chunks(source: ModelSource, layout: Layout, options: MegatronOptions) -> dict[int, list[tuple[str, Box]]]:
+def _chunks(
+    source: ModelSource, layout: Layout, options: MegatronOptions
+) -> dict[int, list[tuple[str, Box]]]:
     """Return rank -> boxes of the checkpoint's arrays. The first of several ranks with the same box stores it."""
     shape = options.shape
-    layouts = megatron_layouts(source.weights, source.spec, shape, padded_vocab_size=options.padded_vocab_size)
-    vocabulary = {weight.name for weight in source.weights if weight.split is Split.VOCAB}
-    key_of = {piece.tensor: piece.local for piece in layout.pieces if piece.tensor in vocabulary}
+    layouts = megatron_layouts(
+        source.weights, source.spec, shape, padded_vocab_size=options.padded_vocab_size
+    )
+    vocabulary = {
+        weight.name for weight in source.weights if weight.split is Split.VOCAB
+    }
+    key_of = {
+        piece.tensor: piece.local
+        for piece in layout.pieces
+        if piece.tensor in vocabulary
+    }
     run = options.padded_vocab_size // shape.tp
     seen: set[tuple[str, Box]] = set()
     known: set[int] = set()
@@ -208,13 +261,17 @@ def _chunks(source: ModelSource, layout: Layout, options: MegatronOptions) -> di
                 boxes.append((key, cut(layout.local_shapes[key], 0, low, low + run)))
         for transfer in intersect_layouts(layout, held):
             if transfer.tensor not in vocabulary:
-                boxes.append(stored_box(layout, transfer.source_local, transfer.source_box))
+                boxes.append(
+                    stored_box(layout, transfer.source_local, transfer.source_box)
+                )
         chunks[rank] = [box for box in dict.fromkeys(boxes) if box not in seen]
         seen.update(boxes)
     return {rank: boxes for rank, boxes in chunks.items() if boxes}
 
 
-def _check_tiling(chunks: Mapping[int, Sequence[tuple[str, Box]]], layout: Layout) -> None:
+def _check_tiling(
+    chunks: Mapping[int, Sequence[tuple[str, Box]]], layout: Layout
+) -> None:
     """Check that every element of every array is in exactly one chunk."""
     boxes: dict[str, list[Box]] = {name: [] for name in layout.local_shapes}
     for rank_chunks in chunks.values():
@@ -223,10 +280,13 @@ def _check_tiling(chunks: Mapping[int, Sequence[tuple[str, Box]]], layout: Layou
     wrong = [
         key
         for key, shape in layout.local_shapes.items()
-        if sum(box.numel for box in boxes[key]) != whole(shape).numel or first_overlap(boxes[key])
+        if sum(box.numel for box in boxes[key]) != whole(shape).numel
+        or first_overlap(boxes[key])
     ]
     if wrong:
-        raise ReshardError(f"the grid's ranks do not store each element once: {', '.join(wrong[:8])}.")
+        raise ReshardError(
+            f"the grid's ranks do not store each element once: {', '.join(wrong[:8])}."
+        )
 
 
 def _extra_states(
@@ -247,7 +307,11 @@ def _extra_states(
         if LAYER.search(key) is None and not front:
             continue
         counts = front or (1,)
-        for index in torch.cartesian_prod(*(torch.arange(n) for n in counts)).view(-1, len(counts)).tolist():
+        for index in (
+            torch.cartesian_prod(*(torch.arange(n) for n in counts))
+            .view(-1, len(counts))
+            .tolist()
+        ):
             name = ".".join(map(str, index)) + "_" + ".".join(map(str, counts))
             objects[f"{stem}._extra_state/shard_{name}"] = place
     files[file] += place.length

@@ -2,7 +2,11 @@
 
 from megaverl.errors import ModelError
 from megaverl.models.architectures import llama
-from megaverl.models.architectures.deepseek import DEEPSEEK_V3, ROUTER_BIAS, SHARED_EXPERTS
+from megaverl.models.architectures.deepseek import (
+    DEEPSEEK_V3,
+    ROUTER_BIAS,
+    SHARED_EXPERTS,
+)
 from megaverl.models.architectures.gpt_oss import GPT_OSS
 from megaverl.models.architectures.llama import (
     ATTENTION,
@@ -23,12 +27,19 @@ LAYERS = {
     "Qwen3ForCausalLM": Layers(dense=ATTENTION + QK_NORMS + MLP),
     "MistralForCausalLM": llama.LAYERS,
     "GemmaForCausalLM": llama.LAYERS,
-    "MixtralForCausalLM": Layers(routed=ATTENTION + experts("block_sparse_moe", "w1", "w3", "w2")),
+    "MixtralForCausalLM": Layers(
+        routed=ATTENTION + experts("block_sparse_moe", "w1", "w3", "w2")
+    ),
     "Qwen3MoeForCausalLM": Layers(routed=ATTENTION + QK_NORMS + experts()),
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Glm4MoeForCausalLM": Layers(
         dense=ATTENTION + QKV_BIAS + QK_NORMS + MLP,
-        routed=ATTENTION + QKV_BIAS + QK_NORMS + experts() + ROUTER_BIAS + SHARED_EXPERTS,
+        routed=ATTENTION
+        + QKV_BIAS
+        + QK_NORMS
+        + experts()
+        + ROUTER_BIAS
+        + SHARED_EXPERTS,
     ),
     "GptOssForCausalLM": GPT_OSS,
     "SeedOssForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + MLP),
@@ -37,9 +48,15 @@ LAYERS = {
     "MinistralForCausalLM": llama.LAYERS,
     "CwmForCausalLM": llama.LAYERS,
     "Phi3ForCausalLM": Layers(dense=llama.FUSED_ATTENTION + llama.FUSED_MLP),
-    "Glm4ForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + llama.FUSED_MLP + llama.NORMS_AFTER),
+    "Glm4ForCausalLM": Layers(
+        dense=ATTENTION + QKV_BIAS + llama.FUSED_MLP + llama.NORMS_AFTER
+    ),
     "Qwen2MoeForCausalLM": Layers(
-        routed=ATTENTION + QKV_BIAS + experts() + shared_expert("mlp.shared_expert") + SHARED_GATE
+        routed=ATTENTION
+        + QKV_BIAS
+        + experts()
+        + shared_expert("mlp.shared_expert")
+        + SHARED_GATE
     ),
 }
 WITH_QKV_BIAS = (
@@ -52,7 +69,9 @@ WITH_QKV_BIAS = (
 )
 
 
-def weights_of(spec: ModelSpec, *, value_head: int = 0, beside_logits: bool = False) -> list[Weight]:
+def weights_of(
+    spec: ModelSpec, *, value_head: int = 0, beside_logits: bool = False
+) -> list[Weight]:
     """Return all global arrays of a model, under their Hugging Face names.
 
     Args:
@@ -64,10 +83,17 @@ def weights_of(spec: ModelSpec, *, value_head: int = 0, beside_logits: bool = Fa
         ModelError: the architecture has no table, or has attention biases that the table lacks.
     """
     if spec.architecture not in LAYERS:
-        raise ModelError(f"architecture {spec.architecture!r} has no table of weights. Supported: {', '.join(LAYERS)}.")
+        raise ModelError(
+            f"architecture {spec.architecture!r} has no table of weights. Supported: {', '.join(LAYERS)}."
+        )
     if spec.qkv_bias and spec.architecture not in WITH_QKV_BIAS:
         raise ModelError(
             f"{spec.architecture} with `attention_bias: true` is not supported: only {', '.join(WITH_QKV_BIAS)} may "
             "have biases on their attention projections."
         )
-    return build(LAYERS[spec.architecture], spec, value_head=value_head, beside_logits=beside_logits)
+    return build(
+        LAYERS[spec.architecture],
+        spec,
+        value_head=value_head,
+        beside_logits=beside_logits,
+    )

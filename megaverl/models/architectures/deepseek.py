@@ -1,9 +1,10 @@
 """Table of DeepSeek-V3's weights: latent attention, plain MLPs in the first layers, then routed and shared experts.
 
-Megatron's names come from `transformer/multi_latent_attention.py`, `transformer/moe/router.py` and `shared_experts.py`.
-Megatron keeps the router's bias as a buffer; `models/layers.py` makes it a parameter. vLLM's names come from
-`models/deepseek_v2.py`, which creates the bias only if config.json has `"topk_method": "noaux_tc"`. Folders written by
-transformers 5 lack that entry.
+Megatron's names come from `transformer/multi_latent_attention.py`,
+`transformer/moe/router.py` and `shared_experts.py`. Megatron keeps the router's bias as
+a buffer; `models/layers.py` makes it a parameter. vLLM's names come from
+`models/deepseek_v2.py`, which creates the bias only if config.json has `"topk_method":
+"noaux_tc"`. Folders written by transformers 5 lack that entry.
 """
 
 from megaverl.models.architectures import llama
@@ -49,13 +50,24 @@ def attention(
 
 LATENT_ATTENTION = (
     llama.norm("input_layernorm", "input_layernorm"),
-    # Without q_lora_rank queries are projected from the hidden state directly, and vLLM fuses nothing.
+    # Without q_lora_rank queries are projected from the hidden state directly, and vLLM
+    # fuses nothing.
     attention("q_proj", ("q_direct", "hidden"), ROWS, "linear_q_proj"),
-    attention("q_a_proj", ("q_latent", "hidden"), WHOLE, "linear_q_down_proj", vllm=FUSED),
+    attention(
+        "q_a_proj", ("q_latent", "hidden"), WHOLE, "linear_q_down_proj", vllm=FUSED
+    ),
     attention("q_a_layernorm", ("q_latent",), WHOLE, "q_layernorm", norm_of=Q_UP),
     attention("q_b_proj", ("q", "q_latent"), ROWS, Q_UP),
-    attention("kv_a_proj_with_mqa", ("kv_a_fused", "hidden"), WHOLE, "linear_kv_down_proj", vllm=FUSED),
-    attention("kv_a_proj_with_mqa", ("kv_a_alone", "hidden"), WHOLE, "linear_kv_down_proj"),
+    attention(
+        "kv_a_proj_with_mqa",
+        ("kv_a_fused", "hidden"),
+        WHOLE,
+        "linear_kv_down_proj",
+        vllm=FUSED,
+    ),
+    attention(
+        "kv_a_proj_with_mqa", ("kv_a_alone", "hidden"), WHOLE, "linear_kv_down_proj"
+    ),
     attention("kv_a_layernorm", ("kv_latent",), WHOLE, "kv_layernorm", norm_of=KV_UP),
     attention("kv_b_proj", ("kv_up", "kv_latent"), ROWS, KV_UP),
     attention("o_proj", ("hidden", "values"), COLUMNS, "linear_proj"),
@@ -63,5 +75,6 @@ LATENT_ATTENTION = (
 SHARED_EXPERTS = llama.shared_expert("mlp.shared_experts")
 ROUTER_BIAS = (Rule(BIAS, ("expert_bias",), WHOLE, "mlp.router.expert_bias", BIAS),)
 DEEPSEEK_V3 = Layers(
-    dense=LATENT_ATTENTION + llama.MLP, routed=LATENT_ATTENTION + llama.experts() + ROUTER_BIAS + SHARED_EXPERTS
+    dense=LATENT_ATTENTION + llama.MLP,
+    routed=LATENT_ATTENTION + llama.experts() + ROUTER_BIAS + SHARED_EXPERTS,
 )

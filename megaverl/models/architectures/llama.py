@@ -1,7 +1,7 @@
 """Weights of Llama, and the parts that related architectures add: biases, norms per head, and routed experts.
 
-Gemma stores its norms' weights minus 1, as do Megatron's zero-centered norms and vLLM. Mistral has the same weights as
-Llama. Mixtral replaces every MLP with routed experts.
+Gemma stores its norms' weights minus 1, as do Megatron's zero-centered norms and vLLM.
+Mistral has the same weights as Llama. Mixtral replaces every MLP with routed experts.
 """
 
 from megaverl.models.architectures.table import Layers, Rule
@@ -20,26 +20,50 @@ def norm(name: str, megatron: str, transformer_engine: str | None = None) -> Rul
         transformer_engine: linear layer that holds the norm under Transformer Engine, which fuses the two.
     """
     inside = transformer_engine and f"{transformer_engine}.layer_norm_weight"
-    return Rule(f"{name}.weight", HIDDEN, Split.REPLICATED, f"{megatron}.weight", f"{name}.weight", "layer", inside)
+    return Rule(
+        f"{name}.weight",
+        HIDDEN,
+        Split.REPLICATED,
+        f"{megatron}.weight",
+        f"{name}.weight",
+        "layer",
+        inside,
+    )
 
 
-def linear(name: str, axes: tuple[str, ...], split: Split, engines: tuple[str, str], kind: str = "weight") -> Rule:
+def linear(
+    name: str,
+    axes: tuple[str, ...],
+    split: Split,
+    engines: tuple[str, str],
+    kind: str = "weight",
+) -> Rule:
     """Return the rule of a linear layer's weight, or of its bias if `kind` is "bias".
 
     Args:
         engines: module names in Megatron and in vLLM.
     """
-    return Rule(f"{name}.{kind}", axes, split, f"{engines[0]}.{kind}", f"{engines[1]}.{kind}")
+    return Rule(
+        f"{name}.{kind}", axes, split, f"{engines[0]}.{kind}", f"{engines[1]}.{kind}"
+    )
 
 
 INPUT_NORM = norm("input_layernorm", "input_layernorm", "self_attention.linear_qkv")
-OUT = linear("self_attn.o_proj", ("hidden", "q"), Split.ROW, ("self_attention.linear_proj", "self_attn.o_proj"))
+OUT = linear(
+    "self_attn.o_proj",
+    ("hidden", "q"),
+    Split.ROW,
+    ("self_attention.linear_proj", "self_attn.o_proj"),
+)
 MLP_NORM = norm("post_attention_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1")
 DOWN = linear("mlp.down_proj", ("hidden", "ffn"), Split.ROW, FC2)
 PARTS = (("q", "q", Split.Q), ("k", "kv", Split.K), ("v", "kv", Split.V))
 ATTENTION = (
     INPUT_NORM,
-    *(linear(f"self_attn.{part}_proj", (axis, "hidden"), split, QKV) for part, axis, split in PARTS),
+    *(
+        linear(f"self_attn.{part}_proj", (axis, "hidden"), split, QKV)
+        for part, axis, split in PARTS
+    ),
     OUT,
 )
 MLP = (
@@ -48,7 +72,8 @@ MLP = (
     linear("mlp.up_proj", ("ffn", "hidden"), Split.UP, FC1),
     DOWN,
 )
-# Phi-3's files hold q, k and v in one array, and gate and up in another, GLM-4's the latter alone.
+# Phi-3's files hold q, k and v in one array, and gate and up in another, GLM-4's the
+# latter alone.
 FUSED_ATTENTION = (
     INPUT_NORM,
     linear("self_attn.qkv_proj", ("qkv", "hidden"), Split.FUSED_QKV, QKV),
@@ -59,14 +84,18 @@ FUSED_MLP = (
     linear("mlp.gate_up_proj", ("gate_and_up", "hidden"), Split.FUSED_GATE_UP, FC1),
     DOWN,
 )
-# GLM-4's norms over the outputs of attention and MLP (`models/build.py` adds them to Megatron's layers).
+# GLM-4's norms over the outputs of attention and MLP (`models/build.py` adds them to
+# Megatron's layers).
 NORMS_AFTER = (
     norm("post_self_attn_layernorm", "post_self_attn_layernorm"),
     norm("post_mlp_layernorm", "post_mlp_layernorm"),
 )
-# Qwen2 has biases on the query, key and value projections. Qwen3 has a norm over each query and key head. GLM-4.5 has
-# either, both or none.
-QKV_BIAS = tuple(linear(f"self_attn.{part}_proj", (f"{axis}_bias",), split, QKV, "bias") for part, axis, split in PARTS)
+# Qwen2 has biases on the query, key and value projections. Qwen3 has a norm over each
+# query and key head. GLM-4.5 has either, both or none.
+QKV_BIAS = tuple(
+    linear(f"self_attn.{part}_proj", (f"{axis}_bias",), split, QKV, "bias")
+    for part, axis, split in PARTS
+)
 QK_NORMS = tuple(
     linear(
         f"self_attn.{part}_norm",
@@ -90,16 +119,28 @@ def experts(
         block: Hugging Face module of the feed-forward block.
         gate, up, down: names of an expert's projections.
     """
-    router = linear(f"{block}.gate", ("experts", "hidden"), Split.REPLICATED, ("mlp.router", f"{block}.gate"))
-    parts = ((gate, Split.GATE, 1, "w13"), (up, Split.UP, 1, "w13"), (down, Split.ROW, 2, "w2"))
+    router = linear(
+        f"{block}.gate",
+        ("experts", "hidden"),
+        Split.REPLICATED,
+        ("mlp.router", f"{block}.gate"),
+    )
+    parts = (
+        (gate, Split.GATE, 1, "w13"),
+        (up, Split.UP, 1, "w13"),
+        (down, Split.ROW, 2, "w2"),
+    )
     return (
-        # Transformer Engine fuses this norm into a following linear layer; before experts there is none.
+        # Transformer Engine fuses this norm into a following linear layer; before
+        # experts there is none.
         norm("post_attention_layernorm", "pre_mlp_layernorm"),
         router,
         *(
             Rule(
                 f"{block}.experts.{{}}.{name}.weight",
-                ("hidden", "expert_ffn") if split is Split.ROW else ("expert_ffn", "hidden"),
+                ("hidden", "expert_ffn")
+                if split is Split.ROW
+                else ("expert_ffn", "hidden"),
                 split,
                 f"mlp.experts.local_experts.{{}}.linear_fc{number}.weight",
                 f"{block}.experts.routed_experts.{fused}_weight",

@@ -51,8 +51,22 @@ FINAL_NORM = Rule(
     "model.norm.weight",
     "last",
 )
-LM_HEAD = Rule("lm_head.weight", ("vocab", "hidden"), Split.VOCAB, "output_layer.weight", "lm_head.weight", "last")
-VALUE_HEAD = Rule("score.weight", ("value_heads", "hidden"), Split.REPLICATED, "output_layer.weight", None, "last")
+LM_HEAD = Rule(
+    "lm_head.weight",
+    ("vocab", "hidden"),
+    Split.VOCAB,
+    "output_layer.weight",
+    "lm_head.weight",
+    "last",
+)
+VALUE_HEAD = Rule(
+    "score.weight",
+    ("value_heads", "hidden"),
+    Split.REPLICATED,
+    "output_layer.weight",
+    None,
+    "last",
+)
 # Used where the language-model head stays beside the value head.
 VALUES_BESIDE = replace(VALUE_HEAD, megatron="value_head.weight")
 
@@ -65,7 +79,9 @@ class Layers(NamedTuple):
     embedding: Rule = EMBEDDING
 
 
-def build(layers: Layers, spec: ModelSpec, *, value_head: int, beside_logits: bool = False) -> list[Weight]:
+def build(
+    layers: Layers, spec: ModelSpec, *, value_head: int, beside_logits: bool = False
+) -> list[Weight]:
     """Return all weights of a decoder with these layers, in the order of the forward pass.
 
     Args:
@@ -77,7 +93,9 @@ def build(layers: Layers, spec: ModelSpec, *, value_head: int, beside_logits: bo
     has_logits = beside_logits or not value_head
     tied = spec.tie_embeddings and has_logits
     num_dense = spec.num_layers if spec.moe is None else spec.moe.num_dense_layers
-    dense, routed = (_templates(rules, sizes, spec) for rules in (layers.dense, layers.routed))
+    dense, routed = (
+        _templates(rules, sizes, spec) for rules in (layers.dense, layers.routed)
+    )
     weights = [_outside(layers.embedding, sizes, tied=tied)]
     for layer in range(spec.num_layers):
         weights += _in_layer(layer, dense if layer < num_dense else routed)
@@ -140,25 +158,32 @@ class _Template(NamedTuple):
     expert: int | None
 
 
-def _templates(rules: Sequence[Rule], sizes: dict[str, int], spec: ModelSpec) -> list[_Template]:
+def _templates(
+    rules: Sequence[Rule], sizes: dict[str, int], spec: ModelSpec
+) -> list[_Template]:
     """Return the weights of one layer, with routed experts expanded one after the other."""
     templates: list[_Template] = []
     routed: list[_Template] = []
     for rule in rules:
         shape = tuple(sizes[axis] for axis in rule.axes)
         if 0 not in shape:
-            (routed if "{}" in rule.name else templates).append(_Template(rule.name, rule, shape, None))
+            (routed if "{}" in rule.name else templates).append(
+                _Template(rule.name, rule, shape, None)
+            )
     if spec.moe is not None:
         for expert in range(spec.moe.num_experts):
-            templates += [template._replace(name=template.name.format(expert), expert=expert) for template in routed]
+            templates += [
+                template._replace(name=template.name.format(expert), expert=expert)
+                for template in routed
+            ]
     return templates
 
 
 def _in_layer(layer: int, templates: Sequence[_Template]) -> list[Weight]:
     """Return the weights of layer number `layer`."""
     prefix = f"model.layers.{layer}."
-    # All experts of a layer share one vLLM parameter. Sharing its name string as well saves memory in models with many
-    # experts.
+    # All experts of a layer share one vLLM parameter. Sharing its name string as well
+    # saves memory in models with many experts.
     vllm_names: dict[str | None, str | None] = {None: None}
     weights = []
     for name, rule, shape, expert in templates:

@@ -1,6 +1,7 @@
 """Adapters of a model, independent of the engine: merging them into weights in another layout, and peft folders.
 
-An adapter folder holds adapter_config.json and adapter_model.safetensors, as the `peft` library writes and reads them.
+An adapter folder holds adapter_config.json and adapter_model.safetensors, as the `peft`
+library writes and reads them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ from megaverl.weights.safetensors_writer import cannot_write, replace_folder
 from megaverl.weights.stored import folder_layout, read_header, stored_arrays
 from megaverl.weights.transports import check_tensors
 
-# Number of elements merged at a time: 16-bit weights are added to in float32, which takes memory for a copy.
+# Number of elements merged at a time: 16-bit weights are added to in float32, which
+# takes memory for a copy.
 CHUNK = 1 << 22
 
 
@@ -115,17 +117,24 @@ class AdapterSet(ABC):
 def initial_factor(low_rank: LowRank, seed: int) -> torch.Tensor:
     """Return the initial A [rank, columns], uniform as in peft. It depends on the seed and the factor's name only."""
     shape = low_rank.shapes[low_rank.a]
-    digest = hashlib.blake2b(f"lora/{seed}/{low_rank.a}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        f"lora/{seed}/{low_rank.a}".encode(), digest_size=8
+    ).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") % 2**63)
-    return torch.empty(shape).uniform_(-1.0, 1.0, generator=generator).div_(math.sqrt(shape[1]))
+    return (
+        torch.empty(shape)
+        .uniform_(-1.0, 1.0, generator=generator)
+        .div_(math.sqrt(shape[1]))
+    )
 
 
 class Merge:
     """Merges adapters into weights in another layout, in place, each time the base weights have arrived.
 
-    Base weights and factors arrive by one plan. A rank that holds a box of a weight gets the matching rows of B and
-    columns of A. The product is added after everything has arrived, in chunks. No tensor is copied as a whole, and the
-    source's weights stay bitwise unchanged.
+    Base weights and factors arrive by one plan. A rank that holds a box of a weight
+    gets the matching rows of B and columns of A. The product is added after everything
+    has arrived, in chunks. No tensor is copied as a whole, and the source's weights
+    stay bitwise unchanged.
 
     Args:
         layout: layout of the weights at the destination.
@@ -150,16 +159,25 @@ class Merge:
         self._adapters = adapters
         self.scaling = scaling
         self.written = written_to(layout, adapters)
-        self.brought = frozenset(name for key, adapter in adapters.items() for name in (key, adapter.a, adapter.b))
+        self.brought = frozenset(
+            name
+            for key, adapter in adapters.items()
+            for name in (key, adapter.a, adapter.b)
+        )
         all_factors = factor_layout(layout, adapters, names_of_factors)
         self.factors = {
-            name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in all_factors.local_shapes.items()
+            name: torch.zeros(shape, dtype=dtype, device=device)
+            for name, shape in all_factors.local_shapes.items()
         }
         self._boxes = {piece.tensor: piece.box for piece in all_factors.pieces}
         self._pieces = [piece for piece in layout.pieces if piece.tensor in adapters]
 
     @torch.no_grad()
-    def apply(self, view_of: Callable[[str, Box], torch.Tensor], only: Collection[str] | None = None) -> None:
+    def apply(
+        self,
+        view_of: Callable[[str, Box], torch.Tensor],
+        only: Collection[str] | None = None,
+    ) -> None:
         """Add alpha / rank * B A to every weight with an adapter. Each must hold its base value.
 
         Args:
@@ -169,9 +187,15 @@ class Merge:
         for piece in self._pieces:
             if only is None or piece.tensor in only:
                 target = view_of(piece.local, piece.local_box)
-                add_product(target, *self._factors_of(self._adapters[piece.tensor], piece.box), self.scaling)
+                add_product(
+                    target,
+                    *self._factors_of(self._adapters[piece.tensor], piece.box),
+                    self.scaling,
+                )
 
-    def _factors_of(self, adapter: LowRank, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
+    def _factors_of(
+        self, adapter: LowRank, box: Box
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (A, B) for a box of the weight."""
         left = box.start[1] - self._boxes[adapter.a].start[1]
         top = box.start[0] - self._boxes[adapter.b].start[0]
@@ -181,7 +205,9 @@ class Merge:
         return a, b
 
 
-def add_product(target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
+def add_product(
+    target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
+) -> None:
     """Compute target += scaling * b a in float32 or wider, rounding once.
 
     Args:
@@ -204,7 +230,8 @@ def add_product(target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling:
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-# Fields of peft's configuration that must have these values: only plain LoRA is supported.
+# Fields of peft's configuration that must have these values: only plain LoRA is
+# supported.
 PLAIN: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -228,7 +255,9 @@ def save_adapters(adapters: AdapterSet, folder: str | Path, *, base: str) -> Non
     group = adapters.grid.world
     rank = adapters.grid.rank
     folder = Path(folder)
-    everything = whole_layout([(weight.name, weight.shape) for weight in adapters.weights])
+    everything = whole_layout(
+        [(weight.name, weight.shape) for weight in adapters.weights]
+    )
     plan = make_plan(
         adapters.layout_of,
         lambda other: everything if other == 0 else EMPTY,
@@ -238,10 +267,20 @@ def save_adapters(adapters: AdapterSet, folder: str | Path, *, base: str) -> Non
     tensors = adapters.parameters
     dtype = next(iter(tensors.values())).dtype if tensors else torch.float32
     shapes = everything.local_shapes if rank == 0 else {}
-    landed = {name: torch.empty(shape, dtype=dtype, device=platform.device) for name, shape in shapes.items()}
+    landed = {
+        name: torch.empty(shape, dtype=dtype, device=platform.device)
+        for name, shape in shapes.items()
+    }
     Resharder(plan, tensors, landed, group).run()
-    fields = {"peft_type": "LORA", **PLAIN, "inference_mode": True, "init_lora_weights": True}
-    on_first_rank(lambda: _write(folder, fields | _own_fields(adapters, base), landed), group)
+    fields = {
+        "peft_type": "LORA",
+        **PLAIN,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+    on_first_rank(
+        lambda: _write(folder, fields | _own_fields(adapters, base), landed), group
+    )
 
 
 def _own_fields(adapters: AdapterSet, base: str) -> dict[str, Any]:
@@ -249,7 +288,9 @@ def _own_fields(adapters: AdapterSet, base: str) -> dict[str, Any]:
     lora = adapters.config
     targets: Any = lora.targets
     if targets == ALL_LINEAR:
-        targets = sorted({low_rank.projection for low_rank in adapters.low_ranks.values()})
+        targets = sorted(
+            {low_rank.projection for low_rank in adapters.low_ranks.values()}
+        )
     return {
         "base_model_name_or_path": base,
         "task_type": "TOKEN_CLS" if adapters.trained else "CAUSAL_LM",
@@ -261,7 +302,9 @@ def _own_fields(adapters: AdapterSet, base: str) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def _write(
+    folder: Path, fields: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> None:
     """Write a folder under a temporary name, then rename it."""
     temporary = folder.with_name(folder.name + ".tmp")
     try:
@@ -297,11 +340,20 @@ def _load(adapters: AdapterSet, folder: Path) -> None:
     config = read_config(folder)
     lora = adapters.config
     key = f"{adapters.role}.lora"
-    wrong = [f"{name} is {config[name]!r}" for name, plain in PLAIN.items() if (config.get(name) or plain) != plain]
+    wrong = [
+        f"{name} is {config[name]!r}"
+        for name, plain in PLAIN.items()
+        if (config.get(name) or plain) != plain
+    ]
     if config.get("peft_type") != "LORA" or wrong:
         what = "; ".join([f"peft_type is {config.get('peft_type')!r}", *wrong])
-        raise ModelError(f"{folder / CONFIG_FILE}: {what}. Only plain LoRA adapters can be trained on.")
-    if (sizes := (config.get("r"), config.get("lora_alpha"))) != (lora.rank, lora.alpha):
+        raise ModelError(
+            f"{folder / CONFIG_FILE}: {what}. Only plain LoRA adapters can be trained on."
+        )
+    if (sizes := (config.get("r"), config.get("lora_alpha"))) != (
+        lora.rank,
+        lora.alpha,
+    ):
         raise ModelError(
             f"{folder / CONFIG_FILE}: r is {sizes[0]} and lora_alpha {sizes[1]}, this run has {key}.rank={lora.rank} "
             f"and {key}.alpha={lora.alpha:g}. Give the adapter's."
@@ -310,14 +362,20 @@ def _load(adapters: AdapterSet, folder: Path) -> None:
     check_tensors(layout, adapters.parameters, "the model", ModelError)
     file = folder / WEIGHTS_FILE
     if not file.is_file():
-        raise ModelError(f"{file}: not found. An adapter folder has {CONFIG_FILE} and {WEIGHTS_FILE}.")
+        raise ModelError(
+            f"{file}: not found. An adapter folder has {CONFIG_FILE} and {WEIGHTS_FILE}."
+        )
     names = {_stored_name(weight.name): weight.name for weight in adapters.weights}
-    stored = {names.get(name, name): tensor for name, tensor in read_header(file).items()}
+    stored = {
+        names.get(name, name): tensor for name, tensor in read_header(file).items()
+    }
     try:
         check_names(folder, dict.fromkeys(stored, file.name), adapters.weights, ())
         check_shapes(folder, stored, adapters.weights)
     except ModelError as error:
-        raise ModelError(f"{error}\n(It is an adapter: {key}.targets must name the same layers.)") from error
+        raise ModelError(
+            f"{error}\n(It is an adapter: {key}.targets must name the same layers.)"
+        ) from error
     fill(folder_layout(stored), stored_arrays(stored), layout, adapters.parameters)
 
 
@@ -331,5 +389,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = read_json_file(file)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: cannot be read ({error}). Name the folder of a peft adapter.") from error
+        raise ModelError(
+            f"{file}: cannot be read ({error}). Name the folder of a peft adapter."
+        ) from error
     return config

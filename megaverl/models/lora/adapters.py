@@ -1,10 +1,11 @@
 """LoRA (arXiv 2106.09685) on the linear layers of a model: h = W x + alpha / rank * B A x, with W frozen.
 
-On megatron-core's layers an adapter is a separate module beside its layer, whose parameters, names and code stay
-unchanged. A fused layer (`linear_qkv`, `linear_fc1`) has factors for each of its Hugging Face projections, as `peft`
-stores them; the layout says which rows belong to which projection. Under tensor parallelism a factor is split where the
-weight is split: B of a column-parallel layer, A of a row-parallel one. The other factor and its gradient are whole on
-every rank:
+On megatron-core's layers an adapter is a separate module beside its layer, whose
+parameters, names and code stay unchanged. A fused layer (`linear_qkv`, `linear_fc1`)
+has factors for each of its Hugging Face projections, as `peft` stores them; the layout
+says which rows belong to which projection. Under tensor parallelism a factor is split
+where the weight is split: B of a column-parallel layer, A of a row-parallel one. The
+other factor and its gradient are whole on every rank:
 
 - column parallel: y = A x on the whole input, and B holds this rank's rows. In the backward pass y's gradient is summed
   over the ranks. With sequence parallelism y is gathered, and its gradient is reduce-scattered.
@@ -13,8 +14,9 @@ every rank:
 
 So adapters communicate `rank` numbers per token and projection.
 
-On a Hugging Face model's layers an adapter is a child module of its layer, so FSDP gathers and shards the factors with
-the layer's block. Each factor is sharded by rows, like every parameter.
+On a Hugging Face model's layers an adapter is a child module of its layer, so FSDP
+gathers and shards the factors with the layer's block. Each factor is sharded by rows,
+like every parameter.
 """
 
 from __future__ import annotations
@@ -107,12 +109,20 @@ class Adapter(nn.Module):
         shared = self.sequence_parallel
         is_row = self.split is Split.ROW
         is_column = self.split not in (Split.ROW, Split.REPLICATED)
-        # With sequence parallelism a whole factor sees only a part of the sequence, so its gradient must be summed.
+        # With sequence parallelism a whole factor sees only a part of the sequence, so
+        # its gradient must be summed.
         for low_rank, _, ((top, left), (bottom, right)) in parts:
             a = initial_factor(low_rank, seed)[:, left:right]
             b = torch.zeros(bottom - top, lora.rank)
-            for factors, values, cut in ((self.lora_A, a, is_row), (self.lora_B, b, is_column)):
-                parameter = nn.Parameter(values.to(platform.device, config.params_dtype, copy=True).contiguous())
+            for factors, values, cut in (
+                (self.lora_A, a, is_row),
+                (self.lora_B, b, is_column),
+            ):
+                parameter = nn.Parameter(
+                    values.to(
+                        platform.device, config.params_dtype, copy=True
+                    ).contiguous()
+                )
                 parameter.tensor_model_parallel = cut  # type: ignore[attr-defined]
                 parameter.partition_dim = int(factors is self.lora_A) if cut else -1  # type: ignore[attr-defined]
                 parameter.partition_stride = 1  # type: ignore[attr-defined]
@@ -135,16 +145,21 @@ class Adapter(nn.Module):
                 low = reduce_from_tensor_model_parallel_region(low, group=group)
         elif self.split is not Split.REPLICATED:
             if self.sequence_parallel:
-                low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=group)
+                low = gather_from_sequence_parallel_region(
+                    low, tensor_parallel_output_grad=True, group=group
+                )
             else:
                 low = sum_gradients(low, group)
         return F.linear(low * self.scaling, self._rows())
 
-    def add_to(self, layer: nn.Module, args: tuple[torch.Tensor, ...], output: Any) -> Any:
+    def add_to(
+        self, layer: nn.Module, args: tuple[torch.Tensor, ...], output: Any
+    ) -> Any:
         """Forward hook of the linear layer that adds the adapters' output for the same input.
 
-        `output` is (out, bias). Transformer Engine's layers with a norm inside give ((out, normalized), bias), or (out,
-        bias, normalized) if the caller adds the bias.
+        `output` is (out, bias). Transformer Engine's layers with a norm inside give
+        ((out, normalized), bias), or (out, bias, normalized) if the caller adds the
+        bias.
         """
         hidden = args[0]
         if len(output) == 3:
@@ -161,30 +176,39 @@ class Adapter(nn.Module):
         if self.order is None:
             return rows
         if len(self.order) > len(rows):
-            # The index one past the last row selects zeros, for projections without an adapter.
+            # The index one past the last row selects zeros, for projections without an
+            # adapter.
             rows = F.pad(rows, (0, 0, 0, 1))
         return rows.index_select(0, self.order)
 
     def _dropped(self, hidden: torch.Tensor) -> torch.Tensor:
         """Apply dropout to the adapter's input, as in peft.
 
-        Ranks with the same input drop the same elements. Ranks with parts of a row draw once for every part, so that
-        each token has its own mask and the random generators stay in step.
+        Ranks with the same input drop the same elements. Ranks with parts of a row draw
+        once for every part, so that each token has its own mask and the random
+        generators stay in step.
         """
         if not self.dropout or not self.training:
             return hidden
         kept = hidden
         for part in range(self.context_size):
-            with get_cuda_rng_tracker().fork() if self.split is Split.ROW or self.sequence_parallel else nullcontext():
+            with (
+                get_cuda_rng_tracker().fork()
+                if self.split is Split.ROW or self.sequence_parallel
+                else nullcontext()
+            ):
                 dropped = F.dropout(hidden, self.dropout)
             kept = dropped if part == self.context_rank else kept
         return kept
 
 
-def _row_order(parts: Sequence[AdaptedProjection], num_rows: int) -> torch.Tensor | None:
+def _row_order(
+    parts: Sequence[AdaptedProjection], num_rows: int
+) -> torch.Tensor | None:
     """Return for each row of the layer its row in the stacked B's, [rows of the layer].
 
-    A row without an adapter gets the index after the last one. Returns None if the order is the same.
+    A row without an adapter gets the index after the last one. Returns None if the
+    order is the same.
     """
     stacked = sum(bottom - top for _, _, ((top, _), (bottom, _)) in parts)
     order = torch.full((num_rows,), stacked, dtype=torch.int64)
@@ -227,8 +251,13 @@ class Adapters(AdapterSet):
         local_shapes = self.layout_of(grid.rank).local_shapes
         known = dict(parameters)
         for layer, adapter in self._adapters.items():
-            known |= {f"{layer}.{ADAPTER}.{name}": parameter for name, parameter in adapter.named_parameters()}
-        self.parameters: dict[str, nn.Parameter] = {name: known[name] for name in local_shapes}
+            known |= {
+                f"{layer}.{ADAPTER}.{name}": parameter
+                for name, parameter in adapter.named_parameters()
+            }
+        self.parameters: dict[str, nn.Parameter] = {
+            name: known[name] for name in local_shapes
+        }
         for parameter in parameters.values():
             parameter.requires_grad_(False)
         for parameter in self.parameters.values():
@@ -251,25 +280,40 @@ class Adapters(AdapterSet):
         more = tuple(piece for piece in layout.pieces if piece.tensor in self.trained)
         return Layout(
             factors.pieces + more,
-            factors.local_shapes | {piece.local: layout.local_shapes[piece.local] for piece in more},
-            factors.global_shapes | {piece.tensor: layout.global_shapes[piece.tensor] for piece in more},
+            factors.local_shapes
+            | {piece.local: layout.local_shapes[piece.local] for piece in more},
+            factors.global_shapes
+            | {piece.tensor: layout.global_shapes[piece.tensor] for piece in more},
         )
 
-    def _attach(self, chunks: Sequence[nn.Module], layout: Layout, config: TransformerConfig, seed: int) -> None:
+    def _attach(
+        self,
+        chunks: Sequence[nn.Module],
+        layout: Layout,
+        config: TransformerConfig,
+        seed: int,
+    ) -> None:
         """Create the adapters of this rank's layers and register their hooks."""
         by_layer: dict[str, list[AdaptedProjection]] = {}
         for name, pieces in layout.by_tensor.items():
             if name in self.low_ranks:
-                part = AdaptedProjection(self.low_ranks[name], pieces, filled_box(pieces))
-                by_layer.setdefault(pieces[0].local.removesuffix(".weight"), []).append(part)
+                part = AdaptedProjection(
+                    self.low_ranks[name], pieces, filled_box(pieces)
+                )
+                by_layer.setdefault(pieces[0].local.removesuffix(".weight"), []).append(
+                    part
+                )
         for name, parts in by_layer.items():
             layer = _layer(chunks, name)
             rows = layout.local_shapes[f"{name}.weight"][0]
             adapter = Adapter(parts, rows, self.config, config, self.grid, seed)
             layer.add_module(ADAPTER, adapter)
             if hasattr(layer, "return_layernorm_output"):
-                # Transformer Engine normalizes inside the layer, and the adapter needs the normalized input.
-                vars(layer).update(return_layernorm_output=True, return_layernorm_output_gathered=False)
+                # Transformer Engine normalizes inside the layer, and the adapter needs
+                # the normalized input.
+                vars(layer).update(
+                    return_layernorm_output=True, return_layernorm_output_gathered=False
+                )
             layer.register_forward_hook(adapter.add_to)
             self._adapters[name] = adapter
 
@@ -285,8 +329,8 @@ def _layer(chunks: Sequence[nn.Module], name: str) -> nn.Module:
 def _keep_graph(chunks: Sequence[nn.Module]) -> None:
     """Make the embeddings' output require a gradient.
 
-    Embeddings are frozen, and a checkpointed layer whose input requires no gradient would compute none for its
-    adapters.
+    Embeddings are frozen, and a checkpointed layer whose input requires no gradient
+    would compute none for its adapters.
     """
 
     def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -310,13 +354,21 @@ class LinearAdapter(nn.Module):
         self.active = True
         device = layer.weight.device
         for name, shape in zip(FACTORS, low_rank.shapes.values(), strict=True):
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device)))
+            self.register_parameter(
+                name, nn.Parameter(torch.empty(shape, device=device))
+            )
 
-    def add_to(self, layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    def add_to(
+        self, layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
+    ) -> torch.Tensor:
         """Forward hook of the layer that adds the adapter's output."""
         if not self.active:
             return output
-        hidden = F.dropout(args[0], self.dropout) if self.dropout and self.training else args[0]
+        hidden = (
+            F.dropout(args[0], self.dropout)
+            if self.dropout and self.training
+            else args[0]
+        )
         a, b = (self.get_parameter(name).to(hidden.dtype) for name in FACTORS)
         return output + F.linear(F.linear(hidden, a) * self.scaling, b)
 
@@ -344,13 +396,20 @@ class LayerFactors(NamedTuple):
     def layout(self, shard: int, num_shards: int) -> Layout:
         """Return what shard number `shard` holds of the factors."""
         shapes: dict[str, tuple[int, ...]] = {
-            local: low_rank.shapes[factor] for local, (factor, low_rank) in self.factors.items()
+            local: low_rank.shapes[factor]
+            for local, (factor, low_rank) in self.factors.items()
         }
         names = {local: factor for local, (factor, _) in self.factors.items()}
         boxes = {local: whole(shape) for local, shape in shapes.items()}
-        pieces = tuple(Piece(names[local], box, local, box) for local, box in boxes.items())
-        unsharded = Layout(pieces, shapes, {names[local]: shape for local, shape in shapes.items()})
-        return unsharded.shard({local: shard_box(box, shard, num_shards) for local, box in boxes.items()})
+        pieces = tuple(
+            Piece(names[local], box, local, box) for local, box in boxes.items()
+        )
+        unsharded = Layout(
+            pieces, shapes, {names[local]: shape for local, shape in shapes.items()}
+        )
+        return unsharded.shard(
+            {local: shard_box(box, shard, num_shards) for local, box in boxes.items()}
+        )
 
     def beside(self, layouts: Layouts, num_shards: int) -> Layouts:
         """Return layouts of the model's weights, each extended by the factors that the rank holds."""
@@ -362,7 +421,9 @@ class LayerFactors(NamedTuple):
         return lambda rank: layout_of_shard(rank % num_shards)
 
 
-def layer_factors(model: nn.Module, sharded: ShardedWeights, lora: LoraConfig, role: str) -> LayerFactors:
+def layer_factors(
+    model: nn.Module, sharded: ShardedWeights, lora: LoraConfig, role: str
+) -> LayerFactors:
     """Select the layers with adapters in an unsharded model, which may be on the meta device.
 
     Raises:
@@ -372,10 +433,13 @@ def layer_factors(model: nn.Module, sharded: ShardedWeights, lora: LoraConfig, r
     linear = [
         weight
         for weight in sharded.weights
-        if weight.name in name_of and isinstance(model.get_submodule(name_of[weight.name]), nn.Linear)
+        if weight.name in name_of
+        and isinstance(model.get_submodule(name_of[weight.name]), nn.Linear)
     ]
     chosen = low_ranks(linear, lora.targets, lora.rank, f"{role}.lora")
-    return LayerFactors(chosen, {name_of[file]: low_rank for file, low_rank in chosen.items()})
+    return LayerFactors(
+        chosen, {name_of[file]: low_rank for file, low_rank in chosen.items()}
+    )
 
 
 class HFAdapters(AdapterSet):
@@ -433,7 +497,11 @@ class HFAdapters(AdapterSet):
             for piece in layout.pieces:
                 place = self.parameters[piece.local]
                 if piece.local in factors and piece.tensor == factors[piece.local][1].a:
-                    place.copy_(initial_factor(factors[piece.local][1], self._seed)[piece.box.slices])
+                    place.copy_(
+                        initial_factor(factors[piece.local][1], self._seed)[
+                            piece.box.slices
+                        ]
+                    )
                 elif piece.local in factors:
                     place.zero_()
 

@@ -1,12 +1,14 @@
 """Choice of the weights that get a low-rank adapter (LoRA, arXiv 2106.09685), and the layout of its two factors.
 
-A weight W [rows, columns] becomes W + alpha / rank * B A with A [rank, columns] and B [rows, rank]. Both factors are
-global arrays under the names of the `peft` library, so code that moves, stores or converts weights handles adapters
-too. A rank that holds a box of W needs the box's rows of B and its columns of A. The layout of the factors therefore
-follows from that of the weights, in any engine.
+A weight W [rows, columns] becomes W + alpha / rank * B A with A [rank, columns] and B
+[rows, rank]. Both factors are global arrays under the names of the `peft` library, so
+code that moves, stores or converts weights handles adapters too. A rank that holds a
+box of W needs the box's rows of B and its columns of A. The layout of the factors
+therefore follows from that of the weights, in any engine.
 
-Names and the choice of targets follow peft 0.21 (`tuners/tuners_utils.py`, `check_target_module_exists` and
-`_maybe_include_all_linear_layers`; `utils/save_and_load.py`).
+Names and the choice of targets follow peft 0.21 (`tuners/tuners_utils.py`,
+`check_target_module_exists` and `_maybe_include_all_linear_layers`;
+`utils/save_and_load.py`).
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class LowRank(NamedTuple):
         return {self.a: (self.rank, columns), self.b: (rows, self.rank)}
 
 
-def low_ranks(weights: Iterable[Weight], targets: str | Sequence[str], rank: int, key: str) -> dict[str, LowRank]:
+def low_ranks(
+    weights: Iterable[Weight], targets: str | Sequence[str], rank: int, key: str
+) -> dict[str, LowRank]:
     """Return the adapters that `targets` select, by the name of the weight.
 
     Args:
@@ -80,12 +84,18 @@ def low_ranks(weights: Iterable[Weight], targets: str | Sequence[str], rank: int
     """
     weights = list(weights)
     routed = any(weight.expert is not None or weight.is_stacked for weight in weights)
-    possible = {weight.name.removesuffix(SUFFIX): weight for weight in weights if _is_linear(weight, routed)}
+    possible = {
+        weight.name.removesuffix(SUFFIX): weight
+        for weight in weights
+        if _is_linear(weight, routed)
+    }
     matches = _matcher(targets)
     chosen = [weight for module, weight in possible.items() if matches(module)]
     names = sorted({module.rpartition(".")[2] for module in possible})
     single = [] if isinstance(targets, str) else targets
-    unknown = [target for target in single if not any(map(_matcher([target]), possible))]
+    unknown = [
+        target for target in single if not any(map(_matcher([target]), possible))
+    ]
     if unknown or not chosen:
         wrong = ", ".join(unknown) or str(targets)
         raise ModelError(
@@ -95,14 +105,18 @@ def low_ranks(weights: Iterable[Weight], targets: str | Sequence[str], rank: int
         )
     widest = min(min(weight.shape) for weight in chosen)
     if rank > widest:
-        raise ModelError(f"{key}.rank={rank} is more than the smallest side of a target, {widest}: lower it.")
+        raise ModelError(
+            f"{key}.rank={rank} is more than the smallest side of a target, {widest}: lower it."
+        )
     return {weight.name: LowRank(weight, rank) for weight in chosen}
 
 
 def _is_linear(weight: Weight, routed: bool) -> bool:
     """Return whether a weight can have an adapter: a decoder layer's matrix, and with routed experts attention's."""
     in_layer = isinstance(weight.stage, int) and len(weight.shape) == 2
-    return in_layer and not (routed and ".mlp." in weight.name or ".block_sparse_moe." in weight.name)
+    return in_layer and not (
+        routed and ".mlp." in weight.name or ".block_sparse_moe." in weight.name
+    )
 
 
 def _matcher(targets: str | Sequence[str]) -> Callable[[str], bool]:
@@ -112,7 +126,9 @@ def _matcher(targets: str | Sequence[str]) -> Callable[[str], bool]:
     if isinstance(targets, str):
         pattern = re.compile(targets)
         return lambda module: pattern.fullmatch(module) is not None
-    return lambda module: any(module == target or module.endswith("." + target) for target in targets)
+    return lambda module: any(
+        module == target or module.endswith("." + target) for target in targets
+    )
 
 
 def factor_weights(adapters: Mapping[str, LowRank]) -> list[Weight]:
@@ -132,14 +148,18 @@ def filled_box(pieces: Sequence[Piece]) -> Box:
     """
     span = _around(pieces)
     if span.numel != sum(piece.box.numel for piece in pieces):
-        raise ModelError(f"{pieces[0].tensor}: a rank holds parts of it that are not neighbours: no adapter fits.")
+        raise ModelError(
+            f"{pieces[0].tensor}: a rank holds parts of it that are not neighbours: no adapter fits."
+        )
     return span
 
 
 def _around(pieces: Sequence[Piece]) -> Box:
     """Return the smallest box that contains all pieces."""
     start = tuple(map(min, zip(*(piece.box.start for piece in pieces), strict=True)))
-    return Box(start, tuple(map(max, zip(*(piece.box.stop for piece in pieces), strict=True))))
+    return Box(
+        start, tuple(map(max, zip(*(piece.box.stop for piece in pieces), strict=True)))
+    )
 
 
 def adapter_names(low_rank: LowRank, local: str) -> tuple[str, str]:
@@ -155,11 +175,14 @@ Layouts = Callable[[int], Layout]
 Naming = Callable[[LowRank, str], tuple[str, str]]
 
 
-def factor_layout(layout: Layout, adapters: Mapping[str, LowRank], local_names: Naming) -> Layout:
+def factor_layout(
+    layout: Layout, adapters: Mapping[str, LowRank], local_names: Naming
+) -> Layout:
     """Return the layout of the factors for a rank that holds `layout` of the weights.
 
-    The pieces that an engine holds may be apart, and one may be held twice if vLLM computes from a weight that it also
-    copies. The factors then cover the smallest box around them.
+    The pieces that an engine holds may be apart, and one may be held twice if vLLM
+    computes from a weight that it also copies. The factors then cover the smallest box
+    around them.
 
     Args:
         local_names: (adapter, the weight's local tensor) -> names of the local tensors of A and B.
@@ -188,7 +211,9 @@ def factor_layout(layout: Layout, adapters: Mapping[str, LowRank], local_names: 
     return Layout(tuple(pieces), local_shapes, global_shapes)
 
 
-def follow(layouts: Callable[[int], Layout], change: Callable[[Layout], Layout]) -> Callable[[int], Layout]:
+def follow(
+    layouts: Callable[[int], Layout], change: Callable[[Layout], Layout]
+) -> Callable[[int], Layout]:
     """Return the function `rank -> change(layouts(rank))`.
 
     Ranks that share a layout object share the changed one too, which keeps plans small.
@@ -213,9 +238,18 @@ def names_of_factors(adapter: LowRank, local: str) -> tuple[str, str]:
     return adapter.a, adapter.b
 
 
-def with_factors(layouts: Layouts, adapters: Mapping[str, LowRank], local_names: Naming = names_of_factors) -> Layouts:
+def with_factors(
+    layouts: Layouts,
+    adapters: Mapping[str, LowRank],
+    local_names: Naming = names_of_factors,
+) -> Layouts:
     """Return the layouts of weights, each extended by the factors that its rank needs."""
-    return follow(layouts, lambda layout: join_layouts(layout, factor_layout(layout, adapters, local_names)))
+    return follow(
+        layouts,
+        lambda layout: join_layouts(
+            layout, factor_layout(layout, adapters, local_names)
+        ),
+    )
 
 
 def written_to(layout: Layout, adapters: Mapping[str, LowRank]) -> frozenset[str]:
@@ -223,4 +257,8 @@ def written_to(layout: Layout, adapters: Mapping[str, LowRank]) -> frozenset[str
 
     None of them may alias the source's memory.
     """
-    return frozenset(layout.stored_in(piece.local) for piece in layout.pieces if piece.tensor in adapters)
+    return frozenset(
+        layout.stored_in(piece.local)
+        for piece in layout.pieces
+        if piece.tensor in adapters
+    )

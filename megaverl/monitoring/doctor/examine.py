@@ -1,7 +1,7 @@
 """All sections of the doctor's report in order, while trials run in the background.
 
-This module also has the checks of installed versions and whether they fit together, of devices, and of kernels: whether
-the fast one is used, or a fallback and its cost.
+This module also has the checks of installed versions and whether they fit together, of
+devices, and of kernels: whether the fast one is used, or a fallback and its cost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megaverl.gpus import cpu_torch_beside_gpus, cuda_builds_beside_cpu_torch, driver_older_than_torch
+from megaverl.gpus import (
+    cpu_torch_beside_gpus,
+    cuda_builds_beside_cpu_torch,
+    driver_older_than_torch,
+)
 from megaverl.monitoring.doctor import Finding
 from megaverl.monitoring.doctor.hardware import hardware
 from megaverl.monitoring.doctor.network import network
@@ -32,7 +36,14 @@ from megaverl.platform import flash_attention, platform
 
 PYTHONS = SpecifierSet(">=3.11,<3.13")
 MEGATRON_CORE = SpecifierSet(">=0.16,<0.20")
-NEEDED = ("torch", "megatron-core", "transformers", "safetensors", "tokenizers", "numpy")
+NEEDED = (
+    "torch",
+    "megatron-core",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+)
 GB = 2**30
 
 
@@ -41,7 +52,13 @@ def versions() -> Iterator[Finding]:
     # The driver comes first, since it explains every finding about GPUs below.
     if old := driver_older_than_torch():
         problem, *fixes = old.splitlines()
-        yield Finding("versions", "driver", "fail", problem, " ".join(fix.strip() for fix in fixes))
+        yield Finding(
+            "versions",
+            "driver",
+            "fail",
+            problem,
+            " ".join(fix.strip() for fix in fixes),
+        )
     # A package that seems to be missing is often installed for another interpreter.
     yield Finding("versions", "interpreter", "ok", sys.executable)
     for name, version in collect_versions().items():
@@ -53,14 +70,26 @@ def versions() -> Iterator[Finding]:
 def _version(name: str, version: str) -> Finding:
     number = version.split(" ")[0]
     if version == "absent" and name in NEEDED:
-        return Finding("versions", name, "fail", "absent", f"pip install {name}, or ./launch/bootstrap.sh")
+        return Finding(
+            "versions",
+            name,
+            "fail",
+            "absent",
+            f"pip install {name}, or ./launch/bootstrap.sh",
+        )
     if version == "absent" and name == "vllm":
         fix = "pip install 'megaverl[vllm]' (GPU) or 'megaverl[cpu]'; without it only rollout.engine=hf works"
         return Finding("versions", name, "warn", "absent", fix)
     if name == "python" and number not in PYTHONS:
         return Finding("versions", name, "fail", number, f"use a Python {PYTHONS}")
     if name == "megatron-core" and not MEGATRON_CORE.contains(number, prereleases=True):
-        return Finding("versions", name, "fail", version, f"pip install 'megatron-core{MEGATRON_CORE}'")
+        return Finding(
+            "versions",
+            name,
+            "fail",
+            version,
+            f"pip install 'megatron-core{MEGATRON_CORE}'",
+        )
     return Finding("versions", name, "note" if version == "absent" else "ok", version)
 
 
@@ -74,35 +103,66 @@ def _torch_of_vllm() -> Iterator[Finding]:
         for line in requires:
             wanted = Requirement(line)
             applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
-            if wanted.name == "torch" and applies and not wanted.specifier.contains(torch.__version__, True):
+            if (
+                wanted.name == "torch"
+                and applies
+                and not wanted.specifier.contains(torch.__version__, True)
+            ):
                 mismatch = f"{distribution} is built for torch{wanted.specifier}; {torch.__version__} is installed"
-                yield Finding("versions", "torch of vllm", "fail", mismatch, f"pip install 'torch{wanted.specifier}'")
+                yield Finding(
+                    "versions",
+                    "torch of vllm",
+                    "fail",
+                    mismatch,
+                    f"pip install 'torch{wanted.specifier}'",
+                )
 
 
 def _foreign_builds() -> Iterator[Finding]:
     for package in cuda_builds_beside_cpu_torch():
         name, _, version = package.partition(" ")
         problem = f"{version} is a CUDA build beside a CPU torch: importing transformers' models fails with it"
-        yield Finding("versions", name, "fail", problem, f"pip uninstall -y {name} (nothing here needs it)")
+        yield Finding(
+            "versions",
+            name,
+            "fail",
+            problem,
+            f"pip uninstall -y {name} (nothing here needs it)",
+        )
     try:
         summary = metadata.metadata("apex")["Summary"] or ""
     except metadata.PackageNotFoundError:
         return
     if re.search("pyramid", summary, re.IGNORECASE):
         problem = f"PyPI's package of that name, {summary!r}, is not NVIDIA's"
-        yield Finding("versions", "apex", "warn", problem, "pip uninstall -y apex, and build NVIDIA's from its source")
+        yield Finding(
+            "versions",
+            "apex",
+            "warn",
+            problem,
+            "pip uninstall -y apex, and build NVIDIA's from its source",
+        )
 
 
 def devices() -> Iterator[Finding]:
     """Yield findings about processors, memory and GPUs."""
     cores, usable = os.cpu_count() or 1, len(os.sched_getaffinity(0))
     limit = "" if usable == cores else f", {usable} of them for this process"
-    yield Finding("devices", "CPU", "ok", f"{cores} cores{limit}; torch uses {torch.get_num_threads()} threads")
+    yield Finding(
+        "devices",
+        "CPU",
+        "ok",
+        f"{cores} cores{limit}; torch uses {torch.get_num_threads()} threads",
+    )
     memory = psutil.virtual_memory()
     text = f"{memory.available / GB:.1f} of {memory.total / GB:.1f} GiB free"
     if memory.available < GB:
         yield Finding(
-            "devices", "memory", "warn", text, "end what else runs; the smallest job takes about 1 GiB a rank"
+            "devices",
+            "memory",
+            "warn",
+            text,
+            "end what else runs; the smallest job takes about 1 GiB a rank",
         )
     else:
         yield Finding("devices", "memory", "ok", text)
@@ -113,13 +173,29 @@ def _no_gpu() -> Iterator[Finding]:
     if torch.version.cuda is None:
         if unused := cpu_torch_beside_gpus():
             problem, *fixes = unused.splitlines()
-            yield Finding("devices", "GPU", "fail", problem, " ".join(fix.strip() for fix in fixes))
+            yield Finding(
+                "devices",
+                "GPU",
+                "fail",
+                problem,
+                " ".join(fix.strip() for fix in fixes),
+            )
         else:
             yield Finding("devices", "GPU", "note", "none: gloo and float32 on the CPU")
     else:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        fix = "unset CUDA_VISIBLE_DEVICES" if hidden == "" else "look at what nvidia-smi says; update the driver"
-        yield Finding("devices", "GPU", "warn", f"torch sees none (CUDA {torch.version.cuda})", fix)
+        fix = (
+            "unset CUDA_VISIBLE_DEVICES"
+            if hidden == ""
+            else "look at what nvidia-smi says; update the driver"
+        )
+        yield Finding(
+            "devices",
+            "GPU",
+            "warn",
+            f"torch sees none (CUDA {torch.version.cuda})",
+            fix,
+        )
 
 
 def _gpus() -> Iterator[Finding]:
@@ -136,14 +212,24 @@ def _gpus() -> Iterator[Finding]:
             yield Finding("devices", f"GPU {index}", "warn", text, fix)
         else:
             yield Finding("devices", f"GPU {index}", "ok", text)
-    far = [f"{a}-{b}" for a in range(count) for b in range(a + 1, count) if not torch.cuda.can_device_access_peer(a, b)]
+    far = [
+        f"{a}-{b}"
+        for a in range(count)
+        for b in range(a + 1, count)
+        if not torch.cuda.can_device_access_peer(a, b)
+    ]
     if far:
         problem = f"GPUs {', '.join(far)} cannot read each other: weights go through the host between them"
         fix = "look at nvidia-smi topo -m; in a container, give it all GPUs; switch ACS off in the BIOS"
         yield Finding("devices", "peer access", "warn", problem, fix)
     elif count > 1:
         yield Finding("devices", "peer access", "ok", "all pairs of GPUs")
-    yield Finding("devices", "CUDA", "ok", f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
+    yield Finding(
+        "devices",
+        "CUDA",
+        "ok",
+        f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
+    )
 
 
 @dataclass(frozen=True)
@@ -225,11 +311,20 @@ def kernels() -> Iterator[Finding]:
     """Yield one finding for each computation."""
     if not platform.is_cuda:
         for kernel in KERNELS:
-            yield Finding("kernels", kernel.what, "note", f"{kernel.fallback} (a CPU has no other)")
+            yield Finding(
+                "kernels",
+                kernel.what,
+                "note",
+                f"{kernel.fallback} (a CPU has no other)",
+            )
         yield _vllm_on_cpu()
         return
     for kernel in KERNELS:
-        installed = [name for name in kernel.modules if importlib.util.find_spec(name) is not None]
+        installed = [
+            name
+            for name in kernel.modules
+            if importlib.util.find_spec(name) is not None
+        ]
         if installed and installed[0] in (kernel.modules[0], "apex", "grouped_gemm"):
             yield Finding("kernels", kernel.what, "ok", kernel.fast)
         else:
@@ -237,9 +332,20 @@ def kernels() -> Iterator[Finding]:
             yield Finding("kernels", kernel.what, "warn", text, kernel.fix)
     yield _flash_attention()
     has_liger = importlib.util.find_spec("liger_kernel") is not None
-    text = "Liger's, with actor.fsdp.liger" if has_liger else "none: liger-kernel is absent, actor.fsdp.liger refused"
-    yield Finding("kernels", "fused kernels under FSDP2", "ok" if has_liger else "note", text)
-    yield Finding("kernels", "attention of vLLM", "note", "chosen by vLLM for the GPU and model; its log says which")
+    text = (
+        "Liger's, with actor.fsdp.liger"
+        if has_liger
+        else "none: liger-kernel is absent, actor.fsdp.liger refused"
+    )
+    yield Finding(
+        "kernels", "fused kernels under FSDP2", "ok" if has_liger else "note", text
+    )
+    yield Finding(
+        "kernels",
+        "attention of vLLM",
+        "note",
+        "chosen by vLLM for the GPU and model; its log says which",
+    )
 
 
 def _flash_attention() -> Finding:
@@ -247,12 +353,22 @@ def _flash_attention() -> Finding:
         text = f"{reason}: attention is cuDNN's where Transformer Engine is, and PyTorch's elsewhere. Packed rows "
         text += "then want compute capability 9.0 or more and cuDNN 9.7"
         return Finding("kernels", "FlashAttention", "note", text)
-    return Finding("kernels", "FlashAttention", "ok", "Transformer Engine's choice, and that of rollout.engine=hf")
+    return Finding(
+        "kernels",
+        "FlashAttention",
+        "ok",
+        "Transformer Engine's choice, and that of rollout.engine=hf",
+    )
 
 
 def _vllm_on_cpu() -> Finding:
     if importlib.util.find_spec("vllm") is None:
-        return Finding("kernels", "engine", "note", "vllm is absent: rollout.engine=hf, plain transformers")
+        return Finding(
+            "kernels",
+            "engine",
+            "note",
+            "vllm is absent: rollout.engine=hf, plain transformers",
+        )
     text = "vLLM's CPU attention (heads of 32 dimensions and more); weights unpacked, so that a reshard can write them"
     return Finding("kernels", "engine", "note", text)
 
@@ -277,7 +393,8 @@ def examine(
         gpu: also report what the driver says about GPUs and links, and NCCL's rates between all of them.
         timeout: seconds for each trial; a trial that takes longer is ended and counts as failed.
     """
-    # One trial at a time: vLLM raises if another process gives memory back while it measures what is free.
+    # One trial at a time: vLLM raises if another process gives memory back while it
+    # measures what is free.
     waiting = start_trials(generate=generate) if trials else iter(())
     trial, deadline = next(waiting, None), time.monotonic() + timeout
     looks: dict[str, Callable[[], Iterator[Finding]]] = {
@@ -294,7 +411,13 @@ def examine(
         except Exception as error:
             # An unusual machine may raise anything. The other sections still help.
             text = f"{type(error).__name__}: {error}"
-            yield Finding(section, "the look itself", "warn", text, "this is a bug of the doctor: please report it")
+            yield Finding(
+                section,
+                "the look itself",
+                "warn",
+                text,
+                "this is a bug of the doctor: please report it",
+            )
     while trial is not None:
         yield trial.finish(deadline)
         trial, deadline = next(waiting, None), time.monotonic() + timeout

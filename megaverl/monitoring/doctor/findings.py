@@ -30,7 +30,9 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.status in ("warn", "fail") and not self.fix:
-            raise ValueError(f"{self.section}, {self.name}: names a problem without a fix")
+            raise ValueError(
+                f"{self.section}, {self.name}: names a problem without a fix"
+            )
 
 
 MARKS = {"ok": "ok  ", "note": "note", "warn": "WARN", "fail": "FAIL"}
@@ -67,5 +69,10 @@ def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
     sections: dict[str, list[dict[str, str]]] = {}
     for finding in findings:
         entry = {"name": finding.name, "status": finding.status, "found": finding.found}
-        sections.setdefault(finding.section, []).append(entry | ({"fix": finding.fix} if finding.fix else {}))
-    return {"healthy": all(finding.status != "fail" for finding in findings), "sections": sections}
+        sections.setdefault(finding.section, []).append(
+            entry | ({"fix": finding.fix} if finding.fix else {})
+        )
+    return {
+        "healthy": all(finding.status != "fail" for finding in findings),
+        "sections": sections,
+    }

@@ -23,7 +23,8 @@ from megaverl.monitoring.doctor.network import INFINIBAND
 
 SECTION = "hardware"
 ABSENT = ("", "N/A", "None", "Requested functionality has been deprecated")
-NEAR = ("PIX", "PXB")  # GPU and adapter share a PCIe host bridge, so RDMA does not pass through the processor
+# GPU and adapter share a PCIe host bridge, so RDMA does not pass through the processor.
+NEAR = ("PIX", "PXB")
 MODULES = Path("/proc/modules")
 
 
@@ -31,21 +32,34 @@ def hardware() -> Iterator[Finding]:
     """Yield every finding about this machine's GPUs and links."""
     if shutil.which("nvidia-smi") is None:
         fix = (
-            "install NVIDIA's driver; in a container: docker run --gpus all, with nvidia-container-toolkit on the host"
+            "install NVIDIA's driver; in a container: docker run --gpus all, with "
+            "nvidia-container-toolkit on the host"
         )
-        yield Finding(SECTION, "driver", "fail", "no nvidia-smi: no driver can be seen from here", fix)
+        yield Finding(
+            SECTION,
+            "driver",
+            "fail",
+            "no nvidia-smi: no driver can be seen from here",
+            fix,
+        )
         return
     try:
         query, topology, links = ask("-q", "-x"), ask("topo", "-m"), ask("nvlink", "-s")
     except subprocess.CalledProcessError as error:
-        output = (error.stdout + error.stderr).strip().splitlines() or [f"exit code {error.returncode}"]
-        fix = "after an update of the driver: reboot; else look at dmesg for NVRM and Xid"
+        output = (error.stdout + error.stderr).strip().splitlines() or [
+            f"exit code {error.returncode}"
+        ]
+        fix = (
+            "after an update of the driver: reboot; else look at dmesg for NVRM and Xid"
+        )
         yield Finding(SECTION, "driver", "fail", f"nvidia-smi: {output[-1]}", fix)
         return
     yield from gpu_findings(query, torch.version.cuda)
     yield from topology_findings(read_topology(topology))
     yield from link_findings(read_links(links))
-    yield from adapter_findings(read_adapters(INFINIBAND), MODULES.read_text() if MODULES.exists() else "")
+    yield from adapter_findings(
+        read_adapters(INFINIBAND), MODULES.read_text() if MODULES.exists() else ""
+    )
 
 
 def ask(*arguments: str) -> str:
@@ -54,7 +68,13 @@ def ask(*arguments: str) -> str:
     Raises:
         subprocess.CalledProcessError: it did not end with 0.
     """
-    return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(
+        ["nvidia-smi", *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
 
 
 @dataclass(frozen=True)
@@ -86,18 +106,34 @@ def gpu_findings(query: str, torch_cuda: str | None) -> Iterator[Finding]:
     newest = _text(root, "cuda_version")
     names = {_text(gpu, "product_name") for gpu in gpus}
     summary = f"{_text(root, 'driver_version')}, for CUDA up to {newest}; {len(gpus)} x {', '.join(sorted(names))}"
-    if torch_cuda and newest and int(newest.split(".")[0]) < int(torch_cuda.split(".")[0]):
+    if (
+        torch_cuda
+        and newest
+        and int(newest.split(".")[0]) < int(torch_cuda.split(".")[0])
+    ):
         fix = f"update the driver to one for CUDA {torch_cuda.split('.')[0]}, or install cuda-compat of that version"
-        yield Finding(SECTION, "driver", "fail", f"{summary}; torch is built for CUDA {torch_cuda}", fix)
+        yield Finding(
+            SECTION,
+            "driver",
+            "fail",
+            f"{summary}; torch is built for CUDA {torch_cuda}",
+            fix,
+        )
     elif len(names) > 1:
         fix = "train on GPUs of one kind (CUDA_VISIBLE_DEVICES): the slowest one sets the pace"
         yield Finding(SECTION, "driver", "warn", summary, fix)
     else:
         yield Finding(SECTION, "driver", "ok", summary)
     for check in CHECKS:
-        wrong = {number: text for number, gpu in enumerate(gpus) if (text := check.wrong(gpu))}
+        wrong = {
+            number: text
+            for number, gpu in enumerate(gpus)
+            if (text := check.wrong(gpu))
+        }
         if wrong:
-            summary = "; ".join(f"GPU {number}: {text}" for number, text in wrong.items())
+            summary = "; ".join(
+                f"GPU {number}: {text}" for number, text in wrong.items()
+            )
             yield Finding(SECTION, check.name, check.status, summary, check.fix)
         else:
             yield Finding(SECTION, check.name, "ok", check.fine)
@@ -115,23 +151,42 @@ def _memory_errors(gpu: ElementTree.Element) -> str:
         for tag in gpu.iterfind("ecc_errors/volatile/*")
         if "uncorrectable" in tag.tag and (text := (tag.text or "").strip()).isdigit()
     }
-    errors = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
+    errors = [
+        f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count
+    ]
     if _text(gpu, "remapped_rows/remapped_row_failure") == "Yes":
         errors.append("no rows left to remap")
     return ", ".join(errors)
 
 
 def _slowdown(gpu: ElementTree.Element) -> str:
-    reasons = [*gpu.iterfind("clocks_event_reasons/*"), *gpu.iterfind("clocks_throttle_reasons/*")]
-    active = [reason.tag for reason in reasons if "slowdown" in reason.tag and (reason.text or "").strip() == "Active"]
-    names = [re.sub("clocks_(event|throttle)_reason_", "", name).replace("_", " ") for name in active]
-    clock = f" at {_text(gpu, 'clocks/sm_clock')} of {_text(gpu, 'max_clocks/sm_clock')}" if names else ""
+    reasons = [
+        *gpu.iterfind("clocks_event_reasons/*"),
+        *gpu.iterfind("clocks_throttle_reasons/*"),
+    ]
+    active = [
+        reason.tag
+        for reason in reasons
+        if "slowdown" in reason.tag and (reason.text or "").strip() == "Active"
+    ]
+    names = [
+        re.sub("clocks_(event|throttle)_reason_", "", name).replace("_", " ")
+        for name in active
+    ]
+    clock = (
+        f" at {_text(gpu, 'clocks/sm_clock')} of {_text(gpu, 'max_clocks/sm_clock')}"
+        if names
+        else ""
+    )
     return ", ".join(names) + clock
 
 
 def _power(gpu: ElementTree.Element) -> str:
     for section in ("gpu_power_readings", "power_readings"):
-        now, usual = (_text(gpu, f"{section}/{which}") for which in ("current_power_limit", "default_power_limit"))
+        now, usual = (
+            _text(gpu, f"{section}/{which}")
+            for which in ("current_power_limit", "default_power_limit")
+        )
         if now and usual and float(now.split()[0]) < float(usual.split()[0]):
             return f"limited to {now} of {usual}"
     return ""
@@ -139,7 +194,9 @@ def _power(gpu: ElementTree.Element) -> str:
 
 def _pcie(gpu: ElementTree.Element) -> str:
     widths = "pci/pci_gpu_link_info/link_widths"
-    now, most = (_text(gpu, f"{widths}/{which}_link_width") for which in ("current", "max"))
+    now, most = (
+        _text(gpu, f"{widths}/{which}_link_width") for which in ("current", "max")
+    )
     return f"{now} of {most} lanes" if now and most and now != most else ""
 
 
@@ -167,7 +224,11 @@ CHECKS = (
     ),
     Check(
         "row remapping",
-        lambda gpu: "pending" if _text(gpu, "remapped_rows/remapped_row_pending") == "Yes" else "",
+        lambda gpu: (
+            "pending"
+            if _text(gpu, "remapped_rows/remapped_row_pending") == "Yes"
+            else ""
+        ),
         "warn",
         "nothing pending",
         "reset the GPU before the next long run: nvidia-smi --gpu-reset -i N",
@@ -186,7 +247,13 @@ CHECKS = (
         "not held back by heat or power",
         "look at cooling and power supply (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER); one slow GPU slows all",
     ),
-    Check("power limit", _power, "warn", "the default", "nvidia-smi -pl WATTS, with the default, on every GPU"),
+    Check(
+        "power limit",
+        _power,
+        "warn",
+        "the default",
+        "nvidia-smi -pl WATTS, with the default, on every GPU",
+    ),
     Check(
         "MIG",
         lambda gpu: "on" if _text(gpu, "mig_mode/current_mig") == "Enabled" else "",
@@ -201,7 +268,13 @@ CHECKS = (
         "on",
         "nvidia-smi -pm 1, or the service nvidia-persistenced: each start otherwise waits for the driver",
     ),
-    Check("PCIe", _pcie, "warn", "all lanes", "seat the card and its riser anew; lspci -vv shows LnkSta (downgraded)"),
+    Check(
+        "PCIe",
+        _pcie,
+        "warn",
+        "all lanes",
+        "seat the card and its riser anew; lspci -vv shows LnkSta (downgraded)",
+    ),
     Check(
         "NVSwitch context",
         _context,
@@ -225,13 +298,29 @@ def read_topology(text: str) -> Topology:
 
     Adapters are NIC0 and so on; older drivers name them mlx5_0 and so on.
     """
-    lines = [line for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
-    names = re.findall(r"\b(?:GPU\d+|NIC\d+|mlx\d_\w+)\b", lines[0].split("CPU Affinity")[0]) if lines else []
+    lines = [
+        line
+        for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+        if line.strip()
+    ]
+    names = (
+        re.findall(
+            r"\b(?:GPU\d+|NIC\d+|mlx\d_\w+)\b", lines[0].split("CPU Affinity")[0]
+        )
+        if lines
+        else []
+    )
     between = {}
     for line in lines[1:]:
         first, *cells = line.split()
         if first in names:
-            between.update({(first, other): cell for other, cell in zip(names, cells, strict=False) if cell != "X"})
+            between.update(
+                {
+                    (first, other): cell
+                    for other, cell in zip(names, cells, strict=False)
+                    if cell != "X"
+                }
+            )
     gpus = [name for name in names if name.startswith("GPU")]
     return Topology(gpus, [name for name in names if name not in gpus], between)
 
@@ -243,19 +332,33 @@ def topology_findings(topology: Topology) -> Iterator[Finding]:
     if not pairs:
         yield Finding(SECTION, "GPU to GPU", "note", "one GPU")
     elif all(link.startswith("NV") for link in pairs):
-        yield Finding(SECTION, "GPU to GPU", "ok", f"NVLink between all pairs ({', '.join(sorted(pairs))})")
+        yield Finding(
+            SECTION,
+            "GPU to GPU",
+            "ok",
+            f"NVLink between all pairs ({', '.join(sorted(pairs))})",
+        )
     else:
         text = f"{', '.join(sorted(pairs))}: not all pairs have NVLink, the others go over PCIe"
         fix = "keep tp (and ep) among GPUs with NVLink, or small; use pp and dp across PCIe"
         yield Finding(SECTION, "GPU to GPU", "note", text, fix)
     if gpus and adapters:
-        far = [gpu for gpu in gpus if not any(between.get((gpu, adapter)) in NEAR for adapter in adapters)]
+        far = [
+            gpu
+            for gpu in gpus
+            if not any(between.get((gpu, adapter)) in NEAR for adapter in adapters)
+        ]
         if far:
             text = f"{', '.join(far)} without an adapter below the same PCIe bridge: RDMA goes through the processor"
             fix = "expose the real PCIe topology to the machine (on a cloud: its NCCL_TOPO_FILE), or move the adapters"
             yield Finding(SECTION, "GPU to network", "warn", text, fix)
         else:
-            yield Finding(SECTION, "GPU to network", "ok", "each GPU has an adapter below its own PCIe bridge")
+            yield Finding(
+                SECTION,
+                "GPU to network",
+                "ok",
+                "each GPU has an adapter below its own PCIe bridge",
+            )
 
 
 def read_links(text: str) -> list[list[float | None]]:
@@ -264,7 +367,9 @@ def read_links(text: str) -> list[list[float | None]]:
     for line in text.splitlines():
         if line.startswith("GPU "):
             gpus.append([])
-        elif gpus and (link := re.match(r"\s*Link \d+: (?:([\d.]+) GB/s|<inactive>)", line)):
+        elif gpus and (
+            link := re.match(r"\s*Link \d+: (?:([\d.]+) GB/s|<inactive>)", line)
+        ):
             gpus[-1].append(float(link[1]) if link[1] else None)
     return gpus
 
@@ -273,19 +378,33 @@ def link_findings(links: list[list[float | None]]) -> Iterator[Finding]:
     """Yield a finding on whether all NVLinks of every GPU are up."""
     active = [sum(rate is not None for rate in gpu) for gpu in links]
     if not any(active):
-        yield Finding(SECTION, "NVLink", "note", "none: GPUs of this node talk over PCIe")
+        yield Finding(
+            SECTION, "NVLink", "note", "none: GPUs of this node talk over PCIe"
+        )
         return
     most = max(active)
-    fewer = [f"GPU {number}: {count}" for number, count in enumerate(active) if count < most]
+    fewer = [
+        f"GPU {number}: {count}" for number, count in enumerate(active) if count < most
+    ]
     down = [
-        f"GPU {number}: link {link}" for number, gpu in enumerate(links) for link, rate in enumerate(gpu) if not rate
+        f"GPU {number}: link {link}"
+        for number, gpu in enumerate(links)
+        for link, rate in enumerate(gpu)
+        if not rate
     ]
     if fewer or down:
-        text = f"{most} links on the best GPU; {'; '.join(fewer or down)} down or missing"
+        text = (
+            f"{most} links on the best GPU; {'; '.join(fewer or down)} down or missing"
+        )
         fix = "nvidia-smi nvlink -e shows their errors; reset the GPUs together, or have the baseboard looked at"
         yield Finding(SECTION, "NVLink", "warn", text, fix)
     else:
-        yield Finding(SECTION, "NVLink", "ok", f"{most} links a GPU, {link_rate(links):.0f} GB/s in one direction")
+        yield Finding(
+            SECTION,
+            "NVLink",
+            "ok",
+            f"{most} links a GPU, {link_rate(links):.0f} GB/s in one direction",
+        )
 
 
 def link_rate(links: list[list[float | None]]) -> float:
@@ -323,7 +442,11 @@ def read_adapters(folder: Path) -> list[Port]:
         )
         gigabits = re.match(r"[\d.]+", rate)
         number = float(gigabits[0]) if gigabits else 0.0
-        ports.append(Port(f"{port.parts[-3]}:{port.name}", state.partition(": ")[2], number, layer))
+        ports.append(
+            Port(
+                f"{port.parts[-3]}:{port.name}", state.partition(": ")[2], number, layer
+            )
+        )
     return ports
 
 
@@ -339,25 +462,35 @@ def adapter_findings(ports: list[Port], modules: str) -> Iterator[Finding]:
     waiting = [port.name for port in ports if port.state in ("INIT", "ARMED")]
     rates = sorted({port.rate for port in active})
     ports_text = (
-        f"{len(active)} of {len(ports)} ports active, {sum(port.rate for port in active) / 8:.0f} GB/s together"
+        f"{len(active)} of {len(ports)} ports active, "
+        f"{sum(port.rate for port in active) / 8:.0f} GB/s together"
     )
     if waiting:
         fix = "the port has a link and no address: a subnet manager must run (opensm, or the switch's)"
-        yield Finding(SECTION, "adapters", "warn", f"{ports_text}; {', '.join(waiting)} wait", fix)
+        yield Finding(
+            SECTION, "adapters", "warn", f"{ports_text}; {', '.join(waiting)} wait", fix
+        )
     elif not active:
         fix = "look at cables and switch: ibstat, or ip link for RoCE"
-        yield Finding(SECTION, "adapters", "fail", f"{ports_text}: nodes talk over TCP", fix)
+        yield Finding(
+            SECTION, "adapters", "fail", f"{ports_text}: nodes talk over TCP", fix
+        )
     elif len(rates) > 1:
         fix = "name the fast ones with NCCL_IB_HCA, such as =mlx5_0,mlx5_1; a slow cable also shows as a lower rate"
-        text = f"{ports_text}, of different rates: " + ", ".join(f"{port.name} {port.rate:.0f} Gb/s" for port in active)
+        text = f"{ports_text}, of different rates: " + ", ".join(
+            f"{port.name} {port.rate:.0f} Gb/s" for port in active
+        )
         yield Finding(SECTION, "adapters", "warn", text, fix)
     else:
-        yield Finding(SECTION, "adapters", "ok", f"{ports_text} ({active[0].link_layer})")
+        yield Finding(
+            SECTION, "adapters", "ok", f"{ports_text} ({active[0].link_layer})"
+        )
     if "nvidia_peermem" in modules or "nv_peer_mem" in modules:
         yield Finding(SECTION, "GPUDirect RDMA", "ok", "nvidia_peermem is loaded")
     else:
         ports_text = (
-            "nvidia_peermem is not loaded: only DMA-BUF (open kernel modules, Linux 5.12) lets adapters read GPUs"
+            "nvidia_peermem is not loaded: only DMA-BUF (open kernel modules, Linux "
+            "5.12) lets adapters read GPUs"
         )
         fix = "modprobe nvidia-peermem; NCCL_DEBUG=INFO says GDRDMA where it is used"
         yield Finding(SECTION, "GPUDirect RDMA", "note", ports_text, fix)

@@ -1,7 +1,7 @@
 """Checks of NCCL's settings that articles recommend: which still exist, and which value fits this machine.
 
-RoCE, RDMA over Ethernet, addresses its peers by entries of a table of GIDs. Each entry has a version of RoCE and the
-address of an interface:
+RoCE, RDMA over Ethernet, addresses its peers by entries of a table of GIDs. Each entry
+has a version of RoCE and the address of an interface:
 
     index  GID                                      version  meaning
     0      fe80::a288:c2ff:fe3b:506a                v1       link-local, not routable
@@ -9,8 +9,9 @@ address of an interface:
     2      ::ffff:10.200.1.10                       v1       Ethernet frames, not routable
     3      ::ffff:10.200.1.10                       v2       UDP over IPv4: the one to use
 
-Since NCCL 2.21 NCCL_IB_GID_INDEX is -1 by default, and NCCL chooses an entry of RoCE v2 in the family of its sockets
-(NCCL_IB_ROCE_VERSION_NUM, NCCL_IB_ADDR_FAMILY; NCCL 2.31.2, src/transport/net_ib/connect.cc). Older ones take entry 0.
+Since NCCL 2.21 NCCL_IB_GID_INDEX is -1 by default, and NCCL chooses an entry of RoCE v2
+in the family of its sockets (NCCL_IB_ROCE_VERSION_NUM, NCCL_IB_ADDR_FAMILY; NCCL
+2.31.2, src/transport/net_ib/connect.cc). Older ones take entry 0.
 """
 
 from __future__ import annotations
@@ -63,7 +64,14 @@ def read_gids(port: Path) -> list[Gid]:
             kind = (port / "gid_attrs" / "types" / file.name).read_text().strip()
             if not address.is_unspecified:
                 interface = _text(port / "gid_attrs" / "ndevs" / file.name)
-                gids.append(Gid(int(file.name), address, 2 if kind == "RoCE v2" else 1, interface))
+                gids.append(
+                    Gid(
+                        int(file.name),
+                        address,
+                        2 if kind == "RoCE v2" else 1,
+                        interface,
+                    )
+                )
     return gids
 
 
@@ -82,7 +90,9 @@ def best_gid(gids: list[Gid]) -> Gid | None:
 
 
 def nccl_settings(
-    variables: Mapping[str, str], adapters: Path, nccl_version: tuple[int, ...] | None = None
+    variables: Mapping[str, str],
+    adapters: Path,
+    nccl_version: tuple[int, ...] | None = None,
 ) -> Iterator[Finding]:
     """Yield findings about variables that articles recommend, and about the GID tables of RoCE ports.
 
@@ -96,7 +106,9 @@ def nccl_settings(
     if variables.get("NCCL_IB_DISABLE") == "1":
         if has_adapters:
             text = "1, although there is an InfiniBand device: nodes talk over TCP, many times slower"
-            yield Finding(SECTION, "NCCL_IB_DISABLE", "warn", text, "unset NCCL_IB_DISABLE")
+            yield Finding(
+                SECTION, "NCCL_IB_DISABLE", "warn", text, "unset NCCL_IB_DISABLE"
+            )
         else:
             text = "1 has no effect: there is no InfiniBand or RoCE device"
             yield Finding(SECTION, "NCCL_IB_DISABLE", "note", text)
@@ -117,7 +129,12 @@ def _renamed(variables: Mapping[str, str]) -> Iterator[Finding]:
             fix = f"unset {name}: by default such a process ends, and the run names the rank that is missing"
             yield Finding(SECTION, name, "warn", text, fix)
         else:
-            yield Finding(SECTION, name, "note", f"{value}: not needed, errors end the process by default{renamed}")
+            yield Finding(
+                SECTION,
+                name,
+                "note",
+                f"{value}: not needed, errors end the process by default{renamed}",
+            )
     for name in ("NCCL_SOCKET_TIMEOUT", "NCCL_TIMEOUT"):
         if name in variables:
             text = f"{variables[name]}: NCCL has no such variable, so it has no effect"
@@ -129,14 +146,25 @@ def _gid_findings(
     variables: Mapping[str, str], adapters: Path, nccl_version: tuple[int, ...] | None
 ) -> Iterator[Finding]:
     """Yield findings about the GID tables of active RoCE ports, and about NCCL_IB_GID_INDEX."""
-    ports = [port for port in sorted(adapters.glob("*/ports/*")) if "ACTIVE" in _text(port / "state")]
+    ports = [
+        port
+        for port in sorted(adapters.glob("*/ports/*"))
+        if "ACTIVE" in _text(port / "state")
+    ]
     tables = {
-        f"{port.parts[-3]}:{port.name}": read_gids(port) for port in ports if _text(port / "link_layer") == "Ethernet"
+        f"{port.parts[-3]}:{port.name}": read_gids(port)
+        for port in ports
+        if _text(port / "link_layer") == "Ethernet"
     }
     written = variables.get(INDEX, "")
     if not tables:
         if written:
-            yield Finding(SECTION, INDEX, "note", f"{written}: only RoCE reads it, and no RoCE port is active here")
+            yield Finding(
+                SECTION,
+                INDEX,
+                "note",
+                f"{written}: only RoCE reads it, and no RoCE port is active here",
+            )
         return
     for port, gids in tables.items():
         best = best_gid(gids)
@@ -150,17 +178,28 @@ def _gid_findings(
 
 
 def _interface(gids: list[Gid]) -> str:
-    return next((gid.interface for gid in gids if gid.interface), "the port's network interface")
+    return next(
+        (gid.interface for gid in gids if gid.interface), "the port's network interface"
+    )
 
 
 def _index_finding(
-    port: str, gids: list[Gid], best: Gid, written: str, nccl_version: tuple[int, ...] | None
+    port: str,
+    gids: list[Gid],
+    best: Gid,
+    written: str,
+    nccl_version: tuple[int, ...] | None,
 ) -> Finding:
     """Return the finding about the entry that NCCL uses on one port."""
     chooses = nccl_version is None or nccl_version >= CHOOSES_ITSELF
     if written in ("", "-1"):
         if chooses:
-            return Finding(SECTION, "RoCE addresses", "ok", f"{port}: entry {best}, which NCCL chooses itself")
+            return Finding(
+                SECTION,
+                "RoCE addresses",
+                "ok",
+                f"{port}: entry {best}, which NCCL chooses itself",
+            )
         number = 0
         origin = f"NCCL {'.'.join(map(str, nccl_version or ()))} takes entry 0"
         fix = f"set {INDEX}={best.number}"
@@ -171,8 +210,24 @@ def _index_finding(
     used = next((gid for gid in gids if gid.number == number), None)
     if used is None:
         shown = ", ".join(map(str, gids))
-        return Finding(SECTION, INDEX, "fail", f"{origin}, which {port} does not have; it has {shown}", fix)
+        return Finding(
+            SECTION,
+            INDEX,
+            "fail",
+            f"{origin}, which {port} does not have; it has {shown}",
+            fix,
+        )
     if not used.is_routable:
-        why = "RoCE v1 is not routable" if used.version == 1 else "a link-local address is not routable"
-        return Finding(SECTION, INDEX, "warn", f"{origin}: on {port} that is entry {used}, and {why}", fix)
+        why = (
+            "RoCE v1 is not routable"
+            if used.version == 1
+            else "a link-local address is not routable"
+        )
+        return Finding(
+            SECTION,
+            INDEX,
+            "warn",
+            f"{origin}: on {port} that is entry {used}, and {why}",
+            fix,
+        )
     return Finding(SECTION, INDEX, "ok", f"{origin}: on {port} that is entry {used}")

@@ -17,18 +17,33 @@ from megaverl.monitoring.doctor import Finding
 from megaverl.monitoring.doctor.nccl_settings import nccl_settings
 from megaverl.platform import platform
 
-PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_DEVICE_MAX", "MASTER_", "UCX_", "OMP_NUM", "VLLM_HOST")
+PREFIXES = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_NCCL_",
+    "CUDA_DEVICE_MAX",
+    "MASTER_",
+    "UCX_",
+    "OMP_NUM",
+    "VLLM_HOST",
+)
 INTERFACE_SETTINGS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 TORCHRUN_PORT = 29500
 INFINIBAND = Path("/sys/class/infiniband")
-LOOKUPS, SLOW_LOOKUP = 32, 0.1  # number of trial lookups, and seconds from which one is slow
+# Number of trial lookups, and seconds from which one is slow.
+LOOKUPS, SLOW_LOOKUP = 32, 0.1
 
 
 def network() -> Iterator[Finding]:
     """Yield findings about everything that decides how ranks find and reach each other."""
     yield _backend()
     interfaces = _interfaces()
-    yield Finding("network", "interfaces", "ok", ", ".join(f"{k} {v}" for k, v in interfaces.items()) or "none but lo")
+    yield Finding(
+        "network",
+        "interfaces",
+        "ok",
+        ", ".join(f"{k} {v}" for k, v in interfaces.items()) or "none but lo",
+    )
     yield from _settings(set(interfaces) | {"lo"})
     yield _infiniband()
     yield from _names()
@@ -39,9 +54,17 @@ def network() -> Iterator[Finding]:
 def _backend() -> Finding:
     version = _nccl_version()
     if version is not None:
-        return Finding("network", "backend", "ok", f"NCCL {'.'.join(map(str, version))}")
+        return Finding(
+            "network", "backend", "ok", f"NCCL {'.'.join(map(str, version))}"
+        )
     if platform.is_cuda:
-        return Finding("network", "backend", "fail", "torch has no NCCL", "install a torch that is built with NCCL")
+        return Finding(
+            "network",
+            "backend",
+            "fail",
+            "torch has no NCCL",
+            "install a torch that is built with NCCL",
+        )
     return Finding("network", "backend", "ok", "gloo")
 
 
@@ -58,15 +81,28 @@ def _interfaces() -> dict[str, str]:
     by_name = {}
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
-            if name in up and address.family == socket.AF_INET and not address.address.startswith("127."):
+            if (
+                name in up
+                and address.family == socket.AF_INET
+                and not address.address.startswith("127.")
+            ):
                 by_name[name] = address.address
     return by_name
 
 
 def _settings(interfaces: set[str]) -> Iterator[Finding]:
     """Yield the network variables of the environment, and those that cannot work."""
-    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
-    yield Finding("network", "settings", "ok", ", ".join(f"{k}={v}" for k, v in variables.items()) or "none: defaults")
+    variables = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(PREFIXES)
+    }
+    yield Finding(
+        "network",
+        "settings",
+        "ok",
+        ", ".join(f"{k}={v}" for k, v in variables.items()) or "none: defaults",
+    )
     for name in INTERFACE_SETTINGS:
         value = variables.get(name, "")
         wanted = [part for part in value.lstrip("=").split(",") if part]
@@ -80,24 +116,44 @@ def _settings(interfaces: set[str]) -> Iterator[Finding]:
         )
         if not fits:
             fix = f"set {name} to one of {', '.join(sorted(interfaces))}, or unset it"
-            yield Finding("network", name, "fail", f"{value}: no such interface here", fix)
+            yield Finding(
+                "network", name, "fail", f"{value}: no such interface here", fix
+            )
     yield from nccl_settings(variables, INFINIBAND, _nccl_version())
     if variables.get("NCCL_P2P_DISABLE") == "1":
         text = "1: GPUs of one node talk through host memory"
-        yield Finding("network", "NCCL_P2P_DISABLE", "warn", text, "unset it, unless peer access is broken here")
+        yield Finding(
+            "network",
+            "NCCL_P2P_DISABLE",
+            "warn",
+            text,
+            "unset it, unless peer access is broken here",
+        )
 
 
 def _infiniband() -> Finding:
-    devices = sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
+    devices = (
+        sorted(path.name for path in INFINIBAND.iterdir())
+        if INFINIBAND.is_dir()
+        else []
+    )
     if devices:
         return Finding("network", "InfiniBand/RoCE", "ok", ", ".join(devices))
-    return Finding("network", "InfiniBand/RoCE", "note", "none: between nodes everything goes over TCP")
+    return Finding(
+        "network",
+        "InfiniBand/RoCE",
+        "note",
+        "none: between nodes everything goes over TCP",
+    )
 
 
 def _names() -> Iterator[Finding]:
     """Check that the names resolve: gloo looks up this machine's own name, and ranks look up MASTER_ADDR."""
     host = socket.gethostname()
-    for source, name in (("host name", host), ("MASTER_ADDR", os.environ.get("MASTER_ADDR", ""))):
+    for source, name in (
+        ("host name", host),
+        ("MASTER_ADDR", os.environ.get("MASTER_ADDR", "")),
+    ):
         if not name:
             continue
         try:
@@ -106,9 +162,16 @@ def _names() -> Iterator[Finding]:
             fix = "add the name to /etc/hosts, or set MASTER_ADDR to the first node's address"
             if source == "host name":
                 fix = (
-                    "add the name to /etc/hosts, or name an interface with GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME)"
+                    "add the name to /etc/hosts, or name an interface with "
+                    "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME)"
                 )
-            yield Finding("network", source, "fail" if source == "MASTER_ADDR" else "warn", f"{name}: {error}", fix)
+            yield Finding(
+                "network",
+                source,
+                "fail" if source == "MASTER_ADDR" else "warn",
+                f"{name}: {error}",
+                fix,
+            )
         else:
             yield Finding("network", source, "ok", f"{name} is {address}")
 
@@ -116,11 +179,14 @@ def _names() -> Iterator[Finding]:
 def _name_service() -> Finding:
     """Measure how long a reverse lookup of an address takes.
 
-    For every connection to its store, torch looks up the peer's name, one after the other. It asks for an IPv6 form of
-    the address (torch 2.13, c10d/socket.cpp), which hosts files do not contain.
+    For every connection to its store, torch looks up the peer's name, one after the
+    other. It asks for an IPv6 form of the address (torch 2.13, c10d/socket.cpp), which
+    hosts files do not contain.
     """
     try:
-        address = socket.gethostbyname(os.environ.get("MASTER_ADDR") or socket.gethostname())
+        address = socket.gethostbyname(
+            os.environ.get("MASTER_ADDR") or socket.gethostname()
+        )
     except OSError:
         address = "127.0.0.1"
     took: list[float] = []
@@ -141,7 +207,11 @@ def _name_service() -> Finding:
 
 
 def _ports() -> Iterator[Finding]:
-    port = int(os.environ["MASTER_PORT"]) if os.environ.get("MASTER_PORT", "").isdigit() else TORCHRUN_PORT
+    port = (
+        int(os.environ["MASTER_PORT"])
+        if os.environ.get("MASTER_PORT", "").isdigit()
+        else TORCHRUN_PORT
+    )
     name = f"port {port}"
     if is_free(port):
         yield Finding("network", name, "ok", "free")

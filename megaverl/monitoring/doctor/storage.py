@@ -36,13 +36,19 @@ def storage(run_dir: Path) -> Iterator[Finding]:
 
 
 def _disk(name: str, path: Path) -> Finding:
-    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    existing = next(
+        parent for parent in (path, *path.absolute().parents) if parent.exists()
+    )
     free = shutil.disk_usage(existing).free
     text = f"{path}: {free / GB:.1f} GiB free"
     if not os.access(existing, os.W_OK):
-        return Finding("storage", name, "fail", f"{text}, and cannot be written", _another(name))
+        return Finding(
+            "storage", name, "fail", f"{text}, and cannot be written", _another(name)
+        )
     if free < 0.1 * GB:
-        return Finding("storage", name, "fail", text, f"free some space there. {_another(name)}")
+        return Finding(
+            "storage", name, "fail", text, f"free some space there. {_another(name)}"
+        )
     if free < 5 * GB:
         fix = f"a checkpoint takes 14 to 18 bytes a parameter (7B: about 120 GB). {_another(name)}"
         return Finding("storage", name, "warn", text, fix)
@@ -56,13 +62,25 @@ def _another(name: str) -> str:
 
 def _shared_memory() -> Finding:
     if not SHARED_MEMORY.is_dir():
-        return Finding("storage", "shared memory", "warn", f"no {SHARED_MEMORY}", f"mount a tmpfs at {SHARED_MEMORY}")
+        return Finding(
+            "storage",
+            "shared memory",
+            "warn",
+            f"no {SHARED_MEMORY}",
+            f"mount a tmpfs at {SHARED_MEMORY}",
+        )
     total, _, free = shutil.disk_usage(SHARED_MEMORY)
     text = f"{SHARED_MEMORY}: {free / GB:.1f} of {total / GB:.1f} GiB free"
     ranks = max(1, torch.cuda.device_count()) if platform.is_cuda else 1
     if free < ranks * GB:
         fix = "docker run --ipc=host, or --shm-size=16g; or remove what a killed job left there"
-        return Finding("storage", "shared memory", "warn", f"{text}: NCCL and vLLM need about 1 GiB a rank", fix)
+        return Finding(
+            "storage",
+            "shared memory",
+            "warn",
+            f"{text}: NCCL and vLLM need about 1 GiB a rank",
+            fix,
+        )
     return Finding("storage", "shared memory", "ok", text)
 
 
@@ -70,18 +88,30 @@ def _open_files() -> Finding:
     # Ranks raise the soft limit to the hard one.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= OPEN_FILES:
-        return Finding("storage", "open files", "ok", f"hard limit {hard if hard >= 0 else 'none'}")
+        return Finding(
+            "storage", "open files", "ok", f"hard limit {hard if hard >= 0 else 'none'}"
+        )
     fix = "many ranks hold many sockets: nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
-    return Finding("storage", "open files", "warn" if hard < 1024 else "note", f"hard limit {hard}", fix)
+    return Finding(
+        "storage",
+        "open files",
+        "warn" if hard < 1024 else "note",
+        f"hard limit {hard}",
+        fix,
+    )
 
 
 def _processes() -> Finding:
     """Check the limit of processes per user. Threads count too, and a rank has over a hundred."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft == resource.RLIM_INFINITY or soft >= PROCESSES:
-        return Finding("storage", "processes", "ok", f"limit {soft if soft >= 0 else 'none'}")
+        return Finding(
+            "storage", "processes", "ok", f"limit {soft if soft >= 0 else 'none'}"
+        )
     fix = "ulimit -u unlimited; nproc in /etc/security/limits.conf, or docker run --ulimit nproc=-1 (--pids-limit -1)"
-    return Finding("storage", "processes", "warn", f"limit {soft}, threads included", fix)
+    return Finding(
+        "storage", "processes", "warn", f"limit {soft}, threads included", fix
+    )
 
 
 def _locked_memory() -> Finding:
@@ -91,5 +121,13 @@ def _locked_memory() -> Finding:
         return Finding("storage", "locked memory", "ok", "no limit")
     text = f"limit {soft / 2**20:.0f} MiB"
     if platform.is_cuda and Path("/sys/class/infiniband").is_dir():
-        return Finding("storage", "locked memory", "warn", f"{text}: too little for RDMA", "ulimit -l unlimited")
-    return Finding("storage", "locked memory", "note", f"{text} (matters for InfiniBand only)")
+        return Finding(
+            "storage",
+            "locked memory",
+            "warn",
+            f"{text}: too little for RDMA",
+            "ulimit -l unlimited",
+        )
+    return Finding(
+        "storage", "locked memory", "note", f"{text} (matters for InfiniBand only)"
+    )

@@ -4,8 +4,8 @@
 - draw_token: make a tiny model and an engine, and generate one token.
 - measure_links: one rank per GPU; measures an all-reduce and every pair, and compares them with NVLink.
 
-The bus bandwidth of an all-reduce is 2 (n - 1) / n of its bytes per second, as nccl-tests define it (its
-PERFORMANCE.md): the rate of a link, whatever n is.
+The bus bandwidth of an all-reduce is 2 (n - 1) / n of its bytes per second, as
+nccl-tests define it (its PERFORMANCE.md): the rate of a link, whatever n is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ import torch
 import torch.distributed as dist
 
 from megaverl.config.roles import RolloutConfig
-from megaverl.monitoring.doctor.hardware import ask, link_rate, pair_rate, read_links, read_topology
+from megaverl.monitoring.doctor.hardware import (
+    ask,
+    link_rate,
+    pair_rate,
+    read_links,
+    read_topology,
+)
 from megaverl.monitoring.doctor.trials import RANKS, answer, join
 from megaverl.platform import platform
 
@@ -41,7 +47,9 @@ def add_up() -> None:
     dist.all_reduce(tensor)
     expected = sum(range(1, RANKS + 1))
     if not bool((tensor == expected).all()):
-        raise SystemExit(f"the sum is wrong: found {float(tensor[0])}, expected {expected}")
+        raise SystemExit(
+            f"the sum is wrong: found {float(tensor[0])}, expected {expected}"
+        )
     dist.barrier()
     start = time.perf_counter()
     for _ in range(ROUNDS):
@@ -61,14 +69,23 @@ def add_up() -> None:
 
 
 # Heads have 64 dimensions, which every attention kernel supports.
-MODEL: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+MODEL: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 
 
 def draw_token() -> None:
     """Generate one token and answer with its times."""
     platform.start()
-    dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1)
-    answer(generate_one("vllm" if importlib.util.find_spec("vllm") is not None else "hf"))
+    dist.init_process_group(
+        platform.backend, store=dist.HashStore(), rank=0, world_size=1
+    )
+    answer(
+        generate_one("vllm" if importlib.util.find_spec("vllm") is not None else "hf")
+    )
     dist.destroy_process_group()
 
 
@@ -84,10 +101,16 @@ def generate_one(engine_name: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_folder(Path(folder), "Qwen2ForCausalLM", **MODEL)
         engine = make_engine(
-            RolloutConfig.model_validate(options), folder, seed=0, dtype=platform.default_dtype, max_model_len=16
+            RolloutConfig.model_validate(options),
+            folder,
+            seed=0,
+            dtype=platform.default_dtype,
+            max_model_len=16,
         )
         ready = time.perf_counter()
-        generation = engine.generate([[1, 2, 3]], SamplingOptions(1, temperature=0.0), [0])[0]
+        generation = engine.generate(
+            [[1, 2, 3]], SamplingOptions(1, temperature=0.0), [0]
+        )[0]
     done = time.perf_counter()
     engine.close()
     return (
@@ -96,8 +119,9 @@ def generate_one(engine_name: str) -> str:
     )
 
 
-# Least acceptable fraction of the links' rate. H100s with NVSwitch reach 87 % from one GPU to another (NVIDIA/nccl,
-# issue 1264), and an all-reduce somewhat less. Below 60 % something is wrong, not only noisy.
+# Least acceptable fraction of the links' rate. H100s with NVSwitch reach 87 % from one
+# GPU to another (NVIDIA/nccl, issue 1264), and an all-reduce somewhat less. Below 60 %
+# something is wrong, not only noisy.
 ENOUGH = 0.6
 FIX = (
     "NCCL_DEBUG=INFO shows the way taken (P2P/CUMEM or NVLS, not SHM or NET); unset NCCL_P2P_DISABLE and "
@@ -109,9 +133,12 @@ def measure_links() -> None:
     """Measure an all-reduce of all GPUs and the rate of every pair, and answer with a judgement."""
     rank, size, device = join(torch.cuda.device_count())
     on_gpus = device.type == "cuda"
-    whole = torch.ones((64 if on_gpus else 1) * 2**20, device=device)  # float32: 256 MiB, or 4
+    # float32: 256 MiB, or 4.
+    whole = torch.ones((64 if on_gpus else 1) * 2**20, device=device)
     part = whole[: whole.numel() // 4]
-    all_reduce = 2 * (size - 1) / size * whole.nbytes / seconds(lambda: dist.all_reduce(whole))
+    all_reduce = (
+        2 * (size - 1) / size * whole.nbytes / seconds(lambda: dist.all_reduce(whole))
+    )
     rates = torch.zeros(size, size, dtype=torch.float64, device=device)
     for sender in range(size):
         for receiver in range(size):
@@ -132,8 +159,11 @@ def measure_links() -> None:
 
 def _pass(tensor: torch.Tensor, sender: int, receiver: int) -> None:
     sends = dist.get_rank() == sender
-    operation = dist.P2POp(dist.isend if sends else dist.irecv, tensor, receiver if sends else sender)
-    # A batch uses the group's communicator. Single sends would create a communicator for each pair.
+    operation = dist.P2POp(
+        dist.isend if sends else dist.irecv, tensor, receiver if sends else sender
+    )
+    # A batch uses the group's communicator. Single sends would create a communicator
+    # for each pair.
     for work in dist.batch_isend_irecv([operation]):
         work.wait()
 
@@ -158,13 +188,21 @@ def _wait() -> None:
 def expected() -> tuple[float, float]:
     """Return NVLink's GB/s in one direction: of a whole GPU, and between the two GPUs with the fewest links."""
     try:
-        links, topology = read_links(ask("nvlink", "-s")), read_topology(ask("topo", "-m"))
+        links, topology = (
+            read_links(ask("nvlink", "-s")),
+            read_topology(ask("topo", "-m")),
+        )
     except (OSError, subprocess.SubprocessError):
         return 0.0, 0.0
     return link_rate(links), pair_rate(topology, links)
 
 
-def judge(all_reduce: float, pairs: list[list[float]], gpu_link_rate: float, pair_link_rate: float) -> dict[str, str]:
+def judge(
+    all_reduce: float,
+    pairs: list[list[float]],
+    gpu_link_rate: float,
+    pair_link_rate: float,
+) -> dict[str, str]:
     """Return the answer about the measured rates.
 
     Args:
@@ -172,7 +210,12 @@ def judge(all_reduce: float, pairs: list[list[float]], gpu_link_rate: float, pai
         pairs: GB/s from a rank (row) to another.
         gpu_link_rate, pair_link_rate: NVLink's rates; 0 without NVLink.
     """
-    rates = {(a, b): rate for a, row in enumerate(pairs) for b, rate in enumerate(row) if a != b}
+    rates = {
+        (a, b): rate
+        for a, row in enumerate(pairs)
+        for b, rate in enumerate(row)
+        if a != b
+    }
     (a, b), slowest = min(rates.items(), key=lambda item: item[1])
     fastest = max(rates.values())
     text = (
@@ -182,7 +225,11 @@ def judge(all_reduce: float, pairs: list[list[float]], gpu_link_rate: float, pai
     if all_reduce < ENOUGH * gpu_link_rate or slowest < ENOUGH * pair_link_rate:
         return {"found": text, "status": "warn", "fix": FIX}
     if slowest < fastest / 2:
-        return {"found": f"{text}: one pair has half of another's", "status": "warn", "fix": FIX}
+        return {
+            "found": f"{text}: one pair has half of another's",
+            "status": "warn",
+            "fix": FIX,
+        }
     return {"found": text}
 
 
@@ -191,4 +238,6 @@ def _share(rate: float, link: float) -> str:
 
 
 if __name__ == "__main__":
-    {"add_up": add_up, "draw_token": draw_token, "measure_links": measure_links}[sys.argv[1]]()
+    {"add_up": add_up, "draw_token": draw_token, "measure_links": measure_links}[
+        sys.argv[1]
+    ]()

@@ -23,17 +23,26 @@ from megaverl.processes import ending_with_parent, free_port
 from megaverl.temporary import INHERITED, SHARED_MEMORY, remove_abandoned
 
 RANKS = 2
-TRIAL_SECONDS = 90.0  # limit of each trial; a cold import of vLLM alone was measured at 33 s
+# Limit of each trial; a cold import of vLLM alone was measured at 33 s.
+TRIAL_SECONDS = 90.0
 TRIAL_RANKS = "megaverl.monitoring.doctor.trial_ranks"
 LAST_LINES = 6
-KEPT_APART = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+KEPT_APART = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 class Trial:
     """Processes of one trial, and the finding that results.
 
-    The ranks' answers decide, not how their processes end: on a busy machine a rank may still be closing its
-    connections at the deadline, or find those of other ranks broken.
+    The ranks' answers decide, not how their processes end: on a busy machine a rank may
+    still be closing its connections at the deadline, or find those of other ranks
+    broken.
 
     Example:
         trial = Trial("all-reduce", "package.module", 2, "what to do if it fails", {})
@@ -65,7 +74,9 @@ class Trial:
         # `finish` removes the folder, since a killed rank cannot.
         self._scratch = tempfile.TemporaryDirectory(prefix="megaverl_trial_")
         port = str(free_port())
-        kept = {key: value for key, value in os.environ.items() if key not in KEPT_APART}
+        kept = {
+            key: value for key, value in os.environ.items() if key not in KEPT_APART
+        }
         self._processes = [
             subprocess.Popen(
                 ending_with_parent([sys.executable, "-m", module, *arguments]),
@@ -90,14 +101,23 @@ class Trial:
 
     def finish(self, deadline: float) -> Finding:
         """Wait until all ranks have ended or `deadline` (of time.monotonic) passes, and return the finding."""
-        # In the order in which they ended: the first failure breaks the other ranks' connections.
+        # In the order in which they ended: the first failure breaks the other ranks'
+        # connections.
         failed: list[int] = []
-        while running := [rank for rank, process in enumerate(self._processes) if process.poll() is None]:
+        while running := [
+            rank
+            for rank, process in enumerate(self._processes)
+            if process.poll() is None
+        ]:
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.02)
             failed += [rank for rank in running if self._processes[rank].poll()]
-        failed += [rank for rank, process in enumerate(self._processes) if process.returncode and rank not in failed]
+        failed += [
+            rank
+            for rank, process in enumerate(self._processes)
+            if process.returncode and rank not in failed
+        ]
         self._end(running)
         answers = [self._answer(rank) for rank in range(len(self._processes))]
         silent = [rank for rank, answer in enumerate(answers) if answer is None]
@@ -129,14 +149,24 @@ class Trial:
 
     def _answer(self, rank: int) -> dict[str, Any] | None:
         """Return a rank's last answer, or None. A library may print more lines after it."""
-        answers = (line for line in reversed(self._lines(rank)) if line.startswith('{"found": '))
+        answers = (
+            line
+            for line in reversed(self._lines(rank))
+            if line.startswith('{"found": ')
+        )
         line = next(answers, None)
         return None if line is None else dict(json.loads(line))
 
     def _cut_off(self, rank: int) -> Finding:
         seconds = time.monotonic() - self._start
         text = f"not done after {seconds:.0f} s, and ended. Its last words:\n{self._tail(rank)}"
-        return Finding(self.section, self.name, "fail", text, f"give it longer with --timeout 120; then: {self.fix}")
+        return Finding(
+            self.section,
+            self.name,
+            "fail",
+            text,
+            f"give it longer with --timeout 120; then: {self.fix}",
+        )
 
     def _lines(self, rank: int) -> list[str]:
         self._logs[rank].seek(0)
@@ -155,7 +185,9 @@ def start_trials(*, generate: bool) -> Iterator[Trial]:
         "all-reduce of two ranks",
         TRIAL_RANKS,
         RANKS,
-        network if one_each else "name a working interface with GLOO_SOCKET_IFNAME (such as lo)",
+        network
+        if one_each
+        else "name a working interface with GLOO_SOCKET_IFNAME (such as lo)",
         environment,
         arguments=["add_up"],
     )
@@ -181,7 +213,9 @@ def join(ranks: int) -> tuple[int, int, torch.device]:
         torch.cuda.set_device(device)
     store, rank, size = job_store(timeout)
     backend = "nccl" if with_gpus else "gloo"
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    dist.init_process_group(
+        backend, timeout=timeout, store=store, rank=rank, world_size=size
+    )
     return rank, size, device
 
 
@@ -194,8 +228,15 @@ def measure_rates(timeout: float) -> Finding:
     """Run one rank on each GPU, with no other trial running, and report NCCL's rates between them."""
     gpus = torch.cuda.device_count()
     if gpus < RANKS:
-        return Finding("trials", "NCCL rates", "note", f"{gpus} GPU here: there is nothing to measure between")
+        return Finding(
+            "trials",
+            "NCCL rates",
+            "note",
+            f"{gpus} GPU here: there is nothing to measure between",
+        )
     fix = "NCCL_DEBUG=INFO shows what NCCL tries; look at the sections network and hardware"
     environment = {"OMP_NUM_THREADS": "1"}
-    trial = Trial("NCCL rates", TRIAL_RANKS, gpus, fix, environment, arguments=["measure_links"])
+    trial = Trial(
+        "NCCL rates", TRIAL_RANKS, gpus, fix, environment, arguments=["measure_links"]
+    )
     return trial.finish(time.monotonic() + timeout)

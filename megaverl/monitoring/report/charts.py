@@ -1,8 +1,9 @@
 """Charts as inline SVG: line charts, and Gantt charts of the roles. Colours come from the page's style sheet.
 
-Why by hand: a report has a chart for each metric, over a hundred. For two curves of 200 points with their bands, this
-module writes 15 kB in 1 ms and matplotlib 33 kB in 32 ms. matplotlib's colours are fixed, while these follow the page
-between light and dark, and the page's script reads the points for its cursor.
+Why by hand: a report has a chart for each metric, over a hundred. For two curves of 200
+points with their bands, this module writes 15 kB in 1 ms and matplotlib 33 kB in 32 ms.
+matplotlib's colours are fixed, while these follow the page between light and dark, and
+the page's script reads the points for its cursor.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from megaverl.monitoring.report.run_folder import Bucket, RunRecord, TraceSpan, duration, median, short
+from megaverl.monitoring.report.run_folder import (
+    Bucket,
+    RunRecord,
+    TraceSpan,
+    duration,
+    median,
+    short,
+)
 from megaverl.monitoring.timeline import NO_ROLE
 
 WIDTH, HEIGHT = 360, 190
@@ -21,14 +29,23 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 24
 NUM_COLOURS = 8
 
 
-def line_chart(title: str, curves: Sequence[tuple[str, Sequence[Bucket]]], *, is_share: bool = False) -> str:
+def line_chart(
+    title: str,
+    curves: Sequence[tuple[str, Sequence[Bucket]]],
+    *,
+    is_share: bool = False,
+) -> str:
     """Return one figure: a line for each curve, with a band from least to greatest where values were joined.
 
     Args:
         curves: (label, buckets). The colour goes by position, so that a run has the same colour in all figures.
         is_share: the values lie between 0 and 1, and so does the axis.
     """
-    shown = [(number, label, points) for number, (label, points) in enumerate(curves) if points]
+    shown = [
+        (number, label, points)
+        for number, (label, points) in enumerate(curves)
+        if points
+    ]
     if not shown:
         return ""
     all_buckets = [bucket for _, _, points in shown for bucket in points]
@@ -36,7 +53,8 @@ def line_chart(title: str, curves: Sequence[tuple[str, Sequence[Bucket]]], *, is
     x1 = max(bucket.step for bucket in all_buckets)
     y0 = min(bucket.low for bucket in all_buckets)
     y1 = max(bucket.high for bucket in all_buckets)
-    # A share that never changes is shown between 0 and 1, as ticks around a single value would say nothing.
+    # A share that never changes is shown between 0 and 1, as ticks around a single
+    # value would say nothing.
     if y0 == y1 and is_share:
         y0, y1 = 0.0, 1.0
     ticks = nice_ticks(y0, y1)
@@ -53,17 +71,22 @@ def line_chart(title: str, curves: Sequence[tuple[str, Sequence[Bucket]]], *, is
     parts += _axes(scale, ticks)
     for number, label, points in shown:
         colour = f"c{number % NUM_COLOURS}"
-        # Buckets of a short run have one value each, so there is no range to draw around the line.
+        # Buckets of a short run have one value each, so there is no range to draw
+        # around the line.
         if any(bucket.low < bucket.high for bucket in points):
             upper = _points(scale, [(bucket.step, bucket.high) for bucket in points])
-            lower = _points(scale, [(bucket.step, bucket.low) for bucket in reversed(points)])
+            lower = _points(
+                scale, [(bucket.step, bucket.low) for bucket in reversed(points)]
+            )
             parts.append(f'<polygon class="band {colour}" points="{upper} {lower}"/>')
         line = _points(scale, [(bucket.step, bucket.mean) for bucket in points])
         # A line of one point is invisible.
         if len(points) == 1:
             x, y = line.split(",")
             parts.append(f'<circle class="dot {colour}" cx="{x}" cy="{y}" r="3"/>')
-        parts.append(f'<polyline class="line {colour}" data-label="{escape(label)}" points="{line}"/>')
+        parts.append(
+            f'<polyline class="line {colour}" data-label="{escape(label)}" points="{line}"/>'
+        )
     parts.append('<line class="cursor" y1="10" y2="166"/></svg></figure>')
     return "".join(parts)
 
@@ -78,7 +101,11 @@ class _Scale:
         return LEFT + (value - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (HEIGHT - TOP - BOTTOM)
+        return (
+            HEIGHT
+            - BOTTOM
+            - (value - self.y0) / (self.y1 - self.y0) * (HEIGHT - TOP - BOTTOM)
+        )
 
     def at(self, x: float, y: float) -> str:
         return f"{self.x(x):.1f},{self.y(y):.1f}"
@@ -102,7 +129,9 @@ def _axes(scale: _Scale, ticks: Sequence[float]) -> Iterator[str]:
             yield f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{short(value)}</text>'
 
 
-def nice_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
+def nice_ticks(
+    low: float, high: float, most: int = 5, *, whole: bool = False
+) -> list[float]:
     """Return round numbers from at most `low` to at least `high`, `most` or fewer steps apart.
 
     None is below 0 where `low` is not.
@@ -116,7 +145,11 @@ def nice_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -
     # Readers can add up steps of 1, 2, 2.5 and 5 times a power of ten in their heads.
     rough = (high - low) / (most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    step = next(
+        power * factor
+        for factor in (1, 2, 2.5, 5, 10)
+        if power * factor >= rough * (1 - 1e-9)
+    )
     if whole:
         step = max(1.0, round(step))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -137,7 +170,11 @@ class Lane(NamedTuple):
     @property
     def order(self) -> tuple[int, str, int]:
         """Sort key: the roles in their usual order, then by rank."""
-        return (ROLES.index(self.role) if self.role in ROLES else len(ROLES), self.role, self.rank)
+        return (
+            ROLES.index(self.role) if self.role in ROLES else len(ROLES),
+            self.role,
+            self.rank,
+        )
 
 
 class Busy(NamedTuple):
@@ -161,7 +198,9 @@ def busy_shares(run: RunRecord) -> list[Busy]:
     shares = []
     for role in sorted(by_role, key=lambda role: Lane(role, 0).order):
         seconds = sum(by_role[role]) / len(by_role[role])
-        shares.append(Busy(role, seconds, seconds / total if total else 0.0, len(by_role[role])))
+        shares.append(
+            Busy(role, seconds, seconds / total if total else 0.0, len(by_role[role]))
+        )
     return shares
 
 
@@ -191,18 +230,25 @@ def covered(spans: Iterable[TraceSpan]) -> float:
 def _total_seconds(run: RunRecord) -> float:
     if not run.spans:
         return 0.0
-    return (max(span.end for span in run.spans) - min(span.begin for span in run.spans)) / 1e6
+    return (
+        max(span.end for span in run.spans) - min(span.begin for span in run.spans)
+    ) / 1e6
 
 
 def windows(run: RunRecord) -> list[tuple[str, float, float]]:
     """Return (title, begin, end) of the time ranges to draw: steps of ordinary length, and the slowest one.
 
-    They are taken from the rank with the longest steps: if roles run on separate ranks, others do only part of a step.
+    They are taken from the rank with the longest steps: if roles run on separate ranks,
+    others do only part of a step.
     """
     by_rank: defaultdict[int, list[TraceSpan]] = defaultdict(list)
     for span in run.steps:
         by_rank[span.rank].append(span)
-    steps = max(by_rank.values(), key=lambda spans: median([span.duration for span in spans]), default=[])
+    steps = max(
+        by_rank.values(),
+        key=lambda spans: median([span.duration for span in spans]),
+        default=[],
+    )
     if not steps:
         if not run.spans:
             return []
@@ -215,16 +261,25 @@ def windows(run: RunRecord) -> list[tuple[str, float, float]]:
         is_unusual = abs(steps[place].duration - usual) > 0.1 * usual
         return is_unusual, abs(place - middle)
 
-    # First and last steps load, warm up or save, so an ordinary step as near as possible to the middle is shown.
+    # First and last steps load, warm up or save, so an ordinary step as near as
+    # possible to the middle is shown.
     near = min(range(len(steps)), key=rating)
     last = min(near + 1, len(steps) - 1)
     title = f"step {_number(steps[near])}"
     if last != near:
         title = f"steps {_number(steps[near])} and {_number(steps[last])}"
-    shown = [(f"{title} (usual: {duration(usual / 1e6)} a step)", steps[near].begin, steps[last].end)]
+    shown = [
+        (
+            f"{title} (usual: {duration(usual / 1e6)} a step)",
+            steps[near].begin,
+            steps[last].end,
+        )
+    ]
     slowest = max(steps, key=lambda span: span.duration)
     if len(steps) > 2 and slowest.duration > 1.2 * usual:
-        title = f"the slowest, step {_number(slowest)} ({duration(slowest.duration / 1e6)})"
+        title = (
+            f"the slowest, step {_number(slowest)} ({duration(slowest.duration / 1e6)})"
+        )
         shown.append((title, slowest.begin, slowest.end))
     return shown
 
@@ -243,7 +298,9 @@ def gantt(run: RunRecord, begin: float, end: float) -> str:
     several = len({lane.rank for lane in lanes}) > 1
     height = len(lanes) * ROW + 24
     scale = (LANES_WIDTH - LANES_LEFT - 10) / (end - begin)
-    parts = [f'<svg class="gantt" viewBox="0 0 {LANES_WIDTH} {height}" role="img" aria-label="Gantt of roles">']
+    parts = [
+        f'<svg class="gantt" viewBox="0 0 {LANES_WIDTH} {height}" role="img" aria-label="Gantt of roles">'
+    ]
     for number, lane in enumerate(lanes):
         y = number * ROW
         label = f"{lane.role} · {lane.rank}" if several else lane.role
@@ -251,7 +308,9 @@ def gantt(run: RunRecord, begin: float, end: float) -> str:
             f'<rect class="lane" x="{LANES_LEFT}" y="{y + 3}" '
             f'width="{LANES_WIDTH - LANES_LEFT - 10}" height="{BAR + 4}"/>'
         )
-        parts.append(f'<text class="who" x="{LANES_LEFT - 8}" y="{y + 19}" text-anchor="end">{escape(label)}</text>')
+        parts.append(
+            f'<text class="who" x="{LANES_LEFT - 8}" y="{y + 19}" text-anchor="end">{escape(label)}</text>'
+        )
     rows = {lane: number for number, lane in enumerate(lanes)}
     for span in inside:
         row = rows.get(Lane(span.role, span.rank))
@@ -261,7 +320,9 @@ def gantt(run: RunRecord, begin: float, end: float) -> str:
         x = LANES_LEFT + (LANES_WIDTH - LANES_LEFT - 10) * tick / 4
         anchor = ("start", "middle", "middle", "middle", "end")[tick]
         text = duration((end - begin) * tick / 4 / 1e6)
-        parts.append(f'<text class="tick" x="{x:.0f}" y="{height - 6}" text-anchor="{anchor}">{text}</text>')
+        parts.append(
+            f'<text class="tick" x="{x:.0f}" y="{height - 6}" text-anchor="{anchor}">{text}</text>'
+        )
     return "".join([*parts, "</svg>"])
 
 

@@ -19,9 +19,11 @@ from megaverl.errors import DataError
 from megaverl.monitoring.timeline import NO_ROLE
 from megaverl.outside import MAX_TRACE_BYTES, read_json, read_json_file
 
-# Commands that write a resolved configuration COMMAND.yaml. The first existing file tells what the run was.
+# Commands that write a resolved configuration COMMAND.yaml. The first existing file
+# tells what the run was.
 COMMANDS = ("train", "quickstart", "sft", "dpo", "reward", "eval", "generate")
-STEPS_OF = {"sft": "sft", "dpo": "preference", "reward": "preference"}  # command -> section with its steps
+# command -> section with its steps.
+STEPS_OF = {"sft": "sft", "dpo": "preference", "reward": "preference"}
 MOST_WARNINGS = 40
 SUITES_FOLDER = "suites"
 WARNING = re.compile(r"^(?:\[rank \d+\] )?(warning|error): (.+)$")
@@ -83,7 +85,12 @@ class RunRecord:
     @property
     def num_steps(self) -> int:
         """The last step that has a record."""
-        return int(max((series.steps[-1] for series in self.metrics.values() if series.steps), default=0))
+        return int(
+            max(
+                (series.steps[-1] for series in self.metrics.values() if series.steps),
+                default=0,
+            )
+        )
 
     @property
     def planned_steps(self) -> int | None:
@@ -106,7 +113,8 @@ ROLE_OF = {
     "values": "critic",
     "critic_update": "critic",
 }
-WAITING = ("wait", "pause")  # spans of waiting for other ranks or their weights, which are no work
+# Spans of waiting for other ranks or their weights, which are no work.
+WAITING = ("wait", "pause")
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -117,9 +125,13 @@ def read_run(folder: Path) -> RunRecord:
             file and line.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder. Give the folder of a run, such as runs/quickstart.")
+        raise DataError(
+            f"{folder}: no such folder. Give the folder of a run, such as runs/quickstart."
+        )
     if not (folder / "metrics.jsonl").is_file() and not suite_folders(folder):
-        raise DataError(f"{folder}: no metrics.jsonl in it, so this is no run's folder (or it has no step yet).")
+        raise DataError(
+            f"{folder}: no metrics.jsonl in it, so this is no run's folder (or it has no step yet)."
+        )
     run = with_settings(folder)
     if (folder / "versions.json").is_file():
         run.versions = _mapping(folder / "versions.json", read_json)
@@ -156,9 +168,13 @@ def _mapping(path: Path, load: Callable[[str], Any]) -> dict[str, Any]:
     try:
         content = load(path.read_text(encoding="utf-8")) or {}
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read ({str(error).splitlines()[0]}). Remove the file.") from error
+        raise DataError(
+            f"{path}: cannot be read ({str(error).splitlines()[0]}). Remove the file."
+        ) from error
     if not isinstance(content, dict):
-        raise DataError(f"{path}: holds a {type(content).__name__}; expected a mapping. Remove the file.")
+        raise DataError(
+            f"{path}: holds a {type(content).__name__}; expected a mapping. Remove the file."
+        )
     return content
 
 
@@ -172,10 +188,14 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 record = read_json(line, not_finite=True)
             except ValueError as error:
                 if line.endswith("\n"):
-                    raise DataError(f"{path}, line {number}: not valid JSON ({error}). Remove this line.") from error
+                    raise DataError(
+                        f"{path}, line {number}: not valid JSON ({error}). Remove this line."
+                    ) from error
                 continue
             if not isinstance(record, dict):
-                raise DataError(f"{path}, line {number}: not a record ({line.strip()[:80]}). Remove this line.")
+                raise DataError(
+                    f"{path}, line {number}: not a record ({line.strip()[:80]}). Remove this line."
+                )
             yield number, record
 
 
@@ -186,7 +206,9 @@ def _read_metrics(run: RunRecord, path: Path) -> None:
             step, seconds = float(record.pop("step")), float(record.pop("time", 0.0))
             numbers = {name: float(value) for name, value in record.items()}
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{path}, line {line}: not a record of metrics ({error!r}). Remove this line.") from error
+            raise DataError(
+                f"{path}, line {line}: not a record of metrics ({error!r}). Remove this line."
+            ) from error
         run.first = run.first or seconds
         run.last = max(run.last, seconds)
         for name, value in numbers.items():
@@ -206,14 +228,23 @@ def _read_trace(run: RunRecord, path: Path) -> None:
             name = str(event["name"])
             role = str(arguments.get("role") or ROLE_OF.get(name, NO_ROLE))
             begin = float(event["ts"])
-            span = TraceSpan(int(event["pid"]), name, role, begin, float(event["dur"]), arguments.get("step"))
+            span = TraceSpan(
+                int(event["pid"]),
+                name,
+                role,
+                begin,
+                float(event["dur"]),
+                arguments.get("step"),
+            )
             # A step contains all other spans, so it would cover them in the chart.
             if name == "step":
                 run.steps.append(span)
             else:
                 run.spans.append(span)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: not a Chrome trace ({error!r}). Remove the file.") from error
+        raise DataError(
+            f"{path}: not a Chrome trace ({error!r}). Remove the file."
+        ) from error
     run.spans.sort(key=lambda span: (span.begin, -span.duration))
     run.steps.sort(key=lambda span: (span.rank, span.begin))
 
@@ -250,7 +281,11 @@ def buckets(series: Series, points: int = POINTS) -> list[Bucket]:
     steps, values = series.steps, series.values
     if not steps:
         return []
-    finite = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
+    finite = [
+        (step, value)
+        for step, value in zip(steps, values, strict=True)
+        if math.isfinite(value)
+    ]
     if len(steps) <= points:
         return [Bucket(step, value, value, value) for step, value in finite]
     first = steps[0]
@@ -258,7 +293,8 @@ def buckets(series: Series, points: int = POINTS) -> list[Bucket]:
     values_of_range: list[list[float]] = [[] for _ in range(points)]
     for step, value in finite:
         number = int((step - first) / width)
-        # The last step lies at the end of the last range, and rounding may put a step outside.
+        # The last step lies at the end of the last range, and rounding may put a step
+        # outside.
         values_of_range[min(points - 1, max(0, number))].append(value)
     reduced = []
     for number, range_values in enumerate(values_of_range):
@@ -271,13 +307,19 @@ def buckets(series: Series, points: int = POINTS) -> list[Bucket]:
 
 def not_finite(series: Series) -> list[int]:
     """List the steps whose value is NaN or infinite."""
-    return [int(step) for step, value in zip(series.steps, series.values, strict=True) if not math.isfinite(value)]
+    return [
+        int(step)
+        for step, value in zip(series.steps, series.values, strict=True)
+        if not math.isfinite(value)
+    ]
 
 
 def quantile(values: Sequence[float], share: float) -> float:
     """Return the value below which a fraction `share` of the finite values lies; NaN if there are none."""
     finite = sorted(value for value in values if math.isfinite(value))
-    return finite[min(len(finite) - 1, int(share * len(finite)))] if finite else math.nan
+    return (
+        finite[min(len(finite) - 1, int(share * len(finite)))] if finite else math.nan
+    )
 
 
 def median(values: Sequence[float]) -> float:

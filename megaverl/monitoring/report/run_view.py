@@ -39,7 +39,9 @@ class RunView:
     """
 
     folder: Path
-    values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    values: defaultdict[str, list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     step: int = 0
     first: float = 0.0
     last: float = 0.0
@@ -48,7 +50,9 @@ class RunView:
 
     def __post_init__(self) -> None:
         if not self.folder.is_dir():
-            raise DataError(f"{self.folder}: no such folder. Give the folder of a run, such as runs/quickstart.")
+            raise DataError(
+                f"{self.folder}: no such folder. Give the folder of a run, such as runs/quickstart."
+            )
 
     def update(self) -> None:
         """Read the records that were written since the last call."""
@@ -78,10 +82,15 @@ class RunView:
         """Return the ranks' last reports; empty if they are old, or if all ranks have left."""
         try:
             content = read_json_file(self.folder / "ranks.json", not_finite=True)
-            beats = {int(rank): Heartbeat.from_json(json.dumps(beat)) for rank, beat in content["ranks"].items()}
+            beats = {
+                int(rank): Heartbeat.from_json(json.dumps(beat))
+                for rank, beat in content["ranks"].items()
+            }
         except (OSError, ValueError, KeyError, TypeError):
             return {}
-        is_over = time.time() - content["time"] > OLD or all(beat.left for beat in beats.values())
+        is_over = time.time() - content["time"] > OLD or all(
+            beat.left for beat in beats.values()
+        )
         return {} if is_over else beats
 
     def render(self, width: int = 100) -> RenderableType:
@@ -114,7 +123,11 @@ class RunView:
             if name is None:
                 continue
             is_time = name.endswith("_ms")
-            values = [value / 1e3 for value in self.values[name]] if is_time else self.values[name]
+            values = (
+                [value / 1e3 for value in self.values[name]]
+                if is_time
+                else self.values[name]
+            )
             text = duration if is_time else short
             finite = [value for value in values if math.isfinite(value)]
             ends = f"{text(min(finite))} to {text(max(finite))}" if finite else ""
@@ -144,7 +157,12 @@ class RunView:
         table = Table.grid(padding=(0, 2))
         for name, value in sorted(last.items(), key=lambda item: -item[1]):
             if name not in NOT_A_STAGE:
-                table.add_row(name, duration(value / 1e3), f"{value / whole:.0%}", "█" * round(width * value / whole))
+                table.add_row(
+                    name,
+                    duration(value / 1e3),
+                    f"{value / whole:.0%}",
+                    "█" * round(width * value / whole),
+                )
         return table
 
 
@@ -154,15 +172,26 @@ def _table_of(ranks: Mapping[int, Heartbeat]) -> Table:
     alike = Counter((beat.doing, beat.waits_for) for beat in ranks.values())
     if len(ranks) > MOST_RANKS:
         for (doing, waits), count in alike.most_common():
-            which = [rank for rank, beat in ranks.items() if (beat.doing, beat.waits_for) == (doing, waits)]
+            which = [
+                rank
+                for rank, beat in ranks.items()
+                if (beat.doing, beat.waits_for) == (doing, waits)
+            ]
             named = ", ".join(map(str, which[:8])) + (", ..." if count > 8 else "")
             table.add_row(f"{count} ranks", doing, _waiting(waits), named)
         return table
     for rank, beat in sorted(ranks.items()):
         seconds = duration(beat.waited if beat.waits_for else beat.seconds)
-        table.add_row(f"rank {rank}", beat.doing, f"{_waiting(beat.waits_for)} {seconds}", beat.collective)
+        table.add_row(
+            f"rank {rank}",
+            beat.doing,
+            f"{_waiting(beat.waits_for)} {seconds}",
+            beat.collective,
+        )
     return table
 
 
 def _waiting(waits_for: str) -> str:
-    return {"": "works", "device": "waits for its device", "ranks": "waits for others"}[waits_for]
+    return {"": "works", "device": "waits for its device", "ranks": "waits for others"}[
+        waits_for
+    ]

@@ -9,11 +9,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megaverl.config import Config
-from megaverl.monitoring.report.run_folder import RunRecord, duration, ends, median, not_finite, quantile, short
+from megaverl.monitoring.report.run_folder import (
+    RunRecord,
+    duration,
+    ends,
+    median,
+    not_finite,
+    quantile,
+    short,
+)
 
 WHOLE = "time/step_ms"
 NOT_A_STAGE = ("step", "other")  # metrics time/..._ms that are not stages
-# Curves at the top of the page: title, and metric names of which the first one that some run has is shown.
+# Curves at the top of the page: title, and metric names of which the first one that
+# some run has is shown.
 MAIN_CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward/mean",)),
     ("accuracy on training prompts", ("reward/accuracy",)),
@@ -51,7 +60,9 @@ class Memory(NamedTuple):
     last: float
 
 
-def time_parts(run: RunRecord, colours: dict[str, int] | None = None) -> list[StageShare]:
+def time_parts(
+    run: RunRecord, colours: dict[str, int] | None = None
+) -> list[StageShare]:
     """Return the stages of a step, longest first. `other` is the time outside all stages.
 
     Args:
@@ -63,10 +74,18 @@ def time_parts(run: RunRecord, colours: dict[str, int] | None = None) -> list[St
         if name.startswith("time/") and name.endswith("_ms") and name != WHOLE:
             label = name.removeprefix("time/").removesuffix("_ms")
             stages.append((label, median(series.values), quantile(series.values, 0.95)))
-    stages = sorted((part for part in stages if math.isfinite(part[1])), key=lambda part: -part[1])
+    stages = sorted(
+        (part for part in stages if math.isfinite(part[1])), key=lambda part: -part[1]
+    )
     total = sum(part[1] for part in stages)
     return [
-        StageShare(name, middle, high, middle / total if total else 0.0, colours.setdefault(name, len(colours)))
+        StageShare(
+            name,
+            middle,
+            high,
+            middle / total if total else 0.0,
+            colours.setdefault(name, len(colours)),
+        )
         for name, middle, high in stages
     ]
 
@@ -78,7 +97,9 @@ def memory_parts(run: RunRecord) -> list[Memory]:
         if not name.startswith("memory/"):
             continue
         finite = [
-            (value, step) for value, step in zip(series.values, series.steps, strict=True) if math.isfinite(value)
+            (value, step)
+            for value, step in zip(series.values, series.steps, strict=True)
+            if math.isfinite(value)
         ]
         if not finite:
             continue
@@ -87,7 +108,9 @@ def memory_parts(run: RunRecord) -> list[Memory]:
         if label in MEMORY_WORDS:
             label = MEMORY_WORDS[label]
         else:
-            label = label.removesuffix("_gpu_mem").replace("_gpu_reserved", ", reserved")
+            label = label.removesuffix("_gpu_mem").replace(
+                "_gpu_reserved", ", reserved"
+            )
         first_value, _ = finite[0]
         last_value, _ = finite[-1]
         curves.append(Memory(label, first_value, peak, int(step), last_value))
@@ -154,9 +177,13 @@ def settings(runs: Sequence[RunRecord]) -> list[Setting]:
     configs = [dict(flat(run.config)) for run in runs]
     settings_found = []
     for key in dict.fromkeys(key for config in configs for key in config):
-        values = tuple(_text(config[key]) if key in config else "" for config in configs)
+        values = tuple(
+            _text(config[key]) if key in config else "" for config in configs
+        )
         differs = len(set(values)) > 1
-        if differs or any(key in config and config[key] != default.get(key) for config in configs):
+        if differs or any(
+            key in config and config[key] != default.get(key) for config in configs
+        ):
             settings_found.append(Setting(key, values, differs))
     return settings_found
 
@@ -166,7 +193,11 @@ def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from flat(inner, f"{prefix}{key}.")
-    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+    elif (
+        isinstance(value, list)
+        and value
+        and all(isinstance(item, dict) for item in value)
+    ):
         for number, inner in enumerate(value):
             yield from flat(inner, f"{prefix}{number}.")
     else:
@@ -211,11 +242,15 @@ def shown_samples(run: RunRecord) -> list[StepSamples]:
         steps = sorted(step for other, step in held if other == split)
         chosen += [(split, steps[place]) for place in _spread(len(steps), STEPS)]
     records = [record for key in chosen for record in held[key][:PER_STEP]]
-    rewards = [reward for record in records if not math.isnan(reward := _reward(record))]
+    rewards = [
+        reward for record in records if not math.isnan(reward := _reward(record))
+    ]
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     shown = []
     for split, step in chosen:
-        samples = [_sample(record, low, high) for record in held[split, step][:PER_STEP]]
+        samples = [
+            _sample(record, low, high) for record in held[split, step][:PER_STEP]
+        ]
         shown.append(StepSamples(step, split, samples))
     return shown
 
@@ -229,7 +264,11 @@ def _spread(count: int, most: int) -> list[int]:
 
 def _sample(record: dict[str, Any], low: float, high: float) -> Sample:
     reward = _reward(record)
-    level = round(4 * (reward - low) / (high - low)) if high > low and not math.isnan(reward) else 2
+    level = (
+        round(4 * (reward - low) / (high - low))
+        if high > low and not math.isnan(reward)
+        else 2
+    )
     reference = record.get("reference")
     return Sample(
         _cut(record.get("prompt", "")),
@@ -250,6 +289,13 @@ def _reward(record: dict[str, Any]) -> float:
 def _cut(value: Any) -> str:
     text = value if isinstance(value, str) else str(value)
     text = "".join(
-        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
+        letter
+        if letter.isprintable() or letter in "\n\t"
+        else "\N{REPLACEMENT CHARACTER}"
+        for letter in text
     )
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text) - LONGEST} more characters)"
+    return (
+        text
+        if len(text) <= LONGEST
+        else f"{text[:LONGEST]} … ({len(text) - LONGEST} more characters)"
+    )

@@ -1,20 +1,24 @@
 """Confinement of a process: a read-only file system, no network, and limits on resources.
 
-There are three ways to take the file system away. `namespaces`, as root (mount, process, network, IPC): the process
-sees only Python's library. `user_namespaces`: the same for an ordinary user. `landlock`, if both are refused, as in
-most containers: the process sees that other files exist, but cannot read them. Each is combined with a filter of system
-calls, resource limits, and no capabilities.
+There are three ways to take the file system away. `namespaces`, as root (mount,
+process, network, IPC): the process sees only Python's library. `user_namespaces`: the
+same for an ordinary user. `landlock`, if both are refused, as in most containers: the
+process sees that other files exist, but cannot read them. Each is combined with a
+filter of system calls, resource limits, and no capabilities.
 
     1. enter: make the boundary, once per worker
     2. fork for each program
     3. confine: limits, Landlock and the seccomp filter, as the last thing before the program runs
 
-The filter is one of seccomp(2) in classic BPF. System calls that it does not list fail with EPERM: a program cannot
-start programs or processes, open sockets, change files, or signal, trace or inspect other processes.
+The filter is one of seccomp(2) in classic BPF. System calls that it does not list fail
+with EPERM: a program cannot start programs or processes, open sockets, change files, or
+signal, trace or inspect other processes.
 
-Why by hand: pyseccomp needs the C library libseccomp, which slim containers lack, and would replace only the filter, 40
-of these 440 lines. bubblewrap has no Landlock, and needs user namespaces, which most containers refuse. It also starts
-a process for each program: Python alone takes 40 ms to start here, and a fork of a worker with its confinement 9 ms.
+Why by hand: pyseccomp needs the C library libseccomp, which slim containers lack, and
+would replace only the filter, 40 of these 440 lines. bubblewrap has no Landlock, and
+needs user namespaces, which most containers refuse. It also starts a process for each
+program: Python alone takes 40 ms to start here, and a fork of a worker with its
+confinement 9 ms.
 """
 
 from __future__ import annotations
@@ -33,8 +37,9 @@ from pathlib import Path
 
 from megaverl.processes import end_with_parent
 
-# System calls that a confined program may make, each with its numbers on x86_64 and aarch64 (asm/unistd_64.h and
-# asm-generic/unistd.h of Linux). None: the architecture has no such call, since a newer one replaces it there.
+# System calls that a confined program may make, each with its numbers on x86_64 and
+# aarch64 (asm/unistd_64.h and asm-generic/unistd.h of Linux). None: the architecture
+# has no such call, since a newer one replaces it there.
 ALLOWED: dict[str, tuple[int, int | None]] = {
     "read": (0, 63),
     "write": (1, 64),
@@ -154,14 +159,23 @@ ALLOWED: dict[str, tuple[int, int | None]] = {
     "getsockname": (51, 204),
     "getpeername": (52, 205),
 }
-# (x86_64, aarch64) numbers of calls that are allowed only with some values of an argument.
-CLONE, CLONE3, KILL, TGKILL, PRLIMIT = (56, 220), (435, 435), (62, 129), (234, 131), (302, 261)
+# (x86_64, aarch64) numbers of calls that are allowed only with some values of an
+# argument.
+CLONE, CLONE3, KILL, TGKILL, PRLIMIT = (
+    (56, 220),
+    (435, 435),
+    (62, 129),
+    (234, 131),
+    (302, 261),
+)
 SOCKETPAIR, IOCTL, PRCTL, FCNTL = (53, 199), (16, 29), (157, 167), (72, 25)
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 CLONE_THREAD, AF_UNIX, PR_SET_NAME = 0x10000, 1, 15
-TERMINAL_AND_FLAGS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIO(N)CLEX
-# F_DUPFD, F_GETFD ... F_SETFL, F_DUPFD_CLOEXEC. F_SETOWN is missing: it could send signals to other processes.
+# TCGETS TIOCGWINSZ FIONREAD FIONBIO FIO(N)CLEX.
+TERMINAL_AND_FLAGS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# F_DUPFD, F_GETFD ... F_SETFL, F_DUPFD_CLOEXEC. F_SETOWN is missing: it could send
+# signals to other processes.
 DUP_AND_FLAGS = (0, 1, 2, 3, 4, 1030)
 ALLOW, REFUSE, KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
@@ -181,7 +195,9 @@ def machine() -> str:
     """
     name = platform.machine()
     if name not in AUDIT_ARCH or ctypes.sizeof(ctypes.c_void_p) != 8:
-        raise OSError(f"system calls of {name} are not known, only those of {', '.join(AUDIT_ARCH)}")
+        raise OSError(
+            f"system calls of {name} are not known, only those of {', '.join(AUDIT_ARCH)}"
+        )
     return name
 
 
@@ -193,17 +209,37 @@ def build_filter(pid: int, *, threads: bool) -> bytes:
     """
     name = machine()
     column = list(AUDIT_ARCH).index(name)
-    lines = [_line(LOAD, ARCH), _line(EQUAL, AUDIT_ARCH[name], 1, 0), _line(RETURN, KILL_PROCESS), _line(LOAD, NUMBER)]
+    lines = [
+        _line(LOAD, ARCH),
+        _line(EQUAL, AUDIT_ARCH[name], 1, 0),
+        _line(RETURN, KILL_PROCESS),
+        _line(LOAD, NUMBER),
+    ]
     for numbers in ALLOWED.values():
         number = numbers[column]
         if number is not None:
             lines += [_line(EQUAL, number, 0, 1), _line(RETURN, ALLOW)]
 
-    def one_of(call: tuple[int, int], argument: int, values: tuple[int, ...], test: int = EQUAL) -> None:
+    def one_of(
+        call: tuple[int, int], argument: int, values: tuple[int, ...], test: int = EQUAL
+    ) -> None:
         """Allow a call if an argument (its low half, as these are ints) passes `test` with one of the values."""
-        checks = [_line(test, value, len(values) - place) for place, value in enumerate(values)]
-        block = [_line(LOAD, ARGUMENTS + 8 * argument), *checks, _line(RETURN, REFUSE | errno.EPERM)]
-        lines.extend([_line(EQUAL, call[column], 0, len(block) + 1), *block, _line(RETURN, ALLOW)])
+        checks = [
+            _line(test, value, len(values) - place)
+            for place, value in enumerate(values)
+        ]
+        block = [
+            _line(LOAD, ARGUMENTS + 8 * argument),
+            *checks,
+            _line(RETURN, REFUSE | errno.EPERM),
+        ]
+        lines.extend(
+            [
+                _line(EQUAL, call[column], 0, len(block) + 1),
+                *block,
+                _line(RETURN, ALLOW),
+            ]
+        )
 
     if threads:
         one_of(CLONE, 0, (CLONE_THREAD,), ANY_BIT)
@@ -214,7 +250,8 @@ def build_filter(pid: int, *, threads: bool) -> bytes:
     one_of(IOCTL, 1, TERMINAL_AND_FLAGS)
     one_of(PRCTL, 0, (PR_SET_NAME,))
     one_of(FCNTL, 1, DUP_AND_FLAGS)
-    # clone3 passes its flags in memory, which a filter cannot read. After ENOSYS glibc uses clone, whose flags it can.
+    # clone3 passes its flags in memory, which a filter cannot read. After ENOSYS glibc
+    # uses clone, whose flags it can.
     lines += [_line(EQUAL, CLONE3[column], 0, 1), _line(RETURN, REFUSE | errno.ENOSYS)]
     return b"".join([*lines, _line(RETURN, REFUSE | errno.EPERM)])
 
@@ -232,22 +269,49 @@ def install_filter(program: bytes) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
     compiled = _Filter(len(program) // 8, program)
-    for arguments in ((PR_SET_NO_NEW_PRIVS, 1, 0), (PR_SET_SECCOMP, FILTER_MODE, ctypes.addressof(compiled))):
+    for arguments in (
+        (PR_SET_NO_NEW_PRIVS, 1, 0),
+        (PR_SET_SECCOMP, FILTER_MODE, ctypes.addressof(compiled)),
+    ):
         if libc.prctl(*arguments, 0, 0):
-            raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
+            raise OSError(
+                ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}"
+            )
 
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = (
+    0x20000,
+    0x4000000,
+    0x8000000,
+    0x10000000,
+)
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
-MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 0x1000, 0x4000, 0x40000, 2
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = (
+    2,
+    4,
+    0x1000,
+    0x4000,
+    0x40000,
+    2,
+)
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 CAPSET = {"x86_64": 126, "aarch64": 91}
-MOUNT_SETATTR, LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 442, 444, 445, 446  # on every architecture
+# On every architecture.
+MOUNT_SETATTR, LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 442, 444, 445, 446
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 READ_ONLY_NOSUID_NODEV = 1 | 2 | 4  # MOUNT_ATTR_*
-LANDLOCK_ALL, LANDLOCK_READ_FILE, LANDLOCK_READ_DIR = 0x1FFF, 4, 8  # LANDLOCK_ACCESS_FS_* of its first version
+# LANDLOCK_ACCESS_FS_* of its first version.
+LANDLOCK_ALL, LANDLOCK_READ_FILE, LANDLOCK_READ_DIR = 0x1FFF, 4, 8
 FIRST_USER, NOBODY = 1_000_000, 65534
-LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+LIBRARIES = (
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/local/lib",
+    "/etc/ld.so.cache",
+    "/usr/share/zoneinfo",
+)
 MAX_OPEN = 64
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -271,14 +335,18 @@ class Boundary:
 def _places(packages: Sequence[str]) -> list[str]:
     """List Python's library, these folders, and the libraries that both load."""
     library_paths = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")]
-    return [path for path in (*library_paths, *packages, *LIBRARIES) if os.path.exists(path)]
+    return [
+        path for path in (*library_paths, *packages, *LIBRARIES) if os.path.exists(path)
+    ]
 
 
 def readable_paths(packages: Sequence[str]) -> list[str]:
     """List those places with links resolved, without places inside others."""
     real_paths = {os.path.realpath(path) for path in _places(packages)}
     return sorted(
-        path for path in real_paths if not any(Path(path).is_relative_to(other) for other in real_paths - {path})
+        path
+        for path in real_paths
+        if not any(Path(path).is_relative_to(other) for other in real_paths - {path})
     )
 
 
@@ -296,7 +364,10 @@ def enter(mechanism: str, packages: Sequence[str] = ()) -> Boundary:
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     paths = readable_paths(packages)
     if mechanism == "landlock":
-        _checked("landlock_create_ruleset", _libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
+        _checked(
+            "landlock_create_ruleset",
+            _libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1),
+        )
         _drop_capabilities()
         return Boundary(paths, is_namespace=False, counts_threads=False)
     user, group, number = os.getuid(), os.getgid(), os.getpid()
@@ -304,7 +375,11 @@ def enter(mechanism: str, packages: Sequence[str] = ()) -> Boundary:
     apart = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
     _checked("unshare", _libc.unshare(apart if as_root else apart | CLONE_NEWUSER))
     if not as_root:
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{user} {user} 1"),
+            ("gid_map", f"{group} {group} 1"),
+        ):
             Path(f"/proc/self/{name}").write_text(text, encoding="ascii")
     starter = os.getppid()
     child = os.fork()
@@ -313,20 +388,24 @@ def enter(mechanism: str, packages: Sequence[str] = ()) -> Boundary:
         end_with_parent(starter)
         _wait_for(child)
     links = {path: os.readlink(path) for path in LIBRARIES if os.path.islink(path)}
-    # If Python's folder is a link, its imports use the link's name, so the link must exist inside too.
+    # If Python's folder is a link, its imports use the link's name, so the link must
+    # exist inside too.
     for place in _places(packages):
         links.setdefault(place, os.path.realpath(place))
     _private_root(paths, links)
     if as_root:
         _become_ordinary(number)
     _drop_capabilities()
-    # PR_SET_PDEATHSIG. The parent is outside the namespace, so its process number cannot be checked here.
+    # PR_SET_PDEATHSIG. The parent is outside the namespace, so its process number
+    # cannot be checked here.
     _checked("prctl", _libc.prctl(1, signal.SIGKILL))
     os.setsid()
     return Boundary(paths, is_namespace=True, counts_threads=as_root or user != 0)
 
 
-def confine(boundary: Boundary, *, memory_mb: int, seconds: float, threads: int) -> None:
+def confine(
+    boundary: Boundary, *, memory_mb: int, seconds: float, threads: int
+) -> None:
     """Permanently give up everything that a program does not need. The last thing before it runs."""
     most = {
         resource.RLIMIT_AS: memory_mb * 2**20,
@@ -339,7 +418,8 @@ def confine(boundary: Boundary, *, memory_mb: int, seconds: float, threads: int)
         resource.RLIMIT_SIGPENDING: 64,
     }
     if boundary.counts_threads:
-        # Three more: this process, the one that waits for it, and the one with the tests.
+        # Three more: this process, the one that waits for it, and the one with the
+        # tests.
         most[resource.RLIMIT_NPROC] = threads + 3
     for kind, limit in most.items():
         _, hard = resource.getrlimit(kind)
@@ -348,7 +428,9 @@ def confine(boundary: Boundary, *, memory_mb: int, seconds: float, threads: int)
     _checked("prctl", _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     if not boundary.is_namespace:
         _landlock(boundary.paths)
-    install_filter(build_filter(os.getpid(), threads=boundary.counts_threads and threads > 0))
+    install_filter(
+        build_filter(os.getpid(), threads=boundary.counts_threads and threads > 0)
+    )
 
 
 def _checked(call: str, result: int) -> int:
@@ -359,16 +441,20 @@ def _checked(call: str, result: int) -> int:
 
 
 def _wait_for(child: int) -> None:
-    """Wait outside the namespace until the child ends, and then end with its code, for the process that started this
-    one.
+    """Wait outside the namespace until the child ends, and then end with its code, for
+    the process that started this one.
     """
     os.closerange(0, 3)
     _, status = os.waitpid(child, 0)
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
-def _mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    encoded = [text.encode() if text is not None else None for text in (source, target, kind)]
+def _mount(
+    source: str, target: str, kind: str | None, flags: int, data: str | None = None
+) -> None:
+    encoded = [
+        text.encode() if text is not None else None for text in (source, target, kind)
+    ]
     text = data.encode() if data else None
     _checked(f"mount {target}", _libc.mount(*encoded, ctypes.c_ulong(flags), text))
 
@@ -377,7 +463,9 @@ def _read_only(target: str) -> None:
     """Make a mount and those below it read-only."""
     attributes = struct.pack("QQQQ", READ_ONLY_NOSUID_NODEV, 0, 0, 0)
     flags, size = ctypes.c_uint(AT_RECURSIVE), ctypes.c_size_t(len(attributes))
-    done = _libc.syscall(MOUNT_SETATTR, AT_FDCWD, target.encode(), flags, attributes, size)
+    done = _libc.syscall(
+        MOUNT_SETATTR, AT_FDCWD, target.encode(), flags, attributes, size
+    )
     _checked(f"mount_setattr {target}", done)
 
 
@@ -424,13 +512,17 @@ def _become_ordinary(number: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)  # _LINUX_CAPABILITY_VERSION_3, this thread
+    # _LINUX_CAPABILITY_VERSION_3, this thread.
+    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
     _checked("capset", _libc.syscall(CAPSET[machine()], header, none))
 
 
 def _landlock(paths: Sequence[str]) -> None:
     rules = struct.pack("Q", LANDLOCK_ALL)
-    ruleset = _checked("landlock", _libc.syscall(LANDLOCK_CREATE, rules, ctypes.c_size_t(len(rules)), 0))
+    ruleset = _checked(
+        "landlock",
+        _libc.syscall(LANDLOCK_CREATE, rules, ctypes.c_size_t(len(rules)), 0),
+    )
     for path in paths:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         access = LANDLOCK_READ_FILE | (LANDLOCK_READ_DIR if os.path.isdir(path) else 0)

@@ -108,7 +108,8 @@ class Sandbox:
     _sharing: ClassVar[threading.Lock] = threading.Lock()
 
     def __post_init__(self) -> None:
-        # Last in, first out: a worker that runs is taken before a place where one would have to start.
+        # Last in, first out: a worker that runs is taken before a place where one would
+        # have to start.
         self._free = queue.LifoQueue()
         for _ in range(self.size):
             self._free.put(None)
@@ -126,7 +127,9 @@ class Sandbox:
         """Run all programs, as many in parallel as there are workers."""
         if len(tasks) < 2:
             return [self.run(task) for task in tasks]
-        with ThreadPoolExecutor(min(self.size, len(tasks)), thread_name_prefix="sandbox") as pool:
+        with ThreadPoolExecutor(
+            min(self.size, len(tasks)), thread_name_prefix="sandbox"
+        ) as pool:
             return list(pool.map(self.run, tasks))
 
     def run(self, task: ConfinedProgram) -> ProgramOutcome:
@@ -138,14 +141,20 @@ class Sandbox:
         seconds = self.limits.seconds if task.seconds is None else task.seconds
         memory_mb = self.limits.memory_mb if task.memory_mb is None else task.memory_mb
         died: int | None = None
-        # A worker may die because of something else, such as the kernel's out-of-memory killer, so try twice.
+        # A worker may die because of something else, such as the kernel's out-of-memory
+        # killer, so try twice.
         for _ in range(2):
             worker = self._free.get()
             try:
                 worker = worker or self._start()
-                for line in ({"seconds": seconds, "memory_mb": memory_mb, "sizes": sizes}, *parts):
+                for line in (
+                    {"seconds": seconds, "memory_mb": memory_mb, "sizes": sizes},
+                    *parts,
+                ):
                     worker.send(line)
-                return self._outcome(task, worker.answer(seconds + MARGIN_SECONDS), seconds)
+                return self._outcome(
+                    task, worker.answer(seconds + MARGIN_SECONDS), seconds
+                )
             except (ProcessDied, TimeoutError) as error:
                 died = error.code if isinstance(error, ProcessDied) else None
                 if worker is not None:
@@ -153,7 +162,9 @@ class Sandbox:
                 worker = None
             finally:
                 self._free.put(worker)
-        return ProgramOutcome(-9, "", "", False, f"its sandbox ended twice (code {died})", 0.0, 0.0)
+        return ProgramOutcome(
+            -9, "", "", False, f"its sandbox ended twice (code {died})", 0.0, 0.0
+        )
 
     def close(self) -> None:
         """End all workers."""
@@ -162,7 +173,9 @@ class Sandbox:
                 worker.close()
             self._free.put(None)
 
-    def _outcome(self, task: ConfinedProgram, answer: Mapping[str, Any], seconds: float) -> ProgramOutcome:
+    def _outcome(
+        self, task: ConfinedProgram, answer: Mapping[str, Any], seconds: float
+    ) -> ProgramOutcome:
         verdict, code = answer["verdict"], int(answer["code"])
         if answer["timed_out"]:
             reason = f"it took longer than {seconds:g} s"
@@ -170,14 +183,27 @@ class Sandbox:
             reason = f"it wrote more than {self.limits.output_kb} KiB"
         elif code:
             last = answer["errors"].strip().rpartition("\n")[2]
-            reason = f"it ended by signal {-code}" if code < 0 else f"it ended with code {code}: {last}"
+            reason = (
+                f"it ended by signal {-code}"
+                if code < 0
+                else f"it ended with code {code}: {last}"
+            )
         else:
             reason = str(verdict.get("error", ""))
         stopped = bool(answer["timed_out"] or answer["too_much"])
-        passed = not stopped and (code == 0 if task.test is None else verdict["passed"] is True)
+        passed = not stopped and (
+            code == 0 if task.test is None else verdict["passed"] is True
+        )
         code = -9 if stopped else code
         took = float(answer["seconds"]), float(answer["memory_mb"])
-        return ProgramOutcome(code, answer["output"], answer["errors"], passed, "" if passed else reason, *took)
+        return ProgramOutcome(
+            code,
+            answer["output"],
+            answer["errors"],
+            passed,
+            "" if passed else reason,
+            *took,
+        )
 
     def _start(self) -> LineProcess:
         tried = [self.mechanism] if self.mechanism else list(MECHANISMS)
@@ -197,9 +223,14 @@ class Sandbox:
 
 def _started(limits: SandboxLimits, mechanism: str) -> LineProcess | str:
     """Return a worker, or the reason why it could not start."""
-    # Do not pass on this process's environment, which may hold keys and addresses. A fixed hash seed gives sets the
-    # same order in every run.
-    environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    # Do not pass on this process's environment, which may hold keys and addresses. A
+    # fixed hash seed gives sets the same order in every run.
+    environment = {
+        "PATH": os.defpath,
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "0",
+    }
     worker = LineProcess([sys.executable, "-sSP", str(WORKER)], environment, folder="/")
     paths = sysconfig.get_paths()
     packages = list(dict.fromkeys([paths["purelib"], paths["platlib"]]))

@@ -26,8 +26,8 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, BinaryIO
 
-# Special methods that tests may call on an object of the response. Python looks them up on the class alone, so `Remote`
-# needs each of them.
+# Special methods that tests may call on an object of the response. Python looks them up
+# on the class alone, so `Remote` needs each of them.
 ON_RESPONSE = (
     "len",
     "getitem",
@@ -110,11 +110,16 @@ class Remote:
 
     def __eq__(self, other: object) -> bool:
         """Compare two objects of the response there. An object of the response never equals a value of the tests."""
-        return isinstance(other, Remote) and self._peer.ask("special", self._handle, args=("__eq__", other)) is True
+        return (
+            isinstance(other, Remote)
+            and self._peer.ask("special", self._handle, args=("__eq__", other)) is True
+        )
 
 
 def _special(name: str) -> Callable[..., Any]:
-    return lambda self, *args: self._peer.ask("special", self._handle, args=(name, *args))
+    return lambda self, *args: self._peer.ask(
+        "special", self._handle, args=(name, *args)
+    )
 
 
 for _name in ON_RESPONSE:
@@ -129,7 +134,9 @@ class Peer:
             calls functions that it has passed on itself.
     """
 
-    def __init__(self, reading: BinaryIO, writing: BinaryIO, *, is_response: bool) -> None:
+    def __init__(
+        self, reading: BinaryIO, writing: BinaryIO, *, is_response: bool
+    ) -> None:
         self.reading, self.writing, self.is_response = reading, writing, is_response
         self.objects: list[Any] = []
 
@@ -148,14 +155,27 @@ class Peer:
             raise EOFError("the response's process has ended")
         return json.loads(line)
 
-    def ask(self, action: str, handle: int, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def ask(
+        self,
+        action: str,
+        handle: int,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Let the other side run something, and apply its changes to lists and mappings in the arguments.
 
         Raises:
             Exception: the exception that it raised.
         """
         keywords = {key: self.encoded(value) for key, value in (kwargs or {}).items()}
-        self.send({"do": action, "on": handle, "args": [self.encoded(value) for value in args], "kwargs": keywords})
+        self.send(
+            {
+                "do": action,
+                "on": handle,
+                "args": [self.encoded(value) for value in args],
+                "kwargs": keywords,
+            }
+        )
         while "do" in (answer := self.receive()):
             self.serve(answer)
         if "error" in answer:
@@ -176,21 +196,29 @@ class Peer:
         try:
             target = self.objects[request["on"]]
             args = [self.decoded(value) for value in request["args"]]
-            kwargs = {key: self.decoded(value) for key, value in request["kwargs"].items()}
+            kwargs = {
+                key: self.decoded(value) for key, value in request["kwargs"].items()
+            }
             if request["do"] == "call":
                 value = target(*args, **kwargs)
             elif not self.is_response:
-                raise PermissionError("only functions that the tests have passed on can be called")
+                raise PermissionError(
+                    "only functions that the tests have passed on can be called"
+                )
             elif request["do"] == "get":
                 value = getattr(target, args[0])
             elif request["do"] == "set":
                 value = setattr(target, args[0], args[1])  # type: ignore[func-returns-value]
             else:
-                # Raise Python's own error: list(), for example, asks any object for __len__ and expects TypeError.
+                # Raise Python's own error: list(), for example, asks any object for
+                # __len__ and expects TypeError.
                 if not hasattr(target, args[0]):
                     raise TypeError(f"{type(target).__name__} has no {args[0]}")
                 value = getattr(target, args[0])(*args[1:])
-            changed = [self.encoded(arg) if isinstance(arg, list | dict | set) else None for arg in args]
+            changed = [
+                self.encoded(arg) if isinstance(arg, list | dict | set) else None
+                for arg in args
+            ]
             self.send({"value": self.encoded(value), "args": changed})
         except Exception as error:
             # A test may expect the response to raise this.
@@ -198,7 +226,10 @@ class Peer:
 
     def encoded(self, value: Any) -> Any:
         """Encode a value as JSON: plain values by content, Python's own functions by name, other objects by number."""
-        if hasattr(value, "tolist") and type(value).__module__.partition(".")[0] == "numpy":
+        if (
+            hasattr(value, "tolist")
+            and type(value).__module__.partition(".")[0] == "numpy"
+        ):
             value = value.tolist()
         if value is None or isinstance(value, bool):
             return value
@@ -206,14 +237,27 @@ class Peer:
             if isinstance(value, kind):
                 return kind(value)
         if isinstance(value, float):
-            return float(value) if math.isfinite(value) else {"t": "float", "v": str(float(value))}
+            return (
+                float(value)
+                if math.isfinite(value)
+                else {"t": "float", "v": str(float(value))}
+            )
         if isinstance(value, list):
             return [self.encoded(item) for item in value]
         if isinstance(value, dict):
-            return {"t": "dict", "v": [[self.encoded(key), self.encoded(item)] for key, item in value.items()]}
+            return {
+                "t": "dict",
+                "v": [
+                    [self.encoded(key), self.encoded(item)]
+                    for key, item in value.items()
+                ],
+            }
         for sequence in (tuple, frozenset, set):
             if isinstance(value, sequence):
-                return {"t": sequence.__name__, "v": [self.encoded(item) for item in value]}
+                return {
+                    "t": sequence.__name__,
+                    "v": [self.encoded(item) for item in value],
+                }
         if isinstance(value, bytes | bytearray):
             return {"t": "bytes", "v": bytes(value).hex()}
         if isinstance(value, complex):
@@ -226,7 +270,9 @@ class Peer:
         if getattr(builtins, name, None) is value:
             return {"t": "builtin", "v": name}
         if not self.is_response and not isinstance(value, FUNCTIONS):
-            raise TypeError(f"a test cannot give {type(value).__name__} to the response: plain values and functions")
+            raise TypeError(
+                f"a test cannot give {type(value).__name__} to the response: plain values and functions"
+            )
         self.objects.append(value)
         return {"t": "object", "v": len(self.objects) - 1}
 
@@ -250,7 +296,11 @@ class Peer:
         if kind == "builtin":
             return getattr(builtins, held)
         if kind == "module":
-            return importlib.import_module(held) if held.partition(".")[0] in sys.stdlib_module_names else None
+            return (
+                importlib.import_module(held)
+                if held.partition(".")[0] in sys.stdlib_module_names
+                else None
+            )
         return self.objects[held] if kind == "yours" else Remote(self, held)
 
 
@@ -265,7 +315,11 @@ def serve_response(source: str, reading: BinaryIO, writing: BinaryIO) -> None:
         traceback.print_exc()
         peer.send({"failed": f"{type(error).__name__}: {error}"})
         _end(1)
-    names = {key: peer.encoded(value) for key, value in vars(module).items() if not key.startswith("_")}
+    names = {
+        key: peer.encoded(value)
+        for key, value in vars(module).items()
+        if not key.startswith("_")
+    }
     peer.send({"names": names})
     while True:
         try:
@@ -274,7 +328,9 @@ def serve_response(source: str, reading: BinaryIO, writing: BinaryIO) -> None:
             _end(0)
 
 
-def run_tests(test: Mapping[str, Any], reading: BinaryIO, writing: BinaryIO, verdicts: BinaryIO) -> None:
+def run_tests(
+    test: Mapping[str, Any], reading: BinaryIO, writing: BinaryIO, verdicts: BinaryIO
+) -> None:
     """Run a test and write its verdict: `code` to run, or `call` with `args`, `kwargs` and the `expected` value."""
     try:
         peer = Peer(reading, writing, is_response=False)
@@ -290,7 +346,9 @@ def run_tests(test: Mapping[str, Any], reading: BinaryIO, writing: BinaryIO, ver
                 raise NameError(f"the response has no {test['call']}")
             result = function(*test.get("args", ()), **test.get("kwargs", {}))
             if not same(result, test["expected"], float(test.get("tolerance", 0.0))):
-                raise AssertionError(f"{test['call']} gave {result!r:.200}, expected {test['expected']!r:.200}")
+                raise AssertionError(
+                    f"{test['call']} gave {result!r:.200}, expected {test['expected']!r:.200}"
+                )
         else:
             exec(compile(test["code"], "test", "exec"), {**names, "__name__": "test"})
         verdict: dict[str, Any] = {"passed": True}
@@ -311,7 +369,9 @@ def _given(peer: Peer, names: Mapping[str, Any], code: str) -> dict[str, Any]:
     stand_ins = {}
     for name, value in names.items():
         is_module = isinstance(value, dict) and value["t"] == "module"
-        is_used_as_one = name in sys.stdlib_module_names and re.search(rf"\b{name}\s*\.", code)
+        is_used_as_one = name in sys.stdlib_module_names and re.search(
+            rf"\b{name}\s*\.", code
+        )
         if not hasattr(builtins, name) and (is_module or not is_used_as_one):
             stand_ins[name] = peer.decoded(value)
     return stand_ins
@@ -320,7 +380,8 @@ def _given(peer: Peer, names: Mapping[str, Any], code: str) -> dict[str, Any]:
 def same(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
     """Return whether two plain values are equal. Lists equal tuples, and keys are compared as JSON writes them.
 
-    A key with the value None equals a missing key: rows from Parquet cannot distinguish them.
+    A key with the value None equals a missing key: rows from Parquet cannot distinguish
+    them.
     """
     if isinstance(expected, list | tuple):
         return (
@@ -330,7 +391,9 @@ def same(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
         )
     if isinstance(expected, dict) and isinstance(value, dict):
         items, other = _by_text(value.items()), _by_text(expected.items())
-        return items.keys() == other.keys() and all(same(items[key], other[key], tolerance) for key in items)
+        return items.keys() == other.keys() and all(
+            same(items[key], other[key], tolerance) for key in items
+        )
     if isinstance(value, Remote):
         return False
     if isinstance(expected, float) and isinstance(value, int | float):
@@ -339,4 +402,8 @@ def same(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
 
 
 def _by_text(items: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
-    return {key if isinstance(key, str) else json.dumps(key): value for key, value in items if value is not None}
+    return {
+        key if isinstance(key, str) else json.dumps(key): value
+        for key, value in items
+        if value is not None
+    }

@@ -1,8 +1,10 @@
 """Worker process whose copies run confined programs: `python -sSP worker.py`.
 
-It imports modules that programs often use, moves behind a boundary, and forks a copy of itself for every program, so
-that no interpreter starts and no import is repeated. The first line of its input has the limits, every further line a
-task, and each task gets one line of answer. A copy's changes end with it, and it is killed when its time is over.
+It imports modules that programs often use, moves behind a boundary, and forks a copy of
+itself for every program, so that no interpreter starts and no import is repeated. The
+first line of its input has the limits, every further line a task, and each task gets
+one line of answer. A copy's changes end with it, and it is killed when its time is
+over.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)))
+    sys.path.insert(
+        0, os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
+    )
 
 from megaverl.rewards.sandbox import confinement, programs
 
-# Modules of the standard library that programs often import: imported before the first fork, once for all programs.
+# Modules of the standard library that programs often import: imported before the first
+# fork, once for all programs.
 PRELOADED = (
     "array",
     "bisect",
@@ -64,7 +69,8 @@ FIRST_FREE = 100  # file descriptors from here on are above those that a program
 
 def serve() -> None:
     """Answer on standard output until standard input ends."""
-    # Standard output carries the answers; anything that an imported package prints goes to standard error instead.
+    # Standard output carries the answers; anything that an imported package prints goes
+    # to standard error instead.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     requests = os.dup(0)
     os.dup2(2, 1)
@@ -84,22 +90,36 @@ def serve() -> None:
         answer({"error": f"{error}"})
         return
     for name in (signal.SIGINT, signal.SIGTERM):
-        # With default handlers, process 1 of a namespace ignores these signals from inside.
+        # With default handlers, process 1 of a namespace ignores these signals from
+        # inside.
         signal.signal(name, signal.SIG_DFL)
-    # Python refuses to print integers of more than 4,300 digits by default; a program's time is limited anyway.
+    # Python refuses to print integers of more than 4,300 digits by default; a program's
+    # time is limited anyway.
     sys.set_int_max_str_digits(0)
-    # A collection in a copy would write to all objects, and so copy the memory that it shares with this process.
+    # A collection in a copy would write to all objects, and so copy the memory that it
+    # shares with this process.
     gc.collect()
     gc.freeze()
     answer({"ready": True})
     while header := _line(requests):
-        confined = {name: header[name] for name in ("seconds", "memory_mb")} | {"threads": setting["threads"]}
-        answer(run(requests, header["sizes"], boundary, confined, setting["output_kb"] * 1024))
+        confined = {name: header[name] for name in ("seconds", "memory_mb")} | {
+            "threads": setting["threads"]
+        }
+        answer(
+            run(
+                requests,
+                header["sizes"],
+                boundary,
+                confined,
+                setting["output_kb"] * 1024,
+            )
+        )
 
 
 def _line(file: int) -> Any:
     """Read the next line and nothing after it; None at the end."""
-    # A larger read could take bytes of the programs' lines, which only their copies may read.
+    # A larger read could take bytes of the programs' lines, which only their copies may
+    # read.
     text = b""
     while not text.endswith(b"\n"):
         if not (byte := os.read(file, 1)):
@@ -117,8 +137,8 @@ def run(
 ) -> dict[str, Any]:
     """Run one task and leave nothing behind.
 
-    The copies read their programs from `requests` themselves. So this process never holds a program or a test, and no
-    copy can find another one's in its memory.
+    The copies read their programs from `requests` themselves. So this process never
+    holds a program or a test, and no copy can find another one's in its memory.
 
     Args:
         sizes: bytes of the program's line, and of the test's line if there is one.
@@ -140,7 +160,13 @@ def run(
         programs.run_tests(task, *_opened(3, "rb", "wb", "wb"))
 
     def start(size: int, program: Callable[[Any], None], files: list[int]) -> int:
-        return _start(requests, size, program, files, lambda: confinement.confine(boundary, **limits))
+        return _start(
+            requests,
+            size,
+            program,
+            files,
+            lambda: confinement.confine(boundary, **limits),
+        )
 
     if len(sizes) == 1:
         children = [start(sizes[0], script, [out[1], err[1]])]
@@ -152,13 +178,19 @@ def run(
         second = start(sizes[1], tests, [err[1], err[1], tell[0], ask[1], verdict[1]])
         children = [second, first]
     begin = time.monotonic()
-    # A writing end that stays open here would keep a copy waiting for more after the other one has ended.
+    # A writing end that stays open here would keep a copy waiting for more after the
+    # other one has ended.
     for reading, writing in pipes[3:]:
         os.close(reading)
         os.close(writing)
     for _, writing in pipes[:3]:
         os.close(writing)
-    collected = _collect([reading for reading, _ in pipes[:3]], children[0], begin + limits["seconds"], max_output)
+    collected = _collect(
+        [reading for reading, _ in pipes[:3]],
+        children[0],
+        begin + limits["seconds"],
+        max_output,
+    )
     codes, memory = [], 0.0
     for child in children:
         with contextlib.suppress(ProcessLookupError):
@@ -168,11 +200,20 @@ def run(
         memory = max(memory, usage.ru_maxrss / 1024)
     if boundary.is_namespace:
         _sweep()
-    return {**collected, "code": codes[0], "seconds": time.monotonic() - begin, "memory_mb": memory}
+    return {
+        **collected,
+        "code": codes[0],
+        "seconds": time.monotonic() - begin,
+        "memory_mb": memory,
+    }
 
 
 def _start(
-    requests: int, size: int, program: Callable[[Any], None], files: list[int], confine: Callable[[], None]
+    requests: int,
+    size: int,
+    program: Callable[[Any], None],
+    files: list[int],
+    confine: Callable[[], None],
 ) -> int:
     """Fork a copy that runs `program` on its line of `requests`, with only these files as descriptors 1, 2, 3, ...
 
@@ -196,13 +237,17 @@ def _start(
         with os.fdopen(os.dup(standard_input), "wb") as file:
             file.write(task.pop("input", "").encode("utf-8", "surrogatepass"))
         os.lseek(standard_input, 0, os.SEEK_SET)
-        moved = [fcntl.fcntl(file, fcntl.F_DUPFD, FIRST_FREE) for file in (standard_input, *files)]
+        moved = [
+            fcntl.fcntl(file, fcntl.F_DUPFD, FIRST_FREE)
+            for file in (standard_input, *files)
+        ]
         for number, moved_file in enumerate(moved):
             os.dup2(moved_file, number)
         os.closerange(len(moved), FIRST_FREE + 2 * len(moved) + 64)
         sys.stdin, sys.stdout, sys.stderr = _opened(0, "r", "w", "w")
         os.environ.clear()
-        # Python reseeds `random` after a fork. A fixed seed gives a program the same result in every run.
+        # Python reseeds `random` after a fork. A fixed seed gives a program the same
+        # result in every run.
         random.seed(0)
         confine()
         program(task)
@@ -225,7 +270,9 @@ def _exactly(file: int, size: int) -> bytes:
     return b"".join(parts)
 
 
-def _collect(files: list[int], child: int, deadline: float, max_output: int) -> dict[str, Any]:
+def _collect(
+    files: list[int], child: int, deadline: float, max_output: int
+) -> dict[str, Any]:
     """Read the pipes until the child ends, its time is over, or the output is too long."""
     texts = {file: bytearray() for file in files}
     open_files, ended = set(files), os.pidfd_open(child)
@@ -269,7 +316,11 @@ def _collect(files: list[int], child: int, deadline: float, max_output: int) -> 
 
 
 def _verdict(text: bytes) -> dict[str, Any]:
-    return dict(json.loads(text)) if text else {"passed": False, "error": "the tests did not end"}
+    return (
+        dict(json.loads(text))
+        if text
+        else {"passed": False, "error": "the tests did not end"}
+    )
 
 
 def _sweep() -> None:

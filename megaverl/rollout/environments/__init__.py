@@ -1,7 +1,8 @@
 """Environments: episodes with several turns, tools, and games of several agents.
 
-Episodes advance turn by turn: all running episodes generate their next turns in one request to the engine. An agent may
-hold several conversations in one episode, and write in several of them at the same time.
+Episodes advance turn by turn: all running episodes generate their next turns in one
+request to the engine. An agent may hold several conversations in one episode, and write
+in several of them at the same time.
 """
 
 from megaverl.rollout.environments.environment import (
@@ -19,7 +20,15 @@ from megaverl.rollout.environments.environment import (
     make_game,
     register_environment,
 )
-from megaverl.rollout.environments.episodes import Generate, Request, Turns, View, Views, digest, play
+from megaverl.rollout.environments.episodes import (
+    Generate,
+    Request,
+    Turns,
+    View,
+    Views,
+    digest,
+    play,
+)
 
 __all__ = [
     "ALONE",

@@ -1,8 +1,9 @@
 """Adapters for environments with text observations and actions: Gymnasium, TextArena, OpenEnv.
 
-Each turn of the model is decoded for the environment, and training uses the original tokens, never the decoded text. An
-episode begins with one message: `instruction` and the first observation. The rows of the data set only count episodes.
-Random draws of an episode come from `run.seed` and its row, so all episodes of a group draw the same.
+Each turn of the model is decoded for the environment, and training uses the original
+tokens, never the decoded text. An episode begins with one message: `instruction` and
+the first observation. The rows of the data set only count episodes. Random draws of an
+episode come from `run.seed` and its row, so all episodes of a group draw the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from typing import Any, ClassVar, NamedTuple
 from megaverl.errors import ConfigError, EpisodeError
 from megaverl.outside import read_json, read_number
 from megaverl.plugins import load_module
-from megaverl.rollout.environments.environment import Codec, Environment, Outcome, Start, register_environment
+from megaverl.rollout.environments.environment import (
+    Codec,
+    Environment,
+    Outcome,
+    Start,
+    register_environment,
+)
 from megaverl.user_code import describe
 
 
@@ -53,7 +60,11 @@ class TextEnvironment(Environment):
         no_action_reward: float = 0.0,
     ) -> None:
         super().__init__(codec)
-        self.instruction, self.no_action, self.no_action_reward = instruction, no_action, no_action_reward
+        self.instruction, self.no_action, self.no_action_reward = (
+            instruction,
+            no_action,
+            no_action_reward,
+        )
         self.action = re.compile(action, re.DOTALL) if action is not None else None
 
     @staticmethod
@@ -62,23 +73,33 @@ class TextEnvironment(Environment):
         try:
             pattern = re.compile(options.get("action") or "(x)")
         except re.error as error:
-            raise ConfigError(f"environment: action is no regular expression ({error})") from error
+            raise ConfigError(
+                f"environment: action is no regular expression ({error})"
+            ) from error
         if pattern.groups != 1:
-            raise ConfigError(f"environment: action needs one group, the action itself; it has {pattern.groups}")
+            raise ConfigError(
+                f"environment: action needs one group, the action itself; it has {pattern.groups}"
+            )
 
     def reset(self, start: Start) -> Sequence[int]:
-        return self.codec.prompt(f"{self.instruction}\n{self._begin(start.seed)}".strip())
+        return self.codec.prompt(
+            f"{self.instruction}\n{self._begin(start.seed)}".strip()
+        )
 
     def step(self, token_ids: Sequence[int]) -> Outcome:
         text = self.codec.decode(token_ids).strip()
         if self.action is not None:
             actions = self.action.findall(text)
             if not actions:
-                return Outcome(self.codec.answer(self.no_action, token_ids), self.no_action_reward)
+                return Outcome(
+                    self.codec.answer(self.no_action, token_ids), self.no_action_reward
+                )
             text = actions[-1].strip()
         observed = self._act(text)
         return Outcome(
-            () if observed.done else self.codec.answer(observed.text, token_ids), observed.reward, observed.done
+            () if observed.done else self.codec.answer(observed.text, token_ids),
+            observed.reward,
+            observed.done,
         )
 
     @abstractmethod
@@ -117,13 +138,19 @@ class GymnasiumText(TextEnvironment):
         gymnasium = _module("gymnasium", "text-games")
         for name in modules:
             load_module(name, "environment.options.modules")
-        self.actions = {str(word).lower(): value for word, value in actions.items()} if actions is not None else None
+        self.actions = (
+            {str(word).lower(): value for word, value in actions.items()}
+            if actions is not None
+            else None
+        )
         self.unknown = unknown
         arguments = dict(make or {})
         spec = gymnasium.spec(id)
         modes = getattr(_entry(spec), "metadata", {}).get("render_modes", ())
         self.renders = "ansi" in modes
-        self.inner = gymnasium.make(id, **({"render_mode": "ansi"} if self.renders else {}), **arguments)
+        self.inner = gymnasium.make(
+            id, **({"render_mode": "ansi"} if self.renders else {}), **arguments
+        )
 
     def _text(self, observation: Any) -> str:
         if isinstance(observation, str):
@@ -143,7 +170,10 @@ class GymnasiumText(TextEnvironment):
         chosen: Any = action
         if self.actions is not None:
             if action.lower() not in self.actions:
-                return Observed(self.unknown.replace("{actions}", ", ".join(self.actions)), self.no_action_reward)
+                return Observed(
+                    self.unknown.replace("{actions}", ", ".join(self.actions)),
+                    self.no_action_reward,
+                )
             chosen = self.actions[action.lower()]
         observation, reward, terminated, truncated, _ = self.inner.step(chosen)
         done = bool(terminated or truncated)
@@ -162,7 +192,14 @@ class TextArenaGame(TextEnvironment):
         make: further keyword arguments of `textarena.make`.
     """
 
-    def __init__(self, codec: Codec, *, id: str, make: Mapping[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        id: str,
+        make: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(codec, **options)
         self.inner = _module("textarena", "textarena").make(id, **(make or {}))
 
@@ -203,13 +240,20 @@ class OpenEnvClient(TextEnvironment):
     ) -> None:
         super().__init__(codec, **options)
         self.url = re.sub(r"^http", "ws", url.rstrip("/")) + "/ws"
-        self.action_key, self.fields, self.key, self.seconds = action_key, dict(fields or {}), observation_key, seconds
+        self.action_key, self.fields, self.key, self.seconds = (
+            action_key,
+            dict(fields or {}),
+            observation_key,
+            seconds,
+        )
         self._socket: Any = None
 
     def _begin(self, seed: int) -> str:
         connect = _module("websockets.sync.client", "openenv").connect
         try:
-            self._socket = connect(self.url, open_timeout=self.seconds, max_size=2**26, proxy=None)
+            self._socket = connect(
+                self.url, open_timeout=self.seconds, max_size=2**26, proxy=None
+            )
         except (OSError, TimeoutError) as error:
             raise EpisodeError(
                 f"environment 'openenv': {self.url} does not answer ({error}). Start its server."
@@ -236,7 +280,9 @@ class OpenEnvClient(TextEnvironment):
             self._socket.send(json.dumps({"type": kind, "data": data}))
             received = self._socket.recv(timeout=self.seconds)
         except Exception as error:  # whatever the socket raises: closed, too late
-            raise EpisodeError(f"environment 'openenv': {self.url}: {describe(error)}") from error
+            raise EpisodeError(
+                f"environment 'openenv': {self.url}: {describe(error)}"
+            ) from error
         try:
             return self._observed(received)
         except (ValueError, TypeError, AttributeError) as error:
@@ -257,9 +303,15 @@ class OpenEnvClient(TextEnvironment):
             raise ValueError(str(data.get("message", answer)))
         observation = data.get("observation", {})
         whole = self.key is None or not isinstance(observation, dict)
-        text = json.dumps(observation, ensure_ascii=False) if whole else str(observation.get(self.key, ""))
+        text = (
+            json.dumps(observation, ensure_ascii=False)
+            if whole
+            else str(observation.get(self.key, ""))
+        )
         reward = data.get("reward")
-        return Observed(text, 0.0 if reward is None else read_number(reward), bool(data.get("done")))
+        return Observed(
+            text, 0.0 if reward is None else read_number(reward), bool(data.get("done"))
+        )
 
 
 def _module(name: str, extra: str) -> Any:

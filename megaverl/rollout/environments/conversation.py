@@ -1,7 +1,8 @@
 """Conversations between a program and the policy: OpenAI API calls to token ids, and token ids to answers.
 
-Tokens that were drawn are kept. When a program sends earlier answers back, they are compared as text with the stored
-ones and never tokenised again; only new text is. A call that does not continue any answer begins a new conversation.
+Tokens that were drawn are kept. When a program sends earlier answers back, they are
+compared as text with the stored ones and never tokenised again; only new text is. A
+call that does not continue any answer begins a new conversation.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ logger = logging.getLogger(__name__)
 
 CHAT, COMPLETIONS = "chat/completions", "completions"
 MODEL = "policy"  # the model's name in answers; calls may use any name
-TOOL_CALL = r"<tool_call>\s*(\{.*?\})\s*</tool_call>"  # syntax of Qwen and Hermes models
-# Fields of a call that could change what is drawn, with the values that are allowed because they do not.
+# Syntax of Qwen and Hermes models.
+TOOL_CALL = r"<tool_call>\s*(\{.*?\})\s*</tool_call>"
+# Fields of a call that could change what is drawn, with the values that are allowed
+# because they do not.
 KEPT: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
@@ -40,7 +43,14 @@ KEPT: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "auto", "none"),
 }
 # Sampling fields of a call, which the run's own settings override.
-OVERRULED = ("temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "seed")
+OVERRULED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "max_completion_tokens",
+    "seed",
+)
 
 
 class CallRefused(Exception):
@@ -72,15 +82,27 @@ class Call:
 def as_stream(answer: Mapping[str, Any]) -> str:
     """Format an answer as server-sent events. The answer is already complete, so it is sent in one piece."""
     [choice] = answer["choices"]
-    piece = {name: value for name, value in choice.items() if name != "message"} | {"finish_reason": None}
+    piece = {name: value for name, value in choice.items() if name != "message"} | {
+        "finish_reason": None
+    }
     if "message" in choice:
-        calls = [{"index": place, **call} for place, call in enumerate(choice["message"].get("tool_calls") or ())]
-        piece["delta"] = {**choice["message"], **({"tool_calls": calls} if calls else {})}
+        calls = [
+            {"index": place, **call}
+            for place, call in enumerate(choice["message"].get("tool_calls") or ())
+        ]
+        piece["delta"] = {
+            **choice["message"],
+            **({"tool_calls": calls} if calls else {}),
+        }
     rest: dict[str, Any] = {"delta": {}} if "message" in choice else {"text": ""}
     last = {"index": 0, "finish_reason": choice["finish_reason"], **rest}
     kind = "chat.completion.chunk" if "message" in choice else "text_completion"
-    parts = [{**answer, "object": kind, "choices": [streamed]} for streamed in (piece, last)]
-    return "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n"
+    parts = [
+        {**answer, "object": kind, "choices": [streamed]} for streamed in (piece, last)
+    ]
+    return (
+        "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n"
+    )
 
 
 _warned: set[str] = set()
@@ -146,7 +168,9 @@ class Conversation:
         if isinstance(self.said, str):
             rendered = self.said
         elif self.said[-1]["role"] == "assistant":
-            raise CallRefused("the last message is the assistant's: there is nothing to answer.")
+            raise CallRefused(
+                "the last message is the assistant's: there is nothing to answer."
+            )
         else:
             rendered = self._rendered(self.said, call)
         self.token_ids = self.codec.tokenizer.encode(rendered)
@@ -155,19 +179,27 @@ class Conversation:
 
     def _rendered(self, messages: Sequence[dict[str, Any]], call: Call) -> str:
         try:
-            return self.codec.tokenizer.render_chat(messages, where="a program's call", tools=call.body.get("tools"))
+            return self.codec.tokenizer.render_chat(
+                messages, where="a program's call", tools=call.body.get("tools")
+            )
         except DataError as error:
             raise CallRefused(str(error)) from error
 
     @property
     def turn(self) -> list[int]:
         """Tokens of the policy's last turn."""
-        return self.token_ids[self.turns[-1][1] : self.turns[-1][2]] if self.turns else []
+        return (
+            self.token_ids[self.turns[-1][1] : self.turns[-1][2]] if self.turns else []
+        )
 
     def first(self, call: Call) -> Call | None:
         """Return the earlier call that this one repeats, answered or not."""
         said_so_far = _said(call)
-        same = (one for size, one in self.calls if call.kind == self.kind and said_so_far == self.said[:size])
+        same = (
+            one
+            for size, one in self.calls
+            if call.kind == self.kind and said_so_far == self.said[:size]
+        )
         return next(same, None)
 
     def go_on(self, call: Call) -> list[int] | None:
@@ -181,7 +213,12 @@ class Conversation:
         """
         said_so_far, known = _said(call), len(self.said)
         new = said_so_far[known:]
-        if self.waits or call.kind != self.kind or said_so_far[:known] != self.said or not (new and self.turns):
+        if (
+            self.waits
+            or call.kind != self.kind
+            or said_so_far[:known] != self.said
+            or not (new and self.turns)
+        ):
             return None
         if isinstance(new, str):
             tokens = self.codec.encode(new)
@@ -214,15 +251,23 @@ class Conversation:
 
     def answer(self, turn: Sequence[int], call: Call) -> dict[str, Any]:
         """Append the policy's turn and return the answer for the program."""
-        text, ended = self.codec.decode(turn), bool(turn) and turn[-1] in self.codec.tokenizer.stop_token_ids
+        text, ended = (
+            self.codec.decode(turn),
+            bool(turn) and turn[-1] in self.codec.tokenizer.stop_token_ids,
+        )
         reason = "stop" if ended else "length"
         used = {"prompt_tokens": len(self.token_ids), "completion_tokens": len(turn)}
         choice: dict[str, Any] = {"index": 0, "logprobs": None}
         if isinstance(self.said, list):
-            # A chat template may show the ids of tool calls to the policy, so they must not be random.
+            # A chat template may show the ids of tool calls to the policy, so they must
+            # not be random.
             name = digest(self.token_ids)
             message: dict[str, Any] = {"role": "assistant", "content": text}
-            if call.body.get("tools") and call.body.get("tool_choice") != "none" and (calls := _tool_calls(text, name)):
+            if (
+                call.body.get("tools")
+                and call.body.get("tool_choice") != "none"
+                and (calls := _tool_calls(text, name))
+            ):
                 content = re.sub(TOOL_CALL, "", text, flags=re.DOTALL).strip()
                 message |= {"content": content or None, "tool_calls": calls}
                 reason = "tool_calls"
@@ -246,8 +291,8 @@ class Conversation:
 
 
 class Conversations:
-    """All conversations of one program in an episode. A program may drop earlier messages, or ask something else in
-    between.
+    """All conversations of one program in an episode. A program may drop earlier
+    messages, or ask something else in between.
 
     Attributes:
         limits: limits of the run. A call beyond them is refused, so that its program may continue with less.
@@ -272,10 +317,15 @@ class Conversations:
             for conversation in self.held:
                 first = conversation.first(call)
                 if first:
-                    # The first call may still be waiting for its turn, so its answer is passed on once it is there.
-                    first.answer.add_done_callback(lambda done: _pass_on(done, call.answer))
+                    # The first call may still be waiting for its turn, so its answer is
+                    # passed on once it is there.
+                    first.answer.add_done_callback(
+                        lambda done: _pass_on(done, call.answer)
+                    )
                     return None
-        longest = sorted(range(len(self.held)), key=lambda number: -len(self.held[number].said))
+        longest = sorted(
+            range(len(self.held)), key=lambda number: -len(self.held[number].said)
+        )
         for number in longest:
             one = self.held[number]
             num_messages, size = one.said, len(one.token_ids)
@@ -285,10 +335,13 @@ class Conversations:
                     raise CallRefused(problem, 413)
                 one.take(call)
                 return number, tokens
-        # No conversation ends where the call goes on, so it may continue an earlier turn of one, or begin a new one.
+        # No conversation ends where the call goes on, so it may continue an earlier
+        # turn of one, or begin a new one.
         branches = (self.held[number].branch(call) for number in longest)
         chosen = max(
-            (branch for branch in branches if branch is not None), key=lambda branch: branch.turns[-1], default=None
+            (branch for branch in branches if branch is not None),
+            key=lambda branch: branch.turns[-1],
+            default=None,
         )
         if chosen is None:
             chosen = Conversation(self.codec, call.kind)
@@ -328,10 +381,15 @@ def _tool_calls(text: str, name: str) -> list[dict[str, Any]]:
     for place, written in enumerate(re.findall(TOOL_CALL, text, re.DOTALL)):
         try:
             call = read_json(written)
-            function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
+            function = {
+                "name": str(call["name"]),
+                "arguments": json.dumps(call.get("arguments", {})),
+            }
         except (ValueError, KeyError, TypeError, AttributeError):
             return []
-        calls.append({"id": f"call_{place}_{name}", "type": "function", "function": function})
+        calls.append(
+            {"id": f"call_{place}_{name}", "type": "function", "function": function}
+        )
     return calls
 
 
@@ -341,7 +399,11 @@ def _said(call: Call) -> list[dict[str, Any]] | str:
 
 def _messages(call: Call) -> list[dict[str, Any]]:
     messages = call.body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(message, dict) for message in messages)
+    ):
         raise CallRefused("messages is not a list of messages.")
     return [_plain(message) for message in messages]
 
@@ -350,15 +412,25 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """Drop empty fields of a message, so that a message that is sent back compares equal."""
     content = message.get("content")
     if isinstance(content, list):
-        if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
+        if any(
+            not isinstance(part, dict) or part.get("type") != "text" for part in content
+        ):
             raise CallRefused("messages are of text here, and one has another part.")
         if any(not isinstance(part.get("text"), str) for part in content):
-            raise CallRefused('a part of a message has no text: write it as {"type": "text", "text": "..."}.')
+            raise CallRefused(
+                'a part of a message has no text: write it as {"type": "text", "text": "..."}.'
+            )
         content = "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
-        raise CallRefused(f"the content of a message is {type(content).__name__}; write a text, or a list of parts.")
+        raise CallRefused(
+            f"the content of a message is {type(content).__name__}; write a text, or a list of parts."
+        )
     role = "system" if message.get("role") == "developer" else str(message.get("role"))
-    kept = {name: message[name] for name in ("tool_calls", "tool_call_id", "name") if message.get(name)}
+    kept = {
+        name: message[name]
+        for name in ("tool_calls", "tool_call_id", "name")
+        if message.get(name)
+    }
     if isinstance(kept.get("tool_calls"), list):
         kept["tool_calls"] = [_plain_call(call) for call in kept["tool_calls"]]
     return {"role": role, "content": content or "", **kept}
@@ -367,7 +439,10 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 def _plain_call(call: Any) -> Any:
     """Normalise a tool call's JSON arguments, since programs parse and rewrite them."""
     try:
-        function = {**call["function"], "arguments": json.dumps(read_json(call["function"]["arguments"]))}
+        function = {
+            **call["function"],
+            "arguments": json.dumps(read_json(call["function"]["arguments"])),
+        }
     except (ValueError, KeyError, TypeError):
         return call
     return {**call, "function": function}
@@ -378,5 +453,7 @@ def _text(call: Call) -> str:
     if isinstance(prompt, list) and len(prompt) == 1:
         [prompt] = prompt
     if not isinstance(prompt, str):
-        raise CallRefused("prompt is not one text: a text is a completion, and its answer is one sample.")
+        raise CallRefused(
+            "prompt is not one text: a text is a completion, and its answer is one sample."
+        )
     return prompt

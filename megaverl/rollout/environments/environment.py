@@ -1,9 +1,9 @@
-"""Interface of environments: token ids of a turn in, token ids of the answer out. Generated tokens are never
-re-tokenised.
+"""Interface of environments: token ids of a turn in, token ids of the answer out.
+Generated tokens are never re-tokenised.
 
-An `Environment` answers one model, turn by turn. A `Game` has several agents, and each has its own view, turns and
-rewards. One object is one episode. Configurations name both kinds by registered name, or as `module:object` of the
-user.
+An `Environment` answers one model, turn by turn. A `Game` has several agents, and each
+has its own view, turns and rewards. One object is one episode. Configurations name both
+kinds by registered name, or as `module:object` of the user.
 """
 
 from __future__ import annotations
@@ -99,10 +99,11 @@ class Environment(ABC):
                 return Outcome(self.codec.answer(text, token_ids), reward=float("yes" in text))
     """
 
-    # True if steps wait for something outside this process. Episodes then step in parallel threads.
+    # True if steps wait for something outside this process. Episodes then step in
+    # parallel threads.
     waits: ClassVar[bool] = False
-    # True if turns of several conversations may arrive in any order. A turn's seed then follows from what it reads,
-    # instead of from its number.
+    # True if turns of several conversations may arrive in any order. A turn's seed then
+    # follows from what it reads, instead of from its number.
     by_content: ClassVar[bool] = False
 
     def __init__(self, codec: Codec) -> None:
@@ -160,7 +161,9 @@ class Game(ABC):
             and its reward counts for that agent's last turn. One `done` ends the episode for all.
         """
 
-    def step_each(self, turns: Mapping[str, Sequence[Sequence[int]]]) -> Mapping[str, Outcome]:
+    def step_each(
+        self, turns: Mapping[str, Sequence[Sequence[int]]]
+    ) -> Mapping[str, Outcome]:
         """Answer several turns of each agent, one for each of its conversations."""
         return self.step({agent: one for agent, [one] in turns.items()})
 
@@ -186,7 +189,9 @@ class Alone(Game):
     def step(self, turns: Mapping[str, Sequence[int]]) -> Mapping[str, Outcome]:
         return {ALONE: self.environment.step(turns[ALONE])}
 
-    def step_each(self, turns: Mapping[str, Sequence[Sequence[int]]]) -> Mapping[str, Outcome]:
+    def step_each(
+        self, turns: Mapping[str, Sequence[Sequence[int]]]
+    ) -> Mapping[str, Outcome]:
         return {ALONE: self.environment.step_each(turns[ALONE])}
 
     def close(self) -> None:
@@ -203,7 +208,9 @@ class TokenizerLike(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]: ...
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str: ...
 
     def render_chat(
         self,
@@ -236,31 +243,49 @@ class Codec:
         """Return the tokens of a first message; under a chat template, a user's message and the answer's beginning."""
         if not self.chat:
             return self.tokenizer.encode(clean(text), add_special_tokens=True)
-        return self.encode(self.tokenizer.render_chat([{"role": "user", "content": clean(text)}]))
+        return self.encode(
+            self.tokenizer.render_chat([{"role": "user", "content": clean(text)}])
+        )
 
-    def answer(self, text: str, turn: Sequence[int], *, role: str = "user") -> list[int]:
+    def answer(
+        self, text: str, turn: Sequence[int], *, role: str = "user"
+    ) -> list[int]:
         """Return the tokens after the model's `turn` that answer it with `text`, up to where its next turn begins.
 
-        Under a chat template these are all tokens that the template writes between two turns of the assistant,
-        including the end of the first turn if the model did not write it.
+        Under a chat template these are all tokens that the template writes between two
+        turns of the assistant, including the end of the first turn if the model did not
+        write it.
 
         Raises:
             DataError: the chat template refuses a message of this role.
         """
-        return self.answers([{"role": role, "content": clean(text)}], turn) if self.chat else self.encode(text)
+        return (
+            self.answers([{"role": role, "content": clean(text)}], turn)
+            if self.chat
+            else self.encode(text)
+        )
 
-    def answers(self, messages: Sequence[dict[str, Any]], turn: Sequence[int]) -> list[int]:
+    def answers(
+        self, messages: Sequence[dict[str, Any]], turn: Sequence[int]
+    ) -> list[int]:
         """Return the tokens of several messages after the model's `turn`, under a chat template."""
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}]
+        before = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": TURN},
+        ]
         role = messages[0]["role"]
-        # The template renders a whole conversation with a marker as the model's turn. What follows the marker is the
-        # answer.
+        # The template renders a whole conversation with a marker as the model's turn.
+        # What follows the marker is the answer.
         rendered = self.tokenizer.render_chat(
             [*before, *messages], where=f"an environment's answer in the role '{role}'"
         )
         tokens = self.encode(rendered.rpartition(TURN)[2])
         ended = bool(turn) and turn[-1] in self.tokenizer.stop_token_ids
-        return tokens[1:] if ended and tokens[:1] and tokens[0] in self.tokenizer.stop_token_ids else tokens
+        return (
+            tokens[1:]
+            if ended and tokens[:1] and tokens[0] in self.tokenizer.stop_token_ids
+            else tokens
+        )
 
 
 Kind = type[Environment] | type[Game]
@@ -289,7 +314,9 @@ def register_environment(name: str) -> Callable[[T], T]:
 
     def register(kind: T) -> T:
         if name in _REGISTERED:
-            raise ConfigError(f"an environment named '{name}' is registered already; choose another name")
+            raise ConfigError(
+                f"an environment named '{name}' is registered already; choose another name"
+            )
         _REGISTERED[name] = kind
         return kind
 
@@ -320,7 +347,9 @@ def find_environment(name: str) -> Kind:
         )
     kind = load_object(name, "environment.name")
     if not (inspect.isclass(kind) and issubclass(kind, Environment | Game)):
-        raise ConfigError(f"environment '{name}' is not a class derived from Environment or Game: found {kind!r:.80}")
+        raise ConfigError(
+            f"environment '{name}' is not a class derived from Environment or Game: found {kind!r:.80}"
+        )
     return kind
 
 
@@ -347,11 +376,16 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         signature.bind("codec", **options)
     except TypeError as error:
         taken = [key for key in signature.parameters if key != "codec"]
-        raise ConfigError(f"environment '{name}' takes {', '.join(taken) or 'no options'}: {error}") from error
+        raise ConfigError(
+            f"environment '{name}' takes {', '.join(taken) or 'no options'}: {error}"
+        ) from error
     check = getattr(kind, "check", None)
     if check is not None:
         with user_code(
-            lambda error: ConfigError(f"environment '{name}': check() raised {describe(error)}"), keep=ConfigError
+            lambda error: ConfigError(
+                f"environment '{name}': check() raised {describe(error)}"
+            ),
+            keep=ConfigError,
         ):
             check(**options)
 

@@ -1,6 +1,7 @@
 """Episodes that advance turn by turn: all running episodes generate their next turns in one request to the engine.
 
-An agent may hold several conversations in one episode, and write in several of them at the same time.
+An agent may hold several conversations in one episode, and write in several of them at
+the same time.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Request:
 class View:
     """One agent's side of an episode: its prompt and everything after it.
 
-    Lists with one entry per token: `tokens`, `own`, `log_probs`, `turns`, `places`. Lists with one entry per turn:
-    `rewards`, `rounds`.
+    Lists with one entry per token: `tokens`, `own`, `log_probs`, `turns`, `places`.
+    Lists with one entry per turn: `rewards`, `rounds`.
 
     Attributes:
         tokens: the model's turns and the environment's answers, in order of arrival.
@@ -74,12 +75,20 @@ class View:
     writing: list[int] = field(default_factory=lambda: [0])
     rounds: list[int] = field(default_factory=list)
     untrained: set[int] = field(default_factory=set)
-    asked: dict[int, int] = field(default_factory=lambda: {0: 0})  # conversation -> round of its next turn
-    same: Counter[str] = field(default_factory=Counter)  # digest of the tokens so far -> requests for a turn after them
+    # conversation -> round of its next turn.
+    asked: dict[int, int] = field(default_factory=lambda: {0: 0})
+    # Digest of the tokens so far -> requests for a turn after them.
+    same: Counter[str] = field(default_factory=Counter)
 
     def write(self, generation: Generation, conversation: int = 0) -> None:
         """Append the model's next turn in a conversation."""
-        self._add(conversation, generation.token_ids, True, generation.log_probs, len(self.rewards))
+        self._add(
+            conversation,
+            generation.token_ids,
+            True,
+            generation.log_probs,
+            len(self.rewards),
+        )
         self.rewards.append(0.0)
         self.rounds.append(self.asked[conversation])
 
@@ -93,7 +102,11 @@ class View:
         for part in (outcome, *outcome.also):
             number, count = part.conversation, len(part.token_ids)
             begins = number == len(self.others) + 1
-            if not 0 <= number <= len(self.others) + 1 or (begins and not count) or number in self.writing:
+            if (
+                not 0 <= number <= len(self.others) + 1
+                or (begins and not count)
+                or number in self.writing
+            ):
                 raise EpisodeError(
                     f"an outcome of {count} tokens for conversation {number}; there are {len(self.others) + 1}, "
                     "counted from 0, the next begins with a prompt, and each is written in once at a time."
@@ -103,10 +116,21 @@ class View:
             if begins:
                 self.others.append(list(part.token_ids))
             else:
-                self._add(number, part.token_ids, False, [0.0] * count, max(len(self.rewards) - 1, 0))
+                self._add(
+                    number,
+                    part.token_ids,
+                    False,
+                    [0.0] * count,
+                    max(len(self.rewards) - 1, 0),
+                )
 
     def _add(
-        self, conversation: int, token_ids: Sequence[int], own: bool, log_probs: Sequence[float], turn: int
+        self,
+        conversation: int,
+        token_ids: Sequence[int],
+        own: bool,
+        log_probs: Sequence[float],
+        turn: int,
     ) -> None:
         count = len(token_ids)
         self.tokens += token_ids
@@ -118,9 +142,10 @@ class View:
     def settle(self) -> None:
         """Bring overlapping turns into an order that does not depend on timing.
 
-        Turns that were requested in the same round may have arrived in any order. They are sorted by depth (the number
-        of turns that they continue), then by a digest of what they read. The first turn that continues another one
-        stays in its conversation; the others begin new ones.
+        Turns that were requested in the same round may have arrived in any order. They
+        are sorted by depth (the number of turns that they continue), then by a digest
+        of what they read. The first turn that continues another one stays in its
+        conversation; the others begin new ones.
         """
         if len({*self.rounds}) == len(self.rounds):
             return
@@ -129,14 +154,22 @@ class View:
             part, size = self.conversation(number), len(prompt)
             for begin, end in part.spans:
                 ids = [*prompt, *part.tokens[:end]]
-                drawn_turns[part.turns[begin]] = DrawnTurn(ids, size + begin, part.log_probs[begin:end])
-        # A turn continues the longest earlier turn whose tokens are a prefix of what it reads.
+                drawn_turns[part.turns[begin]] = DrawnTurn(
+                    ids, size + begin, part.log_probs[begin:end]
+                )
+        # A turn continues the longest earlier turn whose tokens are a prefix of what it
+        # reads.
         longest = sorted(drawn_turns.values(), key=lambda turn: -len(turn.ids))
         for turn in sorted(drawn_turns.values(), key=lambda turn: turn.start):
             turn.after = next((one for one in longest if one.is_before(turn)), None)
             turn.depth = 0 if turn.after is None else turn.after.depth + 1
         order = sorted(
-            drawn_turns, key=lambda old: (self.rounds[old], drawn_turns[old].depth, digest(drawn_turns[old].read))
+            drawn_turns,
+            key=lambda old: (
+                self.rounds[old],
+                drawn_turns[old].depth,
+                digest(drawn_turns[old].read),
+            ),
         )
         new, ends, prompts = View([]), dict[int, int](), list[list[int]]()
         for number, turn in enumerate(drawn_turns[old] for old in order):
@@ -150,7 +183,9 @@ class View:
             ends[id(turn)] = place
         self.prompt, *self.others = prompts
         self.rewards = [self.rewards[old] for old in order]
-        self.untrained = {number for number, old in enumerate(order) if old in self.untrained}
+        self.untrained = {
+            number for number, old in enumerate(order) if old in self.untrained
+        }
         self.tokens, self.own, self.log_probs = new.tokens, new.own, new.log_probs
         self.turns, self.places = new.turns, new.places
 
@@ -172,7 +207,11 @@ class View:
         """Return one conversation as a view of its own. Turns keep their numbers in the episode."""
         if not self.others:
             return self
-        at = [place for place, place_number in enumerate(self.places) if place_number == number]
+        at = [
+            place
+            for place, place_number in enumerate(self.places)
+            if place_number == number
+        ]
         part = View(
             self.prompts[number],
             [self.tokens[place] for place in at],
@@ -188,8 +227,8 @@ class View:
     def conversations(self) -> list[View]:
         """List every conversation with a turn that trains or has a reward, as views of their own.
 
-        The conversation with the last turn always comes, at the end. The others are ordered by name, so that the order
-        does not depend on which began first.
+        The conversation with the last turn always comes, at the end. The others are
+        ordered by name, so that the order does not depend on which began first.
         """
         # conversation -> its last turn that the model wrote
         last_turn: dict[int, int] = {}
@@ -208,15 +247,22 @@ class View:
     @property
     def trained(self) -> list[bool]:
         """True for tokens that the model wrote in turns that train."""
-        return [is_own and turn not in self.untrained for is_own, turn in zip(self.own, self.turns, strict=True)]
+        return [
+            is_own and turn not in self.untrained
+            for is_own, turn in zip(self.own, self.turns, strict=True)
+        ]
 
     def name(self, number: int) -> str:
-        """Return a conversation's name, which follows from its prompt, not from the order of conversations; the first
-        has none.
+        """Return a conversation's name, which follows from its prompt, not from the
+        order of conversations; the first has none.
         """
         if not number:
             return ""
-        same = [place for place, prompt in enumerate(self.prompts) if prompt == self.prompts[number] and place]
+        same = [
+            place
+            for place, prompt in enumerate(self.prompts)
+            if prompt == self.prompts[number] and place
+        ]
         return f"{digest(self.prompts[number])}/{same.index(number)}"
 
 
@@ -246,7 +292,11 @@ class DrawnTurn:
         """Return whether `other` continues this turn."""
         size = len(self.ids)
         # Comparing one token first avoids most comparisons of whole lists.
-        return size < other.start and other.ids[size - 1] == self.ids[-1] and other.ids[:size] == self.ids
+        return (
+            size < other.start
+            and other.ids[size - 1] == self.ids[-1]
+            and other.ids[:size] == self.ids
+        )
 
 
 def digest(token_ids: Sequence[int]) -> str:
@@ -265,7 +315,8 @@ class Turns:
     acting: Sequence[str]
 
 
-# From episode -> agent -> its turns, one per conversation it wrote in, to episode -> results.
+# From episode -> agent -> its turns, one per conversation it wrote in, to episode ->
+# results.
 Step = Callable[[Mapping[int, Mapping[str, list[list[int]]]]], Mapping[int, Turns]]
 Generate = Callable[[Sequence[Request]], "Sequence[Generation]"]
 
@@ -294,7 +345,10 @@ def play(
     Raises:
         EpisodeError: an outcome names an unknown agent, or an episode goes on although no agent writes.
     """
-    episodes: list[Views] = [{agent: View(list(ids)) for agent, ids in by_agent.items()} for by_agent in prompts]
+    episodes: list[Views] = [
+        {agent: View(list(ids)) for agent, ids in by_agent.items()}
+        for by_agent in prompts
+    ]
     waiting = {number: list(agents) for number, agents in enumerate(acting)}
     while waiting:
         _end_those_without_room(episodes, waiting, limits)
@@ -306,11 +360,18 @@ def play(
         ]
         if not places:
             break
-        requests = [_request(*place, episodes[place[0]][place[1]], by_content) for place in places]
+        requests = [
+            _request(*place, episodes[place[0]][place[1]], by_content)
+            for place in places
+        ]
         written: dict[int, dict[str, list[list[int]]]] = {}
-        for (number, agent, conversation), generation in zip(places, generate(requests), strict=True):
+        for (number, agent, conversation), generation in zip(
+            places, generate(requests), strict=True
+        ):
             episodes[number][agent].write(generation, conversation)
-            written.setdefault(number, {}).setdefault(agent, []).append(list(generation.token_ids))
+            written.setdefault(number, {}).setdefault(agent, []).append(
+                list(generation.token_ids)
+            )
         waiting = {}
         for number, led_to in step(written).items():
             if _take_in(episodes[number], led_to, number):
@@ -318,7 +379,9 @@ def play(
     return episodes
 
 
-def _request(episode: int, agent: str, conversation: int, view: View, by_content: bool) -> Request:
+def _request(
+    episode: int, agent: str, conversation: int, view: View, by_content: bool
+) -> Request:
     now = view.conversation(conversation)
     token_ids = [*now.prompt, *now.tokens]
     if by_content:
@@ -328,11 +391,15 @@ def _request(episode: int, agent: str, conversation: int, view: View, by_content
     return Request(episode, agent, len(now.rewards), token_ids, view.name(conversation))
 
 
-def _end_those_without_room(episodes: Sequence[Views], waiting: dict[int, list[str]], limits: Limits) -> None:
+def _end_those_without_room(
+    episodes: Sequence[Views], waiting: dict[int, list[str]], limits: Limits
+) -> None:
     """End episodes in which an agent has no room or turns left. Such an episode ends for all its agents."""
     for number, agents in list(waiting.items()):
         views = [episodes[number][agent] for agent in agents]
-        if any(len(view.rewards) + len(view.writing) > limits.max_turns for view in views):
+        if any(
+            len(view.rewards) + len(view.writing) > limits.max_turns for view in views
+        ):
             reason = "turns"
         elif any(_is_full(view, limits) for view in views):
             reason = "length"
@@ -346,7 +413,11 @@ def _end_those_without_room(episodes: Sequence[Views], waiting: dict[int, list[s
 def _is_full(view: View, limits: Limits) -> bool:
     return any(
         view.places.count(number) + limits.turn_tokens > limits.total_tokens
-        or (number and limits.prompt_tokens is not None and len(view.prompts[number]) > limits.prompt_tokens)
+        or (
+            number
+            and limits.prompt_tokens is not None
+            and len(view.prompts[number]) > limits.prompt_tokens
+        )
         for number in view.writing
     )
 
@@ -356,11 +427,23 @@ def _end(view: View, reason: str) -> None:
     view.finish_reason = reason
     ends = {
         conversation: place
-        for place, (conversation, is_own) in enumerate(zip(view.places, view.own, strict=True))
+        for place, (conversation, is_own) in enumerate(
+            zip(view.places, view.own, strict=True)
+        )
         if is_own
     }
-    kept = [place for place, conversation in enumerate(view.places) if place <= ends.get(conversation, -1)]
-    columns: tuple[list[Any], ...] = (view.tokens, view.own, view.log_probs, view.turns, view.places)
+    kept = [
+        place
+        for place, conversation in enumerate(view.places)
+        if place <= ends.get(conversation, -1)
+    ]
+    columns: tuple[list[Any], ...] = (
+        view.tokens,
+        view.own,
+        view.log_probs,
+        view.turns,
+        view.places,
+    )
     for column in columns:
         column[:] = [column[place] for place in kept]
     view.settle()
@@ -372,19 +455,27 @@ def _take_in(views: Views, led_to: Turns, number: int) -> bool:
     for agent in views.keys() & led_to.outcomes.keys():
         view = views[agent]
         wrote = len(view.rewards) - len(view.writing)
-        view.untrained.update(wrote + place for place in led_to.outcomes[agent].untrained)
+        view.untrained.update(
+            wrote + place for place in led_to.outcomes[agent].untrained
+        )
     for view in views.values() if done else ():
         _end(view, "stop")
     for agent, outcome in led_to.outcomes.items():
         if agent not in views:
-            raise EpisodeError(f"episode {number}: an outcome for '{agent}'; its agents are {', '.join(views)}.")
+            raise EpisodeError(
+                f"episode {number}: an outcome for '{agent}'; its agents are {', '.join(views)}."
+            )
         view = views[agent]
         if view.rewards:
             view.rewards[-1] += outcome.reward
         elif outcome.reward:
-            raise EpisodeError(f"episode {number}: a reward for '{agent}', which has not taken a turn yet.")
+            raise EpisodeError(
+                f"episode {number}: a reward for '{agent}', which has not taken a turn yet."
+            )
         if not done:
             view.read(outcome)
     if not done and not led_to.acting:
-        raise EpisodeError(f"episode {number}: it is not over, and nobody writes the next turn.")
+        raise EpisodeError(
+            f"episode {number}: it is not over, and nobody writes the next turn."
+        )
     return not done

@@ -1,7 +1,8 @@
 """Example games: guess a hidden number (one player), and Lewis's signalling game (two players).
 
-The module also makes rows on which a tiny model learns the built-in environments from scratch, for recipes and tests.
-The supervised warm-up on these rows teaches only the form of a turn; reinforcement must find out what to write.
+The module also makes rows on which a tiny model learns the built-in environments from
+scratch, for recipes and tests. The supervised warm-up on these rows teaches only the
+form of a turn; reinforcement must find out what to write.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megaverl.rollout.environments.environment import Codec, Environment, Game, Outcome, Start, register_environment
+from megaverl.rollout.environments.environment import (
+    Codec,
+    Environment,
+    Game,
+    Outcome,
+    Start,
+    register_environment,
+)
 
 
 @register_environment("guess")
@@ -33,7 +41,12 @@ class GuessingGame(Environment):
         turn_cost: float = 0.1,
     ) -> None:
         super().__init__(codec)
-        self.higher, self.lower, self.unreadable, self.turn_cost = higher, lower, unreadable, turn_cost
+        self.higher, self.lower, self.unreadable, self.turn_cost = (
+            higher,
+            lower,
+            unreadable,
+            turn_cost,
+        )
         self.secret = 0
 
     def reset(self, start: Start) -> Sequence[int]:
@@ -91,7 +104,10 @@ class SignallingGame(Game):
 
     def reset(self, start: Start) -> Mapping[str, Sequence[int]]:
         self.answer, self.next = str(start.reference).strip(), SPEAKER
-        return {SPEAKER: start.token_ids, LISTENER: self.codec.encode(self.listener_prompt)}
+        return {
+            SPEAKER: start.token_ids,
+            LISTENER: self.codec.encode(self.listener_prompt),
+        }
 
     def acting(self) -> Sequence[str]:
         return (self.next,)
@@ -100,7 +116,11 @@ class SignallingGame(Game):
         """Pass the speaker's own tokens to the listener, or score the listener's guess, which ends the game."""
         if self.next == SPEAKER:
             self.next = LISTENER
-            word = [token for token in turns[SPEAKER] if token not in self.codec.tokenizer.stop_token_ids]
+            word = [
+                token
+                for token in turns[SPEAKER]
+                if token not in self.codec.tokenizer.stop_token_ids
+            ]
             return {LISTENER: Outcome([*word, *self.codec.encode(self.ending)])}
         right = self.codec.decode(turns[LISTENER]).strip() == self.answer
         return {
@@ -136,16 +156,22 @@ def guessing(draw: random.Random) -> Example:
     rows = [{"prompt": "guess =", "answer": str(digit)} for digit in range(10)]
     warm_up = []
     for _ in range(2000):
-        hints = (f"{draw.randrange(10)} {draw.choice(('higher', 'lower'))}" for _ in range(draw.randrange(4)))
-        warm_up.append({"prompt": " ".join(["guess =", *hints]), "answer": str(draw.randrange(10))})
+        hints = (
+            f"{draw.randrange(10)} {draw.choice(('higher', 'lower'))}"
+            for _ in range(draw.randrange(4))
+        )
+        warm_up.append(
+            {"prompt": " ".join(["guess =", *hints]), "answer": str(draw.randrange(10))}
+        )
     return Example(rows * 100, rows * 13, warm_up)
 
 
 def calculating(draw: random.Random) -> Example:
     """Make rows with two-digit sums.
 
-    In the warm-up, the model calls the tool and copies its result, each with occasional mistakes. The space before a
-    call and the stop token after it give the text the same tokens as an episode, turn by turn.
+    In the warm-up, the model calls the tool and copies its result, each with occasional
+    mistakes. The space before a call and the stop token after it give the text the same
+    tokens as an episode, turn by turn.
     """
     problems = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     draw.shuffle(problems)
@@ -158,16 +184,18 @@ def calculating(draw: random.Random) -> Example:
         warm_up.append({"prompt": f"add {a} {b} =", "answer": call})
         result = str(a + b)
         answer = result if draw.random() < 0.7 else str(draw.randrange(20, 199))
-        warm_up.append({"prompt": f"add {a} {b} = [{a}+{b}]</s> is {result} =", "answer": answer})
+        warm_up.append(
+            {"prompt": f"add {a} {b} = [{a}+{b}]</s> is {result} =", "answer": answer}
+        )
     return Example(train, held_out, warm_up)
 
 
 def signalling(draw: random.Random) -> Example:
-    """Make rows with a digit to name. The warm-up says and guesses any digit, with a slight preference for the right
-    one.
+    """Make rows with a digit to name. The warm-up says and guesses any digit, with a
+    slight preference for the right one.
 
-    Without this preference every word would mean as much as any other, and neither player could beat chance by changing
-    alone: the gradient would be pure noise.
+    Without this preference every word would mean as much as any other, and neither
+    player could beat chance by changing alone: the gradient would be pure noise.
     """
     rows = [{"prompt": f"say {digit} =", "answer": str(digit)} for digit in range(10)]
     warm_up = []

@@ -1,16 +1,16 @@
 """Environment `gateway`: external programs play the episodes through an OpenAI-compatible address.
 
-Each episode gives its program an address of its own. The run's engines answer the calls: one request to the engines
-answers all programs that are waiting.
+Each episode gives its program an address of its own. The run's engines answer the
+calls: one request to the engines answers all programs that are waiting.
 
     program                      handler thread                  episode (rank's thread)
     POST .../chat/completions -> Session.calls.put(call)      -> step_each: take the call's tokens
                                  call.answer.result() waits      engines generate the turn
     response                  <- answer is set                <- step_each: answer the call, wait for the next
 
-Why the standard library's server: a handler does nothing but wait for its answer, which a thread does well. 16 clients
-on two cores got 8,100 answers a second from it, and as many from starlette on uvicorn, which `rollout.engine: hf` would
-not bring along.
+Why the standard library's server: a handler does nothing but wait for its answer, which
+a thread does well. 16 clients on two cores got 8,100 answers a second from it, and as
+many from starlette on uvicorn, which `rollout.engine: hf` would not bring along.
 """
 
 from __future__ import annotations
@@ -48,16 +48,25 @@ from megaverl.rollout.environments.conversation import (
     as_stream,
     checked,
 )
-from megaverl.rollout.environments.environment import Codec, Environment, Outcome, Start, register_environment
+from megaverl.rollout.environments.environment import (
+    Codec,
+    Environment,
+    Outcome,
+    Start,
+    register_environment,
+)
 from megaverl.user_code import describe, user_code
 
 logger = logging.getLogger(__name__)
 
 NO_TOKEN = "none"  # OpenAI's clients insist on a token even if the server wants none
 SHOWN = 400  # characters that are quoted of a failed program's last output
-NEXT, END = "next", "end"  # paths at which an agent from outside requests an episode, and ends it
-RETRIES = "x-stainless-retry-count"  # header in which OpenAI's clients count how often they have sent a call before
-TOGETHER_SECONDS = 0.05  # time to wait for further calls that a program makes in parallel
+# Paths at which an agent from outside requests an episode, and ends it.
+NEXT, END = "next", "end"
+# Header in which OpenAI's clients count how often they have sent a call before.
+RETRIES = "x-stainless-retry-count"
+# Time to wait for further calls that a program makes in parallel.
+TOGETHER_SECONDS = 0.05
 OFFER_SECONDS = 20.0  # longest time that an agent's request for an episode stays open
 
 
@@ -84,16 +93,21 @@ class Session:
             CallRefused: the reward is not a number.
         """
         try:
-            self.reward = read_number(body.get("reward", 0.0) if isinstance(body, dict) else None)
+            self.reward = read_number(
+                body.get("reward", 0.0) if isinstance(body, dict) else None
+            )
         except ValueError as error:
-            raise CallRefused(f'an episode ends with {{"reward": number}}: {error}.') from error
+            raise CallRefused(
+                f'an episode ends with {{"reward": number}}: {error}.'
+            ) from error
         self.calls.put(None)
 
 
 class GatewayServer(ThreadingHTTPServer):
     """HTTP server for the calls of all episodes of a rank: /SESSION/v1/chat/completions and /SESSION/v1/completions.
 
-    An agent that the run does not start requests an episode at /next, and ends it with a reward at /SESSION/v1/end.
+    An agent that the run does not start requests an episode at /next, and ends it with
+    a reward at /SESSION/v1/end.
 
     Args:
         host, port: interface and port to listen at; port 0: any free port.
@@ -125,7 +139,9 @@ class GatewayServer(ThreadingHTTPServer):
                 try:
                     cls._shared[host, port, token] = cls(host, port, token)
                 except OSError as error:
-                    raise ConfigError(f"environment 'gateway': {host}:{port} cannot be listened at: {error}") from error
+                    raise ConfigError(
+                        f"environment 'gateway': {host}:{port} cannot be listened at: {error}"
+                    ) from error
             return cls._shared[host, port, token]
 
     def offered(self) -> dict[str, Any]:
@@ -156,8 +172,9 @@ class GatewayHandler(BaseHTTPRequestHandler):
     """Handler of one connection to the gateway."""
 
     protocol_version = "HTTP/1.1"
-    # Headers and body are two packets. With Nagle's algorithm the second one waits for an acknowledgement, which the
-    # client's system delays by 40 ms: 16 clients then got 350 answers a second instead of 8,100.
+    # Headers and body are two packets. With Nagle's algorithm the second one waits for
+    # an acknowledgement, which the client's system delays by 40 ms: 16 clients then got
+    # 350 answers a second instead of 8,100.
     disable_nagle_algorithm = True
     server: GatewayServer
 
@@ -165,7 +182,10 @@ class GatewayHandler(BaseHTTPRequestHandler):
         """Suppress the access log."""
 
     def do_GET(self) -> None:
-        models = {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "megaverl"}]}
+        models = {
+            "object": "list",
+            "data": [{"id": MODEL, "object": "model", "owned_by": "megaverl"}],
+        }
 
         def ask() -> dict[str, Any]:
             if self.path.strip("/") == NEXT:
@@ -186,7 +206,9 @@ class GatewayHandler(BaseHTTPRequestHandler):
             try:
                 body = read_json(text or b"{}")
             except ValueError as error:
-                raise CallRefused(f"the call cannot be read as JSON: {error}") from error
+                raise CallRefused(
+                    f"the call cannot be read as JSON: {error}"
+                ) from error
             if path == END:
                 session.end(body)
                 return {}
@@ -200,11 +222,16 @@ class GatewayHandler(BaseHTTPRequestHandler):
         self._reply(ask)
 
     def _unknown(self) -> Any:
-        raise CallRefused(f"there is no {self.path}: a gateway has models, {CHAT} and {COMPLETIONS}.", 404)
+        raise CallRefused(
+            f"there is no {self.path}: a gateway has models, {CHAT} and {COMPLETIONS}.",
+            404,
+        )
 
     def _check_token(self) -> None:
         header, token = self.headers.get("authorization", ""), self.server.token
-        if token is not None and not hmac.compare_digest(header.encode(), f"Bearer {token}".encode()):
+        if token is not None and not hmac.compare_digest(
+            header.encode(), f"Bearer {token}".encode()
+        ):
             raise CallRefused("the call has another token than the run.", 401)
 
     def _session(self) -> tuple[Session, str]:
@@ -221,12 +248,21 @@ class GatewayHandler(BaseHTTPRequestHandler):
         except CallRefused as error:
             code = "context_length_exceeded" if error.status == 413 else None
             status = 400 if error.status == 413 else error.status
-            answer = {"error": {"message": str(error), "type": "invalid_request_error", "code": code, "param": None}}
+            answer = {
+                "error": {
+                    "message": str(error),
+                    "type": "invalid_request_error",
+                    "code": code,
+                    "param": None,
+                }
+            }
         streams = status == 200 and getattr(self, "streams", False)
         body = as_stream(answer) if streams else json.dumps(answer)
         data = body.encode()
         self.send_response(status)
-        self.send_header("Content-Type", "text/event-stream" if streams else "application/json")
+        self.send_header(
+            "Content-Type", "text/event-stream" if streams else "application/json"
+        )
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -236,7 +272,8 @@ class GatewayHandler(BaseHTTPRequestHandler):
 class ProgramEpisode(Environment):
     """One episode that an external program plays. The run's rewards score its last answer.
 
-    Each conversation of the program is a sample, and all of them get the episode's reward.
+    Each conversation of the program is a sample, and all of them get the episode's
+    reward.
 
     Options:
         command: the program, with {prompt} and {base_url} filled in. Its environment has OPENAI_BASE_URL and
@@ -283,13 +320,18 @@ class ProgramEpisode(Environment):
         self._waiting: list[tuple[Conversation, Call]] = []
         self._models: set[str] = set()  # model names in the calls so far
         self._taken = 0  # calls that the policy answers
-        self._without_room = 0  # calls that were refused because a conversation was full
+        # Calls that were refused because a conversation was full.
+        self._without_room = 0
         self._process: subprocess.Popen[str] | None = None
 
     @staticmethod
     def check(**options: Any) -> None:
         """Raise a ConfigError for options that cannot be used."""
-        command, function, outside = options.get("command"), options.get("function"), options.get("outside", False)
+        command, function, outside = (
+            options.get("command"),
+            options.get("function"),
+            options.get("outside", False),
+        )
         if (command is not None) + (function is not None) + bool(outside) != 1:
             raise ConfigError(
                 "environment 'gateway': name a program, command: [...] or function: module:function, or set "
@@ -299,24 +341,38 @@ class ProgramEpisode(Environment):
         if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 2**16:
             raise ConfigError(f"environment 'gateway': port={port!r} is no port")
         if outside and not port:
-            raise ConfigError("environment 'gateway': outside: true needs a port, where agents ask for episodes")
-        if command is not None and not (isinstance(command, list) and {*map(type, command)} == {str}):
-            raise ConfigError("environment 'gateway': command is a list: the program and its arguments")
+            raise ConfigError(
+                "environment 'gateway': outside: true needs a port, where agents ask for episodes"
+            )
+        if command is not None and not (
+            isinstance(command, list) and {*map(type, command)} == {str}
+        ):
+            raise ConfigError(
+                "environment 'gateway': command is a list: the program and its arguments"
+            )
         if function is not None and ":" not in str(function):
-            raise ConfigError(f"environment 'gateway': function={function!r}; write it as module:function")
+            raise ConfigError(
+                f"environment 'gateway': function={function!r}; write it as module:function"
+            )
         models = options.get("train_models")
-        if models is not None and not (isinstance(models, list) and {*map(type, models)} == {str}):
+        if models is not None and not (
+            isinstance(models, list) and {*map(type, models)} == {str}
+        ):
             raise ConfigError(
                 f"environment 'gateway': train_models={models!r}; list the values of `model` whose calls train, "
                 "or remove it to train all calls"
             )
         host, token_env = options.get("host", "127.0.0.1"), options.get("token_env")
         if token_env is not None and not os.environ.get(token_env):
-            raise ConfigError(f"environment 'gateway': token_env: no variable {token_env} is set")
+            raise ConfigError(
+                f"environment 'gateway': token_env: no variable {token_env} is set"
+            )
         try:
             beyond = not ip_address(host).is_loopback
         except ValueError as error:
-            raise ConfigError(f"environment 'gateway': host={host!r} is no address of an interface") from error
+            raise ConfigError(
+                f"environment 'gateway': host={host!r} is no address of an interface"
+            ) from error
         if beyond and token_env is None:
             raise ConfigError(
                 f"environment 'gateway': host={host} is not the loopback, so anybody in its network could call: name a "
@@ -327,12 +383,18 @@ class ProgramEpisode(Environment):
         """Start the program and wait for its first call."""
         url = self.server.open(self.session)
         self.conversations.limits = start.limits
-        row = {"prompt": start.text, "reference": start.reference, "extra": dict(start.extra)}
+        row = {
+            "prompt": start.text,
+            "reference": start.reference,
+            "extra": dict(start.extra),
+        }
         if self.outside:
             self.server.offers.put((self.session.key, {"base_url": url, **row}))
         else:
             play = self._run_command if self.command is not None else self._run_function
-            threading.Thread(target=self._played, args=(play, url, row), name="program", daemon=True).start()
+            threading.Thread(
+                target=self._played, args=(play, url, row), name="program", daemon=True
+            ).start()
         if first := self._take_calls(most=1):
             return first[0].token_ids
         raise EpisodeError(
@@ -347,7 +409,9 @@ class ProgramEpisode(Environment):
     def step_each(self, turns: Sequence[Sequence[int]]) -> Outcome:
         """Answer the program's calls and wait for its next ones."""
         answered, self._waiting = self._waiting, []
-        untrained = [place for place, (_, call) in enumerate(answered) if not self._trains(call)]
+        untrained = [
+            place for place, (_, call) in enumerate(answered) if not self._trains(call)
+        ]
         for (conversation, call), turn in zip(answered, turns, strict=True):
             answer = conversation.answer(turn, call)
             self.session.answered += 1
@@ -366,7 +430,9 @@ class ProgramEpisode(Environment):
         self._models.add(name)
         return self.train_models is None or name in self.train_models
 
-    def _take_calls(self, answered: Sequence[Conversation] = (), most: int = sys.maxsize) -> list[Outcome]:
+    def _take_calls(
+        self, answered: Sequence[Conversation] = (), most: int = sys.maxsize
+    ) -> list[Outcome]:
         """Wait for the next calls that can be answered, and return an outcome for each; empty if there is none.
 
         Calls that a program makes in parallel are taken in one step.
@@ -379,7 +445,9 @@ class ProgramEpisode(Environment):
         if (limits := self.conversations.limits) is not None:
             most = min(most, max(1, limits.max_turns - self._taken))
         while len(outcomes) < most:
-            goes_on = len(outcomes) >= len(answered) and all(one in answered for one, _ in self._waiting)
+            goes_on = len(outcomes) >= len(answered) and all(
+                one in answered for one, _ in self._waiting
+            )
             if not outcomes:
                 seconds = self.seconds
             elif goes_on:
@@ -391,17 +459,27 @@ class ProgramEpisode(Environment):
             try:
                 taken = self.conversations.take(call)
             except Exception as problem:
-                # A program may send anything. Its mistakes are reported to it, and must not stop the run.
-                error = problem if isinstance(problem, CallRefused) else CallRefused(f"unreadable: {describe(problem)}")
+                # A program may send anything. Its mistakes are reported to it, and must
+                # not stop the run.
+                error = (
+                    problem
+                    if isinstance(problem, CallRefused)
+                    else CallRefused(f"unreadable: {describe(problem)}")
+                )
                 call.answer.set_exception(error)
                 self._without_room += error.status == 413
                 if limits is not None and self._without_room > limits.max_turns:
-                    # The program repeats a call that is too long, so stop waiting for it.
+                    # The program repeats a call that is too long, so stop waiting for
+                    # it.
                     break
                 continue
             if taken is not None:
                 number, tokens = taken
-                outcomes.append(Outcome(tokens, conversation=number, overlaps=call.seen < self._taken))
+                outcomes.append(
+                    Outcome(
+                        tokens, conversation=number, overlaps=call.seen < self._taken
+                    )
+                )
                 self._waiting.append((self.conversations.held[number], call))
                 self._taken += 1
         return outcomes
@@ -409,9 +487,11 @@ class ProgramEpisode(Environment):
     def close(self) -> None:
         """End the episode, even if the program has not finished."""
         over = CallRefused(
-            "the episode is over: no tokens or turns are left (rollout.sampling.max_tokens, environment).", 413
+            "the episode is over: no tokens or turns are left (rollout.sampling.max_tokens, environment).",
+            413,
         )
-        # Without a session, further calls are refused at once, so the queue below cannot fill again.
+        # Without a session, further calls are refused at once, so the queue below
+        # cannot fill again.
         self.server.sessions.pop(self.session.key, None)
         for _, waiting in self._waiting:
             waiting.answer.set_exception(over)
@@ -419,13 +499,16 @@ class ProgramEpisode(Environment):
             if (call := self.session.calls.get()) is not None:
                 call.answer.set_exception(over)
         if self._process is not None and self._process.poll() is None:
-            # The program leads a process group of its own (start_new_session), so its children end with it.
+            # The program leads a process group of its own (start_new_session), so its
+            # children end with it.
             os.killpg(self._process.pid, signal.SIGKILL)
 
     @property
     def _name(self) -> str:
         if self.outside:
-            return f"an agent at {self.server.host}:{self.server.server_address[1]}/{NEXT}"
+            return (
+                f"an agent at {self.server.host}:{self.server.server_address[1]}/{NEXT}"
+            )
         return self.command[0] if self.command is not None else str(self.function)
 
     def _next(self, seconds: float, *, fails: bool) -> Call | None:
@@ -437,21 +520,37 @@ class ProgramEpisode(Environment):
                 self._failed(f"it was silent for {seconds:g} s")
             return None
         if call is None and not fails:
-            # Calls that are already taken must be answered first, so leave the end marker for the next step.
+            # Calls that are already taken must be answered first, so leave the end
+            # marker for the next step.
             self.session.calls.put(None)
         return call
 
     def _failed(self, why: str) -> None:
-        self.session.reward, self.session.failure = self.error_reward, f"The last failure: {why}"
+        self.session.reward, self.session.failure = (
+            self.error_reward,
+            f"The last failure: {why}",
+        )
         logger.warning(
-            "environment 'gateway': %s: %s. Its episode ends with reward %g.", self._name, why, self.error_reward
+            "environment 'gateway': %s: %s. Its episode ends with reward %g.",
+            self._name,
+            why,
+            self.error_reward,
         )
 
-    def _played(self, play: Callable[[str, Mapping[str, Any]], Any], url: str, row: Mapping[str, Any]) -> None:
+    def _played(
+        self,
+        play: Callable[[str, Mapping[str, Any]], Any],
+        url: str,
+        row: Mapping[str, Any],
+    ) -> None:
         try:
-            with user_code(lambda error: EpisodeError(describe(error)), keep=EpisodeError):
+            with user_code(
+                lambda error: EpisodeError(describe(error)), keep=EpisodeError
+            ):
                 reward = play(url, row)
-                self.session.reward = 0.0 if reward is None else read_number(float(reward))
+                self.session.reward = (
+                    0.0 if reward is None else read_number(float(reward))
+                )
         except EpisodeError as error:
             # After `close` the program was killed, so its error says nothing.
             if self.session.key in self.server.sessions:
@@ -460,13 +559,22 @@ class ProgramEpisode(Environment):
 
     def _run_function(self, url: str, row: Mapping[str, Any]) -> Any:
         function = load_function(str(self.function), "environment.options.function")
-        return function(url, self.token or NO_TOKEN, row["prompt"], row["reference"], row["extra"])
+        return function(
+            url, self.token or NO_TOKEN, row["prompt"], row["reference"], row["extra"]
+        )
 
     def _run_command(self, url: str, row: Mapping[str, Any]) -> float | None:
         assert self.command is not None
         places = {"{prompt}": clean(str(row["prompt"])), "{base_url}": url}
-        command = [re.sub(r"\{(prompt|base_url)\}", lambda match: places[match[0]], part) for part in self.command]
-        environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": self.token or NO_TOKEN}
+        command = [
+            re.sub(r"\{(prompt|base_url)\}", lambda match: places[match[0]], part)
+            for part in self.command
+        ]
+        environment = {
+            **os.environ,
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_KEY": self.token or NO_TOKEN,
+        }
         pipe = subprocess.PIPE
         with subprocess.Popen(
             ending_with_parent(command), stdin=pipe, stdout=pipe, stderr=pipe, env=environment, text=True,
@@ -476,7 +584,9 @@ class ProgramEpisode(Environment):
             output, errors = process.communicate(json.dumps(row))
         output, errors = clean(output), clean(errors)
         if process.returncode:
-            raise EpisodeError(f"it ended with {process.returncode}: {errors.strip()[-SHOWN:]}")
+            raise EpisodeError(
+                f"it ended with {process.returncode}: {errors.strip()[-SHOWN:]}"
+            )
         try:
             last = read_json(output.strip().rpartition("\n")[2])
         except ValueError:

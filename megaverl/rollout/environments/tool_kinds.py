@@ -1,6 +1,7 @@
 """Tools beyond plain functions: Python programs, search in documents, and MCP servers.
 
-Each tool has a method `call(name, arguments)`, which returns an `Answer` whatever happens, and is thread-safe.
+Each tool has a method `call(name, arguments)`, which returns an `Answer` whatever
+happens, and is thread-safe.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class ToolProvider(Protocol):
 class PythonTool:
     """Runs its argument `code`, a whole program, confined (see `Sandbox`). The program's output is the result."""
 
-    def __init__(self, seconds: float, memory_mb: int, max_characters: int, workers: int) -> None:
+    def __init__(
+        self, seconds: float, memory_mb: int, max_characters: int, workers: int
+    ) -> None:
         self._box = Sandbox.shared(SandboxLimits(seconds, memory_mb), workers)
         self._longest = max_characters
 
@@ -59,8 +62,13 @@ class PythonTool:
             return Answer(f"{name} takes code, a program as text", False)
         outcome = self._box.run(ConfinedProgram(code))
         if not outcome.passed:
-            return Answer(f"{outcome.output[: self._longest]}{outcome.reason}"[: self._longest], False)
-        return Answer(outcome.output.rstrip("\n")[: self._longest] or "(it printed nothing)", True)
+            return Answer(
+                f"{outcome.output[: self._longest]}{outcome.reason}"[: self._longest],
+                False,
+            )
+        return Answer(
+            outcome.output.rstrip("\n")[: self._longest] or "(it printed nothing)", True
+        )
 
     def close(self) -> None:
         """Do nothing: the sandbox is shared and ends with the process."""
@@ -77,12 +85,16 @@ class SearchTool:
         DataError: the file does not exist, or is neither.
     """
 
-    def __init__(self, path: str, results: int, seconds: float, max_characters: int) -> None:
+    def __init__(
+        self, path: str, results: int, seconds: float, max_characters: int
+    ) -> None:
         self._results, self._seconds, self._longest = results, seconds, max_characters
         self._lock = threading.Lock()
         file = Path(path)
         if not file.is_file():
-            raise DataError(f"{path}: no such file to search in. Name a JSONL file of documents, or an index of them.")
+            raise DataError(
+                f"{path}: no such file to search in. Name a JSONL file of documents, or an index of them."
+            )
         try:
             if file.suffix == ".jsonl":
                 self._index = sqlite3.connect(":memory:", check_same_thread=False)
@@ -92,7 +104,9 @@ class SearchTool:
                 self._index = sqlite3.connect(uri, uri=True, check_same_thread=False)
                 self._index.execute("SELECT title, text FROM documents LIMIT 1")
         except sqlite3.Error as error:
-            raise DataError(f"{path}: no index of documents with title and text ({error}). Make it anew.") from error
+            raise DataError(
+                f"{path}: no index of documents with title and text ({error}). Make it anew."
+            ) from error
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
         query = arguments.get("query")
@@ -110,10 +124,20 @@ class SearchTool:
                 rows = self._index.execute(sql, (words, self._results)).fetchall()
             except sqlite3.Error as error:
                 late = time.monotonic() > end
-                return Answer(f"{name} took longer than {self._seconds:g} s" if late else f"{name}: {error}", False)
+                return Answer(
+                    f"{name} took longer than {self._seconds:g} s"
+                    if late
+                    else f"{name}: {error}",
+                    False,
+                )
         if not rows:
             return Answer("nothing was found", True)
-        return Answer("\n\n".join(f"{title}\n{text}".strip() for title, text in rows)[: self._longest], True)
+        return Answer(
+            "\n\n".join(f"{title}\n{text}".strip() for title, text in rows)[
+                : self._longest
+            ],
+            True,
+        )
 
     def close(self) -> None:
         self._index.close()
@@ -135,10 +159,15 @@ def _fill(index: sqlite3.Connection, documents: Path) -> None:
         for number, line in enumerate(file, start=1):
             try:
                 row = read_json(line)
-                index.execute("INSERT INTO documents VALUES (?, ?)", (str(row.get("title", "")), str(row["text"])))
+                index.execute(
+                    "INSERT INTO documents VALUES (?, ?)",
+                    (str(row.get("title", "")), str(row["text"])),
+                )
             except (ValueError, KeyError, AttributeError) as error:
                 wanted = '{"title": ..., "text": ...}'
-                raise DataError(f"{documents}, line {number}: expected {wanted} ({error!r}). Correct it.") from error
+                raise DataError(
+                    f"{documents}, line {number}: expected {wanted} ({error!r}). Correct it."
+                ) from error
     index.commit()
 
 
@@ -153,19 +182,27 @@ class MCPTools:
         EpisodeError: the package is missing, or the server does not start.
     """
 
-    def __init__(self, server: str | Sequence[str], seconds: float, max_characters: int) -> None:
+    def __init__(
+        self, server: str | Sequence[str], seconds: float, max_characters: int
+    ) -> None:
         try:
             from mcp import Client, StdioServerParameters
             from mcp.client.stdio import stdio_client
         except ImportError as error:
-            raise EpisodeError("tools of an MCP server need the package mcp, 2 or newer: pip install mcp.") from error
+            raise EpisodeError(
+                "tools of an MCP server need the package mcp, 2 or newer: pip install mcp."
+            ) from error
         self._name = server if isinstance(server, str) else " ".join(server)
         self._seconds, self._longest = seconds, max_characters
 
         def make() -> Client:
             if isinstance(server, str):
                 return Client(server)
-            return Client(stdio_client(StdioServerParameters(command=server[0], args=list(server[1:]))))
+            return Client(
+                stdio_client(
+                    StdioServerParameters(command=server[0], args=list(server[1:]))
+                )
+            )
 
         self._make = make
         self._client: Any = None
@@ -177,7 +214,9 @@ class MCPTools:
         self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
         self._thread.start()
         if not self._ready.wait(START_SECONDS) or self._problem is not None:
-            raise EpisodeError(f"the MCP server {self._name} does not answer ({self._problem or 'no word of it'}).")
+            raise EpisodeError(
+                f"the MCP server {self._name} does not answer ({self._problem or 'no word of it'})."
+            )
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -209,7 +248,9 @@ class MCPTools:
         client = self._client
         if client is None:
             return Answer(f"{name}: its server is gone", False)
-        future = asyncio.run_coroutine_threadsafe(client.call_tool(name, dict(arguments)), self._loop)
+        future = asyncio.run_coroutine_threadsafe(
+            client.call_tool(name, dict(arguments)), self._loop
+        )
         try:
             result = future.result(self._seconds)
         except FutureTimeout:
@@ -218,7 +259,10 @@ class MCPTools:
         except Exception as error:
             # The model reads errors of the server and of the protocol.
             return Answer(f"{name}: {_first(error)}"[: self._longest], False)
-        text = "\n".join(part.text if part.type == "text" else f"({part.type})" for part in result.content)
+        text = "\n".join(
+            part.text if part.type == "text" else f"({part.type})"
+            for part in result.content
+        )
         return Answer(text[: self._longest], not result.is_error)
 
     def close(self) -> None:

@@ -26,11 +26,23 @@ from megaverl.plugins import absolute_name, search_working_folder
 from megaverl.rewards.line_process import LineProcess, ProcessDied
 from megaverl.rewards.sandbox import why_not_here
 from megaverl.rollout.environments import tool_worker
-from megaverl.rollout.environments.environment import Codec, Environment, Outcome, register_environment
-from megaverl.rollout.environments.tool_kinds import Answer, MCPTools, PythonTool, SearchTool, ToolProvider
+from megaverl.rollout.environments.environment import (
+    Codec,
+    Environment,
+    Outcome,
+    register_environment,
+)
+from megaverl.rollout.environments.tool_kinds import (
+    Answer,
+    MCPTools,
+    PythonTool,
+    SearchTool,
+    ToolProvider,
+)
 
 START_SECONDS = 60.0
-# Tools that come with the package, by the name under which a configuration may list them.
+# Tools that come with the package, by the name under which a configuration may list
+# them.
 BUILT_IN = {"calculator": "megaverl.rollout.environments.tools:calculate"}
 
 
@@ -92,12 +104,19 @@ class ToolBox:
         finally:
             self._free.put(process)
         if not isinstance(reply, dict) or not reply.keys() & {"result", "error"}:
-            return Answer(f"{name} wrote what is no answer into its process's channel", False)
-        return Answer(str(reply["result"]), True) if "result" in reply else Answer(str(reply["error"]), False)
+            return Answer(
+                f"{name} wrote what is no answer into its process's channel", False
+            )
+        return (
+            Answer(str(reply["result"]), True)
+            if "result" in reply
+            else Answer(str(reply["error"]), False)
+        )
 
     def close(self) -> None:
         """End all processes."""
-        # Take all processes out before putting one back: the queue would return that one again.
+        # Take all processes out before putting one back: the queue would return that
+        # one again.
         for process in [self._free.get() for _ in range(self.size)]:
             if process is not None:
                 process.close()
@@ -113,7 +132,10 @@ class ToolBox:
         try:
             process.send(
                 {
-                    "tools": {name: absolute_name(target) for name, target in self.tools.items()},
+                    "tools": {
+                        name: absolute_name(target)
+                        for name, target in self.tools.items()
+                    },
                     "path": list(dict.fromkeys(path)),
                     "memory_mb": self.limits.memory_mb,
                     "max_characters": self.limits.max_characters,
@@ -123,7 +145,9 @@ class ToolBox:
             answer = process.answer(START_SECONDS)
         except (TimeoutError, ProcessDied) as error:
             process.close()
-            raise EpisodeError(f"tools {', '.join(self.tools)}: their process did not start ({error}).") from error
+            raise EpisodeError(
+                f"tools {', '.join(self.tools)}: their process did not start ({error})."
+            ) from error
         if "ready" not in answer:
             process.close()
             raise EpisodeError(
@@ -142,9 +166,13 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
-_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    name: getattr(math, name) for name in ("sqrt", "log", "exp", "sin", "cos", "tan", "floor", "ceil", "gcd")
+    name: getattr(math, name)
+    for name in ("sqrt", "log", "exp", "sin", "cos", "tan", "floor", "ceil", "gcd")
 } | {"abs": abs, "min": min, "max": max, "round": round}
 
 
@@ -158,10 +186,16 @@ def calculate(expression: str) -> str:
     if not isinstance(expression, str):
         raise ValueError(f"expression must be text, found {expression!r:.80}")
     try:
-        value = _value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body)
+        value = _value(
+            ast.parse(expression.strip().replace("^", "**"), mode="eval").body
+        )
     except SyntaxError:
         raise ValueError(f"not an expression: {expression[:80]!r}") from None
-    return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)
+    return (
+        str(int(value))
+        if isinstance(value, float) and value.is_integer() and abs(value) < 1e15
+        else str(value)
+    )
 
 
 def _value(node: ast.expr) -> Any:
@@ -171,7 +205,11 @@ def _value(node: ast.expr) -> Any:
         return _BINARY[type(node.op)](_value(node.left), _value(node.right))
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _UNARY[type(node.op)](_value(node.operand))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in _FUNCTIONS
+    ):
         return _FUNCTIONS[node.func.id](*_values(node.args))
     raise ValueError(f"not arithmetic: {ast.unparse(node)[:80]!r}")
 
@@ -198,22 +236,34 @@ class ToolSet:
     _shared: ClassVar[dict[str, ToolSet]] = {}
     _sharing: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, tools: Mapping[str, Any] | Sequence[str], limits: ToolLimits, workers: int) -> None:
+    def __init__(
+        self, tools: Mapping[str, Any] | Sequence[str], limits: ToolLimits, workers: int
+    ) -> None:
         self.tools: dict[str, ToolProvider] = {}
         functions: dict[ToolLimits, dict[str, str]] = {}
         for name, spec in tool_specs(tools).items():
-            tool_limits = replace(limits, **{key: spec[key] for key in OWN_LIMITS if key in spec})
+            tool_limits = replace(
+                limits, **{key: spec[key] for key in OWN_LIMITS if key in spec}
+            )
             tool_limits = replace(tool_limits, allow=tuple(tool_limits.allow))
             if "python" in spec:
                 self.tools[name] = PythonTool(
-                    tool_limits.seconds, tool_limits.memory_mb, tool_limits.max_characters, workers
+                    tool_limits.seconds,
+                    tool_limits.memory_mb,
+                    tool_limits.max_characters,
+                    workers,
                 )
             elif "search" in spec:
                 self.tools[name] = SearchTool(
-                    spec["search"], spec.get("results", 3), tool_limits.seconds, tool_limits.max_characters
+                    spec["search"],
+                    spec.get("results", 3),
+                    tool_limits.seconds,
+                    tool_limits.max_characters,
                 )
             elif "mcp" in spec:
-                server = MCPTools(spec["mcp"], tool_limits.seconds, tool_limits.max_characters)
+                server = MCPTools(
+                    spec["mcp"], tool_limits.seconds, tool_limits.max_characters
+                )
                 self.tools |= dict.fromkeys(server.tools, server)
             else:
                 functions.setdefault(tool_limits, {})[name] = spec["function"]
@@ -221,7 +271,9 @@ class ToolSet:
             self.tools |= dict.fromkeys(targets, ToolBox(targets, tool_limits, workers))
 
     @classmethod
-    def shared(cls, tools: Mapping[str, Any] | Sequence[str], limits: ToolLimits, workers: int) -> ToolSet:
+    def shared(
+        cls, tools: Mapping[str, Any] | Sequence[str], limits: ToolLimits, workers: int
+    ) -> ToolSet:
         """Return this process's tools for this specification. They are closed when the process ends."""
         key = json.dumps([tools, asdict(limits), workers], sort_keys=True)
         with cls._sharing:
@@ -233,7 +285,10 @@ class ToolSet:
     def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
         """Run one tool. Errors inside it become an answer."""
         if name not in self.tools:
-            return Answer(f"there is no tool '{name}'; there are: {', '.join(sorted(self.tools))}", False)
+            return Answer(
+                f"there is no tool '{name}'; there are: {', '.join(sorted(self.tools))}",
+                False,
+            )
         answer = self.tools[name].call(name, arguments)
         return Answer(clean(answer.text), answer.ok)
 
@@ -247,7 +302,8 @@ class ToolSet:
 class ToolUse(Environment):
     """Environment in which the model may call tools before its final answer.
 
-    The run's rewards score the final answer. The environment itself gives only `call_reward` and `error_reward`.
+    The run's rewards score the final answer. The environment itself gives only
+    `call_reward` and `error_reward`.
 
     Options:
         tools: a list of built-in names (calculator, python), or name -> `module:function`, or name -> a mapping with
@@ -293,7 +349,11 @@ class ToolUse(Environment):
         super().__init__(codec)
         limits = ToolLimits(seconds, memory_mb, max_characters, tuple(allow))
         self.box = ToolSet.shared(tools, limits, workers)
-        self.call, self.argument, self.role = re.compile(call, re.DOTALL), argument, role
+        self.call, self.argument, self.role = (
+            re.compile(call, re.DOTALL),
+            argument,
+            role,
+        )
         self.result, self.error, self.calls = result, error, calls
         self.call_reward, self.error_reward = call_reward, error_reward
 
@@ -304,21 +364,35 @@ class ToolUse(Environment):
         try:
             pattern = re.compile(options.get("call", JSON_CALL))
         except re.error as error:
-            raise ConfigError(f"environment 'tools': call is no regular expression ({error})") from error
+            raise ConfigError(
+                f"environment 'tools': call is no regular expression ({error})"
+            ) from error
         if pattern.groups != 1:
-            raise ConfigError(f"environment 'tools': call needs one group, the call itself; it has {pattern.groups}")
+            raise ConfigError(
+                f"environment 'tools': call needs one group, the call itself; it has {pattern.groups}"
+            )
         if not (isinstance(calls := options.get("calls", 1), int) and calls > 0):
-            raise ConfigError(f"environment 'tools': calls is {calls!r}; expected 1 or more")
+            raise ConfigError(
+                f"environment 'tools': calls is {calls!r}; expected 1 or more"
+            )
         for settings in (options, *specs.values()):
-            if unknown := [kind for kind in settings.get("allow", ()) if kind not in KINDS]:
-                raise ConfigError(f"environment 'tools': allow knows {', '.join(KINDS)}; found {', '.join(unknown)}")
-        if any("python" in spec for spec in specs.values()) and (reason := why_not_here()):
+            if unknown := [
+                kind for kind in settings.get("allow", ()) if kind not in KINDS
+            ]:
+                raise ConfigError(
+                    f"environment 'tools': allow knows {', '.join(KINDS)}; found {', '.join(unknown)}"
+                )
+        if any("python" in spec for spec in specs.values()) and (
+            reason := why_not_here()
+        ):
             raise ConfigError(f"environment 'tools': python: {reason}")
 
     def step(self, token_ids: Sequence[int]) -> Outcome:
         """Run the calls of the turn, or end the episode if it has none."""
         text = self.codec.decode(token_ids)
-        calls = [match.group(1) for match in islice(self.call.finditer(text), self.calls)]
+        calls = [
+            match.group(1) for match in islice(self.call.finditer(text), self.calls)
+        ]
         if not calls:
             return Outcome(done=True)
         if len(calls) == 1:
@@ -326,9 +400,18 @@ class ToolUse(Environment):
         else:
             with ThreadPoolExecutor(len(calls), thread_name_prefix="tool") as pool:
                 answers = list(pool.map(self._answer, calls))
-        forms = [(self.result if answer.ok else self.error).replace("{text}", answer.text) for answer in answers]
-        reward = self.call_reward if all(answer.ok for answer in answers) else self.error_reward
-        return Outcome(self.codec.answer("\n".join(forms), token_ids, role=self.role), reward)
+        forms = [
+            (self.result if answer.ok else self.error).replace("{text}", answer.text)
+            for answer in answers
+        ]
+        reward = (
+            self.call_reward
+            if all(answer.ok for answer in answers)
+            else self.error_reward
+        )
+        return Outcome(
+            self.codec.answer("\n".join(forms), token_ids, role=self.role), reward
+        )
 
     def _answer(self, call: str) -> Answer:
         try:
@@ -366,12 +449,19 @@ def tool_specs(tools: Mapping[str, Any] | Sequence[str]) -> dict[str, dict[str, 
                 f"environment 'tools': no built-in tool {', '.join(map(repr, unknown))}; there are: "
                 f"{', '.join(BUILT_IN)}, python; name your own as a mapping, tools: {{NAME: module:function}}"
             )
-        return {name: {"python": True} if name == "python" else {"function": BUILT_IN[name]} for name in names}
+        return {
+            name: {"python": True} if name == "python" else {"function": BUILT_IN[name]}
+            for name in names
+        }
     if not tools:
         raise ConfigError("environment 'tools': no tool: name each as module:function")
     specs = {}
     for name, value in tools.items():
-        spec = dict(value) if isinstance(value, Mapping) else {"function": BUILT_IN.get(value, value)}
+        spec = (
+            dict(value)
+            if isinstance(value, Mapping)
+            else {"function": BUILT_IN.get(value, value)}
+        )
         kinds = [key for key in spec if key in SPECS]
         allowed = {*SPECS, *OWN_LIMITS}
         if "search" in spec:
@@ -383,8 +473,14 @@ def tool_specs(tools: Mapping[str, Any] | Sequence[str]) -> dict[str, dict[str, 
                 f"and in addition {', '.join(OWN_LIMITS)} (results with search)."
             )
         if kinds == ["function"] and not all(str(spec["function"]).partition(":")[::2]):
-            raise ConfigError(f"environment 'tools': {name}: name each as module:function")
-        if kinds == ["mcp"] and not (spec["mcp"] and isinstance(spec["mcp"], str | list | tuple)):
-            raise ConfigError(f"environment 'tools': {name}: mcp is a URL, or a command as a list")
+            raise ConfigError(
+                f"environment 'tools': {name}: name each as module:function"
+            )
+        if kinds == ["mcp"] and not (
+            spec["mcp"] and isinstance(spec["mcp"], str | list | tuple)
+        ):
+            raise ConfigError(
+                f"environment 'tools': {name}: mcp is a URL, or a command as a list"
+            )
         specs[name] = spec
     return specs

@@ -1,7 +1,8 @@
 """verifiers (Prime Intellect): tasks of its tasksets as rows, and its environments as episodes with their own rewards.
 
-A verifiers harness sends messages to the run's gateway, which keeps the tokens that were drawn. A row names its taskset
-and the index of its task, and the episode reads the task from there.
+A verifiers harness sends messages to the run's gateway, which keeps the tokens that
+were drawn. A row names its taskset and the index of its task, and the episode reads the
+task from there.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from megaverl.user_code import describe, user_code
 PREFIX, COLUMN = "verifiers:", "verifiers"
 HOW_TO_INSTALL = "pip install 'megaverl[verifiers]'"
 HERE = {"type": "subprocess"}  # default runtime of a harness
-SECONDS_TO_BEGIN, SECONDS_TO_END = 300.0, 10.0  # time limits for the start and end of shared tool servers
+# Time limits for the start and end of shared tool servers.
+SECONDS_TO_BEGIN, SECONDS_TO_END = 300.0, 10.0
 T = TypeVar("T")
 
 
@@ -75,10 +77,16 @@ def tasks_of(path: str) -> list[Any]:
         taskset = load_taskset(vf.EnvConfig(taskset=options).taskset)
     except (ImportError, AttributeError, TypeError) as error:
         # verifiers raises these for an unknown name.
-        raise ValueError(f"verifiers has no taskset {options['id']!r}: {error}") from None
+        raise ValueError(
+            f"verifiers has no taskset {options['id']!r}: {error}"
+        ) from None
     if size is None and not taskset.bounded:
-        raise ValueError("the taskset has no end; say how many of its tasks are rows: ?size=1000.")
-    with user_code(lambda error: ValueError(f"its tasks cannot be read: {describe(error)}")):
+        raise ValueError(
+            "the taskset has no end; say how many of its tasks are rows: ?size=1000."
+        )
+    with user_code(
+        lambda error: ValueError(f"its tasks cannot be read: {describe(error)}")
+    ):
         return list(itertools.islice(taskset, size))
 
 
@@ -97,7 +105,9 @@ class VerifiersRows:
             raise DataError(f"{path}: {error}") from None
         ends = [task.key for task in (*self._tasks[:1], *self._tasks[-1:])]
         known = (path, metadata.version("verifiers"), len(self._tasks), ends)
-        self.fingerprint = hashlib.blake2b(repr(known).encode(), digest_size=8).hexdigest()
+        self.fingerprint = hashlib.blake2b(
+            repr(known).encode(), digest_size=8
+        ).hexdigest()
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -108,11 +118,17 @@ class VerifiersRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         data = self._tasks[index].data
         prompt = data.prompt
-        # A prompt of several messages is sent by the harness itself. The row only shows its text.
+        # A prompt of several messages is sent by the harness itself. The row only shows
+        # its text.
         if not isinstance(prompt, str | None):
-            prompt = "\n".join(str(getattr(message, "content", "")) for message in prompt)
+            prompt = "\n".join(
+                str(getattr(message, "content", "")) for message in prompt
+            )
         return {
-            "prompt": clean(prompt or "") or data.description or data.name or f"task {index + 1}",
+            "prompt": clean(prompt or "")
+            or data.description
+            or data.name
+            or f"task {index + 1}",
             "answer": "",
             COLUMN: {"taskset": self.path, "index": index},
         }
@@ -134,11 +150,17 @@ class EnvironmentLoop:
         resolve_env_field(fields)
         config = fields["env"]
         for name, spec in config:
-            if "runtime" in getattr(spec, "model_fields", ()) and "runtime" not in options.get(name, {}):
-                setattr(config, name, spec.model_copy(update={"runtime": _runtime_here()}))
+            if "runtime" in getattr(
+                spec, "model_fields", ()
+            ) and "runtime" not in options.get(name, {}):
+                setattr(
+                    config, name, spec.model_copy(update={"runtime": _runtime_here()})
+                )
         self.environment = load_environment(config)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True).start()
+        threading.Thread(
+            target=self._loop.run_forever, name="verifiers", daemon=True
+        ).start()
         self._serving = self.environment.serving()
         self._wait(self._serving.__aenter__(), SECONDS_TO_BEGIN)
         atexit.register(self.close)
@@ -160,11 +182,24 @@ class EnvironmentLoop:
         """
         from verifiers.v1.clients import EvalClientConfig, ModelContext
 
-        client = EvalClientConfig(base_url=base_url, api_key_var=token_env or "NO_TOKEN_IS_ASKED_FOR")
-        episode = self._wait(self.environment.run_episode(self.tasks[index], ModelContext(MODEL, client)), None)
+        client = EvalClientConfig(
+            base_url=base_url, api_key_var=token_env or "NO_TOKEN_IS_ASKED_FOR"
+        )
+        episode = self._wait(
+            self.environment.run_episode(
+                self.tasks[index], ModelContext(MODEL, client)
+            ),
+            None,
+        )
         if not episode.ok:
-            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            raise EpisodeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "it was not finished")
+            errors = [
+                *episode.errors,
+                *(error for trace in episode.traces for error in trace.errors),
+            ]
+            raise EpisodeError(
+                "; ".join(f"{error.type}: {error.message}" for error in errors)
+                or "it was not finished"
+            )
         return float(sum(trace.reward for trace in episode.traces))
 
     def close(self) -> None:
@@ -193,7 +228,13 @@ class VerifiersEpisode(ProgramEpisode):
         seconds, error_reward, host, token_env: as for `gateway`.
     """
 
-    def __init__(self, codec: Codec, *, environment: Mapping[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        environment: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(codec, function=COLUMN, **options)
         self.options, self.token_env = dict(environment or {}), options.get("token_env")
 
@@ -201,14 +242,24 @@ class VerifiersEpisode(ProgramEpisode):
     def check(**options: Any) -> None:
         """Raise a ConfigError for options that cannot be used."""
         if importlib.util.find_spec("verifiers") is None:
-            raise ConfigError(f"environment 'verifiers' needs the package: {HOW_TO_INSTALL}")
-        program_options = {key: value for key, value in options.items() if key != "environment"}
+            raise ConfigError(
+                f"environment 'verifiers' needs the package: {HOW_TO_INSTALL}"
+            )
+        program_options = {
+            key: value for key, value in options.items() if key != "environment"
+        }
         if program_options.keys() & {"command", "function", "outside"}:
-            raise ConfigError("environment 'verifiers': command, function and outside are of the environment 'gateway'")
+            raise ConfigError(
+                "environment 'verifiers': command, function and outside are of the environment 'gateway'"
+            )
         ProgramEpisode.check(function="verifiers:play", **program_options)
 
     def _run_function(self, url: str, row: Mapping[str, Any]) -> Any:
         task = row["extra"].get(COLUMN)
         if task is None:
-            raise EpisodeError("the row is of no taskset of verifiers: name one in data.train, verifiers:NAME")
-        return EnvironmentLoop.shared(task["taskset"], self.options).play(task["index"], url, self.token_env)
+            raise EpisodeError(
+                "the row is of no taskset of verifiers: name one in data.train, verifiers:NAME"
+            )
+        return EnvironmentLoop.shared(task["taskset"], self.options).play(
+            task["index"], url, self.token_env
+        )

@@ -1,6 +1,7 @@
 """Public API for Python programs. It provides the names that users of such systems expect, for one implementation.
 
-`megaverl`, `megaverl.trainer` and `megaverl.utils` re-export these names and import nothing until they are used.
+`megaverl`, `megaverl.trainer` and `megaverl.utils` re-export these names and import
+nothing until they are used.
 """
 
 from megaverl.trainer.api.devices import (
@@ -12,4 +13,11 @@ from megaverl.trainer.api.devices import (
     set_device_map,
 )
 
-__all__ = ["DataParallelConfig", "Devices", "device_map", "parse_devices", "placement_of", "set_device_map"]
+__all__ = [
+    "DataParallelConfig",
+    "Devices",
+    "device_map",
+    "parse_devices",
+    "placement_of",
+    "set_device_map",
+]

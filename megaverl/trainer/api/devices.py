@@ -11,14 +11,16 @@ from megaverl.distributed.placement import parse_ranks
 from megaverl.errors import ConfigError
 
 Devices = Sequence[int] | str | int | Mapping[str, Any] | None
-FORMS = "[0, 1], 2, '0-3', 'cuda:0-3', 'cuda:0,2', 'cpu:0-1', or {'model': one of these}"
+FORMS = (
+    "[0, 1], 2, '0-3', 'cuda:0-3', 'cuda:0,2', 'cpu:0-1', or {'model': one of these}"
+)
 
 
 def parse_devices(value: Devices, where: str) -> list[int] | None:
     """Return the ranks of a role, or None if `value` is None or "auto".
 
-    A device is a rank, because each process has one device. The word before the colon is only informative: every rank
-    computes on the device of its machine.
+    A device is a rank, because each process has one device. The word before the colon
+    is only informative: every rank computes on the device of its machine.
 
     Args:
         where: name of the setting, for messages.
@@ -49,11 +51,16 @@ def parse_devices(value: Devices, where: str) -> list[int] | None:
 
 def _checked(ranks: list[Any], where: str) -> list[int]:
     # bool is a subclass of int, but `true` in a list of ranks is a mistake.
-    are_ranks = all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks)
+    are_ranks = all(
+        isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0
+        for rank in ranks
+    )
     if not ranks or not are_ranks:
         raise ConfigError(f"{where}: found {ranks!r}; expected {FORMS}.")
     if len(set(ranks)) < len(ranks):
-        raise ConfigError(f"{where}: found {ranks!r}; a device stands twice. Leave one out.")
+        raise ConfigError(
+            f"{where}: found {ranks!r}; a device stands twice. Leave one out."
+        )
     return ranks
 
 
@@ -104,7 +111,9 @@ class _DeviceMap:
     placement: dict[str, list[int]] = {}
 
 
-def set_device_map(devices: DataParallelConfig | Mapping[str, Devices] | None) -> dict[str, list[int]]:
+def set_device_map(
+    devices: DataParallelConfig | Mapping[str, Devices] | None,
+) -> dict[str, list[int]]:
     """Set the devices of roles for every trainer that is created afterwards without its own placement.
 
     Args:
@@ -121,7 +130,9 @@ def set_device_map(devices: DataParallelConfig | Mapping[str, Devices] | None) -
     return dict(_DeviceMap.placement)
 
 
-def placement_of(devices: DataParallelConfig | Mapping[str, Devices] | None) -> dict[str, list[int]]:
+def placement_of(
+    devices: DataParallelConfig | Mapping[str, Devices] | None,
+) -> dict[str, list[int]]:
     """Return the section `placement` that is equivalent to `devices`, see `set_device_map`.
 
     Raises:
@@ -130,8 +141,12 @@ def placement_of(devices: DataParallelConfig | Mapping[str, Devices] | None) -> 
     if devices is None:
         return {}
     if not isinstance(devices, DataParallelConfig | Mapping):
-        raise ConfigError(f"device map: found {devices!r}; expected a DataParallelConfig or {{'actor': [0, 1], ...}}.")
-    config = devices if isinstance(devices, DataParallelConfig) else _from_mapping(devices)
+        raise ConfigError(
+            f"device map: found {devices!r}; expected a DataParallelConfig or {{'actor': [0, 1], ...}}."
+        )
+    config = (
+        devices if isinstance(devices, DataParallelConfig) else _from_mapping(devices)
+    )
     return config.placement()
 
 
@@ -141,10 +156,17 @@ def device_map() -> dict[str, list[int]]:
 
 
 def _from_mapping(devices: Mapping[str, Devices]) -> DataParallelConfig:
-    names = {field.name.removesuffix("_devices"): field.name for field in fields(DataParallelConfig)}
+    names = {
+        field.name.removesuffix("_devices"): field.name
+        for field in fields(DataParallelConfig)
+    }
     names |= {"reward": "reward_model_devices", "model": "actor_devices"}
     unknown = [name for name in devices if name.removesuffix("_devices") not in names]
     if unknown:
-        raise ConfigError(f"device map: no role {', '.join(map(repr, unknown))}; there are {', '.join(names)}.")
-    arguments = {names[name.removesuffix("_devices")]: value for name, value in devices.items()}
+        raise ConfigError(
+            f"device map: no role {', '.join(map(repr, unknown))}; there are {', '.join(names)}."
+        )
+    arguments = {
+        names[name.removesuffix("_devices")]: value for name, value in devices.items()
+    }
     return DataParallelConfig(**arguments)

@@ -21,8 +21,8 @@ from megaverl.trainer.api.devices import Devices, device_map, parse_devices
 from megaverl.trainer.preflight import check_builds, check_packages
 from megaverl.trainer.resuming import check_resume
 
-# Settings of `get_ppo_config()` without arguments, applied to the quickstart's recipe: one process without vLLM, about
-# half a minute.
+# Settings of `get_ppo_config()` without arguments, applied to the quickstart's recipe:
+# one process without vLLM, about half a minute.
 SMALL_RUN: dict[str, dict[str, Any]] = {
     "run": {"name": "quickstart_ppo", "nproc": None},
     "actor": {"tp": 1, "optimizer": {"lr": 1e-3}},
@@ -31,7 +31,8 @@ SMALL_RUN: dict[str, dict[str, Any]] = {
     "trainer": {"steps": 25},
 }
 
-# Environment variables that a job of this single process has set, because torchrun did not.
+# Environment variables that a job of this single process has set, because torchrun did
+# not.
 JOB_OF_ONE: dict[str, str] = {}
 
 Reward = str | Callable[..., Any] | Mapping[str, Any]
@@ -41,8 +42,8 @@ Reward = str | Callable[..., Any] | Mapping[str, Any]
 class TrainerConfig:
     """Common settings under their usual names. None keeps the default of the corresponding key.
 
-    All other settings go into `options` under the keys of the YAML file (`megaverl keys`), either nested or dotted like
-    {"actor.optimizer.clip_grad": 0.5}.
+    All other settings go into `options` under the keys of the YAML file (`megaverl
+    keys`), either nested or dotted like {"actor.optimizer.clip_grad": 0.5}.
 
     Attributes:
         max_steps: number of steps of the whole run. `total_steps` is an alias.
@@ -70,9 +71,13 @@ class TrainerConfig:
     reference_model: Annotated[str | Path | None, "reference.path"] = None
     tokenizer: Annotated[str | Path | None, "model.tokenizer"] = None
     reward_function: Annotated[Reward | Sequence[Reward] | None, "reward"] = None
-    reward_modules: Annotated[str | Path | Sequence[str | Path] | None, "reward_modules"] = None
+    reward_modules: Annotated[
+        str | Path | Sequence[str | Path] | None, "reward_modules"
+    ] = None
     train_data: Annotated[str | Path | Sequence[str | Path] | None, "data.train"] = None
-    validation_data: Annotated[str | Path | Sequence[str | Path] | None, "data.validation"] = None
+    validation_data: Annotated[
+        str | Path | Sequence[str | Path] | None, "data.validation"
+    ] = None
     max_steps: Annotated[int | None, "trainer.steps"] = None
     prompts_per_step: Annotated[int | None, "data.prompts_per_step"] = None
     group_size: Annotated[int | None, "algorithm.group_size"] = None
@@ -127,7 +132,9 @@ class TrainerConfig:
             if value is None:
                 continue
             try:
-                value = plain(CONVERT[name](value, name) if name in CONVERT else value, name)
+                value = plain(
+                    CONVERT[name](value, name) if name in CONVERT else value, name
+                )
             except ConfigError as error:
                 mistakes.append(str(error))
                 continue
@@ -148,8 +155,11 @@ class TrainerConfig:
         return resolve(self, check_paths=check_paths)
 
 
-# `total_steps` is only an argument of the constructor (InitVar). The property makes it readable and writable as well.
-_TOTAL_STEPS = property(lambda self: self.max_steps, lambda self, value: setattr(self, "max_steps", value))
+# `total_steps` is only an argument of the constructor (InitVar). The property makes it
+# readable and writable as well.
+_TOTAL_STEPS = property(
+    lambda self: self.max_steps, lambda self, value: setattr(self, "max_steps", value)
+)
 setattr(TrainerConfig, "total_steps", _TOTAL_STEPS)  # noqa: B010 - not a field to mypy
 SETTINGS = tuple(inspect.signature(TrainerConfig).parameters)
 KEYS = {
@@ -182,8 +192,13 @@ def importable_name(function: Callable[..., Any], where: str) -> str:
         ConfigError: the function is a lambda, is nested in another, or was typed at a prompt.
     """
     module, name = inspect.getmodule(function), getattr(function, "__qualname__", "")
-    # A lambda or nested function has a qualified name that is no attribute of its module.
-    if module is None or not name.isidentifier() or getattr(module, name, None) is not function:
+    # A lambda or nested function has a qualified name that is no attribute of its
+    # module.
+    if (
+        module is None
+        or not name.isidentifier()
+        or getattr(module, name, None) is not function
+    ):
         raise ConfigError(
             f"{where}: {function!r} cannot be imported by other processes. Define it at the top level of a file and "
             "give the function, or its name as file.py:function."
@@ -192,7 +207,9 @@ def importable_name(function: Callable[..., Any], where: str) -> str:
         return f"{module.__name__}:{name}"
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
-        raise ConfigError(f"{where}: {name} was typed at a prompt. Put it into a file and name file.py:{name}.")
+        raise ConfigError(
+            f"{where}: {name} was typed at a prompt. Put it into a file and name file.py:{name}."
+        )
     return f"{Path(file).resolve()}:{name}"
 
 
@@ -205,19 +222,25 @@ def _several(value: Any, where: str) -> list[Any]:
     if isinstance(value, list | tuple):
         return list(value)
     if not isinstance(value, str | Path | Mapping):
-        raise ConfigError(f"{where}: found {value!r}; expected text, or a list of such.")
+        raise ConfigError(
+            f"{where}: found {value!r}; expected text, or a list of such."
+        )
     return [value]
 
 
 def _engine(value: Any, where: str) -> str:
     if not isinstance(value, bool):
-        raise ConfigError(f"{where}: found {value!r}; expected True (vLLM) or False (plain transformers).")
+        raise ConfigError(
+            f"{where}: found {value!r}; expected True (vLLM) or False (plain transformers)."
+        )
     return "vllm" if value else "hf"
 
 
 def _section(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f'{where}: found {value!r}; expected a mapping such as {{"save_interval": 10}}.')
+        raise ConfigError(
+            f'{where}: found {value!r}; expected a mapping such as {{"save_interval": 10}}.'
+        )
     return dict(value)
 
 
@@ -228,7 +251,9 @@ def plain(value: Any, where: str) -> Any:
         ConfigError: a file cannot contain the value, such as a model object instead of its folder.
     """
     if isinstance(value, Mapping):
-        return {str(key): plain(inner, f"{where}.{key}") for key, inner in value.items()}
+        return {
+            str(key): plain(inner, f"{where}.{key}") for key, inner in value.items()
+        }
     if isinstance(value, list | tuple):
         return [plain(inner, where) for inner in value]
     if isinstance(value, Path):
@@ -272,7 +297,12 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 Description = Config | TrainerConfig | Mapping[str, Any] | str | Path
 
 
-def resolve(description: Description, overrides: Sequence[Override] = (), *, check_paths: bool = True) -> Config:
+def resolve(
+    description: Description,
+    overrides: Sequence[Override] = (),
+    *,
+    check_paths: bool = True,
+) -> Config:
     """Return the checked configuration of a YAML file, a mapping, a TrainerConfig or a Config.
 
     A configuration without its own `placement` gets that of `set_device_map`.
@@ -288,7 +318,10 @@ def resolve(description: Description, overrides: Sequence[Override] = (), *, che
         values = description.values()
         if description.may_be_small and not _names_inputs(values):
             # Settings of the user override those of the small run.
-            description, overrides = recipe("quickstart"), [*as_overrides(SMALL_RUN), *as_overrides(values), *overrides]
+            description, overrides = (
+                recipe("quickstart"),
+                [*as_overrides(SMALL_RUN), *as_overrides(values), *overrides],
+            )
             if check_paths:
                 _make_inputs(load_config(description, overrides, check_paths=False))
         else:
@@ -298,18 +331,29 @@ def resolve(description: Description, overrides: Sequence[Override] = (), *, che
             f"config: found a {type(description).__name__}; expected a YAML file, a mapping, a TrainerConfig or a "
             "Config."
         )
-    if isinstance(description, Mapping) and device_map() and not description.get("placement"):
+    if (
+        isinstance(description, Mapping)
+        and device_map()
+        and not description.get("placement")
+    ):
         description = {**description, "placement": device_map()}
     try:
         with as_started():
             config = load_config(description, list(overrides), check_paths=check_paths)
-            # A `placement` in a file has precedence over `set_device_map`, and is known only after loading.
+            # A `placement` in a file has precedence over `set_device_map`, and is known
+            # only after loading.
             if config.placement.is_given or not device_map():
                 return config
             more = [f"placement.{key}={ranks}" for key, ranks in device_map().items()]
-            return load_config(description, [*overrides, *more], check_paths=check_paths)
+            return load_config(
+                description, [*overrides, *more], check_paths=check_paths
+            )
     except InvalidConfig as error:
-        source = str(description) if isinstance(description, str | Path) else "what was given"
+        source = (
+            str(description)
+            if isinstance(description, str | Path)
+            else "what was given"
+        )
         raise InvalidConfig(map(of_a_program, error.mistakes), source) from None
 
 
@@ -334,7 +378,9 @@ def of_a_program(mistake: ConfigIssue) -> ConfigIssue:
     """Return a mistake that names the setting of `TrainerConfig` instead of a command-line option."""
     if mistake.where not in ("", COMMAND_LINE):
         return mistake
-    names = [name for name, key in KEYS.items() if f"{mistake.key}.".startswith(f"{key}.")]
+    names = [
+        name for name, key in KEYS.items() if f"{mistake.key}.".startswith(f"{key}.")
+    ]
     return replace(mistake, where=f"`{names[0]}` in Python" if names else "")
 
 
@@ -342,7 +388,11 @@ def _names_inputs(values: Mapping[str, Any]) -> bool:
     """Return whether a model or training data is named, under either key of the YAML file."""
     named = {"model": ("path", "pretrain_model_path"), "data": ("train", "train_path")}
     sections = [(values.get(section), keys) for section, keys in named.items()]
-    return any(isinstance(section, str) or any(key in section for key in keys) for section, keys in sections if section)
+    return any(
+        isinstance(section, str) or any(key in section for key in keys)
+        for section, keys in sections
+        if section
+    )
 
 
 def as_overrides(values: Mapping[str, Any], inside: str = "") -> list[Override]:
@@ -350,7 +400,11 @@ def as_overrides(values: Mapping[str, Any], inside: str = "") -> list[Override]:
     overrides: list[Override] = []
     for key, value in values.items():
         # A mapping whose keys are no identifiers is a value, not a nested section.
-        if isinstance(value, Mapping) and value and all(name.isidentifier() for name in value):
+        if (
+            isinstance(value, Mapping)
+            and value
+            and all(name.isidentifier() for name in value)
+        ):
             overrides += as_overrides(value, f"{inside}{key}.")
         else:
             overrides.append((f"{inside}{key}", value))
@@ -376,8 +430,9 @@ def refuse_unknown(names: Iterable[str], who: str = "") -> None:
 def get_ppo_config(**settings: Any) -> TrainerConfig:
     """Return a TrainerConfig for PPO, such as `get_ppo_config(actor_model="models/small")`.
 
-    Without a model and data it describes a small run of the quickstart's task, in one process and without vLLM.
-    Tokenizer, model and data are then created in the run's folder. `max_steps` is always set to a number.
+    Without a model and data it describes a small run of the quickstart's task, in one
+    process and without vLLM. Tokenizer, model and data are then created in the run's
+    folder. `max_steps` is always set to a number.
 
     Raises:
         ConfigError: a setting does not exist.
@@ -387,7 +442,11 @@ def get_ppo_config(**settings: Any) -> TrainerConfig:
     config.may_be_small = True
     if config.max_steps is None:
         values = config.values()
-        default = LoopConfig.model_fields["steps"].default if _names_inputs(values) else SMALL_RUN["trainer"]["steps"]
+        default = (
+            LoopConfig.model_fields["steps"].default
+            if _names_inputs(values)
+            else SMALL_RUN["trainer"]["steps"]
+        )
         config.max_steps = values.get("trainer", {}).get("steps", default)
     return config
 
@@ -396,7 +455,8 @@ def get_ppo_config(**settings: Any) -> TrainerConfig:
 def as_started() -> Iterator[None]:
     """Hide the environment variables that a job of this single process has set.
 
-    They describe only this job and must not influence the configuration of the next trainer.
+    They describe only this job and must not influence the configuration of the next
+    trainer.
     """
     hidden = {name: os.environ.pop(name) for name in JOB_OF_ONE if name in os.environ}
     try:

@@ -1,6 +1,7 @@
 """`RLTrainer` and `PPOTrainer` for Python programs, on top of the trainer of `megaverl train`.
 
-Under torchrun, a program joins the job as one of its ranks. Otherwise it is a job of one process.
+Under torchrun, a program joins the job as one of its ranks. Otherwise it is a job of
+one process.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class _Joined:
 
     job: Job | None = None
     config: Config | None = None
-    checked: ClassVar[list[Config]] = []  # configurations whose code and data were checked
+    # Configurations whose code and data were checked.
+    checked: ClassVar[list[Config]] = []
 
 
 def under_torchrun() -> bool:
@@ -66,8 +68,8 @@ def under_torchrun() -> bool:
 def init_distributed(config: Description) -> Job:
     """Join the job of this process: create the default process group, place the roles and monitor for lost ranks.
 
-    Under torchrun every rank must call it. Otherwise the job is this process. A second call returns the same job, which
-    has one placement.
+    Under torchrun every rank must call it. Otherwise the job is this process. A second
+    call returns the same job, which has one placement.
 
     Args:
         config: configuration of the run, in any form that a trainer takes.
@@ -99,7 +101,9 @@ def init_distributed(config: Description) -> Job:
         return _Joined.job
     if not under_torchrun():
         # Stored, so that `as_started` can hide these variables from later trainers.
-        JOB_OF_ONE.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
+        JOB_OF_ONE.update(
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        )
         JOB_OF_ONE.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
         os.environ |= JOB_OF_ONE
     # For modules that are not imported yet. CUDA and NCCL must not have started.
@@ -112,7 +116,9 @@ def init_distributed(config: Description) -> Job:
     from megaverl.trainer.job import join_job
 
     platform.start()
-    _Joined.job = join_job(resolved, "train", Console(int(os.environ["RANK"])), check_memory)
+    _Joined.job = join_job(
+        resolved, "train", Console(int(os.environ["RANK"])), check_memory
+    )
     _Joined.config = resolved
     use_context(_Joined.job.context)
     seed_generators(resolved.run.seed)
@@ -154,10 +160,12 @@ def explained() -> Iterator[None]:
         if isinstance(error, SystemExit):
             if isinstance(error.__cause__, Leaving):  # raised by a nested call
                 raise
-            # Code of a model or library called sys.exit. The program has not finished, so it must not use that exit
-            # code.
+            # Code of a model or library called sys.exit. The program has not finished,
+            # so it must not use that exit code.
             heard = None if job is None else job.liveness.explain(error)
-            raise TrainingStopped(heard or f"code inside the run raised {describe(error)}.") from error
+            raise TrainingStopped(
+                heard or f"code inside the run raised {describe(error)}."
+            ) from error
         if isinstance(error, Leaving):
             if job is None or job.context.rank == 0:
                 print(error, file=sys.stderr, flush=True)
@@ -184,7 +192,11 @@ def _leave() -> None:
     try:
         barrier(job.context.control)
     except TrainingStopped as broken:
-        print(f"error: {job.liveness.explain(broken) or broken}", file=sys.stderr, flush=True)
+        print(
+            f"error: {job.liveness.explain(broken) or broken}",
+            file=sys.stderr,
+            flush=True,
+        )
         remove_temporary_folder()
         os._exit(1)
     job.liveness.leave()
@@ -192,7 +204,8 @@ def _leave() -> None:
     dist.destroy_process_group()
 
 
-# Short names of metrics that `update` returns as well. Each is the first of these metrics that was measured.
+# Short names of metrics that `update` returns as well. Each is the first of these
+# metrics that was measured.
 SHORT_NAMES = {
     "reward": ("reward/mean",),
     "loss": ("actor/loss",),
@@ -234,15 +247,19 @@ class RLTrainer:
         if reward_model is not None:
             more.append(("reward", [_reward_of(reward_model)]))
         if strategy is not None:
-            more += [f"placement.{key}={ranks}" for key, ranks in strategy.placement.items()]
-        self.config: Config = resolve({} if config is None else config, [*more, *overrides])
+            more += [
+                f"placement.{key}={ranks}" for key, ranks in strategy.placement.items()
+            ]
+        self.config: Config = resolve(
+            {} if config is None else config, [*more, *overrides]
+        )
         self._loop: Trainer | None = None
 
     def train(self) -> dict[str, float]:
         """Run all steps, or the remaining steps of an earlier run in the same folder.
 
-        Under torchrun this process is one of the ranks. Otherwise the run takes place in this process, or in child
-        processes if the configuration needs several ranks.
+        Under torchrun this process is one of the ranks. Otherwise the run takes place
+        in this process, or in child processes if the configuration needs several ranks.
 
         Returns:
             Metrics of the last validation, or else of the last step.
@@ -265,7 +282,8 @@ class RLTrainer:
 
     def _make_loop(self) -> Trainer:
         """Create the trainer of this run's folder."""
-        # Relative paths must keep their meaning if the program changes its working directory.
+        # Relative paths must keep their meaning if the program changes its working
+        # directory.
         self.config = with_absolute_paths(self.config)
         job = init_distributed(self.config)
         from megaverl.distributed.collectives import on_first_rank
@@ -278,7 +296,10 @@ class RLTrainer:
         self.config = with_engine_share(self.config, job.context.placement)
         console = Console(job.context.rank)
         console.speaks = job.context.rank == reporter(job.context.placement)
-        on_first_rank(lambda: prepare_folder(self.config.run_dir, self.config, "train"), job.context.control)
+        on_first_rank(
+            lambda: prepare_folder(self.config.run_dir, self.config, "train"),
+            job.context.control,
+        )
         for warning in self.config.warnings:
             console.warn(warning)
         for choice in self.config.choices:
@@ -289,9 +310,10 @@ class RLTrainer:
 class PPOTrainer(RLTrainer):
     """Trainer for a loop of the Python program: `rollout` returns responses, `update` trains on them.
 
-    Every method is collective over all ranks. A step writes the same output as a step of `train`: trackers, samples,
-    validation and checkpoints, and the model after the last of `total_steps`. After SIGTERM or SIGUSR1, the
-    current or next call saves and exits with `errors.SAVED_AND_LEFT`. The configuration may name any algorithm; the
+    Every method is collective over all ranks. A step writes the same output as a step
+    of `train`: trackers, samples, validation and checkpoints, and the model after the
+    last of `total_steps`. After SIGTERM or SIGUSR1, the current or next call saves and
+    exits with `errors.SAVED_AND_LEFT`. The configuration may name any algorithm; the
     default is PPO.
 
     Example:
@@ -349,7 +371,12 @@ class PPOTrainer(RLTrainer):
             self._begin()
             metrics = self.loop.update(self._given(rollouts))
         # The first measured metric wins, because it is written last.
-        short = {name: metrics[key] for name, keys in SHORT_NAMES.items() for key in reversed(keys) if key in metrics}
+        short = {
+            name: metrics[key]
+            for name, keys in SHORT_NAMES.items()
+            for key in reversed(keys)
+            if key in metrics
+        }
         return {**metrics, **short}
 
     def close(self) -> None:
@@ -377,8 +404,8 @@ class PPOTrainer(RLTrainer):
         return StoredRollouts(self.loop.next_step, 0, rollouts, scores, metrics)
 
     def _begin(self) -> None:
-        """Restore a checkpoint if there is one, and send the first weights to the engine. Does nothing after the first
-        call.
+        """Restore a checkpoint if there is one, and send the first weights to the
+        engine. Does nothing after the first call.
         """
         if self._has_begun:
             return
@@ -390,11 +417,16 @@ class PPOTrainer(RLTrainer):
 
 def _given(settings: Mapping[str, Any]) -> list[Override]:
     """Return key and value of every setting that was passed."""
-    algorithm = {"algorithm": settings.get("algorithm")} if settings.get("algorithm") else {}
+    algorithm = (
+        {"algorithm": settings.get("algorithm")} if settings.get("algorithm") else {}
+    )
     values = TrainerConfig(**settings).values()
-    # The default "ppo" was not passed, so it must not override the configuration's algorithm.
+    # The default "ppo" was not passed, so it must not override the configuration's
+    # algorithm.
     if not algorithm:
-        values.pop("algorithm", None) if values.get("algorithm") == {"name": "ppo"} else values["algorithm"].pop("name")
+        values.pop("algorithm", None) if values.get("algorithm") == {
+            "name": "ppo"
+        } else values["algorithm"].pop("name")
     return as_overrides(values)
 
 
@@ -403,8 +435,13 @@ def _reward_of(value: Reward | Path) -> dict[str, Any]:
 
     if isinstance(value, Path):
         value = str(value)
-    # A name with a slash, or a folder with a config.json, is a model. A name with a colon is a function.
-    is_model = isinstance(value, str) and ":" not in value and ("/" in value or (Path(value) / "config.json").exists())
+    # A name with a slash, or a folder with a config.json, is a model. A name with a
+    # colon is a function.
+    is_model = (
+        isinstance(value, str)
+        and ":" not in value
+        and ("/" in value or (Path(value) / "config.json").exists())
+    )
     if not is_model:
         return reward_entry(value, "reward_model")
     return {"name": "reward_model", "path": str(value)}
@@ -428,7 +465,9 @@ def _as_a_program() -> Iterator[None]:
     try:
         yield
     except InvalidConfig as error:
-        raise InvalidConfig(map(of_a_program, error.mistakes), "code and data that it names") from None
+        raise InvalidConfig(
+            map(of_a_program, error.mistakes), "code and data that it names"
+        ) from None
 
 
 def _num_ranks(config: Config) -> int:
@@ -455,7 +494,8 @@ def _train_in_ranks(config: Config) -> dict[str, float]:
         check_code_and_data(config, "train")
     count = _num_ranks(config)
     check_world(config, "train", count)
-    for choice in config.choices:  # ranks receive it as a given value and do not print it
+    # Ranks receive it as a given value and do not print it.
+    for choice in config.choices:
         print(choice)
     with tempfile.TemporaryDirectory(prefix="megaverl_") as folder:
         file = Path(folder, "config.yaml")
@@ -466,9 +506,15 @@ def _train_in_ranks(config: Config) -> dict[str, float]:
     if code in (SAVED_AND_LEFT, INTERRUPTED):
         raise SystemExit(code)
     if code:
-        raise TrainingStopped(f"training ended with exit code {code}; {config.run_dir / 'logs'} says more.")
+        raise TrainingStopped(
+            f"training ended with exit code {code}; {config.run_dir / 'logs'} says more."
+        )
     records = read_metrics(config.run_dir / "metrics.jsonl")
-    return {name: value for name, value in records[-1].items() if name not in ("step", "time")}
+    return {
+        name: value
+        for name, value in records[-1].items()
+        if name not in ("step", "time")
+    }
 
 
 class RoleBasedDistributedStrategy:
@@ -487,10 +533,16 @@ class RoleBasedDistributedStrategy:
         RLTrainer(config, strategy=strategy).train()
     """
 
-    def __init__(self, devices: DataParallelConfig | Mapping[str, Devices] | None = None, **roles: Devices) -> None:
+    def __init__(
+        self,
+        devices: DataParallelConfig | Mapping[str, Devices] | None = None,
+        **roles: Devices,
+    ) -> None:
         self.placement = placement_of(devices) | placement_of(roles)
 
-    def resolve_for(self, config: Description, world_size: int) -> dict[str, tuple[int, ...]]:
+    def resolve_for(
+        self, config: Description, world_size: int
+    ) -> dict[str, tuple[int, ...]]:
         """Return the ranks of every role in a job of `world_size` ranks.
 
         Raises:

@@ -29,17 +29,39 @@ class Kind(NamedTuple):
     what: str
 
 
-# The promises of each kind are a function in `kinds`, which is imported on demand because it needs torch.
+# The promises of each kind are a function in `kinds`, which is imported on demand
+# because it needs torch.
 KINDS = {
-    "reward": Kind("reward.N.function", "a function: prompt, response, reference, extra -> number"),
-    "environment": Kind("environment.name", "a class derived from megaverl.rollout.environments.Environment or Game"),
-    "generation": Kind("rollout.function", "a function: generate, prompts, sampling, seeds -> responses"),
-    "filter": Kind("algorithm.rollout_filter", "a function: batch, scores -> true or false for each sample"),
-    "loss": Kind("algorithm.policy_loss", "a function: log_probs, old_log_probs, advantages, weights -> LossOutput"),
-    "preference": Kind("preference.loss", "a function of log-probs of pairs, or of single responses -> LossOutput"),
-    "advantage": Kind("algorithm.advantage", "a function of what it names of a batch -> Advantages"),
+    "reward": Kind(
+        "reward.N.function", "a function: prompt, response, reference, extra -> number"
+    ),
+    "environment": Kind(
+        "environment.name",
+        "a class derived from megaverl.rollout.environments.Environment or Game",
+    ),
+    "generation": Kind(
+        "rollout.function",
+        "a function: generate, prompts, sampling, seeds -> responses",
+    ),
+    "filter": Kind(
+        "algorithm.rollout_filter",
+        "a function: batch, scores -> true or false for each sample",
+    ),
+    "loss": Kind(
+        "algorithm.policy_loss",
+        "a function: log_probs, old_log_probs, advantages, weights -> LossOutput",
+    ),
+    "preference": Kind(
+        "preference.loss",
+        "a function of log-probs of pairs, or of single responses -> LossOutput",
+    ),
+    "advantage": Kind(
+        "algorithm.advantage", "a function of what it names of a batch -> Advantages"
+    ),
     "data": Kind("data.train.N.path", "a function without arguments -> rows"),
-    "tracker": Kind("run.log_with", "a class: RunInfo -> write(step, seconds, metrics), close()"),
+    "tracker": Kind(
+        "run.log_with", "a class: RunInfo -> write(step, seconds, metrics), close()"
+    ),
 }
 
 
@@ -60,7 +82,9 @@ class Broken(Exception):
     """Exception of a violated promise. The message says what was found and what to change."""
 
 
-def check(kind: str, name: str, options: Mapping[str, object] | None = None) -> Iterator[PromiseResult]:
+def check(
+    kind: str, name: str, options: Mapping[str, object] | None = None
+) -> Iterator[PromiseResult]:
     """Test the contract of `kind` on the object that `name` refers to. Yield a result for each promise.
 
     Args:

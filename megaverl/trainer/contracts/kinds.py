@@ -1,7 +1,7 @@
 """Contracts of each kind of plug-in.
 
-They cover rewards, environments, generating functions, data sources, trackers, losses, advantage estimators and rollout
-filters.
+They cover rewards, environments, generating functions, data sources, trackers, losses,
+advantage estimators and rollout filters.
 """
 
 from __future__ import annotations
@@ -45,8 +45,18 @@ from megaverl.workers.rollout import generate_by
 # Episodes of random turns may never end, so they are cut off after this many turns.
 MOST_TURNS = 64
 ROW_KEYS = ("prompt_key", "answer_key")
-# Include empty, long, non-Latin and unparsable responses, on which reward functions fail most often.
-RESPONSES = ("42", "", "The answer is 42.", "\u4f60\u597d \U0001f600", "x" * 5000, "no idea", "\\boxed{42}", "42\n\n42")
+# Include empty, long, non-Latin and unparsable responses, on which reward functions
+# fail most often.
+RESPONSES = (
+    "42",
+    "",
+    "The answer is 42.",
+    "\u4f60\u597d \U0001f600",
+    "x" * 5000,
+    "no idea",
+    "\\boxed{42}",
+    "42\n\n42",
+)
 
 
 def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
@@ -56,10 +66,17 @@ def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
         options: `batched`, `row` (columns of a row other than prompt and answer), `prompt_key` and `answer_key` (names
             of these two columns), and the function's own options.
     """
-    function_options = {key: value for key, value in options.items() if key not in ("batched", "row", *ROW_KEYS)}
+    function_options = {
+        key: value
+        for key, value in options.items()
+        if key not in ("batched", "row", *ROW_KEYS)
+    }
     batched = bool(options.get("batched", False))
     example = options.get("row")
-    names = RowNames(prompt=str(options.get("prompt_key", "prompt")), answer=str(options.get("answer_key", "answer")))
+    names = RowNames(
+        prompt=str(options.get("prompt_key", "prompt")),
+        answer=str(options.get("answer_key", "answer")),
+    )
     samples = [
         RewardSample(
             f"Question {i}?",
@@ -74,7 +91,10 @@ def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
     ]
 
     def score(some: Sequence[RewardSample] = samples) -> list[float]:
-        reward = build_reward([{"function": name, "options": function_options, "batched": batched}], row=names)
+        reward = build_reward(
+            [{"function": name, "options": function_options, "batched": batched}],
+            row=names,
+        )
         return [float(value) for value in reward.score(list(some)).total]
 
     def bound() -> dict[str, str]:
@@ -96,27 +116,41 @@ def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
         return binding.described(function.function, function_options)
 
     def finite() -> None:
-        wrong = [RESPONSES[i][:20] for i, value in enumerate(score()) if not math.isfinite(value)]
+        wrong = [
+            RESPONSES[i][:20]
+            for i, value in enumerate(score())
+            if not math.isfinite(value)
+        ]
         if wrong:
-            raise Broken(f"not a finite number for the response {wrong[0]!r}: give every response one.")
+            raise Broken(
+                f"not a finite number for the response {wrong[0]!r}: give every response one."
+            )
 
     def independent() -> None:
-        # A reward that depends on the rest of the batch would change with the batch size and the number of ranks.
+        # A reward that depends on the rest of the batch would change with the batch
+        # size and the number of ranks.
         together, alone = score(), [score([sample])[0] for sample in samples]
         if together != alone:
-            first = next(i for i, (a, b) in enumerate(zip(together, alone, strict=True)) if a != b)
+            first = next(
+                i
+                for i, (a, b) in enumerate(zip(together, alone, strict=True))
+                if a != b
+            )
             raise Broken(
                 f"response {RESPONSES[first][:20]!r} scores {together[first]} among others and {alone[first]} alone."
             )
 
     def same() -> None:
         if score() != score():
-            raise Broken("two calls gave different scores: a run could not be repeated. Draw nothing at random.")
+            raise Broken(
+                "two calls gave different scores: a run could not be repeated. Draw nothing at random."
+            )
 
     try:
         parameters = bound()
     except (Broken, RewardError) as problem:
-        # A function with missing parameters cannot be called, so no further promise is tested.
+        # A function with missing parameters cannot be called, so no further promise is
+        # tested.
         yield "every parameter has a value", partial(_fail, str(problem))
         return
     for parameter, source in parameters.items():
@@ -135,7 +169,9 @@ def tiny_tokenizer(folder: Path) -> Tokenizer:
     from megaverl.data.tasks import make_task
 
     return load_tokenizer(
-        make_task("reverse", num_digits=3, num_train=64, num_held_out=8).train_tokenizer(folder / "tokenizer.model")
+        make_task(
+            "reverse", num_digits=3, num_train=64, num_held_out=8
+        ).train_tokenizer(folder / "tokenizer.model")
     )
 
 
@@ -151,16 +187,21 @@ def environment_promises(name: str, options: Mapping[str, Any]) -> Iterator[Prom
         prompt = tokenizer.encode("reverse 123 =")
         views = game.reset(Start(prompt, "reverse 123 =", "321", {}, seed))
         if set(views) != set(game.agents):
-            raise Broken(f"reset gives prompts for {sorted(views)}; its agents are {sorted(game.agents)}.")
+            raise Broken(
+                f"reset gives prompts for {sorted(views)}; its agents are {sorted(game.agents)}."
+            )
         for agent, tokens in views.items():
             _check_tokens(tokens, tokenizer, f"the prompt of {agent}")
         seen: list[tuple[str, Outcome]] = []
         for _ in range(MOST_TURNS):
             acting = list(game.acting())
             if not acting or set(acting) - set(game.agents):
-                raise Broken(f"acting() gave {acting}; expected one or more of {sorted(game.agents)}.")
+                raise Broken(
+                    f"acting() gave {acting}; expected one or more of {sorted(game.agents)}."
+                )
             turns = {
-                agent: [draw.randrange(tokenizer.vocab_size) for _ in range(3)] + [tokenizer.eos_token_id]
+                agent: [draw.randrange(tokenizer.vocab_size) for _ in range(3)]
+                + [tokenizer.eos_token_id]
                 for agent in acting
             }
             outcomes = game.step(turns)
@@ -170,7 +211,9 @@ def environment_promises(name: str, options: Mapping[str, Any]) -> Iterator[Prom
                         f"step gave {type(outcome).__name__} for {agent}; return megaverl.rollout.environments.Outcome."
                     )
                 if not math.isfinite(outcome.reward):
-                    raise Broken(f"the reward of {agent} is {outcome.reward}; it must be finite.")
+                    raise Broken(
+                        f"the reward of {agent} is {outcome.reward}; it must be finite."
+                    )
                 _check_tokens(outcome.token_ids, tokenizer, f"what {agent} reads next")
             seen += outcomes.items()
             if any(outcome.done for outcome in outcomes.values()):
@@ -179,7 +222,9 @@ def environment_promises(name: str, options: Mapping[str, Any]) -> Iterator[Prom
 
     def same() -> None:
         if play(1) != play(1):
-            raise Broken("two episodes of one seed and the same turns differ: draw from Start.seed only.")
+            raise Broken(
+                "two episodes of one seed and the same turns differ: draw from Start.seed only."
+            )
 
     def kept_open() -> None:
         # This is the last promise, so it removes the temporary folder.
@@ -187,16 +232,28 @@ def environment_promises(name: str, options: Mapping[str, Any]) -> Iterator[Prom
             play(2)
 
     # Promises return None. The tuple discards the value of the call.
-    yield "a class derived from Environment or Game", lambda: (find_environment(name), None)[1]
-    yield "prompts, acting agents and outcomes are what they must be", lambda: (play(), None)[1]
+    yield (
+        "a class derived from Environment or Game",
+        lambda: (find_environment(name), None)[1],
+    )
+    yield (
+        "prompts, acting agents and outcomes are what they must be",
+        lambda: (play(), None)[1],
+    )
     yield "the same seed and turns, the same episode", same
     yield "an episode of other turns too", kept_open
 
 
 def _check_tokens(tokens: Sequence[int], tokenizer: Tokenizer, what: str) -> None:
-    wrong = [token for token in tokens if not isinstance(token, int) or not 0 <= token < tokenizer.vocab_size]
+    wrong = [
+        token
+        for token in tokens
+        if not isinstance(token, int) or not 0 <= token < tokenizer.vocab_size
+    ]
     if wrong:
-        raise Broken(f"{what} holds {wrong[0]!r}, which is no token id: encode text with self.codec.")
+        raise Broken(
+            f"{what} holds {wrong[0]!r}, which is no token id: encode text with self.codec."
+        )
 
 
 def generation_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
@@ -204,33 +261,53 @@ def generation_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promi
     prompts = [[1, 2, 3], [4, 5], [1, 2, 3], [6]]
     seeds = [11, 12, 13, 14]
 
-    def engine(given: Sequence[Sequence[int]], sampling: SamplingOptions, own: Sequence[int]) -> list[Generation]:
+    def engine(
+        given: Sequence[Sequence[int]], sampling: SamplingOptions, own: Sequence[int]
+    ) -> list[Generation]:
         """Generate random responses that depend only on prompt and seed."""
         if len(given) != len(own):
-            raise Broken(f"it asked the engine for {len(given)} responses with {len(own)} seeds; give one each.")
+            raise Broken(
+                f"it asked the engine for {len(given)} responses with {len(own)} seeds; give one each."
+            )
         generations = []
         for prompt, seed in zip(given, own, strict=True):
             draw = random.Random(f"{list(prompt)} {seed}")
             count = draw.randint(1, sampling.max_tokens)
             tokens = [draw.randrange(50) for _ in range(count)]
-            generations.append(Generation(tokens, [-draw.random() for _ in tokens], "stop"))
+            generations.append(
+                Generation(tokens, [-draw.random() for _ in tokens], "stop")
+            )
         return generations
 
     def call(some: slice = slice(None)) -> list[Generation]:
         return generate_by(name, engine, prompts[some], SamplingOptions(8), seeds[some])
 
     def bounded() -> None:
-        long = [len(generation.token_ids) for generation in call() if len(generation.token_ids) > 8]
+        long = [
+            len(generation.token_ids)
+            for generation in call()
+            if len(generation.token_ids) > 8
+        ]
         if long:
             raise Broken(f"a response has {long[0]} tokens; sampling.max_tokens is 8.")
-        if positive := [value for generation in call() for value in generation.log_probs if value > 1e-6]:
+        if positive := [
+            value
+            for generation in call()
+            for value in generation.log_probs
+            if value > 1e-6
+        ]:
             raise Broken(f"a log-probability is {positive[0]}; they are at most 0.")
 
     def same() -> None:
         if call() != call():
-            raise Broken("two calls gave different responses: draw from the seeds only.")
+            raise Broken(
+                "two calls gave different responses: draw from the seeds only."
+            )
 
-    yield "one response for each prompt, a log-probability for each token", lambda: (call(), None)[1]
+    yield (
+        "one response for each prompt, a log-probability for each token",
+        lambda: (call(), None)[1],
+    )
     yield "no longer than asked for, log-probabilities of at most 0", bounded
     yield "the same seeds, the same responses", same
 
@@ -244,7 +321,10 @@ def data_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
     Args:
         options: `prompt_key` and `answer_key`, the names of the columns.
     """
-    columns = Columns(str(options.get("prompt_key", "prompt")), str(options.get("answer_key", "answer")) or None)
+    columns = Columns(
+        str(options.get("prompt_key", "prompt")),
+        str(options.get("answer_key", "answer")) or None,
+    )
 
     def readable() -> None:
         problems = examine(open_source(name), None, columns).errors
@@ -254,7 +334,9 @@ def data_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
     def same() -> None:
         first, second = open_source(name), open_source(name)
         if first.fingerprint != second.fingerprint or len(first) != len(second):
-            raise Broken("opened twice, it is not the same (fingerprint, length): a run could not be resumed.")
+            raise Broken(
+                "opened twice, it is not the same (fingerprint, length): a run could not be resumed."
+            )
         for number in range(min(len(first), LOOKED_AT)):
             if first[number] != second[number]:
                 raise Broken(f"row {number + 1} differs between two readings.")
@@ -265,7 +347,9 @@ def data_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
         before = rows[last]
         rows[0]
         if rows[last] != before:
-            raise Broken("a row depends on which one was read before: rows are asked for in any order.")
+            raise Broken(
+                "a row depends on which one was read before: rows are asked for in any order."
+            )
 
     def plain() -> None:
         rows = open_source(name)
@@ -287,14 +371,20 @@ def tracker_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]
     """Yield the promises of a tracker (`run.log_with`)."""
 
     def make(folder: str, resume_step: int | None = None) -> Backend:
-        return make_backend(name, RunInfo(Path(folder), "a-run", "megaverl", {"seed": 1}, resume_step))
+        return make_backend(
+            name, RunInfo(Path(folder), "a-run", "megaverl", {"seed": 1}, resume_step)
+        )
 
     def used(resume: bool = False) -> None:
         with tempfile.TemporaryDirectory() as folder:
             for start in (None, 2) if resume else (None,):
                 tracker = make(folder, start)
                 for step in (1, 2) if start is None else (3,):
-                    tracker.write(step, 1.8e9 + step, {"reward/mean": 0.5, "validation/pass@1": 1.0})
+                    tracker.write(
+                        step,
+                        1.8e9 + step,
+                        {"reward/mean": 0.5, "validation/pass@1": 1.0},
+                    )
                 tracker.close()
 
     def odd() -> None:
@@ -307,7 +397,10 @@ def tracker_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]
 
     yield "it is made, written to and closed", used
     yield "a resumed run", lambda: used(resume=True)
-    yield "numbers that are not finite, other metrics later, two records of one step", odd
+    yield (
+        "numbers that are not finite, other metrics later, two records of one step",
+        odd,
+    )
 
 
 GROUPS, PER_GROUP, LENGTH = 3, 4, 7
@@ -348,26 +441,40 @@ def loss_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
     """Yield the promises of a policy loss (`algorithm.policy_loss`)."""
     batch, draw = make_batch(), torch.Generator().manual_seed(1)
     start = batch.old_log_probs + 0.2 * torch.randn(SAMPLES, LENGTH, generator=draw)
-    fields = {"old_log_probs": batch.old_log_probs, "advantages": torch.randn(SAMPLES, LENGTH, generator=draw)}
+    fields = {
+        "old_log_probs": batch.old_log_probs,
+        "advantages": torch.randn(SAMPLES, LENGTH, generator=draw),
+    }
     fields["weights"] = batch.response_mask / batch.response_mask.sum()
 
     def inputs_of(log_probs: Tensor) -> dict[str, Tensor]:
         return fields | {"log_probs": log_probs}
 
-    yield from _promises_of_a_loss(partial(policy_losses.get(name), **options), inputs_of, start, "tokens")
+    yield from _promises_of_a_loss(
+        partial(policy_losses.get(name), **options), inputs_of, start, "tokens"
+    )
 
 
 def preference_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
     """Yield the promises of a preference loss (`preference.loss`) of pairs or of single responses."""
     entry, draw = preference_losses.get(name), torch.Generator().manual_seed(1)
-    frozen, policy = (-4.0 - 5.0 * torch.rand(SAMPLES, 2, generator=draw) for _ in range(2))
-    lengths, desirable = torch.randint(1, LENGTH, (SAMPLES, 2), generator=draw), torch.arange(SAMPLES) % 3 == 0
+    frozen, policy = (
+        -4.0 - 5.0 * torch.rand(SAMPLES, 2, generator=draw) for _ in range(2)
+    )
+    lengths, desirable = (
+        torch.randint(1, LENGTH, (SAMPLES, 2), generator=draw),
+        torch.arange(SAMPLES) % 3 == 0,
+    )
     # One response in each group has weight 0, to test that it has no effect.
     weights = (torch.arange(SAMPLES) % PER_GROUP != 1) / (SAMPLES - GROUPS)
 
     def inputs_of(log_probs: Tensor) -> dict[str, Tensor]:
         ratios, zeros = log_probs - frozen, torch.zeros(SAMPLES)
-        fields = {"weights": weights, "desirable": desirable, "log_probs": log_probs[:, 0]}
+        fields = {
+            "weights": weights,
+            "desirable": desirable,
+            "log_probs": log_probs[:, 0],
+        }
         fields |= {
             "ref_log_probs": frozen[:, 0],
             "reference_kl": torch.tensor(0.1),
@@ -375,19 +482,39 @@ def preference_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promi
             "margin_shifts": zeros,
         }
         for number, side in enumerate(("chosen", "rejected")):
-            fields |= {f"{side}_log_probs": log_probs[:, number], f"ref_{side}_log_probs": frozen[:, number]}
-            fields |= {f"{side}_lengths": lengths[:, number], f"{side}_log_ratios": ratios[:, number]}
-            fields |= {f"{side}_matched": -ratios[:, number].detach(), f"{side}_alignment": zeros}
+            fields |= {
+                f"{side}_log_probs": log_probs[:, number],
+                f"ref_{side}_log_probs": frozen[:, number],
+            }
+            fields |= {
+                f"{side}_lengths": lengths[:, number],
+                f"{side}_log_ratios": ratios[:, number],
+            }
+            fields |= {
+                f"{side}_matched": -ratios[:, number].detach(),
+                f"{side}_alignment": zeros,
+            }
         return fields
 
     def prefers() -> None:
         # Move log-probs toward better responses, and then away from them.
-        step = torch.tensor([3.0, -3.0]) if "desirable" not in entry.inputs else 6.0 * desirable.unsqueeze(1) - 3.0
-        good, bad = (float(entry(inputs_of(frozen + sign * step), **options).loss) for sign in (1, -1))
+        step = (
+            torch.tensor([3.0, -3.0])
+            if "desirable" not in entry.inputs
+            else 6.0 * desirable.unsqueeze(1) - 3.0
+        )
+        good, bad = (
+            float(entry(inputs_of(frozen + sign * step), **options).loss)
+            for sign in (1, -1)
+        )
         if not good < bad:
-            raise Broken(f"{good:.6g} where better responses are likelier, {bad:.6g} where worse ones are: its sign.")
+            raise Broken(
+                f"{good:.6g} where better responses are likelier, {bad:.6g} where worse ones are: its sign."
+            )
 
-    yield from _promises_of_a_loss(partial(entry, **options), inputs_of, policy, "responses")
+    yield from _promises_of_a_loss(
+        partial(entry, **options), inputs_of, policy, "responses"
+    )
     yield "less where better responses are likelier", prefers
 
 
@@ -404,15 +531,23 @@ def _promises_of_a_loss(
         inputs = {k: v[rows] if v.dim() else v for k, v in inputs_of(log_probs).items()}
         if poison:
             # NaN at weight 0 reveals arithmetic before masking, because 0 * NaN is NaN.
-            floats = [k for k, v in inputs.items() if v.is_floating_point() and v.dim() and k != "weights"]
-            inputs |= {k: inputs[k].masked_fill(weights == 0, torch.nan) for k in floats}
+            floats = [
+                k
+                for k, v in inputs.items()
+                if v.is_floating_point() and v.dim() and k != "weights"
+            ]
+            inputs |= {
+                k: inputs[k].masked_fill(weights == 0, torch.nan) for k in floats
+            }
         value = loss(inputs).loss
         return value.detach(), torch.autograd.grad(value, log_probs)[0]
 
     def finite() -> None:
         value, gradient = call()
         if not torch.isfinite(value) or not torch.isfinite(gradient).all():
-            raise Broken(f"loss {float(value)}, gradient finite: {bool(torch.isfinite(gradient).all())}.")
+            raise Broken(
+                f"loss {float(value)}, gradient finite: {bool(torch.isfinite(gradient).all())}."
+            )
         if not gradient[weights != 0].any():
             raise Broken(f"the gradient is 0 for all {what}.")
 
@@ -431,7 +566,9 @@ def _promises_of_a_loss(
     def additive() -> None:
         whole = call()[0]
         # Each group serves as a micro-batch.
-        parts = sum(call(slice(i, i + PER_GROUP))[0] for i in range(0, SAMPLES, PER_GROUP))
+        parts = sum(
+            call(slice(i, i + PER_GROUP))[0] for i in range(0, SAMPLES, PER_GROUP)
+        )
         if not torch.allclose(whole, torch.as_tensor(parts), rtol=1e-4, atol=1e-6):
             raise Broken(
                 f"the parts of a batch sum to {float(parts):.6g}, the whole is {float(whole):.6g}: sum weight x loss, "
@@ -467,7 +604,10 @@ def advantage_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promis
                 for key, value in inputs.items()
             }
         if order is not None:
-            inputs = {key: value[order] if len(value) == SAMPLES else value for key, value in inputs.items()}
+            inputs = {
+                key: value[order] if len(value) == SAMPLES else value
+                for key, value in inputs.items()
+            }
         return advantage_estimators.get(name)(inputs, **options)
 
     def finite() -> None:
@@ -475,7 +615,9 @@ def advantage_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promis
         if not torch.isfinite(advantages).all():
             raise Broken("some are NaN or infinite.")
         if advantages[~batch.response_mask].any():
-            raise Broken("tokens outside response_mask have one: multiply by response_mask.")
+            raise Broken(
+                "tokens outside response_mask have one: multiply by response_mask."
+            )
 
     def unpoisoned() -> None:
         if not torch.allclose(call().advantages, call(poison=True).advantages):
@@ -485,10 +627,17 @@ def advantage_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promis
 
     def unordered() -> None:
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(3))
-        if not torch.allclose(call().advantages[order], call(order).advantages, atol=1e-5):
-            raise Broken("they depend on the order of the samples: use group_ids to see which belong together.")
+        if not torch.allclose(
+            call().advantages[order], call(order).advantages, atol=1e-5
+        ):
+            raise Broken(
+                "they depend on the order of the samples: use group_ids to see which belong together."
+            )
 
-    yield "advantages, and returns if any, of shape [batch, response]", lambda: (call(), None)[1]
+    yield (
+        "advantages, and returns if any, of shape [batch, response]",
+        lambda: (call(), None)[1],
+    )
     yield "finite, and 0 outside the mask", finite
     yield "NaN outside the mask changes nothing", unpoisoned
     yield "the order of the samples changes nothing", unordered
@@ -503,14 +652,28 @@ def filter_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
 
     def unchanged() -> None:
         kept_by(name, batch, scores)
-        if changed := [key for key, value in before.items() if not torch.equal(value, batch.tensors[key])]:
-            raise Broken(f"it changed {', '.join(changed)}; return what to keep, and change nothing.")
+        if changed := [
+            key
+            for key, value in before.items()
+            if not torch.equal(value, batch.tensors[key])
+        ]:
+            raise Broken(
+                f"it changed {', '.join(changed)}; return what to keep, and change nothing."
+            )
 
-    yield "true or false for every sample, and not false for all", lambda: (kept_by(name, batch, scores), None)[1]
+    yield (
+        "true or false for every sample, and not false for all",
+        lambda: (kept_by(name, batch, scores), None)[1],
+    )
     yield "the batch stays as it is", unchanged
-    yield "the same twice", lambda: _same(kept_by(name, batch, scores), kept_by(name, batch, scores))
+    yield (
+        "the same twice",
+        lambda: _same(kept_by(name, batch, scores), kept_by(name, batch, scores)),
+    )
 
 
 def _same(first: Tensor, second: Tensor) -> None:
     if not torch.equal(first, second):
-        raise Broken("two calls gave different results: draw nothing at random, or from a seed of the batch.")
+        raise Broken(
+            "two calls gave different results: draw nothing at random, or from a seed of the batch."
+        )

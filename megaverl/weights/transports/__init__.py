@@ -1,11 +1,17 @@
 """Transports: they carry the boxes of a plan, one module each; `megaverl.weights.reshard` defines their order.
 
-`tensor_views` checks that tensors fit their layout, `dtypes` makes all ranks agree on dtypes, and `transport` has the
-interface of a transport, its job, and messages of bounded size.
+`tensor_views` checks that tensors fit their layout, `dtypes` makes all ranks agree on
+dtypes, and `transport` has the interface of a transport, its job, and messages of
+bounded size.
 """
 
 from megaverl.weights.transports.dtypes import agree_on_dtypes, converting, wire_dtypes
-from megaverl.weights.transports.tensor_views import Tensors, check_tensors, view, viewed
+from megaverl.weights.transports.tensor_views import (
+    Tensors,
+    check_tensors,
+    view,
+    viewed,
+)
 from megaverl.weights.transports.transport import (
     ALONE,
     BUCKET_BYTES,

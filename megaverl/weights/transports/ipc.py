@@ -1,18 +1,21 @@
 """Transports within a node: processes read each other's memory, by cross-memory attach on CPUs and CUDA IPC on GPUs.
 
-A reader only needs to know that the other side's weights are ready, which one number per rank and run tells it. The
-weights stay unchanged until every rank has finished. There are no buckets and no packing. The addresses of tensors are
-sent to readers as JSON, never as pickles, and again whenever the tensors of some rank have moved.
+A reader only needs to know that the other side's weights are ready, which one number
+per rank and run tells it. The weights stay unchanged until every rank has finished.
+There are no buckets and no packing. The addresses of tensors are sent to readers as
+JSON, never as pickles, and again whenever the tensors of some rank have moved.
 
     source rank                     all-reduce                    reading rank
     weights are ready   --------->  all ranks are ready  ------>  read boxes into place
     weights unchanged   <---------  all ranks agree on the version at the end of the run
 
-Cross-memory attach (the term of MPI and UCX) is Linux's `process_vm_readv(2)`: one copy between processes, from place
-to place. A socket copies twice and needs both sides to run.
+Cross-memory attach (the term of MPI and UCX) is Linux's `process_vm_readv(2)`: one copy
+between processes, from place to place. A socket copies twice and needs both sides to
+run.
 
-CUDA IPC relies on these properties of torch (torch 2.11 to 2.13: `torch/csrc/StorageSharing.cpp`,
-`torch/csrc/CudaIPCTypes.h` and `.cpp`, `getIpcDevPtr` in `c10/cuda/CUDACachingAllocator.cpp`):
+CUDA IPC relies on these properties of torch (torch 2.11 to 2.13:
+`torch/csrc/StorageSharing.cpp`, `torch/csrc/CudaIPCTypes.h` and `.cpp`, `getIpcDevPtr`
+in `c10/cuda/CUDACachingAllocator.cpp`):
 
 - `_share_cuda_` puts its storage behind an unsigned count of readers in a file, which starts at one. With no reader or
   with two it never reaches zero, and the storage then stays allocated forever once it is freed. So `_handle` calls it
@@ -59,10 +62,14 @@ Transfers = Mapping[int, Sequence[Transfer]]  # peer -> transfers
 
 
 def no_problem(problem: str, job: TransferJob) -> bool:
-    """Return whether no rank has a problem, equal on all ranks; rank 0 logs the first problem. Collective over the
-    group.
+    """Return whether no rank has a problem, equal on all ranks; rank 0 logs the first
+    problem. Collective over the group.
     """
-    problems = [f"rank {rank}: {text}" for rank, text in enumerate(gather_json(problem, job.group)) if text]
+    problems = [
+        f"rank {rank}: {text}"
+        for rank, text in enumerate(gather_json(problem, job.group))
+        if text
+    ]
     if problems and job.plan.rank == 0:
         logger.warning("weights go over the network within nodes: %s", problems[0])
     return not problems
@@ -83,9 +90,10 @@ class NodeReaders:
 
         Collective.
         """
-        # Storage moves rarely (after a sleep, or by offloading), so addresses are exchanged only if some rank's have
-        # changed. All ranks take part, as a reader cannot know whether its source has moved. The collective is also the
-        # signal that the sources are final.
+        # Storage moves rarely (after a sleep, or by offloading), so addresses are
+        # exchanged only if some rank's have changed. All ranks take part, as a reader
+        # cannot know whether its source has moved. The collective is also the signal
+        # that the sources are final.
         doing = "waiting until all ranks' weights are ready to be read"
         moved = self._any_rank(described != self._described, doing)
         if moved:
@@ -105,24 +113,42 @@ class NodeReaders:
     def _exchange(self, value: Any) -> dict[int, Any]:
         """Send this rank's `value` to its readers, and return those of the ranks that it reads from."""
         device = device_of(self._job.group)
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+        data = torch.frombuffer(
+            bytearray(json.dumps(value).encode()), dtype=torch.uint8
+        ).to(device)
         # A receive needs a buffer of the right size, so the lengths travel first.
-        lengths = {peer: torch.zeros(1, dtype=torch.int64, device=device) for peer in self._receives}
+        lengths = {
+            peer: torch.zeros(1, dtype=torch.int64, device=device)
+            for peer in self._receives
+        }
         self._batch(torch.tensor([data.numel()], device=device), lengths)
-        parts = {peer: torch.empty(int(n), dtype=torch.uint8, device=device) for peer, n in lengths.items()}
+        parts = {
+            peer: torch.empty(int(n), dtype=torch.uint8, device=device)
+            for peer, n in lengths.items()
+        }
         self._batch(data, parts)
-        return {peer: json.loads(bytes(part.cpu().numpy())) for peer, part in parts.items()}
+        return {
+            peer: json.loads(bytes(part.cpu().numpy())) for peer, part in parts.items()
+        }
 
     def _batch(self, data: torch.Tensor, into: Mapping[int, torch.Tensor]) -> None:
         group, peers = self._job.group, [*into, *self._sends]
-        ops = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in into.items()]
-        ops += [dist.P2POp(dist.isend, data, group=group, group_peer=peer) for peer in self._sends]
+        ops = [
+            dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer)
+            for peer, tensor in into.items()
+        ]
+        ops += [
+            dist.P2POp(dist.isend, data, group=group, group_peer=peer)
+            for peer in self._sends
+        ]
         for number, work in enumerate(dist.batch_isend_irecv(ops) if ops else ()):
             try:
                 self._wait(work)
             except (RuntimeError, TimeoutError) as error:
                 doing = f"exchanging with rank {peers[number]} where tensors lie"
-                raise self._job.failures.blame(self._version, peers[number], doing, error) from error
+                raise self._job.failures.blame(
+                    self._version, peers[number], doing, error
+                ) from error
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None
@@ -152,7 +178,13 @@ class CrossMemory(NodeReaders):
     Boxes are copied from place to place, many in one call.
     """
 
-    def __init__(self, job: TransferJob, sends: Transfers, receives: Transfers, pids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        job: TransferJob,
+        sends: Transfers,
+        receives: Transfers,
+        pids: Sequence[int],
+    ) -> None:
         super().__init__(job, sends, receives)
         self._pids = pids
         self._here: list[int] | None = None
@@ -160,18 +192,35 @@ class CrossMemory(NodeReaders):
 
     @classmethod
     def take(cls, job: TransferJob) -> CrossMemory | None:
-        if not job.options.ipc or platform.is_cuda or job.plan.world == 1 or sys.platform != "linux":
+        if (
+            not job.options.ipc
+            or platform.is_cuda
+            or job.plan.world == 1
+            or sys.platform != "linux"
+        ):
             return None
 
         def wanted(peer: int) -> bool:
             both = (*job.sends.get(peer, ()), *job.receives.get(peer, ()))
-            return job.options.same_node(job.plan.rank, peer) and not any(job.converts(t.tensor) for t in both)
+            return job.options.same_node(job.plan.rank, peer) and not any(
+                job.converts(t.tensor) for t in both
+            )
 
-        # A process id can mean another process here (containers have PID namespaces of their own), so each rank reads a
-        # secret out of the other's memory before it relies on the id.
+        # A process id can mean another process here (containers have PID namespaces of
+        # their own), so each rank reads a secret out of the other's memory before it
+        # relies on the id.
         secret = np.frombuffer(os.urandom(16), dtype=np.uint8)
-        everyone = gather_json([os.getpid(), secret.ctypes.data, secret.tobytes().hex()], job.group)
-        problem = next((why for peer in job.receives if wanted(peer) and (why := _cannot_read(everyone[peer]))), "")
+        everyone = gather_json(
+            [os.getpid(), secret.ctypes.data, secret.tobytes().hex()], job.group
+        )
+        problem = next(
+            (
+                why
+                for peer in job.receives
+                if wanted(peer) and (why := _cannot_read(everyone[peer]))
+            ),
+            "",
+        )
         if not no_problem(problem, job):
             return None
         sends, receives = job.take_peers(wanted)
@@ -196,16 +245,23 @@ class CrossMemory(NodeReaders):
                 except OSError as error:
                     first, last = self._receives[peer][0], self._receives[peer][-1]
                     doing = f"reading {first.tensor} to {last.tensor} in the memory of rank {peer}"
-                    raise self._job.failures.blame(self._version, peer, doing, error) from error
+                    raise self._job.failures.blame(
+                        self._version, peer, doing, error
+                    ) from error
                 received += read.nbytes
                 calls += 1
         return Moved(sent=self._sent, received=received, messages=calls)
 
     def _reads_of(self, peer: int) -> list[Read]:
         dest = _places(self._job.dest)
-        remote = {name: TensorAddress(where, tuple(by), size) for name, (where, by, size) in self._told[peer].items()}
+        remote = {
+            name: TensorAddress(where, tuple(by), size)
+            for name, (where, by, size) in self._told[peer].items()
+        }
         here = [parts(dest[t.dest_local], t.dest_box) for t in self._receives[peer]]
-        there = [parts(remote[t.source_local], t.source_box) for t in self._receives[peer]]
+        there = [
+            parts(remote[t.source_local], t.source_box) for t in self._receives[peer]
+        ]
         return calls_for(joined(np.concatenate(here)), joined(np.concatenate(there)))
 
 
@@ -216,7 +272,9 @@ def parts(place: TensorAddress, box: Box) -> np.ndarray:
     while axis and (box.shape[axis - 1] == 1 or place.strides[axis - 1] == run):
         axis -= 1
         run *= box.shape[axis]
-    first = sum(start * stride for start, stride in zip(box.start, place.strides, strict=True))
+    first = sum(
+        start * stride for start, stride in zip(box.start, place.strides, strict=True)
+    )
     starts = np.array([place.address + first * place.itemsize], dtype=np.uint64)
     for size, stride in zip(box.shape[:axis], place.strides[:axis], strict=True):
         steps = np.arange(size, dtype=np.uint64) * np.uint64(stride * place.itemsize)
@@ -242,16 +300,27 @@ def calls_for(here: np.ndarray, there: np.ndarray) -> list[Read]:
     reads = []
     while done < total:
         firsts = [int(np.searchsorted(end, done, side="right")) for end in ends]
-        stops = [int(end[min(first + MAX_PARTS, len(end)) - 1]) for end, first in zip(ends, firsts, strict=True)]
+        stops = [
+            int(end[min(first + MAX_PARTS, len(end)) - 1])
+            for end, first in zip(ends, firsts, strict=True)
+        ]
         stop = min(*stops, done + MAX_BYTES)
-        reads.append(Read(_cut(here, ends[0], done, stop), _cut(there, ends[1], done, stop), stop - done))
+        reads.append(
+            Read(
+                _cut(here, ends[0], done, stop),
+                _cut(there, ends[1], done, stop),
+                stop - done,
+            )
+        )
         done = stop
     return reads
 
 
 def _cut(side: np.ndarray, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
     """Return the bytes from `start` to `stop` of the ranges in `side`."""
-    first, last = (int(np.searchsorted(ends, byte, side="right")) for byte in (start, stop - 1))
+    first, last = (
+        int(np.searchsorted(ends, byte, side="right")) for byte in (start, stop - 1)
+    )
     out = side[first : last + 1].copy()
     out["nbytes"][-1] -= np.uint64(int(ends[last]) - stop)
     skipped = np.uint64(start - int(ends[first] - side["nbytes"][first]))
@@ -285,7 +354,10 @@ def _cannot_read(probe: Sequence[Any]) -> str:
     """Return why another process's memory cannot be read from here, or ''."""
     pid, address, secret = probe
     secret_read = np.zeros(len(secret) // 2, dtype=np.uint8)
-    here, there = (np.array([(start, secret_read.nbytes)], dtype=PART) for start in (secret_read.ctypes.data, address))
+    here, there = (
+        np.array([(start, secret_read.nbytes)], dtype=PART)
+        for start in (secret_read.ctypes.data, address)
+    )
     try:
         _read(pid, Read(here, there, secret_read.nbytes))
     except (OSError, AttributeError) as error:
@@ -293,22 +365,31 @@ def _cannot_read(probe: Sequence[Any]) -> str:
             f"process {os.getpid()} may not read process {pid}'s memory ({error}). Allow it (kernel.yama.ptrace_scope "
             "of 0, or the capability SYS_PTRACE in a container), or set reshard.ipc=never"
         )
-    return "" if secret_read.tobytes().hex() == secret else f"process {pid} is another one here: not the same machine"
+    return (
+        ""
+        if secret_read.tobytes().hex() == secret
+        else f"process {pid} is another one here: not the same machine"
+    )
 
 
 def _places(tensors: Tensors) -> dict[str, TensorAddress]:
-    return {name: TensorAddress(t.data_ptr(), tuple(t.stride()), t.element_size()) for name, t in tensors.items()}
+    return {
+        name: TensorAddress(t.data_ptr(), tuple(t.stride()), t.element_size())
+        for name, t in tensors.items()
+    }
 
 
-# Name of a counter file that does not exist. torch then assumes that the sender has ended, and proceeds.
+# Name of a counter file that does not exist. torch then assumes that the sender has
+# ended, and proceeds.
 NO_COUNTER = b"/megaverl_counts_by_itself"
 
 
 class CudaIpc(NodeReaders):
     """Takes transfers between processes of one node that can open each other's GPU memory, converting the dtype.
 
-    One trial before anything moves decides for all ranks; if it fails, weights go through the process group. Opening
-    memory may also fail later, for example if it comes from a pool that cannot be shared.
+    One trial before anything moves decides for all ranks; if it fails, weights go
+    through the process group. Opening memory may also fail later, for example if it
+    comes from a pool that cannot be shared.
     """
 
     def __init__(self, job: TransferJob, sends: Transfers, receives: Transfers) -> None:
@@ -321,7 +402,9 @@ class CudaIpc(NodeReaders):
     def take(cls, job: TransferJob) -> CudaIpc | None:
         if not job.options.ipc or not platform.is_cuda or job.plan.world == 1:
             return None
-        sends, receives = job.take_peers(lambda peer: job.options.same_node(job.plan.rank, peer))
+        sends, receives = job.take_peers(
+            lambda peer: job.options.same_node(job.plan.rank, peer)
+        )
         if not reduce_json(bool(sends or receives), any, job.group):
             return None
         transport = cls(job, sends, receives)
@@ -341,7 +424,8 @@ class CudaIpc(NodeReaders):
                 self._opened.clear()
                 no_problem(problem, self._job)
                 self._instead = PointToPoint(self._job, self._sends, self._receives)
-        # The fallback uses the same group as the network's transport, so complete it before that one starts.
+        # The fallback uses the same group as the network's transport, so complete it
+        # before that one starts.
         if self._instead is not None:
             self._instead.start(version)
             self._moved = self._instead.finish()
@@ -358,7 +442,9 @@ class CudaIpc(NodeReaders):
         try:
             wait_for_event(record_event(), self._job.options.timeout)
         except TimeoutError as error:
-            raise self._job.failures.blame(self._version, -1, "reading other ranks' memory", error) from error
+            raise self._job.failures.blame(
+                self._version, -1, "reading other ranks' memory", error
+            ) from error
         self._opened.clear()
         return Moved(sent=self._sent, received=received)
 
@@ -373,9 +459,14 @@ class CudaIpc(NodeReaders):
         self._meet(described)
         for peer, description in self._told.items():
             try:
-                self._opened[peer] = _open(description) if description is not None else {}
+                self._opened[peer] = (
+                    _open(description) if description is not None else {}
+                )
             except RuntimeError as error:
-                problem = problem or f"the memory of rank {peer} cannot be opened ({_first_line(error)})"
+                problem = (
+                    problem
+                    or f"the memory of rank {peer} cannot be opened ({_first_line(error)})"
+                )
         return problem and f"{problem}. {CAUSES}"
 
 
@@ -416,7 +507,9 @@ def _describe(source: Tensors) -> dict[str, Any]:
 
 def _handle(storage: torch.UntypedStorage) -> list[Any]:
     """Return [handle of the allocation, the storage's bytes, its offset in the allocation]."""
-    storage_alias = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())
+    storage_alias = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), storage.device, storage.nbytes()
+    )
     alias = cast(torch.UntypedStorage, storage_alias)
     _, handle, nbytes, offset, counter, place, *_ = alias._share_cuda_()
     # No reader uses the counter, so release it at once.
@@ -428,7 +521,14 @@ def _open(described: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Open another process's tensors from its `_describe`. The memory is closed when the last of them is freed."""
     storages = [
         torch.UntypedStorage._new_shared_cuda(
-            torch.cuda.current_device(), bytes.fromhex(handle), nbytes, offset, NO_COUNTER, 0, b"", False
+            torch.cuda.current_device(),
+            bytes.fromhex(handle),
+            nbytes,
+            offset,
+            NO_COUNTER,
+            0,
+            b"",
+            False,
         )
         for handle, nbytes, offset in described["handles"]
     ]

@@ -16,8 +16,12 @@ from megaverl.weights.transports import Moved, Tensors, TransferJob, copy_boxes,
 
 def copy_local(copies: Sequence[Transfer], source: Tensors, dest: Tensors) -> int:
     """Copy each box within this rank, converting the dtype; return the bytes written."""
-    targets = [view(dest[transfer.dest_local], transfer.dest_box) for transfer in copies]
-    origins = [view(source[transfer.source_local], transfer.source_box) for transfer in copies]
+    targets = [
+        view(dest[transfer.dest_local], transfer.dest_box) for transfer in copies
+    ]
+    origins = [
+        view(source[transfer.source_local], transfer.source_box) for transfer in copies
+    ]
     copy_boxes(targets, origins)
     return sum(target.numel() * target.element_size() for target in targets)
 
@@ -25,7 +29,9 @@ def copy_local(copies: Sequence[Transfer], source: Tensors, dest: Tensors) -> in
 class LocalCopy:
     """Takes all copies that were not aliased."""
 
-    def __init__(self, copies: Sequence[Transfer], source: Tensors, dest: Tensors) -> None:
+    def __init__(
+        self, copies: Sequence[Transfer], source: Tensors, dest: Tensors
+    ) -> None:
         self._copies, self._source, self._dest = copies, source, dest
 
     @classmethod
@@ -52,29 +58,53 @@ class Pair(NamedTuple):
 class Alias:
     """Takes the copies into every destination tensor whose elements lie in one source tensor in the same order.
 
-    If a source tensor's storage has changed since the last run (it was offloaded and brought back), the destination
-    takes the new storage. It is copied instead if it must not move (`may_rebind` is False: a captured graph holds the
-    address) or cannot (the source is on another device at the moment).
+    If a source tensor's storage has changed since the last run (it was offloaded and
+    brought back), the destination takes the new storage. It is copied instead if it
+    must not move (`may_rebind` is False: a captured graph holds the address) or cannot
+    (the source is on another device at the moment).
     """
 
-    def __init__(self, pairs: Sequence[Pair], source: Tensors, dest: Tensors, may_rebind: bool) -> None:
-        self._pairs, self._source, self._dest, self._may_rebind = pairs, source, dest, may_rebind
-        # A run without changes only compares two addresses with their expected distance.
+    def __init__(
+        self, pairs: Sequence[Pair], source: Tensors, dest: Tensors, may_rebind: bool
+    ) -> None:
+        self._pairs, self._source, self._dest, self._may_rebind = (
+            pairs,
+            source,
+            dest,
+            may_rebind,
+        )
+        # A run without changes only compares two addresses with their expected
+        # distance.
         self._links = []
         for pair in pairs:
             origin = source[pair.source]
             rows_before = pair.box.start[0] * origin.stride(0) * origin.element_size()
             self._links.append((dest[pair.dest], origin, rows_before))
-        self._nbytes = sum(pair.numel * dest[pair.dest].element_size() for pair in pairs)
+        self._nbytes = sum(
+            pair.numel * dest[pair.dest].element_size() for pair in pairs
+        )
 
     @classmethod
     def take(cls, job: TransferJob) -> Alias | None:
         if not job.options.alias:
             return None
-        pairs = list(_pairs(job.plan, job.copies, job.hops, job.source, job.dest, job.options.never_alias))
+        pairs = list(
+            _pairs(
+                job.plan,
+                job.copies,
+                job.hops,
+                job.source,
+                job.dest,
+                job.options.never_alias,
+            )
+        )
         taken = {pair.dest for pair in pairs}
-        job.copies = [transfer for transfer in job.copies if transfer.dest_local not in taken]
-        return cls(pairs, job.source, job.dest, job.options.may_rebind) if pairs else None
+        job.copies = [
+            transfer for transfer in job.copies if transfer.dest_local not in taken
+        ]
+        return (
+            cls(pairs, job.source, job.dest, job.options.may_rebind) if pairs else None
+        )
 
     def start(self, version: int) -> None:
         """Do nothing: no bytes travel."""
@@ -86,7 +116,10 @@ class Alias:
 
     def _bring(self, pair: Pair) -> int:
         """Move a tensor to the source's new storage, or copy it; return the bytes that were copied."""
-        target, origin = self._dest[pair.dest], view(self._source[pair.source], pair.box)
+        target, origin = (
+            self._dest[pair.dest],
+            view(self._source[pair.source], pair.box),
+        )
         if self._may_rebind and target.device == origin.device:
             target.data = origin
             return 0
@@ -106,18 +139,24 @@ class Alias:
 
     def _shared(self) -> list[bool]:
         """List for each pair whether the destination shares the source's storage now."""
-        return [target.data_ptr() - origin.data_ptr() == start for target, origin, start in self._links]
+        return [
+            target.data_ptr() - origin.data_ptr() == start
+            for target, origin, start in self._links
+        ]
 
     def freed(self) -> list[str]:
         """List the destination tensors whose storage was freed together with the source's."""
         return [
             pair.dest
             for pair in self._pairs
-            if self._dest[pair.dest].numel() and self._dest[pair.dest].untyped_storage().nbytes() == 0
+            if self._dest[pair.dest].numel()
+            and self._dest[pair.dest].untyped_storage().nbytes() == 0
         ]
 
 
-def adopt(plan: Plan, source: Tensors, dest: Tensors, never_alias: Collection[str] = ()) -> int:
+def adopt(
+    plan: Plan, source: Tensors, dest: Tensors, never_alias: Collection[str] = ()
+) -> int:
     """Alias everything possible except `never_alias`, before an engine captures graphs; return the number of tensors.
 
     Tensors of the plan that the destination does not have yet are left out.
@@ -141,7 +180,11 @@ def _pairs(
 
     Tensors that other ranks fill, and tensors with views, cannot.
     """
-    seen = {name for layout in (plan.source_layout, plan.dest_layout) for name in layout.views}
+    seen = {
+        name
+        for layout in (plan.source_layout, plan.dest_layout)
+        for name in layout.views
+    }
     not_shared = {*never_alias, *(name for name, _ in plan.dest_layout.views.values())}
     received = (transfers for hop in hops for transfers in hop.receives.values())
     arriving = {transfer.dest_local for transfers in received for transfer in transfers}
@@ -156,7 +199,9 @@ def _pairs(
             yield pair
 
 
-def alias_pair(copies: Sequence[Transfer], source: Tensors, dest: Tensors) -> Pair | None:
+def alias_pair(
+    copies: Sequence[Transfer], source: Tensors, dest: Tensors
+) -> Pair | None:
     """Return how a destination tensor can share a source's storage, or None if it cannot.
 
     Args:
@@ -166,25 +211,43 @@ def alias_pair(copies: Sequence[Transfer], source: Tensors, dest: Tensors) -> Pa
     if any(transfer.source_local != first.source_local for transfer in copies):
         return None
     origin, target = source[first.source_local], dest[first.dest_local]
-    if origin.dtype != target.dtype or origin.device != target.device or not origin.dim() == target.dim() > 0:
+    if (
+        origin.dtype != target.dtype
+        or origin.device != target.device
+        or not origin.dim() == target.dim() > 0
+    ):
         return None
     if not origin.is_contiguous() or not target.is_contiguous():
         return None
-    # Only a range of the first axis is one contiguous part of the source, as the destination needs.
+    # Only a range of the first axis is one contiguous part of the source, as the
+    # destination needs.
     if origin.shape[1:] != target.shape[1:]:
         return None
     shifts = {
-        tuple(a - b for a, b in zip(transfer.source_box.start, transfer.dest_box.start, strict=True))
+        tuple(
+            a - b
+            for a, b in zip(
+                transfer.source_box.start, transfer.dest_box.start, strict=True
+            )
+        )
         for transfer in copies
     }
-    same = all(transfer.source_box.shape == transfer.dest_box.shape for transfer in copies)
+    same = all(
+        transfer.source_box.shape == transfer.dest_box.shape for transfer in copies
+    )
     shift = shifts.pop()
     if shifts or not same or any(shift[1:]):
         return None
     low, high = shift[0], shift[0] + target.shape[0]
-    # The destination has rows beyond the copies (padding), which would lie outside the source's storage.
+    # The destination has rows beyond the copies (padding), which would lie outside the
+    # source's storage.
     if low < 0 or high > origin.shape[0]:
         return None
     rest = tuple(origin.shape[1:])
     numel = sum(transfer.box.numel for transfer in copies)
-    return Pair(first.dest_local, first.source_local, Box((low, *(0,) * len(rest)), (high, *rest)), numel)
+    return Pair(
+        first.dest_local,
+        first.source_local,
+        Box((low, *(0,) * len(rest)), (high, *rest)),
+        numel,
+    )

@@ -14,12 +14,19 @@ from megaverl.distributed.collectives import device_of
 from megaverl.distributed.failures import record_event, wait, wait_for_event
 from megaverl.errors import ReshardError
 from megaverl.sharding.plan import Hop, Transfer
-from megaverl.weights.transports import Message, Moved, TransferJob, copy_boxes, messages
+from megaverl.weights.transports import (
+    Message,
+    Moved,
+    TransferJob,
+    copy_boxes,
+    messages,
+)
 
 TransfersByPeer = Mapping[int, Sequence[Transfer]]
 BoxesOf = Callable[[Sequence[Transfer]], list[torch.Tensor]]
 
-# Slots of a bucket in each direction: messages that are packed, in flight or being unpacked at the same time.
+# Slots of a bucket in each direction: messages that are packed, in flight or being
+# unpacked at the same time.
 SLOTS = 4
 # Limit of rounds in flight, including those that need no slot on this rank.
 DEPTH = 16
@@ -44,14 +51,18 @@ class Round(NamedTuple):
     def describe(self, message: Message | None) -> tuple[int, str]:
         """Return the rank at the other end, and a description of the message for errors."""
         if message is not None and message is self.incoming:
-            return self.from_, f"receiving {message} ({message.nbytes} bytes) from rank {self.from_}"
+            return (
+                self.from_,
+                f"receiving {message} ({message.nbytes} bytes) from rank {self.from_}",
+            )
         return self.to, f"sending {message} to rank {self.to}"
 
 
 class Pending(NamedTuple):
     """A round in flight.
 
-    `landing` has the received bytes (None: received in place). `has_slot` says whether the round uses a slot.
+    `landing` has the received bytes (None: received in place). `has_slot` says whether
+    the round uses a slot.
     """
 
     round: Round
@@ -64,17 +75,19 @@ class Pending(NamedTuple):
 class PointToPoint:
     """Takes everything that must go from rank to rank and that no faster transport has taken.
 
-    In shift s, rank r sends to r + s and receives from r - s. All ranks go through the shifts in this order, with one
-    message each way in every round, and several rounds in flight. The earliest unfinished round has been started by
-    both its ends, so no order of messages can deadlock. Memory use is one bucket for sending and one for receiving, of
-    SLOTS parts each. Contiguous boxes in the dtype that is sent need no bucket: they are sent and received in place, up
-    to DEPTH rounds at a time.
+    In shift s, rank r sends to r + s and receives from r - s. All ranks go through the
+    shifts in this order, with one message each way in every round, and several rounds
+    in flight. The earliest unfinished round has been started by both its ends, so no
+    order of messages can deadlock. Memory use is one bucket for sending and one for
+    receiving, of SLOTS parts each. Contiguous boxes in the dtype that is sent need no
+    bucket: they are sent and received in place, up to DEPTH rounds at a time.
 
         world of 4, rank 0:   shift 1: to 1, from 3    shift 2: to 2, from 2    shift 3: to 3, from 1
 
-    The hops of a fan-out follow one after another, each in shifts like these. A rank forwards a box from the
-    destination's tensors, so relaying takes no memory but the bucket. It waits until the hop that brings the box has
-    arrived. That is an earlier hop, so the earliest unfinished round still never waits.
+    The hops of a fan-out follow one after another, each in shifts like these. A rank
+    forwards a box from the destination's tensors, so relaying takes no memory but the
+    bucket. It waits until the hop that brings the box has arrived. That is an earlier
+    hop, so the earliest unfinished round still never waits.
     """
 
     def __init__(
@@ -87,16 +100,23 @@ class PointToPoint:
         self._job = job
         self._device = device_of(job.group)
         self._rounds = make_rounds(job, sends, receives, relays)
-        self._num_messages = sum((r.outgoing is not None) + (r.incoming is not None) for r in self._rounds)
-        self._sent = sum(r.outgoing.nbytes for r in self._rounds if r.outgoing is not None)
-        self._received = sum(r.incoming.nbytes for r in self._rounds if r.incoming is not None)
+        self._num_messages = sum(
+            (r.outgoing is not None) + (r.incoming is not None) for r in self._rounds
+        )
+        self._sent = sum(
+            r.outgoing.nbytes for r in self._rounds if r.outgoing is not None
+        )
+        self._received = sum(
+            r.incoming.nbytes for r in self._rounds if r.incoming is not None
+        )
         self._begun = 0
         self._pending: deque[Pending] = deque()
         self._on_device: list[tuple[torch.cuda.Event, Pending]] = []
 
     @classmethod
     def take(cls, job: TransferJob) -> PointToPoint | None:
-        # NCCL requires a collective of all ranks before the first batch of point-to-point operations.
+        # NCCL requires a collective of all ranks before the first batch of
+        # point-to-point operations.
         if job.plan.world > 1 and (device := device_of(job.group)).type == "cuda":
             dist.all_reduce(torch.zeros(1, device=device), group=job.group)
         sends, receives = job.take_peers(lambda peer: True)
@@ -108,8 +128,8 @@ class PointToPoint:
         self._version, self._begun, self._slots_given = version, 0, 0
         self._pending.clear()
         self._on_device.clear()
-        # This is decided in each version: offloading between them can move a box to host memory, which is not sent in
-        # place.
+        # This is decided in each version: offloading between them can move a box to
+        # host memory, which is not sent in place.
         self._needed = [self._needs(round_) for round_ in self._rounds]
         self._buckets = self._make_buckets()
         while self._may_begin():
@@ -123,25 +143,30 @@ class PointToPoint:
         self._wait_for_device()
         # Between reshards the memory belongs to activations or the KV cache.
         del self._buckets
-        return Moved(sent=self._sent, received=self._received, messages=self._num_messages)
+        return Moved(
+            sent=self._sent, received=self._received, messages=self._num_messages
+        )
 
     def _may_begin(self) -> bool:
-        """Return whether there is a next round that has what it forwards, and a slot if it needs one. Rounds and slots
-        are released in order.
+        """Return whether there is a next round that has what it forwards, and a slot if
+        it needs one. Rounds and slots are released in order.
         """
         if self._begun == len(self._rounds) or len(self._pending) == DEPTH:
             return False
         if self._waits_for_arrivals(self._rounds[self._begun]):
             return False
         needs_slot = any(self._needed[self._begun].values())
-        return not needs_slot or sum(pending.has_slot for pending in self._pending) < SLOTS
+        return (
+            not needs_slot or sum(pending.has_slot for pending in self._pending) < SLOTS
+        )
 
     def _waits_for_arrivals(self, round_: Round) -> bool:
         """Return whether a round forwards weights that may still be on their way to this rank."""
         if round_.outgoing is None or round_.after is None:
             return False
         return any(
-            pending.round.incoming is not None and pending.round.hop <= round_.after for pending in self._pending
+            pending.round.incoming is not None and pending.round.hop <= round_.after
+            for pending in self._pending
         )
 
     def _begin(self) -> None:
@@ -155,7 +180,9 @@ class PointToPoint:
             data = self._in_place(message, job.targets)
             if data is None:
                 data = landing = self._buckets["in"][slot][: message.nbytes]
-            ops.append(dist.P2POp(dist.irecv, data, group=job.group, group_peer=round_.from_))
+            ops.append(
+                dist.P2POp(dist.irecv, data, group=job.group, group_peer=round_.from_)
+            )
             carried.append(message)
         if message := round_.outgoing:
             boxes_of = self._origins_of(round_)
@@ -164,13 +191,23 @@ class PointToPoint:
                 data = self._buckets["out"][slot][: message.nbytes]
                 boxes = boxes_of(message.transfers)
                 parts = self._parts(message, data)
-                copy_boxes([part.view(box.shape) for part, box in zip(parts, boxes, strict=True)], boxes)
-            ops.append(dist.P2POp(dist.isend, data, group=job.group, group_peer=round_.to))
+                copy_boxes(
+                    [
+                        part.view(box.shape)
+                        for part, box in zip(parts, boxes, strict=True)
+                    ],
+                    boxes,
+                )
+            ops.append(
+                dist.P2POp(dist.isend, data, group=job.group, group_peer=round_.to)
+            )
             carried.append(message)
         try:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
-            raise job.failures.blame(self._version, *round_.describe(carried[0]), error) from error
+            raise job.failures.blame(
+                self._version, *round_.describe(carried[0]), error
+            ) from error
         self._pending.append(Pending(round_, carried, works, landing, has_slot))
 
     def _end(self) -> None:
@@ -182,7 +219,10 @@ class PointToPoint:
             except RuntimeError as error:
                 raise self._blame(pending, index, error) from error
         if pending.landing is not None and (message := pending.round.incoming):
-            copy_boxes(self._job.targets(message.transfers), self._parts(message, pending.landing))
+            copy_boxes(
+                self._job.targets(message.transfers),
+                self._parts(message, pending.landing),
+            )
         if (event := record_event()) is not None:
             self._on_device.append((event, pending))
 
@@ -195,11 +235,14 @@ class PointToPoint:
         self._on_device.clear()
 
     def _blame(self, pending: Pending, index: int, error: Exception) -> ReshardError:
-        return self._job.failures.blame(self._version, *pending.round.describe(pending.messages[index]), error)
+        return self._job.failures.blame(
+            self._version, *pending.round.describe(pending.messages[index]), error
+        )
 
     def _make_buckets(self) -> dict[str, list[torch.Tensor]]:
         """Allocate the slots, only as large as the messages that need packing on this rank."""
-        # Rounds take the slots in turn, so each slot is as large as the largest message that will use it.
+        # Rounds take the slots in turn, so each slot is as large as the largest message
+        # that will use it.
         needed = {"in": [0] * SLOTS, "out": [0] * SLOTS}
         number = 0
         for needs in self._needed:
@@ -207,18 +250,26 @@ class PointToPoint:
                 needed[side][number % SLOTS] = max(needed[side][number % SLOTS], nbytes)
             number += any(needs.values())
         return {
-            side: [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+            side: [
+                torch.empty(size, dtype=torch.uint8, device=self._device)
+                for size in sizes
+            ]
             for side, sizes in needed.items()
         }
 
     def _needs(self, round_: Round) -> dict[str, int]:
-        """Return the bytes of a slot that a round needs on each side; none for a message that is sent or received in
-        place.
+        """Return the bytes of a slot that a round needs on each side; none for a
+        message that is sent or received in place.
         """
         origins_of = self._origins_of(round_)
-        sides = (("in", round_.incoming, self._job.targets), ("out", round_.outgoing, origins_of))
+        sides = (
+            ("in", round_.incoming, self._job.targets),
+            ("out", round_.outgoing, origins_of),
+        )
         return {
-            side: message.nbytes if message and self._in_place(message, boxes_of) is None else 0
+            side: message.nbytes
+            if message and self._in_place(message, boxes_of) is None
+            else 0
             for side, message, boxes_of in sides
         }
 
@@ -231,9 +282,13 @@ class PointToPoint:
         if len(message.transfers) > 1:
             return None
         (data,) = boxes_of(message.transfers)
-        if data.dtype != self._job.wire_of(message.transfers[0]) or not data.is_contiguous():
+        if (
+            data.dtype != self._job.wire_of(message.transfers[0])
+            or not data.is_contiguous()
+        ):
             return None
-        # An offloaded FSDP2 shard is in host memory, which the group's backend may not support.
+        # An offloaded FSDP2 shard is in host memory, which the group's backend may not
+        # support.
         if data.device.type != self._device.type:
             return None
         return data.view(-1).view(torch.uint8)
@@ -242,7 +297,10 @@ class PointToPoint:
         """Return the elements of each box of a message, as views of its bytes."""
         dtypes = [self._job.wire_of(transfer) for transfer in message.transfers]
         ends = (*message.offsets[1:], message.nbytes)
-        return [space[a:b].view(dtype) for a, b, dtype in zip(message.offsets, ends, dtypes, strict=True)]
+        return [
+            space[a:b].view(dtype)
+            for a, b, dtype in zip(message.offsets, ends, dtypes, strict=True)
+        ]
 
 
 def make_rounds(
@@ -257,16 +315,29 @@ def make_rounds(
         sends, receives: hop 0, what goes directly from the source to the destination.
         relays: the hops of a fan-out, numbered from 1.
     """
-    rank, world, size = job.plan.rank, job.plan.world, max(1, job.options.bucket_bytes // SLOTS)
+    rank, world, size = (
+        job.plan.rank,
+        job.plan.world,
+        max(1, job.options.bucket_bytes // SLOTS),
+    )
     rounds: list[Round] = []
-    hops: list[tuple[TransfersByPeer, TransfersByPeer, int | None]] = [(sends, receives, None), *relays]
+    hops: list[tuple[TransfersByPeer, TransfersByPeer, int | None]] = [
+        (sends, receives, None),
+        *relays,
+    ]
     for number, (sent, received, after_relay) in enumerate(hops):
         after = None if after_relay is None else after_relay + 1
-        # A fan-out has dozens of hops, in each of which a rank meets a few of a thousand peers.
-        shifts = {(to - rank) % world for to in sent} | {(rank - from_) % world for from_ in received}
+        # A fan-out has dozens of hops, in each of which a rank meets a few of a
+        # thousand peers.
+        shifts = {(to - rank) % world for to in sent} | {
+            (rank - from_) % world for from_ in received
+        }
         for shift in sorted(shifts):
             to, from_ = (rank + shift) % world, (rank - shift) % world
             outgoing = messages(sent.get(to, ()), job.wire_of, size)
             incoming = messages(received.get(from_, ()), job.wire_of, size)
-            rounds += [Round(to, out, from_, in_, number, after) for out, in_ in zip_longest(outgoing, incoming)]
+            rounds += [
+                Round(to, out, from_, in_, number, after)
+                for out, in_ in zip_longest(outgoing, incoming)
+            ]
     return rounds

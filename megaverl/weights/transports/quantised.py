@@ -1,10 +1,11 @@
-"""Transport into quantised weights: receive parts in a buffer, then write them as 8-bit numbers and scales, as vLLM
-does.
+"""Transport into quantised weights: receive parts in a buffer, then write them as 8-bit
+numbers and scales, as vLLM does.
 
-A part consists of whole matrices (`sharding/vllm.py`), which other transports carry as if the engine held them in
-floating point. So it has as many bytes as without quantisation, and the buffer is the only extra memory. Quantising at
-the source would halve the bytes. But blocks may lie on several ranks, which would need one more exchange for their
-largest elements, and a layout for each way in which a source is split.
+A part consists of whole matrices (`sharding/vllm.py`), which other transports carry as
+if the engine held them in floating point. So it has as many bytes as without
+quantisation, and the buffer is the only extra memory. Quantising at the source would
+halve the bytes. But blocks may lie on several ranks, which would need one more exchange
+for their largest elements, and a layout for each way in which a source is split.
 
 Rules (vLLM 0.32): a block of 128 x 128 has the scale max|w| / 448 and the numbers w * (1 / scale), rounded to
 float8_e4m3fn (`utils/deep_gemm.py`, `per_block_cast_to_fp8`; 448 is the largest such number). A whole matrix follows
@@ -29,7 +30,8 @@ from megaverl.weights.transports import Moved, TransferJob, Transport, view
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-# Lower bounds of max|w| in a block (vLLM's value) and in a whole matrix, so that zeros have a positive scale.
+# Lower bounds of max|w| in a block (vLLM's value) and in a whole matrix, so that zeros
+# have a positive scale.
 LEAST, LEAST_WHOLE = 1e-4, 1e-30
 CHUNK = 1 << 22  # elements that are converted to float32 at a time
 
@@ -52,21 +54,34 @@ def quantise(matrix: torch.Tensor, into: QuantisedWeight, expert: int = 0) -> No
         for top in range(0, rows, step):
             part = slice(top, min(top + step, rows))
             of_part = scales[top // into.block : -(-part.stop // into.block)]
-            _quantise_blocks(matrix[part], numbers[part], of_part, into.block, into.powers_of_two)
+            _quantise_blocks(
+                matrix[part], numbers[part], of_part, into.block, into.powers_of_two
+            )
         return
     low, high = torch.aminmax(matrix)
-    scale = _scale(torch.maximum(low.abs(), high.abs()).float().clamp(LEAST_WHOLE), powers_of_two=False)
+    scale = _scale(
+        torch.maximum(low.abs(), high.abs()).float().clamp(LEAST_WHOLE),
+        powers_of_two=False,
+    )
     scales.copy_(scale.expand_as(scales))
     for top in range(0, rows, step):
         part = slice(top, min(top + step, rows))
-        numbers[part].copy_((matrix[part].float() * (1.0 / scale)).clamp_(-LARGEST, LARGEST))
+        numbers[part].copy_(
+            (matrix[part].float() * (1.0 / scale)).clamp_(-LARGEST, LARGEST)
+        )
 
 
 def _quantise_blocks(
-    matrix: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, block: int, powers_of_two: bool
+    matrix: torch.Tensor,
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    block: int,
+    powers_of_two: bool,
 ) -> None:
     down, across = scales.shape
-    padded = torch.zeros(down * block, across * block, dtype=torch.float32, device=matrix.device)
+    padded = torch.zeros(
+        down * block, across * block, dtype=torch.float32, device=matrix.device
+    )
     padded[: matrix.shape[0], : matrix.shape[1]] = matrix
     blocks = padded.view(down, block, across, block)
     scale = _scale(blocks.abs().amax(dim=(1, 3)).clamp_(LEAST), powers_of_two)
@@ -93,7 +108,8 @@ def dequantise(weight: QuantisedWeight, expert: int = 0) -> torch.Tensor:
 
 # From a job to the transports that carry all of it.
 Assign = Callable[[TransferJob], list[Transport]]
-# Called with the weights of a received part, and a function from a local tensor's box to its place in the buffer.
+# Called with the weights of a received part, and a function from a local tensor's box
+# to its place in the buffer.
 Landed = Callable[[frozenset[str], Callable[[str, Box], torch.Tensor]], None]
 
 
@@ -124,10 +140,12 @@ class QuantisedDestination:
         return frozenset().union(*self.parts)
 
     def changing(self, tensors: Collection[str]) -> QuantisedDestination:
-        """Keep the parts that contain any of these weights. A matrix is always brought whole, even if only some of it
-        changes.
+        """Keep the parts that contain any of these weights. A matrix is always brought
+        whole, even if only some of it changes.
         """
-        return replace(self, parts=[part for part in self.parts if not part.isdisjoint(tensors)])
+        return replace(
+            self, parts=[part for part in self.parts if not part.isdisjoint(tensors)]
+        )
 
 
 class QuantisedLanding:
@@ -137,7 +155,9 @@ class QuantisedLanding:
         self._dest, self._parts = dest, parts
 
     @classmethod
-    def take(cls, job: TransferJob, dest: QuantisedDestination, assign: Assign) -> QuantisedLanding:
+    def take(
+        cls, job: TransferJob, dest: QuantisedDestination, assign: Assign
+    ) -> QuantisedLanding:
         """Make the parts' transports. Collective over the group, including ranks without an engine."""
         parts = [_Part(job, tensors, assign) for tensors in dest.parts]
         job.leave_out(dest.tensors)
@@ -163,7 +183,9 @@ class QuantisedLanding:
 class _Part:
     """Some matrices, their transports, and their places in the buffer."""
 
-    def __init__(self, job: TransferJob, tensors: frozenset[str], assign: Assign) -> None:
+    def __init__(
+        self, job: TransferJob, tensors: frozenset[str], assign: Assign
+    ) -> None:
         self.tensors = tensors
         layout = job.plan.dest_layout
         self._shapes: dict[Matrix, tuple[int, ...]] = {}
@@ -171,9 +193,14 @@ class _Part:
             for piece in layout.by_tensor.get(name, ()):
                 shape = layout.local_shapes[piece.local]
                 # An expert's matrix keeps the axis of experts, with length one.
-                self._shapes[Matrix(piece.local, slot_of(piece))] = (1,) * (len(shape) - 2) + shape[-2:]
+                self._shapes[Matrix(piece.local, slot_of(piece))] = (1,) * (
+                    len(shape) - 2
+                ) + shape[-2:]
         self._dtypes = {matrix: job.dest[matrix.local].dtype for matrix in self._shapes}
-        self.nbytes = sum(prod(shape) * self._dtypes[matrix].itemsize for matrix, shape in self._shapes.items())
+        self.nbytes = sum(
+            prod(shape) * self._dtypes[matrix].itemsize
+            for matrix, shape in self._shapes.items()
+        )
         self._staged: dict[str, torch.Tensor] = {}
         plan = job.plan.only(tensors.__contains__)
         plan = replace(
@@ -183,13 +210,20 @@ class _Part:
             relays=tuple(map(_staged_hop, plan.relays)),
         )
         from_source = (hop.sends for hop in plan.hops if hop.after is None)
-        sent = (transfer for sends in from_source for transfers in sends.values() for transfer in transfers)
+        sent = (
+            transfer
+            for sends in from_source
+            for transfers in sends.values()
+            for transfer in transfers
+        )
         source = {transfer.source_local for transfer in (*plan.copies, *sent)}
         self._transports = assign(
             replace(
                 job,
                 plan=plan,
-                source={name: job.source[name] for name in job.source if name in source},
+                source={
+                    name: job.source[name] for name in job.source if name in source
+                },
                 dest=self._staged,
                 options=replace(job.options, alias=False),
             )
@@ -200,7 +234,9 @@ class _Part:
         start = 0
         for matrix, shape in self._shapes.items():
             stop = start + prod(shape) * self._dtypes[matrix].itemsize
-            self._staged[_name(matrix)] = buffer[start:stop].view(self._dtypes[matrix]).view(shape)
+            self._staged[_name(matrix)] = (
+                buffer[start:stop].view(self._dtypes[matrix]).view(shape)
+            )
             start = stop
         moved = Moved()
         for transport in self._transports:
@@ -216,15 +252,23 @@ class _Part:
 
     def landed(self) -> Collection[tuple[Matrix, torch.Tensor]]:
         """List the received matrices."""
-        return [(matrix, self._staged[_name(matrix)].view(shape[-2:])) for matrix, shape in self._shapes.items()]
+        return [
+            (matrix, self._staged[_name(matrix)].view(shape[-2:]))
+            for matrix, shape in self._shapes.items()
+        ]
 
     def close(self) -> None:
         """Drop the views of the buffer."""
         self._staged.clear()
 
 
-def _staged_lists(receives: Mapping[int, tuple[Transfer, ...]]) -> dict[int, tuple[Transfer, ...]]:
-    return {peer: tuple(map(_staged_transfer, transfers)) for peer, transfers in receives.items()}
+def _staged_lists(
+    receives: Mapping[int, tuple[Transfer, ...]],
+) -> dict[int, tuple[Transfer, ...]]:
+    return {
+        peer: tuple(map(_staged_transfer, transfers))
+        for peer, transfers in receives.items()
+    }
 
 
 def _staged_hop(hop: Hop) -> Hop:
@@ -232,7 +276,10 @@ def _staged_hop(hop: Hop) -> Hop:
     receives = _staged_lists(hop.receives)
     if hop.after is None:
         return hop._replace(receives=receives)
-    sends = {peer: tuple(map(_forwarded_transfer, transfers)) for peer, transfers in hop.sends.items()}
+    sends = {
+        peer: tuple(map(_forwarded_transfer, transfers))
+        for peer, transfers in hop.sends.items()
+    }
     return Hop(sends, receives, hop.after)
 
 

@@ -64,14 +64,24 @@ def check_tensors(
         error: lists every tensor that is missing, has another shape or, if `exact`, belongs to no weight.
     """
     missing = [name for name in layout.local_shapes if name not in tensors]
-    problems = [f"{holder} has no such parameter: {', '.join(listed(missing))}"] if missing else []
+    problems = (
+        [f"{holder} has no such parameter: {', '.join(listed(missing))}"]
+        if missing
+        else []
+    )
     shapes: dict[tuple[tuple[int, ...], ...], list[str]] = {}
     for name, shape in layout.local_shapes.items():
         if name in tensors and tuple(tensors[name].shape) != tuple(shape):
-            shapes.setdefault((tuple(tensors[name].shape), tuple(shape)), []).append(name)
+            shapes.setdefault((tuple(tensors[name].shape), tuple(shape)), []).append(
+                name
+            )
     for (actual, wanted), names in shapes.items():
-        problems.append(f"shape {list(actual)}, the layout says {list(wanted)}: {', '.join(listed(names))}")
-    extra = [name for name in tensors if name not in layout.local_shapes] if exact else []
+        problems.append(
+            f"shape {list(actual)}, the layout says {list(wanted)}: {', '.join(listed(names))}"
+        )
+    extra = (
+        [name for name in tensors if name not in layout.local_shapes] if exact else []
+    )
     if extra:
         problems.append(
             f"no weight of the model belongs to {', '.join(listed(extra))} (quantised or adapted models have such)"

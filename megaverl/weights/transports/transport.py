@@ -17,11 +17,13 @@ from megaverl.sharding.plan import Hop, Plan, Transfer
 from megaverl.weights.transports.tensor_views import Tensors, view
 
 BUCKET_BYTES = 64 * 2**20
-# A box of at least this fraction of a message has a message of its own, so that it can be sent and received in place.
+# A box of at least this fraction of a message has a message of its own, so that it can
+# be sent and received in place.
 ALONE = 1 / 16
-# From this size on, a copy on a GPU runs alone. On an H200 the kernel that copies many tensors reaches 2.7 TB/s (bytes
-# read and written) at any size from 4 MiB, and plain copies 2.5 TB/s at 8 MiB, 3.0 at 16 and 4.0 at 128 MiB. Kernels
-# that convert the dtype are quicker together at every size. (tools/bench_copies.py)
+# From this size on, a copy on a GPU runs alone. On an H200 the kernel that copies many
+# tensors reaches 2.7 TB/s (bytes read and written) at any size from 4 MiB, and plain
+# copies 2.5 TB/s at 8 MiB, 3.0 at 16 and 4.0 at 128 MiB. Kernels that convert the dtype
+# are quicker together at every size. (tools/bench_copies.py)
 LARGE_COPY = 16 * 2**20
 
 
@@ -88,7 +90,11 @@ class TransferJob:
     def leave_out(self, tensors: Collection[str]) -> None:
         """Remove all transfers of these weights, which another job carries."""
         left = replace(
-            self.plan, copies=tuple(self.copies), sends=self.sends, receives=self.receives, relays=self.relays
+            self.plan,
+            copies=tuple(self.copies),
+            sends=self.sends,
+            receives=self.receives,
+            relays=self.relays,
         )
         self._keep(left.only(lambda tensor: tensor not in tensors))
 
@@ -103,21 +109,35 @@ class TransferJob:
 
     def wire_bytes(self, transfers: Iterable[Transfer]) -> int:
         """Return the bytes of these transfers on the wire."""
-        return sum(transfer.box.numel * self.wire_of(transfer).itemsize for transfer in transfers)
+        return sum(
+            transfer.box.numel * self.wire_of(transfer).itemsize
+            for transfer in transfers
+        )
 
     def origins(self, transfers: Iterable[Transfer]) -> list[torch.Tensor]:
         """Return the boxes to read on this rank, in place."""
-        return [view(self.source[transfer.source_local], transfer.source_box) for transfer in transfers]
+        return [
+            view(self.source[transfer.source_local], transfer.source_box)
+            for transfer in transfers
+        ]
 
     def forwarded(self, transfers: Iterable[Transfer]) -> list[torch.Tensor]:
         """Return the boxes that this rank has received and forwards (`Hop.after`), in place."""
-        return [view(self.dest[transfer.source_local], transfer.source_box) for transfer in transfers]
+        return [
+            view(self.dest[transfer.source_local], transfer.source_box)
+            for transfer in transfers
+        ]
 
     def targets(self, transfers: Iterable[Transfer]) -> list[torch.Tensor]:
         """Return the boxes to write on this rank, in place."""
-        return [view(self.dest[transfer.dest_local], transfer.dest_box) for transfer in transfers]
+        return [
+            view(self.dest[transfer.dest_local], transfer.dest_box)
+            for transfer in transfers
+        ]
 
-    def take_peers(self, wanted: Callable[[int], bool]) -> tuple[dict[int, tuple[Transfer, ...]], ...]:
+    def take_peers(
+        self, wanted: Callable[[int], bool]
+    ) -> tuple[dict[int, tuple[Transfer, ...]], ...]:
         """Remove and return all (sends, receives) with the wanted peers. Both ends must decide alike."""
         taken = []
         for lists in (self.sends, self.receives):
@@ -151,7 +171,8 @@ class TransportKind(Protocol):
     def take(self, job: TransferJob) -> Transport | None:
         """Take the transfers that this kind supports from the job; return None if there are none.
 
-        Every rank of the group calls this in the same order, so small collectives are allowed.
+        Every rank of the group calls this in the same order, so small collectives are
+        allowed.
         """
 
 
@@ -193,13 +214,16 @@ class Message(NamedTuple):
 
 
 def messages(
-    transfers: Sequence[Transfer], dtype_of: Callable[[Transfer], torch.dtype], max_bytes: int
+    transfers: Sequence[Transfer],
+    dtype_of: Callable[[Transfer], torch.dtype],
+    max_bytes: int,
 ) -> list[Message]:
     """Pack the boxes from one rank to another into messages of at most `max_bytes`.
 
-    Both ranks call this with the same boxes and get the same messages, since only sizes matter. The number of messages
-    grows with the bytes, not with the boxes: small boxes share a message, large ones have one of their own, and larger
-    ones are split. Wider dtypes come first, so that every box is aligned without padding.
+    Both ranks call this with the same boxes and get the same messages, since only sizes
+    matter. The number of messages grows with the bytes, not with the boxes: small boxes
+    share a message, large ones have one of their own, and larger ones are split. Wider
+    dtypes come first, so that every box is aligned without padding.
     """
     out: list[Message] = []
     packed: list[Transfer] = []
@@ -230,7 +254,9 @@ def messages(
 
 
 def _parts(
-    transfers: Iterable[Transfer], dtype_of: Callable[[Transfer], torch.dtype], max_bytes: int
+    transfers: Iterable[Transfer],
+    dtype_of: Callable[[Transfer], torch.dtype],
+    max_bytes: int,
 ) -> Iterator[Transfer]:
     for transfer in transfers:
         max_numel = max(1, max_bytes // dtype_of(transfer).itemsize)
@@ -245,11 +271,14 @@ def _parts(
             )
 
 
-def copy_boxes(targets: Sequence[torch.Tensor], origins: Sequence[torch.Tensor]) -> None:
+def copy_boxes(
+    targets: Sequence[torch.Tensor], origins: Sequence[torch.Tensor]
+) -> None:
     """Copy each origin into its target of the same shape (up to axes of size one), converting the dtype.
 
-    Small boxes of a GPU are copied by a few kernels, and boxes of a CPU by one call. Large ones on a GPU, whose
-    elements lie in the same order on both sides, are copied one by one: `LARGE_COPY` says why.
+    Small boxes of a GPU are copied by a few kernels, and boxes of a CPU by one call.
+    Large ones on a GPU, whose elements lie in the same order on both sides, are copied
+    one by one: `LARGE_COPY` says why.
     """
     fused_targets, fused_origins = [], []
     for target, whole_origin in zip(targets, origins, strict=True):

@@ -23,16 +23,24 @@ def make_tokenizer(folder: Path, words: int = 90, first: str = "w") -> None:
     from tokenizers.pre_tokenizers import Whitespace
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {"</s>": 0, "<unk>": 1} | {f"{first}{number}": number for number in range(2, words)}
+    vocabulary = {"</s>": 0, "<unk>": 1} | {
+        f"{first}{number}": number for number in range(2, words)
+    }
     backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
 
 
-def make_model(folder: Path, architecture: str = "Qwen2ForCausalLM", **options: Any) -> Path:
+def make_model(
+    folder: Path, architecture: str = "Qwen2ForCausalLM", **options: Any
+) -> Path:
     """A model with all that may lie beside its weights."""
     make_tiny_folder(folder, architecture, **options)
     (folder / "README.md").write_text("not carried\n")
@@ -41,16 +49,22 @@ def make_model(folder: Path, architecture: str = "Qwen2ForCausalLM", **options: 
     return folder
 
 
-def as_reward_model(folder: Path, output: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+def as_reward_model(
+    folder: Path, output: Path, *, dtype: torch.dtype = torch.float32
+) -> Path:
     """The same backbone with a value head, as transformers' `...ForSequenceClassification` with one label."""
     output.mkdir()
     config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = [config["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")]
+    config["architectures"] = [
+        config["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
+    ]
     config |= {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     (output / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
     tensors.pop("lm_head.weight", None)
-    tensors["score.weight"] = torch.linspace(-1, 1, tensors["model.norm.weight"].numel(), dtype=dtype)[None]
+    tensors["score.weight"] = torch.linspace(
+        -1, 1, tensors["model.norm.weight"].numel(), dtype=dtype
+    )[None]
     save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
     return output
 
@@ -63,11 +77,20 @@ def converted(source: Path, output: Path, to: str, **options: Any) -> Path:
     return output
 
 
-def assert_same_files(folder: Path, other: Path, *, but: tuple[str, ...] = ("README.md", "pytorch_model.bin")) -> None:
+def assert_same_files(
+    folder: Path,
+    other: Path,
+    *,
+    but: tuple[str, ...] = ("README.md", "pytorch_model.bin"),
+) -> None:
     """The same files with the same bytes."""
     files = {file.name for file in folder.iterdir()}.difference(but)
     assert {file.name for file in other.iterdir()} == files
-    differing = [name for name in sorted(files) if (folder / name).read_bytes() != (other / name).read_bytes()]
+    differing = [
+        name
+        for name in sorted(files)
+        if (folder / name).read_bytes() != (other / name).read_bytes()
+    ]
     assert not differing
 
 
@@ -76,7 +99,11 @@ def nothing_changes(folder: Path) -> Iterator[None]:
     """What lies below a folder, hidden drafts included, is the same before and after."""
 
     def content() -> dict[str, bytes]:
-        return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        return {
+            str(file.relative_to(folder)): file.read_bytes()
+            for file in folder.rglob("*")
+            if file.is_file()
+        }
 
     before = content()
     yield

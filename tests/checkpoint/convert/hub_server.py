@@ -39,7 +39,9 @@ class FakeHub:
     broken: dict[str, int] = field(default_factory=dict)
     short: dict[str, int] = field(default_factory=dict)
     held: dict[str, threading.Event] = field(default_factory=dict)
-    asked: dict[str, threading.Event] = field(default_factory=lambda: defaultdict(threading.Event))
+    asked: dict[str, threading.Event] = field(
+        default_factory=lambda: defaultdict(threading.Event)
+    )
     log: list[str] = field(default_factory=list)
     url: str = ""
 
@@ -68,7 +70,9 @@ class _Handler(BaseHTTPRequestHandler):
         name, rest = "/".join(parts[:length]), parts[length:]
         if name in self.hub.refused:
             status, code = self.hub.refused[name]
-            return self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code}, body)
+            return self._send(
+                status, b"{}", {"X-Error-Code": code, "X-Error-Message": code}, body
+            )
         if name not in self.hub.models:
             return self._send(401, b"{}", {"X-Error-Code": "RepoNotFound"}, body)
         folder = self.hub.models[name]
@@ -85,19 +89,41 @@ class _Handler(BaseHTTPRequestHandler):
     def _list(self, folder: Path, name: str, rest: list[str], body: bool) -> None:
         self.hub.log.append(f"list {name}")
         names = sorted(file.name for file in folder.iterdir() if file.is_file())
-        content: Any = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": each} for each in names]}
+        content: Any = {
+            "id": name,
+            "sha": COMMIT,
+            "siblings": [{"rfilename": each} for each in names],
+        }
         if rest[:1] == ["paths-info"]:
-            names = [each for each in names if each in parse_qs(self.asked_paths).get("paths", [])]
+            names = [
+                each
+                for each in names
+                if each in parse_qs(self.asked_paths).get("paths", [])
+            ]
         if rest[:1] in (["tree"], ["paths-info"]):
             content = [
-                {"type": "file", "path": each, "size": (folder / each).stat().st_size, "oid": _etag(folder / each)}
+                {
+                    "type": "file",
+                    "path": each,
+                    "size": (folder / each).stat().st_size,
+                    "oid": _etag(folder / each),
+                }
                 for each in names
             ]
-        self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"}, body)
+        self._send(
+            200,
+            json.dumps(content).encode(),
+            {"Content-Type": "application/json"},
+            body,
+        )
 
     def _send_file(self, file: Path, body: bool) -> None:
         data, status = file.read_bytes(), 200
-        headers = {"ETag": f'"{_etag(file)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{_etag(file)}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+        }
         asked = self.headers.get("Range")
         if asked and body:
             start = int(asked.removeprefix("bytes=").split("-")[0])
@@ -117,7 +143,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self._send(status, data, headers, body)
 
-    def _send(self, status: int, data: bytes, headers: dict[str, str], body: bool) -> None:
+    def _send(
+        self, status: int, data: bytes, headers: dict[str, str], body: bool
+    ) -> None:
         self._head(status, headers | {"Content-Length": str(len(data))})
         if body:
             self.wfile.write(data)
@@ -135,7 +163,9 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def serving(hub: FakeHub) -> Iterator[FakeHub]:
     """The hub, listening at `hub.url`."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub})
+    )
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()

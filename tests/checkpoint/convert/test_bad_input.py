@@ -17,7 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from megaverl.cli.main import main as megaverl
 from megaverl.weights.torch_dist_index import INDEX_FILE, read_arrays
-from tests.checkpoint.convert.folders import as_reward_model, converted, make_model, make_tokenizer, nothing_changes
+from tests.checkpoint.convert.folders import (
+    as_reward_model,
+    converted,
+    make_model,
+    make_tokenizer,
+    nothing_changes,
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -39,10 +45,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def checkpoint(folder: Path) -> Path:
     """The same as a distributed checkpoint of four ranks."""
-    return converted(folder, folder.with_name("megatron"), "megatron", grid={"tp": 2, "pp": 2})
+    return converted(
+        folder, folder.with_name("megatron"), "megatron", grid={"tp": 2, "pp": 2}
+    )
 
 
-def refused(arguments: list[str | Path], capsys: pytest.CaptureFixture[str], within: Path) -> str:
+def refused(
+    arguments: list[str | Path], capsys: pytest.CaptureFixture[str], within: Path
+) -> str:
     """What `megaverl convert` says; it writes nothing below `within`."""
     capsys.readouterr()
     with nothing_changes(within):
@@ -62,7 +72,11 @@ def in_shard(change: Callable[[dict[str, torch.Tensor]], object]) -> Mess:
         change(tensors)
         save_file(tensors, file, metadata={"format": "pt"})
         content = json.loads(index.read_text())
-        others = {name: each for name, each in content["weight_map"].items() if each != file.name}
+        others = {
+            name: each
+            for name, each in content["weight_map"].items()
+            if each != file.name
+        }
         content["weight_map"] = others | dict.fromkeys(tensors, file.name)
         index.write_text(json.dumps(content))
 
@@ -88,19 +102,33 @@ FOLDERS: dict[str, tuple[Mess, str]] = {
         "model.extra.weight: in model-",
     ),
     "another shape": (
-        in_shard(lambda tensors: tensors.update({"model.embed_tokens.weight": torch.ones(64, 32)})),
+        in_shard(
+            lambda tensors: tensors.update(
+                {"model.embed_tokens.weight": torch.ones(64, 32)}
+            )
+        ),
         "model.embed_tokens.weight: shape [64, 32] in model-",
     ),
     "truncated file": (lambda folder: cut(first_shard(folder)), "truncated"),
-    "missing file": (lambda folder: first_shard(folder).unlink(), "not found, but model.safetensors.index.json names"),
-    "not safetensors": (lambda folder: first_shard(folder).write_bytes(b"PK\3\4" + b"x" * 99), "not a safetensors"),
+    "missing file": (
+        lambda folder: first_shard(folder).unlink(),
+        "not found, but model.safetensors.index.json names",
+    ),
+    "not safetensors": (
+        lambda folder: first_shard(folder).write_bytes(b"PK\3\4" + b"x" * 99),
+        "not a safetensors",
+    ),
     "damaged index": (
         lambda folder: (folder / "model.safetensors.index.json").write_text("{"),
         "not a safetensors index",
     ),
     "no config.json": (lambda folder: (folder / "config.json").unlink(), "config.json"),
     "config.json of another model": (
-        lambda folder: write_json(folder / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3),
+        lambda folder: write_json(
+            folder / "config.json",
+            num_hidden_layers=3,
+            layer_types=["full_attention"] * 3,
+        ),
         "model.layers.3.",
     ),
     "only pickles": (
@@ -111,7 +139,9 @@ FOLDERS: dict[str, tuple[Mess, str]] = {
 
 
 @pytest.mark.parametrize("what", FOLDERS)
-def test_hugging_face_folders(what: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hugging_face_folders(
+    what: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mess, expected = FOLDERS[what]
     shutil.copytree(folder, tmp_path / "hf")
     mess(tmp_path / "hf")
@@ -154,20 +184,42 @@ def any_distcp(folder: Path) -> Path:
 
 
 CHECKPOINTS: dict[str, tuple[Mess, str]] = {
-    "truncated file": (lambda folder: cut(any_distcp(folder)), "damaged: __0_0.distcp has"),
-    "missing file": (lambda folder: any_distcp(folder).unlink(), "damaged: __0_0.distcp is missing"),
+    "truncated file": (
+        lambda folder: cut(any_distcp(folder)),
+        "damaged: __0_0.distcp has",
+    ),
+    "missing file": (
+        lambda folder: any_distcp(folder).unlink(),
+        "damaged: __0_0.distcp is missing",
+    ),
     "missing index": (lambda folder: (folder / INDEX_FILE).unlink(), "nor .metadata"),
     "damaged index": (lambda folder: cut(folder / INDEX_FILE), "refused"),
-    "a pickle that runs something": (evil_index, "refused: UnpicklingError: it names posix.system"),
-    "a chunk that runs something": (evil_chunk, "is damaged: it names more than a plain tensor's parts"),
-    "another format": (lambda folder: write_json(folder / "metadata.json", sharded_backend="zarr"), "format 'zarr'"),
-    "a newer record": (lambda folder: write_json(folder / "conversion.json", format=2), "written by a newer megaverl"),
+    "a pickle that runs something": (
+        evil_index,
+        "refused: UnpicklingError: it names posix.system",
+    ),
+    "a chunk that runs something": (
+        evil_chunk,
+        "is damaged: it names more than a plain tensor's parts",
+    ),
+    "another format": (
+        lambda folder: write_json(folder / "metadata.json", sharded_backend="zarr"),
+        "format 'zarr'",
+    ),
+    "a newer record": (
+        lambda folder: write_json(folder / "conversion.json", format=2),
+        "written by a newer megaverl",
+    ),
     "another model": (
         lambda folder: write_json(folder / "config.json", intermediate_size=48),
         "decoder.layers.mlp.linear_fc1.weight: shape [4, 128, 32], expected [4, 96, 32]",
     ),
     "another architecture": (
-        lambda folder: write_json(folder / "config.json", architectures=["LlamaForCausalLM"], model_type="llama"),
+        lambda folder: write_json(
+            folder / "config.json",
+            architectures=["LlamaForCausalLM"],
+            model_type="llama",
+        ),
         "not a weight of the model that config.json describes",
     ),
 }
@@ -175,19 +227,27 @@ CHECKPOINTS: dict[str, tuple[Mess, str]] = {
 
 @pytest.mark.parametrize("what", CHECKPOINTS)
 def test_checkpoints(
-    what: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    what: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mess, expected = CHECKPOINTS[what]
     shutil.copytree(checkpoint, tmp_path / "megatron")
     mess(tmp_path / "megatron")
     monkeypatch.chdir(tmp_path)
     for to in ("hf", "megatron"):
-        said = refused([tmp_path / "megatron", tmp_path / "out", "--to", to], capsys, tmp_path)
+        said = refused(
+            [tmp_path / "megatron", tmp_path / "out", "--to", to], capsys, tmp_path
+        )
         assert expected in said and "megatron" in said
     assert not Path("pickles_ran").exists()
 
 
-def test_paths(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_paths(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, full = tmp_path / "file", tmp_path / "full"
     file.write_text("mine")
     full.mkdir()
@@ -204,8 +264,14 @@ def test_paths(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ([tmp_path / "empty", out], "empty: holds no model"),
         ([tmp_path / "empty", out, "--tp", "2"], "empty: holds no model"),
         ([tmp_path / "nowhere", out, "--tp", "2"], "nowhere: no such folder"),
-        ([tmp_path / "pickled", out], "holds pytorch_model-00001-of-00002.bin, whose weights are pickled"),
-        ([tmp_path / "pickled", out, "--tp", "2"], "holds pytorch_model-00001-of-00002.bin, whose weights are pickled"),
+        (
+            [tmp_path / "pickled", out],
+            "holds pytorch_model-00001-of-00002.bin, whose weights are pickled",
+        ),
+        (
+            [tmp_path / "pickled", out, "--tp", "2"],
+            "holds pytorch_model-00001-of-00002.bin, whose weights are pickled",
+        ),
         ([source, file], "file: a file, not a folder"),
         ([source, file / "below"], "cannot be written"),
         ([source, full], "exists already"),
@@ -214,42 +280,72 @@ def test_paths(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ([source, out, "--model", tmp_path / "empty"], "config.json"),
         ([source, out, "--tokenizer", tmp_path / "empty"], "empty"),
         ([source, out, "--shard-size", "much"], "--shard-size much"),
-        ([source, out, "--to", "hf", "--tp", "2", "--prefix", "actor."], "--tp, --prefix: only for a Megatron target"),
+        (
+            [source, out, "--to", "hf", "--tp", "2", "--prefix", "actor."],
+            "--tp, --prefix: only for a Megatron target",
+        ),
         ([source, out, "--tp", "3"], "tp"),
-        ([file.with_suffix(".gguf"), out, "--to", "megatron", "--verify"], "--to megatron from a .gguf file"),
+        (
+            [file.with_suffix(".gguf"), out, "--to", "megatron", "--verify"],
+            "--to megatron from a .gguf file",
+        ),
     ]
     for arguments, expected in cases:
         assert expected in refused(arguments, capsys, tmp_path), arguments
 
 
-def test_a_tokenizer_that_differs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_that_differs(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_tokenizer(tmp_path / "other", first="x")
-    said = refused([folder, tmp_path / "out", "--tokenizer", tmp_path / "other"], capsys, tmp_path)
-    assert "88 of its ids mean another token, the first is 2: 'x2' instead of 'w2'" in said
+    said = refused(
+        [folder, tmp_path / "out", "--tokenizer", tmp_path / "other"], capsys, tmp_path
+    )
+    assert (
+        "88 of its ids mean another token, the first is 2: 'x2' instead of 'w2'" in said
+    )
     make_tokenizer(tmp_path / "large", words=101)
-    said = refused([folder, tmp_path / "out", "--tokenizer", tmp_path / "large"], capsys, tmp_path)
+    said = refused(
+        [folder, tmp_path / "out", "--tokenizer", tmp_path / "large"], capsys, tmp_path
+    )
     assert "does not fit" in said and "100" in said
 
 
-def test_two_heads(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_heads(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(folder, tmp_path / "hf")
-    in_shard(lambda tensors: tensors.update({"score.weight": torch.ones(1, 32)}))(tmp_path / "hf")
+    in_shard(lambda tensors: tensors.update({"score.weight": torch.ones(1, 32)}))(
+        tmp_path / "hf"
+    )
     said = refused([tmp_path / "hf", tmp_path / "out"], capsys, tmp_path)
     assert "score.weight" in said
 
 
-def test_a_second_head_that_is_not_tied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_head_that_is_not_tied(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Found only while the weights are read: the draft is gone all the same."""
     folder = make_model(tmp_path / "hf", tie_embeddings=True)
     tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": torch.ones(100, 32)}, folder / "model.safetensors")
-    assert "config.json says that they are tied" in refused([folder, tmp_path / "out"], capsys, tmp_path)
+    save_file(
+        {**tensors, "lm_head.weight": torch.ones(100, 32)}, folder / "model.safetensors"
+    )
+    assert "config.json says that they are tied" in refused(
+        [folder, tmp_path / "out"], capsys, tmp_path
+    )
 
 
-def test_a_classifier_of_several_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reward = as_reward_model(make_model(tmp_path / "causal", "LlamaForCausalLM"), tmp_path / "hf")
+def test_a_classifier_of_several_labels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = as_reward_model(
+        make_model(tmp_path / "causal", "LlamaForCausalLM"), tmp_path / "hf"
+    )
     write_json(reward / "config.json", num_labels=3)
-    assert "a classifier with 3 labels" in refused([reward, tmp_path / "out"], capsys, tmp_path)
+    assert "a classifier with 3 labels" in refused(
+        [reward, tmp_path / "out"], capsys, tmp_path
+    )
 
 
 def test_what_exists_is_replaced_only_when_asked(folder: Path, tmp_path: Path) -> None:

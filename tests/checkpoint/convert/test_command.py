@@ -37,17 +37,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "hf", tie_embeddings=True)
 
 
-def test_the_scripts_and_the_command_are_one(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_scripts_and_the_command_are_one(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     there, on, back = (str(tmp_path / name) for name in ("there", "on", "back"))
     assert main([str(folder), there, "--tp=2", "--verify"]) == 0
-    assert main([there, on, "--to=megatron", "--pp=4", "--prefix=actor.", "--verify"]) == 0
+    assert (
+        main([there, on, "--to=megatron", "--pp=4", "--prefix=actor.", "--verify"]) == 0
+    )
     assert main([on, back, "--logits"]) == 0
     said = capsys.readouterr()
     assert f"{on} -> {back}" in said.out
     assert "compared" in said.err and "logits agree" in said.err
     assert_same_files(folder, Path(back))
     for name in ("hf_to_megatron", "megatron_to_hf", "megatron_to_megatron"):
-        assert "from megaverl.cli.main import main" in (ROOT / "tools" / f"convert_{name}.py").read_text()
+        assert (
+            "from megaverl.cli.main import main"
+            in (ROOT / "tools" / f"convert_{name}.py").read_text()
+        )
 
 
 def test_verify_names_what_differs(folder: Path, tmp_path: Path) -> None:
@@ -58,11 +65,20 @@ def test_verify_names_what_differs(folder: Path, tmp_path: Path) -> None:
     tensors["model.norm.weight"][:2] += 1
     save_file(tensors, back / "model.safetensors", metadata={"format": "pt"})
     source, written = open_source(there), open_source(back)
-    expected = r"mlp.up_proj.weight: 1 of 2048 elements; model.norm.weight: 2 of 32 elements"
-    with StoredArrayReader(source.arrays) as reader, StoredArrayReader(written.arrays) as again, process_group():
+    expected = (
+        r"mlp.up_proj.weight: 1 of 2048 elements; model.norm.weight: 2 of 32 elements"
+    )
+    with (
+        StoredArrayReader(source.arrays) as reader,
+        StoredArrayReader(written.arrays) as again,
+        process_group(),
+    ):
         with pytest.raises(CheckpointError, match=expected):
             compare_bytes(source, reader, written, again, shown=False)
-        with pytest.raises(CheckpointError, match="gives different outputs: at .sample, position, output."):
+        with pytest.raises(
+            CheckpointError,
+            match="gives different outputs: at .sample, position, output.",
+        ):
             compare_logits(source, written, shown=False)
 
 
@@ -78,7 +94,10 @@ def test_a_flipped_byte_of_a_checkpoint_is_found(
         file.write(bytes([byte[0] ^ 1]))
     assert main([str(there), str(tmp_path / "back"), "--verify"]) == 1
     said = capsys.readouterr().err
-    assert "bytes were changed" in said and "__0_0.distcp: decoder.final_layernorm.weight" in said
+    assert (
+        "bytes were changed" in said
+        and "__0_0.distcp: decoder.final_layernorm.weight" in said
+    )
     assert not (tmp_path / "back").exists()
 
 
@@ -107,7 +126,10 @@ def test_no_bar_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak of resident memory")
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK),
+    reason="needs Linux's peak of resident memory",
+)
 def test_memory_holds_two_shards_at_most(launch: Launcher, tmp_path: Path) -> None:
     """In a process of its own: what other tests left with the allocator would count with it."""
     shard = 20 * MB
@@ -118,7 +140,9 @@ def test_memory_holds_two_shards_at_most(launch: Launcher, tmp_path: Path) -> No
     assert_same_files(tmp_path / "hf", tmp_path / "back")
 
 
-def test_a_disk_that_is_full_leaves_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_is_full_leaves_nothing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """No file may grow beyond 64 KiB: the system refuses, as it does on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (65536, hard))

@@ -19,7 +19,11 @@ from megaverl.data.tokenizers import load_tokenizer
 from megaverl.errors import DataError, ModelError
 from megaverl.models.hub import ModelFiles, find_model
 from megaverl.processes import ending_with_parent
-from tests.checkpoint.convert.folders import assert_same_files, make_model, make_tokenizer
+from tests.checkpoint.convert.folders import (
+    assert_same_files,
+    make_model,
+    make_tokenizer,
+)
 from tests.checkpoint.convert.hub_server import FakeHub, serving
 from tests.launcher import ROOT, Launcher
 
@@ -38,14 +42,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+def hub(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[FakeHub]:
     """The hub that the library asks, and an empty cache."""
     from huggingface_hub import constants
 
     with serving(FakeHub({NAME: folder})) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # the tests' own is on this machine
+        # The tests' own is on this machine.
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         yield hub
 
 
@@ -62,17 +69,26 @@ def shards_of(folder: Path) -> list[str]:
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_hub_name("Qwen/Qwen3-0.6B") and is_hub_name("org/a_b.c")
-    assert not any(map(is_hub_name, ["model", "../model", "/a/b", "a/b/c", "./b", "~/b", "a/", "a/.."]))
+    assert not any(
+        map(
+            is_hub_name,
+            ["model", "../model", "/a/b", "a/b/c", "./b", "~/b", "a/", "a/.."],
+        )
+    )
     (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
     assert not is_hub_name("Qwen/Qwen3-0.6B")  # what is here comes first
 
 
-def test_each_file_is_given_while_the_next_one_is_still_coming(hub: FakeHub, folder: Path) -> None:
+def test_each_file_is_given_while_the_next_one_is_still_coming(
+    hub: FakeHub, folder: Path
+) -> None:
     shards = shards_of(folder)
     hub.held = {name: threading.Event() for name in shards}
     files = find_model(NAME)
     assert {file.name for file in files.folder.iterdir()}.isdisjoint(shards)
-    assert (files.folder / "config.json").is_file() and (files.folder / "tokenizer.json").is_file()
+    assert (files.folder / "config.json").is_file() and (
+        files.folder / "tokenizer.json"
+    ).is_file()
     arriving = files.arriving()
     assert arriving is not None
     for number, name in enumerate(shards):
@@ -103,7 +119,9 @@ def test_ranks_load_while_it_comes(
     )
     expected = {"differing": [], "folder": str(kept / "org--model"), "streamed": True}
     assert results == [expected] * 4
-    assert len([line for line in hub.log if line.startswith("GET model-")]) == len(shards_of(folder))
+    assert len([line for line in hub.log if line.startswith("GET model-")]) == len(
+        shards_of(folder)
+    )
 
 
 def test_a_run_starts_from_a_hub(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
@@ -134,7 +152,10 @@ def test_a_run_starts_from_a_hub(hub: FakeHub, folder: Path, tmp_path: Path) -> 
     asked = len(hub.log)
     second = builder.reference().model
     assert len(hub.log) == asked  # nothing comes twice
-    assert all((tensor == second.parameters[name]).all() for name, tensor in first.parameters.items())
+    assert all(
+        (tensor == second.parameters[name]).all()
+        for name, tensor in first.parameters.items()
+    )
     assert builder.files().wait() == builder.folder
 
 
@@ -154,13 +175,22 @@ def test_the_command_takes_a_name(hub: FakeHub, folder: Path, tmp_path: Path) ->
     ended = subprocess.run(
         ending_with_parent(command),
         cwd=ROOT,
-        env=os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"},
+        env=os.environ
+        | {
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_OFFLINE": "0",
+        },
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert ended.returncode == 0, ended.stderr
-    assert_same_files(folder, tmp_path / "out", but=("README.md", "pytorch_model.bin", "modeling_mine.py", "LICENSE"))
+    assert_same_files(
+        folder,
+        tmp_path / "out",
+        but=("README.md", "pytorch_model.bin", "modeling_mine.py", "LICENSE"),
+    )
 
 
 def test_code_is_fetched_only_when_asked_for_and_the_risk_is_said_once(
@@ -168,47 +198,73 @@ def test_code_is_fetched_only_when_asked_for_and_the_risk_is_said_once(
 ) -> None:
     with caplog.at_level(logging.WARNING, "megaverl"):
         for _ in range(2):
-            assert (find_model(NAME, trust_remote_code=True).wait() / "modeling_mine.py").is_file()
-    said = [record.getMessage() for record in caplog.records if "trust_remote_code" in record.getMessage()]
+            assert (
+                find_model(NAME, trust_remote_code=True).wait() / "modeling_mine.py"
+            ).is_file()
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "trust_remote_code" in record.getMessage()
+    ]
     assert len(said) == 1
-    assert "will run in every rank, with your rights" in said[0] and "pin them with model.revision" in said[0]
+    assert (
+        "will run in every rank, with your rights" in said[0]
+        and "pin them with model.revision" in said[0]
+    )
 
 
 def test_without_weights_none_is_fetched(hub: FakeHub) -> None:
     files = find_model(NAME, with_weights=False)
     assert files.arriving() is None and (files.folder / "config.json").is_file()
-    assert not [line for line in hub.log if "safetensors" in line and "index" not in line]
+    assert not [
+        line for line in hub.log if "safetensors" in line and "index" not in line
+    ]
 
 
 def test_what_is_in_the_cache_serves_without_a_connection(
-    folder: Path, hub: FakeHub, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    hub: FakeHub,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from huggingface_hub import constants
 
     found = find_model(NAME).wait()
     asked = len(hub.log)
     assert find_model(NAME).wait() == found
-    assert not [line for line in hub.log[asked:] if line.startswith("GET model-")]  # only asked whether it is the same
+    # Only asked whether it is the same.
+    assert not [line for line in hub.log[asked:] if line.startswith("GET model-")]
     monkeypatch.setenv("HF_ENDPOINT", NOWHERE)
     with caplog.at_level(logging.WARNING, "megaverl"):
         assert find_model(NAME).wait() == found
-    assert "the hub cannot be reached" in caplog.text and "taken from the cache" in caplog.text
+    assert (
+        "the hub cannot be reached" in caplog.text
+        and "taken from the cache" in caplog.text
+    )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_model(NAME).wait() == found
     assert shards_of(found) == shards_of(folder)
     (found / shards_of(folder)[1]).unlink()
-    with pytest.raises(ModelError, match=rf"the cache does not have {shards_of(folder)[1]}, and HF_HUB_OFFLINE is set"):
+    with pytest.raises(
+        ModelError,
+        match=rf"the cache does not have {shards_of(folder)[1]}, and HF_HUB_OFFLINE is set",
+    ):
         find_model(NAME)
 
 
 def test_a_download_that_breaks_off_goes_on(hub: FakeHub, folder: Path) -> None:
     first = shards_of(folder)[0]
     hub.broken[first] = (folder / first).stat().st_size * 2 // 3
-    assert (find_model(NAME).wait() / first).read_bytes() == (folder / first).read_bytes()
+    assert (find_model(NAME).wait() / first).read_bytes() == (
+        folder / first
+    ).read_bytes()
     assert hub.log.count(f"GET {first}") == 2
 
 
-def changed(folder: Path, output: Path, change: Callable[[Path], object]) -> dict[str, Path]:
+def changed(
+    folder: Path, output: Path, change: Callable[[Path], object]
+) -> dict[str, Path]:
     """The model of a hub with other files."""
     output.mkdir()
     for file in folder.iterdir():
@@ -227,17 +283,31 @@ def load(name: str = NAME, **options: Any) -> ModelFiles:
     return files
 
 
-def test_errors_say_what_to_do(hub: FakeHub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_say_what_to_do(
+    hub: FakeHub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import constants
 
     shard = shards_of(folder)[1]
     size = (folder / shard).stat().st_size
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({}, {"name": "org/other"}, r"org/other: no such model on the hub, or a private one \(401\).*HF_TOKEN"),
+        (
+            {},
+            {"name": "org/other"},
+            r"org/other: no such model on the hub, or a private one \(401\).*HF_TOKEN",
+        ),
         ({}, {"name": "nowhere"}, r"nowhere: no such folder \(looked in .*as org/name"),
-        ({}, {"name": str(folder / "config.json")}, r"config.json: a file, not a folder"),
+        (
+            {},
+            {"name": str(folder / "config.json")},
+            r"config.json: a file, not a folder",
+        ),
         ({}, {"revision": "v9"}, r"no revision 'v9'. Fix model.revision"),
-        ({}, {"hub": "modelscope"}, r"needs the package modelscope. Run: pip install modelscope"),
+        (
+            {},
+            {"hub": "modelscope"},
+            r"needs the package modelscope. Run: pip install modelscope",
+        ),
         ({"refused": {NAME: (403, GATED)}}, {}, r"terms to be accepted.*hf auth login"),
         ({"refused": {NAME: (401, PRIVATE)}}, {}, r"or a private one \(401\)"),
         ({"refused": {NAME: (403, "")}}, {}, r"the hub answered 403. Log in"),
@@ -253,7 +323,11 @@ def test_errors_say_what_to_do(hub: FakeHub, folder: Path, tmp_path: Path, monke
             {},
             r"no safetensors weights, only pytorch_model",
         ),
-        ({"models": changed(folder, tmp_path / "b", drop("config.json"))}, {}, r"has no config.json on the hub"),
+        (
+            {"models": changed(folder, tmp_path / "b", drop("config.json"))},
+            {},
+            r"has no config.json on the hub",
+        ),
         (
             {"models": changed(folder, tmp_path / "c", drop(shard))},
             {},
@@ -269,17 +343,27 @@ def test_errors_say_what_to_do(hub: FakeHub, folder: Path, tmp_path: Path, monke
     monkeypatch.setenv("HF_ENDPOINT", NOWHERE)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
     with pytest.raises(
-        ModelError, match=r"no such folder in .*, not in the hub's cache, and the hub cannot be reached"
+        ModelError,
+        match=r"no such folder in .*, not in the hub's cache, and the hub cannot be reached",
     ):
         load()
 
 
-def test_an_error_reaches_every_rank(launch: Launcher, folder: Path, tmp_path: Path) -> None:
+def test_an_error_reaches_every_rank(
+    launch: Launcher, folder: Path, tmp_path: Path
+) -> None:
     """A file that is shorter than it says, found when it is read; and one that never comes whole."""
     shard = shards_of(folder)[1]
     os_error = {"short": {shard: 999}}
-    cut = {"models": changed(folder, tmp_path / "cut", lambda each: os.truncate(each / shard, 999))}
-    for state, expected in ((os_error, "the download was interrupted"), (cut, "truncated: 999 bytes found")):
+    cut = {
+        "models": changed(
+            folder, tmp_path / "cut", lambda each: os.truncate(each / shard, 999)
+        )
+    }
+    for state, expected in (
+        (os_error, "the download was interrupted"),
+        (cut, "truncated: 999 bytes found"),
+    ):
         with serving(FakeHub(**({"models": {NAME: folder}} | state))) as hub:
             results = launch.world(
                 4,
@@ -290,7 +374,10 @@ def test_an_error_reaches_every_rank(launch: Launcher, folder: Path, tmp_path: P
                 endpoint=hub.url,
                 offload_folder=tmp_path / expected,
             )
-        assert all(shard in result["error"] and expected in result["error"] for result in results)
+        assert all(
+            shard in result["error"] and expected in result["error"]
+            for result in results
+        )
 
 
 def test_a_tokenizer_on_a_hub_is_that_of_its_folder(
@@ -308,15 +395,23 @@ def test_a_tokenizer_on_a_hub_is_that_of_its_folder(
     assert load_tokenizer(NAME).encode("What is 12?") == local.encode("What is 12?")
 
 
-def test_a_tokenizer_in_a_hubs_cache_that_is_too_large_is_not_read(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_tokenizer_in_a_hubs_cache_that_is_too_large_is_not_read(
+    hub: FakeHub, tmp_path: Path
+) -> None:
     load_tokenizer(NAME)
     [cached] = (tmp_path / "cache").rglob("snapshots/*/tokenizer.json")
-    os.truncate(cached.resolve(), 300 * 2**20)  # a hole, which takes no room on the disk
-    with pytest.raises(DataError, match=r"tokenizer.json has 314,572,800 bytes; at most 268,435,456 are read"):
+    # A hole, which takes no room on the disk.
+    os.truncate(cached.resolve(), 300 * 2**20)
+    with pytest.raises(
+        DataError,
+        match=r"tokenizer.json has 314,572,800 bytes; at most 268,435,456 are read",
+    ):
         load_tokenizer(NAME)
 
 
 def test_a_tokenizer_that_no_hub_has_is_named(hub: FakeHub) -> None:
     hub.refused["org/none"] = (404, PRIVATE)
-    with pytest.raises(DataError, match="org/none: no tokenizer could be loaded from it"):
+    with pytest.raises(
+        DataError, match="org/none: no tokenizer could be loaded from it"
+    ):
         load_tokenizer("org/none")

@@ -14,7 +14,13 @@ from megaverl.checkpoint.convert.source import CONVERSION_FILE, open_source
 from megaverl.errors import CheckpointError
 from megaverl.sharding.model_spec import ARCHITECTURES
 from megaverl.weights.torch_dist_index import read_arrays
-from tests.checkpoint.convert.folders import as_reward_model, assert_same_files, converted, make_model, make_tokenizer
+from tests.checkpoint.convert.folders import (
+    as_reward_model,
+    assert_same_files,
+    converted,
+    make_model,
+    make_tokenizer,
+)
 from tests.sharding.specs import expert_tp, make_spec
 
 WITH_EXPERTS = [name for name in ARCHITECTURES if make_spec(name).moe]
@@ -28,12 +34,20 @@ def grids_of(architecture: str) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(("tied", "dtype", "shard_bytes"), [(True, "bfloat16", 40_000), (False, "float32", None)])
+@pytest.mark.parametrize(
+    ("tied", "dtype", "shard_bytes"),
+    [(True, "bfloat16", 40_000), (False, "float32", None)],
+)
 def test_the_same_bytes_come_back(
     architecture: str, tied: bool, dtype: str, shard_bytes: int | None, tmp_path: Path
 ) -> None:
     folder = make_model(
-        tmp_path / "hf", architecture, tie_embeddings=tied, dtype=dtype, shard_bytes=shard_bytes, seed=3
+        tmp_path / "hf",
+        architecture,
+        tie_embeddings=tied,
+        dtype=dtype,
+        shard_bytes=shard_bytes,
+        seed=3,
     )
     for number, grid in enumerate(grids_of(architecture)):
         there = converted(folder, tmp_path / f"there{number}", "megatron", grid=grid)
@@ -41,7 +55,10 @@ def test_the_same_bytes_come_back(
             there,
             tmp_path / f"on{number}",
             "megatron",
-            grid={"pp": 4, **({"ep": 4, "dp": 4} if architecture in WITH_EXPERTS else {})},
+            grid={
+                "pp": 4,
+                **({"ep": 4, "dp": 4} if architecture in WITH_EXPERTS else {}),
+            },
             prefix="actor." if number else "",
             transformer_engine=number == 0,
         )
@@ -49,11 +66,18 @@ def test_the_same_bytes_come_back(
         assert_same_files(folder, back)
 
 
-def test_a_checkpoint_of_others_whose_experts_have_another_order_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_others_whose_experts_have_another_order_is_refused(
+    tmp_path: Path,
+) -> None:
     """gpt-oss's: gates first there, in turn here; what tells them apart is the record of a conversion or of a run."""
-    there = converted(make_model(tmp_path / "hf", "GptOssForCausalLM"), tmp_path / "there", "megatron")
+    there = converted(
+        make_model(tmp_path / "hf", "GptOssForCausalLM"), tmp_path / "there", "megatron"
+    )
     (there / "conversion.json").unlink()
-    with pytest.raises(CheckpointError, match="gates first; those of GptOssForCausalLM are in turn here"):
+    with pytest.raises(
+        CheckpointError,
+        match="gates first; those of GptOssForCausalLM are in turn here",
+    ):
         open_source(there)
 
 
@@ -61,12 +85,18 @@ def test_a_checkpoint_of_others_whose_experts_have_another_order_is_refused(tmp_
 def test_a_reward_model_comes_back(architecture: str, tmp_path: Path) -> None:
     causal = make_model(tmp_path / "causal", architecture)
     folder = as_reward_model(causal, tmp_path / "hf")
-    there = converted(folder, tmp_path / "there", "megatron", grid={"tp": 2, "pp": 2}, verify=True)
+    there = converted(
+        folder, tmp_path / "there", "megatron", grid={"tp": 2, "pp": 2}, verify=True
+    )
     assert read_arrays(there)["output_layer.weight"].shape == (1, 32)
-    assert_same_files(folder, converted(there, tmp_path / "back", "hugging_face", verify=True))
+    assert_same_files(
+        folder, converted(there, tmp_path / "back", "hugging_face", verify=True)
+    )
 
 
-def test_a_critic_under_its_backbones_config_becomes_a_reward_model(tmp_path: Path) -> None:
+def test_a_critic_under_its_backbones_config_becomes_a_reward_model(
+    tmp_path: Path,
+) -> None:
     """As a run's critic is: config.json says ForCausalLM, the weights have a value head."""
     causal = make_model(tmp_path / "causal", "Qwen3ForCausalLM", tie_embeddings=True)
     reward = as_reward_model(causal, tmp_path / "reward")
@@ -77,21 +107,30 @@ def test_a_critic_under_its_backbones_config_becomes_a_reward_model(tmp_path: Pa
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]
     assert len(config["id2label"]) == 1
     assert torch.equal(
-        load_file(back / "model.safetensors")["score.weight"], load_file(reward / "model.safetensors")["score.weight"]
+        load_file(back / "model.safetensors")["score.weight"],
+        load_file(reward / "model.safetensors")["score.weight"],
     )
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(back)
-    assert torch.equal(model.score.weight, load_file(reward / "model.safetensors")["score.weight"])
+    assert torch.equal(
+        model.score.weight, load_file(reward / "model.safetensors")["score.weight"]
+    )
 
 
-def test_the_vocabulary_is_padded_for_megatron_and_not_for_hugging_face(tmp_path: Path) -> None:
+def test_the_vocabulary_is_padded_for_megatron_and_not_for_hugging_face(
+    tmp_path: Path,
+) -> None:
     folder = make_model(tmp_path / "hf", vocab_size=101)
     there = converted(folder, tmp_path / "there", "megatron", grid={"tp": 4, "pp": 1})
     index, source = read_arrays(there), open_source(there)
     rows = index[EMBEDDING].shape[0]
-    assert rows > 101 and rows % 4 == 0 and index["output_layer.weight"].shape[0] == rows
-    assert {weight.shape[0] for weight in source.weights if weight.shape[0] > 100} >= {101}
+    assert (
+        rows > 101 and rows % 4 == 0 and index["output_layer.weight"].shape[0] == rows
+    )
+    assert {weight.shape[0] for weight in source.weights if weight.shape[0] > 100} >= {
+        101
+    }
     back = converted(there, tmp_path / "back", "hugging_face")
     assert load_file(back / "model.safetensors")["lm_head.weight"].shape[0] == 101
     assert_same_files(folder, back)
@@ -103,7 +142,12 @@ def test_tokenizer_chat_template_and_generation_config_go_along(tmp_path: Path) 
     there = converted(folder, tmp_path / "there", "megatron")
     back = converted(there, tmp_path / "back", "hugging_face")
     for output in (there, back):
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        for name in (
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "chat_template.jinja",
+            "generation_config.json",
+        ):
             assert (output / name).read_bytes() == (folder / name).read_bytes()
         assert (output / "LICENSE").is_file()
         assert not (output / "pytorch_model.bin").exists()
@@ -119,8 +163,12 @@ def test_another_tokenizer_may_be_carried(tmp_path: Path) -> None:
         "hugging_face",
         tokenizer=tmp_path / "longer",
     )
-    assert (back / "tokenizer.json").read_bytes() == (tmp_path / "longer" / "tokenizer.json").read_bytes()
-    assert (back / "generation_config.json").read_bytes() == (folder / "generation_config.json").read_bytes()
+    assert (back / "tokenizer.json").read_bytes() == (
+        tmp_path / "longer" / "tokenizer.json"
+    ).read_bytes()
+    assert (back / "generation_config.json").read_bytes() == (
+        folder / "generation_config.json"
+    ).read_bytes()
 
 
 def test_a_stored_copy_of_a_tied_head_and_buffers_are_restored(tmp_path: Path) -> None:
@@ -136,7 +184,9 @@ def test_a_stored_copy_of_a_tied_head_and_buffers_are_restored(tmp_path: Path) -
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     there = converted(folder, tmp_path / "with_buffer", "megatron")
     assert_same_files(folder, converted(there, tmp_path / "with", "hugging_face"))
-    narrower = converted(there, tmp_path / "without", "hugging_face", dtype=torch.bfloat16)
+    narrower = converted(
+        there, tmp_path / "without", "hugging_face", dtype=torch.bfloat16
+    )
     assert set(tensors) - set(load_file(narrower / "model.safetensors")) == {
         "model.layers.0.self_attn.rotary_emb.inv_freq",
         "lm_head.weight",
@@ -144,7 +194,9 @@ def test_a_stored_copy_of_a_tied_head_and_buffers_are_restored(tmp_path: Path) -
     record = json.loads((there / CONVERSION_FILE).read_text())
     del record["buffers"]  # as earlier releases wrote it
     (there / CONVERSION_FILE).write_text(json.dumps(record))
-    assert "lm_head.weight" not in load_file(converted(there, tmp_path / "old", "hugging_face") / "model.safetensors")
+    assert "lm_head.weight" not in load_file(
+        converted(there, tmp_path / "old", "hugging_face") / "model.safetensors"
+    )
 
 
 def test_weights_of_several_dtypes_keep_them(tmp_path: Path) -> None:
@@ -154,23 +206,41 @@ def test_weights_of_several_dtypes_keep_them(tmp_path: Path) -> None:
     biases = [name for name in tensors if name.endswith("e_score_correction_bias")]
     tensors |= {name: tensors[name].float() + 1e-4 for name in biases}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    there = converted(folder, tmp_path / "there", "megatron", grid={"pp": 2, "ep": 2, "dp": 2}, verify=True)
+    there = converted(
+        folder,
+        tmp_path / "there",
+        "megatron",
+        grid={"pp": 2, "ep": 2, "dp": 2},
+        verify=True,
+    )
     back = converted(there, tmp_path / "back", "hugging_face", verify=True)
     found = load_file(back / "model.safetensors")
     assert biases and all(found[name].dtype == torch.float32 for name in biases)
     assert_same_files(folder, back)
 
 
-@pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"shard_bytes": 30_000}], ids=str)
-def test_dtype_and_file_size_may_be_chosen(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [{"dtype": torch.bfloat16}, {"shard_bytes": 30_000}], ids=str
+)
+def test_dtype_and_file_size_may_be_chosen(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     folder = make_model(tmp_path / "hf")
-    there = converted(folder, tmp_path / "there", "megatron", grid={"tp": 2}, verify=True, **options)
+    there = converted(
+        folder, tmp_path / "there", "megatron", grid={"tp": 2}, verify=True, **options
+    )
     back = converted(there, tmp_path / "back", "hugging_face", verify=True, **options)
     before = load_file(folder / "model.safetensors")
-    after = {name: tensor for file in back.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    after = {
+        name: tensor
+        for file in back.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
     wanted = options.get("dtype", torch.float32)
     assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], tensor.to(wanted)) for name, tensor in before.items())
+    assert all(
+        torch.equal(after[name], tensor.to(wanted)) for name, tensor in before.items()
+    )
     if "shard_bytes" in options:
         assert all(file.stat().st_size < 35_000 for file in back.glob("*.safetensors"))
         assert all(file.stat().st_size < 35_000 for file in there.glob("*.distcp"))

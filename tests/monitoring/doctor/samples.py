@@ -1,7 +1,10 @@
-"""What the driver and the kernel print on machines with GPUs, in their formats: eight H100 with NVSwitch, four H100
-linked directly, and machines with something wrong. Written by hand after published output: tags of nvsmi_device_v12.dtd
-and v13 in influxdata/telegraf (plugins/inputs/nvidia_smi/testdata), matrices in NVIDIA/nccl issue 1617, links in
-Azure/azhpc-diagnostics issue 73, ports in the kernel's Documentation/ABI/stable/sysfs-class-infiniband."""
+"""What the driver and the kernel print on machines with GPUs, in their formats: eight
+H100 with NVSwitch, four H100 linked directly, and machines with something wrong.
+Written by hand after published output: tags of nvsmi_device_v12.dtd and v13 in
+influxdata/telegraf (plugins/inputs/nvidia_smi/testdata), matrices in NVIDIA/nccl issue
+1617, links in Azure/azhpc-diagnostics issue 73, ports in the kernel's
+Documentation/ABI/stable/sysfs-class-infiniband.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +48,16 @@ HEALTHY = {
 
 
 def query(
-    *gpus: dict[str, str], driver: str = "580.95.05", cuda: str = "13.0", dtd: str = "nvsmi_device_v12.dtd"
+    *gpus: dict[str, str],
+    driver: str = "580.95.05",
+    cuda: str = "13.0",
+    dtd: str = "nvsmi_device_v12.dtd",
 ) -> str:
     """`nvidia-smi -q -x` of healthy GPUs, each changed by a dictionary."""
-    body = "".join(f'\t<gpu id="0000000{n}:18:00.0">\n{_tags(HEALTHY | gpu)}\t</gpu>\n' for n, gpu in enumerate(gpus))
+    body = "".join(
+        f'\t<gpu id="0000000{n}:18:00.0">\n{_tags(HEALTHY | gpu)}\t</gpu>\n'
+        for n, gpu in enumerate(gpus)
+    )
     return (
         f'<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "{dtd}">\n<nvidia_smi_log>\n'
         f"\t<timestamp>Mon Nov 23 10:00:00 2026</timestamp>\n\t<driver_version>{driver}</driver_version>\n"
@@ -62,7 +71,11 @@ def _tags(values: dict[str, str]) -> str:
     inner = {name.partition("/")[0] for name in values if "/" in name}
     text = "".join(f"\t\t<{name}>{value}</{name}>\n" for name, value in leaves.items())
     for outer in sorted(inner):
-        below = {name.partition("/")[2]: value for name, value in values.items() if name.startswith(f"{outer}/")}
+        below = {
+            name.partition("/")[2]: value
+            for name, value in values.items()
+            if name.startswith(f"{outer}/")
+        }
         text += f"\t\t<{outer}>\n{_tags(below)}\t\t</{outer}>\n"
     return text
 
@@ -85,16 +98,22 @@ NIC Legend:
 
 def topology(gpus: list[list[str]], adapters: list[list[str]]) -> str:
     """`nvidia-smi topo -m`: rows of GPU to GPU, and rows of GPU to adapter."""
-    names = [f"GPU{n}" for n in range(len(gpus))] + [f"NIC{n}" for n in range(len(adapters[0]) if adapters else 0)]
+    names = [f"GPU{n}" for n in range(len(gpus))] + [
+        f"NIC{n}" for n in range(len(adapters[0]) if adapters else 0)
+    ]
     header = "\t" + "\t".join(names) + "\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID"
     lines = [UNDERLINED.format(header)]
     for number, row in enumerate(gpus):
         cells = [*row, *(adapters[number] if adapters else [])]
         lines.append(
-            f"GPU{number}\t" + "\t".join(f" {cell} " if cell == "X" else cell for cell in cells) + "\t0-51\t0\t\tN/A"
+            f"GPU{number}\t"
+            + "\t".join(f" {cell} " if cell == "X" else cell for cell in cells)
+            + "\t0-51\t0\t\tN/A"
         )
     for number in range(len(names) - len(gpus)):
-        cells = [row[number] for row in adapters] + ["X" if n == number else "SYS" for n in range(len(adapters[0]))]
+        cells = [row[number] for row in adapters] + [
+            "X" if n == number else "SYS" for n in range(len(adapters[0]))
+        ]
         lines.append(f"NIC{number}\t" + "\t".join(cells))
     return "\n".join(lines) + "\n" + LEGEND
 
@@ -102,14 +121,19 @@ def topology(gpus: list[list[str]], adapters: list[list[str]]) -> str:
 def switched(count: int = 8, adapter: str = "PIX") -> str:
     """GPUs behind NVSwitch, each with an adapter of its own, at the given distance."""
     gpus = [["X" if a == b else "NV18" for b in range(count)] for a in range(count)]
-    return topology(gpus, [[adapter if a == b else "SYS" for b in range(count)] for a in range(count)])
+    return topology(
+        gpus,
+        [[adapter if a == b else "SYS" for b in range(count)] for a in range(count)],
+    )
 
 
 def links(*gpus: list[str], name: str = "NVIDIA H100 80GB HBM3") -> str:
     """`nvidia-smi nvlink -s`."""
     lines = []
     for number, rates in enumerate(gpus):
-        lines.append(f"GPU {number}: {name} (UUID: GPU-715daa1d-db6f-9e69-ab48-{number:012d})")
+        lines.append(
+            f"GPU {number}: {name} (UUID: GPU-715daa1d-db6f-9e69-ab48-{number:012d})"
+        )
         lines += [f"\t Link {link}: {rate}" for link, rate in enumerate(rates)]
     return "\n".join(lines) + "\n"
 

@@ -17,16 +17,23 @@ pytestmark = pytest.mark.skipif(bool(why_absent()), reason=why_absent())
 @pytest.fixture(scope="module")
 def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     folder = tmp_path_factory.mktemp("browser")
-    page = write_report([make_run(folder / name, 60, seed) for seed, name in enumerate("ab")], folder / "page.html")
+    page = write_report(
+        [make_run(folder / name, 60, seed) for seed, name in enumerate("ab")],
+        folder / "page.html",
+    )
     with browser(folder) as found:
         found.open(page)
         yield found
 
 
 @pytest.mark.parametrize(("width", "columns"), [(1280, 4), (390, 1)])
-def test_it_fits_the_screen(window: Browser, width: int, columns: int, tmp_path: Path) -> None:
+def test_it_fits_the_screen(
+    window: Browser, width: int, columns: int, tmp_path: Path
+) -> None:
     window.resize(width, 844, phone=width < 500)
-    assert window.run("return document.documentElement.scrollWidth") == width, "nothing sticks out to the side"
+    assert window.run("return document.documentElement.scrollWidth") == width, (
+        "nothing sticks out to the side"
+    )
     boxes = window.run(
         "return [...document.querySelectorAll('#curves > .charts > .chart')].map(c => c.getBoundingClientRect().x)"
     )
@@ -47,10 +54,16 @@ def test_it_fits_the_screen(window: Browser, width: int, columns: int, tmp_path:
 def test_dark_and_light(window: Browser) -> None:
     def background() -> list[int]:
         colour = window.run("return getComputedStyle(document.body).backgroundColor")
-        return [int(part) for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+        return [
+            int(part)
+            for part in colour.removeprefix("rgb(").removesuffix(")").split(",")
+        ]
 
     for scheme, is_dark in (("light", False), ("dark", True)):
-        window.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        window.devtools(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
         assert (max(background()) < 80) == is_dark
     window.run("document.getElementById('theme').click()")
     assert min(background()) > 200, "the button turns what the system says"
@@ -73,5 +86,9 @@ def test_the_pointer_shows_a_steps_values(window: Browser) -> None:
 
 def test_the_page_asked_for_nothing_and_said_nothing(window: Browser) -> None:
     assert window.log("browser") == []
-    asked = [entry["message"] for entry in window.log("performance") if "Network.requestWillBeSent" in entry["message"]]
+    asked = [
+        entry["message"]
+        for entry in window.log("performance")
+        if "Network.requestWillBeSent" in entry["message"]
+    ]
     assert not [message for message in asked if '"url":"http' in message]

@@ -18,7 +18,15 @@ import pytest
 from megaverl.cli.main import main as megaverl
 from megaverl.errors import DataError
 from megaverl.monitoring.report import ReportServer, write_report
-from megaverl.monitoring.report.charts import busy_shares, covered, gantt, idle_share, line_chart, nice_ticks, windows
+from megaverl.monitoring.report.charts import (
+    busy_shares,
+    covered,
+    gantt,
+    idle_share,
+    line_chart,
+    nice_ticks,
+    windows,
+)
 from megaverl.monitoring.report.run_folder import (
     POINTS,
     Bucket,
@@ -66,7 +74,12 @@ def series(*values: float) -> Series:
 
 
 def span(
-    name: str, begin: float, duration: float, rank: int = 0, step: int | None = 0, role: str = "actor"
+    name: str,
+    begin: float,
+    duration: float,
+    rank: int = 0,
+    step: int | None = 0,
+    role: str = "actor",
 ) -> TraceSpan:
     return TraceSpan(rank, name, role, begin, duration, step)
 
@@ -91,7 +104,12 @@ class Page(HTMLParser):
 
 
 def test_a_run_is_read_whole(run: RunRecord) -> None:
-    assert (run.name, run.command, run.num_steps, run.planned_steps) == ("made", "train", STEPS_MADE, STEPS_MADE)
+    assert (run.name, run.command, run.num_steps, run.planned_steps) == (
+        "made",
+        "train",
+        STEPS_MADE,
+        STEPS_MADE,
+    )
     assert len(run.metrics["reward/mean"].values) == STEPS_MADE
     assert len(run.steps) == STEPS_MADE and len(run.spans) == STEPS_MADE * len(STAGES)
     assert {found.role for found in run.spans} == {role for role, _ in STAGES.values()}
@@ -104,18 +122,28 @@ def test_the_page_loads_nothing_and_is_small(folder: Path, tmp_path: Path) -> No
     page = write_report([folder], tmp_path / "report.html")
     text = page.read_text()
     parsed = Page(text)
-    assert [address for address in parsed.addresses if not address.startswith("#")] == []
+    assert [
+        address for address in parsed.addresses if not address.startswith("#")
+    ] == []
     assert {address[1:] for address in parsed.addresses} <= parsed.ids
     assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttpRequest", text)
     assert "default-src 'none'" in text
     assert page.stat().st_size < 1_000_000
-    for name in ("reward", "actor_update", "a warning of the run itself", "trainer.steps"):
+    for name in (
+        "reward",
+        "actor_update",
+        "a warning of the run itself",
+        "trainer.steps",
+    ):
         assert name in text
 
 
 def test_a_longer_run_makes_no_larger_page(run: RunRecord) -> None:
     """What is drawn of 10,000 steps is what is drawn of 400: `POINTS` at most of each curve."""
-    long = Series(array("d", range(10_000)), array("d", (math.sin(step / 500) for step in range(10_000))))
+    long = Series(
+        array("d", range(10_000)),
+        array("d", (math.sin(step / 500) for step in range(10_000))),
+    )
     assert len(buckets(long)) == len(buckets(run.metrics["reward/mean"])) == POINTS
 
 
@@ -123,8 +151,15 @@ def test_what_a_model_writes_cannot_become_markup(folder: Path, tmp_path: Path) 
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "<b>x</b>/y": 1.0}\n')
-    evil = {"step": 1, "split": "train", "prompt": "</pre><script>alert(1)</script>", "response": "\x1b[31m\x00<i>"}
-    (run / "samples.jsonl").write_text(json.dumps({**evil, "reference": "'\"&", "reward": 1.0}) + "\n")
+    evil = {
+        "step": 1,
+        "split": "train",
+        "prompt": "</pre><script>alert(1)</script>",
+        "response": "\x1b[31m\x00<i>",
+    }
+    (run / "samples.jsonl").write_text(
+        json.dumps({**evil, "reference": "'\"&", "reward": 1.0}) + "\n"
+    )
     text = write_report([run], tmp_path / "out.html").read_text()
     assert "<script>alert" not in text and "&lt;script&gt;alert(1)" in text
     assert "<b>x</b>" not in text and "<i>" not in text.replace('<i class="', "")
@@ -135,9 +170,14 @@ def test_two_runs_side_by_side(folder: Path, tmp_path: Path) -> None:
     other = make_run(tmp_path / "made", 30, seed=1)
     text = write_report([folder, other], tmp_path / "both.html").read_text()
     assert text.count('<section class="summary">') == 2
-    assert f"{folder.parent.name}/made" in text and f"{tmp_path.name}/made" in text, "equal names are told apart"
+    assert f"{folder.parent.name}/made" in text and f"{tmp_path.name}/made" in text, (
+        "equal names are told apart"
+    )
     assert 'class="line c0"' in text and 'class="line c1"' in text
-    assert re.search(r'class="differs"><td><code>trainer.steps</code></td><td>400</td><td>30</td>', text)
+    assert re.search(
+        r'class="differs"><td><code>trainer.steps</code></td><td>400</td><td>30</td>',
+        text,
+    )
 
 
 def test_settings_shows_what_was_set(folder: Path) -> None:
@@ -156,8 +196,13 @@ def test_buckets_keep_means_and_extremes() -> None:
     values[500] = 99.0
     found = buckets(series(*values), 100)
     assert len(found) == 100
-    assert max(bucket.high for bucket in found) == 99.0 and min(bucket.low for bucket in found) == 0.0
-    assert sum(bucket.mean for bucket in found) / 100 == pytest.approx(sum(values) / 1000, rel=0.05)
+    assert (
+        max(bucket.high for bucket in found) == 99.0
+        and min(bucket.low for bucket in found) == 0.0
+    )
+    assert sum(bucket.mean for bucket in found) / 100 == pytest.approx(
+        sum(values) / 1000, rel=0.05
+    )
     few = buckets(series(1.0, math.nan, 3.0))
     assert [(bucket.step, bucket.mean) for bucket in few] == [(1, 1.0), (3, 3.0)]
     assert buckets(series(math.nan)) == [] and buckets(Series()) == []
@@ -173,11 +218,18 @@ def test_words_for_numbers() -> None:
         "1.0e-05",
     ]
     assert (short(math.nan), short(math.inf)) == ("–", "∞")
-    assert [duration(v) for v in (0.0123, 4.213, 200, 7500)] == ["12.3 ms", "4.21 s", "3 min 20 s", "2 h 05 min"]
+    assert [duration(v) for v in (0.0123, 4.213, 200, 7500)] == [
+        "12.3 ms",
+        "4.21 s",
+        "3 min 20 s",
+        "2 h 05 min",
+    ]
     assert ends(series(*range(1, 101))) == (3.0, 98.0)
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.2, 7.9), (5, 5), (0, 0), (1e-9, 2e-9), (1e6, 3.3e6)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (-3.2, 7.9), (5, 5), (0, 0), (1e-9, 2e-9), (1e6, 3.3e6)]
+)
 def test_ticks_are_round_and_hold_the_values(low: float, high: float) -> None:
     ticks = nice_ticks(low, high)
     assert ticks[0] <= low and ticks[-1] >= high and 2 <= len(ticks) <= 7
@@ -185,10 +237,21 @@ def test_ticks_are_round_and_hold_the_values(low: float, high: float) -> None:
 
 @pytest.mark.parametrize(
     ("value", "is_share", "axis"),
-    [(0.0, True, "0 1"), (1.0, True, "0 1"), (0.0, False, "0 1"), (-2.0, False, "-2.2 -1.8")],
+    [
+        (0.0, True, "0 1"),
+        (1.0, True, "0 1"),
+        (0.0, False, "0 1"),
+        (-2.0, False, "-2.2 -1.8"),
+    ],
 )
-def test_the_axis_of_a_metric_that_stays_the_same(value: float, is_share: bool, axis: str) -> None:
-    chart = line_chart("a", [("run", [Bucket(step, value, value, value) for step in (1, 2)])], is_share=is_share)
+def test_the_axis_of_a_metric_that_stays_the_same(
+    value: float, is_share: bool, axis: str
+) -> None:
+    chart = line_chart(
+        "a",
+        [("run", [Bucket(step, value, value, value) for step in (1, 2)])],
+        is_share=is_share,
+    )
     assert f'data-y="{axis}"' in chart
 
 
@@ -200,27 +263,40 @@ def test_busy_shares_count_overlaps_once() -> None:
     ]  # fmt: skip
     assert covered(run.spans[:2]) == 80
     shares = {busy.role: busy for busy in busy_shares(run)}
-    assert shares["actor"].share == pytest.approx(0.8) and shares["rollout"].share == pytest.approx(1.0)
+    assert shares["actor"].share == pytest.approx(0.8) and shares[
+        "rollout"
+    ].share == pytest.approx(1.0)
     assert idle_share(run) == pytest.approx(0.1)
 
 
 def test_who_waits_is_not_busy(tmp_path: Path) -> None:
     """For what comes from other ranks, or, ahead of training, for their weights."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 1}\n')
-    events = [{"ph": "X", "pid": 1, "name": name, "ts": 0, "dur": 9} for name in ("wait", "pause", "rollout", "reward")]
+    events = [
+        {"ph": "X", "pid": 1, "name": name, "ts": 0, "dur": 9}
+        for name in ("wait", "pause", "rollout", "reward")
+    ]
     (tmp_path / "timeline.json").write_text(json.dumps({"traceEvents": events}))
-    assert {busy.role for busy in busy_shares(read_run(tmp_path))} == {"rollout", "reward"}
+    assert {busy.role for busy in busy_shares(read_run(tmp_path))} == {
+        "rollout",
+        "reward",
+    }
 
 
 def test_the_gantt_shows_a_usual_step_and_the_slowest(run: RunRecord) -> None:
     shown = RunRecord(Path("x"), "x")
     shown.steps = [span("step", number * 100, 90, step=number) for number in range(9)]
     shown.steps[7] = span("step", 700, 300, step=7)
-    ahead = [span("step", number * 10, 5, step=number, rank=3) for number in range(9)]  # of engines apart
+    # Of engines apart.
+    ahead = [span("step", number * 10, 5, step=number, rank=3) for number in range(9)]
     shown.steps = [*ahead, *shown.steps]
-    shown.spans = [span("actor_update", number * 100, 80, step=number) for number in range(9)]
+    shown.spans = [
+        span("actor_update", number * 100, 80, step=number) for number in range(9)
+    ]
     titles = [title for title, *_ in windows(shown)]
-    assert titles[0].startswith("steps 5 and 6 ") and titles[1].startswith("the slowest, step 8 (")
+    assert titles[0].startswith("steps 5 and 6 ") and titles[1].startswith(
+        "the slowest, step 8 ("
+    )
     picture = gantt(run, *windows(run)[0][1:])
     roles = {role for role, _ in STAGES.values()}
     assert all(f">{role}</text>" in picture for role in roles)
@@ -262,12 +338,16 @@ def test_what_a_look_at_the_numbers_finds() -> None:
 
 def test_samples_from_the_first_step_to_the_last(run: RunRecord) -> None:
     found = shown_samples(run)
-    assert len(found) == STEPS and all(len(group.samples) == PER_STEP for group in found)
+    assert len(found) == STEPS and all(
+        len(group.samples) == PER_STEP for group in found
+    )
     assert (found[0].step, found[-1].step) == (1, STEPS_MADE)
     assert {sample.level for group in found for sample in group.samples} == {0, 4}
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(DataError, match="no such folder"):
         read_run(tmp_path / "nothing")
     with pytest.raises(DataError, match=r"no metrics\.jsonl"):
@@ -280,29 +360,50 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("file", "text", "words"),
     [
-        ("metrics.jsonl", '{"a": 1}\n', r"metrics.jsonl, line 1: not a record of metrics \(KeyError\('step'\)"),
+        (
+            "metrics.jsonl",
+            '{"a": 1}\n',
+            r"metrics.jsonl, line 1: not a record of metrics \(KeyError\('step'\)",
+        ),
         ("metrics.jsonl", "[1]\n", r"metrics.jsonl, line 1: not a record \(\[1\]\)"),
-        ("metrics.jsonl", '{"step": 1, "a": "b"}\n', "metrics.jsonl, line 1: not a record of metrics"),
+        (
+            "metrics.jsonl",
+            '{"step": 1, "a": "b"}\n',
+            "metrics.jsonl, line 1: not a record of metrics",
+        ),
         ("versions.json", "{", "versions.json: cannot be read"),
         ("train.yaml", "a: [", "train.yaml: cannot be read"),
         ("train.yaml", "7", "train.yaml: holds a int; expected a mapping"),
-        ("timeline.json", '{"traceEvents": [{"ph": "X"}]}', "timeline.json: not a Chrome trace"),
+        (
+            "timeline.json",
+            '{"traceEvents": [{"ph": "X"}]}',
+            "timeline.json: not a Chrome trace",
+        ),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, file: str, text: str, words: str) -> None:
+def test_a_damaged_file_is_named(
+    tmp_path: Path, file: str, text: str, words: str
+) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 1}\n')
     (tmp_path / file).write_text(text)
     with pytest.raises(DataError, match=words):
         read_run(tmp_path)
 
 
-def test_a_run_that_is_still_going(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_still_going(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Torn last lines, no timeline, no samples."""
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5.0, "sft/loss": "NaN"}\n{"step": 2, "ti')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "time": 5.0, "sft/loss": "NaN"}\n{"step": 2, "ti'
+    )
     assert main([str(tmp_path)]) == 0
     assert "report.html (" in capsys.readouterr().out
     text = (tmp_path / "report.html").read_text()
-    assert "There is no timeline.json" in text and "sft/loss is not a finite number at step 1" in text
+    assert (
+        "There is no timeline.json" in text
+        and "sft/loss is not a finite number at step 1" in text
+    )
 
 
 def test_a_page_is_served_while_the_run_goes_on(tmp_path: Path, folder: Path) -> None:
@@ -311,13 +412,23 @@ def test_a_page_is_served_while_the_run_goes_on(tmp_path: Path, folder: Path) ->
     run.mkdir()
     line = '{{"step": {0}, "time": {0}, "reward/mean": {0}}}\n'
     (run / "metrics.jsonl").write_text(line.format(1))
-    with ReportServer([run], "127.0.0.1", 0, "secret") as server, ThreadPoolExecutor(1) as pool:
+    with (
+        ReportServer([run], "127.0.0.1", 0, "secret") as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
         pool.submit(server.serve_forever, 0.05)
         try:
             plain = server.address.partition("?")[0]
-            assert httpx.get(plain).status_code == httpx.get(f"{plain}?token=other").status_code == 403
+            assert (
+                httpx.get(plain).status_code
+                == httpx.get(f"{plain}?token=other").status_code
+                == 403
+            )
             first = httpx.get(server.address)
-            assert first.status_code == 200 and first.headers["content-type"] == "text/html; charset=utf-8"
+            assert (
+                first.status_code == 200
+                and first.headers["content-type"] == "text/html; charset=utf-8"
+            )
             assert first.text == httpx.get(server.address).text, "made once"
             with (run / "metrics.jsonl").open("a") as file:
                 file.write(line.format(2))
@@ -333,9 +444,13 @@ def test_a_page_is_served_while_the_run_goes_on(tmp_path: Path, folder: Path) ->
             assert server.address == f"http://{shown}:{server.server_port}/"
 
 
-def test_serving_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serving_says_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert main([str(tmp_path), "--serve", "--port", str(taken.getsockname()[1])]) == 1
+        assert (
+            main([str(tmp_path), "--serve", "--port", str(taken.getsockname()[1])]) == 1
+        )
     assert "Choose another --port" in capsys.readouterr().err
     assert main([str(tmp_path), "--serve", "--port", "0"]) == 1
     assert "no metrics.jsonl" in capsys.readouterr().err

@@ -21,7 +21,11 @@ class Countdown(Environment):
 
     def step(self, token_ids: Sequence[int]) -> Outcome:
         self.left -= 1
-        return Outcome(self.codec.answer(str(self.left), token_ids), reward=len(token_ids) / 10, done=not self.left)
+        return Outcome(
+            self.codec.answer(str(self.left), token_ids),
+            reward=len(token_ids) / 10,
+            done=not self.left,
+        )
 
 
 class Failing(Countdown):
@@ -42,21 +46,39 @@ def client(base_url: str, api_key: str) -> Any:
 def talk(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
     """An agent of three calls, that sends everything each time, one of them twice, and hears the last as a stream."""
     calls = client(base_url, api_key).chat.completions
-    messages: list[Any] = [{"role": "system", "content": "brief"}, {"role": "user", "content": prompt}]
+    messages: list[Any] = [
+        {"role": "system", "content": "brief"},
+        {"role": "user", "content": prompt},
+    ]
     first = calls.create(model="any", messages=messages, temperature=0.0, max_tokens=99)
-    messages += [first.choices[0].message, {"role": "user", "content": [{"type": "text", "text": "go on"}]}]
+    messages += [
+        first.choices[0].message,
+        {"role": "user", "content": [{"type": "text", "text": "go on"}]},
+    ]
     second = calls.create(model="any", messages=messages)
     again = calls.create(model="any", messages=messages, extra_headers=SENT_AGAIN)
-    assert second.choices[0] == again.choices[0] and second.usage.prompt_tokens > first.usage.total_tokens
+    assert (
+        second.choices[0] == again.choices[0]
+        and second.usage.prompt_tokens > first.usage.total_tokens
+    )
     messages += [second.choices[0].message, {"role": "user", "content": "end"}]
     pieces = list(calls.create(model="any", messages=messages, stream=True))
     said = "".join(piece.choices[0].delta.content or "" for piece in pieces)
-    extra["heard"] += [first.choices[0].message.content, second.choices[0].message.content, said]
-    extra["reasons"] += [first.choices[0].finish_reason, pieces[-1].choices[0].finish_reason]
+    extra["heard"] += [
+        first.choices[0].message.content,
+        second.choices[0].message.content,
+        said,
+    ]
+    extra["reasons"] += [
+        first.choices[0].finish_reason,
+        pieces[-1].choices[0].finish_reason,
+    ]
     return 0.5
 
 
-def complete(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+def complete(
+    base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
+) -> float:
     """The same of plain text, in two calls."""
     calls = client(base_url, api_key).completions
     text = prompt
@@ -65,14 +87,20 @@ def complete(base_url: str, api_key: str, prompt: str, reference: Any, extra: An
     return len(text) / 20
 
 
-def twice(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+def twice(
+    base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
+) -> float:
     """The same question, to hear two answers."""
     calls = client(base_url, api_key).completions
-    extra["heard"] += [calls.create(model="any", prompt=prompt).choices[0].text for _ in range(2)]
+    extra["heard"] += [
+        calls.create(model="any", prompt=prompt).choices[0].text for _ in range(2)
+    ]
     return 0.5
 
 
-def aside(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+def aside(
+    base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
+) -> float:
     """`complete`, and in between, in some episodes, a text that has nothing to do with it."""
     calls = client(base_url, api_key).completions
     text = prompt + calls.create(model="any", prompt=prompt).choices[0].text + " so "
@@ -81,7 +109,9 @@ def aside(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) 
     return len(text + calls.create(model="any", prompt=text).choices[0].text) / 20
 
 
-def delegate(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float | None:
+def delegate(
+    base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
+) -> float | None:
     """Asks a helper in between, goes back to its first answer and on from there, and cuts its history to a summary."""
     import openai
 
@@ -89,7 +119,9 @@ def delegate(base_url: str, api_key: str, prompt: str, reference: Any, extra: An
 
     def say(*messages: Any, **options: Any) -> Any:
         calls = client(base_url, api_key).chat.completions
-        answer = calls.create(model="any", messages=messages, **options).choices[0].message
+        answer = (
+            calls.create(model="any", messages=messages, **options).choices[0].message
+        )
         heard.append(answer.content)
         return answer
 
@@ -101,7 +133,9 @@ def delegate(base_url: str, api_key: str, prompt: str, reference: Any, extra: An
         first = say(system, user(prompt))
         say(user("help"))
         say(system, user(prompt), first, user("go on"))
-        extra["again"].append(say(user("help"), extra_headers=SENT_AGAIN).content == heard.pop())
+        extra["again"].append(
+            say(user("help"), extra_headers=SENT_AGAIN).content == heard.pop()
+        )
         branch = [system, user(prompt), first, user("or so")]
         last = say(*branch, say(*branch), user("and"))
         say(system, user(f"so far: {last.content}"))
@@ -110,12 +144,19 @@ def delegate(base_url: str, api_key: str, prompt: str, reference: Any, extra: An
     return 0.5
 
 
-def parallel(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+def parallel(
+    base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
+) -> float:
     """Helpers beside the main agent, which goes on in two ways from its first answer; each call when it may."""
 
     def say(name: str, *messages: Any) -> list[Any]:
         extra["may"][name].wait()
-        answer = client(base_url, api_key).chat.completions.create(model="any", messages=messages).choices[0].message
+        answer = (
+            client(base_url, api_key)
+            .chat.completions.create(model="any", messages=messages)
+            .choices[0]
+            .message
+        )
         return [*messages, answer]
 
     def user(text: str) -> Any:
@@ -131,7 +172,9 @@ def parallel(base_url: str, api_key: str, prompt: str, reference: Any, extra: An
     return 0.5
 
 
-def judged(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+def judged(
+    base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
+) -> float:
     """Asks under the names of two models, one after the other."""
     calls = client(base_url, api_key).completions
     text = prompt + calls.create(model="writer", prompt=prompt).choices[0].text
@@ -140,15 +183,21 @@ def judged(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any)
     return 0.5
 
 
-def fans_out(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> None:
+def fans_out(
+    base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
+) -> None:
     """Three calls at once after the first."""
     from openai import AsyncOpenAI
 
     async def all_of_it() -> None:
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as agent:
+        async with AsyncOpenAI(
+            base_url=base_url, api_key=api_key, max_retries=0
+        ) as agent:
             calls = agent.completions
             first = (await calls.create(model="any", prompt=prompt)).choices[0].text
-            await asyncio.gather(*(calls.create(model="any", prompt=f"{way}{first}") for way in "abc"))
+            await asyncio.gather(
+                *(calls.create(model="any", prompt=f"{way}{first}") for way in "abc")
+            )
 
     asyncio.run(all_of_it())
 
@@ -173,13 +222,17 @@ def wrong(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) 
     raise KeyError("the program's own")
 
 
-def endless(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> None:
+def endless(
+    base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
+) -> None:
     import openai
 
     messages: list[Any] = [{"role": "user", "content": prompt}]
     while True:
         try:
-            answer = client(base_url, api_key).chat.completions.create(model="any", messages=messages)
+            answer = client(base_url, api_key).chat.completions.create(
+                model="any", messages=messages
+            )
             messages += [answer.choices[0].message, {"role": "user", "content": "more"}]
         except openai.BadRequestError as error:
             extra["refused"].append(error.code)
@@ -187,7 +240,9 @@ def endless(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
                 return
 
 
-def compacts(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+def compacts(
+    base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
+) -> float:
     """`endless`, and from where there is no room on a short summary."""
     endless(base_url, api_key, prompt, reference, extra)
     messages = [{"role": "user", "content": "so far"}]
@@ -195,13 +250,18 @@ def compacts(base_url: str, api_key: str, prompt: str, reference: Any, extra: An
     return 0.5
 
 
-def harness(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+def harness(
+    base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
+) -> float:
     """An agent of pydantic-ai, which knows an address and no more: a tool that it calls by itself, and two runs."""
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    agent = Agent(OpenAIChatModel("any", provider=OpenAIProvider(base_url, api_key)), system_prompt="brief")
+    agent = Agent(
+        OpenAIChatModel("any", provider=OpenAIProvider(base_url, api_key)),
+        system_prompt="brief",
+    )
 
     @agent.tool_plain
     def add(a: int, b: int) -> int:
@@ -215,13 +275,20 @@ def harness(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
     return 0.25
 
 
-def hostile(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+def hostile(
+    base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
+) -> float:
     """Sends what no conversation can be, hears why each time, and then plays on."""
     import httpx
 
     def post(content: str) -> Any:
         sent = {"content-type": "application/json"}
-        return httpx.post(f"{base_url}/chat/completions", content=content, headers=sent, trust_env=False)
+        return httpx.post(
+            f"{base_url}/chat/completions",
+            content=content,
+            headers=sent,
+            trust_env=False,
+        )
 
     def said(content: str) -> str:
         return f'{{"messages": [{{"role": "user", "content": {content}}}]}}'
@@ -238,12 +305,16 @@ def hostile(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
         answer = post(content)
         assert answer.status_code == 400, answer.text
         extra["refused"].append(answer.json()["error"]["message"])
-    heard = post(said('"half \\ud800 and \\u0000"')).json()["choices"][0]["message"]["content"]
+    heard = post(said('"half \\ud800 and \\u0000"')).json()["choices"][0]["message"][
+        "content"
+    ]
     extra["refused"].append(heard)
     return 0.5
 
 
-def not_a_reward(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> Any:
+def not_a_reward(
+    base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
+) -> Any:
     """Plays on, and then gives a reward that is no number, or leaves."""
     client(base_url, api_key).completions.create(model="any", prompt=prompt)
     if extra["reward"] == "exit":

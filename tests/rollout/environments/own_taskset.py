@@ -38,7 +38,10 @@ class Words(vf.Taskset[WordTask, WordsConfig]):
 
     def load(self) -> Iterator[WordTask]:
         for number in range(10**6):
-            data = WordData(prompt=f"{self.config.first} {number}", answer="fail" if number == 2 else str(number))
+            data = WordData(
+                prompt=f"{self.config.first} {number}",
+                answer="fail" if number == 2 else str(number),
+            )
             yield WordTask(data, self.config.task)
 
 
@@ -46,13 +49,25 @@ class TwoTurns(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
     async def launch(
-        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: Any,
+        data: Any,
     ) -> vf.ProgramResult:
         messages = [{"role": "user", "content": data.prompt}]
-        async with httpx.AsyncClient(base_url=endpoint, headers={"authorization": f"Bearer {secret}"}) as client:
+        async with httpx.AsyncClient(
+            base_url=endpoint, headers={"authorization": f"Bearer {secret}"}
+        ) as client:
             for more in ("and then", ""):
                 body = {"model": ctx.model, "messages": messages}
                 reply = await client.post("chat/completions", json=body, timeout=60)
                 reply.raise_for_status()
-                messages += [reply.json()["choices"][0]["message"], {"role": "user", "content": more}]
+                messages += [
+                    reply.json()["choices"][0]["message"],
+                    {"role": "user", "content": more},
+                ]
         return vf.ProgramResult(exit_code=0, stdout=json.dumps(messages), stderr="")

@@ -36,20 +36,39 @@ class Played:
 
 
 def test_gymnasium_renders_itself_as_text() -> None:
-    gymnasium = pytest.importorskip("gymnasium", reason="pip install 'megaverl[text-games]'")
+    gymnasium = pytest.importorskip(
+        "gymnasium", reason="pip install 'megaverl[text-games]'"
+    )
     own = gymnasium.make("FrozenLake-v1", render_mode="ansi", is_slippery=False)
     own.reset(seed=5)
-    lake = Played("gymnasium", 5, **LAKE, instruction="Reach G.", action=r"<a>(.*?)</a>", no_action_reward=-0.5)
+    lake = Played(
+        "gymnasium",
+        5,
+        **LAKE,
+        instruction="Reach G.",
+        action=r"<a>(.*?)</a>",
+        no_action_reward=-0.5,
+    )
     assert lake.begin == f"Reach G.\n{own.render().strip()}"
     assert lake("I go right") == ("There was no action in this.", -0.5, False)
-    assert lake("<a>west</a>") == ("There is no such action; there are: left, down, right, up.", -0.5, False)
+    assert lake("<a>west</a>") == (
+        "There is no such action; there are: left, down, right, up.",
+        -0.5,
+        False,
+    )
     for word in ("down", "down", "right", "right", "Down"):
         own.step(WORDS[word.lower()])
-        assert lake(f"<a>up</a> or rather <a> {word} </a>") == (own.render().strip(), 0.0, False)
+        assert lake(f"<a>up</a> or rather <a> {word} </a>") == (
+            own.render().strip(),
+            0.0,
+            False,
+        )
     assert lake("<a>right</a>") == ("", 1.0, True)
     lake.game.close()
     fallen = Played("gymnasium", **LAKE)
-    assert [fallen(word)[2] for word in ("right", "down")] == [False, True], "into the hole"
+    assert [fallen(word)[2] for word in ("right", "down")] == [False, True], (
+        "into the hole"
+    )
 
 
 MODULE = """
@@ -84,12 +103,17 @@ def test_gymnasium_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert echo.begin == "seed 7"
     assert echo(" ab ") == ("ba", 0.2, False)
     assert echo("abc") == ("", 0.3, True)
-    with pytest.raises(EpisodeError, match="test/Numbers-v0 observes int, and does not render itself as text"):
+    with pytest.raises(
+        EpisodeError,
+        match="test/Numbers-v0 observes int, and does not render itself as text",
+    ):
         Played("gymnasium", id="test/Numbers-v0")
 
 
 def test_textarena() -> None:
-    textarena = pytest.importorskip("textarena", reason="./launch/bootstrap.sh environments")
+    textarena = pytest.importorskip(
+        "textarena", reason="./launch/bootstrap.sh environments"
+    )
     own = textarena.make("GuessTheNumber-v0")
     own.reset(num_players=1, seed=11)
     game = Played("textarena", 11, id="GuessTheNumber-v0")
@@ -146,12 +170,18 @@ def openenv(tmp_path: Path) -> Iterator[str]:
     pytest.importorskip("openenv", reason="./launch/bootstrap.sh environments")
     (tmp_path / "server.py").write_text(SERVER)
     port = free_port()
-    command = ending_with_parent([sys.executable, str(tmp_path / "server.py"), str(port)])
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    command = ending_with_parent(
+        [sys.executable, str(tmp_path / "server.py"), str(port)]
+    )
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         import httpx
 
         while True:
-            assert process.poll() is None, process.stderr.read() if process.stderr else ""
+            assert process.poll() is None, (
+                process.stderr.read() if process.stderr else ""
+            )
             try:
                 httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
                 break
@@ -167,7 +197,9 @@ def test_openenv_behind_its_protocol(openenv: str) -> None:
     assert first.begin == "seed 3" and '"text": "seed 4"' in second.begin
     assert first("abc") == ("cba", 0.5, False)
     said, reward, done = first("fail")
-    assert said.startswith("error: ") and (reward, done) == (0.0, False), "told to the model; the session goes on"
+    assert said.startswith("error: ") and (reward, done) == (0.0, False), (
+        "told to the model; the session goes on"
+    )
     assert first("xyz") == ("", 1.0, True)
     assert not second("a")[2]
     for played in (first, second):
@@ -184,5 +216,7 @@ def test_what_is_missing_or_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match="environment 'textarena' takes"):
         check_options("textarena", {"game": "x"})
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(EpisodeError, match=r"needs gymnasium: pip install 'megaverl\[text-games\]'"):
+    with pytest.raises(
+        EpisodeError, match=r"needs gymnasium: pip install 'megaverl\[text-games\]'"
+    ):
         Played("gymnasium", **LAKE)

@@ -9,7 +9,15 @@ import pytest
 
 from megaverl.errors import EpisodeError
 from megaverl.rollout.engine import Generation
-from megaverl.rollout.environments import Codec, Limits, Outcome, Request, Turns, View, play
+from megaverl.rollout.environments import (
+    Codec,
+    Limits,
+    Outcome,
+    Request,
+    Turns,
+    View,
+    play,
+)
 
 STOP = 3
 
@@ -24,7 +32,10 @@ class Script:
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         self.asked.append(list(requests))
-        return [Generation([ord(r.agent), 10 + r.turn, STOP], [-0.5, -1.0, -2.0], "stop") for r in requests]
+        return [
+            Generation([ord(r.agent), 10 + r.turn, STOP], [-0.5, -1.0, -2.0], "stop")
+            for r in requests
+        ]
 
     def step(self, turns: Mapping[int, Mapping[str, list[int]]]) -> dict[int, Turns]:
         found = {}
@@ -32,18 +43,26 @@ class Script:
             self.taken[number] += 1
             done = self.taken[number] == self.lengths[number]
             outcomes = {
-                agent: Outcome([8, self.taken[number]], reward=self.taken[number], done=done) for agent in written
+                agent: Outcome(
+                    [8, self.taken[number]], reward=self.taken[number], done=done
+                )
+                for agent in written
             }
             found[number] = Turns(outcomes, self.agents)
         return found
 
     def play(self, **limits: int) -> list[dict[str, View]]:
         return play(
-            [{agent: [5, number] for agent in self.agents} for number in range(len(self.lengths))],
+            [
+                {agent: [5, number] for agent in self.agents}
+                for number in range(len(self.lengths))
+            ],
             [self.agents] * len(self.lengths),
             generate=self.generate,
             step=self.step,
-            limits=Limits(**{"max_turns": 9, "turn_tokens": 3, "total_tokens": 99} | limits),
+            limits=Limits(
+                **{"max_turns": 9, "turn_tokens": 3, "total_tokens": 99} | limits
+            ),
         )
 
 
@@ -51,10 +70,19 @@ def test_a_view_to_the_token() -> None:
     script = Script([2, 1])
     first, second = (episode["a"] for episode in script.play())
     assert first.prompt == [5, 0]
-    assert first.tokens == [97, 10, STOP, 8, 1, 97, 11, STOP], "nothing after the last turn"
+    assert first.tokens == [97, 10, STOP, 8, 1, 97, 11, STOP], (
+        "nothing after the last turn"
+    )
     assert first.own == [True] * 3 + [False] * 2 + [True] * 3
     assert first.log_probs == [-0.5, -1.0, -2.0, 0.0, 0.0, -0.5, -1.0, -2.0]
-    assert [turn for turn, own in zip(first.turns, first.own, strict=True) if own] == [0, 0, 0, 1, 1, 1]
+    assert [turn for turn, own in zip(first.turns, first.own, strict=True) if own] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+    ]
     assert first.rewards == [1.0, 2.0] and first.spans == [(0, 3), (5, 8)]
     assert first.finish_reason == second.finish_reason == "stop"
     assert second.tokens == [97, 10, STOP]
@@ -63,7 +91,11 @@ def test_a_view_to_the_token() -> None:
 def test_all_that_are_running_are_asked_at_once_and_with_what_they_have_seen() -> None:
     script = Script([2, 1, 3])
     script.play()
-    assert [[r.episode for r in asked] for asked in script.asked] == [[0, 1, 2], [0, 2], [2]]
+    assert [[r.episode for r in asked] for asked in script.asked] == [
+        [0, 1, 2],
+        [0, 2],
+        [2],
+    ]
     assert script.asked[1][0].token_ids == [5, 0, 97, 10, STOP, 8, 1]
     assert [asked[-1].turn for asked in script.asked] == [0, 1, 2]
 
@@ -80,8 +112,12 @@ def test_a_conversation_that_begins_with_too_much_ends_its_episode() -> None:
     [episode] = play(
         [{"a": [5]}],
         [["a"]],
-        generate=lambda requests: [Generation([9, STOP], [-1.0, -1.0], "stop") for _ in requests],
-        step=lambda turns: dict.fromkeys(turns, Turns({"a": Outcome([7] * 9, conversation=1)}, ["a"])),
+        generate=lambda requests: [
+            Generation([9, STOP], [-1.0, -1.0], "stop") for _ in requests
+        ],
+        step=lambda turns: dict.fromkeys(
+            turns, Turns({"a": Outcome([7] * 9, conversation=1)}, ["a"])
+        ),
         limits=Limits(max_turns=9, turn_tokens=3, total_tokens=99, prompt_tokens=8),
     )
     [row] = episode["a"].conversations()
@@ -101,8 +137,14 @@ def test_agents_that_write_at_the_same_time_see_only_their_own() -> None:
     [
         (Turns({"c": Outcome()}, ["a"]), "an outcome for 'c'; its agents are a, b"),
         (Turns({"a": Outcome()}, []), "not over, and nobody writes"),
-        (Turns({"b": Outcome(reward=1.0)}, ["b"]), "a reward for 'b', which has not taken"),
-        (Turns({"a": Outcome([1], conversation=2)}, ["a"]), "for conversation 2; there are 1, counted from 0"),
+        (
+            Turns({"b": Outcome(reward=1.0)}, ["b"]),
+            "a reward for 'b', which has not taken",
+        ),
+        (
+            Turns({"a": Outcome([1], conversation=2)}, ["a"]),
+            "for conversation 2; there are 1, counted from 0",
+        ),
     ],
 )
 def test_what_an_environment_may_not_answer(led_to: Turns, said: str) -> None:
@@ -110,7 +152,9 @@ def test_what_an_environment_may_not_answer(led_to: Turns, said: str) -> None:
         play(
             [{"a": [1], "b": [1]}],
             [["a"]],
-            generate=lambda requests: [Generation([1], [0.0], "stop") for _ in requests],
+            generate=lambda requests: [
+                Generation([1], [0.0], "stop") for _ in requests
+            ],
             step=lambda turns: dict.fromkeys(turns, led_to),
             limits=Limits(5, 3, 20),
         )
@@ -124,11 +168,19 @@ class Letters:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return [ord(letter) for letter in text]
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return "".join(chr(token) for token in token_ids if token not in self.stop_token_ids)
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
+        return "".join(
+            chr(token) for token in token_ids if token not in self.stop_token_ids
+        )
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], *, where: str = "", tools: Any = None) -> str:
-        return "".join(f"<{m['role']}>{m['content']}$\n" for m in messages) + "<assistant>"
+    def render_chat(
+        self, messages: Sequence[dict[str, Any]], *, where: str = "", tools: Any = None
+    ) -> str:
+        return (
+            "".join(f"<{m['role']}>{m['content']}$\n" for m in messages) + "<assistant>"
+        )
 
 
 def test_an_answer_under_a_chat_template_is_all_that_stands_between_two_turns() -> None:
@@ -138,5 +190,7 @@ def test_an_answer_under_a_chat_template_is_all_that_stands_between_two_turns() 
         return "".join(map(chr, codec.answer("4", codec.encode(turn), **options)))
 
     assert text("2+2$", role="tool") == "\n<tool>4$\n<assistant>"
-    assert text("2+2") == "$\n<user>4$\n<assistant>", "a turn that was cut off is ended here"
+    assert text("2+2") == "$\n<user>4$\n<assistant>", (
+        "a turn that was cut off is ended here"
+    )
     assert Codec(Letters(), chat=False).answer("4", []) == [ord("4")]

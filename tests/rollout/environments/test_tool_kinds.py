@@ -14,7 +14,12 @@ import pytest
 from megaverl.errors import ConfigError, DataError, EpisodeError
 from megaverl.processes import free_port
 from megaverl.rollout.environments import Codec
-from megaverl.rollout.environments.tool_kinds import Answer, MCPTools, SearchTool, write_index
+from megaverl.rollout.environments.tool_kinds import (
+    Answer,
+    MCPTools,
+    SearchTool,
+    write_index,
+)
 from megaverl.rollout.environments.tools import ToolLimits, ToolSet, ToolUse
 from tests.rollout.environments.test_episodes import Letters
 
@@ -67,14 +72,32 @@ def test_a_search_finds_the_best_first(documents: Path) -> None:
     for path in (documents, index):
         tool = SearchTool(str(path), results=2, seconds=5.0, max_characters=200)
         found = tool.call("look", {"query": "where does an otter sleep, and sleeps?"})
-        assert found.ok and found.text.startswith("Otters\nAn otter") and "Bears\nA bear" in found.text
-        assert tool.call("look", {"query": "sea"}) == Answer("Rivers flow to the sea.", True)
-        assert tool.call("look", {"query": "volcano"}) == Answer("nothing was found", True)
+        assert (
+            found.ok
+            and found.text.startswith("Otters\nAn otter")
+            and "Bears\nA bear" in found.text
+        )
+        assert tool.call("look", {"query": "sea"}) == Answer(
+            "Rivers flow to the sea.", True
+        )
+        assert tool.call("look", {"query": "volcano"}) == Answer(
+            "nothing was found", True
+        )
         # what would be operators of the index are words
-        assert tool.call("look", {"query": 'title:x" OR NEAR( * ^ - {'}).text == "nothing was found"
-        assert tool.call("look", {"query": "?!"}) == Answer("the query has no words", False)
-        assert tool.call("look", {"words": "sea"}) == Answer("look takes query, words as text", False)
-        assert tool.call("look", {"query": "'; DROP TABLE documents; --"}).ok and tool.call("a", {"query": "sea"}).ok
+        assert (
+            tool.call("look", {"query": 'title:x" OR NEAR( * ^ - {'}).text
+            == "nothing was found"
+        )
+        assert tool.call("look", {"query": "?!"}) == Answer(
+            "the query has no words", False
+        )
+        assert tool.call("look", {"words": "sea"}) == Answer(
+            "look takes query, words as text", False
+        )
+        assert (
+            tool.call("look", {"query": "'; DROP TABLE documents; --"}).ok
+            and tool.call("a", {"query": "sea"}).ok
+        )
         tool.close()
     short = SearchTool(str(documents), results=3, seconds=5.0, max_characters=4)
     assert short.call("look", {"query": "sleeps"}) == Answer("Bear", True)
@@ -127,7 +150,11 @@ def test_a_server_over_http(server: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "server"}
     exec(server.read_text(), namespace)
     port = free_port()
-    web = uvicorn.Server(uvicorn.Config(namespace["server"].streamable_http_app(), port=port, log_level="error"))
+    web = uvicorn.Server(
+        uvicorn.Config(
+            namespace["server"].streamable_http_app(), port=port, log_level="error"
+        )
+    )
     thread = threading.Thread(target=web.run, daemon=True)
     thread.start()
     while not web.started:
@@ -147,8 +174,13 @@ def test_a_server_that_does_not_start_is_named() -> None:
 
 
 def turn(*calls: tuple[str, dict[str, Any]]) -> list[int]:
-    texts = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
-    return [ord(letter) for letter in " ".join(f"<tool_call>{text}</tool_call>" for text in texts) + "$"]
+    texts = (
+        json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls
+    )
+    return [
+        ord(letter)
+        for letter in " ".join(f"<tool_call>{text}</tool_call>" for text in texts) + "$"
+    ]
 
 
 def test_tools_of_every_kind_side_by_side_each_with_its_limits(
@@ -164,14 +196,25 @@ def test_tools_of_every_kind_side_by_side_each_with_its_limits(
         "much": {"function": "limited_tools:hold"},
         "inside": {"function": "limited_tools:listen"},
         "outside": {"function": "limited_tools:listen", "allow": ["network"]},
-        "calculator": {"function": "megaverl.rollout.environments.tools:calculate", "seconds": 0.5},
+        "calculator": {
+            "function": "megaverl.rollout.environments.tools:calculate",
+            "seconds": 0.5,
+        },
         "plus": "calculator",
         "run": {"python": True, "seconds": 2.0, "max_characters": 12},
         "look": {"search": str(documents), "results": 1},
         "server": {"mcp": [sys.executable, str(server)]},
     }
     ToolUse.check(tools=tools, calls=3)
-    environment = ToolUse(CODEC, tools=tools, calls=3, memory_mb=1024, seconds=30.0, call_reward=0.5, error_reward=-1.0)
+    environment = ToolUse(
+        CODEC,
+        tools=tools,
+        calls=3,
+        memory_mb=1024,
+        seconds=30.0,
+        call_reward=0.5,
+        error_reward=-1.0,
+    )
     outcome = environment.step(
         turn(
             ("run", {"code": "print(6 * 7)"}),
@@ -181,19 +224,34 @@ def test_tools_of_every_kind_side_by_side_each_with_its_limits(
         )
     )
     # the fourth is one too many
-    assert CODEC.decode(outcome.token_ids) == "42\nBears\nA bear sleeps through the winter.\n2"
+    assert (
+        CODEC.decode(outcome.token_ids)
+        == "42\nBears\nA bear sleeps through the winter.\n2"
+    )
     assert (outcome.reward, outcome.done) == (0.5, False)
-    outcome = environment.step(turn(("calculator", {"expression": "9**9**9**9"}), ("plus", {"expression": "1"})))
-    assert CODEC.decode(outcome.token_ids) == "error: calculator took longer than 0.5 s\n1"
+    outcome = environment.step(
+        turn(
+            ("calculator", {"expression": "9**9**9**9"}), ("plus", {"expression": "1"})
+        )
+    )
+    assert (
+        CODEC.decode(outcome.token_ids) == "error: calculator took longer than 0.5 s\n1"
+    )
     assert outcome.reward == -1.0
     for code, said in (
         ("print('x' * 100)", "x" * 12),
         ("1 / 0", "error: it ended wit"),
         ("open('/etc/passwd')", "error: it ended wit"),
         ("pass", "(it printed nothing)"),
-        ("import socket; socket.create_connection(('127.0.0.1', 9), 1)", "error: it ended wit"),
+        (
+            "import socket; socket.create_connection(('127.0.0.1', 9), 1)",
+            "error: it ended wit",
+        ),
     ):
-        assert CODEC.decode(environment.step(turn(("run", {"code": code}))).token_ids) == said
+        assert (
+            CODEC.decode(environment.step(turn(("run", {"code": code}))).token_ids)
+            == said
+        )
     for name, arguments, answer in (
         ("little", {"mb": 300}, "error: more than 256 MiB of memory"),
         ("much", {"mb": 300}, str(300 * 2**20)),
@@ -201,21 +259,40 @@ def test_tools_of_every_kind_side_by_side_each_with_its_limits(
         ("outside", {}, "None"),
         ("run", {"code": "bytearray(3 * 2**30)"}, "error: it ended wit"),
     ):
-        assert CODEC.decode(environment.step(turn((name, arguments))).token_ids) == answer, name
-    assert "run takes code" in CODEC.decode(environment.step(turn(("run", {"program": "1"}))).token_ids)
+        assert (
+            CODEC.decode(environment.step(turn((name, arguments))).token_ids) == answer
+        ), name
+    assert "run takes code" in CODEC.decode(
+        environment.step(turn(("run", {"program": "1"}))).token_ids
+    )
     environment.box.close()
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tools": ["pyhton"]}, "no built-in tool 'pyhton'; there are: calculator, python"),
-        ({"tools": {"a": {"seconds": 1}}}, "a has seconds; expected one of function, python, search, mcp"),
-        ({"tools": {"a": {"search": "x", "mcp": "y"}}}, "a has search, mcp; expected one of"),
-        ({"tools": {"a": {"mcp": "y", "results": 2}}}, "a has mcp, results; expected one of"),
+        (
+            {"tools": ["pyhton"]},
+            "no built-in tool 'pyhton'; there are: calculator, python",
+        ),
+        (
+            {"tools": {"a": {"seconds": 1}}},
+            "a has seconds; expected one of function, python, search, mcp",
+        ),
+        (
+            {"tools": {"a": {"search": "x", "mcp": "y"}}},
+            "a has search, mcp; expected one of",
+        ),
+        (
+            {"tools": {"a": {"mcp": "y", "results": 2}}},
+            "a has mcp, results; expected one of",
+        ),
         ({"tools": {"a": {"mcp": []}}}, "mcp is a URL, or a command as a list"),
         ({"tools": {"a": "none"}}, "a: name each as module:function"),
-        ({"tools": {"a": {"function": "m:f", "allow": ["all"]}}}, "allow knows network, files, processes; found all"),
+        (
+            {"tools": {"a": {"function": "m:f", "allow": ["all"]}}},
+            "allow knows network, files, processes; found all",
+        ),
         ({"calls": 0}, "calls is 0"),
     ],
 )
@@ -226,7 +303,12 @@ def test_what_no_tool_is_made_of(options: dict[str, Any], said: str) -> None:
 
 def test_one_set_serves_all_episodes() -> None:
     first, second = (ToolSet.shared(["calculator"], ToolLimits(), 2) for _ in range(2))
-    assert first is second and first is not ToolSet.shared(["calculator"], ToolLimits(1.0), 2)
+    assert first is second and first is not ToolSet.shared(
+        ["calculator"], ToolLimits(1.0), 2
+    )
     assert first is not ToolSet.shared(["calculator"], ToolLimits(), 1)
     assert first is not ToolSet.shared({"sums": "builtins:sum"}, ToolLimits(), 2)
-    assert first.call("calcluator", {}).text == "there is no tool 'calcluator'; there are: calculator"
+    assert (
+        first.call("calcluator", {}).text
+        == "there is no tool 'calcluator'; there are: calculator"
+    )

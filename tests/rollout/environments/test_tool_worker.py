@@ -60,7 +60,9 @@ def fail(length): raise ValueError("x" * length)
 def out_of_memory(): raise MemoryError
 '''
 KINDS = {"network": ["port"], "processes": [], "files": ["folder"]}
-EVENTS = [(kind, event) for kind, events in tool_worker.REFUSED.items() for event in events]
+EVENTS = [
+    (kind, event) for kind, events in tool_worker.REFUSED.items() for event in events
+]
 WRITING = ("O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND")
 
 
@@ -70,7 +72,11 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
     folder = tmp_path_factory.mktemp("attempts")
     (folder / "attempts.py").write_text(ATTEMPTS)
     sys.path.insert(0, str(folder))
-    names = [line.split()[1].partition("(")[0] for line in ATTEMPTS.splitlines() if line.startswith("def ")]
+    names = [
+        line.split()[1].partition("(")[0]
+        for line in ATTEMPTS.splitlines()
+        if line.startswith("def ")
+    ]
     yield {name: f"attempts:{name}" for name in names}
     sys.path.remove(str(folder))
 
@@ -78,7 +84,9 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
 @pytest.fixture(scope="module")
 def boxes(attempts: dict[str, str]) -> Iterator[dict[str, ToolBox]]:
     """By what is allowed: nothing, or one kind."""
-    made = {kind: ToolBox(attempts, ToolLimits(allow=(kind,)), size=1) for kind in KINDS}
+    made = {
+        kind: ToolBox(attempts, ToolLimits(allow=(kind,)), size=1) for kind in KINDS
+    }
     made["nothing"] = ToolBox(attempts, ToolLimits(max_characters=80), size=1)
     yield made
     for box in made.values():
@@ -98,7 +106,11 @@ def arguments(tmp_path: Path) -> Iterator[dict[str, object]]:
 def is_as_it_was(folder: Path) -> bool:
     file = folder / "file"
     names = sorted(path.name for path in folder.iterdir())
-    return names == ["empty", "file"] and file.read_text() == "kept" and file.stat().st_mode & 0o777 == 0o644
+    return (
+        names == ["empty", "file"]
+        and file.read_text() == "kept"
+        and file.stat().st_mode & 0o777 == 0o644
+    )
 
 
 def test_the_refused_events_are_these() -> None:
@@ -112,12 +124,18 @@ def test_the_refused_events_are_these() -> None:
 
 @pytest.mark.parametrize(("kind", "event"), EVENTS)
 def test_an_event_is_refused_unless_it_is_allowed(
-    boxes: dict[str, ToolBox], arguments: dict[str, object], tmp_path: Path, kind: str, event: str
+    boxes: dict[str, ToolBox],
+    arguments: dict[str, object],
+    tmp_path: Path,
+    kind: str,
+    event: str,
 ) -> None:
     name, given = event.replace(".", "_"), {key: arguments[key] for key in KINDS[kind]}
     for allowed, box in boxes.items():
         if allowed != kind:
-            assert box.call(name, given) == Answer(f"PermissionError: {event} is not allowed to a tool", False)
+            assert box.call(name, given) == Answer(
+                f"PermissionError: {event} is not allowed to a tool", False
+            )
             assert is_as_it_was(tmp_path)
     answer = boxes[kind].call(name, given)
     # a fork's parent ends itself, and what it was replaced by answers once
@@ -127,11 +145,15 @@ def test_an_event_is_refused_unless_it_is_allowed(
 
 
 @pytest.mark.parametrize("flag", WRITING)
-def test_a_file_is_opened_for_reading_only(boxes: dict[str, ToolBox], tmp_path: Path, flag: str) -> None:
+def test_a_file_is_opened_for_reading_only(
+    boxes: dict[str, ToolBox], tmp_path: Path, flag: str
+) -> None:
     path = tmp_path / "file"
     path.write_text("kept")
     given = {"path": str(path), "flags": getattr(os, flag)}
-    assert boxes["nothing"].call("opened", given) == Answer("PermissionError: a tool may not write files", False)
+    assert boxes["nothing"].call("opened", given) == Answer(
+        "PermissionError: a tool may not write files", False
+    )
     assert path.read_text() == "kept"
     assert boxes["nothing"].call("opened", given | {"flags": os.O_RDONLY}).ok
     assert boxes["files"].call("opened", given).ok
@@ -140,32 +162,61 @@ def test_a_file_is_opened_for_reading_only(boxes: dict[str, ToolBox], tmp_path: 
 def test_what_the_system_limits(boxes: dict[str, ToolBox]) -> None:
     memory = 512 * 2**20
     assert boxes["nothing"].call("limits", {}).text == f"[{memory}, 0, 0]"
-    assert boxes["files"].call("limits", {}).text == f"[{memory}, 0, {resource.getrlimit(resource.RLIMIT_FSIZE)[0]}]"
+    assert (
+        boxes["files"].call("limits", {}).text
+        == f"[{memory}, 0, {resource.getrlimit(resource.RLIMIT_FSIZE)[0]}]"
+    )
 
 
-def test_the_network_is_one_of_its_own_where_the_system_gives_one(boxes: dict[str, ToolBox]) -> None:
-    given = subprocess.run(["unshare", "--user", "--net", "true"], capture_output=True, check=False).returncode == 0
-    for kind, other in (("net", given), ("user", given), ("mnt", False), ("pid", False)):
+def test_the_network_is_one_of_its_own_where_the_system_gives_one(
+    boxes: dict[str, ToolBox],
+) -> None:
+    given = (
+        subprocess.run(
+            ["unshare", "--user", "--net", "true"], capture_output=True, check=False
+        ).returncode
+        == 0
+    )
+    for kind, other in (
+        ("net", given),
+        ("user", given),
+        ("mnt", False),
+        ("pid", False),
+    ):
         ours = os.readlink(f"/proc/self/ns/{kind}")
-        assert (boxes["nothing"].call("namespace", {"kind": kind}).text != ours) == other, kind
+        assert (
+            boxes["nothing"].call("namespace", {"kind": kind}).text != ours
+        ) == other, kind
         assert boxes["network"].call("namespace", {"kind": kind}).text == ours, kind
 
 
 def test_what_a_tool_prints_is_no_answer(boxes: dict[str, ToolBox]) -> None:
-    assert boxes["nothing"].call("shout", {"text": '{"result": "mine"}\n'}) == Answer("None", True)
+    assert boxes["nothing"].call("shout", {"text": '{"result": "mine"}\n'}) == Answer(
+        "None", True
+    )
     assert boxes["nothing"].call("limits", {}).ok
 
 
 def test_what_is_not_said_is_little() -> None:
-    assert ToolLimits() == ToolLimits(seconds=5.0, memory_mb=512, max_characters=2000, allow=())
+    assert ToolLimits() == ToolLimits(
+        seconds=5.0, memory_mb=512, max_characters=2000, allow=()
+    )
     assert ToolBox({}).size == 4
 
 
 def test_a_limit_that_is_tighter_already_stays(attempts: dict[str, str]) -> None:
     tight = 400 * 2**20
-    command = f"ulimit -v {tight // 2**10}; exec {sys.executable} -I {tool_worker.__file__}"
+    command = (
+        f"ulimit -v {tight // 2**10}; exec {sys.executable} -I {tool_worker.__file__}"
+    )
     process = LineProcess(["/bin/sh", "-c", command], {"OMP_NUM_THREADS": "1"})
-    setting = {"tools": attempts, "path": sys.path, "memory_mb": 512, "max_characters": 99, "allow": []}
+    setting = {
+        "tools": attempts,
+        "path": sys.path,
+        "memory_mb": 512,
+        "max_characters": 99,
+        "allow": [],
+    }
     try:
         process.send(setting)
         assert process.answer(60.0) == {"ready": sorted(attempts)}
@@ -176,9 +227,15 @@ def test_a_limit_that_is_tighter_already_stays(attempts: dict[str, str]) -> None
 
 
 def test_a_long_error_is_cut_as_a_result_is(boxes: dict[str, ToolBox]) -> None:
-    assert boxes["nothing"].call("fail", {"length": 1000}) == Answer(f"{'ValueError: ':x<80}", False)
-    assert boxes["nothing"].call("fail", {"length": 3}) == Answer("ValueError: xxx", False)
-    assert boxes["nothing"].call("out_of_memory", {}) == Answer("more than 512 MiB of memory", False)
+    assert boxes["nothing"].call("fail", {"length": 1000}) == Answer(
+        f"{'ValueError: ':x<80}", False
+    )
+    assert boxes["nothing"].call("fail", {"length": 3}) == Answer(
+        "ValueError: xxx", False
+    )
+    assert boxes["nothing"].call("out_of_memory", {}) == Answer(
+        "more than 512 MiB of memory", False
+    )
 
 
 def test_a_process_is_gone_once_its_time_is_up(attempts: dict[str, str]) -> None:
@@ -187,7 +244,9 @@ def test_a_process_is_gone_once_its_time_is_up(attempts: dict[str, str]) -> None
         first = box.call("pid", {}).text
         assert box.call("wait", {"seconds": 0.0}).ok
         assert box.call("pid", {}).text == first, "kept while nothing goes wrong"
-        assert box.call("wait", {"seconds": 60.0}) == Answer("wait took longer than 0.5 s", False)
+        assert box.call("wait", {"seconds": 60.0}) == Answer(
+            "wait took longer than 0.5 s", False
+        )
         assert not Path("/proc", first).exists()
         assert box.call("pid", {}).text != first
     finally:
@@ -199,7 +258,10 @@ def test_a_box_runs_as_many_at_once_as_it_has_processes_and_ends_them_all(
 ) -> None:
     box = ToolBox(attempts, ToolLimits(seconds=60.0, allow=("files",)), size=2)
     with ThreadPoolExecutor(2) as pool:
-        both = [{"folder": str(tmp_path), "name": name, "other": other} for name, other in ("ab", "ba")]
+        both = [
+            {"folder": str(tmp_path), "name": name, "other": other}
+            for name, other in ("ab", "ba")
+        ]
         answers = list(pool.map(lambda given: box.call("meet", given), both))
     assert all(answer.ok for answer in answers) and answers[0] != answers[1]
     box.close()
@@ -215,14 +277,19 @@ def test_a_process_that_does_not_start_in_time_is_ended(
     box = ToolBox({"pid": attempts["pid"]}, size=1)
     before = children()
     for _ in range(2):  # the place in the box is free again
-        with pytest.raises(EpisodeError, match="tools pid: their process did not start"):
+        with pytest.raises(
+            EpisodeError, match="tools pid: their process did not start"
+        ):
             box.call("pid", {})
     assert children() == before
 
 
 def test_a_tool_that_is_no_function_is_named(attempts: dict[str, str]) -> None:
     before = children()
-    with pytest.raises(EpisodeError, match="os:name is str; expected a function. Name them as module:function"):
+    with pytest.raises(
+        EpisodeError,
+        match="os:name is str; expected a function. Name them as module:function",
+    ):
         ToolBox({"name": "os:name"}, size=1).call("name", {})
     assert children() == before
 

@@ -11,7 +11,13 @@ from megaverl.errors import ConfigError, EpisodeError
 from megaverl.rollout.environments import Codec
 from megaverl.rollout.environments.environment import Start
 from megaverl.rollout.environments.games import GuessingGame
-from megaverl.rollout.environments.tools import Answer, ToolBox, ToolLimits, ToolUse, calculate
+from megaverl.rollout.environments.tools import (
+    Answer,
+    ToolBox,
+    ToolLimits,
+    ToolUse,
+    calculate,
+)
 from tests.rollout.environments.test_episodes import Letters
 
 TOOLS = {
@@ -28,13 +34,17 @@ TOOLS = {
 
 @pytest.fixture(scope="module")
 def box() -> Iterator[ToolBox]:
-    made = ToolBox(TOOLS, ToolLimits(seconds=1.0, memory_mb=256, max_characters=20), size=1)
+    made = ToolBox(
+        TOOLS, ToolLimits(seconds=1.0, memory_mb=256, max_characters=20), size=1
+    )
     yield made
     made.close()
 
 
 def test_a_call_and_its_result(box: ToolBox) -> None:
-    assert box.call("calculator", {"expression": "2*(3+4)^2 - min(5, 6)"}) == Answer("93", True)
+    assert box.call("calculator", {"expression": "2*(3+4)^2 - min(5, 6)"}) == Answer(
+        "93", True
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,18 +77,25 @@ def test_limits_of_memory_and_of_what_is_told(tmp_path: Path) -> None:
 
     sys.path.insert(0, str(tmp_path))
     box = ToolBox(
-        {"fill": "greedy_tools:fill", "talk": "greedy_tools:talk"}, ToolLimits(memory_mb=256, max_characters=9)
+        {"fill": "greedy_tools:fill", "talk": "greedy_tools:talk"},
+        ToolLimits(memory_mb=256, max_characters=9),
     )
     try:
         assert box.call("fill", {"mb": 8}).ok
-        assert box.call("fill", {"mb": 1024}) == Answer("more than 256 MiB of memory", False)
-        assert box.call("talk", {"n": 100}) == Answer("y" * 9, True), "what it prints goes nowhere"
+        assert box.call("fill", {"mb": 1024}) == Answer(
+            "more than 256 MiB of memory", False
+        )
+        assert box.call("talk", {"n": 100}) == Answer("y" * 9, True), (
+            "what it prints goes nowhere"
+        )
     finally:
         box.close()
         sys.path.remove(str(tmp_path))
 
 
-def test_nothing_of_this_process_reaches_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_this_process_reaches_a_tool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SECRET_KEY", "hush")
     box = ToolBox({"environment": "os:getenv"})
     try:
@@ -92,7 +109,9 @@ def test_a_tool_that_cannot_be_imported_ends_the_run() -> None:
         ToolBox({"gone": "no_such_module_for_test:f"}).call("gone", {})
 
 
-@pytest.mark.parametrize("text", ["", "2 +", "a", "[1]", "abs", "'a' * 9", "x.y", "1 if 1 else 2"])
+@pytest.mark.parametrize(
+    "text", ["", "2 +", "a", "[1]", "abs", "'a' * 9", "x.y", "1 if 1 else 2"]
+)
 def test_what_is_no_arithmetic(text: str) -> None:
     with pytest.raises((ValueError, TypeError)):
         calculate(text)
@@ -106,17 +125,34 @@ CODEC = Codec(Letters(), chat=False)
 
 
 def test_a_json_call_is_answered_and_a_turn_without_one_ends_the_episode() -> None:
-    environment = ToolUse(CODEC, result="got {text}", error="bad: {text}", call_reward=0.5, error_reward=-1.0)
+    environment = ToolUse(
+        CODEC,
+        result="got {text}",
+        error="bad: {text}",
+        call_reward=0.5,
+        error_reward=-1.0,
+    )
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>$'
     outcome = environment.step(letters(call))
-    assert (CODEC.decode(outcome.token_ids), outcome.reward, outcome.done) == ("got 42", 0.5, False)
+    assert (CODEC.decode(outcome.token_ids), outcome.reward, outcome.done) == (
+        "got 42",
+        0.5,
+        False,
+    )
     for wrong, said in (
         ("{not json}", "bad: Expecting property name"),
         ('{"name": 3}', 'bad: a call is {"name"'),
-        ('{"name": "calculator", "arguments": {"expression": "1/0"}}', "bad: ZeroDivisionError"),
+        (
+            '{"name": "calculator", "arguments": {"expression": "1/0"}}',
+            "bad: ZeroDivisionError",
+        ),
     ):
         outcome = environment.step(letters(f"<tool_call>{wrong}</tool_call>$"))
-        assert CODEC.decode(outcome.token_ids).startswith(said) and outcome.reward == -1.0 and not outcome.done
+        assert (
+            CODEC.decode(outcome.token_ids).startswith(said)
+            and outcome.reward == -1.0
+            and not outcome.done
+        )
     assert environment.step(letters("The answer is 42.$")).done
 
 
@@ -125,7 +161,10 @@ def test_a_json_call_is_answered_and_a_turn_without_one_ends_the_episode() -> No
     [
         ('{"expression": "1 + \\ud800"}', "bad: "),
         ('{"expression": "1 + \\u0000"}', "bad: "),
-        ('{"expression": ' + "[" * 3000 + "]" * 3000 + "}", "bad: nested more than 100 deep"),
+        (
+            '{"expression": ' + "[" * 3000 + "]" * 3000 + "}",
+            "bad: nested more than 100 deep",
+        ),
         ('{"expression": NaN}', "bad: NaN is no JSON"),
         ('{"expression": 1e999}', "bad: "),
         ('{"expression": ' + "9" * 5000 + "}", "bad: "),
@@ -133,9 +172,17 @@ def test_a_json_call_is_answered_and_a_turn_without_one_ends_the_episode() -> No
         ('{"\\ud800": 1}', "bad: "),
     ],
 )
-def test_whatever_a_model_writes_into_a_call_is_answered(arguments: str, said: str) -> None:
-    environment = ToolUse(CODEC, result="got {text}", error="bad: {text}", error_reward=-1.0)
-    outcome = environment.step(letters(f'<tool_call>{{"name": "calculator", "arguments": {arguments}}}</tool_call>$'))
+def test_whatever_a_model_writes_into_a_call_is_answered(
+    arguments: str, said: str
+) -> None:
+    environment = ToolUse(
+        CODEC, result="got {text}", error="bad: {text}", error_reward=-1.0
+    )
+    outcome = environment.step(
+        letters(
+            f'<tool_call>{{"name": "calculator", "arguments": {arguments}}}</tool_call>$'
+        )
+    )
     text = CODEC.decode(outcome.token_ids)
     assert text.startswith(said) and outcome.reward == -1.0 and not outcome.done
     text.encode()
@@ -168,7 +215,10 @@ def test_whatever_a_tool_of_a_file_says_is_clean_text(tmp_path: Path) -> None:
     tools = {name: f"{tmp_path / 'tells.py'}:{name}" for name in names}
     environment = ToolUse(CODEC, tools=tools, workers=1)
     answers = {name: environment.box.call(name, {}) for name in names}
-    assert answers["half"].text == "half of a pair \ufffd and \ufffd" and answers["half"].ok
+    assert (
+        answers["half"].text == "half of a pair \ufffd and \ufffd"
+        and answers["half"].ok
+    )
     assert answers["leaves"].text.startswith("SystemExit") and not answers["leaves"].ok
     assert not answers["hostile"].ok and not answers["huge"].ok
     assert CODEC.encode("\ud800") == CODEC.encode("\ufffd")
@@ -177,7 +227,9 @@ def test_whatever_a_tool_of_a_file_says_is_clean_text(tmp_path: Path) -> None:
 def test_a_call_written_as_the_recipe_says() -> None:
     environment = ToolUse(CODEC, call=r"\[(.*?)\]", result="is {text} =")
     assert CODEC.decode(environment.step(letters("[47+85]$")).token_ids) == "is 132 ="
-    with pytest.raises(ConfigError, match="no built-in tool 'abacus'; there are: calculator"):
+    with pytest.raises(
+        ConfigError, match="no built-in tool 'abacus'; there are: calculator"
+    ):
         ToolUse(CODEC, tools=["abacus"])
 
 
@@ -185,6 +237,12 @@ def test_the_guessing_game() -> None:
     game = GuessingGame(CODEC)
     assert list(game.reset(Start([1, 2], reference="6"))) == [1, 2]
     told = [
-        (CODEC.decode(o.token_ids), o.reward, o.done) for o in map(game.step, map(letters, ("3$", "8$", "x$", "6$")))
+        (CODEC.decode(o.token_ids), o.reward, o.done)
+        for o in map(game.step, map(letters, ("3$", "8$", "x$", "6$")))
     ]
-    assert told == [("higher", -0.1, False), ("lower", -0.1, False), ("higher", -0.1, False), ("", 1.0, True)]
+    assert told == [
+        ("higher", -0.1, False),
+        ("lower", -0.1, False),
+        ("higher", -0.1, False),
+        ("", 1.0, True),
+    ]

@@ -38,19 +38,37 @@ def test_how_a_taskset_is_written() -> None:
         7,
     )
     assert "found size=0" in source_problem("verifiers:a?size=0")
-    for wrong in ("verifiers:", "verifiers:a b", "verifiers:a?size=many", "verifiers:a?size=0", "verifiers:a?x"):
+    for wrong in (
+        "verifiers:",
+        "verifiers:a b",
+        "verifiers:a?size=many",
+        "verifiers:a?size=0",
+        "verifiers:a?x",
+    ):
         assert "expected verifiers:" in source_problem(wrong)
 
 
 def test_tasks_are_rows() -> None:
     rows = open_source(TASKSET)
     assert len(rows) == 5 and rows.where(4).endswith("first=go, row 5")
-    assert rows[3] == {"prompt": "go 3", "answer": "", COLUMN: {"taskset": TASKSET, "index": 3}}
+    assert rows[3] == {
+        "prompt": "go 3",
+        "answer": "",
+        COLUMN: {"taskset": TASKSET, "index": 3},
+    }
     assert json.loads(json.dumps(rows[3])) == rows[3], "it can travel"
-    assert rows.fingerprint == open_source(TASKSET).fingerprint != open_source(TASKSET.replace("go", "say")).fingerprint
-    with pytest.raises(DataError, match=r"has no end; say how many of its tasks are rows: \?size=1000"):
+    assert (
+        rows.fingerprint
+        == open_source(TASKSET).fingerprint
+        != open_source(TASKSET.replace("go", "say")).fingerprint
+    )
+    with pytest.raises(
+        DataError, match=r"has no end; say how many of its tasks are rows: \?size=1000"
+    ):
         open_source("verifiers:own_taskset")
-    with pytest.raises(DataError, match="has no taskset 'none-such'.*must already be installed"):
+    with pytest.raises(
+        DataError, match="has no taskset 'none-such'.*must already be installed"
+    ):
         open_source("verifiers:none-such?size=1")
     with pytest.raises(DataError, match="frist"):
         open_source("verifiers:own_taskset?size=1&frist=go")
@@ -65,7 +83,9 @@ def test_an_episode_keeps_the_tokens_that_were_drawn(engine) -> None:  # type: i
     assert sum(view.rewards) > 1 and view.finish_reason == "stop"
 
 
-def test_a_task_that_fails_ends_its_episode_in_words(engine, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+def test_a_task_that_fails_ends_its_episode_in_words(
+    engine, caplog: pytest.LogCaptureFixture
+) -> None:  # type: ignore[no-untyped-def]
     options = {**PLAYED_HERE, "error_reward": -1.0}
     view, _ = played(engine, options, open_source(TASKSET)[2], name="verifiers")
     assert sum(view.rewards) == -1.0
@@ -73,7 +93,10 @@ def test_a_task_that_fails_ends_its_episode_in_words(engine, caplog: pytest.LogC
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="command, function and outside are of the environment 'gateway'"):
+    with pytest.raises(
+        ConfigError,
+        match="command, function and outside are of the environment 'gateway'",
+    ):
         check_options("verifiers", {"function": "a:b"})
     with pytest.raises(ConfigError, match="token_env"):
         check_options("verifiers", {"host": "0.0.0.0"})

@@ -33,7 +33,13 @@ def all_but_the_first(batch: RolloutBatch, scores: Any) -> list[bool]:
 
 def add_operators(flow: DataFlow) -> None:
     """Into the built-in step: one that changes what flows from there on, and one that looks at it."""
-    flow.add_operator(Operator("double", lambda scores: replace(scores, total=2 * scores.total), outputs=("scores",)))
+    flow.add_operator(
+        Operator(
+            "double",
+            lambda scores: replace(scores, total=2 * scores.total),
+            outputs=("scores",),
+        )
+    )
     flow.add_operator(Operator("look", look, outputs=()), after="double")
 
 
@@ -58,7 +64,10 @@ def own_flow(trainer: PPOTrainer) -> DataFlow:
     flow.add_operator(Operator(name="rollout", func=generate_responses))
     flow.add_operator(Operator(name="rewards", func=lengths))
     flow.add_operator(Operator(name="update", func=update_policy))
-    flow.add_operator(Operator("fewer", lambda rollout: rollout[:2], outputs=("rollout",)), before="rewards")
+    flow.add_operator(
+        Operator("fewer", lambda rollout: rollout[:2], outputs=("rollout",)),
+        before="rewards",
+    )
     return flow.compile()
 
 
@@ -104,29 +113,60 @@ def placed_flow(folder: Path, end: str) -> None:
 
     def generate(prompts: list[int]) -> RolloutBatch:
         ids = torch.tensor([[number] for number in prompts])
-        return RolloutBatch(input_ids=ids, generated_ids=ids + 1, logprobs=torch.zeros(ids.shape))
+        return RolloutBatch(
+            input_ids=ids, generated_ids=ids + 1, logprobs=torch.zeros(ids.shape)
+        )
 
     flow = DataFlow()
     flow.add_operator(Operator("rollout", generate, role="rollout"))
-    flow.add_operator(Operator("rewards", lambda rollout: rollout.generated_ids.sum(1).float(), role="reward"))
     flow.add_operator(
-        Operator("update", lambda rollout, rewards: float((rollout.input_ids[:, 0] * rewards).sum()), role="actor")
+        Operator(
+            "rewards",
+            lambda rollout: rollout.generated_ids.sum(1).float(),
+            role="reward",
+        )
+    )
+    flow.add_operator(
+        Operator(
+            "update",
+            lambda rollout, rewards: float((rollout.input_ids[:, 0] * rewards).sum()),
+            role="actor",
+        )
     )  # noqa: E501
-    flow.compile(given=["prompts"], places={"rollout": [0], "reward": [1], "actor": [0]})
+    flow.compile(
+        given=["prompts"], places={"rollout": [0], "reward": [1], "actor": [0]}
+    )
     done = [flow.run(prompts=[number, 2]) for number in (1, 3)]
-    print(json.dumps([[one.get("update"), [span.operator for span in one.timeline]] for one in done]))
+    print(
+        json.dumps(
+            [
+                [one.get("update"), [span.operator for span in one.timeline]]
+                for one in done
+            ]
+        )
+    )
 
 
 def placed(folder: Path, end: str) -> None:
     """Two steps with the engine on a rank of its own, the second one on rewards of one's own."""
     config = settings(folder)
     config.run_name = end
-    config.actor_device_mapping, config.rollout_device_mapping, config.reward_device_mapping = [0], [1], [1]
-    config.options = {name: value for name, value in config.options.items() if name != "trainer.operators"}
+    (
+        config.actor_device_mapping,
+        config.rollout_device_mapping,
+        config.reward_device_mapping,
+    ) = [0], [1], [1]
+    config.options = {
+        name: value
+        for name, value in config.options.items()
+        if name != "trainer.operators"
+    }
     trainer = PPOTrainer(config)
     first = trainer.update(trainer.rollout())
     rollouts = trainer.rollout()
-    second = trainer.update(rollouts[1:].with_(rewards=rollouts.response_lengths[1:].float()))
+    second = trainer.update(
+        rollouts[1:].with_(rewards=rollouts.response_lengths[1:].float())
+    )
     trainer.close()
     print(json.dumps([len(rollouts), first, second]))
 
@@ -148,7 +188,12 @@ def told_to_leave(folder: Path, where: str) -> None:
     trainer.close()
 
 
-PROGRAMS = {"flow": placed_flow, "placed": placed, "in_rollout": told_to_leave, "between": told_to_leave}
+PROGRAMS = {
+    "flow": placed_flow,
+    "placed": placed,
+    "in_rollout": told_to_leave,
+    "between": told_to_leave,
+}
 
 
 def main(folder: Path) -> None:
@@ -160,13 +205,23 @@ def main(folder: Path) -> None:
         rollouts = trainer.rollout()
         assert isinstance(rollouts, RolloutBatch)
         metrics = trainer.update(rollouts)
-        seen.append({"reward": metrics["reward/mean"], "version": metrics["rollout/weight_version"]})
+        seen.append(
+            {
+                "reward": metrics["reward/mean"],
+                "version": metrics["rollout/weight_version"],
+            }
+        )
     done = own_flow(trainer).run()
-    own = done["update"] | {"lengths": done["rewards"].tolist(), "timeline": [span.operator for span in done.timeline]}
+    own = done["update"] | {
+        "lengths": done["rewards"].tolist(),
+        "timeline": [span.operator for span in done.timeline],
+    }
     assert trainer.num_steps == 3
     trainer.close()
     whole = RLTrainer(config, run_name="whole").train()
-    elsewhere = RLTrainer(config, options={**config.options, "placement.actor_devices": [0]})
+    elsewhere = RLTrainer(
+        config, options={**config.options, "placement.actor_devices": [0]}
+    )
     try:
         init_distributed(elsewhere.config)
     except ConfigError as error:
@@ -176,4 +231,6 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     arguments: list[Any] = [Path(sys.argv[1]), *sys.argv[2:]]
-    PROGRAMS.get(arguments[1], two_ranks)(*arguments) if arguments[1:] else main(*arguments)
+    PROGRAMS.get(arguments[1], two_ranks)(*arguments) if arguments[1:] else main(
+        *arguments
+    )

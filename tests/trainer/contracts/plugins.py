@@ -17,47 +17,84 @@ def reward(prompt: str, response: str, reference: str, extra: dict[str, Any]) ->
     return float(reference in response)
 
 
-def reward_nan(prompt: str, response: str, reference: str, extra: dict[str, Any]) -> float:
+def reward_nan(
+    prompt: str, response: str, reference: str, extra: dict[str, Any]
+) -> float:
     return 1.0 / len(response) if response else float("nan")
 
 
-def reward_random(prompt: str, response: str, reference: str, extra: dict[str, Any]) -> float:
+def reward_random(
+    prompt: str, response: str, reference: str, extra: dict[str, Any]
+) -> float:
     return random.random()
 
 
-def reward_batch(prompts: list[str], responses: list[str], references: list[str], extras: list[Any]) -> list[float]:
+def reward_batch(
+    prompts: list[str], responses: list[str], references: list[str], extras: list[Any]
+) -> list[float]:
     return [float(len(response) == max(map(len, responses))) for response in responses]
 
 
-def loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor, *, scale: float = 1.0) -> Any:
+def loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    scale: float = 1.0,
+) -> Any:
     active = weights != 0
     ratio = torch.where(active, log_probs - old_log_probs, 0.0).exp()
-    return LossOutput(-(scale * weights * ratio * torch.where(active, advantages, 0.0)).sum(), {})
+    return LossOutput(
+        -(scale * weights * ratio * torch.where(active, advantages, 0.0)).sum(), {}
+    )
 
 
-def loss_mean(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor) -> Any:
+def loss_mean(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor
+) -> Any:
     active = weights != 0
-    return LossOutput(-(torch.where(active, log_probs * advantages, 0.0)).sum() / active.sum(), {})
+    return LossOutput(
+        -(torch.where(active, log_probs * advantages, 0.0)).sum() / active.sum(), {}
+    )
 
 
-def loss_poisoned(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor) -> Any:
-    return LossOutput(-(weights * (log_probs - old_log_probs).exp() * advantages).sum(), {})
+def loss_poisoned(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor
+) -> Any:
+    return LossOutput(
+        -(weights * (log_probs - old_log_probs).exp() * advantages).sum(), {}
+    )
 
 
-def loss_unmasked(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor) -> Any:
+def loss_unmasked(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor
+) -> Any:
     return LossOutput(-(log_probs * 0.1).sum(), {})
 
 
-def pairs(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor, *, beta: float = 0.1) -> Any:
-    margins = torch.where(weights != 0, beta * (chosen_log_ratios - rejected_log_ratios), 0.0)
+def pairs(
+    chosen_log_ratios: Tensor,
+    rejected_log_ratios: Tensor,
+    weights: Tensor,
+    *,
+    beta: float = 0.1,
+) -> Any:
+    margins = torch.where(
+        weights != 0, beta * (chosen_log_ratios - rejected_log_ratios), 0.0
+    )
     return LossOutput((weights * torch.nn.functional.softplus(-margins)).sum(), {})
 
 
-def pairs_reversed(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor) -> Any:
+def pairs_reversed(
+    chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor
+) -> Any:
     return pairs(rejected_log_ratios, chosen_log_ratios, weights)
 
 
-def pairs_poisoned(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor) -> Any:
+def pairs_poisoned(
+    chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, weights: Tensor
+) -> Any:
     return LossOutput(-(weights * (chosen_log_ratios - rejected_log_ratios)).sum(), {})
 
 
@@ -93,7 +130,10 @@ def keep_floats(batch: Any, scores: Any) -> Tensor:
 def best_of_two(generate: Any, prompts: Any, sampling: Any, seeds: Any) -> Any:
     first = generate(prompts, sampling, seeds)
     second = generate(prompts, sampling, [seed + 1 for seed in seeds])
-    return [max(pair, key=lambda each: sum(each.log_probs)) for pair in zip(first, second, strict=True)]
+    return [
+        max(pair, key=lambda each: sum(each.log_probs))
+        for pair in zip(first, second, strict=True)
+    ]
 
 
 def only_one(generate: Any, prompts: Any, sampling: Any, seeds: Any) -> Any:
@@ -107,7 +147,9 @@ class Echo(Environment):
 
     def step(self, token_ids: Any) -> Outcome:
         self.turns += 1
-        return Outcome(self.codec.encode("again"), float(len(token_ids)), done=self.turns == 3)
+        return Outcome(
+            self.codec.encode("again"), float(len(token_ids)), done=self.turns == 3
+        )
 
 
 class Moody(Environment):

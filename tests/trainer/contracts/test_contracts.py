@@ -69,14 +69,22 @@ def test_what_breaks_it(kind: str, name: str, words: str) -> None:
 
 def test_built_in_losses_and_advantages_keep_to_the_same_contracts() -> None:
     from megaverl.trainer.contracts import keep
-    from megaverl.trainer.contracts.kinds import advantage_promises, loss_promises, preference_promises
+    from megaverl.trainer.contracts.kinds import (
+        advantage_promises,
+        loss_promises,
+        preference_promises,
+    )
 
     for name in ("ppo_clip", "gspo", "cispo"):
         assert [kept for kept in keep(loss_promises(name, {})) if kept.problem] == []
     for name in preference_losses:
-        assert [kept for kept in keep(preference_promises(name, {})) if kept.problem] == [], name
+        assert [
+            kept for kept in keep(preference_promises(name, {})) if kept.problem
+        ] == [], name
     for name in ("gae", "grpo", "rloo", "remax"):
-        assert [kept for kept in keep(advantage_promises(name, {})) if kept.problem] == []
+        assert [
+            kept for kept in keep(advantage_promises(name, {})) if kept.problem
+        ] == []
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,10 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_plain import PlainConfig
@@ -15,24 +18,39 @@ class PlainAttention(nn.Module):
     def __init__(self, config, layer_idx):
         super().__init__()
         self.config, self.layer_idx, self.is_causal = config, layer_idx, True
-        self.head_dim, self.scaling, self.num_key_value_groups = config.head_dim, config.head_dim**-0.5, 1
-        self.mix_in = nn.ModuleList(nn.Linear(config.hidden_size, config.hidden_size) for _ in range(3))
+        self.head_dim, self.scaling, self.num_key_value_groups = (
+            config.head_dim,
+            config.head_dim**-0.5,
+            1,
+        )
+        self.mix_in = nn.ModuleList(
+            nn.Linear(config.hidden_size, config.hidden_size) for _ in range(3)
+        )
         self.mix_out = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, hidden, mask, cache, **more):
-        q, k, v = (each(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in self.mix_in)
+        q, k, v = (
+            each(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for each in self.mix_in
+        )
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        made, _ = function(self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **more)
-        return self.mix_out(made.reshape(hidden.shape))  # vLLM's attention gives rows of tokens alone
+        made, _ = function(
+            self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **more
+        )
+        # vLLM's attention gives rows of tokens alone.
+        return self.mix_out(made.reshape(hidden.shape))
 
 
 class PlainBlock(nn.Module):
     def __init__(self, config, layer_idx):
         super().__init__()
         self.attention = PlainAttention(config, layer_idx)
-        self.before, self.between = nn.LayerNorm(config.hidden_size), nn.LayerNorm(config.hidden_size)
+        self.before, self.between = (
+            nn.LayerNorm(config.hidden_size),
+            nn.LayerNorm(config.hidden_size),
+        )
         self.wide, self.narrow = (
             nn.Linear(config.hidden_size, 2 * config.hidden_size),
             nn.Linear(2 * config.hidden_size, config.hidden_size),
@@ -55,7 +73,9 @@ class PlainModel(PlainPreTrainedModel):
         super().__init__(config)
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.places = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList(PlainBlock(config, n) for n in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(
+            PlainBlock(config, n) for n in range(config.num_hidden_layers)
+        )
         self.last = nn.LayerNorm(config.hidden_size)
         self.post_init()
 
@@ -81,12 +101,22 @@ class PlainModel(PlainPreTrainedModel):
             cache = DynamicCache(config=self.config)
         if position_ids is None:
             first = 0 if cache is None else cache.get_seq_length()
-            position_ids = torch.arange(first, first + hidden.shape[1], device=hidden.device)[None]
-        mask = create_causal_mask(self.config, hidden, attention_mask, past_key_values=cache, position_ids=position_ids)
+            position_ids = torch.arange(
+                first, first + hidden.shape[1], device=hidden.device
+            )[None]
+        mask = create_causal_mask(
+            self.config,
+            hidden,
+            attention_mask,
+            past_key_values=cache,
+            position_ids=position_ids,
+        )
         hidden = hidden + self.places(position_ids)
         for block in self.blocks:
             hidden = block(hidden, mask, cache, **more)
-        return BaseModelOutputWithPast(last_hidden_state=self.last(hidden), past_key_values=cache)
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.last(hidden), past_key_values=cache
+        )
 
 
 class PlainForCausalLM(PlainPreTrainedModel, GenerationMixin):
@@ -101,5 +131,9 @@ class PlainForCausalLM(PlainPreTrainedModel, GenerationMixin):
 
     def forward(self, input_ids=None, position_ids=None, logits_to_keep=0, **more):
         made = self.body(input_ids, position_ids=position_ids, **more)
-        logits = self.lm_head(made.last_hidden_state[:, -logits_to_keep if logits_to_keep else 0 :])
-        return CausalLMOutputWithPast(logits=logits, past_key_values=made.past_key_values)
+        logits = self.lm_head(
+            made.last_hidden_state[:, -logits_to_keep if logits_to_keep else 0 :]
+        )
+        return CausalLMOutputWithPast(
+            logits=logits, past_key_values=made.past_key_values
+        )
