@@ -19,6 +19,7 @@ from megaverl.config.section import (
     LearningRate,
     Minutes,
     NonNegative,
+    NonNegativeFloat,
     Passthrough,
     Positive,
     PositiveFloat,
@@ -900,6 +901,31 @@ class RolloutConfig(Section):
         yield from self.sampling_issues(f"{at}.sampling", self.sampling)
 
 
+class FaultsConfig(Section):
+    """`environment.faults`: what follows when an environment or the network fails through no fault of the policy.
+
+    Exceptions in an environment's code, lost connections, time-outs and processes that
+    died are such faults.
+    """
+
+    retries: Annotated[int, Field(ge=0, le=1000)] = 3
+    """Further attempts at an episode, from its beginning, with the same draws. An episode that fails at all of them is
+    left out: it has no reward, and counts in no baseline and no loss."""
+    backoff_seconds: NonNegativeFloat = 1.0
+    """Wait before the first further attempt. Each later wait is twice as long, up to 60 s. The other episodes wait,
+    too, because all request their turns together."""
+    replacements: Annotated[int, Field(ge=0, le=1000)] = 1
+    """Episodes with other draws in the place of one that keeps failing, where fewer than 2 of a group would be left."""
+    pause_above: Fraction = 0.5
+    """Share of the last 64 attempts that failed, above which the run pauses and says so. The attempts that follow a
+    pause do not count as retries. 1: never."""
+    pause_seconds: NonNegativeFloat = 60.0
+    """Length of a pause. run.timeout_minutes does not limit it."""
+    pauses: Annotated[int, Field(ge=0, le=100_000)] = 10
+    """Pauses without a finished episode in between, after which the run ends. It can be started again, from its last
+    checkpoint."""
+
+
 class EnvironmentConfig(Section):
     """`environment`: tools or games that answer the model's turns."""
 
@@ -920,6 +946,7 @@ class EnvironmentConfig(Section):
     max_turn_tokens: Positive | None = None
     """Maximum number of tokens in one turn. rollout.sampling.max_tokens limits all turns and answers of an episode
     together. null: that limit divided by max_turns."""
+    faults: FaultsConfig = FaultsConfig()
 
     @rule
     def check_name(self, at: str) -> Issues:

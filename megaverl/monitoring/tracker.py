@@ -81,6 +81,15 @@ class Tracker:
         for backend in dict.fromkeys(["jsonl", *backends]):
             self._start(backend, info)
 
+    def add(self, name: str, start: Callable[[], Backend]) -> None:
+        """Add a backend that `start` makes. If it raises, the backend is left out with one warning."""
+        try:
+            self._backends[name] = start()
+        except Exception as error:  # whatever a tracker's library raises
+            self._warn(
+                f"the tracker {name!r} could not start and is left out: {describe(error)}"
+            )
+
     @property
     def active(self) -> tuple[str, ...]:
         """Names of the backends that still work."""

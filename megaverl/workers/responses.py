@@ -26,7 +26,7 @@ from megaverl.rollout.engine import (
     of_some,
     sampling_options,
 )
-from megaverl.rollout.environments import ALONE, Request, Start, View, Views
+from megaverl.rollout.environments import ALONE, FAILED, Request, Start, View, Views
 from megaverl.workers.player import Player
 from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import AgentRollouts, Rollout, generate_by
@@ -257,7 +257,11 @@ def episodes(
 
     def write(requests: Sequence[Request]) -> Sequence[Generation]:
         names = [
-            ("" if r.agent == ALONE else r.agent) + r.conversation for r in requests
+            ("" if r.agent == ALONE else r.agent)
+            + r.conversation
+            # Draws in the place of others that were given up have other seeds.
+            + (f"/replacement {r.replacement}" if r.replacement else "")
+            for r in requests
         ]
         seeds = [
             draws.seed(r.episode, r.turn, name)
@@ -274,7 +278,7 @@ def episodes(
         return rollout.generate(prompts, turns, seeds, conversations=groups)
 
     with rollout.awake():
-        return player.play(starts, write)
+        return player.play(starts, write, draws.group_size)
 
 
 def rollout_batch(
@@ -407,7 +411,16 @@ def own_rows(batch: RolloutBatch) -> list[int]:
 def rollout_metrics(
     batch: RolloutBatch, seconds: float, weight_version: int, draws: Draws | None = None
 ) -> Metrics:
-    """Return metrics of responses that took `seconds` to generate. Opponents count only in the throughput."""
+    """Return metrics of responses that took `seconds` to generate.
+
+    Opponents count only in the throughput, and lost episodes not at all.
+    """
+    if batch.held is None and FAILED in batch.columns["finish_reason"]:
+        reasons = batch.columns["finish_reason"]
+        played = [row for row, reason in enumerate(reasons) if reason != FAILED]
+        if not played:
+            return {"rollout/seconds": seconds}
+        batch = batch.select(played)
     written_tokens = of_all(batch, batch.response_mask.sum(dim=1)).double()
     stopped = torch.tensor(
         [reason == "stop" for reason in batch.columns["finish_reason"]],

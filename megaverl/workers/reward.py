@@ -5,6 +5,7 @@ The module also contains reward models that run on transformers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from megaverl.rewards import Reward, RewardSample
 from megaverl.rewards.binding import LOG_EXTRA, LOG_METRIC
 from megaverl.rewards.service import Service
 from megaverl.rewards.trl import TrainerState
+from megaverl.rollout.environments import FAILED
 from megaverl.user_code import describe, user_code
 from megaverl.workers import RemoteWorker
 
@@ -233,25 +235,44 @@ class RewardRole:
     def _columns(
         self, batch: RolloutBatch, rows: Sequence[int], numbers: Sequence[int]
     ) -> list[list[float]]:
-        """Return [total, correct, *components] for each of these samples.
+        """Return [total, correct, *components] for each of these samples; NaN if its environment failed.
 
         Args:
             rows: rows of the samples in `batch`.
             numbers: their numbers in the whole batch.
         """
+        reasons = batch.columns["finish_reason"]
+        played = [place for place, row in enumerate(rows) if reasons[row] != FAILED]
+        # It counts neither as right nor as wrong.
+        unscored = [math.nan, 0.0, *[math.nan] * len(self.reward.components)]
+        columns = [unscored] * len(rows)
+        if not played:
+            return columns
+        scored = self._columns_of_played(
+            batch,
+            [rows[place] for place in played],
+            [numbers[place] for place in played],
+        )
+        for place, values in zip(played, scored, strict=True):
+            columns[place] = values
+        return columns
+
+    def _columns_of_played(
+        self, batch: RolloutBatch, rows: Sequence[int], numbers: Sequence[int]
+    ) -> list[list[float]]:
         output = self.reward.score(self.samples(batch, rows))
         if self._logs_extra:
             logged = zip(numbers, self.reward.take_columns(len(rows)), strict=True)
             self._logged.update(
                 {number: columns for number, columns in logged if columns}
             )
-        found: list[Sequence[float]] = [
+        values: list[Sequence[float]] = [
             output.total,
             output.correct,
             *output.components.values(),
         ]
         return [
-            [float(column[number]) for column in found] for number in range(len(rows))
+            [float(column[place]) for column in values] for place in range(len(rows))
         ]
 
     def _of_answers(
@@ -343,7 +364,7 @@ class RewardRole:
             ]
             raise RewardError(
                 f"none of {len(total)} responses could be scored: {', '.join(lost) or 'all rewards'} failed. "
-                f"{self._why()}Check that the service is running, and start the run again."
+                f"{self._why()}Check that the service or the environment is running, and start the run again."
             )
         # Every conversation of an episode shows the values that were logged for its
         # last one.
