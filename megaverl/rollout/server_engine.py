@@ -32,6 +32,7 @@ from megaverl.rollout.engine import (
     check_request,
     of_each,
 )
+from megaverl.rollout.prefix_routing import PrefixRouter
 from megaverl.rollout.server_api import (
     ExpectedModel,
     InferenceServer,
@@ -109,6 +110,7 @@ class ServerEngine(Engine):
             admits=self.replica == 0,
             most_running=-(-servers.max_requests // self.num_replicas),
             turn=self.replica,
+            router=PrefixRouter() if servers.routing == "prefix" else None,
             wait_seconds=servers.wait_seconds,
             poll_seconds=servers.poll_seconds,
         )
@@ -220,7 +222,7 @@ class ServerEngine(Engine):
         """Generate one response on any server. A server that is lost costs time, but not the sample."""
         error: ServerLost | None = None
         for _ in range(1 + self._servers.retries):
-            with self.pool.least_loaded(stopped) as member:
+            with self.pool.server_for(prompt, stopped) as member:
                 try:
                     return self._by(member.server, prompt, way, seed)
                 except ServerLost as lost:

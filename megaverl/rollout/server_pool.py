@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 
 from megaverl.announcements import announcements
 from megaverl.errors import RolloutError
+from megaverl.rollout.prefix_routing import PrefixRouter
 from megaverl.rollout.server_api import (
     ExpectedModel,
     InferenceServer,
@@ -132,6 +133,7 @@ class ServerPool:
         admits: whether this rank brings weights to servers. Other ranks only use servers that have them.
         most_running: limit of this rank's concurrent requests on each server.
         turn: this rank's index, so that ranks start with different servers.
+        router: prefers servers that have read a prompt's beginning. None: only the load counts.
         wait_seconds: time for which the pool may have no usable server.
 
     Attributes:
@@ -142,7 +144,7 @@ class ServerPool:
     Example:
         pool.check()                      # on the rank that admits
         pool.use(weights)                 # after every update
-        with pool.watched(), pool.least_loaded(stopped) as member:
+        with pool.watched(), pool.server_for(prompt, stopped) as member:
             member.server.generate(...)
     """
 
@@ -155,11 +157,13 @@ class ServerPool:
         admits: bool,
         most_running: int,
         turn: int = 0,
+        router: PrefixRouter | None = None,
         wait_seconds: float,
         poll_seconds: float,
     ) -> None:
         self._addresses, self._connect, self._expected = addresses, connect, expected
         self._admits, self._most_running, self._turn = admits, most_running, turn
+        self._router = router
         self._wait_seconds, self._poll_seconds = wait_seconds, poll_seconds
         self.members: dict[str, Member] = {}
         self.weights: PublishedWeights | None = None
@@ -200,6 +204,9 @@ class ServerPool:
         """
         with self._changed:
             is_first, self.weights = self.weights is None, weights
+            if self._router is not None:
+                # Servers empty their caches when they take new weights.
+                self._router.forget()
             for member in self.members.values():
                 if member.state == "ready":
                     member.state, member.why = "waiting", "its weights are old"
@@ -531,16 +538,25 @@ class ServerPool:
 
     def lost(self, member: Member, error: ServerLost) -> None:
         """Take a server out of use after a failed request, until it answers again."""
+        if self._router is not None:
+            with self._changed:
+                # It may have been started again, with an empty cache.
+                self._router.forget(member.server.url)
         self._set(member, "lost", str(error))
 
     @contextmanager
-    def least_loaded(self, stopped: Callable[[], bool]) -> Iterator[Member]:
-        """Yield the ready server with the fewest of this rank's requests; wait until there is one.
+    def server_for(
+        self, token_ids: Sequence[int], stopped: Callable[[], bool]
+    ) -> Iterator[Member]:
+        """Yield a ready server for a prompt; wait until there is one.
+
+        It is the one with the fewest of this rank's requests, or one that has read the
+        prompt's beginning before (`PrefixRouter`).
 
         Raises:
             RolloutError: no server was ready for `wait_seconds`, or `stopped` returned True.
         """
-        member = self._wait_for_one(stopped)
+        member = self._wait_for_one(stopped, token_ids=token_ids)
         try:
             yield member
         finally:
@@ -552,12 +568,14 @@ class ServerPool:
         self,
         stopped: Callable[[], bool] | None = None,
         *,
+        token_ids: Sequence[int] = (),
         watched: bool = True,
         live: bool = False,
     ) -> Member:
         """Wait for a ready server and return it; count a request on it if `stopped` is given.
 
         Args:
+            token_ids: the request's prompt.
             watched: whether another thread looks for servers; otherwise this one does.
             live: see `use`.
         """
@@ -578,10 +596,8 @@ class ServerPool:
                     # Each rank sees only its own requests, so ranks begin at different
                     # servers to spread theirs.
                     first = self._turn % len(free or ready)
-                    chosen = min(
-                        (free or ready)[first:] + (free or ready)[:first],
-                        key=lambda candidate: candidate.running,
-                    )
+                    in_turn = (free or ready)[first:] + (free or ready)[:first]
+                    chosen = self._choose(in_turn, token_ids)
                     chosen.running += stopped is not None
                     return chosen
                 empty_since = None if ready else empty_since or time.monotonic()
@@ -595,6 +611,14 @@ class ServerPool:
             if not watched:
                 self._closed.wait(self._poll_seconds)
                 self.look(live=live)
+
+    def _choose(self, members: Sequence[Member], token_ids: Sequence[int]) -> Member:
+        """Return the member for a prompt, the first of equals."""
+        if self._router is None:
+            return min(members, key=lambda candidate: candidate.running)
+        by_url = {member.server.url: member for member in members}
+        loads = {url: member.running for url, member in by_url.items()}
+        return by_url[self._router.choose(token_ids, loads)]
 
     def _why_empty(self) -> str:
         reasons = (
