@@ -121,10 +121,14 @@ def save_folder(
         ReshardError: parameters do not fit their layout, or no rank holds some weight.
     """
     folder, rank, adapters = Path(folder), dist.get_rank(group), adapters or {}
+    # Until it is complete, the folder has another name, so that an interrupted export
+    # is never taken for a model.
     temporary, layout = folder.with_name(folder.name + ".tmp"), layouts(rank)
     with together(group):
         check_tensors(layout, tensors, "the model", CheckpointError)
     held = viewed(layout, {name: tensors[name] for name in layout.local_shapes})
+    # Ranks without a tensor do not know its dtype, so all ranks agree on it. Collective
+    # over the group.
     of_model = agree_on_dtypes({"model": (layout, held)}, group)["model"]
     of_files = dtype or of_model.common
     windows = _windows(weights, adapters, max(1, bucket_bytes // of_files.itemsize))
@@ -140,6 +144,8 @@ def save_folder(
         lambda: _prepare(folder, temporary, sources, of_files, overwrite), group
     )
 
+    # The narrower of both dtypes travels. Conversion happens on the side that has the
+    # wider one.
     def wire(tensor: str) -> torch.dtype:
         return min(
             of_files,
@@ -160,6 +166,8 @@ def save_folder(
             temporary, weights, of_files, shard_bytes, writes=rank == 0
         ) as writer,
     ):
+        # One window at a time, on all ranks in the same order. The first rank holds
+        # `landed` of one window only.
         for window, plan in zip(windows, plans, strict=True):
             # Every rank sends its parts of this window to the first rank, the only one
             # that has chunks to fill.
@@ -175,6 +183,7 @@ def save_folder(
                     plan, held, landed, wire, converts, group, options, failures
                 )
             )
+            # None: this rank neither sends nor receives anything of the window.
             if transport is not None:
                 transport.start(0)
                 transport.finish()
@@ -183,6 +192,8 @@ def save_folder(
                     _merge(landed, window, adapters, add)
                 writer.write(landed[chunk.name] for chunk in window.weights)
         error = writer.finish()
+    # A full disk is noticed by the first rank alone. All ranks raise here, and none
+    # waits for the next collective.
     raise_together(error, group)
     on_first_rank(lambda: replace_folder(temporary, folder), group)
 
@@ -193,6 +204,8 @@ def _windows(
     """Divide the model's elements, in file order, into windows of at most `max_numel` elements."""
     windows: list[list[_Chunk]] = [[]]
     filled = 0
+    # Files store the elements in this order, so the first rank can write each window as
+    # it arrives.
     for weight in weights:
         for i, box in enumerate(split(whole(weight.shape), max_numel)):
             if windows[-1] and filled + box.numel > max_numel:
@@ -203,6 +216,8 @@ def _windows(
     made = []
     for number, window in enumerate(windows):
         merged = [
+            # A weight may be cut over two windows. Its factors are then gathered in
+            # both.
             adapters[tensor]
             for tensor in dict.fromkeys(chunk.tensor for chunk in window)
             if tensor in adapters
@@ -212,6 +227,8 @@ def _windows(
             for adapter in merged
             for name, shape in adapter.shapes.items()
         ]
+        # Local names of factors contain the window's number, because several windows
+        # may gather the same factor.
         made.append(
             _Window(
                 window,
@@ -233,6 +250,8 @@ def _merge(
     factors = {chunk.tensor: landed[chunk.name] for chunk in window.factors}
     for chunk in window.weights:
         if (adapter := adapters.get(chunk.tensor)) is not None:
+            # A chunk of a weight is rows x columns of it: B's rows and A's columns give
+            # the matching part of the product.
             rows, columns = chunk.box.slices
             add(
                 landed[chunk.name],
@@ -264,6 +283,8 @@ def _plans(
         {chunk.name: chunk.box.shape for chunk in chunks},
         shapes,
     )
+    # Computed alike on every rank, without communication. Only the first rank needs
+    # anything.
     plan = make_plan(
         layouts, lambda other: everything if other == 0 else EMPTY, world, rank
     )
@@ -294,6 +315,8 @@ def _plans(
 
 def model_files(folder: Path) -> Iterator[Path]:
     """Yield a model folder's files beside the weights: the small files, and the licence."""
+    # The index names the shards of the source, which may be others than those written
+    # here.
     for file in sorted(folder.iterdir()):
         is_small = file.suffix in COPIED_SUFFIXES and not file.name.endswith(
             ".index.json"
@@ -325,6 +348,8 @@ def _prepare(
         )
     try:
         config = read_json_file(config_file)
+        # Configurations have the key under its old or its new name. The old one stays
+        # where it is.
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(
             dtype
         ).removeprefix("torch.")
