@@ -79,6 +79,8 @@ class StageCommunicator(P2PCommunicator):
         """Set the micro-batches that pass through the pipeline next."""
         width = self.config.hidden_size
         sizes = [batch.tokens.shape for batch in micro_batches]
+        # Sequence-parallel ranks exchange their part of the sequence only. [sequence /
+        # tp, samples, hidden]
         self._shapes = [
             (-(-length // self._tp), samples, width) for samples, length in sizes
         ]
@@ -96,9 +98,12 @@ class StageCommunicator(P2PCommunicator):
             return super()._communicate_shapes(
                 tensor_send_next, tensor_send_prev, recv_prev, recv_next
             )
+        # An empty shape: nothing comes from this side.
         nothing = (0, 0, 0)
         forward = self._shapes[self._forward] if recv_prev else nothing
         backward = self._shapes[self._backward] if recv_next else nothing
+        # Both directions count separately, since a schedule may run several
+        # micro-batches forward before the first backward.
         self._forward += recv_prev
         self._backward += recv_next
         return forward, backward
@@ -150,11 +155,13 @@ class MegatronModel(TrainingModel):
         initialize: bool = True,
         pack_samples: bool = True,
     ) -> None:
+        # Checked before the model is built, so that a wrong grid costs no time.
         check_divides(spec, grid.shape, role)
         if lora is not None and (reason := no_adapters(spec, grid.shape.tp)):
             raise ModelError(f"{role}.lora: {reason}")
         self.spec, self.grid, self.role, self.value_head = spec, grid, role, value_head
         self.vocab_size, self.dtype = spec.vocab_size, dtype
+        # The user's fields come last and win.
         options = recompute_options(activation_checkpointing, spec) | dict(
             overrides or {}
         )
@@ -185,6 +192,8 @@ class MegatronModel(TrainingModel):
         self.held_weights = weights_of(
             spec, value_head=value_head, beside_logits=beside_logits
         )
+        # Engines and folders get the weights without a value head. Layouts exist for
+        # both sets.
         self.weights = weights_of(spec) if beside_logits else self.held_weights
         self.held_layout_of = layouts_of(
             self.held_weights, spec, self.config, grid.shape
@@ -192,6 +201,7 @@ class MegatronModel(TrainingModel):
         self.layout_of = self.held_layout_of
         if beside_logits:
             self.layout_of = layouts_of(self.weights, spec, self.config, grid.shape)
+        # Local names that engines may ask for.
         named = (
             self.layout_of(grid.rank).local_shapes
             if beside_logits
@@ -211,12 +221,16 @@ class MegatronModel(TrainingModel):
                 role=role,
                 seed=seed,
             )
+        # Only the last stage has an output layer. It is then applied to chunks of
+        # hidden states outside the model.
         if chunked_logits and (beside_logits or not value_head) and grid.is_last_stage:
             self._head = HiddenHead(self.chunks[-1].output_layer, grid.tp_group)
         self._values_beside: ValuesBesideLogits | None = None
         if beside_logits and grid.is_last_stage:
             self._values_beside = self.chunks[-1].value_head
         self.pack = self._packer() if pack_samples else None
+        # Transformer Engine splits each packed sequence into two chunks per
+        # context-parallel rank, to balance causal attention.
         if self.pack and grid.shape.cp > 1 and uses_transformer_engine():
             self.sequence_multiple = 2 * grid.shape.cp
         self._replay = (
@@ -252,6 +266,8 @@ class MegatronModel(TrainingModel):
         return Part(self.grid.coords.cp, self.grid.shape.cp)
 
     def own_part(self, micro_batch: MicroBatch) -> MicroBatch:
+        # Context-parallel ranks hold parts of each row. The parts are cut here, after
+        # packing.
         if self.grid.shape.cp == 1:
             return micro_batch
         packing = micro_batch.packing
@@ -276,11 +292,14 @@ class MegatronModel(TrainingModel):
         def forward_step(
             batches: Iterator[MicroBatch], model: Any
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
+            # Copied when its turn comes, so that only micro-batches in the pipeline are
+            # on the device.
             batch = next(batches).to(platform.device)
             return self._forward(
                 model, batch, is_kept=False
             ), lambda output, non_loss_data=True: take(output, batch)
 
+        # All chunks of this rank, because virtual stages have several.
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad(), self.on_device:
@@ -315,6 +334,8 @@ class MegatronModel(TrainingModel):
                     value = value + 0.0 * self._values_beside.take().sum()
                 return (
                     value,
+                    # megatron-core adds up this count and may divide by it. The loss is
+                    # already normalized.
                     torch.ones((), dtype=torch.int, device=output.device),
                     sums,
                 )
@@ -337,6 +358,8 @@ class MegatronModel(TrainingModel):
             return
         shape = self.grid.shape
         coords = self.grid.coords
+        # Collective over the grid: every rank must reach the sum, also those that add
+        # zero.
         # The other ranks of a model replica have the same micro-batches and must not be
         # counted again.
         speaks = coords.tp == coords.cp == coords.pp == 0
@@ -370,6 +393,8 @@ class MegatronModel(TrainingModel):
         *,
         forward_only: bool,
     ) -> Any:
+        # One iterator per chunk: virtual stages read the same micro-batches at
+        # different times.
         iterators = [iter(micro_batches) for _ in chunks]
         if self._p2p is not None:
             self._p2p.expect(micro_batches)
@@ -395,6 +420,7 @@ class MegatronModel(TrainingModel):
     def _forward(self, model: Any, batch: MicroBatch, *, is_kept: bool) -> torch.Tensor:
         tokens, positions = batch.tokens, batch.places
         if self._replay is not None:
+            # Rows of a packed or divided micro-batch have their final width already.
             width = (
                 tokens.shape[1]
                 if batch.packing is not None or positions is not None

@@ -121,6 +121,8 @@ class TrainingModel(ABC):
     def reporter(self, rank: int) -> bool:
         """Return whether `rank` of the grid reports for its model replica."""
         coords = self.grid.shape.coords(rank)
+        # The last stage has the logits. Ranks that share them by tensor or context
+        # parallelism have equal results.
         return coords.pp == self.grid.shape.pp - 1 and coords.tp == 0 and coords.cp == 0
 
     @property
@@ -169,6 +171,7 @@ class TrainingModel(ABC):
             ModelError: a file is missing or damaged, or tensors do not fit the model.
             CheckpointError: the same, of a distributed checkpoint.
         """
+        # A critic that starts from a language model has no head in the folder.
         absent: list[str] = []
         layout, optional = (
             self.held_layout_of(self.grid.rank),
@@ -221,6 +224,7 @@ class TrainingModel(ABC):
                 self.adapters.beside(layouts),
                 {**tensors, **self.adapters.parameters},
             )
+        # Weights that are offloaded come back for the export.
         with self.on_device:
             save_folder(
                 folder,
@@ -290,8 +294,12 @@ class TrainingModel(ABC):
         outputs = self.outputs(
             micro_batches, lambda output, batch: (batch.samples, score(output, batch))
         )
+        # [B, R] on every rank, also on those without an output, because the sum needs
+        # equal shapes.
         result = torch.zeros(shape, dtype=torch.float32, device=platform.device)
         if self.reports:
+            # `+=`, because a sample may be in one micro-batch only, and all other rows
+            # are zero.
             for samples, values in outputs:
                 result[samples, : values.shape[1]] += values
         return result
@@ -348,9 +356,12 @@ class TrainingModel(ABC):
         self, output: torch.Tensor, batch: MicroBatch, temperature: float
     ) -> dict[str, Any]:
         """Return targets, positions and sampling parameters of the response tokens."""
+        # Places of the outputs from which response tokens are predicted: one before
+        # each token.
         sample, row, position = batch.predicting
         return {
             "targets": batch.targets,
+            # Rows and positions become an index into the flattened [b * s] outputs.
             "index": row * output.shape[1] + position,
             "weight": None if self._head is None else self._head.weight,
             "vocab_size": self.vocab_size,
@@ -398,10 +409,12 @@ class TrainingModel(ABC):
         sample, row, position = batch.predicting
         heads = batch.fields.get("heads")
         head = (
+            # One head: every sample uses the first.
             torch.zeros_like(batch.samples)
             if heads is None or not heads.shape[1]
             else heads[:, 0].long()
         )
+        # [b, heads] -> [b], the value after the last token.
         after = self.at_the_end(output, batch).gather(1, head.unsqueeze(1))[:, 0]
         return self.joined(output[row, position, head[sample]].float(), batch), after
 

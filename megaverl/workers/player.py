@@ -84,9 +84,12 @@ class Player:
         rank, size = dist.get_rank(self.world), dist.get_world_size(self.world)
         # Round-robin: the consecutive episodes of a group go to different ranks.
         own_numbers = range(rank, len(starts), size)
+        # Games of this rank, by the number of the episode over all ranks.
         games: dict[int, Game] = {}
         begun: dict[int, Any] = {}
         try:
+            # Collective over `world`: all ranks raise if an environment of one of them
+            # fails.
             with together(self.world):
                 for number in own_numbers:
                     with self._environment(number, "reset"):
@@ -95,6 +98,8 @@ class Player:
                     games,
                     lambda number: self._begin(games[number], number, starts[number]),
                 )
+            # JSON, because episodes begin on different ranks and all ranks must know
+            # all prompts.
             views = self._play(
                 starts, games, _joined(gather_json(begun, self.world)), generate
             )
@@ -123,6 +128,8 @@ class Player:
         ) -> dict[int, Turns]:
             results: dict[int, Any] = {}
             with together(self.world):
+                # Only the rank that holds an episode steps it. The others wait for its
+                # result.
                 own_games = {
                     number: games[number] for number in turns if number in games
                 }
@@ -186,6 +193,8 @@ class Player:
         # The user's environment object.
         environment: Any = getattr(first, "environment", first)
         if games and type(environment).waits:
+            # Results are in the order of the episodes, not of completion, so that
+            # timing decides nothing.
             with ThreadPoolExecutor(min(len(games), SIDE_BY_SIDE)) as threads:
                 return dict(zip(games, threads.map(call, games), strict=True))
         return {number: call(number) for number in games}

@@ -59,6 +59,7 @@ class TokenTexts:
             *tokenizer.backend.all_special_ids,
             *(number for number in added if added[number].special),
         }
+        # Any token before a text makes the tokenizer treat the text as a continuation.
         self._before = tokenizer.encode("a")[-1:]
         self._text_before = self._decode(self._before)
         self._pieces: dict[int, str] = {}
@@ -84,16 +85,20 @@ class TokenTexts:
             text: text of the tokens.
         """
         ends: list[int] = []
+        # `start` is the first token of the piece that is not placed yet, `reached` the
+        # end of the text before it.
         start = reached = 0
         for number in range(len(token_ids)):
             piece = self._piece(token_ids[start : number + 1], follows or start > 0)
             if text.startswith(piece, reached):
                 start, reached = number + 1, reached + len(piece)
                 ends.append(reached)
+            # The piece ends inside a character. More tokens may complete it.
             elif number - start < MOST_INSIDE:
                 ends.append(INSIDE)
             else:
                 break
+        # Tokens behind the last complete piece have no end.
         return ends[:start]
 
     def read(self, token_ids: Sequence[int], *, follows: bool) -> tuple[str, list[int]]:
@@ -108,6 +113,7 @@ class TokenTexts:
         )
         text = self.text(token_ids[:first], follows=follows)
         ends = self.ends(token_ids[:first], text, follows=follows)
+        # Text before the first invalid byte.
         whole = len(text.partition(BROKEN)[0])
         while ends and not 0 <= ends[-1] <= whole:
             ends.pop()
@@ -209,6 +215,8 @@ class Teacher:
                 f"{student_size}. Distributions can be compared only over the same vocabulary: use a teacher of the "
                 "same family, or algorithm.name: distillation, which compares texts."
             )
+        # Both models read the same micro-batches, so both must accept their packing and
+        # padding.
         student.pack = student.pack if student.pack is self.model.pack else None
         student.token_multiple = math.lcm(
             student.token_multiple, self.model.token_multiple
@@ -219,6 +227,7 @@ class Teacher:
 
         def take(hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
             _, row, position = batch.predicting
+            # [local response tokens, hidden]
             return hidden[row, position]
 
         taught = self.model.outputs(micro_batches, take)
@@ -239,6 +248,7 @@ class Teacher:
         assert micro.taught is not None, (
             "the teacher attends to micro-batches before they are trained on"
         )
+        # The states of the response tokens are already selected, in order.
         index = torch.arange(len(micro.taught), device=micro.taught.device)
         teacher = Distributions(micro.taught, index, self.model.head_weight)
         values = vocab_parallel_divergence(
@@ -309,9 +319,11 @@ def chunks_of(
     ends: Sequence[int], others: Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """Return the chunk index of each token, for two tokenizations of one text given by their tokens' ends."""
+    # A chunk ends where both tokenizations have an end.
     cuts = sorted({*ends} & {*others} - {INSIDE})
 
     def numbers(of: Sequence[int]) -> list[int]:
+        # From the back, so that tokens inside a character take the end of the next one.
         chunk_numbers: list[int] = []
         reached = cuts[-1] if cuts else 0
         for end in reversed(of):
@@ -345,6 +357,7 @@ def compared(
         torch.tensor(list(numbers), dtype=torch.int64)
         for numbers in (chunks, teacher_chunks)
     )
+    # [2, chunks] float64 sums of log-probs: the student's, then the teacher's.
     sums = torch.zeros(
         2, int(index.max()) + 1 if len(index) else 0, dtype=torch.float64
     )
@@ -432,8 +445,11 @@ class TextTeacher(Policy):
                 f"reference.tokenizer: the teacher writes the conversations by itself, and the batch has no column "
                 f"{' and no '.join(sorted(missing))}. Give them, or generate stored rollouts again."
             )
+        # The texts decide lengths and micro-batches, so all of them are read before the
+        # forward pass.
         read = [self._read(batch, row) for row in range(len(batch))]
         teacher_log_probs = super().log_probs(self._batch(batch, read)).cpu()
+        # NaN: tokens without a counterpart.
         result = torch.full_like(batch.rollout_log_probs, torch.nan)
         for row, text in enumerate(read):
             student_log_probs = batch.rollout_log_probs[row, : len(text.chunks)]
@@ -453,6 +469,8 @@ class TextTeacher(Policy):
                 text,
                 int(batch.response_lengths[row]),
             )
+        # Padding must be finite, because NaN marks tokens that the teacher could not
+        # read.
         beyond = torch.arange(result.shape[1]) >= batch.response_lengths.unsqueeze(1)
         return result.masked_fill(beyond, 0.0)
 
@@ -511,6 +529,7 @@ class TextTeacher(Policy):
             ReadText([tokenizer.eos_token_id], [], [], []),
         )
         response = batch.generated_ids[row, : int(batch.response_lengths[row])].tolist()
+        # A stop token is compared with the teacher's own end of sequence.
         ended = (
             bool(response) and response[-1] in self._student.tokenizer.stop_token_ids
         )
@@ -523,6 +542,7 @@ class TextTeacher(Policy):
             return nothing
         token_ids, own_ends = written
         chunks, own_chunks = chunks_of(ends if token_ids else [], own_ends)
+        # Both sequences end: their ends form a last chunk.
         if ended and len(chunks) == len(spoken):
             token_ids, last = (
                 [*token_ids, tokenizer.eos_token_id],
@@ -534,6 +554,7 @@ class TextTeacher(Policy):
         impossible = bool(rest) and (
             rest[0] in self._student.special or ended or len(rest) > MOST_UNFINISHED
         )
+        # A longer context than the teacher's is not read at all.
         fits = len(prompt) + len(token_ids) <= self.model.spec.max_positions
         return (
             ReadText(prompt, token_ids, chunks, own_chunks, impossible)
@@ -566,6 +587,7 @@ class TextTeacher(Policy):
         """Return the batch in the teacher's tokens."""
 
         def rows(of: Sequence[Sequence[int]]) -> torch.Tensor:
+            # At least one column, because a model cannot read rows without tokens.
             width = max([1, *map(len, of)])
             return torch.tensor(
                 [[*tokens, *[0] * (width - len(tokens))] for tokens in of],
@@ -581,6 +603,8 @@ class TextTeacher(Policy):
             "response_lengths": lengths,
             "response_mask": torch.arange(generated.shape[1]) < lengths.unsqueeze(1),
         }
+        # Temperatures apply to the teacher's tokens. A cut to the most likely tokens of
+        # another vocabulary does not.
         if "temperatures" in batch:
             tensors |= {
                 "temperatures": batch["temperatures"],
