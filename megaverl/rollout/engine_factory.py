@@ -55,6 +55,7 @@ def make_engine(
     Raises:
         RolloutError: the engine cannot work with this number of ranks, this model or this machine.
     """
+    # Arguments that every engine takes.
     asked: dict[str, Any] = {
         "seed": seed,
         "dtype": dtype,
@@ -81,6 +82,7 @@ def make_engine(
             trust_remote_code=trust_remote_code,
             reference_folder=reference_folder,
         )
+    # `module:function`, a user's own engine.
     elif ":" in config.engine:
         from megaverl.plugins import calling, load_function
 
@@ -101,6 +103,7 @@ def make_engine(
         engine = VLLMEngine(
             model_folder, config, **asked, routed_experts=routed_experts
         )
+    # Any engine may decode fewer sequences than it is asked for.
     if config.use_dynamic_batching:
         budget = (
             None if config.memory_budget_mb is None else config.memory_budget_mb * 2**20

@@ -149,6 +149,7 @@ class VLLMEngine:
         self._dtype = dtype
         spec = ModelSpec.outline(model_folder)
         self._vocab_size = spec.vocab_size
+        # Checked before vLLM is imported, which takes seconds.
         _check_model(spec, config.tp, max_model_len)
         prepare_vllm()
         keep_default_group()
@@ -177,6 +178,8 @@ class VLLMEngine:
         self.in_flight: InFlight | None = None
         self.on_finished: OnFinished | None = None
         self.may_rebind = not platform.is_cuda or bool(arguments.get("enforce_eager"))
+        # The CPU build would pack weights as they are loaded, which a reshard could not
+        # reach.
         to_come = (
             nullcontext()
             if load_weights or platform.is_cuda
@@ -188,6 +191,8 @@ class VLLMEngine:
                 model, current_config(), dtype, empty=not load_weights
             )
             if on_load is not None:
+                # An actor's storage can replace the parameters only now, before
+                # anything is captured.
                 on_load(self._written(model), self.layouts)
                 # Derived weights may be views of storage that on_load has replaced.
                 remake_derived(model, dtype, may_move=True)
@@ -197,6 +202,7 @@ class VLLMEngine:
                 announcements.info("%s", text)
 
         limit = cache_limited(num_sequences, arguments, announce)
+        # All contexts apply to the engine's construction alone.
         with (
             to_come,
             nullcontext() if load_weights else order_kept(),
@@ -205,6 +211,7 @@ class VLLMEngine:
         ):
             self._llm: LLM | None = _start(str(model_folder), arguments)
         self._experts_of = experts_of_requests(self._llm) if routed_experts else None
+        # vLLM counts drafts only for its own statistics, which are off.
         if drafts:
             count_drafts(self._scheduler, lambda: self.saved_work)
 
@@ -280,6 +287,7 @@ class VLLMEngine:
             max_model_len=self.max_model_len,
             vocab_size=self._vocab_size,
         )
+        # Collective over the ranks of the replica.
         self._check_ranks_agree(prompts, sampling, seeds, images)
         if not prompts:
             return []
@@ -290,6 +298,7 @@ class VLLMEngine:
                 max(map(len, prompts))
                 + max(options.max_tokens for options in per_prompt),
             )
+        # Generation must not change the random numbers of the training process.
         with (
             random_state_kept(),
             _eager(),
@@ -302,6 +311,7 @@ class VLLMEngine:
         self.saved_work.add_cached(
             prompts, (output.num_cached_tokens or 0 for output in outputs)
         )
+        # Records of answered requests would pile up.
         if self._experts_of is not None:
             self._experts_of.forget()
         check_generations(generations, len(prompts))
@@ -310,6 +320,7 @@ class VLLMEngine:
     def _limit(self, in_flight: InFlight, longest: int) -> None:
         """Limit vLLM's scheduler to as many sequences as its free blocks hold in full length."""
         scheduler = self._scheduler
+        # Blocks that are cached but unused count as free.
         free = (
             scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
             * scheduler.block_size
@@ -321,6 +332,7 @@ class VLLMEngine:
             if hasattr(scheduler, "max_num_active_reqs")
             else "max_num_running_reqs"
         )
+        # More slots than vLLM's scheduler has are of no use.
         in_flight.number = min(in_flight.choose(free, longest), slots)
         setattr(scheduler, limit, in_flight.number)
 
@@ -361,12 +373,14 @@ class VLLMEngine:
             return
         from vllm.distributed import get_tp_group
 
+        # Any JSON-like form will do, as long as equal requests give equal text.
         text = json.dumps(request, default=repr).encode()
         digest = int.from_bytes(
             hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True
         )
         own_digest = torch.tensor([digest])
         digests = [torch.empty_like(own_digest) for _ in range(self.tp_size)]
+        # Collective over the ranks of the replica, on the host.
         dist.all_gather(digests, own_digest, group=get_tp_group().cpu_group)
         different = [
             rank for rank, other in enumerate(digests) if int(other) != int(digests[0])
@@ -392,6 +406,7 @@ class VLLMEngine:
                 "vLLM did not reset its prefix cache: requests are still running. Responses after this would mix "
                 "old and new weights. Update weights only between calls of generate()."
             )
+        # After the cache, because these parameters are part of the weights.
         self._layouts.load_computed()
         # The encoder's cache identifies images by their content, so its entries are
         # from old weights.
@@ -411,6 +426,8 @@ class VLLMEngine:
             return False
         if WEIGHTS not in self._asleep:
             parameters = dict(loaded_parameters(self.model))
+            # The contents of these parameters will be written by a reshard, so they
+            # need no copy.
             self._sleep([parameters[name] for name in names if name in parameters])
         self._has_weights = False
         return True
@@ -436,6 +453,7 @@ class VLLMEngine:
         self._wake(CACHE)
 
     def _wake(self, tag: str) -> None:
+        # Waking twice would map the memory a second time.
         if tag in self._asleep and self._llm is not None:
             self._llm.wake_up(tags=[tag])
             self._asleep.remove(tag)
@@ -444,9 +462,11 @@ class VLLMEngine:
         """Free weights, cache and vLLM's process groups. The default process group stays."""
         if self._llm is None:
             return
+        # vLLM unfreezes all objects when an engine ends.
         with frozen_objects_kept():
             self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
+        # vLLM's groups would otherwise hinder an engine of another shape.
         release_groups()
         thaw_objects()
         gc.collect()
@@ -481,6 +501,7 @@ def engine_arguments(
     Raises:
         RolloutError: this engine or machine cannot run the model, or cannot train with a setting.
     """
+    # The user's fields come after the defaults, and what training needs comes last.
     arguments: dict[str, Any] = {
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": config.tp,
@@ -603,6 +624,7 @@ def make_configuration(model_folder: str, arguments: dict[str, Any]) -> None:
     """
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    # Called in place of the engine's construction.
     def only_configure(engine_args: Any, usage_context: Any, **options: Any) -> None:
         engine_args.create_engine_config(usage_context)
         raise _ConfigurationMade
