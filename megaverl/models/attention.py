@@ -314,7 +314,7 @@ def is_plain(config: TransformerConfig) -> bool:
     )
 
 
-class SharedKVAttention(SelfAttention):
+class SharedKVAttention(SelfAttention):  # type: ignore[misc]  # megatron-core has no complete types
     """megatron-core's attention for the case that several tensor-parallel ranks share a key-value head.
 
     The rows of `linear_qkv`, [q heads of group 0, k 0, v 0, q heads of group 1, ...],
@@ -360,7 +360,7 @@ class SharedKVAttention(SelfAttention):
 LATENT_NORM_EPS = 1e-6
 
 
-class LatentAttention(MLASelfAttention):
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core has no complete types
     """megatron-core's latent attention with positions of packed rows, and with explicit process groups.
 
     megatron-core applies rotary embeddings inside this module, so the positions must be
@@ -429,7 +429,8 @@ class LatentAttention(MLASelfAttention):
         which no published model has, or fail without Transformer Engine.
         """
         if self.config.q_lora_rank is not None:
-            return super()._resolve_qk_norm_config(submodules)
+            resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
+            return resolved
         from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 
         resolver = QKNormConfigResolver(self.config, submodules)
@@ -460,9 +461,10 @@ class LatentAttention(MLASelfAttention):
         # pass finds them.
         positions = None if packed_seq_params is None else packed_seq_params.positions
         with self._positions.at(positions):
-            return super().get_query_key_value_tensors(
+            projected: tuple[torch.Tensor, ...] = super().get_query_key_value_tensors(
                 hidden_states, key_value_states, position_ids, **kwargs
             )
+            return projected
 
 
 class LocalLatentAttention(LatentAttention):

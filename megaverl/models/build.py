@@ -273,7 +273,8 @@ def _take_gates_in_turn(model: torch.nn.Module) -> None:
 def _gates_first(x: torch.Tensor) -> torch.Tensor:
     """Return [..., 2 n] of alternating pairs with the first elements of all pairs before the second ones."""
     # [..., 2 n] -> [..., n, 2] -> [..., 2, n]: a transposition puts all gates first.
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    pairs: torch.Tensor = x.unflatten(-1, (-1, 2))
+    return pairs.transpose(-1, -2).flatten(-2)
 
 
 def _mark_cut_weights(model: GPTModel) -> None:

@@ -147,7 +147,8 @@ class ContextAttention(CausalAttention):
         # [cp, 2, chunk, ...] -> two lists of chunks by rank.
         first, second = both.unflatten(0, (self._part.size, 2, -1)).unbind(1)
         whole = torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])
-        return whole.split([key.shape[-1], value.shape[-1]], dim=-1)
+        keys, values = whole.split([key.shape[-1], value.shape[-1]], dim=-1)
+        return keys, values
 
 
 @dataclass

@@ -65,7 +65,7 @@ class _MaskType(enum.Enum):
     padding_causal_bottom_right = "padding_causal_bottom_right"
 
 
-class EngineAttention(TEDotProductAttention):
+class EngineAttention(TEDotProductAttention):  # type: ignore[misc]  # megatron-core has no complete types
     """Transformer Engine's attention, which also reads a `VarlenPacking` as sequences in "thd"."""
 
     def forward(
@@ -91,7 +91,7 @@ class EngineAttention(TEDotProductAttention):
             [s, b, heads / tp * head_dim], dtype of `query`.
         """
         if packed_seq_params is None:
-            return super().forward(
+            of_rows: torch.Tensor = super().forward(
                 query,
                 key,
                 value,
@@ -100,6 +100,7 @@ class EngineAttention(TEDotProductAttention):
                 attention_bias,
                 **options,
             )
+            return of_rows
         assert attention_mask is None and attention_bias is None
         packing = packed_seq_params
         out: torch.Tensor = super().forward(

@@ -33,7 +33,6 @@ from megaverl.models.hf_shards import (
     VALUE_HEAD,
     VALUE_WEIGHT,
     not_built,
-    weights_of_module,
 )
 from megaverl.models.vision import (
     VisionInputs,
@@ -44,6 +43,7 @@ from megaverl.models.vision import (
 )
 from megaverl.platform import platform
 from megaverl.sharding.model_config import instead_of
+from megaverl.sharding.tracing import weights_of_module
 from megaverl.user_code import describe, user_code
 
 if TYPE_CHECKING:
@@ -430,7 +430,7 @@ def logits_are_plain(model: PreTrainedModel) -> bool:
     Found by a forward pass in which backbone and output layer return made-up tensors. A
     model that scales or caps its logits changes them.
     """
-    head: nn.Module = model.get_output_embeddings()  # type: ignore[assignment]
+    head: nn.Module = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         return False
     # Values that a soft cap, a scale or a norm between the hidden states and the logits
@@ -515,7 +515,7 @@ def checkpoint_block(block: nn.Module, kind: str) -> None:
             forward, *args, use_reentrant=False, context_fn=context, **kwargs
         )
 
-    block.forward = checkpointed  # type: ignore[method-assign]
+    block.forward = checkpointed
 
 
 def shard_module(
@@ -557,7 +557,7 @@ def shard_module(
     place = torch.device("cpu") if cpu_offload else platform.device
     # `to_empty` would allocate buffers anew that have values already, such as rotary
     # frequencies.
-    module._apply(
+    module._apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
         lambda tensor: (
             torch.empty_like(tensor, device=place) if tensor.is_meta else tensor
         )

@@ -68,7 +68,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Returns:
         [..., width], dtype of `x`.
     """
-    result: torch.Tensor = _RMSNorm.apply(x, weight, eps)
+    result: torch.Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
     return result
 
 
@@ -119,7 +119,7 @@ def _scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return x * factor if x.dtype == factor.dtype else x.to(factor.dtype).mul_(factor)
 
 
-class BiasedRouter(TopKRouter):
+class BiasedRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no complete types
     """megatron-core's router with DeepSeek-V3's bias (arXiv 2412.19437, eq. 16).
 
     The bias affects the choice of experts, but not their weights. megatron-core keeps
@@ -210,7 +210,8 @@ class ValuesBesideLogits(ValueHead):
         # Taken once, so that no hidden states of an earlier pass are used by mistake.
         hidden = self._seen
         self._seen = None
-        return self(hidden)[0].transpose(0, 1)
+        values: torch.Tensor = self(hidden)[0]
+        return values.transpose(0, 1)
 
 
 class _SumGradients(torch.autograd.Function):
@@ -239,7 +240,7 @@ def sum_gradients(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     `copy_to_tensor_model_parallel_region` (0.16) silently skips the sum for a gradient
     that is not contiguous, such as that of a transposed tensor.
     """
-    summed: torch.Tensor = _SumGradients.apply(values, group)
+    summed: torch.Tensor = _SumGradients.apply(values, group)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
     return summed
 
 
@@ -268,7 +269,7 @@ def sum_values(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """
     if dist.get_world_size(group) == 1:
         return values
-    summed: torch.Tensor = _SumValues.apply(values, group)
+    summed: torch.Tensor = _SumValues.apply(values, group)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
     return summed
 
 

@@ -27,7 +27,7 @@ Attend = Callable[
 
 
 @dataclass
-class Packing(PackedSeqParams):
+class Packing(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no complete types
     """Layout of several sequences in one row of `t` tokens.
 
     All layers except attention treat tokens independently, so a shared prompt costs
@@ -429,9 +429,9 @@ def spans(parts: list[_Part], total: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _gather(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Select tokens: [t, heads, d] -> [n, heads, length, d]."""
-    return (
-        x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
-    )
+    rows: torch.Tensor = x.index_select(0, places.flatten())
+    segments: torch.Tensor = rows.unflatten(0, places.shape)
+    return segments.transpose(1, 2)
 
 
 class Predicting(NamedTuple):

@@ -143,7 +143,7 @@ def vocab_parallel_divergence(
         group: ranks that share the vocabulary, in order. Collective over them.
     """
     shard = Shard.of(student.columns, vocab_size, group)
-    divergences: torch.Tensor = _Divergences.apply(
+    divergences: torch.Tensor = _Divergences.apply(  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
         student.rows,
         student.weight,
         student.index,

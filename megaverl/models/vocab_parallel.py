@@ -459,9 +459,11 @@ def vocab_parallel_log_probs(
         (log_probs [n], entropy [n]), equal on every rank of the group.
     """
     shard = Shard.of(Distributions(rows, index, weight).columns, vocab_size, group)
-    return _LogProbs.apply(
-        rows, weight, index, targets, shard, Drawn(temperature, top_k), with_entropy
+    drawn = Drawn(temperature, top_k)
+    result: tuple[torch.Tensor, torch.Tensor] = _LogProbs.apply(  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
+        rows, weight, index, targets, shard, drawn, with_entropy
     )
+    return result
 
 
 @torch.no_grad()

@@ -71,8 +71,8 @@ def cache_limited(
             )
         return limits
 
-    Executor.determine_available_memory = measure_and_limit  # type: ignore[method-assign]
+    Executor.determine_available_memory = measure_and_limit
     try:
         yield
     finally:
-        Executor.determine_available_memory = measure  # type: ignore[method-assign]
+        Executor.determine_available_memory = measure

@@ -559,7 +559,7 @@ def _device_defaults(
         return (
             {"moe_backend": "triton"} if may_have_experts and not load_weights else {}
         )
-    return vllm_cpu().engine_defaults(
+    defaults: dict[str, Any] = vllm_cpu().engine_defaults(
         num_layers=spec.num_layers,
         num_kv_heads=max(1, spec.num_kv_heads // tp_size),
         head_dim=spec.head_dim,
@@ -568,6 +568,7 @@ def _device_defaults(
         num_sequences=num_sequences,
         latent_attention=None if spec.mla is None else LATENT_ATTENTION,
     )
+    return defaults
 
 
 def _place(tp_size: int) -> tuple[int, int, int]:
@@ -630,13 +631,13 @@ def make_configuration(model_folder: str, arguments: dict[str, Any]) -> None:
         raise _ConfigurationMade
 
     original = LLMEngine.from_engine_args
-    LLMEngine.from_engine_args = only_configure  # type: ignore[assignment, method-assign]
+    LLMEngine.from_engine_args = only_configure
     try:
         _start(model_folder, arguments)
     except _ConfigurationMade:
         return
     finally:
-        LLMEngine.from_engine_args = original  # type: ignore[method-assign]
+        LLMEngine.from_engine_args = original
 
 
 def _start(model_folder: str, arguments: dict[str, Any]) -> LLM:

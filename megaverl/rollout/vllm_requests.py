@@ -93,7 +93,10 @@ def answers(
     if images is None:
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         # Text prompts take vLLM's own path, which adds all requests at once.
-        return llm.generate(requests, list(parameters), use_tqdm=False)  # type: ignore[arg-type]
+        text_outputs: list[RequestOutput] = llm.generate(
+            requests, list(parameters), use_tqdm=False
+        )
+        return text_outputs
     engine: Any = llm.llm_engine
     processor = engine.renderer.get_mm_processor()
     for number, (prompt, prompt_images, way) in enumerate(
@@ -104,7 +107,7 @@ def answers(
             _input(processor, prompt, prompt_images, number),
             way,
         )
-    outputs: list[RequestOutput] = llm.wait_for_completion(use_tqdm=False)  # type: ignore[assignment]
+    outputs: list[RequestOutput] = llm.wait_for_completion(use_tqdm=False)
     # vLLM could have expanded a placeholder differently, and would answer another
     # prompt.
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):

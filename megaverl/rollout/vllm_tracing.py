@@ -175,9 +175,10 @@ def _taken_back(cls: Any, before: dict[str, Any], bases: tuple[type, ...]) -> ty
         else:
             delattr(cls, name)
     cls.__bases__ = bases
-    return type(cls)(
+    changed: type = type(cls)(
         cls.__name__, (cls, *added), {"__module__": cls.__module__, **written}
     )
+    return changed
 
 
 Shapes = Mapping[str, tuple[int, ...]]

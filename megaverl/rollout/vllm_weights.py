@@ -407,7 +407,7 @@ def contents_dropped(parameters: Collection[torch.Tensor]) -> Iterator[int]:
         return
     from vllm.device_allocator import get_mem_allocator_instance
 
-    held: dict[int, Any] = get_mem_allocator_instance().pointer_to_data  # type: ignore[attr-defined]
+    held: dict[int, Any] = get_mem_allocator_instance().pointer_to_data
     # Addresses outside the pool belong to somebody else, such as an actor.
     allocations = [
         held[address] for address in _filled_segments(parameters) if address in held

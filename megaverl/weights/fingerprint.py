@@ -139,7 +139,8 @@ def _axis_weights(axis: int, low: int, high: int, device: torch.device) -> torch
 
 def _shifted(bits: torch.Tensor, shift: int) -> torch.Tensor:
     """Shift right without the sign."""
-    return (bits >> shift) & (2 ** (64 - shift) - 1)
+    shifted: torch.Tensor = (bits >> shift) & (2 ** (64 - shift) - 1)
+    return shifted
 
 
 def _signed(unsigned: int) -> int:

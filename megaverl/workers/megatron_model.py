@@ -58,7 +58,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 Shape = tuple[int, int, int]  # (sequence, samples, hidden)
 
 
-class StageCommunicator(P2PCommunicator):
+class StageCommunicator(P2PCommunicator):  # type: ignore[misc]  # megatron-core has no complete types
     """Megatron-core's P2PCommunicator without the exchange of tensor shapes.
 
     For micro-batches of different lengths megatron-core (0.16 to 0.19,
@@ -342,7 +342,10 @@ class MegatronModel(TrainingModel):
 
             return self._forward(model, batch, is_kept=True), loss_func
 
-        return self._run(chunks, micro_batches, forward_step, forward_only=False)
+        sums: list[Mapping[str, torch.Tensor]] = self._run(
+            chunks, micro_batches, forward_step, forward_only=False
+        )
+        return sums
 
     def _weigh_router_losses(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Scale the router losses to means over the tokens of the whole mini-batch, with padding counted.
@@ -429,22 +432,27 @@ class MegatronModel(TrainingModel):
             self._replay.expect(model, batch, width, is_kept=is_kept)
         if batch.packing is not None:
             with self._positions.at(batch.packing.positions):
-                return model(
+                packed_output: torch.Tensor = model(
                     tokens,
                     batch.packing.positions.unsqueeze(0),
                     None,
                     packed_seq_params=batch.packing,
                 )
+            return packed_output
         if positions is not None:
             with self._positions.at(positions):
-                return model(tokens, positions.expand_as(tokens), None)
+                part_output: torch.Tensor = model(
+                    tokens, positions.expand_as(tokens), None
+                )
+            return part_output
         tokens = torch.nn.functional.pad(
             tokens, (0, self._width(tokens) - tokens.shape[1])
         )
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(
             tokens
         )
-        return model(tokens, positions, None)
+        padded_output: torch.Tensor = model(tokens, positions, None)
+        return padded_output
 
     def _width(self, tokens: torch.Tensor) -> int:
         """Return the width of the padded rows that the model reads."""

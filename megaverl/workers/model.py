@@ -36,8 +36,9 @@ from megaverl.platform import platform
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
-from megaverl.weights.export import BUCKET_BYTES, save_folder
+from megaverl.weights.export import save_folder
 from megaverl.weights.load import ArrivingFolder, clear_padding, load_folder
+from megaverl.weights.transports import BUCKET_BYTES
 from megaverl.workers.offload import Offload, OffloadTarget, storages_of
 
 # (model output on the last stage, micro-batch) -> values per response token, [b, r]

@@ -181,7 +181,7 @@ class Adapter(nn.Module):
     def _rows(self) -> torch.Tensor:
         """Return the combined B, [rows, rank * projections]. Each row reads its own projection's part of A x."""
         # Block-diagonal: every projection reads its own `rank` numbers.
-        rows = torch.block_diag(*self.lora_B.values())
+        rows: torch.Tensor = torch.block_diag(*self.lora_B.values())
         if self.order is None:
             return rows
         # Some projections of the fused layer have no adapter.
