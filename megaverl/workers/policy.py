@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,10 +53,8 @@ from megaverl.workers.micro_batches import (
     share,
 )
 from megaverl.workers.model import TrainingModel
+from megaverl.workers.teacher import Teacher
 from megaverl.workers.trainable import TrainableModel
-
-if TYPE_CHECKING:
-    from megaverl.workers.teacher import Teacher
 
 
 class Policy(ModelWorker):

@@ -29,7 +29,8 @@ from megaverl.workers.pairs import (
 )
 from megaverl.workers.policy import Actor, LogProbDifference, Policy
 from megaverl.workers.reward import Scores
-from megaverl.workers.teacher import Teacher, TextTeacher
+from megaverl.workers.teacher import Teacher
+from megaverl.workers.text_teacher import TextTeacher
 from tests.models.ranks import manager
 from tests.workers.ranks import experience
 
