@@ -268,6 +268,7 @@ def reshard(folder: str, made: VLLMEngine) -> None:
     from megaverl.distributed.grid import GridShape
     from megaverl.sharding.weight import shapes_of
     from megaverl.workers.fsdp_model import FSDPModel
+    from megaverl.workers.model_options import ModelOptions
     from megaverl.workers.weight_sync import ActorWeights, WeightSync
 
     groups = group_manager()
@@ -275,11 +276,8 @@ def reshard(folder: str, made: VLLMEngine) -> None:
         folder,
         groups.grid(GridShape(dp=dist.get_world_size())),
         groups,
+        ModelOptions(dtype=torch.float32, seed=0, trained=True, initialize=False),
         fsdp=FsdpConfig(),
-        dtype=torch.float32,
-        seed=0,
-        trained=True,
-        initialize=False,
     )
     model.load(folder)
     WeightSync(

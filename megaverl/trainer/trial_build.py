@@ -338,18 +338,21 @@ def build_and_step(
     from megaverl.config.algorithm import AlgorithmConfig
     from megaverl.distributed.groups import ProcessGroupManager
     from megaverl.workers.megatron_model import MegatronModel
+    from megaverl.workers.model_options import ModelOptions
     from megaverl.workers.optimizers import MegatronTrainable
     from megaverl.workers.policy import Actor, Policy
 
     model = MegatronModel(
         spec,
         ProcessGroupManager().grid(shape),
-        dtype=dtype,
-        seed=RANDOM,
+        ModelOptions(
+            dtype=dtype,
+            seed=RANDOM,
+            role=role,
+            chunked_logits=section.chunked_logits,
+            pack_samples=section.pack_samples,
+        ),
         overrides=overrides,
-        role=role,
-        chunked_logits=section.chunked_logits,
-        pack_samples=section.pack_samples,
     )
     if not hasattr(section, "ddp"):
         if shape.world_size == 1:

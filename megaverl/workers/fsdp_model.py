@@ -47,6 +47,7 @@ from megaverl.models.vision import VisionReader
 from megaverl.platform import platform
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.model import Loss, Taken, TrainingModel
+from megaverl.workers.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,13 +64,8 @@ class FSDPModel(TrainingModel):
     Args:
         folder: a Hugging Face folder; only its config.json and code are read here.
         groups: creates the process groups of the ranks that share a model.
-        trained: whether the model takes updates.
-        lora: train only adapters, and a critic's head. The model's own weights are then stored in `dtype` too.
-        pack_samples: concatenate the samples of a micro-batch and store a shared prompt once, if the architecture
-            supports packed rows.
+        options: with `lora`, the model's own weights are stored in `dtype` too.
         freeze: name patterns of weights that are not trained.
-
-    The remaining arguments are those of `MegatronModel`.
     """
 
     def __init__(
@@ -77,22 +73,14 @@ class FSDPModel(TrainingModel):
         folder: str | Path,
         grid: Grid,
         groups: ProcessGroupManager,
+        options: ModelOptions,
         *,
         fsdp: FsdpConfig,
-        dtype: torch.dtype,
-        seed: int,
-        trained: bool,
-        value_head: int = 0,
-        beside_logits: bool = False,
-        role: str = "actor",
-        lora: LoraConfig | None = None,
-        activation_checkpointing: str = "none",
-        chunked_logits: bool = False,
-        initialize: bool = True,
-        pack_samples: bool = True,
         trust_remote_code: bool = False,
         freeze: Sequence[str] = (),
     ) -> None:
+        role, lora, trained = options.role, options.lora, options.trained
+        value_head, beside_logits = options.value_head, options.beside_logits
         _check_ranks(grid, fsdp, lora, role)
         # All ranks read the folder. If one of them fails, all raise.
         with together(grid.world):
@@ -104,7 +92,9 @@ class FSDPModel(TrainingModel):
             beside_logits,
         )
         self.dtype = (
-            dtype if fsdp.param_dtype is None else getattr(torch, fsdp.param_dtype)
+            options.dtype
+            if fsdp.param_dtype is None
+            else getattr(torch, fsdp.param_dtype)
         )
         self.trained = trained
         # Nodes may have different numbers of ranks, but all ranks must use the same
@@ -124,7 +114,7 @@ class FSDPModel(TrainingModel):
             model, reading = build_module(
                 folder,
                 dtype=kept,
-                seed=seed if initialize else None,
+                seed=options.seed if options.initialize else None,
                 attention=fsdp.attention,
                 liger=fsdp.liger,
                 trust_remote_code=trust_remote_code,
@@ -141,16 +131,16 @@ class FSDPModel(TrainingModel):
                 beside_logits=beside_logits,
                 cuts=self._cuts,
             )
-        if pack_samples and reading.padded_because and not grid.rank:
+        if options.pack_samples and reading.padded_because and not grid.rank:
             logger.warning(
                 "%s.pack_samples: rows are padded: %s", role, reading.padded_because
             )
-        self.pack = reading.pack if pack_samples else None
+        self.pack = reading.pack if options.pack_samples else None
         has_logits = beside_logits or not value_head
         # Without an output layer, or with one that is applied in chunks, the module
         # returns hidden states.
         gives_hidden = not has_logits or (
-            chunked_logits and self._logits_are_plain(model)
+            options.chunked_logits and self._logits_are_plain(model)
         )
         if not has_logits:
             _take_head_away(model)
@@ -164,7 +154,7 @@ class FSDPModel(TrainingModel):
                 num_shards,
                 trained=more,
                 role=role,
-                seed=seed,
+                seed=options.seed,
             )
         self._router_loss = (
             router_loss_coef(model, fsdp.router_aux_loss_coef, role) if trained else 0.0
@@ -176,7 +166,9 @@ class FSDPModel(TrainingModel):
         self.vision = VisionReader.of(model.config)
         # Wrapped before sharding, because FSDP2 hooks the blocks that it finds.
         _prepare_blocks(
-            model, activation_checkpointing if trained else "none", fsdp.compile
+            model,
+            options.activation_checkpointing if trained else "none",
+            fsdp.compile,
         )
         mesh, tensor_mesh = shard_meshes(groups, grid, num_shards)
         if tensor_mesh is not None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from megaverl.config.roles import LoraConfig
 from megaverl.distributed.collectives import reduce_json
 from megaverl.distributed.groups import Grid
 from megaverl.errors import ModelError
@@ -48,6 +47,7 @@ from megaverl.models.router_replay import RouterReplay, why_not_replayed
 from megaverl.platform import platform
 from megaverl.sharding.model_spec import ModelSpec, no_adapters
 from megaverl.workers.model import Loss, Taken, TrainingModel
+from megaverl.workers.model_options import ModelOptions
 
 platform.adapt_megatron()
 
@@ -123,16 +123,8 @@ class MegatronModel(TrainingModel):
     """Model chunks of a GPTModel on this rank, and their pipeline schedule.
 
     Args:
+        options: `activation_checkpointing` sets fields of TransformerConfig, over which `overrides` take precedence.
         overrides: the user's TransformerConfig fields.
-        value_head: number of values per position that a critic returns instead of logits, one for each agent; 0 for a
-            model with logits.
-        beside_logits: the actor is its own critic and returns logits as well as values.
-        lora: train only adapters, and a critic's head.
-        activation_checkpointing: none, selective or full; `overrides` take precedence.
-        chunked_logits: the model returns hidden states, from which log-probs are computed in chunks.
-        pack_samples: concatenate the samples of a micro-batch and store a shared prompt once, unless `why_padded`
-            gives a reason against it.
-        initialize: draw random weights. False: leave them uninitialised, because all of them will be loaded.
 
     Raises:
         ModelError: the architecture does not support `lora`, or the grid's context parallelism.
@@ -142,33 +134,25 @@ class MegatronModel(TrainingModel):
         self,
         spec: ModelSpec,
         grid: Grid,
-        *,
-        dtype: torch.dtype,
-        seed: int,
+        options: ModelOptions,
         overrides: Mapping[str, Any] | None = None,
-        value_head: int = 0,
-        beside_logits: bool = False,
-        role: str = "actor",
-        lora: LoraConfig | None = None,
-        activation_checkpointing: str = "none",
-        chunked_logits: bool = False,
-        initialize: bool = True,
-        pack_samples: bool = True,
     ) -> None:
+        role, lora, value_head = options.role, options.lora, options.value_head
+        beside_logits = options.beside_logits
         # Checked before the model is built, so that a wrong grid costs no time.
         check_divides(spec, grid.shape, role)
         if lora is not None and (reason := no_adapters(spec, grid.shape.tp)):
             raise ModelError(f"{role}.lora: {reason}")
         self.spec, self.grid, self.role, self.value_head = spec, grid, role, value_head
-        self.vocab_size, self.dtype = spec.vocab_size, dtype
+        self.vocab_size, self.dtype = spec.vocab_size, options.dtype
         # The user's fields come last and win.
-        options = recompute_options(activation_checkpointing, spec) | dict(
-            overrides or {}
-        )
+        checkpointing = recompute_options(options.activation_checkpointing, spec)
+        fields = checkpointing | dict(overrides or {})
         # Random initialisation takes long for large models, and is wasted if all
         # weights are loaded.
-        options |= {} if initialize else {"perform_initialization": False}
-        self.config = transformer_config(spec, grid.shape, dtype, options)
+        if not options.initialize:
+            fields["perform_initialization"] = False
+        self.config = transformer_config(spec, grid.shape, options.dtype, fields)
         if reason := why_not_cut(self.config):
             raise ModelError(f"{role}.cp={grid.shape.cp}: {reason}.")
         self.token_multiple = token_multiple(self.config, grid.shape)
@@ -183,7 +167,7 @@ class MegatronModel(TrainingModel):
             self.config,
             grid,
             value_head=value_head,
-            seed=seed,
+            seed=options.seed,
             beside_logits=beside_logits,
         )
         self.held_parameters: dict[str, torch.nn.Parameter] = named_parameters(
@@ -219,16 +203,17 @@ class MegatronModel(TrainingModel):
                 parameters=self.held_parameters,
                 trained=("score.weight",) if value_head else (),
                 role=role,
-                seed=seed,
+                seed=options.seed,
             )
         # Only the last stage has an output layer. It is then applied to chunks of
         # hidden states outside the model.
-        if chunked_logits and (beside_logits or not value_head) and grid.is_last_stage:
+        has_logits = beside_logits or not value_head
+        if options.chunked_logits and has_logits and grid.is_last_stage:
             self._head = HiddenHead(self.chunks[-1].output_layer, grid.tp_group)
         self._values_beside: ValuesBesideLogits | None = None
         if beside_logits and grid.is_last_stage:
             self._values_beside = self.chunks[-1].value_head
-        self.pack = self._packer() if pack_samples else None
+        self.pack = self._packer() if options.pack_samples else None
         # Transformer Engine splits each packed sequence into two chunks per
         # context-parallel rank, to balance causal attention.
         if self.pack and grid.shape.cp > 1 and uses_transformer_engine():

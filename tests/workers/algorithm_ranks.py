@@ -21,6 +21,7 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.roles import Mix, answers_update
 from megaverl.workers.critic import Critic
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.optimizers import MegatronTrainable
 from megaverl.workers.pairs import (
     ImplicitRewardModel,
@@ -53,7 +54,11 @@ def updates(
     def model(folder: str, role: str, *, chunked: bool) -> MegatronModel:
         spec = ModelSpec.from_folder(folder)
         made = MegatronModel(
-            spec, grid, dtype=torch.float32, seed=0, role=role, chunked_logits=chunked
+            spec,
+            grid,
+            ModelOptions(
+                dtype=torch.float32, seed=0, role=role, chunked_logits=chunked
+            ),
         )
         made.load(folder)
         return made
@@ -114,10 +119,9 @@ def pair_updates(
         made = MegatronModel(
             ModelSpec.from_folder(folder),
             grid,
-            dtype=torch.float32,
-            seed=seed,
-            role="actor",
-            value_head=value_head,
+            ModelOptions(
+                dtype=torch.float32, seed=seed, role="actor", value_head=value_head
+            ),
         )
         made.load(folder)
         return made
@@ -208,7 +212,9 @@ def preference_losses_at_rest(
     models = []
     for path in (folder, other):
         made = MegatronModel(
-            ModelSpec.from_folder(path), grid, dtype=torch.float32, seed=0, role="actor"
+            ModelSpec.from_folder(path),
+            grid,
+            ModelOptions(dtype=torch.float32, seed=0, role="actor"),
         )
         made.load(path)
         models.append(made)
@@ -279,9 +285,7 @@ def text_teacher(
     model = MegatronModel(
         spec,
         manager().grid(GridShape(**shape)),
-        dtype=torch.float32,
-        seed=0,
-        role="reference",
+        ModelOptions(dtype=torch.float32, seed=0, role="reference"),
     )
     model.load(folder)
     tokenizers = [load_tokenizer(path) for path in (student, own)]

@@ -17,6 +17,7 @@ from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.export import save_folder
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.optimizers import MegatronTrainable
 from megaverl.workers.policy import Actor
 from megaverl.workers.rollout import Rollout
@@ -47,8 +48,7 @@ def update_equal_lengths(
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape(**shape)),
-        dtype=torch.float32,
-        seed=0,
+        ModelOptions(dtype=torch.float32, seed=0),
         overrides=megatron,
     )
     model.load(folder)

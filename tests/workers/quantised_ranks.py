@@ -14,6 +14,7 @@ from megaverl.sharding.vllm import quantised_tensors
 from megaverl.sharding.weight import shapes_of
 from megaverl.weights.transports.quantised import dequantise
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.weight_sync import ActorWeights, WeightSync
 from tests.models.ranks import manager
 from tests.workers.reshard_ranks import GREEDY
@@ -55,7 +56,9 @@ def reshard_and_generate(
     """
     spec = ModelSpec.from_folder(folder)
     model = MegatronModel(
-        spec, manager().grid(GridShape(**shape)), dtype=torch.bfloat16, seed=0
+        spec,
+        manager().grid(GridShape(**shape)),
+        ModelOptions(dtype=torch.bfloat16, seed=0),
     )
     model.load(folder)
     made = engine(folder, tp, quantization, load_weights=False)
@@ -94,9 +97,7 @@ def merged_error(folder: str, shape: dict[str, int], made: VLLMEngine) -> float:
     model = MegatronModel(
         spec,
         manager().grid(GridShape(**shape)),
-        dtype=torch.bfloat16,
-        seed=0,
-        lora=lora,
+        ModelOptions(dtype=torch.bfloat16, seed=0, lora=lora),
     )
     model.load(folder)
     sync = WeightSync(

@@ -28,6 +28,7 @@ from megaverl.workers.micro_batches import (
     plan_updates,
     rows_of_updates,
 )
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable
 from megaverl.workers.policy import Actor
 from megaverl.workers.trainable import TrainableModel
@@ -204,13 +205,13 @@ def trainable_of(
     # with so large an epsilon Adam steps in proportion to the gradient: no rounding is
     # blown up to a full step
     optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
+    overrides = given.pop("overrides", None)
+    model_options = ModelOptions(**given)
     if fsdp is not None:
-        cut = FSDPModel(
-            folder, grid, manager(), fsdp=FsdpConfig(**fsdp), trained=True, **given
-        )
+        cut = FSDPModel(folder, grid, manager(), model_options, fsdp=FsdpConfig(**fsdp))
         cut.load(folder)
         return FSDPTrainable(cut, optimizer=optimizer, scheduler={}, total_updates=10)
-    model = MegatronModel(ModelSpec.from_folder(folder), grid, **given)
+    model = MegatronModel(ModelSpec.from_folder(folder), grid, model_options, overrides)
     model.load(folder)
     return MegatronTrainable(
         model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10
@@ -243,11 +244,13 @@ def last_values(
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape(**shape)),
-        dtype=torch.float32,
-        seed=0,
-        value_head=2,
-        role="critic",
-        pack_samples=pack_samples,
+        ModelOptions(
+            dtype=torch.float32,
+            seed=0,
+            value_head=2,
+            role="critic",
+            pack_samples=pack_samples,
+        ),
     )
     model.load(folder)
     for name, parameter in model.held_parameters.items():
@@ -295,8 +298,7 @@ def tokens_of_updates(folder: str) -> list[list[int]]:
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape()),
-        dtype=torch.float32,
-        seed=0,
+        ModelOptions(dtype=torch.float32, seed=0),
     )
     trainable = MegatronTrainable(
         model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10
@@ -319,8 +321,7 @@ def update_that_is_not_finite(folder: str) -> list[bool]:
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape.fit(dist.get_world_size(), tp=2)),
-        dtype=torch.float32,
-        seed=0,
+        ModelOptions(dtype=torch.float32, seed=0),
     )
     model.load(folder)
     trainable = MegatronTrainable(
@@ -351,10 +352,7 @@ def one_pass(folder: str) -> dict[str, Any]:
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape.fit(dist.get_world_size(), pp=2)),
-        dtype=torch.float32,
-        seed=0,
-        value_head=2,
-        beside_logits=True,
+        ModelOptions(dtype=torch.float32, seed=0, value_head=2, beside_logits=True),
     )
     model.load(folder)
     for name, parameter in model.held_parameters.items():
@@ -409,8 +407,7 @@ def as_decided(folder: str) -> dict[str, Any]:
         model = MegatronModel(
             ModelSpec.from_folder(folder),
             manager().grid(GridShape.fit(dist.get_world_size(), tp=1)),
-            dtype=torch.float32,
-            seed=0,
+            ModelOptions(dtype=torch.float32, seed=0),
         )
         model.load(folder)
         before = torch.cat(

@@ -18,6 +18,7 @@ from megaverl.sharding.weight import shapes_of
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.model import TrainingModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.policy import Policy
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.weight_sync import ActorWeights, WeightSync
@@ -112,16 +113,16 @@ def actor_of(
             folder,
             manager().grid(GridShape.fit(dist.get_world_size(), tp=shape.get("tp", 1))),
             manager(),
+            ModelOptions(
+                dtype=torch.float32, seed=0, trained=True, lora=lora, initialize=False
+            ),
             fsdp=FsdpConfig(sharding_strategy=shape["fsdp"]),
-            dtype=torch.float32,
-            seed=0,
-            trained=True,
-            lora=lora,
-            initialize=False,
         )
     grid = manager().grid(GridShape(**shape))
     return MegatronModel(
-        ModelSpec.from_folder(folder), grid, dtype=torch.float32, seed=0, lora=lora
+        ModelSpec.from_folder(folder),
+        grid,
+        ModelOptions(dtype=torch.float32, seed=0, lora=lora),
     )
 
 

@@ -22,6 +22,7 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import shapes_of
 from megaverl.weights.reshard import FinalParts
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.weight_sync import ActorWeights, WeightSync, adopting
 from tests.models.ranks import manager
@@ -117,8 +118,7 @@ def versions(
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape(**grid)),
-        dtype=torch.float32,
-        seed=0,
+        ModelOptions(dtype=torch.float32, seed=0),
     )
     model.load(folder)
     shared = ReshardConfig(check_every=1)

@@ -227,10 +227,13 @@ def _by_megatron(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     from megaverl.distributed.groups import ProcessGroupManager
     from megaverl.models.packing import MicroBatch
     from megaverl.workers.megatron_model import MegatronModel
+    from megaverl.workers.model_options import ModelOptions
 
     grid = ProcessGroupManager().grid(GridShape())
     model = MegatronModel(
-        source.spec, grid, dtype=torch.float32, seed=0, value_head=source.value_head
+        source.spec,
+        grid,
+        ModelOptions(dtype=torch.float32, seed=0, value_head=source.value_head),
     )
     layout = model.layout_of(0)
     clear_padding(layout, model.parameters)
