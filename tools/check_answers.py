@@ -219,15 +219,18 @@ def write(architecture: str, folder: str) -> None:
 def engine(folder: str, tp: int, *, load_weights: bool) -> Iterator[VLLMEngine]:
     from megaverl.config.roles import RolloutConfig
     from megaverl.rollout.vllm_engine import VLLMEngine
+    from megaverl.rollout.vllm_options import VLLMOptions
 
     made = VLLMEngine(
         folder,
         RolloutConfig(tp=tp),
-        seed=0,
-        dtype=torch.float32,
-        max_model_len=64,
-        load_weights=load_weights,
-        num_sequences=16,
+        VLLMOptions(
+            seed=0,
+            dtype=torch.float32,
+            max_model_len=64,
+            load_weights=load_weights,
+            num_sequences=16,
+        ),
     )
     try:
         yield made

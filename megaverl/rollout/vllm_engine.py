@@ -12,8 +12,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ from megaverl.rollout.engine import (
 )
 from megaverl.rollout.vllm_cache import cache_limited
 from megaverl.rollout.vllm_layouts import LoaderLayouts
+from megaverl.rollout.vllm_options import VLLMOptions
 from megaverl.rollout.vllm_requests import (
     answers,
     calling_when_finished,
@@ -107,15 +109,8 @@ class VLLMEngine:
     Args:
         model_folder: a Hugging Face folder; vLLM reads its config.json, and its weights if `load_weights`.
         config: `rollout`: `tp`, `sleep`, and `vllm`, which are EngineArgs under their own names.
-        seed: seed of the engine; requests have their own seeds.
-        dtype: dtype of weights, activations and cache.
-        max_model_len: most tokens of prompt and response together.
-        stop_token_ids: tokens that end a response.
-        load_weights: False: a reshard must write all of them before the first `generate`.
-        num_sequences: responses that are requested at once, to size the cache.
+        options: what the run and its model ask for.
         on_load: see `megaverl.rollout.make_engine`.
-        images: EngineArgs of a model that takes images (`image_arguments`).
-        routed_experts: record which experts each token took.
 
     Raises:
         RolloutError: there is no process group; `rollout.tp` does not divide the number of ranks; this engine or
@@ -127,22 +122,19 @@ class VLLMEngine:
         self,
         model_folder: str | Path,
         config: RolloutConfig,
+        options: VLLMOptions,
         *,
-        seed: int,
-        dtype: torch.dtype,
-        max_model_len: int,
-        stop_token_ids: Sequence[int] = (),
-        load_weights: bool = True,
-        trust_remote_code: bool = False,
-        num_sequences: int | None = None,
         on_load: OnLoad | None = None,
-        images: Mapping[str, Any] | None = None,
-        routed_experts: bool = False,
     ) -> None:
+        dtype, load_weights, images = (
+            options.dtype,
+            options.load_weights,
+            options.images,
+        )
         self.tp_size = config.tp
         self.replica, self.tp_rank, self.num_replicas = _place(config.tp)
-        self.max_model_len = max_model_len
-        self._stop_token_ids = tuple(stop_token_ids)
+        self.max_model_len = options.max_model_len
+        self._stop_token_ids = options.stop_token_ids
         self._can_sleep = config.sleep and platform.is_cuda
         self._asleep: set[str] = set()  # memory that is unmapped: WEIGHTS, CACHE
         self._has_weights = load_weights
@@ -150,7 +142,7 @@ class VLLMEngine:
         spec = ModelSpec.outline(model_folder)
         self._vocab_size = spec.vocab_size
         # Checked before vLLM is imported, which takes seconds.
-        _check_model(spec, config.tp, max_model_len)
+        _check_model(spec, config.tp, options.max_model_len)
         prepare_vllm()
         keep_default_group()
         # An engine's start runs five garbage collections, which need not visit existing
@@ -161,18 +153,7 @@ class VLLMEngine:
             {} if images is None else {**images, **prepare_images(spec.architecture)}
         )
         inspect_here(spec.architecture)
-        arguments = engine_arguments(
-            config,
-            spec,
-            seed=seed,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            load_weights=load_weights,
-            trust_remote_code=trust_remote_code,
-            num_sequences=num_sequences,
-            images=of_images,
-            routed_experts=routed_experts,
-        )
+        arguments = engine_arguments(config, spec, replace(options, images=of_images))
         drafts = arguments.get("speculative_config")
         self.saved_work = SavedWork()
         self.in_flight: InFlight | None = None
@@ -201,7 +182,7 @@ class VLLMEngine:
             if self.replica == self.tp_rank == 0:
                 announcements.info("%s", text)
 
-        limit = cache_limited(num_sequences, arguments, announce)
+        limit = cache_limited(options.num_sequences, arguments, announce)
         # All contexts apply to the engine's construction alone.
         with (
             to_come,
@@ -210,7 +191,9 @@ class VLLMEngine:
             limit,
         ):
             self._llm: LLM | None = _start(str(model_folder), arguments)
-        self._experts_of = experts_of_requests(self._llm) if routed_experts else None
+        self._experts_of = (
+            experts_of_requests(self._llm) if options.routed_experts else None
+        )
         # vLLM counts drafts only for its own statistics, which are off.
         if drafts:
             count_drafts(self._scheduler, lambda: self.saved_work)
@@ -484,17 +467,7 @@ def prepare_vllm() -> None:
 
 
 def engine_arguments(
-    config: RolloutConfig,
-    spec: ModelSpec,
-    *,
-    seed: int,
-    dtype: torch.dtype,
-    max_model_len: int,
-    load_weights: bool,
-    trust_remote_code: bool = False,
-    num_sequences: int | None = None,
-    images: Mapping[str, Any] | None = None,
-    routed_experts: bool = False,
+    config: RolloutConfig, spec: ModelSpec, options: VLLMOptions
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `LLM`, which are EngineArgs but for the model's folder; see `VLLMEngine`.
 
@@ -505,11 +478,11 @@ def engine_arguments(
     arguments: dict[str, Any] = {
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": config.tp,
-        "dtype": dtype,
-        "seed": seed,
-        "max_model_len": max_model_len,
-        "trust_remote_code": trust_remote_code,
-        "load_format": "auto" if load_weights else "dummy",
+        "dtype": options.dtype,
+        "seed": options.seed,
+        "max_model_len": options.max_model_len,
+        "trust_remote_code": options.trust_remote_code,
+        "load_format": "auto" if options.load_weights else "dummy",
         "skip_tokenizer_init": True,
         # Stop tokens and sampling come from the run's configuration, not from the model
         # folder.
@@ -520,17 +493,10 @@ def engine_arguments(
         "enable_prefix_caching": True,
         "use_tqdm_on_load": False,
         "enable_sleep_mode": config.sleep and platform.is_cuda,
-        **_device_defaults(
-            spec,
-            config.tp,
-            dtype,
-            max_model_len,
-            num_sequences,
-            load_weights=load_weights,
-        ),
-        **(images or {}),
+        **_device_defaults(spec, config.tp, options),
+        **(options.images or {}),
         **config.vllm,
-        **(expert_arguments() if routed_experts else {}),
+        **(expert_arguments() if options.routed_experts else {}),
     }
     if not platform.is_cuda:
         if why := why_no_kernel(spec.head_dim):
@@ -546,26 +512,24 @@ def engine_arguments(
 def _device_defaults(
     spec: ModelSpec,
     tp_size: int,
-    dtype: torch.dtype,
-    max_model_len: int,
-    num_sequences: int | None,
-    *,
-    load_weights: bool,
+    options: VLLMOptions,
 ) -> dict[str, Any]:
     if platform.is_cuda:
         # Triton is vLLM's default on Hopper. The default on Blackwell reorders experts,
         # which no reshard can write.
         may_have_experts = spec.moe is not None or not spec.is_tabled
         return (
-            {"moe_backend": "triton"} if may_have_experts and not load_weights else {}
+            {"moe_backend": "triton"}
+            if may_have_experts and not options.load_weights
+            else {}
         )
     defaults: dict[str, Any] = vllm_cpu().engine_defaults(
         num_layers=spec.num_layers,
         num_kv_heads=max(1, spec.num_kv_heads // tp_size),
         head_dim=spec.head_dim,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        num_sequences=num_sequences,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        num_sequences=options.num_sequences,
         latent_attention=None if spec.mla is None else LATENT_ATTENTION,
     )
     return defaults

@@ -36,7 +36,7 @@ from megaverl.platform import platform
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
-from megaverl.weights.export import save_folder
+from megaverl.weights.export import ShardedModel, save_folder
 from megaverl.weights.load import ArrivingFolder, clear_padding, load_folder
 from megaverl.weights.transports import BUCKET_BYTES
 from megaverl.workers.offload import Offload, OffloadTarget, storages_of
@@ -215,31 +215,28 @@ class TrainingModel(ABC):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Write all weights with `save_folder`, with adapters merged in. Collective over the grid."""
-        layouts, tensors, adapters, add = self.layout_of, self.parameters, None, None
-        if self.adapters is not None:
-            adapters, add = (
-                self.adapters.low_ranks,
-                partial(add_product, scaling=self.adapters.scaling),
+        model = ShardedModel(self.weights, self.layout_of, self.parameters)
+        if (adapters := self.adapters) is not None:
+            model = ShardedModel(
+                self.weights,
+                adapters.beside(self.layout_of),
+                {**self.parameters, **adapters.parameters},
+                adapters.low_ranks,
+                partial(add_product, scaling=adapters.scaling),
             )
-            layouts, tensors = (
-                self.adapters.beside(layouts),
-                {**tensors, **self.adapters.parameters},
-            )
+        sources = [source_folder]
+        if tokenizer_folder is not None:
+            sources.append(tokenizer_folder)
         # Weights that are offloaded come back for the export.
         with self.on_device:
             save_folder(
+                model,
                 folder,
-                source_folder=source_folder,
-                weights=self.weights,
-                layouts=layouts,
-                tensors=tensors,
+                sources=sources,
                 group=self.grid.world,
-                tokenizer_folder=tokenizer_folder,
                 dtype=self.files_dtype,
                 bucket_bytes=bucket_bytes,
                 overwrite=overwrite,
-                adapters=adapters,
-                add=add,
             )
 
     def without_adapters(self) -> AbstractContextManager[None]:

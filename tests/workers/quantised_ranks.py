@@ -9,6 +9,7 @@ import torch
 from megaverl.config.roles import LoraConfig, RolloutConfig
 from megaverl.distributed.grid import GridShape
 from megaverl.rollout.vllm_engine import VLLMEngine
+from megaverl.rollout.vllm_options import VLLMOptions
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.vllm import quantised_tensors
 from megaverl.sharding.weight import shapes_of
@@ -28,11 +29,13 @@ def engine(
     return VLLMEngine(
         folder,
         RolloutConfig(tp=tp, vllm={"quantization": quantization}),
-        seed=0,
-        dtype=torch.bfloat16,
-        max_model_len=64,
-        load_weights=load_weights,
-        num_sequences=4,
+        VLLMOptions(
+            seed=0,
+            dtype=torch.bfloat16,
+            max_model_len=64,
+            load_weights=load_weights,
+            num_sequences=4,
+        ),
     )
 
 

@@ -16,7 +16,7 @@ from megaverl.data.routed_experts import experts_column
 from megaverl.distributed.grid import GridShape
 from megaverl.rollout.engine import Generation
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.weights.export import save_folder
+from megaverl.weights.export import ShardedModel, save_folder
 from megaverl.workers.critic import ActorCritic, Critic
 from megaverl.workers.decisions import Decision, GradientReport, UpdateCounts, Verdict
 from megaverl.workers.fsdp_model import FSDPModel
@@ -150,11 +150,9 @@ def update(
             batch = batch.with_columns(**told_experts(batch, model.spec))
         metrics = actor.update(with_own_tokens(actor, batch), step=0, kl_coef=0.1)
     save_folder(
+        ShardedModel(model.held_weights, model.held_layout_of, model.held_parameters),
         output,
-        source_folder=folder,
-        weights=model.held_weights,
-        layouts=model.held_layout_of,
-        tensors=model.held_parameters,
+        sources=[folder],
         group=model.grid.world,
     )
     return metrics

@@ -13,6 +13,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.grid import GridShape
 from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.vllm_engine import VLLMEngine
+from megaverl.rollout.vllm_options import VLLMOptions
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import shapes_of
 from megaverl.workers.fsdp_model import FSDPModel
@@ -31,11 +32,13 @@ def engine(folder: str, tp: int, *, load_weights: bool, **vllm: Any) -> VLLMEngi
     return VLLMEngine(
         folder,
         RolloutConfig(tp=tp, vllm=vllm),
-        seed=0,
-        dtype=torch.float32,
-        max_model_len=64,
-        load_weights=load_weights,
-        num_sequences=16,
+        VLLMOptions(
+            seed=0,
+            dtype=torch.float32,
+            max_model_len=64,
+            load_weights=load_weights,
+            num_sequences=16,
+        ),
     )
 
 
