@@ -206,8 +206,9 @@ def _pcie(gpu: ElementTree.Element) -> str:
     return f"{now} of {most} lanes" if now and most and now != most else ""
 
 
-def _context(gpu: ElementTree.Element) -> str:
-    state, status = _text(gpu, "context/state"), _text(gpu, "context/status")
+def _fabric(gpu: ElementTree.Element) -> str:
+    # `fabric` is the tag in nvidia-smi's output, and has nothing to do with our own names.
+    state, status = _text(gpu, "fabric/state"), _text(gpu, "fabric/status")
     if state in ("", "Completed") and status in ("", "Success"):
         return ""
     return ", ".join(word for word in (state, status) if word)
@@ -282,8 +283,8 @@ CHECKS = (
         "seat the card and its riser anew; lspci -vv shows LnkSta (downgraded)",
     ),
     Check(
-        "NVSwitch context",
-        _context,
+        "NVSwitch fabric",
+        _fabric,
         "fail",
         "ready, or none",
         "systemctl restart nvidia-fabricmanager, in exactly the driver's version; without it no NVLink is used",
