@@ -61,6 +61,7 @@ def wait_for_event(event: torch.cuda.Event | None, timeout: timedelta | None) ->
     """
     if event is None:
         return
+    # The device has no timeout of its own, so the event is polled.
     end = None if timeout is None else time.monotonic() + timeout.total_seconds()
     while not event.query():
         if end is not None and time.monotonic() > end:
@@ -98,6 +99,8 @@ class Failures:
         self, group: dist.ProcessGroup | None, rank: int, timeout: timedelta | None
     ) -> None:
         name = "" if group is None else group.group_name
+        # All ranks create their resharders in the same order, so that equal numbers
+        # mean the same one.
         self._prefix = f"megaverl/reshard/{name}/{_made[name]}"
         _made[name] += 1
         self._rank = rank
@@ -124,6 +127,8 @@ class Failures:
             group = self._group or dist.distributed_c10d._get_default_group()
             store = dist.distributed_c10d._get_process_group_store(group)
             store = dist.PrefixStore(f"{self._prefix}/{version}", store)
+            # The report is there before the name of its reporter, which others look
+            # for.
             if peer >= 0:
                 store.set(f"report/{self._rank}", json.dumps(reports[0]))
                 store.set("reporter", str(self._rank))
@@ -152,12 +157,14 @@ class Failures:
         Either another rank's report leads to it, or exactly one rank is silent.
         Otherwise return None.
         """
+        # Presence is counted, so that ranks need not ask for each other one by one.
         store.set(f"present/{self._rank}", "")
         store.add("num_present", 1)
         end = time.monotonic() + (self._seconds or 0.0) + GRACE_SECONDS
         while time.monotonic() < end:
             if store.check(["reporter"]):
                 return _follow(store, _report_of(store, store.get("reporter").decode()))
+            # All but one have arrived. Who is missing can be read off.
             if store.add("num_present", 0) >= self._world - 1:
                 break
             time.sleep(POLL_SECONDS)
@@ -174,6 +181,7 @@ def _report_of(store: dist.Store, rank: int | str) -> Report:
 def _follow(store: dist.Store, report: Report) -> Report:
     """Follow reports from the reporter to the rank that it blames, until a rank without a report."""
     end = time.monotonic() + GRACE_SECONDS
+    # Reports may form a circle, if ranks wait for each other.
     seen = {report.reporter}
     while time.monotonic() < end and report.culprit not in seen:
         if store.check([f"report/{report.culprit}"]):

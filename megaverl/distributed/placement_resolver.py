@@ -87,6 +87,7 @@ def smallest_world(
     most: int = 4096,
 ) -> int | None:
     """Return the smallest job size on one node that satisfies a placement, or None up to `most` ranks."""
+    # A placement that names ranks needs at least these.
     least = 1 + max(
         (rank for place in wanted.values() for rank in place.ranks or ()), default=0
     )
@@ -119,6 +120,7 @@ class _Resolving:
         self.roles = [
             role for role in ROLES if role in grids or role in ("actor", "coordinator")
         ]
+        # Nodes have consecutive ranks, in their order.
         ends = accumulate(node.size for node in nodes)
         self.node_ranks = [
             range(end - node.size, end) for node, end in zip(nodes, ends, strict=True)
@@ -129,6 +131,7 @@ class _Resolving:
 
     def run(self) -> ResolvedPlacement:
         self._check_nodes()
+        # Wrong nodes would cause errors about everything else.
         self._raise_problems()
         self._take_claims()
         self._check_roles()
@@ -138,12 +141,15 @@ class _Resolving:
                 and (ranks := self._named_ranks(role, self.wanted[role])) is not None
             ):
                 self.ranks[role] = ranks
+        # In this order: named ranks, whole nodes, numbers of ranks, the rest, and
+        # shared ranks.
         self._settle_counts(self.node_ranks, "num_nodes", "whole nodes")
         self._settle_counts(
             [range(rank, rank + 1) for rank in range(self.size)], "num_ranks", "ranks"
         )
         self._settle_rest()
         self._settle_shared()
+        # Further checks need all ranks.
         self._raise_problems()
         self._check_coordinator()
         self._check_overlaps()
@@ -294,6 +300,8 @@ class _Resolving:
     def _named_quietly(self, role: str) -> tuple[int, ...] | None:
         before = len(self.problems)
         ranks = self._named_ranks(role, self.wanted[role])
+        # Only the comparison with the nodes' claims wants these ranks. Problems are
+        # reported later.
         del self.problems[before:]
         return ranks
 
@@ -324,6 +332,7 @@ class _Resolving:
             for role in self.roles
             if role in self.wanted and self.wanted[role].word == "rest"
         ]
+        # Without claims, the actor takes what is left.
         if "actor" not in self.wanted and not self.claimed:
             rest.insert(0, "actor")
         if len(rest) > 1:
@@ -348,6 +357,7 @@ class _Resolving:
     def _settle_shared(self) -> None:
         """Assign ranks to roles that share another role's ranks, by their entry or by default."""
         for role in self.roles:
+            # A role may share the ranks of one that shares again.
             chain = [role]
             while chain[-1] not in self.ranks:
                 place = self.wanted.get(chain[-1])
@@ -367,6 +377,7 @@ class _Resolving:
                     )
                     break
                 chain.append(other)
+            # The chain ends at a role with ranks, which all of it get.
             else:
                 shared = self.ranks[chain[-1]]
                 self.ranks |= {
@@ -447,6 +458,7 @@ class _Resolving:
             silent_nodes = self._nodes_named(silent)
             self._refuse(
                 "",
+                # Ranks of silent nodes are reported with their nodes.
                 f"{silent_nodes} took no role. Start it with --role, or start the job without it.",
             )
             unused -= {rank for number in silent for rank in self.node_ranks[number]}
@@ -480,6 +492,7 @@ class _Resolving:
 
     def _worlds(self) -> Iterator[World]:
         sharing = self._sharing()
+        # The coordinator is on a rank of some role, or alone.
         if not any(self.ranks["coordinator"][0] in ranks for ranks in sharing):
             sharing[self.ranks["coordinator"]] = ["coordinator"]
         for ranks, roles in sorted(sharing.items()):

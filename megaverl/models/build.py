@@ -95,6 +95,7 @@ def block_spec(
 
             layer.submodules.self_attention.submodules.core_attention = EngineAttention
         parts = _parts_of(layer.submodules.mlp)
+        # Layers without experts have no router.
         if spec.moe is not None and spec.moe.router_bias and hasattr(parts, "router"):
             parts.router = BiasedRouter
     if not with_engine:
@@ -167,6 +168,8 @@ def build_model(
     coords = grid.coords
     # Parts of one tensor must differ between ranks, and replicas must agree:
     # megatron-core keeps a random state for each case.
+    # Reset, so that the weights depend on the seed and not on models that were built
+    # before.
     model_parallel_cuda_manual_seed(
         seed,
         force_reset_rng=True,
@@ -178,6 +181,7 @@ def build_model(
     chunks = []
     for index in range(num_chunks):
         vp_stage = index if grid.shape.vpp else None
+        # With virtual stages, the last chunk of the last rank has the output layer.
         is_last = grid.is_last_stage and index == num_chunks - 1
         model = GPTModel(
             config=config,
@@ -209,6 +213,7 @@ def build_model(
             model.embedding.register_forward_hook(_Scale(spec.hidden_size))
         _mark_cut_weights(model)
         _mark_experts(model, grid.shape)
+        # Built on the host in the same order on every rank, then moved.
         chunks.append(model.to(platform.device))
     return chunks
 
@@ -259,6 +264,7 @@ def _take_gates_in_turn(model: torch.nn.Module) -> None:
         outputs, bias = output
         return _gates_first(outputs), None if bias is None else _gates_first(bias)
 
+    # Names tell experts from shared experts, which keep megatron-core's order.
     for name, module in model.named_modules():
         if ".experts." in name and name.endswith(".linear_fc1"):
             module.register_forward_hook(gates_first)
@@ -266,7 +272,9 @@ def _take_gates_in_turn(model: torch.nn.Module) -> None:
 
 def _gates_first(x: torch.Tensor) -> torch.Tensor:
     """Return [..., 2 n] of alternating pairs with the first elements of all pairs before the second ones."""
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    # [..., 2 n] -> [..., n, 2] -> [..., 2, n]: a transposition puts all gates first.
+    pairs: torch.Tensor = x.unflatten(-1, (-1, 2))
+    return pairs.transpose(-1, -2).flatten(-2)
 
 
 def _mark_cut_weights(model: GPTModel) -> None:
@@ -281,6 +289,8 @@ def _mark_cut_weights(model: GPTModel) -> None:
         ):
             weight = module.weight
             if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                # Row-parallel weights are split along the inputs, all others along the
+                # outputs.
                 dim = 1 if isinstance(module, RowParallelLinear) else 0
                 set_tensor_model_parallel_attributes(
                     weight, is_parallel=True, dim=dim, stride=1
@@ -303,6 +313,7 @@ def _mark_experts(model: torch.nn.Module, shape: GridShape) -> None:
     unless `ep` is above 1. It also marks biases as shared by tensor-parallel ranks,
     though each rank has its own experts.
     """
+    # Experts are then reduced over groups of their own.
     apart = shape.ep > 1 or shape.expert_tp != shape.tp
     for name, module in model.named_modules():
         if ".experts." in name and isinstance(module, RowParallelLinear):
@@ -322,6 +333,7 @@ def layers_per_stage(config: TransformerConfig, shape: GridShape) -> list[int]:
     stages = shape.vpp or 1
     return [
         get_num_layers_to_build(config, chunk if shape.vpp else None, pp_rank)
+        # Model order: chunk by chunk, and within a chunk stage by stage.
         for chunk in range(stages)
         for pp_rank in range(shape.pp)
     ]

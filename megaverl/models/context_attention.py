@@ -86,6 +86,8 @@ class ContextAttention(CausalAttention):
     ) -> torch.Tensor:
         if not isinstance(packing, CutPacking):
             return super()._attend_packed_row(q, k, v, packing)
+        # Both of the rank's chunks are attended separately, since they see different
+        # parts of the row.
         query_halves = zip(packing.halves, q.chunk(2), strict=True)
         options = self.softmax_scale, self.window, self.softmax_offset
         return torch.cat(
@@ -105,6 +107,8 @@ class ContextAttention(CausalAttention):
         assert look is None
         outputs = []
         halves = _halves(k.shape[2], self._part)
+        # `chunk` cuts the queries at the border of the two chunks, which are equally
+        # long.
         for half, (begin, end) in zip(q.chunk(2, dim=2), halves, strict=True):
             # The first chunk of a row sees itself alone, so the kernel's own causal
             # mask does. Later queries see earlier keys too.
@@ -132,15 +136,19 @@ class ContextAttention(CausalAttention):
         self, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather keys and values of all ranks, in the row's order: [s / cp, b, kv_heads, d] -> [s, b, kv_heads, d]."""
+        # Collective over the context-parallel group. In the backward pass, gradients
+        # are reduce-scattered.
         both = gather_from_sequence_parallel_region(
             torch.cat([key, value], dim=-1),
             tensor_parallel_output_grad=True,
             group=self._group,
         )
         # The second chunks are held in reverse order of ranks; see the drawing above.
+        # [cp, 2, chunk, ...] -> two lists of chunks by rank.
         first, second = both.unflatten(0, (self._part.size, 2, -1)).unbind(1)
         whole = torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])
-        return whole.split([key.shape[-1], value.shape[-1]], dim=-1)
+        keys, values = whole.split([key.shape[-1], value.shape[-1]], dim=-1)
+        return keys, values
 
 
 @dataclass
@@ -168,6 +176,8 @@ def _pieces(
     counts = []
     for beginning, common, place, length in segments:
         last = min(place + length, end)
+        # A segment without a query in this chunk is not computed here, even if its keys
+        # are.
         if max(place, begin) < last:
             pieces.append((beginning, common, place, last - place))
             counts.append(last - max(place, begin))
@@ -195,6 +205,7 @@ def pack_part(
     for (begin, end), (pieces, counts) in zip(
         _halves(len(tensors["source"]), part), chunks, strict=True
     ):
+        # Keys come from the whole row, queries only from this chunk.
         keys, _ = spans([(*piece, False) for piece in pieces], len(tensors["source"]))
         ends = [place + length - begin for _, _, place, length in pieces]
         queries, query_mask = spans(
@@ -204,8 +215,10 @@ def pack_part(
             ],
             end - begin,
         )
+        # Where each query's output lies among the segments' outputs.
         place = torch.zeros(end - begin, dtype=torch.int64)
         place[queries[query_mask]] = query_mask.flatten().nonzero()[:, 0]
+        # Keys before the segment's first query in this chunk.
         offsets = [
             common + length - count
             for (_, common, _, length), count in zip(pieces, counts, strict=True)
@@ -258,6 +271,7 @@ def _cut(
     )
     total = len(tensors["source"])
     tensors["local_places"] = own_places(total, part)
+    # Rotary embeddings need positions of this rank's tokens alone.
     tensors["positions"] = tensors["positions"][tensors["local_places"]]
     return tensors, [
         _pieces(segments, begin, end) for begin, end in _halves(total, part)
@@ -280,10 +294,12 @@ def pack_for_engine(
     therefore never see it.
     """
     multiple = 2 * part.size
+    # An empty batch still needs one sequence, because every rank takes part.
     filled = [-(-length // multiple) * multiple for length in lengths if length] or [
         multiple
     ]
     total = sum(filled)
+    # Padding of the row is one more sequence.
     filled += [-total % multiple_of] if total % multiple_of else []
     begins = [sum(filled[:number]) for number in range(len(filled))]
     source = torch.zeros(sum(filled), dtype=torch.int64)
@@ -301,6 +317,7 @@ def pack_for_engine(
         max_seqlen_q=max(filled),
         max_seqlen_kv=max(filled),
         source=source,
+        # Positions count within each sequence, including its padding.
         positions=torch.cat([own_places(length, part) for length in filled]),
         starts=torch.tensor(starts, dtype=torch.int64),
         local_places=torch.cat(

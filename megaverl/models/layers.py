@@ -45,6 +45,7 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalize [..., hidden]; the result has the same shape and dtype."""
         factor = 1.0 + self.weight.float() if self.zero_centred else self.weight
+        # PyTorch has no fused kernel for CPUs.
         if hidden.device.type == "cpu":
             return rms_norm(hidden, factor, self.eps)
         if self.zero_centred:
@@ -67,7 +68,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Returns:
         [..., width], dtype of `x`.
     """
-    result: torch.Tensor = _RMSNorm.apply(x, weight, eps)
+    result: torch.Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
     return result
 
 
@@ -83,6 +84,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
+        # Sums of squares are accumulated in float32 or wider, in one pass.
         inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x))
         inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
@@ -95,11 +97,13 @@ class _RMSNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
         normed = _scaled(x, inverse)
+        # Gradients may be of 16 bits, and products are summed over all tokens.
         wide = grad.to(_wide(grad))
         product = (wide * normed).reshape(-1, x.shape[-1])
         by_weight = (
             product.sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         )
+        # [tokens, 1]: mean of h n over the last dimension, needed for every element.
         mean = product.mv(weight.to(product.dtype)).div_(x.shape[-1]).view_as(inverse)
         by_x = (wide * weight).sub_(normed.mul_(mean)).mul_(inverse)
         return by_x.to(x.dtype), by_weight, None
@@ -115,7 +119,7 @@ def _scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return x * factor if x.dtype == factor.dtype else x.to(factor.dtype).mul_(factor)
 
 
-class BiasedRouter(TopKRouter):
+class BiasedRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no complete types
     """megatron-core's router with DeepSeek-V3's bias (arXiv 2412.19437, eq. 16).
 
     The bias affects the choice of experts, but not their weights. megatron-core keeps
@@ -165,6 +169,7 @@ class ValueHead(nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """Map [s, b, hidden] to ([s, b, num_values] float32, no bias). Signature of ColumnParallelLinear."""
         values = torch.nn.functional.linear(hidden.float(), self.weight.float())
+        # The output layer would gather the sequence itself. The value head replaces it.
         if self.sequence_parallel:
             values = gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self.tp_group
@@ -202,9 +207,11 @@ class ValuesBesideLogits(ValueHead):
         assert self._seen is not None, (
             "there was no forward pass, or its values were taken"
         )
+        # Taken once, so that no hidden states of an earlier pass are used by mistake.
         hidden = self._seen
         self._seen = None
-        return self(hidden)[0].transpose(0, 1)
+        values: torch.Tensor = self(hidden)[0]
+        return values.transpose(0, 1)
 
 
 class _SumGradients(torch.autograd.Function):
@@ -219,6 +226,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # The all-reduce works in place and needs a contiguous gradient.
         total = grads[0].contiguous()
         if dist.get_world_size(ctx.group) > 1:
             dist.all_reduce(total, group=ctx.group)
@@ -232,7 +240,7 @@ def sum_gradients(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     `copy_to_tensor_model_parallel_region` (0.16) silently skips the sum for a gradient
     that is not contiguous, such as that of a transposed tensor.
     """
-    summed: torch.Tensor = _SumGradients.apply(values, group)
+    summed: torch.Tensor = _SumGradients.apply(values, group)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
     return summed
 
 
@@ -243,6 +251,7 @@ class _SumValues(torch.autograd.Function):
     def forward(
         ctx: Any, values: torch.Tensor, group: dist.ProcessGroup
     ) -> torch.Tensor:
+        # Copied, because the all-reduce overwrites its input, which autograd may need.
         total = values.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
@@ -260,7 +269,7 @@ def sum_values(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """
     if dist.get_world_size(group) == 1:
         return values
-    summed: torch.Tensor = _SumValues.apply(values, group)
+    summed: torch.Tensor = _SumValues.apply(values, group)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
     return summed
 
 
@@ -275,6 +284,8 @@ class HiddenHead:
         self._layer = layer
         self._group = group
         self._tied: torch.Tensor | None = None
+        # The layer's weight stays a parameter of the layer, and only its forward pass
+        # is replaced.
         layer.forward = self
 
     @property
@@ -293,6 +304,7 @@ class HiddenHead:
 
         Signature of ColumnParallelLinear.
         """
+        # With tied embeddings megatron-core passes the weight in each pass.
         self._tied = weight
         if self._layer.sequence_parallel:
             whole = gather_from_sequence_parallel_region(
@@ -335,6 +347,8 @@ class AtPositions:
         """Use these positions for forward passes inside."""
         self.positions = positions
         try:
+            # Positions are set for a whole forward pass. Recomputed layers set them
+            # again.
             yield
         finally:
             self.positions = None

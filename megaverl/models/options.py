@@ -53,6 +53,7 @@ def fused_options(spec: ModelSpec, overrides: Mapping[str, Any]) -> dict[str, An
     # Transformer Engine's activation replaces the function that the fusion would fuse.
     own_activation = bool(overrides.get("use_te_activation_func"))
     return {
+        # Fused only if megatron-core has a kernel for it.
         "bias_activation_fusion": spec.activation in FUSED_ACTIVATIONS
         and not own_activation,
         "bias_dropout_fusion": not spec.linear_bias,
@@ -228,6 +229,7 @@ def transformer_config(
         "calculate_per_token_loss": True,
         GRAPHED: [],
     }
+    # With virtual stages the two directions overlap.
     if shape.vpp and shape.pp == 2:
         # With two stages both neighbours are the same rank, so messages of the two
         # directions must not share a batch.
@@ -237,10 +239,12 @@ def transformer_config(
     if spec.mla is not None:
         options |= latent_attention_options(spec, spec.mla)
     options |= ACTIVATIONS[spec.activation]
+    # The user's fields, with values converted to the types of megatron-core's fields.
     settings = coerce(config_class, overrides or {}, "megatron")
     check_fused_rope(spec, settings)
     _check_needs(overrides or {})
     options |= fused_options(spec, settings) if platform.is_cuda else CPU_OPTIONS
+    # Later entries win: model, then machine, then user, then grid.
     options |= settings
     options |= {
         "tensor_model_parallel_size": shape.tp,
@@ -254,6 +258,7 @@ def transformer_config(
         # A sequence split over one rank is whole. Roles inherit the actor's fields, and
         # may have a smaller tp.
         options["sequence_parallel"] = False
+    # Only experts depend on combinations that megatron-core checks late.
     if spec.moe is not None:
         _check_expert_options(options, shape)
     _check_attention_backend(options.get("attention_backend", AttnBackend.auto))
@@ -308,6 +313,8 @@ def token_multiple(config: TransformerConfig, shape: GridShape) -> int:
     """
     cut = shape.tp if config.sequence_parallel else 1
     if not config.fp8:
+        # Chunks of context-parallel ranks are even, and each must divide over
+        # sequence-parallel ranks.
         return cut if shape.cp == 1 else shape.cp * math.lcm(2, cut)
     return cut * shape.cp * (32 if config.fp8_recipe == "mxfp8" else 16)
 

@@ -173,6 +173,7 @@ class ServerPool:
         self._delivering = threading.Lock()
         # Lines of the watched file that are not a usable URL.
         self._strangers: set[str] = set()
+        # Guards members and weights, and wakes requests that wait for a server.
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -207,6 +208,7 @@ class ServerPool:
             if self._router is not None:
                 # Servers empty their caches when they take new weights.
                 self._router.forget()
+            # Old weights must not answer any request from here on.
             for member in self.members.values():
                 if member.state == "ready":
                     member.state, member.why = "waiting", "its weights are old"
@@ -215,6 +217,7 @@ class ServerPool:
         self.look(live=live)
         if is_first:
             self._raise_refused()
+        # Without a server the run cannot go on. A server may still be starting.
         self._wait_for_one(watched=False, live=live)
         if self._watcher is None:
             self._watcher = threading.Thread(
@@ -241,6 +244,7 @@ class ServerPool:
         Servers that another thread is querying are skipped, since loading weights may
         take minutes.
         """
+        # Addresses may have changed since the last look.
         self._take_up()
         self._each(self._ask, then=partial(self._deliver, live=live))
 
@@ -277,6 +281,7 @@ class ServerPool:
                 logger.warning("%s", error)
 
     def _take_up(self) -> None:
+        # Without duplicates, in the order of the configuration.
         wanted = dict.fromkeys(self._addresses())
         with self._changed:
             for url in [url for url in self.members if url not in wanted]:
@@ -310,9 +315,11 @@ class ServerPool:
         then: Callable[[list[Member]], None] = lambda members: None,
     ) -> None:
         """Query all servers that no other thread queries, in threads, and pass them to `then`."""
+        # Marked under the lock, so that no two threads query one server.
         with self._changed:
             free = [
                 candidate
+                # Ready servers are left alone, and refused ones stay out.
                 for candidate in self.members.values()
                 if not candidate.asked and candidate.state in ("waiting", "lost")
             ]
@@ -362,6 +369,7 @@ class ServerPool:
             return
         with self._judging(member, weights):
             member.server.healthy()
+            # The server restarted, came late, or has old weights.
             if member.server.weight_version() != weights.name:
                 if not self._admits:
                     member.lacks = weights
@@ -400,6 +408,7 @@ class ServerPool:
         errors: Mapping[str, RolloutError] = {}
         try:
             assert self.transfer is not None
+            # Newer weights were published while this thread waited for its turn.
             if self.weights is not weights:
                 return
             errors = self.transfer.deliver(
@@ -447,6 +456,7 @@ class ServerPool:
         try:
             load(weights.folder or "")
             self._compare(member, weights)
+            # The name comes last: a server with the name has proven its weights.
             server.name_weights(weights.name)
             if (name := server.weight_version()) != weights.name:
                 raise ServerRefused(
@@ -454,6 +464,7 @@ class ServerPool:
                 )
         except ServerLost as error:
             member.failed_loads += 1
+            # A single failure may be the network's. Repeated ones are the server's.
             if member.failed_loads < MOST_LOADS:
                 raise
             raise ServerRefused(
@@ -483,6 +494,7 @@ class ServerPool:
                 f"{'see that very folder, and ' if weights.folder else ''}compute as the trainer does (dtype, "
                 "quantisation)."
             )
+        # The same log-probs after an update prove that the server kept its old weights.
         before, member.compared = member.compared, (weights.log_probs, log_probs)
         if before is not None and log_probs == before[1]:
             changed = _mean_difference(weights.log_probs, before[0])
@@ -502,6 +514,7 @@ class ServerPool:
             member.checked &= self.transfer is None or state != "lost"
             self._announce(member, why)
             self._changed.notify_all()
+        # Logged outside the lock.
         if state != before:
             log = logger.info if state == "ready" else logger.warning
             log("rollout server %s is %s. %s", member.server.url, state, why)
@@ -589,6 +602,7 @@ class ServerPool:
                     for member in self.members.values()
                     if member.state == "ready"
                 ]
+                # Ready servers that have reached their limit are not free.
                 free = [
                     member for member in ready if member.running < self._most_running
                 ]
@@ -598,8 +612,11 @@ class ServerPool:
                     first = self._turn % len(free or ready)
                     in_turn = (free or ready)[first:] + (free or ready)[:first]
                     chosen = self._choose(in_turn, token_ids)
+                    # Counted under the lock, so that two requests do not both take the
+                    # last place.
                     chosen.running += stopped is not None
                     return chosen
+                # Measured since the last moment with a ready server.
                 empty_since = None if ready else empty_since or time.monotonic()
                 if (
                     empty_since is not None
@@ -607,6 +624,8 @@ class ServerPool:
                 ):
                     raise RolloutError(self._why_empty())
                 if watched:
+                    # `wait` releases the lock, so that other threads can report
+                    # changes.
                     self._changed.wait(self._poll_seconds)
             if not watched:
                 self._closed.wait(self._poll_seconds)
@@ -652,6 +671,7 @@ def addresses_of(config: ServersConfig, watched: Path) -> list[str]:
         [*config.urls, *(_resolved(config.dns) if config.dns else ())]
     )
     for line in lines_of(watched):
+        # Lines apply in order: a server may be added again after it was removed.
         if line.startswith("-"):
             addresses.pop(line[1:].strip(), None)
         else:
@@ -727,10 +747,12 @@ def lines_of(watched: Path) -> list[str]:
 def change(watched: Path, urls: Sequence[str], *, adds: bool) -> None:
     """Add servers to a watched file, or mark them as removed. The file is replaced atomically, as runs read it."""
     urls = [url.rstrip("/") for url in urls]
+    # Older lines about these servers are dropped, so that the file does not grow.
     kept = [
         line for line in lines_of(watched) if line.removeprefix("-").strip() not in urls
     ]
     lines = [*kept, *(url if adds else f"-{url}" for url in urls)]
+    # Runs that read the file see the old or the new one, never half of it.
     temporary = watched.with_name(watched.name + ".tmp")
     try:
         temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

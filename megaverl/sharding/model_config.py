@@ -259,6 +259,7 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
         numbers += [*LATENT_SIZES, "q_lora_rank"]
     for key in dict.fromkeys(numbers):
         value = config.get(key, 1)
+        # `isinstance` would accept True, which is an int.
         if (type(value) is not int or value < 1) and not (
             value is None and key in optional
         ):

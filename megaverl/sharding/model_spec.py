@@ -234,6 +234,8 @@ class ModelSpec:
         try:
             return cls.from_config(config, source)
         except ModelError:
+            # `from_config` also refuses values that are no JSON object, which have no
+            # outline either.
             if not isinstance(config, dict):
                 raise
             return cls(**_outlined(config, source))
@@ -337,6 +339,8 @@ def _outlined(config: dict[str, Any], source: str) -> dict[str, Any]:
     ]
 
     def number(name: str, default: int) -> int:
+        # Names are tried from the most common one on, each in the model's own part and
+        # then in its text part.
         values = (
             part[key] for key in OTHER_NAMES[name] for part in parts if key in part
         )
@@ -470,6 +474,7 @@ def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
     """Return the scaling of the rotary embedding under its new name `rope_type`, or None without scaling."""
     if rope["rope_type"] == "default":
         return None
+    # `type` is the old name of `rope_type`. The other two are fields of ModelSpec.
     elsewhere = ("type", "rope_theta", "partial_rotary_factor")
     return {key: value for key, value in rope.items() if key not in elsewhere}
 
@@ -592,6 +597,8 @@ def misfits(
     moe = spec.moe
     kv_heads = spec.num_kv_heads
 
+    # Either the ranks divide the heads, or the heads divide the ranks and the rows of
+    # keys and values can be split evenly.
     def fits_kv(size: int) -> bool:
         return not kv_heads % size or not (
             size % kv_heads or 2 * kv_heads * spec.head_dim % size

@@ -301,6 +301,7 @@ class Plans(Sequence[Plan]):
                     asked = self._asked.setdefault(group.shards[shards].classes, {})
                     asked.setdefault(dest_class, []).append((size, part))
         self.direct: Loads | None = None
+        # On a single node there are no links that fan-out could relieve.
         self.fan_out = self._make_fan_out() if fan_out and len(nodes) > 1 else None
         # Indexes by class, so that the plan of one rank touches only the sets of
         # holders that concern it.
@@ -413,6 +414,8 @@ class Plans(Sequence[Plan]):
                 zip(*self.fan_out.parts(rank), strict=True)
             ):
                 chunk, hop = ORDER[number]
+                # Hops without traffic on this rank are listed as well, because `after`
+                # is a number of a hop.
                 relays.append(
                     Hop(
                         {
@@ -488,6 +491,8 @@ class Plans(Sequence[Plan]):
         # tuples directly skips the named tuple's constructor.
         new = tuple.__new__
         transfers: list[Transfer] = []
+        # Parts of a group are listed together, since their boxes may join into larger
+        # ones.
         for number, same in groupby(sorted(parts), key=lambda part: part.group):
             for low, high, shards in _segments(list(same)):
                 key = (
@@ -610,6 +615,8 @@ class Plans(Sequence[Plan]):
 
 def _segments(parts: list[ShardRange]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """Yield runs of tensors with the shard sets that apply to the whole run, from the parts of one group."""
+    # Every bound of a part is a cut, so the same shard sets apply everywhere between
+    # two cuts.
     cuts = sorted({part.low for part in parts} | {part.high for part in parts})
     for low, high in pairwise(cuts):
         shards = tuple(
@@ -651,6 +658,8 @@ def _overlaps(
 ) -> Iterator[_Overlap]:
     """Yield the intersections of held and wanted pieces in some shard sets."""
     cells = [cell for number in shards for cell in group.shards[number].cells]
+    # Cells are intersections of what the holders have, so each lies inside a single
+    # piece.
     places = [
         next((i, p) for i, p in enumerate(held) if contains(p.box, cell))
         for cell in cells
@@ -668,6 +677,8 @@ def _overlaps(
 
 def _merge(overlaps: Iterable[_Overlap]) -> list[tuple[Box, int, Box, int, Box]]:
     """Merge intersections that are adjacent in all three boxes, until none is left. Sorted by box."""
+    # Sorted by local tensors first, because only boxes of the same local tensors can be
+    # joined.
     merged = sorted(overlaps)
     count = 0
     while count != len(merged):

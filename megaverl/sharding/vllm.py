@@ -240,6 +240,7 @@ def vllm_layouts(
         # Replicas hold the same, and share one object per tensor-parallel rank.
         if tp_rank not in layouts:
             builder = LayoutBuilder()
+            # Layers of one kind are filled alike, so each kind is computed once.
             fills: dict[_Kind, Fill] = {}
             for local, members in fused.items():
                 if kinds[local] not in fills:
@@ -318,6 +319,7 @@ def _fill_experts(
     )
     parts = tuple(
         (
+            # Weights are numbered expert by expert.
             expert * len(weights) + number,
             box,
             Box((expert, *inner.start), (expert + 1, *inner.stop)),
@@ -381,6 +383,8 @@ def _fused_rows(
         [weight], spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     ):
         run, place = part.rows // tp_size, tp_rank
+        # A key-value head that several ranks share is not divided. Adjacent ranks hold
+        # the same one.
         if part.is_shared and shares_kv_heads(spec, tp_size):
             run, place = spec.head_dim, tp_rank // (tp_size // spec.num_kv_heads)
         first = part.start + place * run

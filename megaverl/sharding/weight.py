@@ -146,6 +146,7 @@ class StackedPart(NamedTuple):
 
 def stacked_part(weight: Weight, experts: range, tp: int, tp_rank: int) -> StackedPart:
     """Return one of `tp` parts of adjacent experts. The split size must be divisible by `tp`."""
+    # Axis that tensor parallelism splits. None: STACKED_WHOLE is not split.
     axis = {Split.STACKED_OUT: len(weight.shape) - 1, Split.STACKED_IN: 1}.get(
         weight.split
     )
@@ -155,6 +156,7 @@ def stacked_part(weight: Weight, experts: range, tp: int, tp_rank: int) -> Stack
         run = weight.shape[axis] // tp
         start[axis], stop[axis] = tp_rank * run, (tp_rank + 1) * run
     box = Box(tuple(start), tuple(stop))
+    # Biases `[experts, out]` lie as in the files. Matrices are transposed.
     if len(box.shape) == 2:
         return StackedPart(box, box.shape, None)
     view = Strides((0, 2, 1), (0, 0, 0), (1, 1, 1))
@@ -181,6 +183,8 @@ def listed(lines: Iterable[str]) -> list[str]:
     for text, numbers in alike.items():
         distinct = sorted(set(numbers))
         columns = [sorted(set(column)) for column in zip(*distinct, strict=True)]
+        # Lines can be merged without loss if their numbers are all combinations of the
+        # columns' values.
         if prod(map(len, columns)) == len(distinct):
             out.append(_fill(text, [_ranges(column) for column in columns]))
         else:

@@ -54,7 +54,8 @@ from megaverl.workers.reward import (
 )
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.server_sync import ServerSync
-from megaverl.workers.teacher import Teacher, reference_policy
+from megaverl.workers.teacher import Teacher
+from megaverl.workers.text_teacher import reference_policy
 from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.weight_sync import (
     ActorWeights,

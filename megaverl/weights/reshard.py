@@ -444,7 +444,7 @@ class Resharder:
             raise ReshardError(
                 f"this rank brought the weights to version {self.version + 1}, others to {other}."
             )
-        return max(sent_by_rank)
+        return int(max(sent_by_rank))
 
 
 def assign(

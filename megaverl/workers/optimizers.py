@@ -62,6 +62,8 @@ class MegatronTrainable(TrainableModel):
         offload: OffloadConfig | None = None,
     ) -> None:
         grid = model.grid
+        # megatron-core reduces gradients over data-parallel and context-parallel ranks
+        # together.
         replicas = grid.shape.dp * grid.shape.cp
         config, ddp_config = optimizer_configs(
             model.role, optimizer, ddp, model.config.params_dtype, replicas
@@ -85,6 +87,8 @@ class MegatronTrainable(TrainableModel):
         ]
         self._overlap_param_gather = ddp_config.overlap_param_gather
         if self._overlap_param_gather:
+            # Names of parameters by identity, because megatron-core's buckets hold the
+            # parameters themselves.
             names = {
                 id(parameter): name for name, parameter in model.parameters.items()
             }
@@ -107,6 +111,8 @@ class MegatronTrainable(TrainableModel):
         self.scheduler = OptimizerParamScheduler(
             self.optimizer, **scheduler_options(config, scheduler, total_updates)
         )
+        # megatron-core asks the model's configuration for the functions of its
+        # schedule.
         model.config.grad_scale_func = self.optimizer.scale_loss
         model.config.finalize_model_grads_func = _finalize
         if ddp_config.overlap_grad_reduce:
@@ -126,6 +132,8 @@ class MegatronTrainable(TrainableModel):
 
     def _gradient_norm(self) -> float | None:
         return (
+            # True if float16's scaling found an overflow, in which case there is no
+            # norm.
             None
             if self.optimizer.prepare_grads()
             else float(self.optimizer.get_grad_norm())
@@ -135,6 +143,7 @@ class MegatronTrainable(TrainableModel):
         self.optimizer.step_with_ready_grads()
         if self._overlap_param_gather:
             for number, group in enumerate(self._gathered_groups, start=1):
+                # Collective over the data-parallel ranks of each group.
                 # Gather group by group, so that one can be sent to the engines while
                 # the next is gathered.
                 group.start_param_sync(force_sync=True)
@@ -167,6 +176,7 @@ class MegatronTrainable(TrainableModel):
         return [*self.model.held, *optimizer_tensors(self.optimizer)]
 
     def _optimizer_storages(self) -> Storages:
+        # Some optimizers keep views of weights or gradients, which move with those.
         shared = [*self.model.held, *self._gradient_buffers]
         return storages_of(optimizer_tensors(self.optimizer), without=shared)
 
@@ -180,6 +190,8 @@ class MegatronTrainable(TrainableModel):
                     flat = bucket.grad_data
                     # Keep only this rank's shard.
                     if bucket_group.ddp_config.use_distributed_optimizer:
+                        # The reduce-scattered gradient of this rank is one of `size`
+                        # equal parts of the bucket.
                         size = bucket_group.intra_distributed_optimizer_instance_size
                         flat = flat.view(size, -1)[
                             bucket_group.intra_distributed_optimizer_instance_rank
@@ -201,6 +213,8 @@ class MegatronTrainable(TrainableModel):
 
     def follow_masters(self) -> None:
         for single in _chain(self.optimizer):
+            # Optimizers in float32 step on the weights themselves and have nothing to
+            # copy.
             if (
                 isinstance(single, MixedPrecisionOptimizer)
                 and not single.is_stub_optimizer
@@ -220,6 +234,7 @@ class MegatronTrainable(TrainableModel):
                 if getattr(optimizer, "is_stub_optimizer", False)
                 else optimizer.get_parameters()
             )
+            # Precision-aware optimizers keep gradients beside the parameter.
             of_precision_aware = (
                 getattr(parameter, "decoupled_grad", None) for parameter in parameters
             )
@@ -271,6 +286,7 @@ def optimizer_configs(
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters that megatron-core's optimizers update and their state, over all optimizers of a chain."""
     for single in _chain(optimizer):
+        # State exists after the first step only.
         yield from _stepped_on(single)
         for state in (
             single.optimizer.state.values() if single.optimizer is not None else ()
@@ -369,6 +385,7 @@ class FSDPTrainable(TrainableModel):
         ]
         # A rank may hold no row of a small parameter.
         self.parameters = [p for p in parameters if local(p).numel()]
+        # As in megatron-core: biases and norms, which have one axis, do not decay.
         self.optimizer = torch.optim.AdamW(
             [
                 {
@@ -411,6 +428,7 @@ class FSDPTrainable(TrainableModel):
             if p.grad is not None and self.model.speaks_for(p)
         ]
         if gradients:
+            # One kernel for all norms, and a single blocking copy.
             square_sum = float(
                 torch.stack(torch._foreach_norm(gradients)).double().square().sum()
             )

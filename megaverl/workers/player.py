@@ -95,6 +95,7 @@ class Player:
         Raises:
             EpisodeError: an environment is set up wrongly, or does not work; raised on every rank.
         """
+        # Games of this rank, by the number of the episode over all ranks.
         games: dict[int, Game] = {}
         try:
             views = self._play(starts, games, generate, group_size)
@@ -143,6 +144,8 @@ class Player:
         def step(
             turns: Mapping[int, Mapping[str, list[list[int]]]],
         ) -> dict[int, Turns | Fault]:
+            # Only the rank that holds an episode steps it. The others wait for its
+            # result.
             own_numbers = [number for number in turns if number in games]
 
             def step_one(number: int) -> Any:
@@ -194,6 +197,7 @@ class Player:
                 return {"fault": str(fault)}
 
         results: dict[int, Any] = {}
+        # All ranks raise if an environment of one of them is set up wrongly.
         with together(self.world):
             results = self._side_by_side(numbers, call_one)
         return {

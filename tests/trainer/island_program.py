@@ -21,6 +21,7 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.islands import Island, serve_join
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable, local
 from megaverl.workers.policy import Actor
 from tests.models.ranks import grid, manager
@@ -98,13 +99,13 @@ def steps_of(
         trainable: MegatronTrainable | FSDPTrainable
         if fsdp is None:
             model = MegatronModel(
-                ModelSpec.from_folder(folder / "model"), grid(), **given
+                ModelSpec.from_folder(folder / "model"), grid(), ModelOptions(**given)
             )
             model.load(folder / "model")
             trainable = MegatronTrainable(model, ddp=ddp or {}, **more)
         else:
             model = FSDPModel(
-                folder / "model", grid(), manager(), fsdp=fsdp, trained=True, **given
+                folder / "model", grid(), manager(), ModelOptions(**given), fsdp=fsdp
             )
             model.load(folder / "model")
             trainable = FSDPTrainable(model, **more)
