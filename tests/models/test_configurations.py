@@ -34,7 +34,9 @@ NEEDED = {
     "MinistralForCausalLM": {"head_dim"},
     "CwmForCausalLM": HEADS,
     "NemotronForCausalLM": HEADS,
-    "DeepseekV2ForCausalLM": CHOICE,
+    "OlmoeForCausalLM": HEADS,
+    # torch multiplies by no matrix of the default's odd width on a CPU.
+    "DeepseekV2ForCausalLM": {*CHOICE, "moe_intermediate_size"},
 }
 LARGE_ENOUGH = {
     frozenset(CHOICE): dict.fromkeys(
@@ -157,7 +159,8 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"residual_dropout": 0.1},
     ],
     "Exaone4ForCausalLM": [
-        {"sliding_window": None},  # rotary embeddings in all layers
+        # Rotary embeddings in all layers.
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2},
         {"layer_types": ["full_attention", "sliding_attention"]},
     ],
     "Gemma3ForCausalLM": [
