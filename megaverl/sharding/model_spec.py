@@ -44,6 +44,14 @@ NO_TABLE = {
     "Engine, both for GPUs alone, and reads packed rows from 0.19 on",
     "Llama4ForCausalLM": "megatron-core (0.16 to 0.19) has no attention within chunks, nor its queries' growing "
     "temperature",
+    "Gemma2ForCausalLM": "attention (megatron-core 0.16 to 0.19, and fused kernels) and the chunked log-probs have no soft "
+    "caps",
+    "Ernie4_5_MoeForCausalLM": "megatron-core's router (0.16 to 0.19) adds a bias to sigmoid scores only, this model to "
+    "softmax scores",
+    "FalconH1ForCausalLM": "megatron-core's Mamba layers (0.16 to 0.19) need mamba-ssm and causal-conv1d, both for GPUs "
+    "alone",
+    "NemotronHForCausalLM": "megatron-core's Mamba layers (0.16 to 0.19) need mamba-ssm and causal-conv1d, both for GPUs "
+    "alone",
     "HunYuanDenseV1ForCausalLM": "megatron-core's attention (0.16) normalizes queries and keys before the rotary "
     "embedding, this model after it",
 }

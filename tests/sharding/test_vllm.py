@@ -29,6 +29,7 @@ from tests.sharding.specs import (
     specs,
 )
 
+
 @settings(max_examples=40, deadline=None)
 @example((4, make_spec(num_kv_heads=2, vocab_size=130)))
 @given(

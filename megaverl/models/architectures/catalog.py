@@ -100,9 +100,7 @@ LAYERS = {
         + llama.PROJECTIONS
         + llama.MLP_PROJECTIONS
     ),
-    "OlmoeForCausalLM": Layers(
-        routed=ATTENTION + llama.projection_norms() + experts()
-    ),
+    "OlmoeForCausalLM": Layers(routed=ATTENTION + llama.projection_norms() + experts()),
     "MiniMaxM2ForCausalLM": Layers(
         routed=ATTENTION
         + llama.projection_norms(Split.HEADS_IN_VLLM)
