@@ -38,20 +38,19 @@ from megaverl.sharding.model_config import (
 from megaverl.sharding.transformers_config import is_model_type, read_by_transformers
 
 ARCHITECTURES = tuple(MODEL_TYPES)
+_MAMBA = "megatron-core's Mamba layers (0.16 to 0.19) need mamba-ssm and causal-conv1d, which need a GPU"
 # Reasons why other requested architectures are not supported (megatron-core 0.16).
 NO_TABLE = {
     "Qwen3NextForCausalLM": "megatron-core's GatedDeltaNet (0.16 to 0.19) needs flash-linear-attention and Transformer "
     "Engine, both for GPUs alone, and reads packed rows from 0.19 on",
     "Llama4ForCausalLM": "megatron-core (0.16 to 0.19) has no attention within chunks, nor its queries' growing "
     "temperature",
-    "Gemma2ForCausalLM": "attention (megatron-core 0.16 to 0.19, and fused kernels) and the chunked log-probs have no soft "
-    "caps",
-    "Ernie4_5_MoeForCausalLM": "megatron-core's router (0.16 to 0.19) adds a bias to sigmoid scores only, this model to "
-    "softmax scores",
-    "FalconH1ForCausalLM": "megatron-core's Mamba layers (0.16 to 0.19) need mamba-ssm and causal-conv1d, both for GPUs "
-    "alone",
-    "NemotronHForCausalLM": "megatron-core's Mamba layers (0.16 to 0.19) need mamba-ssm and causal-conv1d, both for GPUs "
-    "alone",
+    "Gemma2ForCausalLM": "attention (megatron-core 0.16 to 0.19, and fused kernels) and chunked log-probs have no "
+    "soft caps",
+    "Ernie4_5_MoeForCausalLM": "megatron-core's router (0.16 to 0.19) adds a bias only to sigmoid scores, this model "
+    "to softmax scores",
+    "FalconH1ForCausalLM": _MAMBA,
+    "NemotronHForCausalLM": _MAMBA,
     "HunYuanDenseV1ForCausalLM": "megatron-core's attention (0.16) normalizes queries and keys before the rotary "
     "embedding, this model after it",
 }
@@ -264,6 +263,11 @@ class ModelSpec:
     is_tabled: bool = True
     source: str = ""
     trusts_code: bool = False
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Number of an MLP's matrices: gate, up and down, or up and down without gates."""
+        return 3 if self.is_gated else 2
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelSpec:
