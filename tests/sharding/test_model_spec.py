@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megaverl.errors import ModelError
+from megaverl.sharding.model_config import NORM_EPS
 from megaverl.sharding.model_spec import (
     ARCHITECTURES,
     MLASpec,
@@ -18,6 +19,7 @@ from megaverl.sharding.model_spec import (
     MoESpec,
     why_not_in_vllm,
 )
+from tests.sharding.specs import LATENT
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -169,20 +171,24 @@ def test_the_installed_transformers_is_read_back() -> None:
     import transformers
 
     for architecture in ARCHITECTURES:
-        config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(
+        by_layer = architecture == "Gemma3ForCausalLM"
+        rope = {"rope_type": "default", "rope_theta": 1e6}
+        both = dict.fromkeys(("full_attention", "sliding_attention"), rope)
+        norm_eps = NORM_EPS.get(architecture, "rms_norm_eps")
+        fixed = architecture in ("GptOssForCausalLM", "OlmoeForCausalLM")
+        needed: dict[str, Any] = {"head_dim": 8}
+        if architecture in LATENT:
+            needed = {"num_experts_per_tok": 8, "first_k_dense_replace": 1}
+        config = getattr(transformers, architecture).config_class(
             **{
                 key: value
                 for key, value in CONFIG.items()
                 if key not in ("architectures", "rms_norm_eps")
             },
             architectures=[architecture],
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-            rms_norm_eps=1e-5 if architecture == "GptOssForCausalLM" else 1e-6,
-            **(
-                {"first_k_dense_replace": 1}
-                if architecture == "DeepseekV3ForCausalLM"
-                else {"head_dim": 8}
-            ),
+            rope_parameters=both if by_layer else rope,
+            **{norm_eps: 1e-5 if fixed else 1e-6},
+            **needed,
         )
         found = ModelSpec.from_config(config.to_dict())
         assert (found.architecture, found.rope_theta, found.rope_scaling) == (
@@ -190,7 +196,7 @@ def test_the_installed_transformers_is_read_back() -> None:
             1e6,
             None,
         )
-        assert found.norm_eps == config.rms_norm_eps
+        assert found.norm_eps == getattr(config, norm_eps)
         if found.mla is None:
             assert (found.head_dim, found.num_kv_heads) == (8, 2)
 
@@ -203,8 +209,8 @@ def test_the_installed_transformers_is_read_back() -> None:
             "'GPT2LMHeadModel' is not supported. Supported: LlamaForCausalLM",
         ),
         (
-            {"architectures": ["Gemma3ForCausalLM"]},
-            "'Gemma3ForCausalLM' is not supported by Megatron: megatron-core's GPTModel (0.16 to 0.19) has one",
+            {"architectures": ["Llama4ForCausalLM"]},
+            "'Llama4ForCausalLM' is not supported by Megatron: megatron-core (0.16 to 0.19) has no attention within",
         ),
         ({"architectures": None}, "None is not supported"),
         ({"architectures": []}, "None is not supported"),
@@ -385,10 +391,10 @@ def test_glm_as_its_folders_write_it() -> None:
 )
 def test_gemma_as_its_folders_write_it(written: dict[str, Any]) -> None:
     found = spec(**GEMMA | written)
-    assert (found.activation, found.norm_plus_one, found.scale_embeddings) == (
+    assert (found.activation, found.norm_plus_one, found.embedding_scale) == (
         "gelu_tanh",
         True,
-        True,
+        found.hidden_size**0.5,
     )
     assert (found.tie_embeddings, found.head_dim) == (True, 16)
 
