@@ -219,6 +219,8 @@ class Disaggregated(Executor):
                     self.context, role, trainable, self.config.reshard, timeout
                 )
                 link.send_weights()
+            # The transfer at the start belongs to no step.
+            link.take_counts()
             if isinstance(trainable, GradientReplica):
                 trainable.islands = ReplicaIsland(self.context, trainable, link)
             elif isinstance(trainable, MegatronTrainable):

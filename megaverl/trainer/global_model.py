@@ -171,7 +171,7 @@ class GlobalModelLink:
         """
         counts = {
             "coordinator/bytes": float(self._num_bytes),
-            "coordinator/transfer_ms": self._seconds * 1e3,
+            "time/coordinator_ms": self._seconds * 1e3,
         }
         self._num_bytes, self._seconds = 0, 0.0
         return counts

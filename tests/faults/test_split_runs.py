@@ -329,13 +329,13 @@ def test_a_global_model_on_the_coordinators_ranks(
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     ended = run(launch, inputs, whole, 5, GLOBAL, AGGREGATES)
     assert ended.codes == [0] * 5, ended.text
+    numbers_of_bytes: set[float] = set()
     for before, after in zip(measured(shared), measured(whole), strict=True):
-        sent = (
-            after.pop("coordinator/bytes", 1.0),
-            after.pop("coordinator/transfer_ms", 1.0),
-        )
-        assert min(sent) > 0
+        if "actor/grad_norm" in after:
+            # Every step moves as many gradients and weights.
+            numbers_of_bytes.add(after.pop("coordinator/bytes"))
         assert after == pytest.approx(before, abs=1e-5, rel=1e-5)
+    assert len(numbers_of_bytes) == 1 and min(numbers_of_bytes) > 0
     expected, found = weights_of(shared / "run"), weights_of(whole / "run")
     assert (
         max(float((found[name] - expected[name]).abs().max()) for name in expected)
