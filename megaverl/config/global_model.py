@@ -56,6 +56,11 @@ def global_model_issues(config: Config, spec: ModelSpec | None) -> Issues:
             "is true, and weights are sent after the global model's step. Leave it out",
         ),
         (
+            "reshard.folder",
+            config.reshard.folder is not None,
+            "is set, and gradients do not travel through files. Leave it out",
+        ),
+        (
             "trainer.operators",
             bool(config.trainer.operators),
             "adds operators, and a flow sends weights from the actor's ranks. Use trainer.program",

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -96,7 +95,6 @@ class GlobalModelLink:
             alias=False,
             node_of=lambda place: placement.node_of(self._members[place]),
             timeout=timeout,
-            folder=None if config.folder is None else Path(config.folder),
             ipc=config.ipc == "auto",
         )
         at_coordinators = layouts_among(

@@ -54,6 +54,11 @@ def test_the_global_model_has_a_grid_of_its_own() -> None:
             "reshard.overlap",
             "after the global model's step",
         ),
+        (
+            [PLACED, GRADIENTS, "reshard.folder=shared"],
+            "reshard.folder",
+            "do not travel through files",
+        ),
         ([PLACED, GRADIENTS, "model.dtype=float16"], "model.dtype", "Use bfloat16"),
         ([PLACED, GRADIENTS, "actor.engine=fsdp"], "actor.engine", "Use megatron"),
         ([PLACED, GRADIENTS, "actor.lora.rank=4"], "actor.lora", "adapters are small"),
