@@ -443,7 +443,8 @@ class PlacementConfig(Section):
     rollout: Place = None
     """Ranks of the engines. null: the actor's; engines and training then take turns on the same devices."""
     coordinator: Place = None
-    """Rank of the coordinator, which needs no GPU. null: the actor's first rank."""
+    """Rank of the coordinator, which needs no GPU. null: the actor's first rank. With coordinator.aggregates:
+    gradients, its coordinator.tp x coordinator.pp ranks, which need GPUs like the actor's."""
     actor_devices: list[int | str] | None = None
     """Short form of actor: a list of ranks."""
     critic_devices: list[int | str] | None = None
@@ -523,6 +524,16 @@ class CoordinatorConfig(Section):
 
     Its rank is set by `placement.coordinator`.
     """
+
+    aggregates: Literal["statistics", "gradients"] = "statistics"
+    """What the coordinator receives of a gradient. statistics: its norm; islands also send their gradients to be
+    summed, and each holds an optimizer. gradients: the islands (placement.actor_islands) have no optimizer. The
+    coordinator's ranks hold the global model and its optimizer, sum the islands' gradients, take the step, and send the
+    weights to islands and engines. For dense Megatron-core models in float32 or bfloat16."""
+    tp: GridSize = 1
+    """With aggregates: gradients, the tensor-parallel size of the global model. The coordinator has tp x pp ranks."""
+    pp: GridSize = 1
+    """With aggregates: gradients, the pipeline-parallel size of the global model, which splits its layers."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What happens if a loss or gradient is NaN or infinite. stop: end the run before any optimizer steps. skip: skip

@@ -47,7 +47,8 @@ def resolve(
     Args:
         wanted: role -> its requested place. The other roles follow the defaults or the nodes' claims.
         size: number of ranks of the job.
-        grids: every used role -> its grid. None: a role without a grid, such as rule-based rewards.
+        grids: every used role -> its grid. None: a role without a grid, such as rule-based rewards. The coordinator has
+            a grid if its ranks hold the global model, and one rank otherwise.
         nodes: nodes in the order of their ranks. None: a single node with all ranks.
         islands: number of worlds that the actor's ranks are split into, with all roles that share them.
 
@@ -388,8 +389,14 @@ class _Resolving:
     # --- checks ------------------------------------------------------------------------------------------------------
 
     def _check_coordinator(self) -> None:
-        ranks = self.ranks["coordinator"]
-        if len(ranks) != 1:
+        ranks, grid = self.ranks["coordinator"], self.grids.get("coordinator")
+        if grid is not None and len(ranks) != grid.tp * grid.pp:
+            self._refuse(
+                "coordinator",
+                f"has the {ranks_named(ranks)}; with coordinator.tp={grid.tp} and coordinator.pp={grid.pp} its global "
+                f"model is sharded over {grid.tp * grid.pp} ranks. Change one of them.",
+            )
+        if grid is None and len(ranks) != 1:
             self._refuse(
                 "coordinator",
                 f"has the {ranks_named(ranks)}; it is one rank, for example {ranks[0]}.",
@@ -414,17 +421,18 @@ class _Resolving:
                 )
 
     def _check_islands(self) -> None:
-        count, coordinator = len(self.ranks["actor"]), self.ranks["coordinator"][0]
+        count = len(self.ranks["actor"])
+        shared = set(self.ranks["coordinator"]) & set(self.ranks["actor"])
         if self.islands > 1 and count % self.islands:
             fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             self._refuse(
                 "actor_islands",
                 f"found {self.islands}; the actor's {count} ranks can be split into {fitting}.",
             )
-        if self.islands > 1 and coordinator in self.ranks["actor"]:
+        if self.islands > 1 and shared:
             self._refuse(
                 "coordinator",
-                f"is the actor's rank {coordinator}; with actor_islands={self.islands} it joins their "
+                f"is the actor's rank {min(shared)}; with actor_islands={self.islands} it joins their "
                 "gradients while they wait, and needs a rank that is none of the actor's.",
             )
 
@@ -482,7 +490,8 @@ class _Resolving:
                 for role in self.roles
                 if set(self.ranks[role]) & set(self.node_ranks[number])
             ]
-            if roles != ["coordinator"] or number + 1 < len(self.nodes):
+            has_model = self.grids.get("coordinator") is not None
+            if roles != ["coordinator"] or has_model or number + 1 < len(self.nodes):
                 self._refuse(
                     "",
                     f"{self._nodes_named([number])} has no GPU that can be used, others have, and {', '.join(roles)} "

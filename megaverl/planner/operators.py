@@ -25,7 +25,7 @@ from megaverl.planner.generation import (
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import PlannedJob, Role
 from megaverl.planner.stages import Recompute, padded_vocab_size, pipeline
-from megaverl.planner.traffic import ReshardTraffic
+from megaverl.planner.traffic import ReshardTraffic, make_update_traffic
 from megaverl.sharding.fan_out import MOST_SENT
 from megaverl.sharding.model_spec import ModelSpec
 
@@ -101,6 +101,7 @@ class StepLoad:
         if dtype == "auto":
             dtype = "bfloat16" if hardware.on_gpus else "float32"
         self.dtype = dtype
+        self._update_seconds: dict[str, float] = {}
 
     @property
     def peak(self) -> float:
@@ -115,6 +116,13 @@ class StepLoad:
     def model(self, spec: ModelSpec) -> ModelCosts:
         """Return the costs of a model."""
         return ModelCosts(spec, self.hardware, self.dtype)
+
+    def update_seconds(self, name: str) -> float:
+        """Return the seconds in which an update exchanges gradients and weights with a role's global model."""
+        if name not in self._update_seconds:
+            traffic = make_update_traffic(self.job, name)
+            self._update_seconds[name] = traffic.seconds(self.job.machine)
+        return self._update_seconds[name]
 
     def passes_over(self) -> int:
         """Return how often an update visits each sample."""
@@ -546,7 +554,7 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
     trained, optimizer = role.trained, getattr(role.config, "optimizer", {})
     assert trained is not None
     ddp = ddp_defaults(
-        trained.ddp, replicas=grid.dp * grid.cp, on_gpus=load.hardware.on_gpus
+        role.ddp, replicas=grid.dp * grid.cp, on_gpus=load.hardware.on_gpus
     )
     gradient = (
         4 if ddp["grad_reduce_in_fp32"] or load.dtype == "float32" else costs.itemsize
@@ -593,6 +601,12 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
         step += load.hardware.update_ms * 1e-3
         duration = Duration(step, reduced + gathered)
         slowest = max(slowest, duration, key=lambda piece: piece.seconds)
+    if role.part == "replica":
+        # The optimizer's step is the global model's, between two transfers.
+        model = load.job.global_models[role.name]
+        step_there = _closing(load, model, stages[:1] * model.grid.pp)
+        waits = slowest.wait + load.update_seconds(role.name)
+        return Duration(step_there.compute, waits)
     return slowest
 
 

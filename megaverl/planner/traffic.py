@@ -154,10 +154,14 @@ def _plans_between(
 
 def _sides(job: PlannedJob) -> tuple[Callable[[int], Layout], Callable[[int], Layout]]:
     """Return functions from a global rank to the actor's layout and to its engine's layout."""
-    source, dest = job.actor.layout_of, job.rollout.layout_of
+    source, dest = job.weight_source.layout_of, job.rollout.layout_of
     if not job.placement.is_colocated:
+        has_global_model = job.weight_source is not job.actor
+        holders = (
+            job.weight_source.ranks if has_global_model else job.placement.islands[0]
+        )
         source, dest = (
-            _on(job.placement.islands[0], source),
+            _on(holders, source),
             _on(job.rollout.ranks, dest),
         )
     if adapters := job.actor.adapters:
@@ -166,6 +170,68 @@ def _sides(job: PlannedJob) -> tuple[Callable[[int], Layout], Callable[[int], La
             with_factors(dest, adapters),
         )
     return source, dest
+
+
+@dataclass(frozen=True)
+class UpdateTraffic:
+    """Traffic of one update of a role whose optimizer is on the coordinator's ranks.
+
+    Attributes:
+        gradients: transfer from each island to the coordinator's ranks, one after the other.
+        weights: transfer from the coordinator's ranks to all islands.
+    """
+
+    gradients: tuple[ReshardTraffic, ...]
+    weights: ReshardTraffic
+
+    def seconds(self, machine: Machine) -> float:
+        """Return the seconds of all transfers, each as long as its slowest rank takes."""
+        return sum(
+            transfer.seconds(machine)[0] for transfer in (*self.gradients, self.weights)
+        )
+
+
+def make_update_traffic(job: PlannedJob, name: str) -> UpdateTraffic:
+    """Make the plans of all transfers in one update of a role with a global model, and add up their bytes.
+
+    Args:
+        name: the role on the islands, such as "actor".
+    """
+    in_fp32 = job.role(name).ddp.get("grad_reduce_in_fp32", True)
+    gradient_itemsize = 4 if in_fp32 else job.itemsize
+    *gradients, weights = update_plans(job, name)
+
+    def traffic_of(plans: Plans, itemsize: int) -> ReshardTraffic:
+        ranks = [
+            rank_traffic(rank, plans.volume(rank), 0, itemsize, job.machine)
+            for rank in range(job.world)
+        ]
+        return ReshardTraffic(tuple(ranks), _fan_out_traffic(plans, ranks, itemsize))
+
+    return UpdateTraffic(
+        tuple(traffic_of(plans, gradient_itemsize) for plans in gradients),
+        traffic_of(weights, job.itemsize),
+    )
+
+
+def update_plans(job: PlannedJob, name: str) -> list[Plans]:
+    """Return the plans of the gradients of each island, then of the weights, as `trainer.global_model` makes them."""
+    replica, model = job.role(name), job.global_models[name]
+    holders, islands = _on(model.ranks, model.layout_of), job.placement.islands
+    world, machine = job.world, job.machine
+    gradients = [
+        make_plans(
+            _on(ranks, replica.layout_of), holders, world, node_of=machine.node_of
+        )
+        for ranks in islands
+    ]
+    size = replica.grid.world_size
+    replicas = _on(replica.ranks, lambda place: replica.layout_of(place % size))
+    may_fan_out = job.config.reshard.may_fan_out
+    weights = make_plans(
+        holders, replicas, world, node_of=machine.node_of, fan_out=may_fan_out
+    )
+    return [*gradients, weights]
 
 
 def _on(

@@ -18,6 +18,7 @@ from megaverl.models.folder import read_model
 from megaverl.rollout.server_engine import ServerEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.fsdp_model import FSDPModel
+from megaverl.workers.gradient_replica import GradientReplica
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.model_options import ModelOptions
@@ -92,15 +93,26 @@ def make_trainable(
     config: TrainedConfig,
     optimizer: dict[str, Any],
     total_updates: int,
+    *,
+    is_replica: bool = False,
 ) -> TrainableModel:
     """Create the optimizer of a model and return both as one object.
 
     Args:
         total_updates: number of optimizer steps of the whole run.
+        is_replica: the optimizer is on the coordinator's ranks, and this model only computes gradients.
 
     Raises:
         ConfigError: the engine's optimizer does not support the settings.
     """
+    if is_replica:
+        assert isinstance(model, MegatronModel), "the configuration refuses others"
+        return GradientReplica(
+            model,
+            ddp=config.ddp,
+            gradient_accumulation=config.gradient_accumulation,
+            offload=config.offload,
+        )
     options: dict[str, Any] = {
         "optimizer": optimizer,
         "scheduler": config.scheduler,

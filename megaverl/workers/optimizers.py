@@ -38,7 +38,72 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionO
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
 
-class MegatronTrainable(TrainableModel):
+class MegatronGradients(TrainableModel):
+    """`MegatronModel` wrapped in megatron-core's DistributedDataParallel: what has an optimizer and what has none."""
+
+    model: MegatronModel
+
+    def __init__(
+        self,
+        model: MegatronModel,
+        ddp_config: DistributedDataParallelConfig,
+        *,
+        max_norm: float,
+        gradient_accumulation: int,
+    ) -> None:
+        super().__init__(
+            model, max_norm=max_norm, gradient_accumulation=gradient_accumulation
+        )
+        self.chunks = [
+            DistributedDataParallel(
+                config=model.config,
+                ddp_config=ddp_config,
+                module=chunk,
+                # As in Megatron-LM's training loop: later chunks communicate while
+                # others compute, without buckets.
+                disable_bucketing=index > 0,
+                pg_collection=model.grid.pg_collection,
+            )
+            for index, chunk in enumerate(model.chunks)
+        ]
+        model.config.finalize_model_grads_func = _finalize
+        if ddp_config.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def _zero_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def _forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss
+    ) -> list[Mapping[str, torch.Tensor]]:
+        return self.model.forward_backward(self.chunks, micro_batches, loss)
+
+    @property
+    def whole_gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients in the shapes and under the local names of `model.held_parameters`.
+
+        With a distributed optimizer on several data-parallel ranks, only this rank's
+        shard of each buffer is summed over these ranks.
+        """
+        parameters: Mapping[str, Any] = self.model.held_parameters
+        return {name: parameter.main_grad for name, parameter in parameters.items()}
+
+    @property
+    def _buffers(self) -> list[Any]:
+        return [
+            buffer
+            for chunk in self.chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+
+    @property
+    def _gradient_buffers(self) -> list[torch.Tensor]:
+        return [buffer.grad_data for buffer in self._buffers]
+
+
+class MegatronTrainable(MegatronGradients):
     """`MegatronModel` wrapped in megatron-core's DistributedDataParallel, optimizer and scheduler.
 
     Args:
@@ -47,8 +112,6 @@ class MegatronTrainable(TrainableModel):
         gradient_accumulation: minimum number of micro-batches of an optimizer step.
         offload: which state is offloaded while it is not needed.
     """
-
-    model: MegatronModel
 
     def __init__(
         self,
@@ -70,21 +133,10 @@ class MegatronTrainable(TrainableModel):
         )
         super().__init__(
             model,
+            ddp_config,
             max_norm=float(config.clip_grad),
             gradient_accumulation=gradient_accumulation,
         )
-        self.chunks = [
-            DistributedDataParallel(
-                config=model.config,
-                ddp_config=ddp_config,
-                module=chunk,
-                # As in Megatron-LM's training loop: later chunks communicate while
-                # others compute, without buckets.
-                disable_bucketing=index > 0,
-                pg_collection=grid.pg_collection,
-            )
-            for index, chunk in enumerate(model.chunks)
-        ]
         self._overlap_param_gather = ddp_config.overlap_param_gather
         if self._overlap_param_gather:
             # Names of parameters by identity, because megatron-core's buckets hold the
@@ -114,21 +166,11 @@ class MegatronTrainable(TrainableModel):
         # megatron-core asks the model's configuration for the functions of its
         # schedule.
         model.config.grad_scale_func = self.optimizer.scale_loss
-        model.config.finalize_model_grads_func = _finalize
-        if ddp_config.overlap_grad_reduce:
-            no_sync = [chunk.no_sync for chunk in self.chunks]
-            model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._offload(offload or OffloadConfig())
 
     def _zero_gradients(self) -> None:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+        super()._zero_gradients()
         self.optimizer.zero_grad()
-
-    def _forward_backward(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss
-    ) -> list[Mapping[str, torch.Tensor]]:
-        return self.model.forward_backward(self.chunks, micro_batches, loss)
 
     def _gradient_norm(self) -> float | None:
         return (
@@ -158,18 +200,6 @@ class MegatronTrainable(TrainableModel):
             for chunk in self.chunks
             for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
         ]
-
-    @property
-    def _buffers(self) -> list[Any]:
-        return [
-            buffer
-            for chunk in self.chunks
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ]
-
-    @property
-    def _gradient_buffers(self) -> list[torch.Tensor]:
-        return [buffer.grad_data for buffer in self._buffers]
 
     @property
     def trained(self) -> list[torch.Tensor]:
@@ -262,10 +292,8 @@ def optimizer_configs(
     Raises:
         ConfigError: megatron-core refuses a value; the message quotes its reason.
     """
+    ddp_config = ddp_config_of(role, ddp, replicas)
     try:
-        given_ddp = coerce(DistributedDataParallelConfig, ddp, f"{role}.ddp")
-        fields = ddp_defaults(given_ddp, replicas=replicas, on_gpus=platform.is_cuda)
-        ddp_config = DistributedDataParallelConfig(**fields)
         defaults = {
             "params_dtype": dtype,
             "bf16": dtype == torch.bfloat16,
@@ -281,6 +309,21 @@ def optimizer_configs(
             f"{role}.optimizer or {role}.ddp: megatron-core refuses it: {error}"
         ) from error
     return config, ddp_config
+
+
+def ddp_config_of(
+    role: str, ddp: Mapping[str, Any], replicas: int = 1
+) -> DistributedDataParallelConfig:
+    """Build megatron-core's DistributedDataParallel configuration from a role's mapping.
+
+    Arguments and errors are those of `optimizer_configs`.
+    """
+    try:
+        given_ddp = coerce(DistributedDataParallelConfig, ddp, f"{role}.ddp")
+        fields = ddp_defaults(given_ddp, replicas=replicas, on_gpus=platform.is_cuda)
+        return DistributedDataParallelConfig(**fields)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"{role}.ddp: megatron-core refuses it: {error}") from error
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:

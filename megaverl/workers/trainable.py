@@ -315,7 +315,27 @@ class TrainableModel(ABC):
         reports = self._forward_backward(micro_batches, loss)
         # The reductions and the norm are collectives, so every rank reaches the same
         # decision.
-        sums = self._reduce(reports)
+        return self._finish_update(self._reduce(reports), tokens, micro_batches, sender)
+
+    def update_from_islands(self) -> UpdateReport:
+        """Take one optimizer step on gradients that `islands` provides. This model computes none itself.
+
+        Collective over the role's ranks. Arguments and errors are otherwise those of
+        `update`.
+        """
+        assert self.islands is not None, "the islands' gradients come through it"
+        with self.updating():
+            self._zero_gradients()
+            return self._finish_update(MetricSums(), 1.0, (), None)
+
+    def _finish_update(
+        self,
+        sums: MetricSums,
+        tokens: float,
+        micro_batches: Sequence[MicroBatch],
+        sender: SendsWeights | None,
+    ) -> UpdateReport:
+        """Decide on the gradients of an update, and apply them."""
         if self.islands is not None:
             sums = self.islands.before_update(sums, tokens, micro_batches)
         norm = self._gradient_norm()
