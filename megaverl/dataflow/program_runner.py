@@ -31,7 +31,7 @@ RELAYED_FROM = 128
 
 @dataclass(frozen=True)
 class FailureHandling:
-    """What a job knows and does about ranks that fail while a program runs.
+    """Reaction of a job to ranks that fail while a program runs.
 
     Attributes:
         watch: the controller's watch over the ranks; None: it only notices broken connections and missed deadlines.

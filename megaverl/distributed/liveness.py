@@ -280,7 +280,7 @@ class Liveness:
         self._position: tuple[int, tuple[str, ...]] = (0, ("start",))
         self._doing, self._since = "start", time.monotonic()
         self._left = False
-        self._is_served = False
+        self._is_served, self._resumed_at = False, 0.0
         self._observing = threading.Lock()
         self._rounds = 0  # iterations of the thread that uses the store
         self._main = threading.get_ident()
@@ -333,9 +333,8 @@ class Liveness:
         try:
             yield
         finally:
-            if self.rank == self.coordinator:
-                # The silence of the others counts from now on.
-                self._seen = {}
+            # The silence of the others counts from when they are read again.
+            self._resumed_at = time.monotonic()
             self._is_served = False
             self._try_to_publish()
 
@@ -476,10 +475,15 @@ class Liveness:
             beat = Heartbeat.from_json(bytes(encoded))
             if rank not in self._seen or self._seen[rank][0].number != beat.number:
                 self._seen[rank] = (beat, now)
-        beats = {rank: beat for rank, (beat, _) in self._seen.items()}
+        # The others are not read while a program's controller watches them.
+        seen = {rank: self._seen[rank] for rank in ranks}
+        beats = {rank: beat for rank, (beat, _) in seen.items()}
         if watches_all:
             self._show(beats)
-        silent = {rank: now - changed for rank, (_, changed) in self._seen.items()}
+        silent = {
+            rank: now - max(changed, self._resumed_at)
+            for rank, (_, changed) in seen.items()
+        }
         text = who_is_gone(beats, silent, self.timeouts.lost_after, self.name)
         if not text and watches_all:
             text = who_stalls(beats, self.timeouts.stalled_after, self.name)
