@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
+from megaverl.user_code import describe
 
 # How long a rank waits for a report from the rank that it blames, which may itself have
 # waited for another.
@@ -67,6 +68,22 @@ def wait_for_event(event: torch.cuda.Event | None, timeout: timedelta | None) ->
         if end is not None and time.monotonic() > end:
             raise TimeoutError("no answer on the device")
         time.sleep(DEVICE_POLL_SECONDS)
+
+
+# Parts of transport errors that mean the peer is gone.
+_PEER_IS_GONE = re.compile(
+    r"closed by peer|Connection reset|Broken pipe|Timed out waiting|timed out|Socket|gloo|NCCL|recvBytes|TCPStore"
+)
+
+
+def says_peer_is_gone(error: BaseException) -> bool:
+    """Return whether an error or one of its causes is that of a transport whose peer is gone or silent."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, dist.DistError) or _PEER_IS_GONE.search(describe(cause)):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def cause_of(error: BaseException) -> str:
