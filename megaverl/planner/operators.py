@@ -402,11 +402,15 @@ def _pieces(stage: LayerPasses, update: bool) -> tuple[Duration, ...]:
 
 
 def micro_batches(load: StepLoad, role: Role, parts: int) -> tuple[MicroBatchLoad, int]:
-    """Return (one micro-batch, their number) on a data-parallel rank, for one of
-    `parts` equal parts of a step's samples.
+    """Return (one micro-batch, their number) on the slowest data-parallel rank, for one
+    of `parts` equal parts of a step's samples.
+
+    Samples are balanced over the ranks by their lengths (`data.batching.balance`), but
+    none is split: the rank with the longest sample has at least its tokens.
     """
     config, lengths = load.job.config, load.lengths
-    samples = load.samples / (parts * role.grid.dp * role.islands)
+    ranks = role.grid.dp * role.islands
+    samples = load.samples / (parts * ranks)
     together = (
         min(config.algorithm.group_size, samples) if role.config.pack_samples else 1.0
     )
@@ -416,9 +420,11 @@ def micro_batches(load: StepLoad, role: Role, parts: int) -> tuple[MicroBatchLoa
     once = together if shares_prompts else 1.0
     tokens = samples * (lengths.response + lengths.prompt / once)
     pairs = samples * (lengths.pairs - lengths.prompt**2 / 2 * (1 - 1 / once))
+    longest = lengths.prompt + lengths.longest_of(load.samples / parts)
+    if ranks > 1:
+        tokens, pairs = max(tokens, longest), max(pairs, longest**2 / 2)
     # Without packing, rows are padded to the longest sample.
     if not role.config.pack_samples:
-        longest = lengths.prompt + lengths.responses[-1]
         tokens, pairs = samples * longest, samples * longest**2 / 2
     least = (
         role.trained.gradient_accumulation
@@ -446,6 +452,7 @@ def stage_passes(
     by_kind = {}
     for is_moe in layers_of(role.spec):
         passes = costs.layer(batch, grid, is_moe=is_moe, sequence_parallel=parallel)
+        passes = passes + costs.exposed_launches(grid, is_moe=is_moe)
         by_kind[is_moe] = costs.recomputed(passes, batch, grid, recompute)
     head = costs.head(batch, grid, value_head=role.value_head)
     embedding = costs.moved(
