@@ -206,7 +206,7 @@ def against_published(more: Sequence[Path], phases: bool) -> None:
         print("\n".join(table({title: rows})), end="\n\n")
     if phases:
         _print_phases(predictions)
-    _print_ratios(entries, steps, predictions)
+    _print_ratios(ratios_of(entries, steps, predictions))
     rows = []
     for entry in rates:
         if entry["name"] in predictions:
@@ -283,11 +283,12 @@ class Ratio:
         return self.predicted / self.measured - 1
 
 
-def _print_ratios(
+def ratios_of(
     entries: dict[str, Any],
     steps: Sequence[dict[str, Any]],
     predictions: dict[str, Prediction],
-) -> None:
+) -> list[Ratio]:
+    """Return the ratios of `published_steps.yaml`, in its order."""
     measured = {entry["name"]: entry["seconds"] for entry in steps}
     ratios = []
     for pair in entries["ratios"]:
@@ -300,6 +301,10 @@ def _print_ratios(
                 measured[second] / measured[first],
             )
         )
+    return ratios
+
+
+def _print_ratios(ratios: Sequence[Ratio]) -> None:
     print("| change | steps | ratio: predicted | measured | error | sign |")
     print("| --- | --- | ---: | ---: | ---: | --- |")
     for ratio in ratios:
@@ -352,7 +357,9 @@ def published(entry: dict[str, Any], entries: dict[str, Any]) -> Prediction:
         lengths["longest"],
         at_limit=lengths.get("at_limit"),
     )
-    return simulate(job, hardware, lengths=spread)
+    # An operator that the source's run does not have takes no time.
+    absent = dict.fromkeys(entry.get("absent", ()), 0.0)
+    return simulate(job, hardware, lengths=spread, factors=absent)
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:

@@ -24,6 +24,7 @@ from megaverl.planner.generation import (
 )
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import PlannedJob, Role
+from megaverl.planner.memory import UTILIZATION
 from megaverl.planner.stages import Recompute, padded_vocab_size, pipeline
 from megaverl.planner.traffic import ReshardTraffic
 from megaverl.sharding.fan_out import MOST_SENT
@@ -159,12 +160,13 @@ def operations(load: StepLoad) -> list[Operation]:
     models = {name: _over_samples(load, role, kind) for name, role, kind in scored(job)}
     generated = rollout_duration(job, load.actor, load.lengths)
     ranks, copied = job.rollout.ranks, slept_seconds(load)
+    weights_mapped, cache_mapped = mapped_seconds(load)
     per_sample = load.samples / len(ranks) * hardware.sample_ms * 1e-3
     work = (generated.work(hardware) + per_sample) * len(ranks)
     seconds = generated.seconds + per_sample
     lanes = _around(
         job,
-        [("wake", 0.0), ("rollout", seconds), ("sleep", copied or 0.0)],
+        [("wake", cache_mapped), ("rollout", seconds), ("sleep", copied or 0.0)],
         sleeps=copied is not None,
     )
     planned = [
@@ -174,7 +176,7 @@ def operations(load: StepLoad) -> list[Operation]:
             "rollout",
             ranks,
             (),
-            seconds + (copied or 0.0),
+            cache_mapped + seconds + (copied or 0.0),
             work,
             lanes,
         )
@@ -230,10 +232,11 @@ def operations(load: StepLoad) -> list[Operation]:
             )
     ranks = tuple(sorted({*job.actor.ranks, *job.rollout.ranks}))
     moving = Duration(wait=reshard_seconds(load))
-    work, seconds = moving.work(hardware) * len(ranks), moving.seconds + (copied or 0.0)
+    waking = weights_mapped + (copied or 0.0)
+    work, seconds = moving.work(hardware) * len(ranks), moving.seconds + waking
     lanes = _around(
         job,
-        [("wake", copied or 0.0), ("reshard", moving.seconds)],
+        [("wake", waking), ("reshard", moving.seconds)],
         sleeps=copied is not None,
     )
     planned.append(
@@ -286,7 +289,7 @@ def slept_seconds(load: StepLoad) -> float | None:
 
     Waking for a reshard takes as long again. Where actor and engines share ranks
     nothing is copied, as the reshard writes all weights anew (`workers.weight_sync`).
-    Mapping and unmapping memory takes no time.
+    Mapping memory again is counted by `mapped_seconds`, and unmapping takes no time.
     """
     job, config = load.job, load.job.config
     if (
@@ -297,11 +300,31 @@ def slept_seconds(load: StepLoad) -> float | None:
         return None
     if job.placement.colocated("actor", "rollout"):
         return 0.0
-    fields, spec, tp = config.rollout.vllm, job.spec, job.rollout.tp
-    itemsize = 1 if fields.get("quantization") else load.actor.itemsize
-    embedding = itemsize * spec.vocab_size * spec.hidden_size / tp
-    copied = engine_costs(job, load.actor, load.lengths).weights + embedding
-    return copied / (load.hardware.host_gb_s * 1e9)
+    return _engine_weights(load) / (load.hardware.host_gb_s * 1e9)
+
+
+def _engine_weights(load: StepLoad) -> float:
+    """Return the bytes of weights on a rank of an engine, with the input embedding."""
+    job, spec = load.job, load.job.spec
+    quantized = job.config.rollout.vllm.get("quantization")
+    itemsize = 1 if quantized else load.actor.itemsize
+    embedding = itemsize * spec.vocab_size * spec.hidden_size / job.rollout.tp
+    return engine_costs(job, load.actor, load.lengths).weights + embedding
+
+
+def mapped_seconds(load: StepLoad) -> tuple[float, float]:
+    """Return the seconds in which an engine that sleeps gets the memory of its weights back, and that of its cache.
+
+    Weights that are the actor's own storage stay mapped.
+    """
+    job, hardware = load.job, load.hardware
+    if slept_seconds(load) is None or hardware.map_gb_s is None:
+        return 0.0, 0.0
+    rate = hardware.map_gb_s * 1e9
+    weights = _engine_weights(load)
+    share = float(job.config.rollout.vllm.get("gpu_memory_utilization", UTILIZATION))
+    cache = max(0.0, hardware.memory_gb * 1e9 * share - weights)
+    return 0.0 if job.aliases else weights / rate, cache / rate
 
 
 def _operation(
