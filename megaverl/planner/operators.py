@@ -399,6 +399,7 @@ def _over_samples(
     if not update:
         return span + offload, work, _ranked(role, lanes)
     closing = _closing(load, role, stages)
+    closing = closing + Duration(wait=islands_seconds(load, role))
     times = parts * load.passes_over()
     first = _ranked(role, lanes)
     for stage in range(role.grid.pp):
@@ -624,6 +625,29 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
         duration = Duration(step, reduced + gathered)
         slowest = max(slowest, duration, key=lambda piece: piece.seconds)
     return slowest
+
+
+def islands_seconds(load: StepLoad, role: Role) -> float:
+    """Return the seconds of an update in which islands join their gradients or weights over the coordinator.
+
+    Every rank of every island sends all that it holds to the coordinator's rank and receives the sum in float32, one
+    bucket after the other (`trainer.islands`), so the coordinator's link carries everything.
+    """
+    coordinator, hardware = load.job.config.coordinator, load.hardware
+    if role.islands == 1 or role.trained is None:
+        return 0.0
+    per_stage = len(role.ranks) / role.grid.pp
+    elements = per_stage * sum(
+        sum(parameters_of_stage(role, stage)) for stage in range(role.grid.pp)
+    )
+    if role.trained.lora is not None:
+        # As in `_closing`.
+        elements *= 0.01
+    sent = 2 if coordinator.islands_compress == "bfloat16" else 4
+    leaves_node = load.job.world > hardware.ranks_per_node
+    gb_s = hardware.network_gb_s if leaves_node else hardware.node_gb_s
+    seconds = elements * (sent + 4) / (gb_s * 1e9 * hardware.link_efficiency)
+    return seconds / coordinator.islands_every
 
 
 def _offloaded(load: StepLoad, role: Role) -> float:
