@@ -37,15 +37,18 @@ PREFILL_TOKENS = 8192.0  # tokens of one engine pass over prompts
 # Transformers copies its whole cache to append a token: one read, one write, and
 # attention's read.
 CACHE_PASSES = 3
-# Kernels of a decoding layer, counted in vLLM's models: norm, qkv, rotation, cache
-# write, attention in two parts, output, all-reduce, norm, gate and up, activation, down.
-# With one sequence, A100s need 4.6 ms a token for Qwen3-1.7B (predicted: 4.4 ms) and
-# 9.6 ms for Qwen3-30B-A3B (predicted: 8.9 ms; tenstorrent/tt-inference-server, issue
-# 340).
+# Kernels of a decoding layer of vLLM's models: norm, qkv, rotation, cache write,
+# attention in two parts, output, all-reduce, norm, gate and up, activation, down.
+# docs/simulator.md compares the steps that follow with published ones.
 DECODE_KERNELS = 12
-# Further kernels of a layer with experts: norms of queries and keys, router, top-k,
-# sorting of tokens in three parts, two products of all experts with an activation, sum.
-DECODE_EXPERT_KERNELS_ON_GPU = 12
+# Further kernels of a layer with experts, whose two products of all experts take the
+# place of an MLP's: norms of queries and keys, router, top-k, sorting of tokens in three
+# parts, sum.
+DECODE_EXPERT_KERNELS_ON_GPU = 8
+# Further launches of such a layer without CUDA graphs: renormalisation of the router's
+# probabilities, a buffer that is filled, and two Triton kernels, whose launches take
+# twice as long as those of compiled ones.
+DECODE_EXPERT_LAUNCHES = 4
 # Further kernels of latent attention: compressed queries with their norm, the latent's
 # norm, and the products with both halves of the up-projection.
 DECODE_LATENT_KERNELS = 8
@@ -304,7 +307,9 @@ class EngineCosts:
         compute += spec.num_layers * moved
         if self.eager and hardware.cores is None:
             # The GPU computes what has been launched while the host launches more.
-            compute = max(compute, self._kernels * hardware.launch_us * 1e-6)
+            with_experts = layers_of(spec)[True]
+            launches = self._kernels + with_experts * DECODE_EXPERT_LAUNCHES
+            compute = max(compute, launches * hardware.launch_us * 1e-6)
         compute += (
             hardware.decode_step_ms * 1e-3 + batch * hardware.decode_sequence_us * 1e-6
         )
