@@ -20,6 +20,15 @@ from megaverl.sharding.model_spec import ModelSpec
 # Kernel launches of a layer's forward pass: norms, products, rotation, attention,
 # activation, residuals.
 FORWARD_KERNELS = 14
+# Operations of a forward pass through experts that the GPU waits for, and further ones
+# for each expert of the rank. Megatron-core's dispatcher copies the number of tokens of
+# each expert to the host and waits for it (0.16, moe/token_dispatcher.py,
+# `cuda_sync_point`). The GPU's queue is then empty while the host launches permutation,
+# exchange, each expert's two products with their splits and events, activation and the
+# way back. Fitted on one published figure: Qwen3-30B-A3B takes 152 s a step on 16 + 16
+# H100s, which training bounds (NeMo-RL 0.6, docs/about/performance-summary.md).
+EXPOSED_LAUNCHES = 72
+EXPOSED_LAUNCHES_PER_EXPERT = 3
 # Further launches on a CPU for the router, and for sorting tokens by expert and back.
 EXPERT_KERNELS = 20
 # Further launches on a CPU for attention's second part, and for putting keys and values
@@ -99,11 +108,20 @@ class Links:
         latency = hardware.node_latency_us * 1e-6 * math.ceil(math.log2(here))
         if (size - 1) * stride < hardware.ranks_per_node:
             return node, latency
+        latency += self._network_latency(size, stride)
         # Every GPU has a network adapter, so as many rings cross the network as the
         # group has ranks on a node.
         network = here * hardware.network_gb_s * 1e9 * hardware.link_efficiency
+        return min(node, network), latency
+
+    def _network_latency(self, size: int, stride: int) -> float:
+        """Return the seconds of latency of the rounds between nodes; 0 within a node."""
+        hardware = self.hardware
+        if (size - 1) * stride < hardware.ranks_per_node:
+            return 0.0
+        here = max(1, min(size, hardware.ranks_per_node // stride))
         rounds = math.ceil(math.log2(-(-size // here)))
-        return min(node, network), latency + hardware.network_latency_us * 1e-6 * rounds
+        return hardware.network_latency_us * 1e-6 * rounds
 
     def gather(self, nbytes: float, size: int, stride: int = 1) -> float:
         """Return the seconds of an all-gather or reduce-scatter with `nbytes` bytes in total."""
@@ -113,10 +131,15 @@ class Links:
         return latency + nbytes * (size - 1) / size / rate
 
     def all_reduce(self, nbytes: float, size: int, stride: int = 1) -> float:
-        """Return the seconds of an all-reduce of `nbytes` bytes on each rank."""
+        """Return the seconds of an all-reduce of `nbytes` bytes on each rank.
+
+        Between nodes a small one goes up a tree and down again (NCCL 2.29, graph/tuning.cc), so its latency counts
+        twice. In a node every rank reads from all others at once.
+        """
         if size == 1:
             return 0.0
         rate, latency = self._link(size, stride)
+        latency += self._network_latency(size, stride)
         return latency + 2 * nbytes * (size - 1) / size / rate
 
     def all_to_all(self, nbytes: float, size: int, stride: int = 1) -> float:
@@ -258,6 +281,17 @@ class ModelCosts:
             Duration(forward, wait + max(0.0, ring - attention)),
             Duration(backward, wait + max(0.0, 2 * ring - FLASH_BACKWARD * attention)),
         )
+
+    def exposed_launches(self, grid: GridShape, *, is_moe: bool) -> LayerPasses:
+        """Return the time in which a GPU waits for its host in a trained layer, without CUDA graphs."""
+        moe = self.spec.moe
+        if not is_moe or moe is None or self.hardware.cores is not None:
+            return LayerPasses()
+        launches = EXPOSED_LAUNCHES + EXPOSED_LAUNCHES_PER_EXPERT * (
+            moe.num_experts / grid.ep
+        )
+        forward = Duration(launches * self.hardware.launch_us * 1e-6)
+        return LayerPasses(forward, forward * self.hardware.backward_factor)
 
     def head(
         self, batch: MicroBatchLoad, grid: GridShape, *, value_head: bool = False

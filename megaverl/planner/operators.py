@@ -24,6 +24,7 @@ from megaverl.planner.generation import (
 )
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import PlannedJob, Role
+from megaverl.planner.memory import UTILIZATION
 from megaverl.planner.stages import Recompute, padded_vocab_size, pipeline
 from megaverl.planner.traffic import ReshardTraffic, make_update_traffic
 from megaverl.sharding.fan_out import MOST_SENT
@@ -167,12 +168,13 @@ def operations(load: StepLoad) -> list[Operation]:
     models = {name: _over_samples(load, role, kind) for name, role, kind in scored(job)}
     generated = rollout_duration(job, load.actor, load.lengths)
     ranks, copied = job.rollout.ranks, slept_seconds(load)
+    weights_mapped, cache_mapped = mapped_seconds(load)
     per_sample = load.samples / len(ranks) * hardware.sample_ms * 1e-3
     work = (generated.work(hardware) + per_sample) * len(ranks)
     seconds = generated.seconds + per_sample
     lanes = _around(
         job,
-        [("wake", 0.0), ("rollout", seconds), ("sleep", copied or 0.0)],
+        [("wake", cache_mapped), ("rollout", seconds), ("sleep", copied or 0.0)],
         sleeps=copied is not None,
     )
     planned = [
@@ -182,7 +184,7 @@ def operations(load: StepLoad) -> list[Operation]:
             "rollout",
             ranks,
             (),
-            seconds + (copied or 0.0),
+            cache_mapped + seconds + (copied or 0.0),
             work,
             lanes,
         )
@@ -238,10 +240,11 @@ def operations(load: StepLoad) -> list[Operation]:
             )
     ranks = tuple(sorted({*job.actor.ranks, *job.rollout.ranks}))
     moving = Duration(wait=reshard_seconds(load))
-    work, seconds = moving.work(hardware) * len(ranks), moving.seconds + (copied or 0.0)
+    waking = weights_mapped + (copied or 0.0)
+    work, seconds = moving.work(hardware) * len(ranks), moving.seconds + waking
     lanes = _around(
         job,
-        [("wake", copied or 0.0), ("reshard", moving.seconds)],
+        [("wake", waking), ("reshard", moving.seconds)],
         sleeps=copied is not None,
     )
     planned.append(
@@ -294,7 +297,7 @@ def slept_seconds(load: StepLoad) -> float | None:
 
     Waking for a reshard takes as long again. Where actor and engines share ranks
     nothing is copied, as the reshard writes all weights anew (`workers.weight_sync`).
-    Mapping and unmapping memory takes no time.
+    Mapping memory again is counted by `mapped_seconds`, and unmapping takes no time.
     """
     job, config = load.job, load.job.config
     if (
@@ -305,11 +308,31 @@ def slept_seconds(load: StepLoad) -> float | None:
         return None
     if job.placement.colocated("actor", "rollout"):
         return 0.0
-    fields, spec, tp = config.rollout.vllm, job.spec, job.rollout.tp
-    itemsize = 1 if fields.get("quantization") else load.actor.itemsize
-    embedding = itemsize * spec.vocab_size * spec.hidden_size / tp
-    copied = engine_costs(job, load.actor, load.lengths).weights + embedding
-    return copied / (load.hardware.host_gb_s * 1e9)
+    return _engine_weights(load) / (load.hardware.host_gb_s * 1e9)
+
+
+def _engine_weights(load: StepLoad) -> float:
+    """Return the bytes of weights on a rank of an engine, with the input embedding."""
+    job, spec = load.job, load.job.spec
+    quantized = job.config.rollout.vllm.get("quantization")
+    itemsize = 1 if quantized else load.actor.itemsize
+    embedding = itemsize * spec.vocab_size * spec.hidden_size / job.rollout.tp
+    return engine_costs(job, load.actor, load.lengths).weights + embedding
+
+
+def mapped_seconds(load: StepLoad) -> tuple[float, float]:
+    """Return the seconds in which an engine that sleeps gets the memory of its weights back, and that of its cache.
+
+    Weights that are the actor's own storage stay mapped.
+    """
+    job, hardware = load.job, load.hardware
+    if slept_seconds(load) is None or hardware.map_gb_s is None:
+        return 0.0, 0.0
+    rate = hardware.map_gb_s * 1e9
+    weights = _engine_weights(load)
+    share = float(job.config.rollout.vllm.get("gpu_memory_utilization", UTILIZATION))
+    cache = max(0.0, hardware.memory_gb * 1e9 * share - weights)
+    return 0.0 if job.aliases else weights / rate, cache / rate
 
 
 def _operation(
@@ -384,6 +407,7 @@ def _over_samples(
     if not update:
         return span + offload, work, _ranked(role, lanes)
     closing = _closing(load, role, stages)
+    closing = closing + Duration(wait=islands_seconds(load, role))
     times = parts * load.passes_over()
     first = _ranked(role, lanes)
     for stage in range(role.grid.pp):
@@ -410,11 +434,15 @@ def _pieces(stage: LayerPasses, update: bool) -> tuple[Duration, ...]:
 
 
 def micro_batches(load: StepLoad, role: Role, parts: int) -> tuple[MicroBatchLoad, int]:
-    """Return (one micro-batch, their number) on a data-parallel rank, for one of
-    `parts` equal parts of a step's samples.
+    """Return (one micro-batch, their number) on the slowest data-parallel rank, for one
+    of `parts` equal parts of a step's samples.
+
+    Samples are balanced over the ranks by their lengths (`data.batching.balance`), but
+    none is split: the rank with the longest sample has at least its tokens.
     """
     config, lengths = load.job.config, load.lengths
-    samples = load.samples / (parts * role.grid.dp * role.islands)
+    ranks = role.grid.dp * role.islands
+    samples = load.samples / (parts * ranks)
     together = (
         min(config.algorithm.group_size, samples) if role.config.pack_samples else 1.0
     )
@@ -424,9 +452,11 @@ def micro_batches(load: StepLoad, role: Role, parts: int) -> tuple[MicroBatchLoa
     once = together if shares_prompts else 1.0
     tokens = samples * (lengths.response + lengths.prompt / once)
     pairs = samples * (lengths.pairs - lengths.prompt**2 / 2 * (1 - 1 / once))
+    longest = lengths.prompt + lengths.longest_of(load.samples / parts)
+    if ranks > 1:
+        tokens, pairs = max(tokens, longest), max(pairs, longest**2 / 2)
     # Without packing, rows are padded to the longest sample.
     if not role.config.pack_samples:
-        longest = lengths.prompt + lengths.responses[-1]
         tokens, pairs = samples * longest, samples * longest**2 / 2
     least = (
         role.trained.gradient_accumulation
@@ -454,6 +484,7 @@ def stage_passes(
     by_kind = {}
     for is_moe in layers_of(role.spec):
         passes = costs.layer(batch, grid, is_moe=is_moe, sequence_parallel=parallel)
+        passes = passes + costs.exposed_launches(grid, is_moe=is_moe)
         by_kind[is_moe] = costs.recomputed(passes, batch, grid, recompute)
     head = costs.head(batch, grid, value_head=role.value_head)
     embedding = costs.moved(
@@ -608,6 +639,29 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
         waits = slowest.wait + load.update_seconds(role.name)
         return Duration(step_there.compute, waits)
     return slowest
+
+
+def islands_seconds(load: StepLoad, role: Role) -> float:
+    """Return the seconds of an update in which islands join their gradients or weights over the coordinator.
+
+    Every rank of every island sends all that it holds to the coordinator's rank and receives the sum in float32, one
+    bucket after the other (`trainer.islands`), so the coordinator's link carries everything.
+    """
+    coordinator, hardware = load.job.config.coordinator, load.hardware
+    if role.islands == 1 or role.trained is None:
+        return 0.0
+    per_stage = len(role.ranks) / role.grid.pp
+    elements = per_stage * sum(
+        sum(parameters_of_stage(role, stage)) for stage in range(role.grid.pp)
+    )
+    if role.trained.lora is not None:
+        # As in `_closing`.
+        elements *= 0.01
+    sent = 2 if coordinator.islands_compress == "bfloat16" else 4
+    leaves_node = load.job.world > hardware.ranks_per_node
+    gb_s = hardware.network_gb_s if leaves_node else hardware.node_gb_s
+    seconds = elements * (sent + 4) / (gb_s * 1e9 * hardware.link_efficiency)
+    return seconds / coordinator.islands_every
 
 
 def _offloaded(load: StepLoad, role: Role) -> float:

@@ -53,7 +53,8 @@ BASIS = {
     "every source is in megaverl/planner/reserve.py; fragments between blocks are not known beforehand",
     "bytes": "bytes: the plans that every rank itself will make; aliased weights are one storage on both sides",
     "step": "step: products, memory and messages at the rates of the hardware's description, a pipeline played "
-    "micro-batch by micro-batch; docs/simulator.md has its errors; pass your own --prompt-tokens, --response-tokens",
+    "micro-batch by micro-batch; docs/simulator.md has its errors; pass your own --prompt-tokens, --response-tokens "
+    "and --share-at-limit",
     "time": "time: the slowest rank, all its links at work at once; pass your own --nvlink, --network, --hbm",
 }
 
@@ -594,7 +595,7 @@ def _step(capacity: Capacity) -> Iterator[str]:
     )
     yield (
         f"  {prediction.samples:,} samples: prompts of {lengths.prompt:,.0f} tokens, "
-        f"responses of {lengths.response:,.0f} (up to {lengths.responses[-1]:,.0f})"
+        f"responses of {lengths.response:,.0f} (up to {lengths.longest_of(prediction.samples):,.0f})"
     )
     on_path = dict(prediction.critical_path)
     for phase in prediction.phases:

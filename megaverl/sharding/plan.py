@@ -615,6 +615,11 @@ class Plans(Sequence[Plan]):
 
 def _segments(parts: list[ShardRange]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """Yield runs of tensors with the shard sets that apply to the whole run, from the parts of one group."""
+    if len(parts) == 1:
+        # Most groups have one part, and a large job has hundreds of thousands of them.
+        [part] = parts
+        yield part.low, part.high, (part.shards,)
+        return
     # Every bound of a part is a cut, so the same shard sets apply everywhere between
     # two cuts.
     cuts = sorted({part.low for part in parts} | {part.high for part in parts})

@@ -301,15 +301,10 @@ def test_faults_that_pass_leave_no_trace(
         for record in records:
             for name in [name for name in record if "environment/" in name]:
                 del record[name]
-    other = [
-        {
-            name: values
-            for name in now
-            if (values := (now[name], then.get(name)))[0] != values[1]
-        }
-        for now, then in zip(found["metrics"], was["metrics"], strict=True)
-    ]
-    assert other == [{}] * len(other)
+            # Episodes that are tried again take their turns in other batches, which
+            # shows in the last bits of the engine's log-probs.
+            for name in [name for name in record if "logprob_diff" in name]:
+                assert record.pop(name) < 1e-6
     assert differences(found, was) == []
 
 
@@ -331,7 +326,7 @@ def test_episodes_that_keep_failing_are_left_out(
         if record not in failed
     ]
     assert all(found == right for found, right in kept)
-    record = metrics(run)[0]
+    [record, _] = [record for record in metrics(run) if "environment/faults" in record]
     mean = sum(found for found, _ in kept) / len(kept)
     assert record["reward/mean"] == pytest.approx(mean, abs=1e-6)
     assert record["environment/failed_fraction"] == len(failed) / len(first)
