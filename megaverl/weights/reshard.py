@@ -38,6 +38,7 @@ from megaverl.sharding.plan import Plan
 from megaverl.sharding.proof import check_plan
 from megaverl.sharding.weight import listed
 from megaverl.weights.transports import (
+    DeltaMode,
     Moved,
     TransferJob,
     Transport,
@@ -207,10 +208,13 @@ class Resharder:
         self._failures = Failures(group, plan.rank, options.timeout)
         wire, converts = wire_dtypes(dtypes), converting(dtypes)
         views = viewed(plan.source_layout, source), viewed(plan.dest_layout, dest)
+        delta: DeltaMode = "off"
+        if plan.world > 1:
+            # Both ends of a message must know whether its size is announced.
+            delta = reduce_json(options.delta, _joint_mode, group)
+        options = replace(options, delta=delta)
         self._sent_weights = (
-            None
-            if options.delta == "off" or plan.world == 1
-            else SentWeights(options.delta, views[0], device_of(group))
+            None if delta == "off" else SentWeights(delta, views[0], device_of(group))
         )
         self._job = TransferJob(
             plan,
@@ -307,7 +311,7 @@ class Resharder:
             moved = moved.plus(finished(self._transports))
             totals = self._agree(moved)
             if self._sent_weights is not None:
-                self._sent_weights.keep(self.version + 1)
+                self._sent_weights.keep()
         self.version += 1
         self.inconsistent = None
         self.brings_all, self._started, self._background = False, False, None
@@ -366,6 +370,8 @@ class Resharder:
     def destination_lost(self) -> None:
         """Declare that the destination's tensors have lost their contents: the next run moves all weights."""
         self.brings_all = True
+        if self._sent_weights is not None:
+            self._sent_weights.destination_drops = True
 
     def check_whole(self) -> None:
         """Refuse to use a destination that holds parts of two versions.
@@ -491,6 +497,11 @@ class Resharder:
             )
         fraction = sum(changed) / sum(compared) if any(compared) else None
         return RankTotals(max(sent), max(whole), fraction)
+
+
+def _joint_mode(modes: list[DeltaMode]) -> DeltaMode:
+    """Return `reshard.delta` of all ranks: off if any rank must send or receive whole weights."""
+    return "off" if "off" in modes else modes[0]
 
 
 def assign(

@@ -56,17 +56,18 @@ class SentWeights:
 
     Attributes:
         due: the version that moves may be sent as changes: all destinations have the last version.
-        version: the last version whose weights the copies hold; 0: none.
+        destination_drops: this rank's engine drops its weights between versions, so that copies would be of no use.
     """
 
     mode: DeltaMode
     source: Tensors
     device: torch.device
     due: bool = False
-    version: int = 0
+    destination_drops: bool = False
     _boxes: dict[str, Box] = field(default_factory=dict)
     _dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     _copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    _are_current: bool = False
     _versions_without: int = 0
     _sent: int = 0
     _whole: int = 0
@@ -91,7 +92,7 @@ class SentWeights:
     @property
     def compares(self) -> bool:
         """Return whether this rank compares its messages in the version that moves."""
-        return self.due and not self._versions_without
+        return self.due and self._are_current
 
     def boxes(self, transfers: Sequence[Transfer]) -> list[torch.Tensor]:
         """Return the copies of the boxes that these transfers read."""
@@ -108,10 +109,10 @@ class SentWeights:
         self._sent += sent
         self._whole += whole
 
-    def keep(self, version: int) -> None:
-        """Copy the source's weights, which all destinations have received as `version`.
+    def keep(self) -> None:
+        """Copy the source's weights, which all destinations have received.
 
-        With `auto`, no copy is made in versions after which nothing is compared.
+        No copy is made if the next version will not be compared.
         """
         if self.compares and self.mode == "auto":
             is_worthwhile = self._sent <= PAYS_BELOW * self._whole
@@ -119,7 +120,8 @@ class SentWeights:
         elif self._versions_without:
             self._versions_without -= 1
         self._sent = self._whole = 0
-        if self._versions_without:
+        self._are_current = not self._versions_without and not self.destination_drops
+        if not self._are_current:
             return
         targets, origins = [], []
         for name, box in self._boxes.items():
@@ -131,7 +133,6 @@ class SentWeights:
             origins.append(view(self.source[name], box))
         if targets:
             copy_boxes(targets, origins)
-        self.version = version
 
 
 class MessageSizes(NamedTuple):
