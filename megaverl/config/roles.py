@@ -1007,6 +1007,14 @@ class ReshardConfig(Section):
     """auto: weights enter each node once, and the ranks that received them send them on to other nodes and ranks, if
     this relieves the busiest link between nodes. never: every rank fetches its weights from the actor's ranks. Has no
     effect on one node or with reshard.folder."""
+    delta: Literal["auto", "on", "off"] = "auto"
+    """on: after the first reshard, send only the elements that changed, as positions
+    and values, wherever that takes fewer bytes. Each rank of the actor keeps a copy of
+    what it sends. auto: the same between nodes, for weights in 16 bits, unless
+    actor.offload.parameters is set; stops comparing while changes take more than half
+    of the bytes. off: always send whole weights. Engines receive the same bits in every
+    case. Has no effect with actor.lora, and on engines that drop their weights while
+    they sleep (rollout.sleep on the actor's ranks)."""
     check_every: Annotated[int, Field(ge=-1, le=MOST)] = 0
     """Compare fingerprints of all weights on both sides after every this many reshards. 0: only after the first
     reshard. -1: never."""

@@ -33,6 +33,7 @@ from megaverl.planner.stages import (
 )
 from megaverl.planner.traffic import (
     aliased_elements,
+    compares_weights,
     reshard_plans,
     update_plans,
 )
@@ -185,8 +186,15 @@ class MemoryModel:
         buckets = float(2 * job.config.reshard.bucket_mb * MB) if moves else 0.0
         if generates:
             buckets += self._landing_bytes()
+        sent_copies = self._delta_copies(rank) if moves else 0.0
+        if sent_copies:
+            # Encoded messages that wait take up to one more bucket.
+            buckets += float(job.config.reshard.bucket_mb * MB)
         if moves or job.world == 1:
             parts["reshard"] = {"buckets": buckets}
+        if sent_copies:
+            parts["reshard"]["copies of sent weights"] = sent_copies
+            held["frozen"] += sent_copies
         if job.config.actor.offload.parameters and rank in job.actor.ranks:
             loads["reshard"] = {"training": parts["actor"]["weights"]}
         if parts and reserve:
@@ -397,6 +405,21 @@ class MemoryModel:
         return self._trained(
             role.name, coords.pp, coords.cp + role.grid.cp * coords.dp, coords.edp
         )
+
+    def _delta_copies(self, rank: int) -> float:
+        """Return the bytes of the copies that `reshard.delta` keeps on a rank: what it sends, each element once."""
+        job = self.job
+        place = job.actor.place(rank)
+        if place is None or not compares_weights(job):
+            return 0.0
+        volume = self._plans().volume(rank)
+        node = job.machine.node_of(rank)
+        numel = sum(
+            count
+            for peer, count in volume.sent.items()
+            if job.config.reshard.delta == "on" or job.machine.node_of(peer) != node
+        )
+        return float(job.itemsize * min(numel, job.actor.layout_of(place).numel))
 
     def _landing_bytes(self) -> float:
         """Return the bytes of the buffer that receives matrices before they are quantised.

@@ -202,6 +202,7 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
             "seconds": slowest,
             "seconds_mean": mean,
             "fan_out": _fan_out_as_dict(capacity),
+            "delta": _delta_as_dict(capacity),
             "share_of_wire_limit": mean / slowest if slowest else 1.0,
             "busiest_over_mean": {
                 f"{direction}_{kind}": traffic.busiest(kind, direction)
@@ -229,6 +230,13 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
         else [],
         "basis": list(BASIS.values()),
     }
+
+
+def _delta_as_dict(capacity: Capacity) -> dict[str, Any] | None:
+    delta, network = capacity.traffic.delta, capacity.job.machine.network
+    if delta is None:
+        return None
+    return asdict(delta) | {"seconds": delta.busiest / network}
 
 
 def _fan_out_as_dict(capacity: Capacity) -> dict[str, Any] | None:
@@ -541,6 +549,11 @@ def _traffic(capacity: Capacity) -> Iterator[str]:
         yield (
             f"  busiest link between nodes: {fan_out['busiest'] / GB:.1f} GB in {fan_out['seconds']:.3f} s "
             f"({fan_out['busiest_without'] / GB:.1f} GB in {fan_out['seconds_without']:.3f} s without fan-out)"
+        )
+    if (delta := _delta_as_dict(capacity)) is not None:
+        yield (
+            f"delta: if {delta['changed']:.0%} of the weights change in a step, the busiest link between nodes carries "
+            f"{delta['busiest'] / GB:.2f} GB in {delta['seconds']:.3f} s ({delta['bytes_share']:.1%} of whole weights)"
         )
 
 

@@ -13,6 +13,13 @@ from megaverl.planner.job import Machine, PlannedJob
 from megaverl.sharding.boxes import carry, intersect
 from megaverl.sharding.layout import EMPTY, Layout, Piece
 from megaverl.sharding.plan import Plans, Volume, make_plans
+from megaverl.weights.transports.deltas import AUTO_ITEMSIZE
+
+# Share of bfloat16 weights that one step of Adam changes at learning rates of RL.
+# Published: about 1 % (PULSE, arXiv 2602.03839). tools/bench_delta.py measures a run's.
+CHANGED = 0.01
+# Bytes of a changed element's position at that share (`transports.changes`).
+POSITION_BYTES = 1.1
 
 KINDS = ("alias", "local", "nvlink", "network")
 
@@ -69,15 +76,32 @@ class FanOutTraffic:
 
 
 @dataclass(frozen=True)
+class DeltaTraffic:
+    """Expected bytes of a reshard that sends changes only (`reshard.delta`), on the links between nodes.
+
+    Attributes:
+        changed: expected share of the elements that change in a step.
+        bytes_share: bytes of the changes, as a share of the bytes of all elements.
+        busiest: bytes of the busiest link.
+    """
+
+    changed: float
+    bytes_share: float
+    busiest: int
+
+
+@dataclass(frozen=True)
 class ReshardTraffic:
-    """Traffic of one reshard on all ranks.
+    """Traffic of one reshard on all ranks, if it sends whole weights.
 
     Attributes:
         fan_out: None if every rank fetches its weights from ranks that hold them.
+        delta: None if nothing is sent as changes.
     """
 
     ranks: tuple[RankTraffic, ...]
     fan_out: FanOutTraffic | None = None
+    delta: DeltaTraffic | None = None
 
     def spread(self, direction: str, kind: str) -> tuple[int, float, int]:
         """Return (least, median, most) bytes over the ranks.
@@ -114,7 +138,31 @@ def make_traffic(job: PlannedJob) -> ReshardTraffic:
         ranks.append(
             rank_traffic(rank, plans.volume(rank), aliased, job.itemsize, job.machine)
         )
-    return ReshardTraffic(tuple(ranks), _fan_out_traffic(plans, ranks, job.itemsize))
+    fan_out = _fan_out_traffic(plans, ranks, job.itemsize)
+    return ReshardTraffic(tuple(ranks), fan_out, _delta_traffic(job, ranks))
+
+
+def compares_weights(job: PlannedJob) -> bool:
+    """Return whether ranks compare what they send with the last version, as `WeightSync` and `Resharder` decide."""
+    config = job.config
+    # Adapters are merged into the engine's weights, and an engine that sleeps on the
+    # actor's ranks drops its own.
+    if job.actor.adapters or (job.placement.is_colocated and config.rollout.sleep):
+        return False
+    if config.reshard.delta == "auto":
+        return job.itemsize == AUTO_ITEMSIZE and not config.actor.offload.parameters
+    return config.reshard.delta == "on"
+
+
+def _delta_traffic(
+    job: PlannedJob, ranks: Sequence[RankTraffic]
+) -> DeltaTraffic | None:
+    network = max(max(rank.sent["network"], rank.received["network"]) for rank in ranks)
+    if not network or not compares_weights(job):
+        return None
+    # A changed element takes its value and about one byte for its position.
+    share = CHANGED * (job.itemsize + POSITION_BYTES) / job.itemsize
+    return DeltaTraffic(CHANGED, share, round(network * share))
 
 
 def _fan_out_traffic(

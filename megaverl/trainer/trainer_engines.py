@@ -179,6 +179,7 @@ def server_rollout(
         tolerance=servers.fingerprint_tolerance,
         max_tokens=config.max_tokens,
         direct=servers if servers.transfer == "direct" else None,
+        delta=config.reshard.delta,
     )
     if group is None and actor is None:
         sync.use_folder(builder.files().wait())

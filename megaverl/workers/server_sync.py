@@ -31,7 +31,8 @@ from megaverl.rollout import sample_seed
 from megaverl.rollout.engine import Generation
 from megaverl.rollout.server_engine import ServerEngine
 from megaverl.rollout.server_pool import PublishedWeights
-from megaverl.weights.reshard import ReshardStats
+from megaverl.weights.reshard import RankTotals, ReshardStats
+from megaverl.weights.transports import DeltaMode
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.policy import Policy
 from megaverl.workers.server_transfer import GRACE_SECONDS, DeliveryBoard, ShardTransfer
@@ -67,6 +68,7 @@ class ServerSync:
         tolerance: largest allowed log-prob difference in nats. None: a default for `dtype`.
         max_tokens: smallest number of tokens that every server accepts.
         direct: send weights shard to shard. None: through the folder.
+        delta: `reshard.delta`, for weights that go shard to shard.
 
     Attributes:
         weight_version: number of times that the servers' weights have changed.
@@ -85,6 +87,7 @@ class ServerSync:
         tolerance: float | None,
         max_tokens: int,
         direct: ServersConfig | None = None,
+        delta: DeltaMode = "off",
     ) -> None:
         self.weight_version = 0
         self._model, self._engine, self._world, self._group = (
@@ -107,9 +110,9 @@ class ServerSync:
         self._transfer: ShardTransfer | None = None
         self._counted = 0  # of the bytes that servers have received
         if direct is not None:
-            self._prepare_direct(direct)
+            self._prepare_direct(direct, delta)
 
-    def _prepare_direct(self, config: ServersConfig) -> None:
+    def _prepare_direct(self, config: ServersConfig, delta: DeltaMode) -> None:
         """Create this rank's part in direct transfers. Collective over actor and rollout."""
         # Collective: every rank learns whether the run has an actor.
         num_senders = reduce_json(int(self._model is not None), sum, self._group)
@@ -128,7 +131,7 @@ class ServerSync:
             # A worker without a GPU could not join NCCL; servers and actor are of one
             # kind.
             self._transfer = ShardTransfer(
-                self._board, num_senders, platform.backend, limits[0]
+                self._board, num_senders, platform.backend, limits[0], delta
             )
             self._engine.pool.transfer = self._transfer
 
@@ -233,6 +236,7 @@ class ServerSync:
             self._counted,
             0 if self._transfer is None else self._transfer.bytes_received,
         )
+        totals = RankTotals() if self._transfer is None else self._transfer.last
         return ReshardStats(
             bytes_local=0,
             bytes_sent=sent - before[0],
@@ -240,6 +244,9 @@ class ServerSync:
             seconds=perf_counter() - start,
             num_messages=messages - before[1],
             version=self.weight_version,
+            busiest_sent=totals.busiest_sent,
+            busiest_whole=totals.busiest_whole,
+            changed_fraction=totals.changed_fraction,
         )
 
     def _serve(

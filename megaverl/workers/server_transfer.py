@@ -36,7 +36,9 @@ from megaverl.rollout.server_api import (
     VLLMShardServer,
     is_loopback,
 )
+from megaverl.weights.reshard import RankTotals
 from megaverl.weights.server_link import LinkAddress, report_failure
+from megaverl.weights.transports import DeltaMode
 
 logger = logging.getLogger(__name__)
 
@@ -127,13 +129,20 @@ class ShardTransfer:
         num_senders: the actor's ranks.
         live_backend: backend of deliveries of the actor's own tensors.
         seconds: limit of every wait.
+        delta: `reshard.delta`, for deliveries of the actor's own tensors.
 
     Attributes:
         bytes_received: bytes that all workers have received in all deliveries.
+        last: numbers of the last delivery of the actor's own tensors, over all ranks.
     """
 
     def __init__(
-        self, board: DeliveryBoard, num_senders: int, live_backend: str, seconds: float
+        self,
+        board: DeliveryBoard,
+        num_senders: int,
+        live_backend: str,
+        seconds: float,
+        delta: DeltaMode = "off",
     ) -> None:
         self._board, self._num_senders, self._live_backend, self._seconds = (
             board,
@@ -146,7 +155,9 @@ class ShardTransfer:
         self._link_is_live = False
         self._urls: list[str] = []
         self._store: dist.Store | None = None  # of the link
+        self._delta: DeltaMode = delta
         self.bytes_received = 0
+        self.last = RankTotals()
 
     def deliver(
         self, servers: Sequence[InferenceServer], *, live: bool
@@ -222,6 +233,13 @@ class ShardTransfer:
                 int(worker["bytes"]) for answer in answers.values() for worker in answer
             )
             self.bytes_received += received
+            if live:
+                worker = next(iter(answers.values()))[0]
+                self.last = RankTotals(
+                    int(worker.get("busiest_sent", 0)),
+                    int(worker.get("busiest_whole", 0)),
+                    worker.get("changed_fraction"),
+                )
             logger.info(
                 "weights went shard to shard to %d servers: %d bytes in %.3f s (%s)",
                 len(servers),
@@ -256,12 +274,17 @@ class ShardTransfer:
             for server in servers
             if not is_loopback(server.url)
         ]
+        # Copies in host memory serve a late server once. Servers on this machine need
+        # no network.
+        delta = self._delta if live else "off"
+        if delta == "auto" and not hosts:
+            delta = "off"
         # The address by which servers reach this host, which may have several.
         host = address_towards(hosts[0] if hosts else "localhost")
         name = f"link_{os.urandom(4).hex()}"
         size = self._num_senders + sum(server.num_workers for server in servers)
         link = LinkAddress(
-            host, 0, name, self._num_senders, size, backend, self._seconds
+            host, 0, name, self._num_senders, size, backend, self._seconds, delta
         )
         # The store must outlive this call: servers join it when they are called.
         self._store = keep_store(host, 0, link.timeout)

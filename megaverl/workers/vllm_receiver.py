@@ -36,6 +36,7 @@ from megaverl.rollout.vllm_weights import (
     remake_derived,
 )
 from megaverl.sharding.layout import Layout
+from megaverl.weights.reshard import ReshardStats
 from megaverl.weights.server_link import (
     Link,
     LinkAddress,
@@ -64,7 +65,8 @@ class ShardReceiver:
             task: JSON of the link's address as `link`, and the number of this server's first worker as `first_rank`.
 
         Returns:
-            `bytes` received; or `error`, and whether the error is this worker's `own`.
+            `bytes` received, and `changed_fraction`, `busiest_sent` and `busiest_whole`
+            of `ReshardStats`; or `error`, and whether the error is this worker's `own`.
         """
         # vLLM mixes this class into its worker, of which the type checker knows
         # nothing.
@@ -72,7 +74,13 @@ class ShardReceiver:
         told = json.loads(task)
         address = LinkAddress(**told["link"])
         try:
-            return {"bytes": _receive(worker, address, int(told["first_rank"]))}
+            stats = _receive(worker, address, int(told["first_rank"]))
+            return {
+                "bytes": stats.bytes_received,
+                "changed_fraction": stats.changed_fraction,
+                "busiest_sent": stats.busiest_sent,
+                "busiest_whole": stats.busiest_whole,
+            }
         except Exception as error:  # an answer, see the module's docstring
             logger.warning("megaverl: %s", traceback.format_exc())
             text = str(error) or type(error).__name__
@@ -88,8 +96,8 @@ class ShardReceiver:
             return {"error": text, "own": is_own}
 
 
-def _receive(worker: Any, address: LinkAddress, first_rank: int) -> int:
-    """Receive one version, through a new link if this worker has another or none; return the bytes that arrived."""
+def _receive(worker: Any, address: LinkAddress, first_rank: int) -> ReshardStats:
+    """Receive one version, through a new link if this worker has another or none."""
     end: ReceivingEnd | None = worker.__dict__.get("_megaverl_end")
     # Another address means other members, so a new group is needed.
     if end is None or end.link.address != address:
@@ -175,12 +183,12 @@ class ReceivingEnd:
                 address, rank, layouts.lay_out, f"worker {layouts.tp_rank}"
             )
 
-    def receive(self) -> int:
-        """Receive one version; return the bytes that arrived."""
+    def receive(self) -> ReshardStats:
+        """Receive one version."""
         with torch.no_grad():
             stats = self.link.run()
             self._layouts.written()
         # The answer must not leave before the device has written everything.
         if platform.is_cuda:
             torch.cuda.synchronize()
-        return stats.bytes_received
+        return stats

@@ -40,7 +40,12 @@ from megaverl.sharding.vllm import landing_parts
 from megaverl.sharding.weight import Weight, shapes_of
 from megaverl.weights.fingerprint import ReshardCheck, ViewOf
 from megaverl.weights.reshard import FinalParts, Resharder, ReshardStats
-from megaverl.weights.transports import TransportOptions, view, viewed
+from megaverl.weights.transports import (
+    DeltaMode,
+    TransportOptions,
+    view,
+    viewed,
+)
 from megaverl.weights.transports.local import adopt
 from megaverl.weights.transports.quantised import QuantisedDestination
 from megaverl.workers.model import TrainingModel
@@ -325,6 +330,7 @@ class WeightSync:
             # Merging adapters writes to these tensors, so they must not share storage
             # with the actor.
             never_alias=self._merge.written if self._merge is not None else frozenset(),
+            delta=self._delta_mode(),
         )
         # Weights of 8-bit engines arrive in parts, in a buffer.
         self._quantised = self._landing(layout_of, group)
@@ -346,6 +352,17 @@ class WeightSync:
             self._check = ReshardCheck(
                 *source.sides(layout_of), tensors, self._dest, group
             )
+
+    def _delta_mode(self) -> DeltaMode:
+        """Return whether this rank can send or receive changes only."""
+        # Adapters are merged into the weights that a reshard has brought, so the engine
+        # does not hold the last version any more.
+        if self._actor.low_ranks is not None:
+            return "off"
+        # Weights are offloaded because memory is short, and so would be that of copies.
+        if self._actor.offloads and self.config.delta == "auto":
+            return "off"
+        return self.config.delta
 
     def _landing(
         self, layout_of: LayoutOf, group: dist.ProcessGroup

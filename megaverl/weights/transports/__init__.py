@@ -15,6 +15,7 @@ from megaverl.weights.transports.tensor_views import (
 from megaverl.weights.transports.transport import (
     ALONE,
     BUCKET_BYTES,
+    DeltaMode,
     Message,
     Moved,
     TransferJob,
@@ -23,11 +24,13 @@ from megaverl.weights.transports.transport import (
     TransportOptions,
     copy_boxes,
     messages,
+    messages_by_dtype,
 )
 
 __all__ = [
     "ALONE",
     "BUCKET_BYTES",
+    "DeltaMode",
     "Message",
     "Moved",
     "Tensors",
@@ -40,6 +43,7 @@ __all__ = [
     "converting",
     "copy_boxes",
     "messages",
+    "messages_by_dtype",
     "view",
     "viewed",
     "wire_dtypes",
