@@ -89,7 +89,7 @@ def make_engine(
             engine = make_own(model_folder, config, **asked)
     else:
         from megaverl.rollout.vllm_engine import VLLMEngine
-        from megaverl.rollout.vllm_requests import image_arguments
+        from megaverl.rollout.vllm_images import image_arguments
 
         asked |= {
             "trust_remote_code": trust_remote_code,
