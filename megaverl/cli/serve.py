@@ -22,6 +22,8 @@ import yaml
 from megaverl.cli.options import Subcommand, UsageError, add_json
 from megaverl.config import RolloutConfig
 from megaverl.errors import FAILED, MegaverlError
+from megaverl.gpus import count_gpus
+from megaverl.outside import read_json_file
 from megaverl.rewards.service import JOB_HEADER
 from megaverl.rollout.server_api import RECEIVER, is_loopback, url_problem
 from megaverl.rollout.serving import (
@@ -41,7 +43,7 @@ PORTS = {"rollout": 8000, "reward": 8001}
 # A server that generates for a run gets new weights while it runs, and takes and
 # returns token ids.
 ROLLOUT_ARGUMENTS = (
-    *("--enable-scale-out", "--skip-tokenizer-init"),
+    "--enable-scale-out",
     *("--generation-config", "vllm"),
     *("--logprobs-mode", "processed_logprobs"),
 )
@@ -111,6 +113,28 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+# vLLM needs a tokenizer for a model that takes images. Pixels arrive normalised, and
+# are not kept: requests bring them.
+IMAGE_ARGUMENTS = (
+    "--no-mm-device-do-normalize",
+    *("--limit-mm-per-prompt", '{"video": 0}'),
+    *("--mm-processor-cache-gb", "0"),
+)
+
+
+def model_arguments(model: str) -> list[str]:
+    """Return the arguments of vLLM that a rollout server of this model needs, beside those of every such server.
+
+    Args:
+        model: a Hugging Face folder. A model on a hub is taken for one without images, as its config.json is not here.
+    """
+    config = Path(model, "config.json")
+    if not (config.is_file() and "vision_config" in read_json_file(config)):
+        return ["--skip-tokenizer-init"]
+    # vLLM does not measure memory on a CPU.
+    return [*IMAGE_ARGUMENTS, *([] if count_gpus() else ["--skip-mm-profiling"])]
+
+
 def server_command(
     arguments: argparse.Namespace, environment: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
@@ -151,7 +175,7 @@ def server_command(
         variables[TOKEN] = environment[arguments.token_env]
     vllm_arguments = shlex.split(arguments.vllm)
     if is_rollout:
-        kind = list(ROLLOUT_ARGUMENTS)
+        kind = [*ROLLOUT_ARGUMENTS, *model_arguments(arguments.model)]
         # Its workers can then receive weights from an actor's ranks
         # (rollout.servers.transfer: direct).
         if not any(word.partition("=")[0] == EXTENSION for word in vllm_arguments):

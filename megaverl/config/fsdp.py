@@ -51,7 +51,8 @@ class FsdpConfig(Section):
     of transformers."""
     liger: bool = False
     """Use Liger's fused kernels for norms, rotary embeddings and MLPs. Requires a GPU, the package liger-kernel, and an
-    architecture that it supports."""
+    architecture that it supports. Not for engine: megatron: Liger replaces modules of transformers, and megatron-core
+    and Transformer Engine have fused kernels of their own for the same operators."""
 
 
 STRATEGIES = {

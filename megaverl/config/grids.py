@@ -340,15 +340,19 @@ def _fsdp_against_world(
         is_inherited: whether mistakes in values that equal the actor's are reported for the actor.
     """
     grid: GridConfig = getattr(config, role)
-    if world_size % grid.tp:
-        text = f"found {grid.tp}, which does not divide the {world_size} ranks. Sizes that fit: "
-        if not (is_inherited and grid.tp == config.actor.tp):
-            yield ConfigIssue(
-                f"{role}.tp",
-                f"{text}{listed(divisors(world_size))}.",
-                involves=("run.nproc",),
-            )
-        return
+    num_left = world_size
+    for name in ("tp", "cp"):
+        size = getattr(grid, name)
+        if num_left % size:
+            text = f"found {size}, which does not divide the {num_left} ranks. Sizes that fit: "
+            if not (is_inherited and size == getattr(config.actor, name)):
+                yield ConfigIssue(
+                    f"{role}.{name}",
+                    f"{text}{listed(divisors(num_left))}.",
+                    involves=("run.nproc",),
+                )
+            return
+        num_left //= size
     size = grid.fsdp.shard_size
     replicas = world_size // grid.tp
     if (

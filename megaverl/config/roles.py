@@ -89,7 +89,6 @@ ADAMW_FIELDS = (
 # Grid sizes that FSDP does not have, and the groups of ranks that they stand for.
 MEGATRON_SIZES = {
     "pp": "pipeline-parallel",
-    "cp": "context-parallel",
     "ep": "expert-parallel",
     "etp": "expert-tensor-parallel",
     "vpp": "virtual pipeline",
@@ -119,7 +118,8 @@ class GridConfig(Section):
     engine: Literal["megatron", "fsdp"] = "megatron"
     """Training engine. megatron: Megatron-core, with all kinds of parallelism, for the architectures listed by
     `megaverl models`. fsdp: the Hugging Face model under PyTorch's FSDP2, for any architecture that transformers
-    builds, without pp, cp and ep."""
+    builds, without pp and ep: transformers' models are not written in stages, and FSDP2 shards experts like all other
+    weights."""
     tp: GridSize = 1
     """Tensor-parallel size: the matrices of every layer are split over this many ranks. These ranks communicate in
     every layer, so keep tp within a node."""
@@ -128,7 +128,8 @@ class GridConfig(Section):
     cross nodes. Stages idle at the start and end of an update unless there are many micro-batches."""
     cp: GridSize = 1
     """Context-parallel size: sequences are split over this many ranks, and each rank holds 1/cp of a micro-batch's
-    tokens. Use it if the activations of one sample do not fit on one rank. Weights are not split."""
+    tokens. Use it if the activations of one sample do not fit on one rank. Weights are not split; with engine: fsdp
+    these ranks shard them too."""
     ep: GridSize = 1
     """Expert-parallel size: the experts of a layer are distributed over this many ranks, which exchange tokens in every
     layer. Only for mixtures of experts."""
@@ -169,8 +170,9 @@ class GridConfig(Section):
         for name in self.megatron:
             why = "trains the Hugging Face model, not megatron-core's"
             yield unread_by_fsdp(at, f"megatron.{name}", "is set", why)
-        if self.fsdp.compile and self.tp > 1:
-            yield _only_without_tp(at, "fsdp.compile")
+        for size in ("tp", "cp"):
+            if self.fsdp.compile and getattr(self, size) > 1:
+                yield _only_without(size, at, "fsdp.compile")
         if (
             self.fsdp.shard_size is not None
             and self.fsdp.sharding_strategy != "hybrid_shard"
@@ -209,12 +211,10 @@ def unread_by_fsdp(at: str, name: str, what: str, why: str) -> ConfigIssue:
     return ConfigIssue(f"{at}.{name}", text, involves=(f"{at}.engine",))
 
 
-def _only_without_tp(at: str, name: str) -> ConfigIssue:
-    """Return a mistake for a field that FSDP combines with no tensor parallelism, which splits weights."""
-    text = (
-        f"is set, and engine: fsdp has it with {at}.tp=1 alone. Leave one of both out."
-    )
-    return ConfigIssue(f"{at}.{name}", text, involves=(f"{at}.tp",))
+def _only_without(size: str, at: str, name: str) -> ConfigIssue:
+    """Return a mistake for a field that FSDP combines with no tensor- or context-parallel ranks (`size`)."""
+    text = f"is set, and engine: fsdp has it with {at}.{size}=1 alone. Leave one of both out."
+    return ConfigIssue(f"{at}.{name}", text, involves=(f"{at}.{size}",))
 
 
 class LoraConfig(Section):
@@ -307,7 +307,7 @@ class TrainedConfig(GridConfig):
                 at, "optimizer.optimizer", f"found {yaml_text(kind)}", why
             )
         if self.lora is not None and self.tp > 1:
-            yield _only_without_tp(at, "lora")
+            yield _only_without("tp", at, "lora")
 
     def optimizer_issues(self, at: str, num_updates: int) -> Issues:
         """Yield mistakes in the optimizer and the scheduler. A command that trains the role asks for them.
@@ -730,7 +730,8 @@ class RolloutConfig(Section):
     experts, 0.5 with an 8-bit engine, an eighth of these in float16)."""
     async_rollout: bool = False
     """Generate the samples of the next steps while the actor trains. Samples are then off-policy; see max_staleness and
-    algorithm.correction. Engines need ranks of their own (placement.rollout)."""
+    algorithm.correction. Engines need ranks of their own (placement.rollout). In a loop of a Python program
+    (`PPOTrainer`) the next step is generated during `update`, and max_staleness is at most 1."""
     max_staleness: NonNegative = 1
     """With async_rollout: maximum number of updates between the weights that generate a step and the weights it trains.
     0: no generation ahead. With partial: the same limit for the oldest token of a sample. Larger values wait less and

@@ -216,7 +216,10 @@ Sources = Annotated[list[SourceConfig], BeforeValidator(_as_sources)]
 
 
 class ImagesConfig(Section):
-    """`data.images`: images of prompts, for models that take them."""
+    """`data.images`: images of prompts, for models that take them.
+
+    The actor needs engine: fsdp, because megaverl joins no vision tower to megatron-core's models.
+    """
 
     key: Text = "images"
     """Column of a row's images: one image or a list. Each takes the place of <image> in the prompt, or of a part of

@@ -83,8 +83,8 @@ SUCCESSORS = (
         "examples/sft/*sp2*liger*",
         "sft",
         f"{SMALL}/sft",
-        "Sequence parallel size 2 is actor.cp=2 with actor.pp=1. Liger's kernels are actor.fsdp.liger=true with "
-        "actor.engine=fsdp and actor.pp=1.",
+        "Add actor.engine=fsdp, actor.pp=1, actor.cp=2 (sequence parallel size 2) and actor.fsdp.liger=true, which "
+        "needs a GPU.",
     ),
     Successor("examples/sft/*peft*", "sft", f"{SMALL}/sft", "Add actor.lora.rank=16."),
     Successor("examples/sft/*", "sft", f"{SMALL}/sft", ""),

@@ -84,17 +84,8 @@ class ContextAttention(CausalAttention):
     def _attend_packed_row(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing
     ) -> torch.Tensor:
-        if not isinstance(packing, CutPacking):
-            return super()._attend_packed_row(q, k, v, packing)
-        # Both of the rank's chunks are attended separately, since they see different
-        # parts of the row.
-        query_halves = zip(packing.halves, q.chunk(2), strict=True)
-        options = self.softmax_scale, self.window, self.softmax_offset
-        return torch.cat(
-            [
-                attend_packed(queries, k, v, half, *options)
-                for half, queries in query_halves
-            ]
+        return attend_packed_part(
+            q, k, v, packing, self.softmax_scale, self.window, self.softmax_offset
         )
 
     def _attend_rows(
@@ -105,50 +96,83 @@ class ContextAttention(CausalAttention):
         look: torch.Tensor | None,
     ) -> torch.Tensor:
         assert look is None
-        outputs = []
-        halves = _halves(k.shape[2], self._part)
-        # `chunk` cuts the queries at the border of the two chunks, which are equally
-        # long.
-        for half, (begin, end) in zip(q.chunk(2, dim=2), halves, strict=True):
-            # The first chunk of a row sees itself alone, so the kernel's own causal
-            # mask does. Later queries see earlier keys too.
-            if begin:
-                query_places = torch.arange(begin, end, device=k.device)
-                key_places = torch.arange(end, device=k.device)
-                distance = query_places[:, None] - key_places
-                look = (distance >= 0) & (distance < (self.window or end))
-            keys = k[:, :, :end]
-            values = v[:, :, :end]
-            outputs.append(
-                attend_rows(
-                    half,
-                    keys,
-                    values,
-                    look,
-                    self.softmax_scale,
-                    self.window,
-                    self.softmax_offset,
-                )
-            )
-        return torch.cat(outputs, dim=2)
+        return attend_rows_part(
+            q,
+            k,
+            v,
+            self._part,
+            self.softmax_scale,
+            self.window,
+            self.softmax_offset,
+        )
 
     def _whole_row(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather keys and values of all ranks, in the row's order: [s / cp, b, kv_heads, d] -> [s, b, kv_heads, d]."""
-        # Collective over the context-parallel group. In the backward pass, gradients
-        # are reduce-scattered.
-        both = gather_from_sequence_parallel_region(
-            torch.cat([key, value], dim=-1),
-            tensor_parallel_output_grad=True,
-            group=self._group,
-        )
-        # The second chunks are held in reverse order of ranks; see the drawing above.
-        # [cp, 2, chunk, ...] -> two lists of chunks by rank.
-        first, second = both.unflatten(0, (self._part.size, 2, -1)).unbind(1)
-        whole = torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])
-        keys, values = whole.split([key.shape[-1], value.shape[-1]], dim=-1)
-        return keys, values
+        return gather_row(key, value, self._group)
+
+
+def gather_row(
+    key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather keys and values of all ranks, in the row's order: [s / cp, b, kv_heads, d] -> [s, b, kv_heads, d].
+
+    Collective over the context-parallel group, also in the backward pass.
+    """
+    both = gather_from_sequence_parallel_region(
+        torch.cat([key, value], dim=-1), tensor_parallel_output_grad=True, group=group
+    )
+    # The second chunks are held in reverse order of ranks; see the drawing above.
+    first, second = both.unflatten(0, (group.size(), 2, -1)).unbind(1)
+    whole = torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])
+    return whole.split([key.shape[-1], value.shape[-1]], dim=-1)
+
+
+def attend_packed_part(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packing: Packing,
+    scale: float | None,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute `attend_packed` of a rank's queries [t / cp, heads, d] over the keys and values of the whole row."""
+    if not isinstance(packing, CutPacking):
+        return attend_packed(q, k, v, packing, scale, window, sinks)
+    query_halves = zip(packing.halves, q.chunk(2), strict=True)
+    outputs = [
+        attend_packed(queries, k, v, half, scale, window, sinks)
+        for half, queries in query_halves
+    ]
+    return torch.cat(outputs)
+
+
+def attend_rows_part(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    part: Part,
+    scale: float | None,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute `attend_rows` of a rank's queries [b, heads, s / cp, d] over the keys and values of whole rows."""
+    outputs = []
+    halves = _halves(k.shape[2], part)
+    for half, (begin, end) in zip(q.chunk(2, dim=2), halves, strict=True):
+        look = None
+        # The first chunk of a row sees itself alone, so the kernel's own causal mask
+        # does. Later queries see earlier keys too.
+        if begin:
+            query_places = torch.arange(begin, end, device=k.device)
+            key_places = torch.arange(end, device=k.device)
+            distance = query_places[:, None] - key_places
+            look = (distance >= 0) & (distance < (window or end))
+        keys = k[:, :, :end]
+        values = v[:, :, :end]
+        outputs.append(attend_rows(half, keys, values, look, scale, window, sinks))
+    return torch.cat(outputs, dim=2)
 
 
 @dataclass

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from megaverl.errors import ModelError
 from megaverl.models.attention import attend_packed, attend_rows
+from megaverl.models.context_attention import (
+    Part,
+    attend_packed_part,
+    attend_rows_part,
+    gather_row,
+    pack_part,
+    pack_part_varlen,
+)
 from megaverl.models.packing import Pack, Packing, pack, pack_varlen
 from megaverl.platform import flash_attention
 from megaverl.user_code import describe, user_code
@@ -49,6 +59,8 @@ class _Current:
     """
 
     packing: Packing | None = None
+    # Ranks that hold the parts of a row. None: a rank has whole rows.
+    context_group: dist.ProcessGroup | None = None
     calls: list[_Call] | None = field(default=None)
 
 
@@ -56,16 +68,20 @@ _current = _Current()
 
 
 @contextmanager
-def packed(packing: Packing | None) -> Iterator[None]:
-    """Make forward and backward passes inside read rows packed as `packing` says. None: each row is one sequence."""
-    # Set for the backward pass as well, which recomputes checkpointed layers in
-    # autograd's thread.
-    before = _current.packing
-    _current.packing = packing
+def packed(
+    packing: Packing | None, context_group: dist.ProcessGroup | None = None
+) -> Iterator[None]:
+    """Make forward and backward passes inside read rows packed as `packing` says. None: each row is one sequence.
+
+    Args:
+        context_group: ranks that hold the parts of each row (`context_attention.py`). None: this rank has whole rows.
+    """
+    before = _current.packing, _current.context_group
+    _current.packing, _current.context_group = packing, context_group
     try:
         yield
     finally:
-        _current.packing = before
+        _current.packing, _current.context_group = before
 
 
 def attend(
@@ -108,6 +124,8 @@ def attend(
         return query.new_empty(
             query.shape[0], query.shape[2], query.shape[1], value.shape[-1]
         ), None
+    if (group := _current.context_group) is not None:
+        return _attend_part(query, key, value, group, scaling, sliding_window), None
     if _current.packing is None:
         return attend_rows(query, key, value, None, scaling, sliding_window).transpose(
             1, 2
@@ -117,6 +135,27 @@ def attend(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = attend_packed(q, k, v, _current.packing, scaling, sliding_window)
     return out.view(1, len(q), query.shape[1], value.shape[-1]), None
+
+
+def _attend_part(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: dist.ProcessGroup,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Compute `attend` of a context-parallel rank's part of each row. Collective over the group."""
+    # [b, kv_heads, s / cp, d] -> [s, b, kv_heads, d]
+    k, v = gather_row(key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3), group)
+    packing = _current.packing
+    if packing is None:
+        part = Part(group.rank(), group.size())
+        k, v = k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+        return attend_rows_part(query, k, v, part, scale, window).transpose(1, 2)
+    q = query[0].transpose(0, 1)
+    out = attend_packed_part(q, k[:, 0], v[:, 0], packing, scale, window)
+    return out.view(1, len(q), query.shape[1], value.shape[-1])
 
 
 def register() -> None:
@@ -139,6 +178,14 @@ class RowReading:
     padded_because: str = ""
     attention: str | None = NAME
     pack: Pack | None = None
+
+    def pack_of(self, part: Part) -> Pack | None:
+        """Return the function that packs samples into a row for a context-parallel rank."""
+        if part.size == 1 or self.pack is None:
+            return self.pack
+        return partial(
+            pack_part_varlen if self.pack is pack_varlen else pack_part, part=part
+        )
 
 
 def row_reading(

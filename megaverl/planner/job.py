@@ -525,7 +525,7 @@ def _role(
     grid = GridShape.fit(len(ranks) // islands, **sizes, role=name)
     if config.engine == "fsdp":
         shards = shards_of(
-            config.fsdp, grid.dp, max(machine.gpus_per_node // grid.tp, 1)
+            config.fsdp, grid.dp * grid.cp, max(machine.gpus_per_node // grid.tp, 1)
         )
         held = fsdp_layouts(spec, value_head, shards.size, grid.tp)
         return Role(

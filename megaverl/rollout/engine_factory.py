@@ -91,8 +91,8 @@ def make_engine(
             )
     else:
         from megaverl.rollout.vllm_engine import VLLMEngine
+        from megaverl.rollout.vllm_images import image_arguments
         from megaverl.rollout.vllm_options import VLLMOptions
-        from megaverl.rollout.vllm_requests import image_arguments
 
         of_images = None
         if images is not None:

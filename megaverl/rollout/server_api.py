@@ -49,10 +49,12 @@ class ExpectedModel:
     Attributes:
         spec: the run's model.
         max_model_len: most tokens of prompt and response together.
+        takes_images: whether prompts may have images.
     """
 
     spec: ModelSpec
     max_model_len: int
+    takes_images: bool = False
 
 
 class InferenceServer(ABC):
@@ -114,8 +116,13 @@ class InferenceServer(ABC):
         way: SamplingOptions,
         stop_tokens: Sequence[int],
         seed: int,
+        features: Mapping[str, Any] | None = None,
     ) -> tuple[Generation, Collection[str]]:
-        """Generate a response; also return the names of the weights that generated it."""
+        """Generate a response; also return the names of the weights that generated it.
+
+        Args:
+            features: the prompt's images (`vllm_images.image_features`). None: it has none.
+        """
 
     def ask(
         self, method: str, path: str, body: Any = None, *, timeout: float | None = None
@@ -187,8 +194,10 @@ class VLLMServer(InferenceServer):
     """vLLM's own server, with its development endpoints (`vllm/entrypoints/rl`, `serve/dev`, `scale_out`)."""
 
     start_with = "megaverl serve rollout MODEL (with vLLM 0.32 or newer)."
+    _takes_images = False
 
     def problems(self, expected: ExpectedModel) -> list[str]:
+        self._takes_images = expected.takes_images
         self.weight_version()
         # A trial request shows that the token is right and that the server takes token
         # ids.
@@ -203,6 +212,8 @@ class VLLMServer(InferenceServer):
                 f"its log-probs are {mode}, and training needs those of the distribution that was drawn from: "
                 "--logprobs-mode processed_logprobs"
             )
+        if expected.takes_images:
+            problems += _image_problems(config.get("multimodal_config") or {})
         return problems + _folder_problems(config.get("model"), expected)
 
     def server_info(self) -> Any:
@@ -227,6 +238,9 @@ class VLLMServer(InferenceServer):
         self._forget_cached()
 
     def _forget_cached(self) -> None:
+        # The encoder's outputs are identified by their images, not by weights.
+        if self._takes_images:
+            self.ask("POST", "/reset_encoder_cache")
         answer = self.ask("POST", "/reset_prefix_cache")
         if not (answer or {}).get("success"):
             raise ServerLost(
@@ -260,6 +274,7 @@ class VLLMServer(InferenceServer):
         way: SamplingOptions,
         stop_tokens: Sequence[int],
         seed: int,
+        features: Mapping[str, Any] | None = None,
     ) -> tuple[Generation, Collection[str]]:
         fields = {
             **way.extra,
@@ -273,7 +288,7 @@ class VLLMServer(InferenceServer):
             "seed": seed,
             "detokenize": False,
         }
-        answer = self._generate(prompt, fields)
+        answer = self._generate(prompt, fields, features)
 
         def take() -> tuple[Generation, Collection[str]]:
             [choice] = answer["choices"]
@@ -288,8 +303,15 @@ class VLLMServer(InferenceServer):
         generation, versions = self._taken("a request", take)
         return generation, versions
 
-    def _generate(self, tokens: Sequence[int], sampling: Mapping[str, Any]) -> Any:
+    def _generate(
+        self,
+        tokens: Sequence[int],
+        sampling: Mapping[str, Any],
+        features: Mapping[str, Any] | None = None,
+    ) -> Any:
         body = {"token_ids": list(tokens), "sampling_params": sampling}
+        if features is not None:
+            body["features"] = features
         return self.ask(
             "POST", "/inference/v1/generate", body, timeout=self._generating
         )
@@ -387,6 +409,10 @@ class SGLangServer(InferenceServer):
             problems.append(
                 "it draws without the seeds that it is given: --enable-deterministic-inference"
             )
+        if expected.takes_images:
+            problems.append(
+                "it processes pictures itself, with other numbers than the trainer. Use rollout.servers.kind=vllm"
+            )
         if not model.get("is_generation", True):
             problems.append(
                 "it generates nothing: it serves a reward or embedding model"
@@ -441,7 +467,9 @@ class SGLangServer(InferenceServer):
         way: SamplingOptions,
         stop_tokens: Sequence[int],
         seed: int,
+        features: Mapping[str, Any] | None = None,
     ) -> tuple[Generation, Collection[str]]:
+        assert features is None, "`problems` refuses models that take images"
         sampling = {
             **{SGLANG_SAMPLING[name]: value for name, value in way.extra.items()},
             "max_new_tokens": way.max_tokens,
@@ -473,6 +501,19 @@ class SGLangServer(InferenceServer):
 
         generation, versions = self._taken("POST /generate", take)
         return generation, versions
+
+
+def _image_problems(config: Mapping[str, Any]) -> list[str]:
+    """List the settings of a vLLM server that would change images, from its multimodal configuration."""
+    problems = []
+    # Versions that do not know the setting never normalise on the device.
+    if config.get("mm_device_do_normalize"):
+        problems.append(
+            "it would normalise pixels that the trainer has normalised: --no-mm-device-do-normalize"
+        )
+    if config.get("language_model_only"):
+        problems.append("it has no vision tower: leave out --language-model-only")
+    return problems
 
 
 def _length_problems(length: Any, expected: ExpectedModel) -> list[str]:

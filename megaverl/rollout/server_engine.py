@@ -6,9 +6,10 @@ import queue
 import threading
 from base64 import b64encode
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
@@ -49,6 +50,7 @@ from megaverl.rollout.server_pool import (
     token_of,
     watched_file,
 )
+from megaverl.rollout.vllm_images import image_features
 from megaverl.sharding.model_spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
     from megaverl.config.roles import RolloutConfig
+    from megaverl.distributed.shared_item import SharedItem
     from megaverl.sharding.layout import Layout
 
 MOST_THREADS = 512  # concurrent requests of a rank, over all servers
@@ -74,6 +77,7 @@ class ServerEngine(Engine):
         run_dir: folder of the watched file, unless `rollout.servers.file` names another file.
         max_model_len: most tokens of prompt and response together.
         stop_token_ids: tokens that end a response.
+        image_token: placeholder token of a part of an image. None: the model takes no images.
 
     Raises:
         RolloutError: names the servers that this run cannot use, or the environment variable that lacks a token.
@@ -90,6 +94,7 @@ class ServerEngine(Engine):
         run_dir: Path,
         max_model_len: int,
         stop_token_ids: Sequence[int] = (),
+        image_token: int | None = None,
     ) -> None:
         started = dist.is_initialized()
         self.replica = dist.get_rank() if started else 0
@@ -98,6 +103,7 @@ class ServerEngine(Engine):
         self._counting = threading.Lock()
         self.max_model_len = max_model_len
         self._stop_token_ids = tuple(stop_token_ids)
+        self._image_token = image_token
         servers = config.servers
         spec = ModelSpec.outline(model_folder)
         self._servers, self._vocab_size = servers, spec.vocab_size
@@ -106,7 +112,7 @@ class ServerEngine(Engine):
         self.pool = ServerPool(
             lambda: addresses_of(servers, watched),
             lambda url: connect(servers, url, token, CLIENTS.get(servers.transfer)),
-            ExpectedModel(spec, max_model_len),
+            ExpectedModel(spec, max_model_len, takes_images=image_token is not None),
             admits=self.replica == 0,
             # Rounded up: ranks share the limit of each server.
             most_running=-(-servers.max_requests // self.num_replicas),
@@ -136,10 +142,6 @@ class ServerEngine(Engine):
         *,
         images: Images | None = None,
     ) -> list[Generation]:
-        if images is not None:
-            raise RolloutError(
-                "rollout.engine=server supports only text, and the prompts have images. Use vllm."
-            )
         if self.pool.weights is None:
             raise RolloutError(
                 "the servers have no weights yet: reshard before the first generate()."
@@ -154,9 +156,18 @@ class ServerEngine(Engine):
         if not prompts:
             return []
         per_prompt = of_each(sampling, len(prompts))
+        if images is not None and self._image_token is None:
+            raise RolloutError("the prompts have images, and the model takes none.")
+        # The samples of a group share their images, and the first access makes the
+        # tensors. Several threads must not do so at once.
+        for image in chain.from_iterable(images or ()):
+            _ = image.tensors
         with self.pool.watched():
             generations = self._all(
-                [list(prompt) for prompt in prompts], per_prompt, seeds
+                [list(prompt) for prompt in prompts],
+                per_prompt,
+                seeds,
+                [()] * len(prompts) if images is None else images,
             )
         check_generations(generations, len(prompts))
         return generations
@@ -166,6 +177,7 @@ class ServerEngine(Engine):
         prompts: Sequence[list[int]],
         per_prompt: Sequence[SamplingOptions],
         seeds: Sequence[int],
+        images: Images,
     ) -> list[Generation]:
         # Threads take prompts in order, which need not be the order of completion.
         waiting = deque(range(len(prompts)))
@@ -191,6 +203,7 @@ class ServerEngine(Engine):
                                 per_prompt[number],
                                 # Checked while a request waits for a free server.
                                 seeds[number],
+                                self._features(number, prompts[number], images[number]),
                                 stop.is_set,
                             ),
                         )
@@ -218,12 +231,22 @@ class ServerEngine(Engine):
             stop.set()
         return [generations[number] for number in range(len(prompts))]
 
+    def _features(
+        self, number: int, prompt: list[int], images: Sequence[SharedItem]
+    ) -> dict[str, Any] | None:
+        """Return the images of a prompt as a request carries them, or None if it has none."""
+        if not images:
+            return None
+        assert self._image_token is not None
+        return image_features(self._image_token, prompt, images, number)
+
     def _one(
         self,
         number: int,
         prompt: list[int],
         way: SamplingOptions,
         seed: int,
+        features: Mapping[str, Any] | None,
         stopped: Callable[[], bool],
     ) -> Generation:
         """Generate one response on any server. A server that is lost costs time, but not the sample."""
@@ -231,7 +254,7 @@ class ServerEngine(Engine):
         for _ in range(1 + self._servers.retries):
             with self.pool.server_for(prompt, stopped) as member:
                 try:
-                    return self._by(member.server, prompt, way, seed)
+                    return self._by(member.server, prompt, way, seed, features)
                 except ServerLost as lost:
                     self.pool.lost(member, lost)
                     error = lost
@@ -248,11 +271,12 @@ class ServerEngine(Engine):
         prompt: list[int],
         way: SamplingOptions,
         seed: int,
+        features: Mapping[str, Any] | None,
     ) -> Generation:
         weights = self.pool.weights
         assert weights is not None
         generation, versions = server.generate(
-            prompt, way, way.stop_tokens(self._stop_token_ids), seed
+            prompt, way, way.stop_tokens(self._stop_token_ids), seed, features
         )
         # Weights may change between choosing the server and its answer.
         if others := set(versions) - {weights.name}:

@@ -1,8 +1,8 @@
 """vLLM inside the training processes: `external_launcher`, one engine per `rollout.tp` neighbouring ranks.
 
 The module contains the engine itself. `vllm_layouts` derives where weights go,
-`vllm_weights` guards what a reshard writes, `vllm_requests` sends requests, and
-`vllm_tracing` protects the training process from changes that vLLM makes.
+`vllm_weights` guards what a reshard writes, `vllm_requests` sends requests,
+`vllm_images` adds images to them, and `vllm_tracing` protects the training process from changes that vLLM makes.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from megaverl.rollout.engine import (
     of_each,
 )
 from megaverl.rollout.vllm_cache import cache_limited
+from megaverl.rollout.vllm_images import prepare_images
 from megaverl.rollout.vllm_layouts import LoaderLayouts
 from megaverl.rollout.vllm_options import VLLMOptions
 from megaverl.rollout.vllm_requests import (
@@ -52,7 +53,6 @@ from megaverl.rollout.vllm_requests import (
     expert_arguments,
     experts_of_requests,
     generation,
-    prepare_images,
     speculation,
     vllm_cpu,
 )

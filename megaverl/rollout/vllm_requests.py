@@ -1,8 +1,5 @@
 """Requests to vLLM and their answers, with images and with the experts that each token took.
 
-Images arrive already processed, so engine and trainer see the same numbers, and each
-image is processed once.
-
 On CUDA, vLLM's second model runner returns experts itself (0.32:
 `distributed/aux_output_connector`), also for cached prefixes. The CPU runner does not.
 There, hooks record the routers step by step, and prefixes are not cached, since no
@@ -14,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,16 +18,14 @@ import torch
 
 from megaverl.errors import RolloutError
 from megaverl.platform import platform
-from megaverl.rollout.cpu_limits import check_images_run_here, speculation_here
+from megaverl.rollout.cpu_limits import speculation_here
 from megaverl.rollout.engine import Generation, OnFinished, SavedWork
-from megaverl.rollout.vllm_tracing import pixels_are_normalised
+from megaverl.rollout.vllm_images import image_input
 from megaverl.rollout.vllm_weights import drafts_from_their_folder
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
-    from megaverl.config.run import ImagesConfig
-    from megaverl.distributed.shared_item import SharedItem
     from megaverl.rollout.engine import Images
 
 
@@ -40,38 +34,6 @@ def vllm_cpu() -> ModuleType:
     import megaverl.platform.vllm_cpu as adapted
 
     return adapted
-
-
-def prepare_images(architecture: str) -> dict[str, Any]:
-    """Return further EngineArgs of a model that takes images in this vLLM version. To
-    be called before its engine is made.
-
-    Raises:
-        RolloutError: vLLM's CPU build would compute the images differently.
-    """
-    arguments = pixels_are_normalised()
-    if not platform.is_cuda:
-        check_images_run_here(architecture)
-        # vLLM does not measure memory on a CPU.
-        arguments["skip_mm_profiling"] = True
-    return arguments
-
-
-def image_arguments(config: ImagesConfig, tokenizer: str) -> dict[str, Any]:
-    """Return the EngineArgs of a model that takes images.
-
-    Args:
-        tokenizer: the run's tokenizer; vLLM refuses such models without one.
-    """
-    return {
-        "skip_tokenizer_init": False,
-        "tokenizer": tokenizer,
-        "limit_mm_per_prompt": {"image": config.max_per_prompt, "video": 0},
-        # The engine processes no images itself, but derives the most tokens of an image
-        # from these options.
-        "mm_processor_kwargs": dict(config.processor),
-        "mm_processor_cache_gb": 0,
-    }
 
 
 def answers(
@@ -99,12 +61,13 @@ def answers(
         return text_outputs
     engine: Any = llm.llm_engine
     processor = engine.renderer.get_mm_processor()
+    token = int(processor.info.get_hf_config().image_token_id)
     for number, (prompt, prompt_images, way) in enumerate(
         zip(prompts, images, parameters, strict=True)
     ):
         engine.add_request(
             str(next(llm.request_counter)),
-            _input(processor, prompt, prompt_images, number),
+            image_input(token, prompt, prompt_images, number),
             way,
         )
     outputs: list[RequestOutput] = llm.wait_for_completion(use_tqdm=False)
@@ -117,70 +80,6 @@ def answers(
                 "given: it would answer another prompt than the one that is trained on."
             )
     return outputs
-
-
-def _input(
-    processor: Any, prompt: Sequence[int], images: Sequence[SharedItem], number: int
-) -> Any:
-    """Return vLLM's input of a prompt with images that this run's processor has already processed."""
-    from transformers import BatchFeature
-    from vllm.inputs.engine import mm_input, tokens_input
-    from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
-
-    if not images:
-        return tokens_input(list(prompt))
-    token = int(processor.info.get_hf_config().image_token_id)
-    # A run of placeholders must be exactly as long as its image.
-    places = list(image_places(prompt, token, [image.size for image in images]))
-    if len(places) != len(images) or prompt.count(token) != sum(
-        length for _, length in places
-    ):
-        raise RolloutError(
-            f"prompt {number}: its tokens have {len(places)} places for its {len(images)} images."
-        )
-    # Pixels and grids as the trainer reads them.
-    made = BatchFeature(
-        {
-            "pixel_values": torch.cat(
-                [image.tensors["pixel_values"] for image in images]
-            ),
-            "image_grid_thw": torch.stack(
-                [image.tensors["image_grid_thw"] for image in images]
-            ),
-        }
-    )
-    return mm_input(
-        list(prompt),
-        MultiModalKwargsItems.from_hf_inputs(
-            made, processor._get_mm_fields_config(made, {})
-        ),
-        {"image": [image.key for image in images]},
-        {
-            "image": [
-                PlaceholderRange(offset=offset, length=length)
-                for offset, length in places
-            ]
-        },
-    )
-
-
-def image_places(
-    prompt: Sequence[int], token: int, sizes: Sequence[int]
-) -> Iterator[tuple[int, int]]:
-    """Yield (first token, number of tokens) of each image in the prompt.
-
-    Stops at a run of image tokens whose length does not match the images.
-    """
-    waiting, place = list(sizes), 0
-    for is_image, run in groupby(prompt, lambda one: one == token):
-        length = len(list(run))
-        # Adjacent images have no token between them, so one run may hold several.
-        while is_image and waiting and waiting[0] <= length:
-            yield place, waiting[0]
-            place, length = place + waiting[0], length - waiting.pop(0)
-        if is_image and length:
-            return
-        place += length
 
 
 @contextmanager

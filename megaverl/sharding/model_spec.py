@@ -54,6 +54,11 @@ NO_TABLE = {
     "HunYuanDenseV1ForCausalLM": "megatron-core's attention (0.16) normalizes queries and keys before the rotary "
     "embedding, this model after it",
 }
+# Likewise for a model with images.
+NO_TOWER = (
+    "megatron-core (0.16 to 0.19) has no vision tower like this model's, and megaverl does not join transformers' "
+    "tower to its GPTModel"
+)
 # Architectures whose vLLM implementation (0.32) differs from transformers'.
 NOT_IN_VLLM = {
     "Gemma3nForCausalLM": "vLLM's (0.32) leaves out the embeddings of tokens that each layer has "
@@ -320,11 +325,10 @@ class ModelSpec:
             )
         architecture = (config.get("architectures") or [None])[0]
         if architecture not in ARCHITECTURES:
-            why = (
-                f" by Megatron: {NO_TABLE[architecture]}"
-                if architecture in NO_TABLE
-                else ""
-            )
+            reason = NO_TABLE.get(architecture)
+            if config.get("vision_config") is not None:
+                reason = NO_TOWER
+            why = "" if reason is None else f" by Megatron: {reason}"
             raise ModelError(
                 f"{source}: architecture {architecture!r} is not supported{why}. Supported: "
                 f"{', '.join(ARCHITECTURES)}. {_under_fsdp(config)}"

@@ -262,7 +262,10 @@ class Trainer:
             yield
 
     def rollouts(self) -> StoredRollouts:
-        """Generate responses to the next prompts. Nothing is scored or trained.
+        """Return responses to the next prompts. Nothing is scored or trained.
+
+        They are generated now, unless the engines have generated them during the update
+        before (`rollout.async_rollout`).
 
         Raises:
             Leaving: the run was asked to leave, and has saved with these responses. Where roles have ranks of their
@@ -273,7 +276,8 @@ class Trainer:
         self.profiler.begin(step + 1)
         self.timeline.begin(step)
         self._enter(step)
-        self.served.serve(lambda run: give_rollouts(run, step))
+        if not self.served.has_shared:
+            self.served.serve(lambda run: give_rollouts(run, step))
         batch = self.served.take_shared()
         return self._rollouts(step, {"rollouts": batch}, self.step.measured(step))
 

@@ -10,6 +10,7 @@ have their own.
       take_step                         one step, its records, validation and checkpoint
         policy_step                     sample, train_on, send_weights
         asynchronous_step               the same, on samples that were generated ahead of training
+        given_step                      the same, on samples that a Python program provides
         flow_step                       the same, with the operators that the configuration adds
         agents_step                     sample, then train each agent of a game separately
     sample                              responses and their rewards
@@ -124,6 +125,28 @@ async def asynchronous_step(run: Run, step: int) -> Samples:
     assert run.ahead is not None, "the engines' ranks are none of the actor's"
     rollouts, scores = await run.ahead.take(step)
     samples = Samples(rollouts, scores or await run.reward.score(rollouts, step))
+    updates = await train_on(run, step, samples)
+    await send_weights(run, step, updates)
+    return samples
+
+
+async def given_step(run: Run, step: int) -> Samples:
+    """Run one step on a Python program's samples, while the engines generate those of the next step.
+
+        engines    gen 0 | gen 1 | sync | .         | gen 2 | sync | .
+        actor      .     | train 0 -----^           | train 1 -----^
+        program    rollout, update ------, rollout, update --------,
+
+    `rollout` of the next step then returns at once. The responses are those of the
+    built-in run with max_staleness 1: the weights before a step's update generate the
+    step after it.
+    """
+    samples = await sample(run, step)
+    assert run.may_generate_next is not None, "chosen for rollout.async_rollout"
+    if run.may_generate_next(step):
+        # Sent before the updates, and thus before the new weights: the engines' ranks
+        # execute calls in the order in which they are sent.
+        run.next_rollouts = run.rollout.generate(step + 1)
     updates = await train_on(run, step, samples)
     await send_weights(run, step, updates)
     return samples
@@ -342,6 +365,8 @@ async def take_given_step(run: Run, step: int) -> None:
     run.may_leave_inside = False
     try:
         await take_step(run, step)
+        if run.next_rollouts is not None:
+            await run.session.share(await run.next_rollouts)
         if step + 1 < run.config.trainer.steps:
             await leave_if_asked(run)
     except RunLeft:

@@ -575,6 +575,9 @@ class Run:
         ahead: source of samples of later steps, or None if engines and training alternate.
         scores_arriving: whether samples are scored while the engines generate others.
         scores_ahead: whether rewards, too, are computed ahead of training.
+        may_generate_next: returns whether the engines may generate the step after this one while it trains, for a
+            Python program. None: they never do.
+        next_rollouts: responses of the next step, which the engines are generating for a Python program.
     """
 
     config: Config
@@ -600,6 +603,8 @@ class Run:
     ahead: SamplesAhead | None = None
     scores_arriving: bool = False
     scores_ahead: bool = False
+    may_generate_next: Callable[[int], bool] | None = None
+    next_rollouts: PendingCall[Ref[RolloutBatch]] | None = None
 
     @property
     def has_rounds(self) -> bool:

@@ -18,6 +18,7 @@ from megaverl.trainer.program import (
     agents_step,
     asynchronous_step,
     flow_step,
+    given_step,
     policy_step,
     sample_ahead,
 )
@@ -135,6 +136,11 @@ class ServedRun:
         if given.scores is not None:
             self._reward.restored[given.step] = given.scores
 
+    @property
+    def has_shared(self) -> bool:
+        """Whether the last program has copied responses to every rank, and nobody has taken them."""
+        return self.session.shared is not None
+
     def take_shared(self) -> RolloutBatch:
         """Return the responses that the last program copied to every rank, and release them."""
         shared, self.session.shared = self.session.shared, None
@@ -193,11 +199,18 @@ class ServedRun:
             return flow_step
         if self._agents:
             return agents_step
+        if self._is_given and self._may_run_ahead:
+            return given_step
         return asynchronous_step if self._is_ahead else policy_step
 
     @property
     def _is_ahead(self) -> bool:
-        """Return whether the engines generate ahead of training."""
+        """Return whether the engines generate ahead of training, at their own pace."""
+        # A Python program's calls begin and end on all ranks together.
+        return self._may_run_ahead and not self._is_given
+
+    @property
+    def _may_run_ahead(self) -> bool:
         return self._config.rollout.async_rollout and not self._placement.is_colocated
 
     def _make_run(self, controller: Controller) -> Run:
@@ -215,7 +228,16 @@ class ServedRun:
         run.scores_arriving = self._scores_arriving
         if self._is_ahead:
             run.ahead = self._samples_ahead(run)
+        elif self._may_run_ahead:
+            run.may_generate_next = self._may_generate_next
         return run
+
+    def _may_generate_next(self, step: int) -> bool:
+        """Return whether the engines may begin the step after `step` before `step` is complete."""
+        schedule = Schedule.of(self._config, self._placement)
+        lag = schedule.lag(self._placement.ranks["rollout"][0])
+        is_last = step + 1 >= self._config.trainer.steps
+        return not is_last and schedule.begins_after(step + 1, lag) <= step
 
     def _samples_ahead(self, run: Run) -> RolloutsAhead:
         """Create the task that generates samples ahead of training, as far as the schedule allows."""

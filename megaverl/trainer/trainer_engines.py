@@ -13,7 +13,6 @@ from megaverl.config.roles import GridConfig, TrainedConfig
 from megaverl.distributed.collectives import together
 from megaverl.distributed.groups import Grid, ProcessGroupManager
 from megaverl.distributed.worlds import default_group
-from megaverl.errors import ConfigError
 from megaverl.models.folder import read_model
 from megaverl.rollout.server_engine import ServerEngine
 from megaverl.sharding.model_spec import ModelSpec
@@ -142,16 +141,9 @@ def server_rollout(
         actor: actor on this rank, whose weights the servers receive. None: the actor is on other ranks, or the servers
             keep the weights of the model's folder.
         group: ranks of actor and rollout, if they share none.
-
-    Raises:
-        ConfigError: the model takes images, which servers do not receive.
     """
     config, world = builder.config, default_group()
     servers = config.rollout.servers
-    if builder.images is not None:
-        raise ConfigError(
-            f"rollout.engine=server: servers receive only tokens, and {config.model.path} takes images. Use vllm."
-        )
     engine: ServerEngine | None = None
     # The engines' ranks are clients of the servers: all ranks if actor and rollout
     # share them, else those without an actor.
@@ -163,6 +155,9 @@ def server_rollout(
                 run_dir=config.run_dir,
                 max_model_len=config.max_tokens,
                 stop_token_ids=builder.tokenizer.stop_token_ids,
+                image_token=None
+                if builder.images is None
+                else builder.images.processor.token_id,
             )
     sync = ServerSync(
         actor,

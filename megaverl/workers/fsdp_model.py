@@ -18,7 +18,7 @@ from megaverl.config.roles import LoraConfig
 from megaverl.distributed.collectives import broadcast_json, reduce_json, together
 from megaverl.distributed.groups import Grid, ProcessGroupManager
 from megaverl.errors import ConfigError
-from megaverl.models.hf_attention import packed
+from megaverl.models.hf_attention import RowReading, packed
 from megaverl.models.hf_model import (
     PolicyModule,
     all_shards,
@@ -86,11 +86,10 @@ class FSDPModel(TrainingModel):
         with together(grid.world):
             self.spec = spec = ModelSpec.outline(folder)
         self.grid, self.role, self.value_head = grid, role, int(value_head)
-        self.vocab_size, self.token_multiple, self.beside_logits = (
-            spec.vocab_size,
-            1,
-            beside_logits,
-        )
+        self.vocab_size, self.beside_logits = spec.vocab_size, beside_logits
+        # Each rank of a row holds two chunks of it.
+        self.token_multiple = 1 if grid.shape.cp == 1 else 2 * grid.shape.cp
+        self._context_group = None if grid.shape.cp == 1 else grid.cp_group
         self.dtype = (
             options.dtype
             if fsdp.param_dtype is None
@@ -105,7 +104,7 @@ class FSDPModel(TrainingModel):
             grid.world,
         )
         self.num_shards = num_shards = count_shards(
-            fsdp, grid.shape.dp, per_node // grid.shape.tp, role
+            fsdp, grid.shape.dp * grid.shape.cp, per_node // grid.shape.tp, role
         )
         # Optimizer updates need float32 weights. Adapters have weights of their own,
         # and a reference takes no updates.
@@ -119,6 +118,8 @@ class FSDPModel(TrainingModel):
                 liger=fsdp.liger,
                 trust_remote_code=trust_remote_code,
             )
+            if grid.shape.cp > 1:
+                _check_context(model, reading, fsdp, trained, role)
             freeze_weights(model, freeze, role)
             self._cuts = tensor_cuts(model, grid.shape.tp, role)
             # Layouts of the whole model and of the shards, before FSDP2 replaces the
@@ -135,7 +136,7 @@ class FSDPModel(TrainingModel):
             logger.warning(
                 "%s.pack_samples: rows are padded: %s", role, reading.padded_because
             )
-        self.pack = reading.pack if options.pack_samples else None
+        self.pack = reading.pack_of(self.part) if options.pack_samples else None
         has_logits = beside_logits or not value_head
         # Without an output layer, or with one that is applied in chunks, the module
         # returns hidden states.
@@ -255,8 +256,8 @@ class FSDPModel(TrainingModel):
 
     @property
     def vocab_group(self) -> dist.ProcessGroup:
-        """The context-parallel group, of size 1: every rank has the full vocabulary."""
-        return self.grid.cp_group
+        """The pipeline-parallel group, of size 1: every rank has the full vocabulary."""
+        return self.grid.pp_group
 
     @property
     def held(self) -> list[torch.Tensor]:
@@ -277,7 +278,7 @@ class FSDPModel(TrainingModel):
         with torch.no_grad(), self.on_device:
             for micro_batch in micro_batches:
                 batch = micro_batch.to(platform.device)
-                with packed(batch.packing):
+                with packed(batch.packing, self._context_group):
                     taken.append(take(self._forward(batch)[0], batch))
             # Gathered parameters would be stale after the next update.
             for part in sharded(self.module):
@@ -315,7 +316,7 @@ class FSDPModel(TrainingModel):
             self._root.set_is_last_backward(last)
             self._root.set_requires_gradient_sync(last or not self._syncs_once)
             self._root.set_requires_all_reduce(last)
-            with packed(batch.packing):
+            with packed(batch.packing, self._context_group):
                 output, of_routers = self._forward(batch, router_loss=bool(of_token))
                 value, sums = loss(output, batch)
                 if of_routers is not None:
@@ -342,12 +343,14 @@ class FSDPModel(TrainingModel):
         self, batch: MicroBatch, *, router_loss: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the model's output, and the router loss if `router_loss` is set."""
-        if batch.packing is None:
+        if batch.packing is not None:
+            positions = batch.packing.positions.unsqueeze(0)
+        elif batch.places is not None:
+            positions = batch.places.expand_as(batch.tokens)
+        else:
             positions = torch.arange(
                 batch.tokens.shape[1], device=batch.tokens.device
             ).expand_as(batch.tokens)
-        else:
-            positions = batch.packing.positions.unsqueeze(0)
         output, values, of_routers = self.module(
             batch.tokens, positions, batch.vision, router_loss=router_loss
         )
@@ -379,9 +382,10 @@ class _Beside:
 def _check_ranks(
     grid: Grid, fsdp: FsdpConfig, lora: LoraConfig | None, role: str
 ) -> None:
-    if grid.shape.world_size != grid.shape.tp * grid.shape.dp:
+    shape = grid.shape
+    if shape.world_size != shape.tp * shape.cp * shape.dp:
         raise ConfigError(
-            f"{role}: engine: fsdp has data- and tensor-parallel ranks. Leave out pp, cp and ep."
+            f"{role}: engine: fsdp has data-, context- and tensor-parallel ranks. Leave out pp and ep."
         )
     if grid.shape.tp > 1 and (lora is not None or fsdp.compile):
         unread = "fsdp.compile" if fsdp.compile else "lora"
@@ -390,11 +394,38 @@ def _check_ranks(
         )
 
 
+def _check_context(
+    model: PreTrainedModel,
+    reading: RowReading,
+    fsdp: FsdpConfig,
+    trained: bool,
+    role: str,
+) -> None:
+    """Refuse models and settings whose result would depend on how a row is cut over ranks.
+
+    Raises:
+        ConfigError: names the reason.
+    """
+    reason = reading.padded_because
+    if not reason and VisionReader.of(model.config) is not None:
+        reason = "images are not cut over ranks"
+    if (
+        not reason
+        and trained
+        and router_loss_coef(model, fsdp.router_aux_loss_coef, role)
+    ):
+        reason = "the routers' loss of a part of a row differs from that of the row (fsdp.router_aux_loss_coef)"
+    if reason:
+        raise ConfigError(
+            f"{role}.cp: engine: fsdp cannot split rows over ranks: {reason}. Set {role}.cp=1."
+        )
+
+
 def count_shards(fsdp: FsdpConfig, num_ranks: int, per_node: int, role: str) -> int:
     """Return the number of neighbouring ranks that a role's parameters are sharded over; other ranks hold replicas.
 
     Args:
-        num_ranks: number of data-parallel ranks.
+        num_ranks: number of data- and context-parallel ranks.
         per_node: number of these ranks on the node of the role's first rank.
 
     Raises:

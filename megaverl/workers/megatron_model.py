@@ -27,7 +27,6 @@ from megaverl.models.build import (
     why_not_cut,
     why_padded,
 )
-from megaverl.models.context_attention import Part, own_places
 from megaverl.models.layers import (
     AtPositions,
     HiddenHead,
@@ -244,22 +243,7 @@ class MegatronModel(TrainingModel):
         reason = why_padded(self.config)
         if reason and not self.grid.rank:
             logger.warning("%s.pack_samples: rows are padded: %s", self.role, reason)
-        return None if reason else packer(self.config, self._part)
-
-    @property
-    def _part(self) -> Part:
-        return Part(self.grid.coords.cp, self.grid.shape.cp)
-
-    def own_part(self, micro_batch: MicroBatch) -> MicroBatch:
-        # Context-parallel ranks hold parts of each row. The parts are cut here, after
-        # packing.
-        if self.grid.shape.cp == 1:
-            return micro_batch
-        packing = micro_batch.packing
-        if packing is None:
-            return micro_batch.cut(own_places(micro_batch.tokens.shape[1], self._part))
-        assert packing.local_places is not None, "it was packed for another model"
-        return micro_batch.cut(packing.local_places)
+        return None if reason else packer(self.config, self.part)
 
     @property
     def held(self) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megaverl.distributed.collectives import together
 from megaverl.distributed.groups import Grid
+from megaverl.models.context_attention import Part, own_places
 from megaverl.models.layers import sum_values
 from megaverl.models.lora.adapter_set import (
     AdapterSet,
@@ -149,7 +150,18 @@ class TrainingModel(ABC):
 
     def own_part(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return this rank's part of a micro-batch whose rows are padded to `token_multiple`."""
-        return micro_batch
+        if self.grid.shape.cp == 1:
+            return micro_batch
+        packing = micro_batch.packing
+        if packing is None:
+            return micro_batch.cut(own_places(micro_batch.tokens.shape[1], self.part))
+        assert packing.local_places is not None, "it was packed for another model"
+        return micro_batch.cut(packing.local_places)
+
+    @property
+    def part(self) -> Part:
+        """This rank's part of each row: its place in the context-parallel group."""
+        return Part(self.grid.coords.cp, self.grid.shape.cp)
 
     def router_metrics(self) -> dict[str, float]:
         """Return metrics of the experts that routers chose since the last call, or {} without experts. Collective."""

@@ -67,6 +67,15 @@ def test_a_classifier_or_a_judge_at_one_interface(
     assert more == {PER_JOB: "2", TOKEN: "secret"}
 
 
+def test_a_server_for_a_model_with_images_has_a_tokenizer_and_leaves_pixels_alone(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"vision_config": {}}')
+    command, _ = told(str(tmp_path), what="rollout")
+    assert "--skip-tokenizer-init" not in command
+    assert "--no-mm-device-do-normalize" in command
+
+
 def test_a_server_that_generates_for_runs() -> None:
     command, more = told("m", "--token-env", "KEY", what="rollout", KEY="secret")
     assert command[:2] == ["serve", "m"] and "secret" not in command

@@ -61,6 +61,16 @@ def test_roles_follow_the_actor_but_for_what_another_engine_reads(load):
             "actor.fsdp.compile",
             "with actor.tp=1 alone",
         ),
+        (
+            [FSDP, "actor.cp=2", "run.nproc=3"],
+            "actor.cp",
+            "does not divide the 3 ranks. Sizes that fit: 1, 3.",
+        ),
+        (
+            [FSDP, "actor={cp: 2, fsdp: {compile: true}}", "run.nproc=2"],
+            "actor.fsdp.compile",
+            "with actor.cp=1 alone",
+        ),
         ([FSDP, "actor.pp=2"], "actor.pp", "no pipeline-parallel groups"),
         ([FSDP, "actor={ep: 2}"], "actor.ep", "no expert-parallel groups"),
         ([FSDP, "actor={etp: 2}"], "actor.etp", "no expert-tensor-parallel groups"),

@@ -52,6 +52,13 @@ def job(*overrides: str, world: int = 8) -> PlannedJob:
     )
 
 
+def test_weights_are_sharded_over_the_ranks_of_a_row_too() -> None:
+    [whole, *_] = MemoryModel(job("actor.fsdp.sharding_strategy=full_shard")).ranks()
+    [cut, *_] = MemoryModel(job("actor.cp=2")).ranks()
+    assert cut.parts["actor"]["weights"] == whole.parts["actor"]["weights"]
+    assert job("actor.cp=2").roles[0].shards == (8, 1)
+
+
 def test_shards_are_float32_and_gradients_go_with_the_step() -> None:
     assert TOTAL == 7_615_616_512, "as Qwen2.5-7B's files have it"
     planned = job()

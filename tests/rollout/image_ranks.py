@@ -26,6 +26,15 @@ SCALED = {
 }
 
 
+def pictures() -> list[Image.Image]:
+    """Return two pictures of noise of different sizes."""
+    drawn = numpy.random.default_rng(0)
+    return [
+        Image.fromarray(drawn.integers(0, 255, size, dtype=numpy.uint8))
+        for size in ((60, 60, 3), (70, 90, 3))
+    ]
+
+
 def written(
     folder: str, images: list[Image.Image]
 ) -> list[tuple[list[int], list[SharedItem]]]:
@@ -106,12 +115,8 @@ def answers(folder: str, tp: int) -> dict[str, Any]:
         num_sequences=16,
         images=ImagesConfig(),
     )
-    drawn = numpy.random.default_rng(0)
-    pictures = [
-        Image.fromarray(drawn.integers(0, 255, size, dtype=numpy.uint8))
-        for size in ((60, 60, 3), (70, 90, 3))
-    ]
-    prompts = written(folder, pictures)
+    two_pictures = pictures()
+    prompts = written(folder, two_pictures)
     tokens, images = [prompt for prompt, _ in prompts], [own for _, own in prompts]
     sampling, seeds = SamplingOptions(max_tokens=12), [7, 7, 7, 7]
     model = AutoModelForImageTextToText.from_pretrained(
@@ -127,7 +132,7 @@ def answers(folder: str, tp: int) -> dict[str, Any]:
         if one != token or tokens[2][n - 1] != token
     ]
     [own] = engine.llm._preprocess_cmpl(
-        [{"prompt_token_ids": single, "multi_modal_data": {"image": pictures}}]
+        [{"prompt_token_ids": single, "multi_modal_data": {"image": two_pictures}}]
     )
     same_pixels = [
         torch.equal(theirs["pixel_values"].data, ours.tensors["pixel_values"])

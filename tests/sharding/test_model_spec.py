@@ -212,6 +212,14 @@ def test_the_installed_transformers_is_read_back() -> None:
             {"architectures": ["Llama4ForCausalLM"]},
             "'Llama4ForCausalLM' is not supported by Megatron: megatron-core (0.16 to 0.19) has no attention within",
         ),
+        (
+            {
+                "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+                "model_type": "qwen2_5_vl",
+                "vision_config": {},
+            },
+            "has no vision tower like this model's",
+        ),
         ({"architectures": None}, "None is not supported"),
         ({"architectures": []}, "None is not supported"),
         ({"hidden_size": "48"}, "hidden_size is '48'; expected a whole number above 0"),

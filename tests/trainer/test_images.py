@@ -13,6 +13,7 @@ from megaverl.models.tiny import make_tiny_vision_folder
 from tests.faults.injector import Fault
 from tests.faults.runs import differences, remains
 from tests.launcher import Launcher
+from tests.rollout.test_images import served
 from tests.trainer.conftest import REWARD
 from tests.trainer.test_end_to_end import metrics_of
 from tools.learning_shapes import make_pictures
@@ -148,3 +149,22 @@ def test_adapters_on_the_tower_are_merged_into_the_engine(
     }
     assert {name.split(".")[0] for name in changed} >= {"visual", "model"}
     assert all(name.endswith("weight") and before[name].dim() == 2 for name in changed)
+
+
+def test_servers_generate_for_a_run_with_images(
+    launch: Launcher, arguments: list[str], tmp_path: Path
+) -> None:
+    """In the second step with the tower that the first one trained, by either way of the weights."""
+    more = ["actor.freeze=[]", "rollout.engine=server", "run.nproc=1"]
+    with served(tmp_path / "model", tmp_path) as url:
+        for transfer in ("folder", "direct"):
+            servers = f"rollout.servers={{urls: ['{url}'], transfer: {transfer}}}"
+            run_dir = tmp_path / transfer
+            ended = launch.command(
+                [*arguments, *more, servers, f"run.dir={run_dir}"],
+                logs=tmp_path / f"{transfer}_logs",
+                ranks=1,
+            )
+            assert ended.codes == [0], ended.text
+            for found in metrics_of(run_dir / "run").values():
+                assert 0 < found["rollout/logprob_diff_max"] < 1e-4

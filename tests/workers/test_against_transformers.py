@@ -396,6 +396,60 @@ def test_an_update_under_fsdp_with_tensor_parallel_ranks(
     assert_right(found, expected, before, case)
 
 
+# (architecture, its config, options, loss, grid, how ranks are cut, what else), with
+# rows cut over two ranks: packed rows that share prompts, with and without a window;
+# padded rows; replicas of two ranks; and beside tensor-parallel ranks
+CONTEXT_PARALLEL: dict[
+    str, tuple[str, dict[str, Any], dict[str, Any], Any, Any, Any, Any]
+] = {
+    "packed": ("Qwen2ForCausalLM", {}, PPO, ppo, {"cp": 2}, {}, {}),
+    "window": (
+        "Gemma3ForCausalLM",
+        GEMMA3,
+        GRPO,
+        grpo,
+        {"cp": 2},
+        {},
+        CUTS["full"][2],
+    ),
+    "padded": (
+        "LlamaForCausalLM",
+        {},
+        CRITIC,
+        value_error,
+        {"cp": 2},
+        {"sharding_strategy": "no_shard"},
+        {"pack_samples": False, "micro_batch_tokens": 30},
+    ),
+    "replicas": (
+        "Qwen3ForCausalLM",
+        {},
+        PPO,
+        ppo,
+        {"cp": 2, "dp": 2},
+        REPLICAS,
+        {"micro_batch_tokens": 30, "chunked_logits": True},
+    ),
+    "beside tp": ("Qwen2ForCausalLM", {}, PPO, ppo, {"tp": 2, "cp": 2}, {}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CONTEXT_PARALLEL)
+def test_an_update_under_fsdp_with_context_parallel_ranks(
+    launch: Launcher, tmp_path: Path, case: str
+) -> None:
+    architecture, more, options, loss, shape, fsdp, changes = CONTEXT_PARALLEL[case]
+    tied = architecture in ("Qwen2ForCausalLM", "Gemma3ForCausalLM")
+    folder = make_tiny_folder(
+        tmp_path / "model", architecture, tie_embeddings=tied, **more
+    )
+    expected = by_transformers(folder, loss, same_prompts=3)
+    before = load_file(folder / "model.safetensors")
+    given = {"same_prompts": 3, **options, **changes, "fsdp": fsdp}
+    found = updated(launch, folder, tmp_path / "found", shape, **given)
+    assert_right(found, expected, before, case)
+
+
 def test_both_engines_and_transformers_alone_agree(
     launch: Launcher, tmp_path: Path
 ) -> None:

@@ -334,10 +334,7 @@ class PPOTrainer(RLTrainer):
                 "trainer.program: a Python program with its own loop takes the step itself. Remove the key."
             )
         if config.rollout.async_rollout and is_placed(config, "train"):
-            raise ConfigError(
-                "rollout.async_rollout: a Python program with its own loop generates and trains in turn. Remove the "
-                "key, or use RLTrainer(...).train()."
-            )
+            _check_rollouts_ahead(config)
         return super()._make_loop()
 
     @property
@@ -413,6 +410,34 @@ class PPOTrainer(RLTrainer):
         self._records = ExitStack()
         self._records.enter_context(self.loop.begin())
         atexit.register(self.close)
+
+
+def _check_rollouts_ahead(config: Config) -> None:
+    """Refuse what a Python program's loop cannot combine with responses that are generated during an update.
+
+    Raises:
+        ConfigError: names the key, the reason and what to do.
+    """
+    rollout = config.rollout
+    reasons = {
+        "rollout.max_staleness": (
+            rollout.max_staleness > 1,
+            f"found {rollout.max_staleness}. An update of a Python program ends on all ranks together, so that "
+            "generation is one step ahead of training. Set it to 1",
+        ),
+        "rollout.in_flight_updates": (
+            rollout.in_flight_updates,
+            "an update of a Python program sends weights after the responses that are generated during it. Remove it",
+        ),
+        "trainer.operators": (
+            bool(config.trainer.operators),
+            "with rollout.async_rollout, operators in a step of a Python program cannot run while the next responses "
+            "are generated. Remove one of the two",
+        ),
+    }
+    for key, (is_wrong, reason) in reasons.items():
+        if is_wrong:
+            raise ConfigError(f"{key}: {reason}, or use RLTrainer(...).train().")
 
 
 def _given(settings: Mapping[str, Any]) -> list[Override]:

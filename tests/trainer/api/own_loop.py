@@ -171,6 +171,40 @@ def placed(folder: Path, end: str) -> None:
     print(json.dumps([len(rollouts), first, second]))
 
 
+def ahead_of_training(folder: Path, run_name: str) -> None:
+    """Four steps whose responses are generated during the update before, by `train` or by a loop, which may leave."""
+    config = settings(folder)
+    config.run_name, config.total_steps = run_name, 4
+    config.actor_device_mapping, config.rollout_device_mapping = [0], [1]
+    config.reward_device_mapping = [1]
+    config.async_rollout = True
+    leave_out = ("trainer.operators", "algorithm.rollout_filter")
+    kept = {
+        name: value for name, value in config.options.items() if name not in leave_out
+    }
+    config.options = {**kept, "rollout.max_staleness": 1, "trainer.validate_every": 0}
+    if run_name == "ahead_whole":
+        RLTrainer(config).train()
+        return
+    config.options["rollout.max_staleness"] = 2
+    try:
+        PPOTrainer(config)._make_loop()
+    except ConfigError as error:
+        assert str(error).startswith("rollout.max_staleness: found 2."), error
+    config.options["rollout.max_staleness"] = 1
+    leaves = (
+        run_name == "ahead_left"
+        and not (folder / "runs" / run_name / "checkpoints").is_dir()
+    )
+    trainer = PPOTrainer(config)
+    while trainer.num_steps < 4:
+        rollouts = trainer.rollout()
+        if leaves and trainer.num_steps == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        trainer.update(rollouts)
+    trainer.close()
+
+
 def told_to_leave(folder: Path, where: str) -> None:
     """A loop as in the documents, which hears SIGTERM in its second step: `in_rollout`, or `between` the calls."""
     logging.basicConfig(level=logging.INFO)
@@ -189,6 +223,9 @@ def told_to_leave(folder: Path, where: str) -> None:
 
 
 PROGRAMS = {
+    "ahead_whole": ahead_of_training,
+    "ahead": ahead_of_training,
+    "ahead_left": ahead_of_training,
     "flow": placed_flow,
     "placed": placed,
     "in_rollout": told_to_leave,

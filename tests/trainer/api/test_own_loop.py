@@ -183,6 +183,28 @@ def test_roles_on_ranks_of_their_own(
     assert {"rollout", "reward", "actor_update"} <= names
 
 
+def test_responses_are_generated_during_the_update_before(
+    launch: Launcher, folder: Path, tmp_path: Path
+) -> None:
+    """The numbers are those of the built-in asynchronous run, also for a program that left and went on."""
+    for name in ("ahead_whole", "ahead"):
+        ended = launch.command([PROGRAM, str(folder), name], logs=tmp_path)
+        assert ended.codes == [0, 0], ended.text
+    left = launch.command([PROGRAM, str(folder), "ahead_left"], logs=tmp_path)
+    assert left.codes == [SAVED_AND_LEFT] * 2, left.text
+    [waiting] = (folder / "runs" / "ahead_left" / "checkpoints").glob("*/ahead_*")
+    assert waiting.name == "ahead_00000003.safetensors"
+    again = launch.command([PROGRAM, str(folder), "ahead_left"], logs=tmp_path)
+    assert again.codes == [0, 0], again.text
+    whole, loop, left_and_resumed = (
+        metrics(folder / "runs" / name)
+        for name in ("ahead_whole", "ahead", "ahead_left")
+    )
+    assert loop == whole and left_and_resumed == whole
+    records = read_metrics(folder / "runs" / "ahead" / "metrics.jsonl")
+    assert [record["rollout/staleness"] for record in records] == [0, 1, 1, 1]
+
+
 def test_told_to_leave_it_saves_and_goes_on(
     launch: Launcher, folder: Path, tmp_path: Path
 ) -> None:
