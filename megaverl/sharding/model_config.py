@@ -640,14 +640,6 @@ def _layers_without_rope(described: Described) -> Iterator[str]:
     """Yield problems with the list of layers that have rotary embeddings, or another one than the rest."""
     architecture = described.architecture
     layer_types = described.values.get("layer_types") or []
-    if (
-        architecture in (*ROTARY_IN_WINDOWS, *ROTARY_BY_LAYER)
-        and len(layer_types) != described.values["num_hidden_layers"]
-    ):
-        yield (
-            f"layer_types has {len(layer_types)} entries; num_hidden_layers is "
-            f"{described.values['num_hidden_layers']}. {AGAIN}"
-        )
     if architecture in ROTARY_IN_WINDOWS and layer_types:
         has_window = described.values.get("sliding_window") is not None
         if has_window and SLIDING not in layer_types:
