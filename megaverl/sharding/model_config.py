@@ -784,6 +784,12 @@ def _dense_layers(described: Described) -> Iterator[str]:
                 f"mlp_layer_types is {kinds}; only dense layers followed by sparse ones are computed, "
                 f"{values['num_hidden_layers']} in all. {OTHER_MODEL}"
             )
+        # transformers ignores this key, and vLLM (0.32) reads it.
+        elif values.get("first_k_dense_replace", dense) != dense:
+            yield (
+                f"{described.says('first_k_dense_replace')}, and mlp_layer_types has {dense} dense layers. Set it to "
+                f"{dense}."
+            )
         return
     dense = values["first_k_dense_replace"]
     if type(dense) is not int or not 0 <= dense < values["num_hidden_layers"]:

@@ -757,6 +757,10 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
             "only dense layers followed by sparse ones",
         ),
         (
+            GLM_LITE | {"first_k_dense_replace": 2},
+            "first_k_dense_replace is 2, and mlp_layer_types has 1 dense layers",
+        ),
+        (
             MINIMAX | {"num_experts_per_tok": 1},
             "num_experts_per_tok=1 cannot be computed: megatron-core's router",
         ),
