@@ -299,10 +299,15 @@ def _check_needs(overrides: Mapping[str, Any]) -> None:
 
 
 def _check_parallel_layers(options: Mapping[str, Any]) -> None:
-    """Refuse to recompute norms whose output attention and MLP share: megatron-core frees it after attention."""
-    if options.get(
-        "recompute_granularity"
-    ) == "selective" and "layernorm" in options.get("recompute_modules", ()):
+    """Refuse options under which megatron-core frees the norm's output, which attention and MLP share, too early."""
+    if {"attn_norm", "mlp_norm"} & set(options.get("offload_modules") or ()):
+        raise ModelError(
+            "megatron.offload_modules: attn_norm and mlp_norm cannot be offloaded in this model, because attention and "
+            "MLP read the same norm's output. Leave both out."
+        )
+    if options.get("recompute_granularity") == "selective" and "layernorm" in (
+        options.get("recompute_modules") or ()
+    ):
         raise ModelError(
             "megatron.recompute_modules: layernorm cannot be recomputed in this model, because attention and MLP read "
             "the same norm's output. Leave layernorm out, or use activation_checkpointing: full."

@@ -66,9 +66,8 @@ TINY_MORE: dict[str, dict[str, Any]] = {
     | LATENT
     # transformers assumes these two entries; vLLM reads them from the file.
     | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "Glm4MoeLiteForCausalLM": {
-        key: value for key, value in GROUPED.items() if key != "first_k_dense_replace"
-    }
+    # The same holds for these entries, and for the number of dense layers.
+    "Glm4MoeLiteForCausalLM": GROUPED
     | LATENT
     | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "DeepseekV2ForCausalLM": GROUPED

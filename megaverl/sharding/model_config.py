@@ -327,6 +327,10 @@ class Described:
     Args:
         values: all keys, with defaults.
         written: keys in the file.
+
+    Attributes:
+        rope: the rotary embedding; that of layers with full attention, if there are several.
+        local_rope: the rotary embedding of layers with a window, in ROTARY_BY_LAYER.
     """
 
     def __init__(
@@ -415,6 +419,7 @@ def not_computed(described: Described) -> Iterator[str]:
     yield from _heads(described)
     yield from _windows(described)
     yield from _rope(described)
+    yield from _rope_by_layer_type(described)
     yield from _layers_without_rope(described)
     if architecture in EXPERT_KEYS:
         yield from _experts(described)
@@ -443,21 +448,17 @@ def _is_positive(value: Any) -> bool:
 def _activation(described: Described) -> Iterator[str]:
     """Yield problems with the activation function."""
     architecture = described.architecture
-    expected: tuple[str | None, ...] = ("silu", "swish")
-    keys: tuple[str, ...] = ("hidden_act",)
+    expected: tuple[str, ...] = ("silu", "swish")
     if architecture in OTHER_ACTIVATION:
         expected = (OTHER_ACTIVATION[architecture][0],)
-    if architecture == "Gemma3ForCausalLM":
-        keys = ("hidden_activation",)
-    elif architecture == "GemmaForCausalLM":
-        # transformers treats `gelu` in Gemma's first folders as the tanh form. It
-        # ignores hidden_activation, and vLLM (0.32) prefers it.
-        keys = ("hidden_act", "hidden_activation")
-    for key in keys:
-        value = described.values.get(key)
-        is_optional = key == "hidden_activation" and len(keys) > 1
-        if value not in expected and not (is_optional and value is None):
-            yield f"{described.says(key)}; only {expected[0]} is computed. {OTHER_MODEL}"
+    # transformers treats `gelu` in Gemma's first folders as the tanh form.
+    key = "hidden_activation" if architecture == "Gemma3ForCausalLM" else "hidden_act"
+    if described.values[key] not in expected:
+        yield f"{described.says(key)}; only {expected[0]} is computed. {OTHER_MODEL}"
+    # transformers' Gemma ignores hidden_activation, and vLLM's (0.32) prefers it.
+    unread = described.values.get("hidden_activation")
+    if architecture == "GemmaForCausalLM" and unread not in (None, *expected):
+        yield f"{described.says('hidden_activation')}; only {expected[0]} is computed. {OTHER_MODEL}"
 
 
 def _heads(described: Described) -> Iterator[str]:
@@ -637,34 +638,33 @@ def _rope(described: Described) -> Iterator[str]:
         yield from _yarn(described, fraction)
 
 
-def _layers_without_rope(described: Described) -> Iterator[str]:
-    """Yield problems with the list of layers that have rotary embeddings, or another one than the rest."""
-    architecture = described.architecture
-    layer_types = described.values.get("layer_types") or []
+def _rope_by_layer_type(described: Described) -> Iterator[str]:
+    """Yield problems with rotary embeddings that depend on whether a layer has a window."""
+    values = described.values
+    has_window = values.get("sliding_window") is not None
     if (
-        architecture in (*ROTARY_IN_WINDOWS, *ROTARY_BY_LAYER)
-        and len(layer_types) != described.values["num_hidden_layers"]
+        described.architecture in ROTARY_IN_WINDOWS
+        and has_window
+        and SLIDING not in values["layer_types"]
     ):
         yield (
-            f"layer_types has {len(layer_types)} entries; num_hidden_layers is "
-            f"{described.values['num_hidden_layers']}. {AGAIN}"
+            f"{described.says('sliding_window')}, and no entry of layer_types is {SLIDING}: transformers computes no "
+            "rotary embedding, vLLM (0.32) computes it in every layer. Set sliding_window to null."
         )
-    if architecture in ROTARY_IN_WINDOWS and layer_types:
-        has_window = described.values.get("sliding_window") is not None
-        if has_window and SLIDING not in layer_types:
-            yield (
-                f"{described.says('sliding_window')}, and no entry of layer_types is {SLIDING}: transformers computes "
-                f"no rotary embedding, vLLM (0.32) computes it in every layer. Set sliding_window to null."
-            )
     local = described.local_rope
-    if architecture in ROTARY_BY_LAYER and (
-        local.get("rope_type") != "default" or not _is_positive(local.get("rope_theta"))
-    ):
+    is_plain = local.get("rope_type") == "default" and _is_positive(
+        local.get("rope_theta")
+    )
+    if described.architecture in ROTARY_BY_LAYER and not is_plain:
         yield (
             f"the rotary embedding of {SLIDING} is {local}; only the rope_type default with a rope_theta above 0 is "
             f"computed. {OTHER_MODEL}"
         )
-    if architecture not in SOMETIMES_ROTARY:
+
+
+def _layers_without_rope(described: Described) -> Iterator[str]:
+    """Yield problems with the list of SmolLM3's layers that have rotary embeddings."""
+    if described.architecture not in SOMETIMES_ROTARY:
         return
     with_rope = described.values["no_rope_layers"]
     num_layers = described.values["num_hidden_layers"]
@@ -792,6 +792,12 @@ def _dense_layers(described: Described) -> Iterator[str]:
             yield (
                 f"mlp_layer_types is {kinds}; only dense layers followed by sparse ones are computed, "
                 f"{values['num_hidden_layers']} in all. {OTHER_MODEL}"
+            )
+        # transformers ignores this key, and vLLM (0.32) reads it.
+        elif values.get("first_k_dense_replace", dense) != dense:
+            yield (
+                f"{described.says('first_k_dense_replace')}, and mlp_layer_types has {dense} dense layers. Set it to "
+                f"{dense}."
             )
         return
     dense = values["first_k_dense_replace"]

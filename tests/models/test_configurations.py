@@ -182,7 +182,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"topk_group": None, "n_group": None},
     ],
     "Glm4MoeLiteForCausalLM": [
-        {"mlp_layer_types": ["sparse", "sparse"]},
+        {"mlp_layer_types": ["sparse", "sparse"], "first_k_dense_replace": 0},
         {"q_lora_rank": None},
     ],
     "Qwen2MoeForCausalLM": [

@@ -71,9 +71,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 12,
     },
     "DeepseekV3ForCausalLM": DEEPSEEK,
-    "Glm4MoeLiteForCausalLM": {
-        key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"
-    },
+    "Glm4MoeLiteForCausalLM": DEEPSEEK,
     "DeepseekV2ForCausalLM": DEEPSEEK
     | {"n_group": 1, "topk_group": 1}
     | {"topk_method": "greedy", "scoring_func": "softmax"},
