@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VLLMOptions:
-    """What a `VLLMEngine` needs beside `rollout`.
+    """Options of a `VLLMEngine` beside `rollout`.
 
     Attributes:
         seed: seed of the engine; requests have their own seeds.

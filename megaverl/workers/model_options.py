@@ -11,7 +11,7 @@ from megaverl.config.roles import LoraConfig
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a role's model is built, on Megatron-core as well as under FSDP2.
+    """Options of a role's model, on Megatron-core as well as under FSDP2.
 
     Attributes:
         dtype: of the weights. Under FSDP2 trained weights are float32, and this is the dtype of the computation.
