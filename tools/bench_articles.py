@@ -213,9 +213,14 @@ def run(command: Sequence[str], log: Path, counts_bytes: bool) -> list[Sample]:
             target=take_samples, args=(process.pid, counts_bytes, ended, samples)
         )
         watch.start()
-        process.wait()
-        ended.set()
-        watch.join()
+        try:
+            process.wait()
+        finally:
+            # An interrupted benchmark leaves neither its thread nor its run behind.
+            ended.set()
+            watch.join()
+            process.terminate()
+            process.wait()
     if process.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
         raise SystemExit(f"{log.stem} ended with {process.returncode}:\n{tail}")
