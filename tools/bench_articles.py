@@ -34,6 +34,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +213,14 @@ def run(command: Sequence[str], log: Path, counts_bytes: bool) -> list[Sample]:
             target=take_samples, args=(process.pid, counts_bytes, ended, samples)
         )
         watch.start()
-        process.wait()
-        ended.set()
-        watch.join()
+        try:
+            process.wait()
+        finally:
+            # An interrupted benchmark leaves neither its thread nor its run behind.
+            ended.set()
+            watch.join()
+            process.terminate()
+            process.wait()
     if process.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
         raise SystemExit(f"{log.stem} ended with {process.returncode}:\n{tail}")
@@ -383,16 +389,16 @@ def table(job: Job, figures: Mapping[str, Figures]) -> str:
         shares = ", ".join(f"{value:.0%}" for value in values.values())
         return f"{statistics.mean(values.values()):.0%} ({shares})"
 
+    def seconds_of(stage: str, figures: Figures) -> str:
+        return f"{figures.stages[stage]:.2f}"
+
     rows: dict[str, Callable[[Figures], str]] = {
         "step, s": lambda f: ratio(f.step, first.step),
         "tokens per second": lambda f: f"{tokens / f.step:,.0f}",
         "processor seconds per step": lambda f: ratio(f.processor, first.processor),
         "utilisation (by rank)": lambda f: by_rank(f.utilisation),
         "prompt to its update, s": lambda f: ratio(f.latency, first.latency),
-        **{
-            f"{stage}, s": lambda f, stage=stage: f"{f.stages[stage]:.2f}"
-            for stage in STAGES
-        },
+        **{f"{stage}, s": partial(seconds_of, stage) for stage in STAGES},
         "sockets, MiB per step": lambda f: mib(f.sockets),
         "reshards through memory, MiB per rank and step": lambda f: mib(f.reshards),
         "memory of both ranks, MiB": lambda f: (

@@ -154,17 +154,18 @@ def test_adapters_on_the_tower_are_merged_into_the_engine(
 def test_servers_generate_for_a_run_with_images(
     launch: Launcher, arguments: list[str], tmp_path: Path
 ) -> None:
-    """In the second step with the tower that the first one trained, by either way of the weights."""
-    more = ["actor.freeze=[]", "rollout.engine=server", "run.nproc=1"]
+    """In the second step with the tower that the first one trained, which comes shard to shard."""
+    more = ["algorithm={name: grpo, group_size: 2}", "actor.freeze=[]", "run.nproc=1"]
+    more += ["checkpoint={save_interval: 0, export_hf: false}"]
     with served(tmp_path / "model", tmp_path) as url:
-        for transfer in ("folder", "direct"):
-            servers = f"rollout.servers={{urls: ['{url}'], transfer: {transfer}}}"
-            run_dir = tmp_path / transfer
-            ended = launch.command(
-                [*arguments, *more, servers, f"run.dir={run_dir}"],
-                logs=tmp_path / f"{transfer}_logs",
-                ranks=1,
-            )
-            assert ended.codes == [0], ended.text
-            for found in metrics_of(run_dir / "run").values():
-                assert 0 < found["rollout/logprob_diff_max"] < 1e-4
+        servers = f"{{engine: server, servers: {{urls: ['{url}'], transfer: direct}}, sampling: {{max_tokens: 3}}}}"
+        ended = launch.command(
+            [*arguments, *more, f"rollout={servers}", f"run.dir={tmp_path / 'runs'}"],
+            logs=tmp_path / "logs",
+            ranks=1,
+        )
+    assert ended.codes == [0], ended.text
+    steps = metrics_of(tmp_path / "runs" / "run")
+    assert sorted(steps) == [1, 2]
+    for found in steps.values():
+        assert 0 < found["rollout/logprob_diff_max"] < 1e-4

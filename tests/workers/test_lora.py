@@ -27,6 +27,7 @@ FSDP: dict[str, dict[str, Any]] = {
         "dp": 4,
         "fsdp": {"sharding_strategy": "hybrid_shard", "shard_size": 2},
     },
+    "fsdp, rows cut": {"cp": 2, "dp": 2, "fsdp": {}},
 }
 RANKS = "tests.workers.lora_ranks:"
 
