@@ -94,8 +94,9 @@ def test_a_program_watches_the_ranks_by_itself() -> None:
     time.sleep(3 * timeouts.interval)
     with second.handed_over():
         with first.handed_over():
-            second.status("values", 1)
-            first.status("values", 1)
+            for liveness in (second, first):
+                liveness.answer()
+                liveness.status("values", 1)
             time.sleep(3 * timeouts.lost_after)
             assert (first.failure_reason, second.failure_reason) == (None, None)
             assert second.last_heard(0).startswith("it was in step 1: values for")
