@@ -104,12 +104,11 @@ def evaluate(
     """
     config = builder.config
     stages = Stages(Timeline(), job)
+    sets: Sequence[str] = config.evaluation.suites or [HELD_OUT]
     worker: Evaluator
     if config.evaluation.suites:
-        sets = list(config.evaluation.suites)
         worker = SuiteEvaluator(builder, console, stages, against)
     else:
-        sets = [HELD_OUT]
         worker = HeldOutEvaluator(builder, console, stages)
 
     async def program(controller: Controller) -> None:
