@@ -166,8 +166,8 @@ class Controller:
         self._log = log
         self._watch = watch
         self._name = name
-        # Rank -> its last heartbeat, and when it came.
-        self._beats: dict[int, tuple[Heartbeat, float]] = {}
+        # Rank -> its last answer with a heartbeat, and when it came.
+        self._answers: dict[int, tuple[Status, float]] = {}
         self._next_call = 1
         self._running: dict[int, _Running] = {}
         self._released: dict[int, list[int]] = {}
@@ -437,8 +437,8 @@ class Controller:
         if event.rank not in self._present:
             return  # it has said goodbye
         self._present.discard(event.rank)
-        last = self._beats.get(event.rank)
-        beat = None if last is None else last[0]
+        last = self._answers.get(event.rank)
+        beat = None if last is None else last[0].beat
         self._note(LostRank(event.rank, event.reason, beat))
 
     def _note(self, evidence: Evidence) -> None:
@@ -530,14 +530,20 @@ class Controller:
             now = self._now()
             for rank, status in statuses.items():
                 if status.beat is not None:
-                    self._beats[rank] = (status.beat, now)
-            beats = {
-                rank: beat
-                for rank, (beat, _) in sorted(self._beats.items())
-                if rank in self._present
-            }
+                    self._answers[rank] = (status, now)
+            beats: dict[int, Heartbeat] = {}
+            busy: dict[int, Heartbeat] = {}
+            silent: dict[int, float] = {}
+            for rank, (status, answered_at) in sorted(self._answers.items()):
+                if rank not in self._present or status.beat is None:
+                    continue
+                beats[rank] = status.beat
+                silent[rank] = now - answered_at
+                # A rank that waits for a call holds nobody up. One that does not answer
+                # may: others that wait for it must not count as waiting for each other.
+                if not status.is_idle:
+                    busy[rank] = status.beat
             watch.show(beats)
-            silent = {rank: now - self._beats[rank][1] for rank in beats}
             # An ended process has broken its connection, which the transport notices.
             text = who_is_gone(
                 beats, silent, watch.lost_after, self._name, lambda beat: False
@@ -546,12 +552,6 @@ class Controller:
                 quiet = tuple(rank for rank in beats if silent[rank] > watch.lost_after)
                 self._note(StalledRanks(quiet, text))
                 return
-            # A rank that waits for a call holds nobody up.
-            busy = {
-                rank: beat
-                for rank, beat in beats.items()
-                if rank in statuses and not statuses[rank].is_idle
-            }
             blamed = blame(busy, watch.stalled_after)
             if blamed is not None:
                 text = who_stalls(busy, watch.stalled_after, self._name)

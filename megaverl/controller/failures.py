@@ -151,7 +151,9 @@ def explain(
         place = (
             f"{cause.call}, {cause.error.stage}" if cause.error.stage else cause.call
         )
-        text = f"{name(cause.rank)} failed in {place}: {cause.error.kind}: {cause.error.text}"
+        text = f"{name(cause.rank)} failed in {place}: {cause.error.kind}"
+        if cause.error.text:
+            text += f": {cause.error.text}"
         if not cause.error.is_expected:
             text += f"\n{cause.error.traceback.rstrip()}"
         return CallFailed(text, [cause.rank], cause.call)

@@ -37,6 +37,7 @@ from megaverl.controller.transport import RankTransport
 from megaverl.distributed.failures import says_peer_is_gone
 from megaverl.distributed.heartbeat import Heartbeat
 from megaverl.errors import MegaverlError
+from megaverl.user_code import describe
 
 T = TypeVar("T")
 _NONE = encode_value(None)
@@ -336,12 +337,10 @@ def _decode(argument: Argument, kind: Any, values: Mapping[int, object]) -> obje
 
 def _report_error(error: BaseException, stage: str) -> ErrorReport:
     """Return what the controller needs to know of an exception, whatever the exception does when it is printed."""
-    try:
-        text = str(error)
-    except Exception:
-        text = "(its message cannot be shown)"
-    trace = "".join(traceback.format_exception(error))
     kind = type(error).__name__
+    # The same text as in the job's failure reason, which the rank compares it with.
+    text = describe(error).removeprefix(kind).removeprefix(": ")
+    trace = "".join(traceback.format_exception(error))
     is_secondary = isinstance(error, ConnectionError) or says_peer_is_gone(error)
     return ErrorReport(
         kind, text, trace, is_secondary, isinstance(error, MegaverlError), stage

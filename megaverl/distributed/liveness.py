@@ -280,7 +280,9 @@ class Liveness:
         self._position: tuple[int, tuple[str, ...]] = (0, ("start",))
         self._doing, self._since = "start", time.monotonic()
         self._left = False
-        self._is_served, self._resumed_at = False, 0.0
+        # A program runs, and its controller has begun to watch the ranks.
+        self._is_in_program = self._is_served = False
+        self._resumed_at = 0.0
         self._observing = threading.Lock()
         self._rounds = 0  # iterations of the thread that uses the store
         self._main = threading.get_ident()
@@ -328,15 +330,25 @@ class Liveness:
 
     @contextmanager
     def handed_over(self) -> Iterator[None]:
-        """Leave the watch over the ranks to a program's controller inside."""
-        self._is_served = True
+        """Leave the watch over the ranks to a program's controller inside, from its first question on."""
+        self._is_in_program = True
         try:
             yield
         finally:
+            self._is_in_program = False
             # The silence of the others counts from when they are read again.
             self._resumed_at = time.monotonic()
             self._is_served = False
             self._try_to_publish()
+
+    def answer(self) -> Heartbeat:
+        """Return this rank's heartbeat to the controller of a program.
+
+        The controller asks all ranks, so that its question shows that all have
+        connected and that it watches them.
+        """
+        self._is_served = self._is_in_program
+        return self.observe()
 
     def leave(self) -> None:
         """Declare that this rank ends without a failure, and stop the thread."""

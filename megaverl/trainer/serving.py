@@ -47,7 +47,7 @@ def serve_program(
     if liveness is None:
         stages.board, failures = StatusBoard(), FailureHandling()
     else:
-        stages.board = StatusBoard(observe=liveness.observe)
+        stages.board = StatusBoard(observe=liveness.answer)
         failures = handle_failures(liveness, config)
         # The watch names the rank that stalls before a deadline names a call.
         seconds += liveness.timeouts.until_found

@@ -104,6 +104,16 @@ def test_a_rank_that_is_silent_is_named(event: int) -> None:
     assert str(outcome.error).startswith("rank 2 has not been heard of for")
 
 
+def test_ranks_that_wait_for_a_silent_one_do_not_wait_for_each_other() -> None:
+    """Rank 1 freezes inside the update. Rank 0 has then waited for too long before rank 1 counts as lost."""
+    outcome, seconds = run(Fault("freeze", rank=1, event=280))
+    assert isinstance(outcome.error, CallFailed)
+    assert outcome.error.ranks == (1,)
+    assert str(outcome.error).startswith("rank 1 has not been heard of for")
+    assert str(outcome.error).endswith("Call: actor.update")
+    assert seconds > WATCH.lost_after > WATCH.stalled_after
+
+
 def test_without_a_watch_the_deadline_of_the_call_ends_the_run() -> None:
     outcome, _ = run(watch=None)
     assert isinstance(outcome.error, CallFailed)
