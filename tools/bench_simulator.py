@@ -191,7 +191,8 @@ def against_published(more: Sequence[Path], phases: bool) -> None:
         for entry in read_rows(path):
             if entry["name"] not in names:
                 (rates if "tflops" in entry else steps).append(entry)
-    predictions, unknown = {}, []
+    predictions: dict[str, Prediction] = {}
+    unknown: list[str] = []
     for entry in (*steps, *rates):
         if entry["model"] in entries["models"]:
             predictions[entry["name"]] = published(entry, entries)
@@ -226,7 +227,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     `response_len`, `longest_response`, `megaverl_keys`, `megaverl_hardware` and, optionally, `half`. Rows of other
     kinds are left out.
     """
-    found = []
+    found: list[dict[str, Any]] = []
     for row in json.loads(path.read_text(encoding="utf-8")):
         if row["kind"] not in ("step", "rate"):
             continue

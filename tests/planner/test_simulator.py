@@ -334,7 +334,7 @@ def test_islands_join_over_the_link_of_the_coordinator() -> None:
     """Every rank's gradients in float32 go there and back: of 24 ranks with a whole model each."""
     placed = "placement={actor: 0-23, coordinator: 24, rollout: 25-31, reward: 25-31, actor_islands: %d}"
     lengths = LengthDistribution.fixed(100, 64)
-    seconds = {}
+    seconds: dict[tuple[int, int], float] = {}
     for islands, every, compress in (
         (1, 1, "none"),
         (3, 1, "none"),
