@@ -16,7 +16,7 @@ from megaverl.distributed.grid import GridShape
 from megaverl.distributed.placement import parse_ranks
 from megaverl.errors import ConfigError
 from megaverl.planner.calibrate import PROBE_KEYS, PROMPT, RESPONSE, Probe, fit
-from megaverl.planner.costs import LayerPasses, Links, ModelCosts
+from megaverl.planner.costs import LayerPasses, Links, MicroBatchLoad, ModelCosts
 from megaverl.planner.generation import LengthDistribution, engine_costs
 from megaverl.planner.hardware import RANGES, Hardware, known
 from megaverl.planner.job import PlannedJob, find_spec, make_job
@@ -328,6 +328,22 @@ def test_a_gpu_waits_for_its_host_where_tokens_go_to_experts() -> None:
     assert costs.exposed_launches(grid, is_moe=False) == LayerPasses()
     on_cores = ModelCosts(spec, CPU, "bfloat16")
     assert on_cores.exposed_launches(grid, is_moe=True) == LayerPasses()
+
+
+def test_linear_layers_in_8_bits_take_half_as_long() -> None:
+    plain, eight = (
+        ModelCosts(SPEC, H100, "bfloat16", fp8=fp8) for fp8 in (False, True)
+    )
+    ratio = H100.tflops["float8"] / H100.tflops["bfloat16"]
+    large = plain.product(32_768, 8192, 8192)
+    assert large == pytest.approx(ratio * eight.product(32_768, 8192, 8192))
+    batch = MicroBatchLoad(8192, 8192 * 1000)
+    assert eight.head(batch, GridShape()) == plain.head(batch, GridShape())
+    seconds = [
+        simulate(job(*keys), H100).seconds_of("actor_update")
+        for keys in ((), ("actor.megatron.fp8=hybrid",))
+    ]
+    assert 0.5 * seconds[0] < seconds[1] < 0.95 * seconds[0]
 
 
 def test_islands_join_over_the_link_of_the_coordinator() -> None:
