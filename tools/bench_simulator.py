@@ -185,52 +185,62 @@ def against_published(more: Sequence[Path], phases: bool) -> None:
         phases: print each operator's seconds, too.
     """
     entries = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
-    steps, rates = [*entries["steps"]], [*entries["updates"]]
+    every = [*entries["steps"], *entries["updates"]]
     for path in more:
-        names = {entry["name"] for entry in (*steps, *rates)}
-        for entry in read_rows(path):
-            if entry["name"] not in names:
-                (rates if "tflops" in entry else steps).append(entry)
-    predictions, unknown = {}, []
-    for entry in (*steps, *rates):
+        names = {entry["name"] for entry in every}
+        every += [entry for entry in read_rows(path) if entry["name"] not in names]
+    predictions: dict[str, Prediction] = {}
+    unknown: list[str] = []
+    for entry in every:
         if entry["model"] in entries["models"]:
             predictions[entry["name"]] = published(entry, entries)
         else:
             unknown.append(f"{entry['name']} ({entry['model']})")
+    known = [entry for entry in every if entry["name"] in predictions]
+    steps = [entry for entry in known if "seconds" in entry]
     for half, title in HALVES.items():
         rows = [
             (e["name"], predictions[e["name"]].step_seconds, e["seconds"])
             for e in steps
-            if e.get("half", "check") == half and e["name"] in predictions
+            if e.get("half", "check") == half
         ]
         print("\n".join(table({title: rows})), end="\n\n")
     if phases:
         _print_phases(predictions)
     _print_ratios(ratios_of(entries, steps, predictions))
-    rows = []
-    for entry in rates:
-        if entry["name"] in predictions:
+    rates, updates = [], []
+    for entry in known:
+        name, prediction = entry["name"], predictions[entry["name"]]
+        if "tflops" in entry:
             peak = hardware_of(entry, entries).tflops["bfloat16"]
-            rate = predictions[entry["name"]].update_mfu * peak
-            rows.append((entry["name"], rate, entry["tflops"]))
-    print("\n".join(table({"TFLOP/s of a GPU in updates": rows})), end="\n\n")
+            rates.append((name, prediction.update_mfu * peak, entry["tflops"]))
+        elif "update_seconds" in entry:
+            seconds = prediction.seconds_of("actor_update") / entry["micro_batches"]
+            updates.append((name, seconds, entry["update_seconds"]))
+    print("\n".join(table({"TFLOP/s of a GPU in updates": rates})), end="\n\n")
+    if updates:
+        print("\n".join(table({"seconds of an update": updates})), end="\n\n")
     if unknown:
         print(f"not predicted, as published_steps.yaml lacks the model: {unknown}\n")
     print("\n".join(f"{name}: {source}" for name, source in entries["sources"].items()))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read further published steps and rates, in the form of `published_steps.yaml`.
+    """Read further published steps, rates and updates, in the form of `published_steps.yaml`.
 
-    The file is a JSON list of rows with `kind` (step or rate), `name`, `model`, `gpus`, `value`, `prompt_len`,
-    `response_len`, `longest_response`, `megaverl_keys`, `megaverl_hardware` and, optionally, `half`. Rows of other
-    kinds are left out.
+    The file is a JSON list of rows with `kind` (step, rate or update), `name`, `model`, `gpus`, `value`, `unit`,
+    `prompt_len`, `response_len`, `longest_response`, `megaverl_keys`, `megaverl_hardware` and, optionally, `half`. An
+    update in seconds a micro-batch also has `batch_prompts`, `n` and `dp`. Rows of other kinds are left out.
     """
-    found = []
+    found: list[dict[str, Any]] = []
+    kinds = {"step": "seconds", "rate": "tflops", "update": "update_seconds"}
     for row in json.loads(path.read_text(encoding="utf-8")):
-        if row["kind"] not in ("step", "rate"):
+        if row["kind"] not in kinds:
             continue
-        value = {"step": "seconds", "rate": "tflops"}[row["kind"]]
+        value = kinds[row["kind"]]
+        # A rank has one sample in a micro-batch of these sources.
+        per_micro_batch = "micro-batch" in row.get("unit", "")
+        samples = row["batch_prompts"] * row["n"] if per_micro_batch else 1
         found.append(
             {
                 "name": row["name"],
@@ -238,6 +248,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                 "hardware": row["megaverl_hardware"].removesuffix(".yaml"),
                 "gpus": row["gpus"],
                 value: row["value"],
+                "micro_batches": samples / row["dp"] if per_micro_batch else 1,
                 "lengths": {
                     "prompt": row["prompt_len"],
                     "response": row["response_len"],

@@ -175,12 +175,16 @@ class ModelCosts:
 
     Args:
         dtype: dtype of weights and activations, such as bfloat16.
+        fp8: linear layers multiply in 8 bits (`megatron.fp8`), but not attention and the output layer.
     """
 
-    def __init__(self, spec: ModelSpec, hardware: Hardware, dtype: str) -> None:
+    def __init__(
+        self, spec: ModelSpec, hardware: Hardware, dtype: str, *, fp8: bool = False
+    ) -> None:
         self.spec, self.hardware, self.links = spec, hardware, Links(hardware)
         self.itemsize = ITEMSIZE[dtype]
         self.peak = hardware.peak(dtype)
+        self.linear_peak = hardware.peak("float8") if fp8 else self.peak
         self.memory = hardware.memory_gb_s * 1e9 * hardware.memory_efficiency
         self.slower = hardware.memory_efficiency / (
             hardware.elementwise_efficiency or hardware.memory_efficiency
@@ -188,13 +192,24 @@ class ModelCosts:
         self.kernel = hardware.kernel_us * 1e-6
 
     def product(
-        self, rows: float, inner: float, columns: float, count: float = 1.0
+        self,
+        rows: float,
+        inner: float,
+        columns: float,
+        count: float = 1.0,
+        *,
+        peak: float | None = None,
     ) -> float:
-        """Return the seconds of `count` products of [rows, inner] with [inner, columns]."""
+        """Return the seconds of `count` products of [rows, inner] with [inner, columns].
+
+        Args:
+            peak: peak rate; None: that of linear layers.
+        """
         if rows <= 0 or count <= 0:
             return 0.0
         flops = 2 * rows * inner * columns
-        computed = flops / (self.peak * self.hardware.matmul_share(flops))
+        peak = self.linear_peak if peak is None else peak
+        computed = flops / (peak * self.hardware.matmul_share(flops))
         # A CPU packs weights into blocks before it multiplies, so reading them adds to
         # the time instead of overlapping it.
         if self.hardware.weights_gb_s is not None:
@@ -304,7 +319,7 @@ class ModelCosts:
             backward = Duration(self.moved(16 * tokens))
             return LayerPasses(forward, backward)
         columns = padded_vocab_size(spec.vocab_size, grid.tp) / grid.tp
-        product = self.product(tokens, spec.hidden_size, columns)
+        product = self.product(tokens, spec.hidden_size, columns, peak=self.peak)
         logits = self.moved(3 * 4 * tokens * columns)
         # A vocabulary-parallel softmax reduces the largest logit, the sum, and the
         # chosen token's logit.

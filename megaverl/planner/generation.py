@@ -111,13 +111,13 @@ class LengthDistribution:
             )
         # The others need a token each, too, and buckets are at the limit as a whole.
         most = int(max(0.0, mean - 1) * BUCKETS / longest)
-        at_limit = min(at_limit, (most + 0.49) / BUCKETS)
+        reaching = min(at_limit, (most + 0.49) / BUCKETS)
         shares_below = [(number + 0.5) / BUCKETS for number in range(BUCKETS)]
         shares_below += [1 - share for share in TAIL]
 
         def lengths(median: float) -> list[float]:
             return [
-                _quantile(share, median, longest, spread, at_limit)
+                _quantile(share, median, longest, spread, reaching)
                 for share in shares_below
             ]
 
@@ -154,11 +154,11 @@ class LengthDistribution:
             place = int((1 - share) * len(self.responses))
             return self.responses[min(place, len(self.responses) - 1)]
         # Between two shares of the tail, the length is interpolated.
-        place = min(math.log2(TAIL[0] / share), len(self.tail) - 1.0)
-        before = int(place)
+        position = min(math.log2(TAIL[0] / share), len(self.tail) - 1.0)
+        before = int(position)
         after = min(before + 1, len(self.tail) - 1)
         step = self.tail[after] - self.tail[before]
-        return self.tail[before] + (place - before) * step
+        return self.tail[before] + (position - before) * step
 
     @cached_property
     def response(self) -> float:
@@ -220,7 +220,8 @@ def _quantile(
     # Of the log-normal distribution, only the part below the limit is left.
     kept = normal.cdf(math.log(longest / median) / spread)
     place = share / (1 - at_limit) * kept
-    if place <= 1e-300:
+    if place <= 0:
+        # The median is so far above the limit that no part is below it.
         return longest
     return min(longest, median * math.exp(spread * normal.inv_cdf(place)))
 

@@ -114,9 +114,14 @@ class StepLoad:
         """Costs of the actor's model."""
         return self.model(self.job.spec)
 
-    def model(self, spec: ModelSpec) -> ModelCosts:
-        """Return the costs of a model."""
-        return ModelCosts(spec, self.hardware, self.dtype)
+    def model(self, spec: ModelSpec, *, fp8: bool = False) -> ModelCosts:
+        """Return the costs of a model.
+
+        Args:
+            fp8: its linear layers multiply in 8 bits, if the hardware does.
+        """
+        fp8 = fp8 and "float8" in self.hardware.tflops
+        return ModelCosts(spec, self.hardware, self.dtype, fp8=fp8)
 
     def update_seconds(self, name: str) -> float:
         """Return the seconds in which an update exchanges gradients and weights with a role's global model."""
@@ -475,8 +480,8 @@ def stage_passes(
     load: StepLoad, role: Role, batch: MicroBatchLoad
 ) -> list[LayerPasses]:
     """Return the passes of every pipeline stage over one micro-batch."""
-    costs, grid = load.model(role.spec), role.grid
-    fields = role.recompute
+    grid, fields = role.grid, role.recompute
+    costs = load.model(role.spec, fp8=bool(fields.get("fp8")))
     parallel = (
         bool(fields.get("sequence_parallel", role.spec.moe is not None)) and grid.tp > 1
     )

@@ -318,6 +318,7 @@ class Plans(Sequence[Plan]):
         self._rows: dict[
             tuple[bool, bool, int, tuple[int, ...], int, int], list[list[_Row]]
         ] = {}
+        self._listed_rows: dict[object, list[_Row]] = {}
         self._merged: dict[object, list[tuple[Box, int, Box, int, Box]]] = {}
 
     def __len__(self) -> int:
@@ -487,41 +488,43 @@ class Plans(Sequence[Plan]):
             relayed: the sender reads them from its destination's tensors.
         """
         side = self._dest if relayed else self._source
+        source_class, dest_class = side.class_of[source], self._dest.class_of[dest]
+        # Replicas with equal layouts forward equal parts, so all plans of a job need far
+        # fewer lists of rows than there are pairs of ranks.
+        parts = sorted(parts)
+        key = (in_units, relayed, source_class, dest_class, tuple(parts))
+        rows = self._listed_rows.get(key)
+        if rows is None:
+            rows = self._listed_rows[key] = [
+                row
+                for number, same in groupby(parts, key=lambda part: part.group)
+                for low, high, shards in _segments(list(same))
+                for of_tensor in self._rows_of(
+                    in_units, relayed, number, shards, source_class, dest_class
+                )[low:high]
+                for row in of_tensor
+            ]
         # The plans of a large job hold tens of millions of transfers. Creating the
         # tuples directly skips the named tuple's constructor.
         new = tuple.__new__
-        transfers: list[Transfer] = []
-        # Parts of a group are listed together, since their boxes may join into larger
-        # ones.
-        for number, same in groupby(sorted(parts), key=lambda part: part.group):
-            for low, high, shards in _segments(list(same)):
-                key = (
-                    in_units,
-                    relayed,
-                    number,
-                    shards,
-                    side.class_of[source],
-                    self._dest.class_of[dest],
+        return tuple(
+            [
+                new(
+                    Transfer,
+                    (
+                        tensor,
+                        box,
+                        source,
+                        source_local,
+                        source_box,
+                        dest,
+                        dest_local,
+                        dest_box,
+                    ),
                 )
-                rows = self._rows_of(*key)
-                transfers += [
-                    new(
-                        Transfer,
-                        (
-                            tensor,
-                            box,
-                            source,
-                            source_local,
-                            source_box,
-                            dest,
-                            dest_local,
-                            dest_box,
-                        ),
-                    )
-                    for of_tensor in rows[low:high]
-                    for tensor, box, source_local, source_box, dest_local, dest_box in of_tensor
-                ]
-        return tuple(transfers)
+                for tensor, box, source_local, source_box, dest_local, dest_box in rows
+            ]
+        )
 
     def _rows_of(
         self,

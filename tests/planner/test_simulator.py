@@ -16,7 +16,7 @@ from megaverl.distributed.grid import GridShape
 from megaverl.distributed.placement import parse_ranks
 from megaverl.errors import ConfigError
 from megaverl.planner.calibrate import PROBE_KEYS, PROMPT, RESPONSE, Probe, fit
-from megaverl.planner.costs import LayerPasses, Links, ModelCosts
+from megaverl.planner.costs import LayerPasses, Links, MicroBatchLoad, ModelCosts
 from megaverl.planner.generation import LengthDistribution, engine_costs
 from megaverl.planner.hardware import RANGES, Hardware, known
 from megaverl.planner.job import PlannedJob, find_spec, make_job
@@ -330,11 +330,27 @@ def test_a_gpu_waits_for_its_host_where_tokens_go_to_experts() -> None:
     assert on_cores.exposed_launches(grid, is_moe=True) == LayerPasses()
 
 
+def test_linear_layers_in_8_bits_take_half_as_long() -> None:
+    plain, eight = (
+        ModelCosts(SPEC, H100, "bfloat16", fp8=fp8) for fp8 in (False, True)
+    )
+    ratio = H100.tflops["float8"] / H100.tflops["bfloat16"]
+    large = plain.product(32_768, 8192, 8192)
+    assert large == pytest.approx(ratio * eight.product(32_768, 8192, 8192))
+    batch = MicroBatchLoad(8192, 8192 * 1000)
+    assert eight.head(batch, GridShape()) == plain.head(batch, GridShape())
+    seconds = [
+        simulate(job(*keys), H100).seconds_of("actor_update")
+        for keys in ((), ("actor.megatron.fp8=hybrid",))
+    ]
+    assert 0.5 * seconds[0] < seconds[1] < 0.95 * seconds[0]
+
+
 def test_islands_join_over_the_link_of_the_coordinator() -> None:
     """Every rank's gradients in float32 go there and back: of 24 ranks with a whole model each."""
     placed = "placement={actor: 0-23, coordinator: 24, rollout: 25-31, reward: 25-31, actor_islands: %d}"
     lengths = LengthDistribution.fixed(100, 64)
-    seconds = {}
+    seconds: dict[tuple[int, int], float] = {}
     for islands, every, compress in (
         (1, 1, "none"),
         (3, 1, "none"),
@@ -783,7 +799,13 @@ def test_a_prediction_is_printed_and_drawn(
     )
     assert main([*command, "--hardware", "h200", "--response-tokens", "900"]) == 0
     said = capsys.readouterr().out
-    assert "150 GB each" in said and "responses of 900 (up to" in said
+    assert "150 GB each" in said and "responses of 900 (up to 4,096)" in said
+    lengths = ["--hardware", "h200", "--response-tokens", "900", "--share-at-limit"]
+    assert main([*command, *lengths, "0.5"]) == 2
+    assert "0.5 of the responses cannot have 4096 tokens" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, *lengths, "1.5"])
+    assert "expected a share, from 0 to below 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,14 @@ def test_further_rows_are_read_from_a_file(tmp_path: Path) -> None:
         "megaverl_keys": ["rollout.tp=2"],
         "megaverl_hardware": "gb200.yaml",
     }
-    others = [row | {"kind": "rate"}, row | {"kind": "reshard"}]
+    update = {"kind": "update", "unit": "s a micro-batch", "dp": 8}
+    update |= {"batch_prompts": 16, "n": 2}
+    others = [row | {"kind": "rate"}, row | {"kind": "reshard"}, row | update]
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([row, *others]))
-    step, rate = read_rows(path)
+    step, rate, update = read_rows(path)
     assert step["seconds"] == 12.5 and step["half"] == "fit"
     assert step["lengths"] == {"prompt": 100, "response": 200, "longest": 400}
     assert step["hardware"] == "gb200" and step["keys"] == ["rollout.tp=2"]
     assert rate["tflops"] == 12.5 and "seconds" not in rate
+    assert update["update_seconds"] == 12.5 and update["micro_batches"] == 4
