@@ -604,7 +604,8 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
     if role.part == "replica":
         # The optimizer's step is the global model's, between two transfers.
         model = load.job.global_models[role.name]
-        step_there = _closing(load, model, stages[:1] * model.grid.pp)
+        # No gradient is reduced there, so the passes that could hide it do not matter.
+        step_there = _closing(load, model, [stages[0]] * model.grid.pp)
         waits = slowest.wait + load.update_seconds(role.name)
         return Duration(step_there.compute, waits)
     return slowest
