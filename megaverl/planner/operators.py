@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil, log2
+from math import ceil, log2, prod
 
 from megaverl.config.megatron_defaults import ddp_defaults
 from megaverl.planner.costs import (
@@ -17,6 +17,7 @@ from megaverl.planner.costs import (
     attention_parameters,
     layers_of,
 )
+from megaverl.planner.fsdp import described
 from megaverl.planner.generation import (
     LengthDistribution,
     engine_costs,
@@ -608,7 +609,30 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
         step_there = _closing(load, model, [stages[0]] * model.grid.pp)
         waits = slowest.wait + load.update_seconds(role.name)
         return Duration(step_there.compute, waits)
+    if role.islands > 1:
+        return slowest + Duration(wait=_summed_on_coordinator(load, role))
     return slowest
+
+
+def _summed_on_coordinator(load: StepLoad, role: Role) -> float:
+    """Return the seconds in which the coordinator's rank sums what all islands send, as a mean over the updates.
+
+    One island's ranks together send and receive one float32 number for each trained
+    parameter. Each bucket is received from all islands before its sum is sent.
+    """
+    job, coordinator = load.job, load.job.config.coordinator
+    numbers = sum(
+        prod(weight.shape) for weight in described(role.spec, role.value_head)
+    )
+    if role.trained is not None and role.trained.lora is not None:
+        # Adapters have about a hundredth of the parameters.
+        numbers = numbers // 100
+    sent = 2 if coordinator.islands_compress == "bfloat16" else 4
+    node_of = job.machine.node_of
+    nodes = {node_of(rank) for rank in (*role.ranks, job.placement.coordinator)}
+    bandwidth = job.machine.nvlink if len(nodes) == 1 else job.machine.network
+    seconds = role.islands * numbers * (sent + 4) / bandwidth
+    return seconds / coordinator.islands_every
 
 
 def _offloaded(load: StepLoad, role: Role) -> float:
