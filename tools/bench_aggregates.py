@@ -77,6 +77,9 @@ def parse() -> argparse.Namespace:
     )
     described.add_argument("--hidden", type=int, default=512)
     described.add_argument("--layers", type=int, default=4)
+    described.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], default="bfloat16"
+    )
     described.add_argument("--updates", type=int, default=7, help="that are timed")
     described.add_argument("--json", metavar="FILE")
     described.add_argument("--as-rank", help=argparse.SUPPRESS)
@@ -86,7 +89,7 @@ def parse() -> argparse.Namespace:
 def table(results: dict[str, Any]) -> str:
     """Return the figures of both sides as text."""
     lines = [
-        f"{results['parameters'] / 1e6:.1f} million parameters in float32, {results['islands']} islands, "
+        f"{results['parameters'] / 1e6:.1f} million parameters in {results['dtype']}, {results['islands']} islands, "
         f"{results['coordinators']} ranks of the coordinator",
         f"{'':<14}{'ms an update':>14}{'received, MB: coordinator':>27}{'islands':>9}"
         f"{'optimizer, MB: each island':>28}{'each coordinator':>18}",
@@ -130,9 +133,10 @@ def be_rank(folder: Path, arguments: argparse.Namespace) -> int:
     results: dict[str, Any] = {
         "islands": arguments.islands,
         "coordinators": arguments.coordinators,
+        "dtype": arguments.dtype,
     }
     for side in SIDES:
-        model = make_model(spec, grid)
+        model = make_model(spec, grid, arguments.dtype)
         if side == "statistics" and context.has("coordinator"):
             # The islands take one update while they prepare.
             update, state = prepare(side, context, model)
@@ -158,11 +162,11 @@ def be_rank(folder: Path, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def make_model(spec: ModelSpec, grid: Grid) -> MegatronModel:
+def make_model(spec: ModelSpec, grid: Grid, dtype: str) -> MegatronModel:
     """Create the model with equal random weights on all ranks."""
     from megaverl.workers.megatron_model import MegatronModel
 
-    return MegatronModel(spec, grid, dtype=torch.float32, seed=0)
+    return MegatronModel(spec, grid, dtype=getattr(torch, dtype), seed=0)
 
 
 def prepare(

@@ -212,7 +212,8 @@ class _Resolving:
                 rank for number in numbers for rank in self.node_ranks[number]
             )
             claiming_nodes = self._nodes_named(numbers)
-            if role == "coordinator" and len(numbers) > 1:
+            has_model = self.grids.get("coordinator") is not None
+            if role == "coordinator" and len(numbers) > 1 and not has_model:
                 self._refuse(
                     role,
                     f"{claiming_nodes} all claim it (--role coordinator); one rank coordinates: start one of them.",

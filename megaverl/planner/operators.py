@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil, log2
+from math import ceil, log2, prod
 
 from megaverl.config.megatron_defaults import ddp_defaults
 from megaverl.planner.costs import (
@@ -17,6 +17,7 @@ from megaverl.planner.costs import (
     attention_parameters,
     layers_of,
 )
+from megaverl.planner.fsdp import described
 from megaverl.planner.generation import (
     LengthDistribution,
     engine_costs,
@@ -412,7 +413,6 @@ def _over_samples(
     if not update:
         return span + offload, work, _ranked(role, lanes)
     closing = _closing(load, role, stages)
-    closing = closing + Duration(wait=islands_seconds(load, role))
     times = parts * load.passes_over()
     first = _ranked(role, lanes)
     for stage in range(role.grid.pp):
@@ -640,32 +640,38 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
     if role.part == "replica":
         # The optimizer's step is the global model's, between two transfers.
         model = load.job.global_models[role.name]
-        step_there = _closing(load, model, stages[:1] * model.grid.pp)
+        # No gradient is reduced there, so the passes that could hide it do not matter.
+        step_there = _closing(load, model, [stages[0]] * model.grid.pp)
         waits = slowest.wait + load.update_seconds(role.name)
         return Duration(step_there.compute, waits)
+    if role.islands > 1:
+        return slowest + Duration(wait=_summed_on_coordinator(load, role))
     return slowest
 
 
-def islands_seconds(load: StepLoad, role: Role) -> float:
-    """Return the seconds of an update in which islands join their gradients or weights over the coordinator.
+def _summed_on_coordinator(load: StepLoad, role: Role) -> float:
+    """Return the seconds in which the coordinator's rank sums what all islands send, as a mean over the updates.
 
-    Every rank of every island sends all that it holds to the coordinator's rank and receives the sum in float32, one
-    bucket after the other (`trainer.islands`), so the coordinator's link carries everything.
+    One island's ranks together send and receive one float32 number for each trained
+    parameter; without a distributed optimizer each data-parallel replica does. Each
+    bucket is received from all islands before its sum is sent.
     """
-    coordinator, hardware = load.job.config.coordinator, load.hardware
-    if role.islands == 1 or role.trained is None:
-        return 0.0
-    per_stage = len(role.ranks) / role.grid.pp
-    elements = per_stage * sum(
-        sum(parameters_of_stage(role, stage)) for stage in range(role.grid.pp)
+    job, coordinator = load.job, load.job.config.coordinator
+    numbers = sum(
+        prod(weight.shape) for weight in described(role.spec, role.value_head)
     )
-    if role.trained.lora is not None:
-        # As in `_closing`.
-        elements *= 0.01
+    if role.trained is not None and role.trained.lora is not None:
+        # Adapters have about a hundredth of the parameters.
+        numbers = numbers // 100
+    if role.trained is not None and not role.trained.optimizer.get(
+        "use_distributed_optimizer", True
+    ):
+        numbers *= role.grid.dp * role.grid.cp
     sent = 2 if coordinator.islands_compress == "bfloat16" else 4
-    leaves_node = load.job.world > hardware.ranks_per_node
-    gb_s = hardware.network_gb_s if leaves_node else hardware.node_gb_s
-    seconds = elements * (sent + 4) / (gb_s * 1e9 * hardware.link_efficiency)
+    node_of = job.machine.node_of
+    nodes = {node_of(rank) for rank in (*role.ranks, job.placement.coordinator)}
+    bandwidth = job.machine.nvlink if len(nodes) == 1 else job.machine.network
+    seconds = role.islands * numbers * (sent + 4) / bandwidth
     return seconds / coordinator.islands_every
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megaverl.config.global_model import global_section
 from megaverl.config.grids import smallest_world
+from megaverl.distributed.grid import GridSizes, Sizes
+from megaverl.distributed.placement import Node, PlacementError
+from megaverl.distributed.placement_resolver import resolve
 from tests.config.test_placement import InvalidConfig, load
 
 PLACED = "placement={rollout: 0, actor: 1-2, coordinator: 3, actor_islands: 2}"
@@ -19,6 +24,30 @@ def test_the_coordinator_has_the_ranks_of_its_grid() -> None:
     assert smallest_world(load(two, "coordinator={aggregates: gradients, tp: 2}")) == 5
     with pytest.raises(InvalidConfig, match="it is one rank"):
         load(two, world=5)
+
+
+def test_nodes_may_take_the_coordinator() -> None:
+    """Two nodes of two ranks hold the global model, and a coordinator without one has a single rank."""
+    nodes = [
+        Node("gen", 2, ("rollout",)),
+        Node("a", 2, ("actor",)),
+        Node("b", 2, ("actor",)),
+        Node("c", 2, ("coordinator",)),
+        Node("d", 2, ("coordinator",)),
+    ]
+    grids: dict[str, GridSizes | None] = {
+        "actor": Sizes(tp=2),
+        "rollout": Sizes(),
+        "coordinator": Sizes(tp=2, pp=2),
+    }
+    placement = resolve({}, 10, grids, nodes, islands=2)
+    assert placement.ranks["coordinator"] == (6, 7, 8, 9)
+    assert placement.coordinator == 6 and placement.worlds[-1].size == 4
+    with pytest.raises(PlacementError, match="all claim it"):
+        resolve({}, 10, {**grids, "coordinator": None}, nodes, islands=2)
+    nodes = [replace(node, memory=8e10 * (node.name != "d")) for node in nodes]
+    with pytest.raises(PlacementError, match="'d' has no GPU"):
+        resolve({}, 10, grids, nodes, islands=2)
 
 
 def test_the_global_model_has_a_grid_of_its_own() -> None:

@@ -24,7 +24,11 @@ MODEL = make_spec("LlamaForCausalLM", **SIZES)
 
 
 def job(coordinator: str) -> PlannedJob:
-    return make(MODEL, 11, PLACED, coordinator, "actor.tp=2", *SETTINGS)
+    has_global_model = "gradients" in coordinator
+    placed = PLACED if has_global_model else PLACED.replace("9-10", "9")
+    return make(
+        MODEL, 10 + has_global_model, placed, coordinator, "actor.tp=2", *SETTINGS
+    )
 
 
 def test_the_optimizer_is_where_the_global_model_is() -> None:
@@ -70,3 +74,18 @@ def test_a_step_waits_for_the_transfers() -> None:
     named = {operation.name: operation for operation in operations(load)}
     updates = planned.config.algorithm.num_mini_batches
     assert named["actor_update"].seconds > updates * load.update_seconds("actor") > 0
+
+
+def test_one_rank_that_sums_gradients_takes_longer() -> None:
+    """In bfloat16 weights are half as large as gradients, and two ranks share them."""
+
+    def seconds(coordinator: str) -> float:
+        planned = job(coordinator)
+        load = StepLoad(planned, Hardware.read("h100"), default_lengths(planned), None)
+        named = {operation.name: operation for operation in operations(load)}
+        return named["actor_update"].seconds
+
+    summed = seconds("coordinator.aggregates=statistics")
+    assert summed > seconds("coordinator={aggregates: gradients, pp: 2}")
+    assert summed > seconds("coordinator.islands_compress=bfloat16")
+    assert summed > seconds("coordinator.islands_every=4")

@@ -346,35 +346,6 @@ def test_linear_layers_in_8_bits_take_half_as_long() -> None:
     assert 0.5 * seconds[0] < seconds[1] < 0.95 * seconds[0]
 
 
-def test_islands_join_over_the_link_of_the_coordinator() -> None:
-    """Every rank's gradients in float32 go there and back: of 24 ranks with a whole model each."""
-    placed = "placement={actor: 0-23, coordinator: 24, rollout: 25-31, reward: 25-31, actor_islands: %d}"
-    lengths = LengthDistribution.fixed(100, 64)
-    seconds: dict[tuple[int, int], float] = {}
-    for islands, every, compress in (
-        (1, 1, "none"),
-        (3, 1, "none"),
-        (3, 8, "bfloat16"),
-    ):
-        planned = job(
-            placed % islands,
-            f"coordinator={{islands_every: {every}, islands_compress: {compress}}}"
-            if islands > 1
-            else "",
-            world=32,
-        )
-        seconds[islands, every] = simulate(planned, H100, lengths=lengths).seconds_of(
-            "actor_update"
-        )
-    plain, _ = parameters_of_stage(job().actor, 0)
-    joined = 24 * plain * 8 / (50e9 * 0.8)
-    updates = 2
-    # Ranks of smaller groups also reduce gradients and gather weights in less time.
-    assert seconds[3, 1] - seconds[1, 1] == pytest.approx(updates * joined, rel=0.02)
-    local = seconds[3, 8] - seconds[1, 1]
-    assert local == pytest.approx(updates * joined * 6 / 8 / 8, rel=0.15)
-
-
 def test_more_ranks_do_not_split_the_longest_sample() -> None:
     lengths = LengthDistribution.lognormal(100, 400, 32_768, at_limit=1 / 256)
     many, most = (
