@@ -663,9 +663,8 @@ def _summed_on_coordinator(load: StepLoad, role: Role) -> float:
     if role.trained is not None and role.trained.lora is not None:
         # Adapters have about a hundredth of the parameters.
         numbers = numbers // 100
-    if role.trained is not None and not role.trained.optimizer.get(
-        "use_distributed_optimizer", True
-    ):
+    optimizer = getattr(role.config, "optimizer", {})
+    if not optimizer.get("use_distributed_optimizer", True):
         numbers *= role.grid.dp * role.grid.cp
     sent = 2 if coordinator.islands_compress == "bfloat16" else 4
     node_of = job.machine.node_of
