@@ -165,8 +165,10 @@ def be_rank(folder: Path, arguments: argparse.Namespace) -> int:
 def make_model(spec: ModelSpec, grid: Grid, dtype: str) -> MegatronModel:
     """Create the model with equal random weights on all ranks."""
     from megaverl.workers.megatron_model import MegatronModel
+    from megaverl.workers.model_options import ModelOptions
 
-    return MegatronModel(spec, grid, dtype=getattr(torch, dtype), seed=0)
+    options = ModelOptions(dtype=getattr(torch, dtype), seed=0)
+    return MegatronModel(spec, grid, options)
 
 
 def prepare(

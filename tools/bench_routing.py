@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -40,7 +40,7 @@ from megaverl.models.tiny import make_tiny_folder
 from megaverl.processes import ending_with_parent
 from megaverl.rollout.prefix_routing import PrefixRouter
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 1024,
     "num_hidden_layers": 8,

@@ -125,7 +125,8 @@ def gather_row(
     # The second chunks are held in reverse order of ranks; see the drawing above.
     first, second = both.unflatten(0, (group.size(), 2, -1)).unbind(1)
     whole = torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])
-    return whole.split([key.shape[-1], value.shape[-1]], dim=-1)
+    keys, values = whole.split([key.shape[-1], value.shape[-1]], dim=-1)
+    return keys, values
 
 
 def attend_packed_part(

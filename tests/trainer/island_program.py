@@ -85,7 +85,9 @@ def joined_updates(
     which is skipped: with optimizers on the islands, or on the coordinator's rank.
     """
     model = MegatronModel(
-        ModelSpec.from_folder(folder / "model"), grid(), dtype=dtype, seed=0
+        ModelSpec.from_folder(folder / "model"),
+        grid(),
+        ModelOptions(dtype=dtype, seed=0),
     )
     model.load(folder / "model")
     is_coordinator = context.has("coordinator")

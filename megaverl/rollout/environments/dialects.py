@@ -140,7 +140,7 @@ def read_messages(body: Json) -> Json:
         messages.append({"role": "system", "content": system})
     for message in body["messages"]:
         messages += _chat_messages_of(message)
-    chat = {
+    chat: Json = {
         name: body[name]
         for name in ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
         if name in body
@@ -181,7 +181,8 @@ def _chat_messages_of(message: Json) -> Iterator[Json]:
         raise CallRefused("the content of a message is a text, or a list of blocks.")
     texts: list[Json] = []
     calls: list[Json] = []
-    for block in content:
+    blocks: list[Json] = content
+    for block in blocks:
         kind = block.get("type")
         if kind == "tool_use":
             arguments = json.dumps(block.get("input", {}))
@@ -284,11 +285,12 @@ def read_response(body: Json) -> Json:
     if isinstance(given, str):
         messages.append({"role": "user", "content": given})
     elif _is_list_of_objects(given):
-        for item in given:
+        items: list[Json] = given or []
+        for item in items:
             _add_item(messages, item)
     else:
         raise CallRefused("input is a text, or a list of items.")
-    chat = {
+    chat: Json = {
         name: body[name]
         for name in ("model", "temperature", "top_p", "stream", "tool_choice")
         if name in body
@@ -344,7 +346,7 @@ def write_response(answer: Json, body: Json) -> Json:
     status = "incomplete" if is_cut else "completed"
     output: list[Json] = []
     if message["content"] or not message.get("tool_calls"):
-        text = {
+        text: Json = {
             "type": "output_text",
             "text": message["content"] or "",
             "annotations": [],
