@@ -16,6 +16,7 @@ from megaverl.weights.transports.changes import (
     Encoding,
     as_bits,
     decode,
+    differ,
     encode,
     pack_bits,
     unpack_bits,
@@ -55,7 +56,7 @@ def test_changes_restore_every_bit(
     both: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     before, after = both
-    changed = as_bits(before) != as_bits(after)
+    changed = differ(after, before)
     changes = encode(after, changed)
     assert changes.count == int(changed.sum())
     if changes.payload is None:

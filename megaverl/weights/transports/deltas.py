@@ -25,7 +25,13 @@ import torch
 from megaverl.errors import ReshardError
 from megaverl.sharding.boxes import Box, BoxIndex, intersect
 from megaverl.sharding.plan import Transfer
-from megaverl.weights.transports.changes import Changes, Encoding, as_bits, decode
+from megaverl.weights.transports.changes import (
+    Changes,
+    Encoding,
+    as_bits,
+    decode,
+    differ,
+)
 from megaverl.weights.transports.changes import encode as encode_changes
 from megaverl.weights.transports.tensor_views import Tensors, view
 from megaverl.weights.transports.transport import DeltaMode, Message, copy_boxes
@@ -348,7 +354,7 @@ class DeltaMessages:
             return Changes(Encoding.WHOLE, 0, message.nbytes, None)
         values = self._packed(message, self._origins)
         before = self._packed(message, self._sent.boxes)
-        return encode_changes(values, as_bits(values) != as_bits(before))
+        return encode_changes(values, differ(values, before))
 
     def _packed(self, message: Message, boxes_of: BoxesOf) -> torch.Tensor:
         """Return all elements of a message after each other, in the dtype that is sent."""
