@@ -298,7 +298,7 @@ def compute_table() -> str:
             positions, values = decode(
                 changes.payload,
                 changes.encoding,
-                changes.count,
+                changes.num_changed,
                 COMPUTE_NUMEL,
                 torch.bfloat16,
             )

@@ -106,6 +106,8 @@ RELAYED = [
     "actor.tp=1",
     "critic.pp=1",
     "rollout.use_dynamic_batching=false",
+    # The changes of a step in 16 bits are fewer than all elements.
+    "model.dtype=bfloat16",
     "reshard={bucket_mb: 1, check_every: 1, delta: on}",
 ]
 RELAYED_RANKS = 4

@@ -57,13 +57,13 @@ class Changes(NamedTuple):
 
     Attributes:
         encoding: how they are encoded. WHOLE: encoding them would take as many bytes as all elements.
-        count: number of changed elements.
+        num_changed: number of changed elements.
         nbytes: bytes of the message.
         payload: the encoded bytes, uint8 [nbytes]; None if the encoding is WHOLE.
     """
 
     encoding: Encoding
-    count: int
+    num_changed: int
     nbytes: int
     payload: torch.Tensor | None
 

@@ -166,7 +166,7 @@ class Announced(NamedTuple):
     """Encoding, number of changed elements and bytes of a message that will be received."""
 
     encoding: Encoding
-    count: int
+    num_changed: int
     nbytes: int
 
 
@@ -254,10 +254,10 @@ class DeltaMessages:
                     self._kept += payload_bytes
                 self._encoded[content] = changes
             changes = self._encoded[content]
-            numbers += [int(changes.encoding), changes.count, changes.nbytes]
+            numbers += [int(changes.encoding), changes.num_changed, changes.nbytes]
             if self._sent.compares and not self._links[id(message)].forwards:
                 self.compared += self._numel(message)
-                self.changed += changes.count
+                self.changed += changes.num_changed
                 self._sent.count(changes.nbytes, message.nbytes)
         return numbers
 
