@@ -21,11 +21,8 @@ from megaverl.sharding.vllm import vllm_layouts
 from megaverl.weights.fingerprint import ReshardCheck
 from megaverl.weights.reshard import FinalParts, Resharder
 from megaverl.weights.transports import TransportOptions, messages
-from megaverl.weights.transports.deltas import (
-    DeltaMessages,
-    MessageSizes,
-    SentWeights,
-)
+from megaverl.weights.transports.deltas import DeltaMessages, MessageSizes
+from megaverl.weights.transports.sent_weights import SentWeights
 from tests.sharding.specs import element_ids, make_spec
 from tests.weights.fan_out_ranks import on_device, placed
 

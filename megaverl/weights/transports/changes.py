@@ -32,7 +32,7 @@ MASK_FROM = 8
 
 
 class Encoding(IntEnum):
-    """How a message is sent. WHOLE: all elements, whether they changed or not."""
+    """Ways to send a message. WHOLE: all elements, whether they changed or not."""
 
     WHOLE = 0
     MASK = 1

@@ -26,8 +26,8 @@ from megaverl.weights.transports.deltas import (
     DeltaMessages,
     MessageSizes,
     Outgoing,
-    is_compared,
 )
+from megaverl.weights.transports.sent_weights import is_compared
 
 TransfersByPeer = Mapping[int, Sequence[Transfer]]
 BoxesOf = Callable[[Sequence[Transfer]], list[torch.Tensor]]
