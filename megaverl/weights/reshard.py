@@ -50,11 +50,11 @@ from megaverl.weights.transports import (
     viewed,
     wire_dtypes,
 )
-from megaverl.weights.transports.deltas import SentWeights
 from megaverl.weights.transports.ipc import CrossMemory, CudaIpc
 from megaverl.weights.transports.local import Alias, LocalCopy
 from megaverl.weights.transports.point_to_point import PointToPoint
 from megaverl.weights.transports.quantised import QuantisedDestination, QuantisedLanding
+from megaverl.weights.transports.sent_weights import SentWeights
 from megaverl.weights.transports.shared_folder import SharedFolder
 
 # Each transport takes the transfers that it supports and leaves the rest to the next

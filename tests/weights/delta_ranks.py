@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,13 +14,15 @@ from megaverl.distributed.grid import GridShape
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
 from megaverl.sharding import fan_out as fan_out_module
+from megaverl.sharding.boxes import whole
 from megaverl.sharding.megatron import megatron_layouts
-from megaverl.sharding.plan import make_plans
+from megaverl.sharding.plan import Transfer, make_plans
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.weights.fingerprint import ReshardCheck
 from megaverl.weights.reshard import FinalParts, Resharder
-from megaverl.weights.transports import TransportOptions
-from megaverl.weights.transports.deltas import SentWeights
+from megaverl.weights.transports import TransportOptions, messages
+from megaverl.weights.transports.deltas import DeltaMessages, MessageSizes
+from megaverl.weights.transports.sent_weights import SentWeights
 from tests.sharding.specs import element_ids, make_spec
 from tests.weights.fan_out_ranks import on_device, placed
 
@@ -153,19 +156,22 @@ def change(
 
 def mixed_versions() -> str:
     """Return the error of a rank whose sender is at another version."""
-    from megaverl.sharding.boxes import whole
-    from megaverl.sharding.plan import Transfer
-    from megaverl.weights.transports import messages
-    from megaverl.weights.transports.deltas import DeltaMessages, MessageSizes
-
     box = whole((8,))
     [message] = messages(
         [Transfer("w", box, 0, "s", box, 1, "d", box)], lambda _: torch.float32, 64
     )
     sent = SentWeights("on", {}, torch.device("cpu"))
-    nothing = lambda transfers: []  # noqa: E731
+
+    def nothing(transfers: Sequence[Transfer]) -> list[torch.Tensor]:
+        return []
+
     receiver = DeltaMessages(
-        sent, (nothing,) * 3, lambda _: torch.float32, [], [message], 64
+        sent,
+        (nothing, nothing, nothing),
+        lambda _: torch.float32,
+        [],
+        [message],
+        64,
     )
     receiver.begin(3)
     try:

@@ -16,6 +16,7 @@ from megaverl.weights.transports.changes import (
     Encoding,
     as_bits,
     decode,
+    differ,
     encode,
     pack_bits,
     unpack_bits,
@@ -55,19 +56,23 @@ def test_changes_restore_every_bit(
     both: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     before, after = both
-    changed = as_bits(before) != as_bits(after)
+    changed = differ(after, before)
     changes = encode(after, changed)
-    assert changes.count == int(changed.sum())
+    assert changes.num_changed == int(changed.sum())
     if changes.payload is None:
         # A mask, the longest encoding of so many changes, would not have been shorter.
-        mask = -(-before.numel() // 8) + changes.count * before.element_size()
+        mask = -(-before.numel() // 8) + changes.num_changed * before.element_size()
         assert changes.encoding is Encoding.WHOLE
         assert mask >= before.numel() * before.element_size()
         return
     assert changes.nbytes == changes.payload.numel()
     assert changes.nbytes < before.numel() * before.element_size()
     places, values = decode(
-        changes.payload, changes.encoding, changes.count, before.numel(), before.dtype
+        changes.payload,
+        changes.encoding,
+        changes.num_changed,
+        before.numel(),
+        before.dtype,
     )
     restored = before.clone()
     as_bits(restored)[places] = as_bits(values)
@@ -113,7 +118,7 @@ def test_damaged_changes_are_refused() -> None:
     damaged = changes.payload.clone()
     damaged[-1] = 120
     with pytest.raises(ReshardError, match="damaged"):
-        decode(damaged, changes.encoding, changes.count, 100, torch.float32)
+        decode(damaged, changes.encoding, changes.num_changed, 100, torch.float32)
     with pytest.raises(ReshardError, match="damaged"):
         decode(changes.payload, changes.encoding, 0, 100, torch.float32)
 

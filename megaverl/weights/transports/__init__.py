@@ -6,6 +6,7 @@ bounded size.
 """
 
 from megaverl.weights.transports.dtypes import agree_on_dtypes, converting, wire_dtypes
+from megaverl.weights.transports.sent_weights import DeltaMode
 from megaverl.weights.transports.tensor_views import (
     Tensors,
     check_tensors,
@@ -15,7 +16,6 @@ from megaverl.weights.transports.tensor_views import (
 from megaverl.weights.transports.transport import (
     ALONE,
     BUCKET_BYTES,
-    DeltaMode,
     Message,
     Moved,
     TransferJob,

@@ -26,8 +26,8 @@ from megaverl.weights.transports.deltas import (
     DeltaMessages,
     MessageSizes,
     Outgoing,
-    is_compared,
 )
+from megaverl.weights.transports.sent_weights import is_compared
 
 TransfersByPeer = Mapping[int, Sequence[Transfer]]
 BoxesOf = Callable[[Sequence[Transfer]], list[torch.Tensor]]
@@ -351,8 +351,10 @@ class PointToPoint:
     ) -> None:
         """Take a message of a version that moves as changes: sizes, changes, or whole boxes."""
         assert self._deltas is not None
-        is_sizes = isinstance(message, MessageSizes)
-        if pending.works and (is_sizes or self._arrives_encoded(message)):
+        is_read_here = isinstance(message, MessageSizes) or self._arrives_encoded(
+            message
+        )
+        if pending.works and is_read_here:
             # The host reads these bytes, so it waits for the device, with a time limit.
             try:
                 wait_for_event(record_event(), self._job.options.timeout)

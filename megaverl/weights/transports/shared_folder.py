@@ -28,8 +28,8 @@ from megaverl.weights.transports.deltas import (
     DeltaMessages,
     MessageSizes,
     Outgoing,
-    is_compared,
 )
+from megaverl.weights.transports.sent_weights import is_compared
 
 POLL_SECONDS = 0.02
 PATIENCE_SECONDS = 1800.0  # longest wait for a file if no timeout is set

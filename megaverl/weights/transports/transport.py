@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,8 @@ import torch.distributed as dist
 from megaverl.distributed.failures import Failures
 from megaverl.sharding.boxes import carry, split
 from megaverl.sharding.plan import Hop, Plan, Transfer
+from megaverl.weights.transports.sent_weights import DeltaMode, SentWeights
 from megaverl.weights.transports.tensor_views import Tensors, view
-
-if TYPE_CHECKING:
-    from megaverl.weights.transports.deltas import SentWeights
-
-DeltaMode = Literal["auto", "on", "off"]
 
 BUCKET_BYTES = 64 * 2**20
 # A box of at least this fraction of a message has a message of its own, so that it can
