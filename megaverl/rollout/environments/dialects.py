@@ -181,7 +181,7 @@ def _chat_messages_of(message: Json) -> Iterator[Json]:
         raise CallRefused("the content of a message is a text, or a list of blocks.")
     texts: list[Json] = []
     calls: list[Json] = []
-    blocks: list[Json] = content
+    blocks: list[Json] = content or []
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_use":

@@ -182,7 +182,8 @@ def _positions_in_runs(ends: torch.Tensor, places: torch.Tensor) -> torch.Tensor
 
 def _largest(digit: torch.dtype) -> int:
     """Return the digit that says that more follows. int16 holds unsigned digits."""
-    return 2 ** (8 * digit.itemsize) - 1
+    largest: int = 2 ** (8 * digit.itemsize) - 1
+    return largest
 
 
 def _code_bytes(numbers: torch.Tensor, digit: torch.dtype) -> int:
