@@ -1,4 +1,4 @@
-"""Which server gets a request: one that has read the beginning of its prompt before, if it is not busy.
+"""Routing of requests to servers that have read the beginning of a prompt before.
 
 An engine keeps what it has computed of a prompt in blocks of tokens, and a later
 request that begins with the same blocks skips them. With several servers this needs the

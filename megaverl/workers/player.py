@@ -20,7 +20,7 @@ from megaverl.rollout.environments import (
     Attempt,
     Begun,
     Codec,
-    Fault,
+    FailedCall,
     FaultLimits,
     Faults,
     Game,
@@ -123,7 +123,7 @@ class Player:
     ) -> list[Views]:
         rank, size = dist.get_rank(self.world), dist.get_world_size(self.world)
 
-        def begin(attempts: Mapping[int, Attempt]) -> dict[int, Begun | Fault]:
+        def begin(attempts: Mapping[int, Attempt]) -> dict[int, Begun | FailedCall]:
             # Round-robin: the consecutive episodes of a group go to different ranks.
             own_numbers = [number for number in attempts if number % size == rank]
 
@@ -136,14 +136,14 @@ class Player:
 
             return {
                 number: row
-                if isinstance(row, Fault)
+                if isinstance(row, FailedCall)
                 else Begun(prompts=row[0], acting=row[1])
                 for number, row in self._call_own(own_numbers, begin_one, games).items()
             }
 
         def step(
             turns: Mapping[int, Mapping[str, list[list[int]]]],
-        ) -> dict[int, Turns | Fault]:
+        ) -> dict[int, Turns | FailedCall]:
             # Only the rank that holds an episode steps it. The others wait for its
             # result.
             own_numbers = [number for number in turns if number in games]
@@ -153,7 +153,7 @@ class Player:
 
             return {
                 number: row
-                if isinstance(row, Fault)
+                if isinstance(row, FailedCall)
                 else Turns(
                     {agent: outcome_of(outcome) for agent, outcome in row[0].items()},
                     row[1],
@@ -182,7 +182,7 @@ class Player:
         """Call this rank's episodes, and return the results of all ranks. Collective over `world`.
 
         Returns:
-            Result of each episode; a `Fault` where its environment failed.
+            Result of each episode; a `FailedCall` where its environment failed.
 
         Raises:
             EpisodeError: an environment is set up wrongly; raised on every rank.
@@ -201,7 +201,9 @@ class Player:
         with together(self.world):
             results = self._side_by_side(numbers, call_one)
         return {
-            number: Fault(answer["fault"]) if "fault" in answer else answer["result"]
+            number: FailedCall(answer["fault"])
+            if "fault" in answer
+            else answer["result"]
             for number, answer in _joined(gather_json(results, self.world)).items()
         }
 

@@ -33,7 +33,7 @@ from megaverl.rollout.environments.episodes import (
 from megaverl.rollout.environments.faults import (
     FAILED,
     Attempt,
-    Fault,
+    FailedCall,
     FaultLimits,
     Faults,
 )
@@ -45,7 +45,7 @@ __all__ = [
     "Begun",
     "Codec",
     "Environment",
-    "Fault",
+    "FailedCall",
     "FaultLimits",
     "Faults",
     "Game",

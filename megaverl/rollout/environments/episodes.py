@@ -18,7 +18,7 @@ from megaverl.rollout.environments.environment import (
     Limits,
     Outcome,
 )
-from megaverl.rollout.environments.faults import FAILED, Attempt, Fault, Faults
+from megaverl.rollout.environments.faults import FAILED, Attempt, FailedCall, Faults
 
 if TYPE_CHECKING:
     from megaverl.rollout.engine import Generation
@@ -326,11 +326,11 @@ class Begun:
     acting: Sequence[str]
 
 
-Begin = Callable[[Mapping[int, Attempt]], Mapping[int, Begun | Fault]]
+Begin = Callable[[Mapping[int, Attempt]], Mapping[int, Begun | FailedCall]]
 # From episode -> agent -> its turns, one per conversation it wrote in, to episode ->
 # results.
 Step = Callable[
-    [Mapping[int, Mapping[str, list[list[int]]]]], Mapping[int, Turns | Fault]
+    [Mapping[int, Mapping[str, list[list[int]]]]], Mapping[int, Turns | FailedCall]
 ]
 Generate = Callable[[Sequence[Request]], "Sequence[Generation]"]
 
@@ -376,7 +376,7 @@ def play(
     to_begin = faults.begin(len(prompts), group_size)
     replacements = dict.fromkeys(to_begin, 0)
 
-    def give_up(failed: Mapping[int, Fault], again: Mapping[int, Attempt]) -> None:
+    def give_up(failed: Mapping[int, FailedCall], again: Mapping[int, Attempt]) -> None:
         for number in failed.keys() - again.keys():
             episodes[number] = {
                 agent: View(list(prompts[number]), finish_reason=FAILED)
@@ -388,10 +388,10 @@ def play(
             replacements |= {
                 number: attempt.replacement for number, attempt in to_begin.items()
             }
-            failed: dict[int, Fault] = {}
+            failed: dict[int, FailedCall] = {}
             begun = begin(to_begin)
             for number, result in sorted(begun.items()):
-                if isinstance(result, Fault):
+                if isinstance(result, FailedCall):
                     failed[number] = result
                     continue
                 episodes[number] = {
@@ -429,7 +429,7 @@ def play(
         waiting, failed = {}, {}
         results = step(written)
         for number, led_to in results.items():
-            if isinstance(led_to, Fault):
+            if isinstance(led_to, FailedCall):
                 failed[number] = led_to
             elif _take_in(episodes[number], led_to, number):
                 waiting[number] = list(led_to.acting)

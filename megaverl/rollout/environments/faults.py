@@ -42,7 +42,7 @@ ROUNDS_WITHOUT_SUCCESS = 2
 
 @dataclass(frozen=True)
 class FaultLimits:
-    """What a run does about faults; see `environment.faults` of the configuration.
+    """Limits of what a run does about faults; see `environment.faults` of the configuration.
 
     Attributes:
         retries: further attempts at an episode, with the same draws.
@@ -62,7 +62,7 @@ class FaultLimits:
 
 
 @dataclass(frozen=True)
-class Fault:
+class FailedCall:
     """Result of a call of an environment that failed through no fault of the policy."""
 
     text: str
@@ -144,7 +144,7 @@ class Faults:
             self.sleep(min(seconds, LONGEST_WAIT))
 
     def after(
-        self, method: str, called: Collection[int], faults: Mapping[int, Fault]
+        self, method: str, called: Collection[int], faults: Mapping[int, FailedCall]
     ) -> dict[int, Attempt]:
         """Return the attempts that follow the faults of one round of calls, by episode.
 

@@ -15,7 +15,7 @@ from megaverl.rollout.environments import (
     FAILED,
     Attempt,
     Begun,
-    Fault,
+    FailedCall,
     FaultLimits,
     Faults,
     Limits,
@@ -48,14 +48,14 @@ class Unreliable:
         self.calls[number] += 1
         return self.fails(number, self.calls[number] - 1)
 
-    def begin(self, attempts: Mapping[int, Attempt]) -> dict[int, Begun | Fault]:
+    def begin(self, attempts: Mapping[int, Attempt]) -> dict[int, Begun | FailedCall]:
         self.attempts.append(dict(attempts))
-        results: dict[int, Begun | Fault] = {}
+        results: dict[int, Begun | FailedCall] = {}
         for number, attempt in attempts.items():
             self.faults.wait_before(attempt)
             self.turns[number] = 0
             begun = Begun({"a": [5, number]}, ["a"])
-            results[number] = Fault("no server") if self._call(number) else begun
+            results[number] = FailedCall("no server") if self._call(number) else begun
         return results
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
@@ -66,13 +66,15 @@ class Unreliable:
         ]
 
     def step(self, turns: Mapping[int, Mapping[str, list[list[int]]]]):
-        results: dict[int, Turns | Fault] = {}
+        results: dict[int, Turns | FailedCall] = {}
         for number in turns:
             self.turns[number] += 1
             over = self.turns[number] == TURNS
             outcome = Outcome([8, self.turns[number]], reward=1.0, done=over)
             turn = Turns({"a": outcome}, ["a"])
-            results[number] = Fault("reset by peer") if self._call(number) else turn
+            results[number] = (
+                FailedCall("reset by peer") if self._call(number) else turn
+            )
         return results
 
     def play(self) -> list[View]:
