@@ -126,6 +126,9 @@ EXTRAS_REQUIRE = {
     "mlflow": ["mlflow>=3.11"],
     # 0.8 sets a signal handler, which only a main thread may.
     "swanlab": ["swanlab>=0.10"],
+    "trackio": ["trackio>=0.40"],
+    # The endpoint of run.metrics_port.
+    "prometheus": ["prometheus-client>=0.20"],
     # Data sets on the hub and of save_to_disk: data.train=org/name.
     "datasets": ["datasets>=4.0"],
     # Procedural tasks with verifiers: data.train=reasoning_gym:chain_sum.

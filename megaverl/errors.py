@@ -41,6 +41,23 @@ class EpisodeError(MegaverlError):
     """An environment, game or tool that is missing, raises, or answers with the wrong thing."""
 
 
+class EnvironmentFault(EpisodeError):
+    """A fault of an environment, a tool or the network, and not of the policy.
+
+    Examples are a lost connection, a time-out and a process that died. The episode is
+    tried again. If it keeps failing, its sample is left out of training
+    (`environment.faults`).
+
+    Example:
+        class Browser(Environment):
+            def step(self, token_ids):
+                try:
+                    page = self.session.open(self.codec.decode(token_ids))
+                except ConnectionError as error:
+                    raise EnvironmentFault(f"the browser is gone: {error}") from error
+    """
+
+
 class RolloutError(MegaverlError):
     """A generation engine that refuses a request or returns the wrong thing."""
 

@@ -115,7 +115,6 @@ CIRCLES_OF_TYPES = (
     ("megaverl.controller.dialogue", "megaverl.controller.serving"),
     ("megaverl.trainer.served_run", "megaverl.trainer.loop"),
     ("megaverl.trainer.trainer_engines", "megaverl.trainer.build"),
-    ("megaverl.workers.policy", "megaverl.workers.teacher"),
 )
 # Packages whose `__init__.py` defines a class that all their modules use.
 CODE_IN_INIT = ("workers",)

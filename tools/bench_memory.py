@@ -282,6 +282,7 @@ def make_roles(config: Any, spec: Any, folder: str, grid: Any) -> tuple[Any, Any
     import torch
 
     from megaverl.workers.megatron_model import MegatronModel
+    from megaverl.workers.model_options import ModelOptions
     from megaverl.workers.optimizers import MegatronTrainable
     from megaverl.workers.policy import Actor, Policy
 
@@ -289,12 +290,14 @@ def make_roles(config: Any, spec: Any, folder: str, grid: Any) -> tuple[Any, Any
     model = MegatronModel(
         spec,
         grid,
-        dtype=dtype,
-        seed=0,
+        ModelOptions(
+            dtype=dtype,
+            seed=0,
+            lora=section.lora,
+            activation_checkpointing=section.activation_checkpointing,
+            chunked_logits=section.chunked_logits,
+        ),
         overrides=section.megatron,
-        lora=section.lora,
-        activation_checkpointing=section.activation_checkpointing,
-        chunked_logits=section.chunked_logits,
     )
     model.load(folder)
     trainable = MegatronTrainable(
@@ -316,7 +319,9 @@ def make_roles(config: Any, spec: Any, folder: str, grid: Any) -> tuple[Any, Any
         return actor, Policy(
             model, temperature=1.0, micro_batch_tokens=tokens, with_adapters=False
         )
-    frozen = MegatronModel(spec, grid, dtype=dtype, seed=0, role="reference")
+    frozen = MegatronModel(
+        spec, grid, ModelOptions(dtype=dtype, seed=0, role="reference")
+    )
     frozen.load(folder)
     return actor, Policy(frozen, temperature=1.0, micro_batch_tokens=tokens)
 
@@ -356,6 +361,7 @@ def warm_up(grid: Any, options: argparse.Namespace, folder: Path) -> None:
     from megaverl.config.algorithm import AlgorithmConfig
     from megaverl.sharding.model_spec import ModelSpec
     from megaverl.workers.megatron_model import MegatronModel
+    from megaverl.workers.model_options import ModelOptions
     from megaverl.workers.optimizers import MegatronTrainable
     from megaverl.workers.policy import Actor
 
@@ -372,7 +378,9 @@ def warm_up(grid: Any, options: argparse.Namespace, folder: Path) -> None:
         make_model(folder, small)
     dist.barrier()
     spec = ModelSpec.from_folder(folder / "model")
-    model = MegatronModel(spec, grid, dtype=getattr(torch, options.dtype), seed=0)
+    model = MegatronModel(
+        spec, grid, ModelOptions(dtype=getattr(torch, options.dtype), seed=0)
+    )
     trainable = MegatronTrainable(
         model, optimizer={"lr": 1e-3}, scheduler={}, ddp={}, total_updates=2
     )

@@ -102,6 +102,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from megaverl.rollout.engine import SamplingOptions
     from megaverl.sharding.model_spec import ModelSpec
     from megaverl.workers.megatron_model import MegatronModel
+    from megaverl.workers.model_options import ModelOptions
     from megaverl.workers.policy import Policy
 
     dtype = getattr(torch, options.dtype)
@@ -126,7 +127,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     engine.close()
     grid = ProcessGroupManager(None).grid(GridShape())
     model = MegatronModel(
-        ModelSpec.from_folder(model_folder), grid, dtype=dtype, seed=0
+        ModelSpec.from_folder(model_folder), grid, ModelOptions(dtype=dtype, seed=0)
     )
     model.load(model_folder)
     [item] = batch.columns["routed_experts"][0]

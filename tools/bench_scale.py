@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
+from megaverl.algorithms.loss import make_denominators
 from megaverl.config import load_config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import rows_of_rank
@@ -50,7 +51,6 @@ from megaverl.workers.advantage_computer import AdvantageComputer
 from megaverl.workers.micro_batches import (
     ModelWorker,
     Weighting,
-    make_denominators,
     micro_batches_of,
     plan_for,
     plan_updates,

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,30 +171,183 @@ def measure(
 
 
 PUBLISHED = ROOT / "tools" / "published_steps.yaml"
+HALVES = {
+    "fit": "steps that constants may be fitted on",
+    "check": "steps that only check",
+}
 
 
-def against_published() -> None:
-    """Print predicted steps beside those that others have published, from `published_steps.yaml`."""
+def against_published(more: Sequence[Path], phases: bool) -> None:
+    """Print predicted steps and ratios beside those that others have published.
+
+    Args:
+        more: files of further rows; see `read_rows`.
+        phases: print each operator's seconds, too.
+    """
     entries = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
-    models = entries["models"]
-    steps = [
-        (entry["name"], published(entry, models).step_seconds, entry["seconds"])
-        for entry in entries["steps"]
-    ]
-    print("\n".join(table({"seconds of a step": steps})), end="\n\n")
-    rates = []
-    for entry in entries["updates"]:
-        peak = Hardware.read(entry["hardware"]).tflops["bfloat16"]
-        rates.append(
-            (entry["name"], published(entry, models).update_mfu * peak, entry["tflops"])
-        )
+    every = [*entries["steps"], *entries["updates"]]
+    for path in more:
+        names = {entry["name"] for entry in every}
+        every += [entry for entry in read_rows(path) if entry["name"] not in names]
+    predictions: dict[str, Prediction] = {}
+    unknown: list[str] = []
+    for entry in every:
+        if entry["model"] in entries["models"]:
+            predictions[entry["name"]] = published(entry, entries)
+        else:
+            unknown.append(f"{entry['name']} ({entry['model']})")
+    known = [entry for entry in every if entry["name"] in predictions]
+    steps = [entry for entry in known if "seconds" in entry]
+    for half, title in HALVES.items():
+        rows = [
+            (e["name"], predictions[e["name"]].step_seconds, e["seconds"])
+            for e in steps
+            if e.get("half", "check") == half
+        ]
+        print("\n".join(table({title: rows})), end="\n\n")
+    if phases:
+        _print_phases(predictions)
+    _print_ratios(ratios_of(entries, steps, predictions))
+    rates, updates = [], []
+    for entry in known:
+        name, prediction = entry["name"], predictions[entry["name"]]
+        if "tflops" in entry:
+            peak = hardware_of(entry, entries).tflops["bfloat16"]
+            rates.append((name, prediction.update_mfu * peak, entry["tflops"]))
+        elif "update_seconds" in entry:
+            seconds = prediction.seconds_of("actor_update") / entry["micro_batches"]
+            updates.append((name, seconds, entry["update_seconds"]))
     print("\n".join(table({"TFLOP/s of a GPU in updates": rates})), end="\n\n")
+    if updates:
+        print("\n".join(table({"seconds of an update": updates})), end="\n\n")
+    if unknown:
+        print(f"not predicted, as published_steps.yaml lacks the model: {unknown}\n")
     print("\n".join(f"{name}: {source}" for name, source in entries["sources"].items()))
 
 
-def published(entry: dict[str, Any], models: dict[str, Any]) -> Prediction:
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read further published steps, rates and updates, in the form of `published_steps.yaml`.
+
+    The file is a JSON list of rows with `kind` (step, rate or update), `name`, `model`, `gpus`, `value`, `unit`,
+    `prompt_len`, `response_len`, `longest_response`, `megaverl_keys`, `megaverl_hardware` and, optionally, `half`. An
+    update in seconds a micro-batch also has `batch_prompts`, `n` and `dp`. Rows of other kinds are left out.
+    """
+    found: list[dict[str, Any]] = []
+    kinds = {"step": "seconds", "rate": "tflops", "update": "update_seconds"}
+    for row in json.loads(path.read_text(encoding="utf-8")):
+        if row["kind"] not in kinds:
+            continue
+        value = kinds[row["kind"]]
+        # A rank has one sample in a micro-batch of these sources.
+        per_micro_batch = "micro-batch" in row.get("unit", "")
+        samples = row["batch_prompts"] * row["n"] if per_micro_batch else 1
+        found.append(
+            {
+                "name": row["name"],
+                "model": row["model"],
+                "hardware": row["megaverl_hardware"].removesuffix(".yaml"),
+                "gpus": row["gpus"],
+                value: row["value"],
+                "micro_batches": samples / row["dp"] if per_micro_batch else 1,
+                "lengths": {
+                    "prompt": row["prompt_len"],
+                    "response": row["response_len"],
+                    "longest": row["longest_response"],
+                },
+                "keys": row["megaverl_keys"],
+                "half": row.get("half", "fit"),
+            }
+        )
+    return found
+
+
+def _print_phases(predictions: dict[str, Prediction]) -> None:
+    for name, prediction in predictions.items():
+        parts = ", ".join(
+            f"{phase.name} {phase.seconds:.1f}" for phase in prediction.phases
+        )
+        print(f"{name}: {parts}")
+    print()
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as long the second of two steps takes as the first one.
+
+    Attributes:
+        change: what differs between them.
+    """
+
+    change: str
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def has_right_sign(self) -> bool:
+        """Return whether prediction and measurement agree on which of the two is faster."""
+        return (self.predicted < 1) == (self.measured < 1)
+
+    @property
+    def error(self) -> float:
+        """Share by which the predicted ratio differs from the measured one."""
+        return self.predicted / self.measured - 1
+
+
+def ratios_of(
+    entries: dict[str, Any],
+    steps: Sequence[dict[str, Any]],
+    predictions: dict[str, Prediction],
+) -> list[Ratio]:
+    """Return the ratios of `published_steps.yaml`, in its order."""
+    measured = {entry["name"]: entry["seconds"] for entry in steps}
+    ratios = []
+    for pair in entries["ratios"]:
+        first, second = pair["first"], pair["second"]
+        ratios.append(
+            Ratio(
+                pair["change"],
+                f"{first} -> {second}",
+                predictions[second].step_seconds / predictions[first].step_seconds,
+                measured[second] / measured[first],
+            )
+        )
+    return ratios
+
+
+def _print_ratios(ratios: Sequence[Ratio]) -> None:
+    print("| change | steps | ratio: predicted | measured | error | sign |")
+    print("| --- | --- | ---: | ---: | ---: | --- |")
+    for ratio in ratios:
+        sign = "right" if ratio.has_right_sign else "wrong"
+        print(
+            f"| {ratio.change} | {ratio.name} | {ratio.predicted:.2f} | {ratio.measured:.2f} | {ratio.error:+.0%} "
+            f"| {sign} |"
+        )
+    print()
+    for change in dict.fromkeys(ratio.change for ratio in ratios):
+        alike = [ratio for ratio in ratios if ratio.change == change]
+        errors = [abs(ratio.error) for ratio in alike]
+        print(
+            f"{change}: {sum(r.has_right_sign for r in alike)} of {len(alike)} signs right, "
+            f"{sum(error <= 0.25 for error in errors)} within 25 %, median error {statistics.median(errors):.0%}"
+        )
+    print()
+
+
+def hardware_of(entry: dict[str, Any], entries: dict[str, Any]) -> Hardware:
+    """Return the description that an entry names: megaverl's, or one of `published_steps.yaml`."""
+    described = entries["hardware"].get(entry["hardware"])
+    if described is None:
+        return Hardware.read(entry["hardware"])
+    changed = {name: value for name, value in described.items() if name != "like"}
+    changed["sources"] = tuple(changed["sources"])
+    return replace(Hardware.read(described["like"]), **changed)
+
+
+def published(entry: dict[str, Any], entries: dict[str, Any]) -> Prediction:
     """Predict a published step with the entry's hardware, model, settings and lengths."""
-    hardware, lengths = Hardware.read(entry["hardware"]), entry["lengths"]
+    hardware, lengths = hardware_of(entry, entries), entry["lengths"]
     config = load_config(
         None,
         [
@@ -206,16 +359,24 @@ def published(entry: dict[str, Any], models: dict[str, Any]) -> Prediction:
         check_paths=False,
         world_size=entry["gpus"],
     )
-    spec = ModelSpec.from_config(models[entry["model"]])
-    job = make_job(config, spec, entry["gpus"], hardware.machine())
+    spec = ModelSpec.from_config(entries["models"][entry["model"]])
+    # The estimates of a step need no layouts.
+    job = make_job(config, spec, entry["gpus"], hardware.machine(), deal_later=True)
     spread = LengthDistribution.lognormal(
-        lengths["prompt"], lengths["response"], lengths["longest"]
+        lengths["prompt"],
+        lengths["response"],
+        lengths["longest"],
+        at_limit=lengths.get("at_limit"),
     )
-    return simulate(job, hardware, lengths=spread)
+    # An operator that the source's run does not have takes no time.
+    absent = dict.fromkeys(entry.get("absent", ()), 0.0)
+    return simulate(job, hardware, lengths=spread, factors=absent)
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return Spearman's rank correlation. Assumes that no two values are equal."""
+    """Return Spearman's rank correlation; nan for fewer than two values. Assumes that no two values are equal."""
+    if len(one) < 2:
+        return float("nan")
     places = [
         [sorted(values).index(value) for value in values] for values in (one, other)
     ]
@@ -310,11 +471,15 @@ def main() -> None:
         "--phases", action="store_true", help="each operator's seconds, too"
     )
     parser.add_argument(
-        "--published", action="store_true", help="beside what others have published"
+        "--published",
+        nargs="*",
+        type=Path,
+        metavar="FILE",
+        help="beside what others have published: published_steps.yaml, and further rows of JSON files",
     )
     arguments = parser.parse_args()
-    if arguments.published:
-        against_published()
+    if arguments.published is not None:
+        against_published(arguments.published, arguments.phases)
     elif arguments.hardware is None:
         parser.error("--hardware FILE is needed: megaverl plan --calibrate FILE")
     else:

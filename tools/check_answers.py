@@ -219,15 +219,18 @@ def write(architecture: str, folder: str) -> None:
 def engine(folder: str, tp: int, *, load_weights: bool) -> Iterator[VLLMEngine]:
     from megaverl.config.roles import RolloutConfig
     from megaverl.rollout.vllm_engine import VLLMEngine
+    from megaverl.rollout.vllm_options import VLLMOptions
 
     made = VLLMEngine(
         folder,
         RolloutConfig(tp=tp),
-        seed=0,
-        dtype=torch.float32,
-        max_model_len=64,
-        load_weights=load_weights,
-        num_sequences=16,
+        VLLMOptions(
+            seed=0,
+            dtype=torch.float32,
+            max_model_len=64,
+            load_weights=load_weights,
+            num_sequences=16,
+        ),
     )
     try:
         yield made
@@ -268,6 +271,7 @@ def reshard(folder: str, made: VLLMEngine) -> None:
     from megaverl.distributed.grid import GridShape
     from megaverl.sharding.weight import shapes_of
     from megaverl.workers.fsdp_model import FSDPModel
+    from megaverl.workers.model_options import ModelOptions
     from megaverl.workers.weight_sync import ActorWeights, WeightSync
 
     groups = group_manager()
@@ -275,11 +279,8 @@ def reshard(folder: str, made: VLLMEngine) -> None:
         folder,
         groups.grid(GridShape(dp=dist.get_world_size())),
         groups,
+        ModelOptions(dtype=torch.float32, seed=0, trained=True, initialize=False),
         fsdp=FsdpConfig(),
-        dtype=torch.float32,
-        seed=0,
-        trained=True,
-        initialize=False,
     )
     model.load(folder)
     WeightSync(

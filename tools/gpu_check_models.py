@@ -77,6 +77,7 @@ def load_model(folder: Path, tp: int = 1, **options: Any) -> tuple[MegatronModel
     from megaverl.platform import platform
     from megaverl.sharding.model_spec import ModelSpec
     from megaverl.workers.megatron_model import MegatronModel
+    from megaverl.workers.model_options import ModelOptions
 
     path = folder / "model"
     if dist.get_rank() == 0 and not path.exists():
@@ -86,9 +87,7 @@ def load_model(folder: Path, tp: int = 1, **options: Any) -> tuple[MegatronModel
     model = MegatronModel(
         ModelSpec.from_folder(path),
         grid,
-        dtype=platform.default_dtype,
-        seed=0,
-        **options,
+        ModelOptions(dtype=platform.default_dtype, seed=0, **options),
     )
     model.load(path)
     return model, path

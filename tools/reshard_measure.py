@@ -43,6 +43,7 @@ from megaverl.weights.transports import TransportOptions, view
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.model import TrainingModel
+from megaverl.workers.model_options import ModelOptions
 from tools.reshard_peers import Bridge, CoreResharding, FullTensors, PlainExchange
 
 LayoutOf = Callable[[int], Layout]
@@ -345,8 +346,7 @@ def megatron(
     return MegatronModel(
         ModelSpec.from_folder(folder),
         grid,
-        dtype=torch.bfloat16,
-        seed=0,
+        ModelOptions(dtype=torch.bfloat16, seed=0),
         overrides=leave,
     )
 
@@ -359,11 +359,8 @@ def fsdp(folder: Path, end: End, groups: ProcessGroupManager) -> FSDPModel:
         folder,
         grid,
         groups,
+        ModelOptions(dtype=torch.bfloat16, seed=0, trained=False, initialize=False),
         fsdp=cut,
-        dtype=torch.bfloat16,
-        seed=0,
-        trained=False,
-        initialize=False,
     )
 
 

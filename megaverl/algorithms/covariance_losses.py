@@ -56,9 +56,13 @@ def covariances(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) ->
         DataError: a log-prob or advantage is not finite. It would decide which tokens have the largest covariance.
     """
     check_finite_tokens(response_mask, log_probs=log_probs, advantages=advantages)
+    # Tokens of the whole mini-batch; 1 for a batch without any, instead of a division
+    # by 0.
     count = response_mask.sum().clamp(min=1)
 
     def centered(values: Tensor) -> Tensor:
+        # Masked before and after: padding counts neither in the mean nor in the
+        # product. float64, because the sum may run over millions of tokens.
         kept = torch.where(response_mask, values.double(), 0.0)
         return torch.where(response_mask, kept - kept.sum() / count, 0.0)
 
@@ -78,6 +82,7 @@ def largest_covariances(
     `fraction` of all tokens are selected, at least one. Arguments are those of
     `covariances`. Among equal tokens the first in the batch are selected.
     """
+    # Flat indices of [mini-batch, response].
     candidates = response_mask.flatten().nonzero()[:, 0]
     count = min(max(int(fraction * len(candidates)), 1), len(candidates))
     order = (
@@ -113,6 +118,7 @@ def some_large_covariances(
     between = response_mask & (values > covariance_low) & (values < covariance_high)
     candidates = between.flatten().nonzero()[:, 0]
     count = min(max(int(fraction * int(response_mask.sum())), 1), len(candidates))
+    # The smallest draws are a uniform sample, and every rank has the same draws.
     order = draws.flatten()[candidates].argsort(stable=True)
     return _selection(candidates[order[:count]], response_mask)
 
@@ -201,6 +207,7 @@ def kl_cov(
     log_ratio, advantages, active = tokens_of(
         log_probs, old_log_probs, advantages, weights
     )
+    # A selected token without a weight does not train at all.
     spared = selected & active
     surrogate = bounded(log_ratio).exp() * advantages - penalty * torch.where(
         spared, log_ratio.abs(), 0.0

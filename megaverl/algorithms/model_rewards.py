@@ -69,8 +69,11 @@ def prime(
     Raises:
         DataError: an outcome is not finite.
     """
+    # [batch, response] in float64; values outside the mask may be NaN.
     process = torch.where(response_mask, implicit_rewards.double(), 0.0)
     means = process.sum(dim=1) / response_mask.sum(dim=1).clamp(min=1)
+    # [batch]: number of other responses in the group, and the mean of their token
+    # rewards.
     others = group_totals(torch.ones_like(means), group_ids) - 1
     baseline = (group_totals(means, group_ids) - means) / others.clamp(min=1)
     gains = rewards_to_go(process - baseline.unsqueeze(1), response_mask, gamma)
@@ -109,8 +112,11 @@ def outcome_cross_entropy(
         torch.where(response_mask, ref_log_probs, 0.0),
         beta=beta,
     )
+    # [batch]. The logits of the cross-entropy are sums over tokens, without
+    # normalization by length.
     scores = per_token.sum(dim=1)
     outcome = correct.to(log_probs.dtype)
+    # From logits, because a sigmoid close to 0 or 1 would lose the gradient.
     losses = torch.nn.functional.binary_cross_entropy_with_logits(
         scores, outcome, reduction="none"
     )
@@ -210,6 +216,7 @@ def jensen_shannon(
         beta: strictly between 0 and 1.
     """
     student, teacher = _bounded(student_log_probs, teacher_log_probs)
+    # log m, without leaving the logarithm: small probabilities do not underflow.
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(student, mixture)
 
@@ -222,6 +229,7 @@ def distillation_loss(per_token: Tensor, weights: Tensor) -> LossOutput:
     Metrics: `distillation_divergence`, the token mean of the divergence.
     """
     active = weights != 0
+    # A product with the weight 0 would keep NaN.
     per_token = torch.where(active, per_token, 0.0)
     return LossOutput(
         (weights * per_token).sum(),
@@ -236,4 +244,5 @@ def _bounded(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
     """Return sum_v p (log p - log q) over the last dimension, given log p and log q."""
+    # Over this rank's part of the vocabulary only. The caller adds up the ranks.
     return (p.exp() * (p - q)).sum(dim=-1)

@@ -79,8 +79,11 @@ def without_rejected(
     """
     if correction_factors is None:
         return tokens, tokens.active
+    # Factors of padding may be anything.
     factors = torch.where(tokens.active, correction_factors, 0.0)
     kept = tokens.active & (factors != 0)
+    # A response that is rejected as a whole has advantages of 0; its mean must still
+    # exist.
     counted = torch.where(kept.any(dim=1, keepdim=True), kept, tokens.active)
     return tokens._replace(advantages=tokens.advantages * factors), counted
 
@@ -90,6 +93,8 @@ def ratio_metrics(log_ratio: Tensor, active: Tensor, clipped: Tensor) -> MetricS
     log_ratio = bounded(log_ratio.detach())
     return {
         "clip_fraction": moments(clipped, active),
+        # k3 = r - 1 - log r is never negative. `expm1` keeps it exact for ratios near
+        # 1.
         "approx_kl": moments(torch.expm1(log_ratio) - log_ratio, active),
         "ratio": moments(log_ratio.exp(), active),
     }
@@ -367,6 +372,8 @@ def gmpo(
     limited = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio)
     limited = torch.where(advantages < 0, limited.clamp(min=-clip_low), limited)
     ratio = bounded(mean_over_tokens(limited, counted)).exp()
+    # One number per response, as in the paper, even if tokens have different
+    # advantages.
     gains = mean_over_tokens(advantages, counted)
     loss = -(weights.sum(dim=1, keepdim=True) * ratio * gains).sum()
     return LossOutput(
@@ -427,6 +434,7 @@ def vespo(
     (log_ratio, advantages, active), counted = without_rejected(
         tokens, correction_factors
     )
+    # The kernel is a weight without gradient, which flows through log_prob alone.
     log_terms = log_ratio.detach()
     if importance_weights is not None:
         log_terms = log_terms + importance_weights.clamp(min=SMALLEST_WEIGHT).log()

@@ -65,6 +65,7 @@ def dpo(
     chosen = beta * _difference(chosen_log_probs, ref_chosen_log_probs, active)
     rejected = beta * _difference(rejected_log_probs, ref_rejected_log_probs, active)
     margin = chosen - rejected
+    # `logsigmoid` does not overflow, unlike the logarithm of a sigmoid.
     losses = -(1.0 - label_smoothing) * logsigmoid(
         margin
     ) - label_smoothing * logsigmoid(-margin)
@@ -102,6 +103,7 @@ def ipo(
     if average_log_prob:
         chosen = mean_log_probs(chosen, chosen_lengths, active)
         rejected = mean_log_probs(rejected, rejected_lengths, active)
+    # A square has a minimum: the margin is not driven to infinity, unlike in DPO.
     losses = (chosen - rejected - 1.0 / (2.0 * beta)).square()
     return LossOutput(
         (weights * losses).sum(), pair_metrics(beta * chosen, beta * rejected, active)
@@ -159,6 +161,7 @@ def orpo(
     chosen = mean_log_probs(chosen_log_probs, chosen_lengths, active)
     rejected = mean_log_probs(rejected_log_probs, rejected_lengths, active)
     log_odds_ratio = _log_odds(chosen) - _log_odds(rejected)
+    # The first term is SFT: a mean over the tokens, not their sum.
     losses = -chosen - lam * logsigmoid(log_odds_ratio)
     metrics = pair_metrics(lam * chosen, lam * rejected, active)
     metrics |= {
@@ -197,11 +200,14 @@ def kto(
     """
     active = weights != 0
     rewards = beta * _difference(log_probs, ref_log_probs, active)
+    # An estimated KL may be negative, and the true one cannot.
     z = nan_if_infinite(reference_kl.detach()).clamp(min=0.0)
+    # [samples]
     sign = torch.where(desirable, 1.0, -1.0).to(rewards.dtype)
     scale = torch.full_like(rewards, undesirable_weight).masked_fill(
         desirable, desirable_weight
     )
+    # 1 - sigmoid(x) = sigmoid(-x).
     losses = scale * torch.sigmoid(-sign * (rewards - beta * z))
     metrics = {
         "desirable_reward": moments(rewards, active & desirable),
@@ -288,6 +294,7 @@ def bradley_terry(
     active = weights != 0
     chosen = finite_where(active, chosen_rewards)
     rejected = finite_where(active, rejected_rewards)
+    # Padding may have NaN as its margin.
     wanted = 0.0 if margins is None else torch.where(active, margins, 0.0)
     losses = (
         -logsigmoid(chosen - rejected - wanted)

@@ -81,6 +81,8 @@ def robust(
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
     right = logsigmoid(chosen - rejected)
     wrong = logsigmoid(rejected - chosen)
+    # Divided by 1 - 2 e, so that the mean over flipped labels is the loss without
+    # flips.
     losses = (label_smoothing * wrong - (1.0 - label_smoothing) * right) / (
         1.0 - 2.0 * label_smoothing
     )
@@ -106,6 +108,7 @@ def exo(
         For the others see the module.
     """
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
+    # The KL of two outcomes, as a sum: the label is right, or it is wrong.
     losses = torch.zeros_like(chosen)
     for margin, label in (
         (chosen - rejected, 1.0 - epsilon),
@@ -132,6 +135,8 @@ def nca(
     keeps the chosen response likely.
     """
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
+    # Only the first term raises the chosen reward. The second one keeps it from growing
+    # without limit.
     losses = (
         -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
     )
@@ -152,7 +157,9 @@ def sppo(
     / beta.
     """
     chosen, rejected = _rewards(1.0, weights, chosen_log_ratios, rejected_log_ratios)
+    # P - 1/2 is 1/2 for the chosen response and -1/2 for the rejected one.
     losses = (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
+    # The squares above need h itself, so the reported rewards are scaled only here.
     return _output(losses, beta * chosen, beta * rejected, weights)
 
 
@@ -220,6 +227,8 @@ def discopop(
     """
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
     margin = chosen - rejected
+    # 0 for a clearly wrong pair, which gets the logistic loss, and 1 for a clearly
+    # right one.
     blend = torch.sigmoid(margin / tau)
     losses = -(1.0 - blend) * logsigmoid(margin) + blend * torch.exp(bounded(-margin))
     return _output(losses, chosen, rejected, weights)
@@ -251,9 +260,11 @@ def f_dpo(
     """
 
     def slope(h: Tensor) -> Tensor:
+        # f'(u) as a function of h = log u, so that u itself cannot overflow.
         if divergence == "forward_kl":
             return -torch.exp(bounded(-h))
         if divergence == "jensen_shannon":
+            # log(u / (1 + u)): the constant log 2 cancels in the margin.
             return logsigmoid(h)
         return -torch.expm1(bounded(-alpha * h)) / alpha if divergence == "alpha" else h
 
@@ -292,6 +303,8 @@ def wpo(
     """
     active = weights != 0
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
+    # The weight is a constant of the update: no gradient may flow into what a pair
+    # counts.
     log_weight = finite_where(active, chosen_alignment + rejected_alignment).detach()
     factor = (
         log_weight if max_weight is None else log_weight.clamp(max=math.log(max_weight))
@@ -325,7 +338,10 @@ def aot(
     """
     active = weights != 0
     margins = finite_where(
-        active, chosen_log_ratios - rejected_log_ratios + margin_shifts.detach()
+        # h_w - h_l, with the reference's margin of this pair exchanged for that of
+        # equal rank.
+        active,
+        chosen_log_ratios - rejected_log_ratios + margin_shifts.detach(),
     )
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
     return _output(-logsigmoid(beta * margins), chosen, rejected, weights)
@@ -361,6 +377,8 @@ def aot_unpaired(
     below = beta * finite_where(active, chosen_matched).detach()
     # This has the right gradient and twice the value.
     both = -logsigmoid(chosen - below) - logsigmoid(above - rejected)
+    # Half of the value is subtracted without gradient, so that the reported loss is
+    # right too.
     return _output(both - 0.5 * both.detach(), chosen, rejected, weights)
 
 
@@ -399,6 +417,8 @@ def cpo(
             raise DataError(
                 "cpo with sft_over='token' reads mean_chosen_length, which was not given."
             )
+        # `weights` contain one over the number of pairs; this adds one over the mean
+        # length.
         likelihood = likelihood / mean_chosen_length.clamp(min=1)
     result = _output(
         -logsigmoid(chosen - rejected) - lam * likelihood, chosen, rejected, weights
@@ -430,6 +450,7 @@ def alphapo(
     """
     active = weights != 0
     chosen, rejected = (
+        # `expm1` is exact for small alpha, where 1 - p^-alpha would cancel.
         beta * (-torch.expm1(bounded(-alpha * mean)) / alpha if alpha else mean)
         for mean in (
             mean_log_probs(chosen_log_probs, chosen_lengths, active),
@@ -464,7 +485,9 @@ def bco(
     """
     active = weights != 0
     (rewards,) = _rewards(beta, weights, log_probs - ref_log_probs)
+    # All micro-batches subtract the same number, that of the whole mini-batch.
     delta = beta * reward_shift.detach()
+    # One sigmoid per response, with the sign of its label.
     losses = -logsigmoid(torch.where(desirable, rewards - delta, delta - rewards))
     metrics: MetricSums = {
         "desirable_reward": moments(rewards, active & desirable),
@@ -487,6 +510,7 @@ def mean_log_ratio(log_ratios: Tensor, desirable: Tensor) -> Tensor:
         A scalar; 0 for no samples.
     """
     kept = log_ratios.detach()
+    # The mean of two means: the larger kind does not decide alone.
     means = [
         kept[is_kind].mean()
         for is_kind in (desirable, ~desirable)
@@ -501,5 +525,6 @@ def matched(values: Tensor, others: Tensor) -> Tensor:
     Args:
         values, others: `[pairs]` float, of the WHOLE mini-batch.
     """
+    # Sorting twice gives ranks: the second sort inverts the permutation of the first.
     ranks = values.argsort(stable=True).argsort(stable=True)
     return others.sort(stable=True).values[ranks]

@@ -40,6 +40,7 @@ def start_writing(write: Callable[[], T], *, in_background: bool = True) -> Futu
             future.set_exception(error)
 
     if in_background:
+        # A daemon thread, so that a hanging disk cannot keep the process alive.
         threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
     else:
         run()
@@ -60,7 +61,10 @@ class HostBuffers:
             self.num_bytes += tensor.nbytes
             free.append(
                 torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=platform.is_cuda
+                    # Page-locked memory, without which a copy from a GPU is far slower.
+                    tensor.shape,
+                    dtype=tensor.dtype,
+                    pin_memory=platform.is_cuda,
                 )
             )
         return free.pop().copy_(tensor)
@@ -94,6 +98,7 @@ class PendingTensors(Generic[K]):
         changing: Mapping[K, torch.Tensor],
         buffers: HostBuffers,
     ) -> None:
+        # In the order in which they are written, which `settle` relies on.
         # Not copied, and not written or still being written.
         self._waiting = dict(tensors)
         self._buffers = buffers
@@ -104,8 +109,11 @@ class PendingTensors(Generic[K]):
     def take(self, key: K) -> torch.Tensor:
         """Return the tensor or its copy, in host memory. The tensor taken before is released."""
         with self._changed:
+            # Asking for the next tensor means that the last one is written.
             self._let_go()
             self._reading = key
+            # The file is written from host memory. The caller's device tensor may
+            # change once it is copied.
             if key in self._waiting and self._waiting[key].is_cuda:
                 self._copy(key)
             return self._copied[key] if key in self._copied else self._waiting[key]
@@ -145,6 +153,7 @@ class PendingTensors(Generic[K]):
     def _let_go(self) -> None:
         if self._reading is not None:
             self._waiting.pop(self._reading, None)
+            # The copy's memory serves the next save.
             if self._reading in self._copied:
                 self._buffers.give_back(self._copied.pop(self._reading))
             self._reading = None

@@ -43,6 +43,8 @@ class ChecksummedFile(io.FileIO):
             done += super().write(view[done:]) or 0
         self.num_bytes += len(view)
         crc32_of_data = crc32(view) if known_crc32 is None else known_crc32
+        # The checksum of the file so far and that of the new bytes give that of both,
+        # without reading anything again.
         self.crc32 = crc32_combine(self.crc32, crc32_of_data, len(view))
         return len(view)
 
@@ -63,6 +65,7 @@ def write_bytes(path: Path, data: bytes) -> list[Any]:
 def synced_record(path: Path) -> list[Any]:
     """Flush a file that other code wrote to the disk; return its [bytes, CRC-32]."""
     with path.open("rb") as file:
+        # Flushing works through any descriptor of the file.
         os.fsync(file.fileno())
     return [path.stat().st_size, crc32_of(path)]
 
@@ -93,6 +96,7 @@ def read_into(
         EOFError: the file is too short.
     """
     value = 0
+    # In pieces, so that each is still in the processor's cache for its checksum.
     for start in range(0, len(view), PIECE_BYTES):
         piece, at = view[start : start + PIECE_BYTES], offset + start
         done = 0
@@ -103,6 +107,8 @@ def read_into(
             done += count
         value = crc32(piece, value)
         if not keep_cached and hasattr(os, "posix_fadvise"):
+            # Bytes that are read once should not push the others out of the kernel's
+            # cache.
             os.posix_fadvise(file.fileno(), at, len(piece), os.POSIX_FADV_DONTNEED)
     return value
 
@@ -116,6 +122,8 @@ def crc32_of_json(content: dict[str, Any]) -> str:
 
 
 def write_json(path: Path, content: Any) -> None:
+    # The same file is read with limits (`read_json`), since a folder may come from
+    # elsewhere.
     """Write JSON that is on the disk when this returns."""
     with path.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
@@ -140,6 +148,7 @@ def read_json(path: Path) -> Any:
 
 def sync_folder(folder: Path) -> None:
     """Flush the folder's entries (new names, renames) to the disk."""
+    # Renames are entries of a folder, which has its own cache.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -110,6 +110,7 @@ class Retention:
 
         A checkpoint taken inside a step is only useful until the next one.
         """
+        # A checkpoint inside a step is useful until a later one exists.
         passed = [
             folder
             for folder, _ in checkpoints[:-1]
@@ -121,6 +122,7 @@ class Retention:
                 self.milestone_interval,
                 folder.name == f"{PREFIX}{manifest.step:08d}",
             )
+            # Milestones are whole steps only.
             is_milestone = every and manifest.step % every == 0 and whole_step
             if not is_milestone and not (self.keep_best and folder.name == best):
                 passed.append(folder)
@@ -144,8 +146,11 @@ def prepare_folder(
         root.mkdir(parents=True, exist_ok=True)
         # They are of saves that were interrupted; no other save is running, as one run
         # has one committing rank.
+        # A killed save leaves its folder behind.
         for rest in root.glob(f"{PREFIX}*{PARTIAL_SUFFIX}"):
             shutil.rmtree(rest)
+        # Compared before anything is written: a full disk would be noticed only after
+        # minutes.
         free = shutil.disk_usage(root).free
         if free < num_bytes:
             raise CheckpointError(
@@ -231,6 +236,7 @@ def _move(source: Path, target: Path) -> Path:
 
 
 def _write_best(root: Path, name: str) -> None:
+    # Written under another name first, so that readers never see half of it.
     temporary = root / (BEST_FILE + PARTIAL_SUFFIX)
     write_json(temporary, {"folder": name})
     temporary.rename(root / BEST_FILE)

@@ -67,6 +67,7 @@ class Manifest:
             content = read_json_file(path, not_finite=True)
             version = int(content["format"])
             if version == FORMAT_VERSION:
+                # The checksum was computed without itself.
                 if content.pop("crc32") != crc32_of_json(content):
                     raise ValueError("its checksum does not match its contents")
                 return cls(**{field.name: content[field.name] for field in fields(cls)})
@@ -118,6 +119,8 @@ class Manifest:
         names = [
             name for name in self.files if tensors or not name.endswith(TENSORS_SUFFIX)
         ]
+        # Every rank sorts alike, without communication. Dealing out the largest first
+        # balances the shares.
         by_size = sorted(names, key=lambda name: (-int(self.files[name][0]), name))
         wrong = []
         for name in by_size[share::shares]:
@@ -146,6 +149,7 @@ class Manifest:
                 )
                 continue
             saved = self.roles[role]
+            # `grid` may differ: shards are cut anew when they are loaded.
             for key in ("model", "value_head", "lora"):
                 name = role if key == "model" else f"{role}.{key}"
                 wrong += _differences(name, saved.get(key), description.get(key))
@@ -157,6 +161,7 @@ class Manifest:
 
 def _differences(name: str, saved: Any, wanted: Any) -> Iterator[str]:
     if isinstance(saved, dict) and isinstance(wanted, dict):
+        # Only keys that both have: another version of megaverl may record more of them.
         for key in saved.keys() & wanted.keys():
             yield from _differences(f"{name}.{key}", saved[key], wanted[key])
     elif saved != wanted:

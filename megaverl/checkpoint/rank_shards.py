@@ -65,6 +65,7 @@ def optimizer_shards(
         for described_tensor in nested_values(described)
         if isinstance(described_tensor, Described)
     }
+    # Memory of the optimizer's own states.
     places = {
         tensor.untyped_storage().data_ptr() for tensor in optimizer_tensors(optimizer)
     }
@@ -72,6 +73,8 @@ def optimizer_shards(
     # of a chain share the number.
     instance = optimizer.distributed_optimizer_instance_id
     state: dict[int, dict[str, Any]] = {}
+    # Numbered in the optimizer's order, which is the same on every rank that holds the
+    # range.
     for parameter, start in _held_parameters(optimizer):
         of = of_parameter[id(parameter)]
         entry = state[len(state)] = {}
@@ -116,8 +119,11 @@ def boxes_of(
     """
     stop = start + flat.numel()
     for place, part in _parts(of, flat.dtype):
+        # Elements of this part that lie in the flat range.
         low, high = max(start, place), min(stop, place + whole(part.local_shape).numel)
         at = low - start
+        # A flat range is a few boxes: the end of a row, whole rows, the beginning of a
+        # row.
         for box in flat_boxes(part.local_shape, low - place, high - place):
             data = flat[at : at + box.numel].view(box.shape)
             at += box.numel
@@ -163,6 +169,7 @@ def boxed(
     """
     stacked = of.prepend_axis_num
     for box in split(whole(data.shape), CHUNK_BYTES // data.itemsize):
+        # Where the box begins in the global array.
         places = zip(of.global_offset[stacked:], start, box.start, strict=True)
         shape = (1,) * stacked + box.shape
         yield replace(
@@ -190,9 +197,11 @@ def share_replicas(
         state: a sharded state, changed in place. Tensors of this rank alone (`optimizer_shards`) stay.
         dense, experts: the ranks with the same weights, and those with the same experts.
     """
+    # Factories become the tensors that they stand for.
     apply_factories(state)
     shared = [tensor for tensor in nested_values(state) if _is_shared(tensor)]
     shares: dict[int, Any] = {}
+    # Weights of experts have replicas of their own.
     for group, of_experts in ((dense, False), (experts, True)):
         tensors = [tensor for tensor in shared if (EXPERTS in tensor.key) is of_experts]
         for tensor, share in zip(
@@ -210,6 +219,8 @@ def shares_of(
     The last number of a tensor's `replica_id` is the rank's index among the `count`
     ranks that hold the same.
     """
+    # Bytes of the tensors so far: shares are ranges of the concatenation of all
+    # tensors.
     total, before = sum(tensor.data.nbytes for tensor in tensors), 0
     for tensor in tensors:
         number, data = tensor.replica_id[-1], tensor.data.detach()
@@ -221,9 +232,12 @@ def shares_of(
         low, high = (min(rows, -(-end * rows // data.nbytes)) for end in ends)
         before += data.nbytes
         if low == high:
+            # This rank writes nothing of the tensor. The place in the state must still
+            # be filled.
             yield [LocalNonpersistentObject(None)]
             continue
         start = (low, *(0 for _ in data.shape[1:])) if data.ndim else ()
+        # A view of other rows would be written with all of its storage.
         rest = data[low:high].contiguous() if data.ndim else data
         yield list(boxed(tensor, start, rest, tensor.key, (*tensor.replica_id[:-1], 0)))
 

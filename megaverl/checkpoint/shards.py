@@ -109,6 +109,7 @@ class StagedShards:
         Raises:
             OSError: the disk is full, or the folder is gone or not writable.
         """
+        # Tensors and objects go to separate files: tensors are read in place.
         tensors = [
             item for item in self.plan.items if item.type != WriteItemType.BYTE_IO
         ]
@@ -123,6 +124,8 @@ class StagedShards:
                     name = f"__{self.rank}{suffix}"
                     files[name] = self._write_items(folder / name, items, places)
         finally:
+            # Even after an error: training must not wait for tensors that nobody writes
+            # any more.
             self.held.close()
         if self.common is not None:
             files[COMMON_FILE] = write_bytes(folder / COMMON_FILE, self.common)
@@ -144,6 +147,7 @@ class StagedShards:
                 places.append(
                     _item_to_json(item.index, path.name, start, file.num_bytes - start)
                 )
+            # The contents must be on the disk before anything refers to them.
             os.fsync(file.fileno())
         return file.record
 
@@ -155,6 +159,7 @@ class StagedShards:
         assert self.metadata is not None, (
             "only the rank that planned for all can write the index"
         )
+        # Places of all items, as the ranks have reported them after writing.
         storage = dict(_item_from_json(entry) for rank in items for entry in rank)
         whole = replace(self.metadata, storage_data=storage, storage_meta=StorageMeta())
         return {INDEX_FILE: write_bytes(folder / INDEX_FILE, pickle.dumps(whole))}
@@ -200,14 +205,18 @@ class Stager:
             is_coordinator=ranks.is_coordinator,
         )
         metadata: list[Metadata] = []
+        # The first rank of each role group reports its common state, and one rank
+        # merges them.
         commons: dict[str, Any] = {} if group is not None else common
 
+        # Called on every rank, before the plans are merged.
         def for_me() -> tuple[SavePlan, dict[str, Any]]:
             return (
                 planner.create_local_plan(),
                 common if group is not None and dist.get_rank() == 0 else {},
             )
 
+        # Called on the planning rank alone.
         def for_all(
             plans_and_dtypes: list[tuple[SavePlan, dict[str, Any]]],
         ) -> list[SavePlan]:
@@ -220,6 +229,8 @@ class Stager:
                 commons.update(of_world)
             return plans
 
+        # Collective over the committer's ranks: local plans go up, and each rank's part
+        # comes back.
         plan = planner.finish_plan(ranks.reduce_scatter("plan", for_me, for_all))
         items = {item.index: planner.resolve_data(item) for item in plan.items}
         num_bytes = 0
@@ -231,6 +242,8 @@ class Stager:
             )
         # Another thread will read the tensors, so pending device work must be complete.
         platform.synchronize()
+        # Three kinds: tensors that change at the next update, those that may change at
+        # once, and the rest.
         data: dict[MetadataIndex, Any] = {}
         lasting: dict[MetadataIndex, torch.Tensor] = {}
         changing: dict[MetadataIndex, torch.Tensor] = {}
@@ -318,6 +331,7 @@ class CheckedReader(FileSystemReader):
             items, lambda item: self._place(item).relative_path
         ):
             with open(Path(self.path) / name, "rb", buffering=0) as file:
+                # Several parts of one stored item are read together.
                 for _, of_item in groupby(
                     in_file, lambda item: self._place(item).offset
                 ):
@@ -386,6 +400,7 @@ def _takes_all(
     """Return whether the stored tensor can be read directly into `target`."""
     return (
         type(target) is torch.Tensor
+        # A parameter of its own, not a subclass whose elements are elsewhere.
         and target.device.type == "cpu"
         and (target.shape, target.dtype) == (shape, dtype)
         and target.is_contiguous()
@@ -417,6 +432,7 @@ class _CheckedLoading(TorchDistLoadShardedStrategy):  # type: ignore[misc]  # me
             sharded_state_dict
         )
         wanted = mcore_to_pyt_state_dict(flat, True)
+        # Collective over the role's ranks. Each reads what it needs.
         torch_checkpoint.load(
             wanted,
             storage_reader=CheckedReader(Path(checkpoint_dir), is_alone=self._is_alone),
@@ -474,6 +490,7 @@ def check_pickles(folder: Path) -> None:
     """
     fix = "Load only checkpoints that megaverl wrote; take another one if this one was damaged."
     index = read_index(folder, fix)
+    # The index is checked by a reader that runs nothing.
     try:
         torch.load(folder / COMMON_FILE, weights_only=True)
         for place in index.objects.values():
@@ -495,6 +512,8 @@ def own_errors(doing: str, fix: str) -> Iterator[None]:
     except CheckpointException as error:
         # torch raises this BaseException with the same contents on every rank.
         wrong = {
+            # Only damage is reported here, because an older checkpoint may then be
+            # tried.
             str(cause)
             for cause, _ in error.failures.values()
             if isinstance(cause, DamagedCheckpoint)

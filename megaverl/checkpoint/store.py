@@ -157,6 +157,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: on every rank: there is no space, the folder is gone, or the previous save failed.
         """
+        # One save at a time: an earlier one is committed first.
         self.finish()
         folder = folder_of(self.root, step, inside=inside)
         partial = partial_name(folder)
@@ -166,6 +167,8 @@ class CheckpointStore:
         with own_errors(f"{partial}: the checkpoint was not written", FIX):
             shards = self._staged(roles, in_background)
         was_there = self._was_there
+        # Collective over all ranks. The committing rank creates the folder, and all
+        # raise its error.
         self.committer.conclude(
             shards.num_bytes,
             lambda sizes: prepare_folder(
@@ -182,6 +185,7 @@ class CheckpointStore:
             **(own_files or {}),
         }
         more: Mapping[str, Callable[[Path], None]] = {}
+        # Files that are equal on all ranks are written once.
         if self.committer.decides:
             rank_files[STATE_FILE] = json.dumps(dict(state), indent=1).encode()
             more = files or {}
@@ -204,6 +208,7 @@ class CheckpointStore:
         self._pending = _Pending(folder, manifest, shards, written, best)
         # Set the hook last: if staging fails, nothing is written and nothing need be
         # copied.
+        # Training calls this before the next update changes what is not written yet.
         for trainable in roles.values():
             trainable.before_step = lambda: shards.held.settle(
                 lambda: self.phase("checkpoint_write")
@@ -234,6 +239,8 @@ class CheckpointStore:
                 lambda states: all(d for d, _ in states) or any(f for _, f in states),
             ):
                 return None
+        # Cleared before anything can fail, so that a failed save is not committed
+        # later.
         self._pending = None
         self.phase("checkpoint_commit")
         # Blocks until this rank's files are written.
@@ -243,6 +250,8 @@ class CheckpointStore:
             if error is None
             else [None, f"{type(error).__name__}: {error}"]
         )
+        # Collective over all ranks: each reports its files or its error, and one rank
+        # commits.
         self.committer.conclude(report, lambda reports: self._commit(pending, reports))
         return pending.folder
 
@@ -257,6 +266,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: on every rank: another model, no complete checkpoint, or the named one is damaged.
         """
+        # A damaged checkpoint is skipped if the run did not name it.
         while True:
             try:
                 return folder, self.load(folder, roles)
@@ -264,6 +274,8 @@ class CheckpointStore:
                 if self._search is None:
                     raise
                 try:
+                    # The search continues with the next older one, and warns about this
+                    # one.
                     folder = self._search.send(str(error))
                 except StopIteration:
                     raise error from None
@@ -280,6 +292,8 @@ class CheckpointStore:
             CheckpointError: on every rank: the checkpoint is of another model, or lacks a role.
         """
         folder = Path(folder)
+        # Collective: all role groups check the same checkpoint before anything is
+        # loaded.
         described = self._merge_reports(_describe(roles))
         world_size, engines, state = self.committer.decide(
             lambda: _open(folder, described)
@@ -311,6 +325,8 @@ class CheckpointStore:
             with _present(foreign):
                 for role, trainable in foreign.items():
                     load_from_other_engine(role, trainable, folder)
+        # Random states belong to ranks. On another number of ranks they would be
+        # meaningless.
         if world_size == self.committer.size:
             with together():
                 restore_random_state(
@@ -371,6 +387,7 @@ class CheckpointStore:
         path = Path(resume)
         kind = self.committer.decide(lambda: kind_of(path))
         if kind == "checkpoint":
+            # A checkpoint that was named explicitly is not replaced by another one.
             if wrong := self._wrong(path):
                 raise damaged(path, wrong)
             return path
@@ -390,6 +407,7 @@ class CheckpointStore:
         staying = [
             trainable
             for trainable in roles.values()
+            # Offloaded tensors move, so they cannot be written in place later.
             if in_background and not trainable.offloads
         ]
         with _present(roles):
@@ -424,6 +442,7 @@ class CheckpointStore:
         ]
         if failures:
             # Free its space.
+            # The checkpoint cannot be completed, and its space may be all that is left.
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(
                 f"{partial}: the checkpoint was not written: {'; '.join(failures)}. {FIX}"
@@ -431,6 +450,7 @@ class CheckpointStore:
         files: Files = {}
         for (written, _), _ in reports:
             files |= written
+        # The index is written last, when the places of all items are known.
         with writing(partial):
             files |= pending.shards.index(partial, [items for (_, items), _ in reports])
         manifest = replace(pending.manifest, files=dict(sorted(files.items())))
@@ -453,6 +473,7 @@ class CheckpointStore:
             checkpoints, wrong = newest_first(root, job)
             return [list(map(str, checkpoints)), wrong]
 
+        # Collective: all ranks look at the same checkpoints, in the same order.
         (names, problems), warned = self.committer.decide(search), 0
         for folder in map(Path, names):
             if wrong := self._wrong(folder):
@@ -461,6 +482,7 @@ class CheckpointStore:
             for problem in problems[warned:]:
                 self._warn(f"passed over {problem}")
             warned = len(problems)
+            # The generator waits here until this checkpoint turns out to be damaged.
             problems.append((yield folder))
         if problems and not job:
             raise CheckpointError(
@@ -482,6 +504,7 @@ class CheckpointStore:
                 wrong = manifest.wrong_bytes(
                     folder, self.committer.rank, self.committer.size, tensors=False
                 )
+        # Collective. Each rank has checked a share of the files.
         problems: list[str] = reduce_json(
             wrong, lambda ranks: sorted(set().union(*ranks)), self.committer.group
         )
@@ -497,6 +520,7 @@ def _write(
     """Write all files of one rank; return [records of its files, places of its items]."""
     files, items = shards.write(partial)
     for name, data in rank_files.items():
+        # Other files come after the tensors, which take nearly all of the time.
         files[name] = write_bytes(partial / name, data)
     for name, write in more.items():
         write(partial / name)

@@ -46,6 +46,7 @@ def write_tensor(file: ChecksummedFile, tensor: torch.Tensor) -> None:
         torch.save(tensor.clone(), file)
         return
     elements = bytes_of(tensor)
+    # Computed once, for the zip's records and for the file.
     checksum = crc32(elements)
     file.write(frame.head(checksum))
     file.write(elements, checksum)
@@ -73,12 +74,16 @@ def read_tensor(
     head, tail = bytearray(frame.data_offset), bytearray(len(frame.tail(0)))
     try:
         read_into(file, memoryview(head), offset)
+        # Elements go straight into the target, and their checksum decides about head
+        # and tail.
         checksum = read_into(
             file, bytes_of(into), offset + frame.data_offset, keep_cached=keep_cached
         )
         read_into(file, memoryview(tail), offset + frame.length - len(tail))
     except EOFError as error:
         raise DamagedCheckpoint(str(error)) from error
+    # Head and tail follow from shape, dtype and checksum, so that one comparison covers
+    # every byte.
     if head != frame.head(checksum) or tail != frame.tail(checksum):
         raise DamagedCheckpoint("its bytes are not those that were written")
 

@@ -132,6 +132,7 @@ def seed_generators(seed: int) -> None:
 
 def capture_random_state() -> dict[str, Any]:
     """Return the states of Python's, numpy's and torch's generators (CPU and device) and of megatron-core's tracker."""
+    # As plain values: numpy's arrays and tuples are no JSON.
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     return {
@@ -166,6 +167,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
         for name, data in state["megatron"].items()
         if name in current
     }
+    # Trackers of this run that the checkpoint does not have keep their states.
     get_cuda_rng_tracker().set_states(get_cuda_rng_tracker().get_states() | saved)
 
 
@@ -204,6 +206,7 @@ def load_from_other_engine(role: str, trainable: TrainableModel, folder: Path) -
         raise CheckpointError(
             f"{folder}: {role}'s architecture has no table for Megatron. Resume with engine: fsdp."
         )
+    # Both engines' arrays are found by their names in the index.
     index = read_arrays(folder)
     common = torch.load(folder / COMMON_FILE, weights_only=True)[role]
     if isinstance(trainable, FSDPTrainable):
@@ -221,6 +224,7 @@ def _megatron_to_fsdp(
     common: dict[str, Any],
 ) -> None:
     tensors, layout = state_tensors(trainable), state_layout(trainable.model)
+    # Names of the tensors that the optimizer updates.
     stepped_on = tensors[f"{MOMENT_PREFIX}{MOMENTS[0]}."]
     kept = {
         piece.tensor
@@ -255,6 +259,7 @@ def _megatron_to_fsdp(
     )
     apply_fsdp_state(
         trainable,
+        # Nothing is left behind: state of the other engine has no counterpart for it.
         {"optimizer": {"step": step, "behind": {}}, "scheduler": common["scheduler"]},
     )
 
@@ -297,6 +302,7 @@ def _fsdp_to_megatron(
     }
     state = megatron_state(role, trainable, loading=True)
     parts = [part for tensor in nested_values(state) for part in _boxes(tensor)]
+    # Names without the prefix of the kind of array: weights, masters, moments.
     described = {_split(role, part.key)[1] for part in parts}
     # The padding of the vocabulary depends on the grid, so it is read from this role's
     # own embedding.
@@ -314,6 +320,7 @@ def _fsdp_to_megatron(
     for piece in layout.pieces:
         pieces.setdefault(piece.local, []).append(piece)
     stored = locate(arrays)
+    # One kind of array after the other: each has the same boxes under another prefix.
     for prefix in dict.fromkeys(_split(role, part.key)[0] for part in parts):
         # FSDP stores no master weights: its parameters are float32, and so are the
         # masters themselves.
@@ -325,6 +332,7 @@ def _fsdp_to_megatron(
             raise CheckpointError(
                 f"{folder}: {role} lacks {', '.join(source + name for name in missing[:8])}."
             )
+        # Padding has no source.
         clear_padding(wanted, tensors)
         source_arrays = {name: stored[source + name] for name in wanted.global_shapes}
         fill(
@@ -375,6 +383,7 @@ def _wanted(
             start, tuple(low + size for low, size in zip(start, shape, strict=True))
         )
         local, tensors[str(number)] = str(number), part.data.detach().view(shape)
+        # The box of a rank may contain parts of several weights (a fused projection).
         for piece in pieces.get(_split(role, part.key)[1], ()):
             if common := intersect(piece.local_box, box):
                 moved = (

@@ -107,6 +107,12 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         help="mean length; default: 40 %% of the limit",
     )
     parser.add_argument(
+        "--share-at-limit",
+        type=float,
+        metavar="F",
+        help="share of responses that run to max_tokens: 1 - rollout/finished_fraction of a run; default: 1/64 or more",
+    )
+    parser.add_argument(
         "--gpus-per-node",
         type=int,
         metavar="N",
@@ -178,6 +184,11 @@ def _plan(arguments: argparse.Namespace) -> int:
             raise UsageError(
                 f"--{name.replace('_', '-')}: found {value:g}; expected a number above 0"
             )
+    share = arguments.share_at_limit
+    if share is not None and not 0 <= share < 1:
+        raise UsageError(
+            f"--share-at-limit: found {share:g}; expected a share, from 0 to below 1"
+        )
     if arguments.picture is not None and Path(arguments.picture).suffix not in PICTURES:
         raise UsageError(
             f"--picture: found {arguments.picture}; expected a file that ends in {' or '.join(PICTURES)}"
@@ -222,7 +233,12 @@ def _plan(arguments: argparse.Namespace) -> int:
         capacity = survey(
             job,
             hardware,
-            default_lengths(job, arguments.prompt_tokens, arguments.response_tokens),
+            default_lengths(
+                job,
+                arguments.prompt_tokens,
+                arguments.response_tokens,
+                arguments.share_at_limit,
+            ),
         )
         if arguments.picture is not None:
             from megaverl.planner.picture import draw
@@ -302,7 +318,12 @@ def _auto(arguments: argparse.Namespace, machine_fields: dict[str, Any]) -> int:
     _check_fields(config, hardware)
     spec = find_spec(config, arguments.model_config, beside=arguments.config)
     world = (arguments.nodes or 1) * machine.gpus_per_node
-    lengths = likely_lengths(config, arguments.prompt_tokens, arguments.response_tokens)
+    lengths = likely_lengths(
+        config,
+        arguments.prompt_tokens,
+        arguments.response_tokens,
+        arguments.share_at_limit,
+    )
     began = time.monotonic()
     search = LayoutSearch(
         make,

@@ -8,6 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from megaverl.config.errors import ConfigIssue, InvalidConfig
+from megaverl.config.global_model import (
+    global_model_issues,
+    global_section,
+    replica_issues,
+)
 from megaverl.config.roles import (
     GridConfig,
     PlacementConfig,
@@ -162,6 +167,10 @@ def grid_mistakes(
             yield from _against_world(role, grid, world_size)
     if command in OFFLINE:
         return
+    yield from global_model_issues(config, spec)
+    if config.aggregates_gradients and spec:
+        section = global_section(config.actor, config.coordinator)
+        yield from _against_model("coordinator", section, spec)
     if spec and config.rollout.engine == "vllm" and (why := why_not_in_vllm(spec)):
         text = f"found 'vllm'; of {spec.architecture}, {why}. Use rollout.engine=hf."
         yield ConfigIssue("rollout.engine", text, involves=("model.path",))
@@ -252,6 +261,8 @@ def _island_mistakes(
 ) -> Iterator[ConfigIssue]:
     """Yield mistakes that arise only if the actor is split into several islands."""
     count = len(placement.islands)
+    if config.aggregates_gradients:
+        yield from replica_issues(config, placement)
     if placement.colocated("rollout", "actor"):
         yield ConfigIssue(
             "placement.rollout",
@@ -260,8 +271,9 @@ def _island_mistakes(
         )
     if others := [
         role
-        for role in placement.roles_of(placement.coordinator)
+        for role in placement.ranks
         if role != "coordinator"
+        and not set(placement.ranks[role]).isdisjoint(placement.ranks["coordinator"])
     ]:
         yield ConfigIssue(
             "placement.coordinator",
@@ -448,8 +460,16 @@ def role_grids(
     return grids | {
         "rollout": Sizes(tp=config.rollout.tp),
         "reward": models,
-        "coordinator": None,
+        "coordinator": global_model_grid(config),
     }
+
+
+def global_model_grid(config: Config) -> Sizes | None:
+    """Return the grid of the global model on the coordinator's ranks, or None if there is none."""
+    coordinator = config.coordinator
+    if not config.aggregates_gradients:
+        return None
+    return Sizes(tp=coordinator.tp, pp=coordinator.pp)
 
 
 def placement_mistakes(

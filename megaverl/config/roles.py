@@ -19,6 +19,7 @@ from megaverl.config.section import (
     LearningRate,
     Minutes,
     NonNegative,
+    NonNegativeFloat,
     Passthrough,
     Positive,
     PositiveFloat,
@@ -442,7 +443,8 @@ class PlacementConfig(Section):
     rollout: Place = None
     """Ranks of the engines. null: the actor's; engines and training then take turns on the same devices."""
     coordinator: Place = None
-    """Rank of the coordinator, which needs no GPU. null: the actor's first rank."""
+    """Rank of the coordinator, which needs no GPU. null: the actor's first rank. With coordinator.aggregates:
+    gradients, its coordinator.tp x coordinator.pp ranks, which need GPUs like the actor's."""
     actor_devices: list[int | str] | None = None
     """Short form of actor: a list of ranks."""
     critic_devices: list[int | str] | None = None
@@ -522,6 +524,16 @@ class CoordinatorConfig(Section):
 
     Its rank is set by `placement.coordinator`.
     """
+
+    aggregates: Literal["statistics", "gradients"] = "statistics"
+    """What the coordinator receives of a gradient. statistics: its norm; islands also send their gradients to be
+    summed, and each holds an optimizer. gradients: the islands (placement.actor_islands) have no optimizer. The
+    coordinator's ranks hold the global model and its optimizer, sum the islands' gradients, take the step, and send the
+    weights to islands and engines. For dense Megatron-core models in float32 or bfloat16."""
+    tp: GridSize = 1
+    """With aggregates: gradients, the tensor-parallel size of the global model. The coordinator has tp x pp ranks."""
+    pp: GridSize = 1
+    """With aggregates: gradients, the pipeline-parallel size of the global model, which splits its layers."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What happens if a loss or gradient is NaN or infinite. stop: end the run before any optimizer steps. skip: skip
@@ -610,6 +622,10 @@ class ServersConfig(Section):
     GPU, sends the folder's weights to one server after the other; vLLM's servers then need not see the folder."""
     max_requests: Positive = 64
     """Maximum number of concurrent requests per server, from all ranks together."""
+    routing: Literal["prefix", "load"] = "prefix"
+    """Which server gets a request. prefix: the one that has read most of the prompt's beginning, among those with few
+    requests, so that later turns and the samples of a group find it in its cache. load: the one with the fewest
+    requests."""
     timeout_seconds: Seconds = 600.0
     """Maximum time for one response. After that the server counts as lost and another one is asked."""
     load_timeout_seconds: Seconds = 600.0
@@ -901,6 +917,31 @@ class RolloutConfig(Section):
         yield from self.sampling_issues(f"{at}.sampling", self.sampling)
 
 
+class FaultsConfig(Section):
+    """`environment.faults`: what follows when an environment or the network fails through no fault of the policy.
+
+    Exceptions in an environment's code, lost connections, time-outs and processes that
+    died are such faults.
+    """
+
+    retries: Annotated[int, Field(ge=0, le=1000)] = 3
+    """Further attempts at an episode, from its beginning, with the same draws. An episode that fails at all of them is
+    left out: it has no reward, and counts in no baseline and no loss."""
+    backoff_seconds: NonNegativeFloat = 1.0
+    """Wait before the first further attempt. Each later wait is twice as long, up to 60 s. The other episodes wait,
+    too, because all request their turns together."""
+    replacements: Annotated[int, Field(ge=0, le=1000)] = 1
+    """Episodes with other draws in the place of one that keeps failing, where fewer than 2 of a group would be left."""
+    pause_above: Fraction = 0.5
+    """Share of the last 64 attempts that failed, above which the run pauses and says so. The attempts that follow a
+    pause do not count as retries. 1: never."""
+    pause_seconds: NonNegativeFloat = 60.0
+    """Length of a pause. run.timeout_minutes does not limit it."""
+    pauses: Annotated[int, Field(ge=0, le=100_000)] = 10
+    """Pauses without a finished episode in between, after which the run ends. It can be started again, from its last
+    checkpoint."""
+
+
 class EnvironmentConfig(Section):
     """`environment`: tools or games that answer the model's turns."""
 
@@ -921,6 +962,7 @@ class EnvironmentConfig(Section):
     max_turn_tokens: Positive | None = None
     """Maximum number of tokens in one turn. rollout.sampling.max_tokens limits all turns and answers of an episode
     together. null: that limit divided by max_turns."""
+    faults: FaultsConfig = FaultsConfig()
 
     @rule
     def check_name(self, at: str) -> Issues:
@@ -966,6 +1008,14 @@ class ReshardConfig(Section):
     """auto: weights enter each node once, and the ranks that received them send them on to other nodes and ranks, if
     this relieves the busiest link between nodes. never: every rank fetches its weights from the actor's ranks. Has no
     effect on one node or with reshard.folder."""
+    delta: Literal["auto", "on", "off"] = "auto"
+    """on: after the first reshard, send only the elements that changed, as positions
+    and values, wherever that takes fewer bytes. Each rank of the actor keeps a copy of
+    what it sends. auto: the same between nodes, for weights in 16 bits, unless
+    actor.offload.parameters is set; stops comparing while changes take more than half
+    of the bytes. off: always send whole weights. Engines receive the same bits in every
+    case. Has no effect with actor.lora, and on engines that drop their weights while
+    they sleep (rollout.sleep on the actor's ranks)."""
     check_every: Annotated[int, Field(ge=-1, le=MOST)] = 0
     """Compare fingerprints of all weights on both sides after every this many reshards. 0: only after the first
     reshard. -1: never."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -37,7 +40,7 @@ from megaverl.config.watching import ProfileConfig
 from megaverl.config.wording import listed, yaml_text
 from megaverl.rewards import reward_names
 
-TRACKERS = ("jsonl", "csv", "tensorboard", "wandb", "mlflow", "swanlab")
+TRACKERS = ("jsonl", "csv", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 Backend = Annotated[str, known_or_own(TRACKERS, "module:object")]
 
 
@@ -84,18 +87,54 @@ class RunConfig(Section):
     """How long a rank waits for the others before the run stops. The message names the rank that did not answer. Raise
     it if a stage can legitimately take longer."""
     log_with: Annotated[list[Backend], AS_LIST] = ["jsonl", "tensorboard"]
-    """Trackers: jsonl (always written), csv, tensorboard, wandb, mlflow, swanlab, or a class of your own as
+    """Trackers: jsonl (always written), csv, tensorboard, wandb, mlflow, swanlab, trackio, or a class of your own as
     module:object. Several can be given. A tracker that fails or hangs does not stop training."""
     track_metrics: Annotated[
         list[str], BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)
     ] = ["*"]
     """Patterns of the metrics that trackers get, such as reward/*. metrics.jsonl always has all. Also
     --track_metrics."""
+    metrics_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
+    """Port at which Prometheus finds the newest metrics (http://HOST:PORT/metrics), on the node of rank 0. Needs
+    prometheus-client. configs/grafana/megaverl.json is a dashboard. null: no endpoint."""
+    metrics_host: Text = "127.0.0.1"
+    """Address of the interface that metrics_port is opened at. Any other than the loopback needs metrics_token_env."""
+    metrics_token_env: Text | None = None
+    """Variable with a token that every request to metrics_port must have (Authorization: Bearer). null: no token."""
     stragglers_every: NonNegative = 0
     """Every this many steps, compare the ranks' own work, without waiting time, and name ranks that are slower than
     others at the same work. 0: never. On GPUs this times kernels and needs nvidia-resiliency-ext."""
     profile: ProfileConfig = ProfileConfig()
     """What to record in chosen steps."""
+
+    @rule
+    def check_metrics_port(self, at: str) -> Issues:
+        """Refuse an endpoint that cannot be opened, that anybody may read, or that is not there."""
+        names = ("metrics_host", "metrics_token_env")
+        if self.metrics_port is None:
+            reason = f"{at}.metrics_port is null. Name a port."
+            yield from self.unused(at, reason, *names)
+            return
+        if importlib.util.find_spec("prometheus_client") is None:
+            yield ConfigIssue(
+                f"{at}.metrics_port",
+                "needs prometheus-client: pip install 'megaverl[prometheus]'.",
+            )
+        try:
+            is_public = not ip_address(self.metrics_host).is_loopback
+        except ValueError:
+            text = f"found {yaml_text(self.metrics_host)}; expected the address of an interface, such as 0.0.0.0."
+            yield ConfigIssue(f"{at}.metrics_host", text)
+            return
+        token_env = self.metrics_token_env
+        if token_env is not None and not os.environ.get(token_env):
+            text = f"no variable {token_env} is set. Set it to a token, on the node of rank 0."
+            yield ConfigIssue(f"{at}.metrics_token_env", text)
+        if is_public and token_env is None:
+            text = "is not the loopback, so anybody in its network could read. Name a variable with a token."
+            yield ConfigIssue(
+                f"{at}.metrics_host", text, involves=(f"{at}.metrics_token_env",)
+            )
 
 
 class ModelConfig(Section):

@@ -222,6 +222,11 @@ class Config(Section):
         return self.estimator_reads("values") and not self.critic.share_backbone
 
     @property
+    def aggregates_gradients(self) -> bool:
+        """Return whether the coordinator's ranks hold the global model and its optimizer."""
+        return self.coordinator.aggregates == "gradients"
+
+    @property
     def shares_backbone(self) -> bool:
         """Return whether the critic is a value head on the actor's backbone."""
         return self.estimator_reads("values") and self.critic.share_backbone

@@ -23,9 +23,12 @@ from megaverl.controller.failures import (
     LostRank,
     PassedDeadline,
     RaisedError,
+    StalledRanks,
+    default_name,
     describe_status,
     explain,
     find_cause,
+    is_secondary,
 )
 from megaverl.controller.messages import (
     Argument,
@@ -49,6 +52,7 @@ from megaverl.controller.messages import (
 from megaverl.controller.moves import Rows, plan_moves
 from megaverl.controller.references import PendingCall, Ref
 from megaverl.controller.transport import ControllerTransport, Lost
+from megaverl.distributed.heartbeat import Heartbeat, blame, who_is_gone, who_stalls
 
 T = TypeVar("T")
 Wanted = Mapping[int, Rows | None]
@@ -71,6 +75,34 @@ class CallTimeouts:
     answer: float = 1.0
     grace: float = 0.5
     leave: float = 10.0
+
+
+# Further grace times to wait for the cause of errors that are only its consequence.
+LOSS_GRACES = 3
+# Ranks for which one second between two rounds of questions is enough. With more ranks
+# the time grows, so that the answers take the same share of the controller's time.
+RANKS_A_SECOND = 256
+
+
+@dataclass(frozen=True)
+class RankWatch:
+    """Watch over the ranks while a program runs: the controller asks all of them what they do, again and again.
+
+    It finds ranks that hold the others up inside a call, and ranks that do not answer.
+    Broken connections are noticed by the transport.
+
+    Attributes:
+        stalled_after: seconds that a rank may wait for others.
+        lost_after: seconds without an answer after which a rank counts as lost. It must exceed the longest call that
+            holds the interpreter.
+        interval: seconds between two rounds of questions.
+        show: gets the last heartbeats of all ranks after every round.
+    """
+
+    stalled_after: float
+    lost_after: float
+    interval: float = 1.0
+    show: Callable[[Mapping[int, Heartbeat]], object] = lambda beats: None
 
 
 @dataclass(eq=False)
@@ -103,6 +135,8 @@ class Controller:
         num_ranks: ranks of the job.
         node_of: node of a rank; rows stay inside nodes where they can.
         log: receives one line for a person.
+        watch: watch over the ranks; None: only broken connections and deadlines of calls end the run.
+        name: returns the name of a rank in messages.
 
     Attributes:
         signal: number of the signal that asked a rank to leave the run, as replies have told so far; 0: none has.
@@ -121,6 +155,8 @@ class Controller:
         timeouts: CallTimeouts | None = None,
         node_of: Callable[[int], int] = lambda rank: 0,
         log: Callable[[str], None] = print,
+        watch: RankWatch | None = None,
+        name: Callable[[int], str] = default_name,
     ) -> None:
         self.num_ranks = num_ranks
         self.signal = 0
@@ -128,6 +164,10 @@ class Controller:
         self._transport = transport
         self._node_of = node_of
         self._log = log
+        self._watch = watch
+        self._name = name
+        # Rank -> its last answer with a heartbeat, and when it came.
+        self._answers: dict[int, tuple[Status, float]] = {}
         self._next_call = 1
         self._running: dict[int, _Running] = {}
         self._released: dict[int, list[int]] = {}
@@ -149,7 +189,9 @@ class Controller:
             CallFailed: a call failed; the error names the rank and the call.
         """
         self._failed = asyncio.get_running_loop().create_future()
-        reader = self._start(self._read())
+        own_tasks = [self._start(self._read())]
+        if self._watch is not None:
+            own_tasks.append(self._start(self._watch_ranks(self._watch)))
         task = asyncio.ensure_future(program)
         reason = "the program failed"
         try:
@@ -176,7 +218,8 @@ class Controller:
                 # The program may have raised the same error first.
                 self._failed.exception()
             await self._end(reason)
-            reader.cancel()
+            for own_task in own_tasks:
+                own_task.cancel()
 
     async def _end(self, reason: str) -> None:
         """Send `End` and wait for the goodbyes. Calls that still run are waited for when nothing has failed."""
@@ -394,7 +437,9 @@ class Controller:
         if event.rank not in self._present:
             return  # it has said goodbye
         self._present.discard(event.rank)
-        self._note(LostRank(event.rank, event.reason))
+        last = self._answers.get(event.rank)
+        beat = None if last is None else last[0].beat
+        self._note(LostRank(event.rank, event.reason, beat))
 
     def _note(self, evidence: Evidence) -> None:
         """Keep a sign of a failure. The first one starts the grace time, at whose end the cause is decided."""
@@ -405,7 +450,14 @@ class Controller:
     async def _fail(self) -> None:
         """Decide the cause, once signs nearer to it have had time to arrive, and end every call with it."""
         await asyncio.sleep(self.timeouts.grace)
-        self._failure = explain(find_cause(self._evidence), self._unfinished())
+        for _ in range(LOSS_GRACES):
+            # Errors about broken connections come before the loss of the rank that
+            # broke them, which the next probe notices.
+            if not all(is_secondary(item) for item in self._evidence):
+                break
+            await asyncio.sleep(self.timeouts.grace)
+        cause = find_cause(self._evidence)
+        self._failure = explain(cause, self._unfinished(), self._name)
         for running in self._running.values():
             _cancel_timers(running)
             if not running.future.done():
@@ -458,13 +510,52 @@ class Controller:
         statuses = await self.ask(waiting)
         if not running.waiting or running.future.done():
             return
-        lines = [describe_status(rank, statuses.get(rank)) for rank in waiting[:4]]
+        lines = [
+            describe_status(self._name(rank), statuses.get(rank))
+            for rank in waiting[:4]
+        ]
         more = f", and {len(waiting) - 4} more ranks" if len(waiting) > 4 else ""
         self._log(f"{running.name} still waits: {'; '.join(lines)}{more}")
         loop = asyncio.get_running_loop()
         running.timers.append(
             loop.call_later(self.timeouts.slow, self._report_slow, running)
         )
+
+    async def _watch_ranks(self, watch: RankWatch) -> None:
+        """Ask all ranks what they do, and note those that stall or are silent, until one is found."""
+        interval = max(watch.interval, self.num_ranks / RANKS_A_SECOND)
+        while not self._evidence:
+            await asyncio.sleep(interval)
+            statuses = await self.ask(sorted(self._present))
+            now = self._now()
+            for rank, status in statuses.items():
+                if status.beat is not None:
+                    self._answers[rank] = (status, now)
+            beats: dict[int, Heartbeat] = {}
+            busy: dict[int, Heartbeat] = {}
+            silent: dict[int, float] = {}
+            for rank, (status, answered_at) in sorted(self._answers.items()):
+                if rank not in self._present or status.beat is None:
+                    continue
+                beats[rank] = status.beat
+                silent[rank] = now - answered_at
+                # A rank that waits for a call holds nobody up. One that does not answer
+                # may: others that wait for it must not count as waiting for each other.
+                if not status.is_idle:
+                    busy[rank] = status.beat
+            watch.show(beats)
+            # An ended process has broken its connection, which the transport notices.
+            text = who_is_gone(
+                beats, silent, watch.lost_after, self._name, lambda beat: False
+            )
+            if text:
+                quiet = tuple(rank for rank in beats if silent[rank] > watch.lost_after)
+                self._note(StalledRanks(quiet, text))
+                return
+            blamed = blame(busy, watch.stalled_after)
+            if blamed is not None:
+                text = who_stalls(busy, watch.stalled_after, self._name)
+                self._note(StalledRanks(tuple(blamed[0]), text))
 
     async def ask(self, ranks: Sequence[int]) -> dict[int, Status]:
         """Return what ranks say they are doing. A rank that does not answer in time has no entry."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megaverl.controller.messages import ErrorReport, Status
+from megaverl.distributed.heartbeat import Heartbeat
 from megaverl.errors import TrainingStopped
 
 
@@ -29,10 +30,28 @@ class ControllerLost(TrainingStopped):
 
 @dataclass(frozen=True)
 class LostRank:
-    """Evidence that a rank's connection broke."""
+    """Evidence that a rank's connection broke.
+
+    Attributes:
+        beat: what the rank did when it was asked last; None: it has not answered yet.
+    """
 
     rank: int
     reason: str
+    beat: Heartbeat | None = None
+
+
+@dataclass(frozen=True)
+class StalledRanks:
+    """Evidence that ranks hold the others up, or do not answer any more.
+
+    Attributes:
+        ranks: these ranks; empty: all wait for each other.
+        text: what was seen, as sentences.
+    """
+
+    ranks: tuple[int, ...]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -63,7 +82,17 @@ class PassedDeadline:
     statuses: Mapping[int, Status]
 
 
-Evidence = LostRank | RaisedError | PassedDeadline
+Evidence = LostRank | RaisedError | StalledRanks | PassedDeadline
+
+
+def default_name(rank: int) -> str:
+    """Return the name of a rank in messages, for jobs in which all ranks have the same roles."""
+    return f"rank {rank}"
+
+
+def is_secondary(evidence: Evidence) -> bool:
+    """Return whether the evidence is an error which says that another rank is gone."""
+    return isinstance(evidence, RaisedError) and evidence.error.is_secondary
 
 
 def find_cause(evidence: Sequence[Evidence]) -> Evidence:
@@ -71,17 +100,18 @@ def find_cause(evidence: Sequence[Evidence]) -> Evidence:
 
     A rank that dies breaks the connections of its peers, whose errors may arrive before
     its loss is noticed. So the order is: errors that a rank raised by itself before any
-    loss, lost ranks, errors about broken connections, missed deadlines. A rank that
-    raises and then exits is reported by what it raised.
+    loss, lost ranks, errors about broken connections, stalled ranks, missed deadlines. A
+    rank that raises and then exits is reported by what it raised.
     """
     lost = [item for item in evidence if isinstance(item, LostRank)]
     errors = [item for item in evidence if isinstance(item, RaisedError)]
-    own_errors = [item for item in errors if not item.error.is_secondary]
+    own_errors = [item for item in errors if not is_secondary(item)]
     if own_errors and (
         not lost or evidence.index(own_errors[0]) < evidence.index(lost[0])
     ):
         return own_errors[0]
-    for candidates in (lost, own_errors, errors):
+    stalled = [item for item in evidence if isinstance(item, StalledRanks)]
+    for candidates in (lost, own_errors, errors, stalled):
         if candidates:
             return candidates[0]
     return evidence[0]
@@ -106,48 +136,71 @@ def find_blocking_ranks(missed: PassedDeadline) -> tuple[int, ...]:
     return tuple(rank for rank in busy if missed.statuses[rank].call == earliest)
 
 
-def explain(cause: Evidence, running: Mapping[int, str]) -> CallFailed:
+def explain(
+    cause: Evidence,
+    running: Mapping[int, str],
+    name: Callable[[int], str] = default_name,
+) -> CallFailed:
     """Return the error for the program.
 
     Args:
         running: by rank, the call that it had not replied to yet; a rank that waited for a call has no entry.
+        name: returns the name of a rank in messages.
     """
     if isinstance(cause, RaisedError):
-        text = f"rank {cause.rank} failed in {cause.call}: {cause.error.kind}: {cause.error.text}"
+        place = (
+            f"{cause.call}, {cause.error.stage}" if cause.error.stage else cause.call
+        )
+        text = f"{name(cause.rank)} failed in {place}: {cause.error.kind}"
+        if cause.error.text:
+            text += f": {cause.error.text}"
         if not cause.error.is_expected:
             text += f"\n{cause.error.traceback.rstrip()}"
         return CallFailed(text, [cause.rank], cause.call)
     if isinstance(cause, LostRank):
         call = running.get(cause.rank, "")
         place = f"in {call}" if call else "between two calls"
-        return CallFailed(
-            f"rank {cause.rank} was lost {place}: {cause.reason}.", [cause.rank], call
-        )
+        text = f"{name(cause.rank)} was lost {place}: {cause.reason}."
+        if cause.beat is not None:
+            text += f" When it last answered, {cause.beat}."
+        return CallFailed(text, [cause.rank], call)
+    if isinstance(cause, StalledRanks):
+        calls = dict.fromkeys(running[rank] for rank in cause.ranks if rank in running)
+        call = next(iter(calls), "")
+        text = f"{cause.text}. Call: {', '.join(calls)}" if calls else cause.text
+        return CallFailed(text, cause.ranks, call)
     blocking = find_blocking_ranks(cause)
     names = (
-        f"rank {blocking[0]}"
-        if len(blocking) == 1
-        else f"ranks {_list_ranks(blocking)}"
+        name(blocking[0]) if len(blocking) == 1 else f"ranks {_list_ranks(blocking)}"
     )
     call = cause.unfinished[blocking[0]]
     text = f"{names} did not finish {call} in time"
     if call != cause.call:
         text += f", and held up {cause.call}"
-    stages = [describe_status(rank, cause.statuses.get(rank)) for rank in blocking[:4]]
+    stages = [
+        describe_status(name(rank), cause.statuses.get(rank)) for rank in blocking[:4]
+    ]
     return CallFailed(
         f"{text} ({cause.seconds:g} s): {'; '.join(stages)}.", blocking, call
     )
 
 
-def describe_status(rank: int, status: Status | None) -> str:
-    """Return what a rank is doing, as part of a sentence."""
+def describe_status(name: str, status: Status | None) -> str:
+    """Return what a rank is doing, as part of a sentence.
+
+    Args:
+        name: the rank's name in messages.
+    """
     if status is None:
-        return f"rank {rank} does not answer (its process is stopped, or its node is not reachable)"
+        return f"{name} does not answer (its process is stopped, or its node is not reachable)"
     if status.is_idle:
-        return f"rank {rank} waits for a call after {status.name or 'the start'}"
+        return f"{name} waits for a call after {status.name or 'the start'}"
     if status.is_asking:
-        return f"rank {rank} waits in {status.name} for the program's answer"
-    return f"rank {rank} is in {status.name}, stage {status.stage}, for {status.seconds:.0f} s"
+        return f"{name} waits in {status.name} for the program's answer"
+    text = (
+        f"{name} is in {status.name}, stage {status.stage}, for {status.seconds:.0f} s"
+    )
+    return text if status.beat is None else f"{text}, at {status.beat.where}"
 
 
 def _list_ranks(ranks: Sequence[int], limit: int = 8) -> str:

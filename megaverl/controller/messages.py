@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import msgspec
 
+from megaverl.distributed.heartbeat import Heartbeat
+
 T = TypeVar("T")
 
 
@@ -118,6 +120,7 @@ class ErrorReport(msgspec.Struct, frozen=True):
     Attributes:
         is_secondary: the exception says that another rank is gone (a broken connection), so that rank is the cause.
         is_expected: a `MegaverlError`, whose message is shown without the traceback.
+        stage: stage that the call was in; empty: it has named none.
     """
 
     kind: str
@@ -125,6 +128,7 @@ class ErrorReport(msgspec.Struct, frozen=True):
     traceback: str
     is_secondary: bool = False
     is_expected: bool = False
+    stage: str = ""
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
@@ -153,6 +157,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
         is_idle: the rank waits for its next call.
         seconds: for how long it has been in this stage.
         is_asking: the running call waits for the program's answer.
+        beat: what the rank's main thread does, as `heartbeat.blame` reads it; None: the rank does not observe it.
     """
 
     question: int
@@ -162,6 +167,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     seconds: float
     is_idle: bool
     is_asking: bool = False
+    beat: Heartbeat | None = None
 
 
 class Left(msgspec.Struct, frozen=True, tag="left"):

@@ -11,6 +11,7 @@ reports a rank that is gone with an empty message.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -32,8 +33,9 @@ from megaverl.controller.zmq_transport import (
 )
 
 POLL_MILLISECONDS = 100  # until the thread looks whether it is to end
-# Until a relay that ends gives up on ranks that are still connected.
-LEAVE_SECONDS = 10.0
+# Seconds after the loss of the controller until a relay that ends gives up on ranks that
+# are still connected. Each of them has been told to leave by then.
+LEAVE_SECONDS = 2.0
 _NO_CONTROLLER = "the connection of the node's relay to the controller broke"
 
 
@@ -59,7 +61,8 @@ class Relay:
         self._present = set(ranks)
         self._joined: set[int] = set()
         self._is_closing = threading.Event()
-        self._close_at = 0.0
+        # When the thread gives up on ranks that do not disconnect.
+        self._give_up_at = math.inf
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
@@ -81,12 +84,13 @@ class Relay:
         self.close()
 
     def close(self) -> None:
-        """End the thread once the node's ranks have disconnected, or after `LEAVE_SECONDS`.
+        """End the thread once the node's ranks have disconnected.
 
-        The goodbyes of ranks that end later than the relay's own rank still pass
-        through it. Messages on their way are delivered for up to two seconds.
+        A rank may still run the program's last call after the relay's own rank has left.
+        Without the relay it would lose the controller, and end itself inside that call.
+        The controller waits for it as well, and gives up after `CallTimeouts`. Once the
+        controller has left, the relay waits for at most `LEAVE_SECONDS`.
         """
-        self._close_at = time.monotonic() + LEAVE_SECONDS
         self._is_closing.set()
         self._thread.join()
         self._authenticator.stop()
@@ -104,7 +108,7 @@ class Relay:
             if not ready and self._is_closing.is_set():
                 # A probe: drops ranks that have disconnected.
                 self._pass_down(sorted(self._joined), b"", up)
-                if not self._joined or time.monotonic() > self._close_at:
+                if not self._joined or time.monotonic() > self._give_up_at:
                     break
             if down in ready:
                 self._pass_up(down.recv_multipart(), up)
@@ -114,6 +118,7 @@ class Relay:
             if monitor in ready:
                 recv_monitor_message(monitor)
                 poller.unregister(monitor)
+                self._give_up_at = time.monotonic() + LEAVE_SECONDS
                 # The ranks learn it as the end of a failed run; a rank that stays in a
                 # call ends itself.
                 self._pass_down(sorted(self._joined), encode(End(_NO_CONTROLLER)), up)

@@ -34,10 +34,15 @@ from megaverl.controller.messages import (
 )
 from megaverl.controller.references import Describes, HoldsRows
 from megaverl.controller.transport import RankTransport
+from megaverl.distributed.failures import says_peer_is_gone
+from megaverl.distributed.heartbeat import Heartbeat
 from megaverl.errors import MegaverlError
+from megaverl.user_code import describe
 
 T = TypeVar("T")
 _NONE = encode_value(None)
+# Stages of every call: before its method runs, and until the method names another.
+_START, _RUN = "start", "run"
 
 
 class Mover(Protocol):
@@ -51,10 +56,19 @@ class Mover(Protocol):
 
 
 class StatusBoard:
-    """State of a rank, for `Where`. The main thread writes it, a side thread reads it."""
+    """State of a rank, for `Where`. The main thread writes it, a side thread reads it.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        observe: returns what the main thread does, called by the side thread; None: it is not observed.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        observe: Callable[[], Heartbeat] | None = None,
+    ) -> None:
         self._clock = clock
+        self._observe = observe
         self._lock = threading.Lock()
         self._call, self._name, self._stage, self._is_idle = 0, "", "", True
         self._is_asking = False
@@ -62,7 +76,7 @@ class StatusBoard:
 
     def begin(self, call: int, name: str) -> None:
         """Note that a call begins."""
-        self._set(call, name, "start", False)
+        self._set(call, name, _START, False)
 
     def enter(self, stage: str) -> None:
         """Note the stage of the running call. A worker calls it at the start of each part of a long call."""
@@ -77,8 +91,14 @@ class StatusBoard:
         """Note that the call is over."""
         self._set(self._call, self._name, "", True)
 
+    @property
+    def stage(self) -> str:
+        """Return the stage that the running call has named last, or "" if it has named none."""
+        return "" if self._stage in (_START, _RUN) else self._stage
+
     def answer(self, question: int) -> Status:
         """Return the answer to one question."""
+        beat = None if self._observe is None else self._observe()
         with self._lock:
             seconds = self._clock() - self._since
             return Status(
@@ -89,6 +109,7 @@ class StatusBoard:
                 seconds,
                 self._is_idle,
                 self._is_asking,
+                beat,
             )
 
     def _set(self, call: int, name: str, stage: str, is_idle: bool) -> None:
@@ -217,7 +238,7 @@ async def serve(
         # A worker's SystemExit is an error of this call, too.
         except BaseException as error:
             has_failed = True
-            report = _report_error(error)
+            report = _report_error(error, board.stage)
             if not report.is_secondary:
                 first_error = first_error or error
             reply = Reply(message.id, report)
@@ -237,7 +258,7 @@ async def _run_call(
     await _move_rows(rank, call, values, mover, board)
     if not call.method:
         return Reply(call.id, signal=signal())
-    board.enter("run")
+    board.enter(_RUN)
     method = _find_method(methods, call.role, call.method)
     arguments = [
         _decode(argument, kind, values)
@@ -314,18 +335,13 @@ def _decode(argument: Argument, kind: Any, values: Mapping[int, object]) -> obje
     return msgspec.msgpack.decode(argument.data, type=kind, strict=False)
 
 
-def _report_error(error: BaseException) -> ErrorReport:
+def _report_error(error: BaseException, stage: str) -> ErrorReport:
     """Return what the controller needs to know of an exception, whatever the exception does when it is printed."""
-    try:
-        text = str(error)
-    except Exception:
-        text = "(its message cannot be shown)"
-    trace = "".join(traceback.format_exception(error))
     kind = type(error).__name__
-    is_secondary = isinstance(error, ConnectionError) or kind in (
-        "DistBackendError",
-        "DistNetworkError",
-    )
+    # The same text as in the job's failure reason, which the rank compares it with.
+    text = describe(error).removeprefix(kind).removeprefix(": ")
+    trace = "".join(traceback.format_exception(error))
+    is_secondary = isinstance(error, ConnectionError) or says_peer_is_gone(error)
     return ErrorReport(
-        kind, text, trace, is_secondary, isinstance(error, MegaverlError)
+        kind, text, trace, is_secondary, isinstance(error, MegaverlError), stage
     )

@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from megaverl.controller.core import CallTimeouts, Controller
+from megaverl.controller.core import CallTimeouts, Controller, RankWatch
 from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.failures import ControllerLost
 from megaverl.controller.messages import (
@@ -34,6 +34,7 @@ from megaverl.controller.messages import (
 )
 from megaverl.controller.serving import StatusBoard, serve
 from megaverl.controller.transport import Lost, Received
+from megaverl.distributed.heartbeat import Heartbeat
 
 T = TypeVar("T")
 # Seconds in which a rank's main thread must have left its call once the run has failed.
@@ -170,6 +171,7 @@ class SimulatedCluster:
     Args:
         seed: of all delays.
         faults: what goes wrong.
+        observe: returns what a rank's main thread does, for a watch over the ranks; None: nobody observes it.
 
     Attributes:
         num_events: events so far.
@@ -183,6 +185,7 @@ class SimulatedCluster:
         *,
         faults: Sequence[Fault] = (),
         latencies: Latencies | None = None,
+        observe: Callable[[int], Heartbeat] | None = None,
     ) -> None:
         self.num_ranks = num_ranks
         self.random = random.Random(seed)
@@ -191,7 +194,9 @@ class SimulatedCluster:
         self._faults = {fault.event: fault for fault in faults}
         self._loop = VirtualTimeLoop()
         self._ranks = [
-            _Rank(number, StatusBoard(self._loop.time)) for number in range(num_ranks)
+            _Rank(number, StatusBoard(self._loop.time, observed))
+            for number in range(num_ranks)
+            for observed in [functools.partial(observe, number) if observe else None]
         ]
         self._to_controller: asyncio.Queue[Received | Lost] = asyncio.Queue()
         self._arrivals: dict[tuple[int, str], float] = {}
@@ -207,6 +212,7 @@ class SimulatedCluster:
         make_workers: Callable[[SimulatedCluster, int], Mapping[str, object]],
         *,
         timeouts: CallTimeouts | None = None,
+        watch: RankWatch | None = None,
     ) -> SimulatedOutcome:
         """Run a program until it and all ranks have ended.
 
@@ -218,7 +224,7 @@ class SimulatedCluster:
         """
         try:
             return self._loop.run_until_complete(
-                self._run(program, make_workers, timeouts)
+                self._run(program, make_workers, timeouts, watch)
             )
         finally:
             for task in asyncio.all_tasks(self._loop):
@@ -232,12 +238,14 @@ class SimulatedCluster:
         program: Callable[[Controller], Coroutine[Any, Any, object]],
         make_workers: Callable[[SimulatedCluster, int], Mapping[str, object]],
         timeouts: CallTimeouts | None,
+        watch: RankWatch | None,
     ) -> SimulatedOutcome:
         controller = Controller(
             _ControllerEnd(self),
             self.num_ranks,
             timeouts=timeouts,
             log=lambda line: None,
+            watch=watch,
         )
         for rank in self._ranks:
             rank.task = asyncio.ensure_future(

@@ -8,7 +8,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from megaverl.controller.core import CallTimeouts, Controller
+from megaverl.controller.core import CallTimeouts, Controller, RankWatch
+from megaverl.controller.failures import default_name
 from megaverl.controller.zmq_transport import Address, ZmqController
 
 T = TypeVar("T")
@@ -21,6 +22,7 @@ class ControllerThread(Generic[T]):
         host: address of this node that the other ranks reach.
         program: makes the program's coroutine from the controller.
         join_timeout: seconds in which all ranks must connect.
+        watch, name: see `Controller`.
 
     Example:
         thread = ControllerThread("10.0.0.1", 16, lambda controller: program(controller))
@@ -39,6 +41,8 @@ class ControllerThread(Generic[T]):
         timeouts: CallTimeouts | None = None,
         node_of: Callable[[int], int] = lambda rank: 0,
         log: Callable[[str], None] = print,
+        watch: RankWatch | None = None,
+        name: Callable[[int], str] = default_name,
     ) -> None:
         self._host, self._num_ranks, self._program = host, num_ranks, program
         self._join_timeout, self._timeouts, self._node_of, self._log = (
@@ -47,6 +51,7 @@ class ControllerThread(Generic[T]):
             node_of,
             log,
         )
+        self._watch, self._name = watch, name
         self._address: Future[Address] = Future()
         self._result: Future[T] = Future()
         self._thread = threading.Thread(
@@ -83,6 +88,8 @@ class ControllerThread(Generic[T]):
                 timeouts=self._timeouts,
                 node_of=self._node_of,
                 log=self._log,
+                watch=self._watch,
+                name=self._name,
             )
             return await controller.run(self._program(controller))
         finally:

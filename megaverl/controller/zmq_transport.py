@@ -223,7 +223,7 @@ class ZmqRank:
         board: answers `Where`.
         leave_after: seconds in which the main thread must have left its call once the run has failed; then the process
             ends, because a collective that waits for a lost rank cannot be interrupted.
-        end_process: ends the process; it is given the reason.
+        end_process: ends the process; it is given the reason. Default: prints it first.
         context: shared by several ranks of one process, as in a benchmark; default: one of its own.
 
     Example:
@@ -244,7 +244,7 @@ class ZmqRank:
         self.rank = rank
         self._board = board
         self._leave_after = leave_after
-        self._end_process = end_process or _end_process
+        self._end_process = end_process or self._print_and_end
         self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._leave_at: float | None = None
         self._leave_reason = ""
@@ -324,9 +324,7 @@ class ZmqRank:
                 self._inbox.put(None)
                 self._leave_soon("the connection to the controller broke")
             if self._leave_at is not None and time.monotonic() > self._leave_at:
-                self._end_process(
-                    f"rank {self.rank} leaves a call that does not end: {self._leave_reason}"
-                )
+                self._end_process(self._leave_reason)
                 self._leave_at = None
         socket.disable_monitor()
         for source in (monitor, from_main, socket):
@@ -353,6 +351,12 @@ class ZmqRank:
         self._inbox.put(message)
         if isinstance(decoded, End) and decoded.reason:
             self._leave_soon(decoded.reason)
+
+    def _print_and_end(self, reason: str) -> None:
+        text = f"rank {self.rank} leaves a call that does not end: {reason}"
+        with contextlib.suppress(Exception):
+            print(text, file=sys.stderr, flush=True)
+        os._exit(FAILED)
 
     def _leave_soon(self, reason: str) -> None:
         if self._leave_at is None:
@@ -427,9 +431,3 @@ def unpack_ranks(data: bytes) -> list[int]:
 def set_heartbeat(socket: Any) -> None:
     socket.heartbeat_ivl = HEARTBEAT_INTERVAL
     socket.heartbeat_timeout = HEARTBEAT_TIMEOUT
-
-
-def _end_process(reason: str) -> None:
-    with contextlib.suppress(Exception):
-        print(reason, file=sys.stderr, flush=True)
-    os._exit(FAILED)

@@ -96,6 +96,8 @@ class RolloutBatch:
                 length exceeds its row; a mask exceeds its response; or responses contradict
                 `generated_includes_prompt`.
         """
+        # Keywords may have other trainers' names. A mapping has the schema's names
+        # already.
         tensors = {**(tensors or {}), **named}
         if named:
             tensors = own_names(tensors, generated_includes_prompt)
@@ -119,6 +121,7 @@ class RolloutBatch:
                 )
         _check_lengths("prompt_lengths", self.prompt_lengths, sizes["S"])
         _check_lengths("response_lengths", self.response_lengths, sizes["R"])
+        # A token that trains must exist.
         beyond = (_lengths_of(self.response_mask) > self.response_lengths).nonzero()
         if len(beyond):
             raise DataError(
@@ -162,6 +165,7 @@ class RolloutBatch:
             [len(response) for response in responses], dtype=torch.int64
         )
         generated_ids = _rows(responses, torch.int64, pad_id)
+        # [B, S] and [B, R], right-padded. Lengths say where rows end.
         tensors = {
             "input_ids": _rows(prompts, torch.int64, pad_id),
             "prompt_lengths": torch.tensor(
@@ -225,6 +229,7 @@ class RolloutBatch:
     ) -> Tensor | RolloutBatch:
         """Return a tensor by its name, or samples by index, slice, list or boolean mask (see `select`)."""
         if not isinstance(name, str):
+            # An index by a mask selects the marked samples, as in torch.
             if isinstance(name, Tensor) and name.dtype == torch.bool:
                 name = name.nonzero().flatten()
             return self.select([name] if isinstance(name, int) else name)
@@ -286,6 +291,7 @@ class RolloutBatch:
         index = torch.tensor(rows, dtype=torch.int64)
         return RolloutBatch(
             {
+                # Tensors of one batch may be on several devices.
                 name: tensor[beside(tensor, index)]
                 for name, tensor in self.tensors.items()
             },
@@ -311,6 +317,7 @@ class RolloutBatch:
                 )
         prompt = max(batch.input_ids.shape[1] for batch in batches)
         response = max(batch.generated_ids.shape[1] for batch in batches)
+        # Widths may differ between batches, so all are padded to the widest.
         wide = [batch.pad_to(prompt=prompt, response=response) for batch in batches]
         return RolloutBatch(
             {
@@ -395,6 +402,8 @@ class RolloutBatch:
         token_ids = self.input_ids.new_zeros(len(self), width)
         kept = min(width, prompt.shape[1])
         token_ids[:, :kept] = prompt[:, :kept]
+        # Responses follow their prompts. Padding goes to column 0, with a value of
+        # zero.
         places = torch.where(present, starts + tokens, 0)
         return token_ids.scatter_add(
             1, places, torch.where(present, self.generated_ids, 0)
@@ -438,6 +447,7 @@ def scatter_rows(
     if not parts:
         raise DataError("there are no micro-batch results to put together")
     result = parts[0][1].new_zeros(num_samples, width)
+    # Every sample is in one part, so nothing is added up.
     for indices, rows in parts:
         if rows.shape[1] > width or len(rows) < len(indices):
             raise DataError(
@@ -461,6 +471,7 @@ def answer_rows(batch: RolloutBatch) -> Tensor:
     _, number = torch.stack([batch.episode_ids, agents], dim=1).unique(
         dim=0, return_inverse=True
     )
+    # The largest row of each episode and agent, given to all of its rows.
     return torch.zeros_like(rows).scatter_reduce(0, number, rows, "amax")[number]
 
 
@@ -532,6 +543,7 @@ def _rows(
     values = np.fromiter(
         itertools.chain.from_iterable(lists), dtype=kind, count=int(lengths.sum())
     )
+    # Filled row by row, in the order of the values.
     rows[torch.arange(width) < lengths.unsqueeze(1)] = torch.from_numpy(values).to(
         dtype
     )

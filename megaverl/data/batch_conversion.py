@@ -81,12 +81,14 @@ def _begins(prompts: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     generated = tensors["generated_ids"]
     lengths = tensors["prompt_lengths"].long()
     width = prompts.shape[1]
+    # The prompts stand before the responses as given, padding included.
     if generated.shape[1] >= width and torch.equal(generated[:, :width], prompts):
         return torch.full_like(lengths, width)
     shared = min(width, generated.shape[1])
     beyond = torch.arange(width, device=prompts.device) >= lengths.unsqueeze(1)
     same = torch.zeros_like(beyond)
     same[:, :shared] = generated[:, :shared] == tensors["input_ids"][:, :shared]
+    # All tokens of the prompt are equal, and padding does not count.
     return torch.where((same | beyond).all(dim=1), lengths, -1)
 
 
@@ -99,6 +101,7 @@ def _cut_prompts(tensors: dict[str, Tensor], begins: Tensor) -> None:
             "its prompt. Leave it out where they are responses alone."
         )
     width = tensors["generated_ids"].shape[1]
+    # [B, r] places of the response's tokens in each row.
     places = torch.arange(
         width - int(begins.min()), device=begins.device
     ) + begins.unsqueeze(1)
@@ -118,6 +121,7 @@ def _right_padded(prompts: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
             f"'attention_mask' has shape {list(mask.shape)}; 'input_ids' has {list(prompts.shape)}"
         )
     lengths = mask.sum(dim=1)
+    # A mask with more than one edge on either side has a hole.
     edges = (mask[:, 1:] != mask[:, :-1]).sum(dim=1)
     padded_twice = (edges > 1).nonzero()
     if len(padded_twice):
@@ -126,6 +130,7 @@ def _right_padded(prompts: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         )
     first = torch.where(lengths > 0, mask.int().argmax(dim=1), 0)
     columns = torch.arange(prompts.shape[1], device=prompts.device)
+    # A rotation moves the padding from the front to the end.
     places = (columns + first.unsqueeze(1)) % max(1, prompts.shape[1])
     inside = columns < lengths.unsqueeze(1)
     return torch.where(inside, prompts.gather(1, places), 0), lengths

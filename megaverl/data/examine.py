@@ -183,6 +183,7 @@ def examine(
                 for key, value in row.items()
                 if is_converted(value)
             )
+            # A row with judged responses needs no answer.
             judged = preferences or _usual(row, columns)
             read = (replace(columns, answer=None) if judged else columns).read(
                 row, where
@@ -207,6 +208,7 @@ def examine_run(config: Config, tokenizer: str | None = None) -> dict[str, Exami
     data = config.data
     model = config.model
     results = {}
+    # All rows are counted, also where a run would stop at the first one.
     too_long = "drop" if data.too_long == "error" else data.too_long
     encoder, images = encoder_of(
         data.model_copy(update={"too_long": too_long}),
@@ -343,11 +345,14 @@ def _usable(
             examined.problems.append(
                 DataProblem(where, "warning", "the answer is empty.")
             )
+    # Images belong to the prompt: the same question about another image is another
+    # prompt.
     text = json.dumps(
         [read.prompt, *(image.key for image in read.images or ())],
         sort_keys=True,
         ensure_ascii=False,
     )
+    # Eight bytes: texts of all prompts could fill the memory.
     digest = hashlib.blake2b(
         text.encode("utf-8", "surrogatepass"), digest_size=8
     ).digest()
@@ -357,6 +362,7 @@ def _usable(
                 where, "warning", f"the same prompt as {examined.prompts[digest]}."
             )
         )
+    # The first row with a prompt is the one that messages name.
     examined.prompts.setdefault(digest, where)
     if "\N{REPLACEMENT CHARACTER}" in text:
         examined.problems.append(

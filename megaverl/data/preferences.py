@@ -108,6 +108,7 @@ class PreferenceColumns:
         """
         value = value_at(row, str(self.margin))
         if (
+            # NaN fails the comparison below, too.
             isinstance(value, bool)
             or not isinstance(value, int | float)
             or not 0 <= value <= MOST_MARGIN
@@ -169,6 +170,7 @@ class PreferenceReader:
         Raises:
             DataError: see `batch`.
         """
+        # The tokens are thrown away: `batch` encodes the rows that it needs again.
         for number in range(len(dataset)):
             self._read(dataset[number])
 
@@ -205,6 +207,7 @@ class PreferenceReader:
         margins = [
             self.columns.read_margin(record.extra, record.where)
             for record in records
+            # One for each response of the pair.
             for _ in range(2)
         ]
         return batch.with_(margins=torch.tensor(margins))
@@ -247,6 +250,8 @@ def responses_of(
 ) -> RolloutBatch:
     """Return a batch of given responses, as if an engine had generated them."""
     lengths = torch.tensor([len(response) for response in responses])
+    # [responses, longest response] and [responses, longest prompt], padded with zeros
+    # on the right.
     ids = torch.zeros(
         len(responses), int(lengths.max()) if len(responses) else 0, dtype=torch.int64
     )
@@ -280,6 +285,8 @@ def best_and_worst(scores: torch.Tensor, group_ids: torch.Tensor) -> list[int]:
     rows: list[int] = []
     for group in group_ids.unique():
         members = ((group_ids == group) & ~scores.isnan()).nonzero()[:, 0]
+        # [members]. If all scores are equal, the group says nothing about what is
+        # better.
         group_scores = scores[members]
         if len(group_scores) and bool(group_scores.max() > group_scores.min()):
             rows += [

@@ -68,8 +68,10 @@ class Moving:
         Raises:
             DataError: a wanted row is held by no rank.
         """
+        # Computed alike on all ranks, from rows that all of them know.
         rank = context.rank
         moves = plan_moves(rank, source, dest, context.placement.node_of)
+        # Without rows to receive, a header still says which tensors an empty batch has.
         if source:
             sender = min(source)
             for receiver, rows in dest.items():
@@ -122,6 +124,7 @@ def move_ragged(
         Channel(context, moving.name).exchange(
             context.rows, device_data, device_buffers
         )
+    # After the receives: a sender's memory is free once the message is taken.
     sent.wait()
     return _merged(context, moving, ragged, heard, device_buffers)
 
@@ -157,6 +160,7 @@ def send_whole(
         device_parts, device_payload = pack_tensors(device_tensors)
         header = {**head, "parts": parts, "on_device": device_parts}
         for rank in ranks:
+            # The header tells the receivers how many bytes follow, and where.
             sent.add(send_json(context, name, rank, header))
         sent.add(channel.send_to(ranks, payload))
         if context.rows is not None:
@@ -174,6 +178,8 @@ def receive_whole(
     tensors = unpack_tensors(head["parts"], host_payload)
     device_parts = head["on_device"]
     if device_parts and context.rows is not None:
+        # Sizes are known from the header, so the buffer is ready before the device's
+        # message.
         device = context.device_between(source, context.rank)
         device_payload = torch.empty(
             num_bytes(device_parts), dtype=torch.uint8, device=device
@@ -215,6 +221,7 @@ def _merged(
     # (places in the result, batch, places in that batch)
     parts: list[tuple[Sequence[int], RaggedBatch, Sequence[int]]] = []
     if ragged is not None:
+        # Rows that stay on this rank are not sent.
         kept = [row for row in moving.wanted if row in place_held]
         parts.append(
             (
@@ -284,6 +291,7 @@ def _hear(
         if move.dest != context.rank:
             continue
         source = move.source
+        # Blocks until the sender's header and host data are here.
         parts = channel.receive_from(source)
         if len(parts) != 2:
             raise DataError(

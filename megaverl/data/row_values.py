@@ -91,6 +91,7 @@ def plain_columns(columns: Mapping[str, Any], where: str) -> dict[str, Any]:
 class _NotPlain(ValueError):
     """Raised for a value that JSON cannot hold. The message names its path of keys and indices."""
 
+    # Nested pairs are unrolled from the inside out.
     def __init__(self, path: _Path, problem: str) -> None:
         steps: list[str] = []
         while len(path) == 2:
@@ -107,6 +108,7 @@ _Path = tuple[Any, ...]
 
 def _plain(value: Any, path: _Path, depth: int = 0) -> Any:
     """Return a value as JSON can hold it."""
+    # Compared by identity: 1 == True, and numbers are handled below.
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
@@ -155,6 +157,7 @@ def _plain_object(value: Any, path: _Path) -> Any:
     """Return a date, duration or UUID as text or a number."""
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
+    # NaT is not equal to itself.
     # pandas' NaT is a date that differs from itself, and has no text.
     if isinstance(value, datetime.date | datetime.time) and value == value:
         return value.isoformat()

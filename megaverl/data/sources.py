@@ -368,6 +368,7 @@ class JsonlFile:
         # Arrays of machine integers: a list would take several times as much.
         self._starts = array("Q")
         self._lines = array("L")
+        # Read once: offsets, line numbers and digest come from the same pass.
         digest = hashlib.blake2b(digest_size=8)
         position = 0
         with path.open("rb") as stream:
@@ -387,6 +388,7 @@ class JsonlFile:
         return Place(f"{self.path}, line {self._lines[index]}", self.path.parent)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        # Opened for every row, so that readers can be shared by threads and processes.
         with self.path.open("rb") as stream:
             stream.seek(self._starts[index])
             line = stream.readline()
@@ -429,6 +431,7 @@ class ParquetFile:
         self._conversions = _arrow_conversions(path, schema)
         metadata = self._file.metadata
         sizes = [
+            # Row groups are decoded as a whole, so rows are found by group.
             metadata.row_group(group).num_rows
             for group in range(metadata.num_row_groups)
         ]
@@ -453,6 +456,7 @@ class ParquetFile:
     def __getitem__(self, index: int) -> dict[str, Any]:
         import pyarrow
 
+        # The group whose rows include this one.
         group = bisect_right(self._ends, index)
         try:
             table = self._cache.get((self._number, group), lambda: self._decode(group))
@@ -486,6 +490,7 @@ class ParquetFile:
         # A page is decompressed whole. The footer says how large pages are; what values
         # repeat only batches show.
         bound.check(sum(column.total_uncompressed_size for column in columns))
+        # The file may claim less than it holds, so every batch is counted.
         for batch in self._file.iter_batches(num_rows, row_groups=[group]):
             bound.add(batch.nbytes)
             yield batch
@@ -540,6 +545,7 @@ class ParquetFile:
         except (ValueError, OverflowError, pyarrow.ArrowException) as error:
             raise DataError(
                 f"{self.where(index)}: it holds a value that cannot be read ({type(error).__name__}: {error}). Correct "
+                # The first row of the group, in the batch that has been decoded.
                 "or remove the row, or convert the column to text."
             ) from error
         for name, conversion in self._conversions.items():

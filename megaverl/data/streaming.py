@@ -87,6 +87,7 @@ class FilesReader:
 
     def read(self) -> Row | None:
         """Return the next row, or None once after the last one."""
+        # Files without rows are skipped.
         while self._file < len(self.files):
             path = self.files[self._file]
             row = (
@@ -330,6 +331,7 @@ class StreamedPrompts:
         self._rows: list[Row] = []
         self._block_digest = ""
         self._read = self._passes = self._current = 0
+        # Where a resumed run would read this block again.
         self._begin = self._place()
         for reader in self._readers:
             self._check_first_row(reader)
@@ -343,6 +345,7 @@ class StreamedPrompts:
         taken: list[PromptRecord] = []
         dropped = 0
         while len(taken) < count:
+            # Rows that are too long or too short are dropped, and counted.
             row = self._next()
             record = make_record(
                 self._columns.read(row.columns, row.where),

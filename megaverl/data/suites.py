@@ -108,6 +108,7 @@ def last_boxed(text: str) -> str | None:
         return None
     depth = 0
     begin = start + len("\\boxed{")
+    # From the opening brace: the depth is 0 again at the matching one.
     for place in range(begin - 1, len(text)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)
         if depth == 0:
@@ -170,6 +171,7 @@ def convert_gpqa(row: Mapping[str, Any], where: str, seed: int) -> Row:
             _column(row, where, "answer", "answer_index"), options, where
         )
     order = list(range(len(options)))
+    # Seeded by the question, so that the order does not depend on the other rows.
     random.Random(f"choices/{seed}/{question}").shuffle(order)
     shown = [options[place] for place in order]
     letters = string.ascii_uppercase[: len(shown)]
@@ -191,6 +193,7 @@ def _place_of_answer(answer: Any, options: list[str], where: str) -> int:
     text = str(answer).strip()
     if text in options:
         return options.index(text)
+    # Such as (B), B) or B.
     letter = text.strip("()[].")
     if len(letter) == 1 and letter in string.ascii_uppercase[: len(options)]:
         return string.ascii_uppercase.index(letter)
@@ -272,9 +275,11 @@ def _pickled_text(packed: str) -> str:
     """
     unpacking = zlib.decompressobj()
     data = unpacking.decompress(base64.b64decode(packed.encode()), LONGEST_TESTS)
+    # A compressed text may be a thousand times larger than its file.
     if unpacking.unconsumed_tail:
         raise ValueError(f"more than {LONGEST_TESTS:,} bytes")
     texts: list[str] = []
+    # `pickle.loads` would run code from the file. This only lists the operations.
     for operation, argument, _ in pickletools.genops(data):
         if operation.name in TEXT_OPERATIONS:
             texts.append(str(argument))
@@ -291,6 +296,7 @@ def _test_cases(value: Any, where: str) -> list[Mapping[str, Any]]:
     """Return test cases from a list, JSON text, or LiveCodeBench's base64 of compressed, pickled JSON text."""
     if value is None or value == "":
         return []
+    # Public tests are plain JSON, and private ones are packed.
     if isinstance(value, str) and value.lstrip()[:1] != "[":
         try:
             value = _pickled_text(value)
@@ -310,6 +316,7 @@ def _test_cases(value: Any, where: str) -> list[Mapping[str, Any]]:
 
 def _codeforces(row: Mapping[str, Any], where: str) -> Row:
     """Convert a row of open-r1/codeforces."""
+    # The tests of such a problem are a program that answers, not texts.
     if _optional(row, "interaction_format"):
         raise DataError(
             f"{where}: it is interactive, which is not supported. Use the subset verifiable."
@@ -360,6 +367,7 @@ def formula_answer(response: str, extra: Mapping[str, Any]) -> str | None:
     boxed = last_boxed(response)
     if boxed is None:
         return number_answer(response, extra)
+    # Only for counting equal answers: the suite's reward decides whether one is right.
     for spelling, plain in SPELLINGS:
         boxed = boxed.replace(spelling, plain)
     return "".join(boxed.split()).rstrip(".")

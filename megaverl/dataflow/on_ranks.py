@@ -123,7 +123,6 @@ def run_on_ranks(
         timeouts=CallTimeouts(call=TIMEOUT.total_seconds()),
         signal=lambda: 0,
         waiting=partial(span, "wait"),
-        explain=lambda text: text,
         log=print,
     )
     mover.settle()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from megaverl.controller.core import CallTimeouts, Controller
+from megaverl.controller.core import CallTimeouts, Controller, RankWatch
 from megaverl.controller.dialogue import Dialogue
-from megaverl.controller.failures import CallFailed, ControllerLost
+from megaverl.controller.failures import CallFailed, ControllerLost, default_name
 from megaverl.controller.relay import Relay
 from megaverl.controller.serving import Served, StatusBoard, run_blocking, serve
 from megaverl.controller.thread import ControllerThread
@@ -28,6 +29,25 @@ from megaverl.errors import TrainingStopped
 RELAYED_FROM = 128
 
 
+@dataclass(frozen=True)
+class FailureHandling:
+    """Reaction of a job to ranks that fail while a program runs.
+
+    Attributes:
+        watch: the controller's watch over the ranks; None: it only notices broken connections and missed deadlines.
+        name: returns the name of a rank in messages.
+        agree: gets the reason for which the program failed, on every rank; returns the job's failure reason.
+        explain_loss: gets a message about the lost controller; returns the job's failure reason.
+        end_process: ends a rank that does not leave its call; it is given the reason. None: prints it.
+    """
+
+    watch: RankWatch | None = None
+    name: Callable[[int], str] = default_name
+    agree: Callable[[str], str] = str
+    explain_loss: Callable[[str], str] = str
+    end_process: Callable[[str], None] | None = None
+
+
 def run_program(
     context: JobContext,
     program: Callable[[Controller], Coroutine[Any, Any, None]],
@@ -38,8 +58,8 @@ def run_program(
     timeouts: CallTimeouts,
     signal: Callable[[], int],
     waiting: Callable[[], AbstractContextManager[Any]],
-    explain: Callable[[str], str],
     log: Callable[[str], None],
+    failures: FailureHandling | None = None,
     dialogue: Dialogue | None = None,
 ) -> None:
     """Serve a program until it ends. Every rank of the job takes part.
@@ -52,14 +72,15 @@ def run_program(
         timeouts: limits on the duration of a call.
         signal: returns the number of the signal that asked this rank to leave the run, or 0.
         waiting: opens a context around the wait for each call.
-        explain: returns the reason why the run fails, as far as this rank knows it.
         log: prints one line for the user, on the coordinator's rank.
+        failures: what the job does about ranks that fail.
         dialogue: lets workers' methods ask the program.
 
     Raises:
         TrainingStopped: another rank failed or was lost. The message names it.
         BaseException: any exception that a call raised on this rank.
     """
+    failures = failures or FailureHandling()
     coordinator = context.placement.coordinator
     thread: ControllerThread[None] | None = None
     if context.rank == coordinator:
@@ -70,6 +91,8 @@ def run_program(
             timeouts=timeouts,
             node_of=context.placement.node_of,
             log=log,
+            watch=failures.watch,
+            name=failures.name,
         )
     # The other ranks need the controller's address to connect to it.
     encoded = broadcast_json(
@@ -79,7 +102,12 @@ def run_program(
     )
     controller = Address.decode(bytes.fromhex(encoded))
     nearest = node_address(controller, context.placement, context.rank, context.control)
-    with nearest as address, ZmqRank(address, context.rank, board) as transport:
+    with (
+        nearest as address,
+        ZmqRank(
+            address, context.rank, board, end_process=failures.end_process
+        ) as transport,
+    ):
         try:
             served = run_blocking(
                 serve(
@@ -94,23 +122,25 @@ def run_program(
                 )
             )
         except ControllerLost as error:
-            raise TrainingStopped(explain(str(error))) from None
-    _finish(served, thread, explain)
+            raise TrainingStopped(failures.explain_loss(str(error))) from None
+    _finish(served, thread, failures.agree)
 
 
 def _finish(
-    served: Served, thread: ControllerThread[None] | None, explain: Callable[[str], str]
+    served: Served, thread: ControllerThread[None] | None, agree: Callable[[str], str]
 ) -> None:
     """Raise the error that is closest to the cause on this rank, if the program failed."""
+    # Every rank reports the same reason, so that it stands in all logs.
+    reason = agree(served.reason) if served.reason else ""
     if served.error is not None:
         raise served.error
     if thread is not None:
         try:
             thread.result()
         except CallFailed as error:
-            raise TrainingStopped(explain(str(error))) from None
-    if served.reason:
-        raise TrainingStopped(explain(served.reason))
+            raise TrainingStopped(reason or agree(str(error))) from None
+    if reason:
+        raise TrainingStopped(reason)
 
 
 @contextmanager

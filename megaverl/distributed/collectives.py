@@ -54,6 +54,8 @@ def parent(place: int) -> int:
 
 def children(place: int, size: int) -> list[int]:
     """Return the places whose parent is `place`. The subtree below a place is a contiguous range of places."""
+    # Place 0 has children at all powers of two. Other places have them below their own
+    # lowest set bit.
     reach = place & -place or size
     return [
         place + (1 << bit)
@@ -82,6 +84,7 @@ def conclude(
     assert group is not None, "torch.distributed is not initialised"
     ranks = _hosts_of(group)
     size = ranks.size()
+    # So that the tree is rooted at any rank, and stays the same tree for the others.
     # Places are ranks rotated so that the root has place 0.
     place = (ranks.rank() - root) % size
     below = [(child + root) % size for child in children(place, size)]
@@ -93,11 +96,13 @@ def conclude(
     if place:
         above = (parent(place) + root) % size
         sent = _send(ranks, above, b"".join(subtrees), tag)
+        # Blocks until the root has everything and the result has come down.
         result = _receive(ranks, above, tag)
         # The result comes after the parent has read this message, so this does not
         # block.
         _finish(sent)
     else:
+        # Back from places to ranks.
         of_places = _split(b"".join(subtrees))
         result = function(of_places[size - root :] + of_places[: size - root])
     _finish(
@@ -124,6 +129,7 @@ def _hosts_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
             group.size(),
             dist.ProcessGroup.BackendType.GLOO,
         )
+        # The group's own store, which exactly its ranks can reach.
         store = dist.PrefixStore(
             "hosts", dist.distributed_c10d._get_process_group_store(group)
         )
@@ -167,6 +173,7 @@ def _chunk(data: bytes) -> bytes:
 def _split(chunks: bytes) -> list[bytes]:
     """Split joined `_chunk`s."""
     values, start = [], 0
+    # (length, data) pairs, one for each rank of a subtree.
     while start < len(chunks):
         end = (
             start + _LENGTH + int.from_bytes(chunks[start : start + _LENGTH], "little")
@@ -181,6 +188,8 @@ _Pending = tuple[dist.Work, Tensor, int]
 
 def _send(ranks: dist.ProcessGroup, peer: int, data: bytes, tag: int) -> list[_Pending]:
     """Begin to send `data`. The result holds the tensors until the messages are sent."""
+    # The first frame has a fixed size, so that the receiver needs no message about its
+    # length.
     framed = torch.frombuffer(
         bytearray(_chunk(data).ljust(FRAME, b"\0")), dtype=torch.uint8
     )
@@ -206,6 +215,7 @@ def _receive(ranks: dist.ProcessGroup, peer: int, tag: int) -> bytes:
 def _receive_some(ranks: dist.ProcessGroup, peer: int, count: int, tag: int) -> bytes:
     data = torch.empty(count, dtype=torch.uint8)
     try:
+        # Control messages are not the run's traffic.
         with uncounted():
             work = ranks.recv([data], peer, tag)
         work.wait()
@@ -248,6 +258,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     values: list[Any] = json.loads(
         conclude(
             _encode(value),
+            # The values are JSON already and need not be decoded on the root.
             lambda every: b"[" + b",".join(every) + b"]",
             group,
             "gather",
@@ -277,6 +288,7 @@ def reduce_json(
             return _encode(
                 {"result": function([json.loads(encoded) for encoded in every])}
             )
+        # The root must answer in any case, since all others wait for it.
         except Exception as caught:  # passed on to every rank, this one included
             error = caught
             return _encode({"error": _report(caught)})
@@ -311,6 +323,7 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """
     if dist.get_world_size(group) == 1:
         return rows
+    # Collective over `group`: everyone needs the longest part.
     counts = gather_json(rows.shape[0], group)
     padded = torch.zeros(
         (max(counts), *rows.shape[1:]), dtype=rows.dtype, device=device_of(group)
@@ -318,6 +331,7 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     # all_gather needs equal shapes, so every rank pads to the longest.
     padded[: rows.shape[0]] = rows
     received = [torch.empty_like(padded) for _ in counts]
+    # Collective over `group`, on its devices.
     dist.all_gather(received, padded, group=group)
     return torch.cat(
         [rows[:count] for rows, count in zip(received, counts, strict=True)]
@@ -328,6 +342,7 @@ def gather_host_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Te
     """Concatenate small `rows` of all ranks like `gather_rows`, but in host memory. Collective."""
     if dist.get_world_size(group) == 1:
         return rows
+    # Collective over `group`, without padding.
     joined = conclude(rows.contiguous().numpy().tobytes(), b"".join, group, "rows")
     flat = (
         torch.frombuffer(bytearray(joined), dtype=rows.dtype)
@@ -346,6 +361,7 @@ def raise_together(
     megaverl's. The message names that rank, unless all ranks failed with the same
     error.
     """
+    # Collective over `group`, also if this rank has no error.
     failure = reduce_json(
         None if error is None else _report(error), _first_failure, group
     )
@@ -361,6 +377,7 @@ def _first_failure(reports: list[list[str] | None]) -> tuple[str, list[str]] | N
     )
     if rank is None:
         return None
+    # A common cause, such as a wrong configuration, needs no rank in its message.
     alike = all(report == reports[rank] for report in reports)
     return "" if alike else f"rank {rank}: ", reports[rank] or []
 
@@ -392,6 +409,7 @@ def on_rank(
     """
     outcome: dict[str, Any] = {}
     error: Exception | None = None
+    # Other ranks wait for this one's result.
     if dist.get_rank(group) == rank:
         try:
             outcome = {"result": function()}
@@ -423,6 +441,7 @@ def _report(error: Exception) -> list[str]:
     is_expected = isinstance(error, MegaverlError)
     return [
         type(error).__name__ if is_expected else "",
+        # Errors of other libraries may contain anything, including terminal sequences.
         clean(str(error)) if is_expected else describe(error),
     ]
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
+from megaverl.user_code import describe
 
 # How long a rank waits for a report from the rank that it blames, which may itself have
 # waited for another.
@@ -61,11 +62,28 @@ def wait_for_event(event: torch.cuda.Event | None, timeout: timedelta | None) ->
     """
     if event is None:
         return
+    # The device has no timeout of its own, so the event is polled.
     end = None if timeout is None else time.monotonic() + timeout.total_seconds()
     while not event.query():
         if end is not None and time.monotonic() > end:
             raise TimeoutError("no answer on the device")
         time.sleep(DEVICE_POLL_SECONDS)
+
+
+# Parts of transport errors that mean the peer is gone.
+_PEER_IS_GONE = re.compile(
+    r"closed by peer|Connection reset|Broken pipe|Timed out waiting|timed out|Socket|gloo|NCCL|recvBytes|TCPStore"
+)
+
+
+def says_peer_is_gone(error: BaseException) -> bool:
+    """Return whether an error or one of its causes is that of a transport whose peer is gone or silent."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, dist.DistError) or _PEER_IS_GONE.search(describe(cause)):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def cause_of(error: BaseException) -> str:
@@ -98,6 +116,8 @@ class Failures:
         self, group: dist.ProcessGroup | None, rank: int, timeout: timedelta | None
     ) -> None:
         name = "" if group is None else group.group_name
+        # All ranks create their resharders in the same order, so that equal numbers
+        # mean the same one.
         self._prefix = f"megaverl/reshard/{name}/{_made[name]}"
         _made[name] += 1
         self._rank = rank
@@ -124,6 +144,8 @@ class Failures:
             group = self._group or dist.distributed_c10d._get_default_group()
             store = dist.distributed_c10d._get_process_group_store(group)
             store = dist.PrefixStore(f"{self._prefix}/{version}", store)
+            # The report is there before the name of its reporter, which others look
+            # for.
             if peer >= 0:
                 store.set(f"report/{self._rank}", json.dumps(reports[0]))
                 store.set("reporter", str(self._rank))
@@ -152,12 +174,14 @@ class Failures:
         Either another rank's report leads to it, or exactly one rank is silent.
         Otherwise return None.
         """
+        # Presence is counted, so that ranks need not ask for each other one by one.
         store.set(f"present/{self._rank}", "")
         store.add("num_present", 1)
         end = time.monotonic() + (self._seconds or 0.0) + GRACE_SECONDS
         while time.monotonic() < end:
             if store.check(["reporter"]):
                 return _follow(store, _report_of(store, store.get("reporter").decode()))
+            # All but one have arrived. Who is missing can be read off.
             if store.add("num_present", 0) >= self._world - 1:
                 break
             time.sleep(POLL_SECONDS)
@@ -174,6 +198,7 @@ def _report_of(store: dist.Store, rank: int | str) -> Report:
 def _follow(store: dist.Store, report: Report) -> Report:
     """Follow reports from the reporter to the rank that it blames, until a rank without a report."""
     end = time.monotonic() + GRACE_SECONDS
+    # Reports may form a circle, if ranks wait for each other.
     seen = {report.reporter}
     while time.monotonic() < end and report.culprit not in seen:
         if store.check([f"report/{report.culprit}"]):

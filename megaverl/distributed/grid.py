@@ -76,6 +76,7 @@ class GridShape:
         Raises:
             GridError: the sizes do not divide the world size; the message lists sizes that would fit.
         """
+        # The data-parallel size fills what the other sizes leave, so it is not checked.
         sizes, ranks = Sizes(tp, cp, pp, ep, etp), f"{world_size} ranks"
         if problem := grid_problem(
             sizes, world_size, ranks, "the world of", "start a multiple of {} processes"
@@ -106,6 +107,7 @@ class GridShape:
     def sizes(self, dims: tuple[str, ...] = DIMS) -> tuple[int, ...]:
         """Return the sizes in the order of `dims` (`DIMS` or `EXPERT_DIMS`)."""
         derived = {"etp": self.expert_tp, "edp": self.expert_dp}
+        # Derived sizes of experts are properties, the others fields.
         return tuple(derived.get(dim) or getattr(self, dim) for dim in dims)
 
     def coords(self, rank: int) -> Coords:
@@ -122,6 +124,7 @@ class GridShape:
         expert = dict(
             zip(EXPERT_DIMS, _unravel(rank, self.sizes(EXPERT_DIMS)), strict=True)
         )
+        # Pipeline stages are the same for dense and expert layers.
         expert.pop("pp")
         return Coords(**dense, **expert)
 
@@ -137,6 +140,7 @@ class GridShape:
         every = [self.coords(number) for number in range(self.world_size)]
         groups: dict[str, tuple[int, ...]] = {}
         for dims in (DIMS, EXPERT_DIMS) if self.ep > 1 else (DIMS,):
+            # Ranks of a group differ in one coordinate only.
             for dim in dims:
                 other_dims = [name for name in dims if name != dim]
                 place = [getattr(every[rank], name) for name in other_dims]
@@ -208,6 +212,7 @@ def grid_problem(
             f"tp={grid.tp} x cp={grid.cp} x pp={grid.pp} = {size} does not divide {whose} {ranks}. Products that fit: "
             f"{_divisors(num_ranks)}; or {fix.format(max(size, 1))}."
         )
+    # Experts are spread over all ranks of a pipeline stage.
     stage, expert = num_ranks // grid.pp, grid.etp or grid.tp
     if stage % (expert * grid.ep):
         fitting = (

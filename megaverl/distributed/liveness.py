@@ -1,4 +1,10 @@
-"""Detects lost and stalled ranks, and names them on every rank.
+"""Detects lost and stalled ranks while no program is served, and names them on every rank.
+
+A program's controller watches the ranks itself (`controller.core.RankWatch`): its
+connections break with their processes, and it asks every rank what it does. Before the
+first program (start, build, resume), between programs that a Python program serves, and
+after the last one (export, end) there is no controller. Then heartbeats in the job's
+store take its place:
 
     every rank, once a second             coordinator, once a second
     main thread: status(stage, step)
@@ -8,8 +14,9 @@
             heartbeat
 
 A rank reads only the coordinator's heartbeat, so its work does not grow with the job.
-The first failure reason that is published stands. Every rank then shows it and ends,
-unless its main thread ends earlier.
+The coordinator publishes its own while it serves a program, too, so that the others can
+say what it did when the controller is lost with it. The first failure reason that is
+published stands. Every rank then shows it and ends, unless its main thread ends earlier.
 
 The collective that a rank blocks in comes from torch's flight recorder, as JSON. torch
 keeps the last collectives of a process, with one recorder for NCCL and one for gloo
@@ -27,7 +34,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -36,6 +44,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from megaverl.distributed.failures import says_peer_is_gone
 from megaverl.distributed.heartbeat import (
     Heartbeat,
     Wait,
@@ -199,10 +208,6 @@ _BYTES_OF = {
 
 _REASON = "liveness/failure_reason"
 ASKS_AFTER = 10.0  # seconds of waiting after which the flight recorder is read
-# Parts of transport errors that mean the peer is gone.
-_SILENCE = re.compile(
-    r"closed by peer|Connection reset|Broken pipe|Timed out waiting|timed out|Socket|gloo|NCCL|recvBytes|TCPStore"
-)
 
 
 @dataclass(frozen=True)
@@ -275,6 +280,10 @@ class Liveness:
         self._position: tuple[int, tuple[str, ...]] = (0, ("start",))
         self._doing, self._since = "start", time.monotonic()
         self._left = False
+        # A program runs, and its controller has begun to watch the ranks.
+        self._is_in_program = self._is_served = False
+        self._resumed_at = 0.0
+        self._observing = threading.Lock()
         self._rounds = 0  # iterations of the thread that uses the store
         self._main = threading.get_ident()
         # The main thread's current call, and `_called` its start.
@@ -316,7 +325,30 @@ class Liveness:
             stage if step is None else f"step {step}: {stage}",
             time.monotonic(),
         )
-        self._try_to_publish()
+        if not self._is_served:
+            self._try_to_publish()
+
+    @contextmanager
+    def handed_over(self) -> Iterator[None]:
+        """Leave the watch over the ranks to a program's controller inside, from its first question on."""
+        self._is_in_program = True
+        try:
+            yield
+        finally:
+            self._is_in_program = False
+            # The silence of the others counts from when they are read again.
+            self._resumed_at = time.monotonic()
+            self._is_served = False
+            self._try_to_publish()
+
+    def answer(self) -> Heartbeat:
+        """Return this rank's heartbeat to the controller of a program.
+
+        The controller asks all ranks, so that its question shows that all have
+        connected and that it watches them.
+        """
+        self._is_served = self._is_in_program
+        return self.observe()
 
     def leave(self) -> None:
         """Declare that this rank ends without a failure, and stop the thread."""
@@ -346,6 +378,8 @@ class Liveness:
         The caller is a main thread that lost contact and then ends by itself with this
         text.
         """
+        if self.failure_reason is not None and self._stop.is_set():
+            return self.failure_reason
         self._found.wait(seconds)
         self._stop.set()
         reason = self.failure_reason or self.report_failure(otherwise)
@@ -383,9 +417,10 @@ class Liveness:
             return None
         error_text = describe(error)
         own_reason = f"{self.name(self.rank)} failed in {self._doing}: {error_text}"
-        silent = _SILENCE.search(_chain(error)) is not None
         reason = self.settle(
-            self.timeouts.lost_after + 3 * self.timeouts.interval if silent else 0.0,
+            self.timeouts.lost_after + 3 * self.timeouts.interval
+            if says_peer_is_gone(error)
+            else 0.0,
             own_reason,
         )
         # Each rank reports an error that all ranks have.
@@ -409,7 +444,8 @@ class Liveness:
         try:
             while not self._stop.wait(self.timeouts.interval):
                 self._rounds += 1
-                self._publish()
+                if not self._is_served or self.rank == self.coordinator:
+                    self._publish()
                 if reason := self._look():
                     self._end(reason)
                     return
@@ -439,9 +475,8 @@ class Liveness:
 
     def _look(self) -> str:
         """Return the failure reason, after looking for lost and (on the coordinator) stalled ranks."""
-        ranks = (
-            range(self.size) if self.rank == self.coordinator else [self.coordinator]
-        )
+        watches_all = self.rank == self.coordinator and not self._is_served
+        ranks = range(self.size) if watches_all else [self.coordinator]
         data = self._store.multi_get(
             [_REASON, *(f"liveness/beat/{rank}" for rank in ranks)]
         )
@@ -452,12 +487,17 @@ class Liveness:
             beat = Heartbeat.from_json(bytes(encoded))
             if rank not in self._seen or self._seen[rank][0].number != beat.number:
                 self._seen[rank] = (beat, now)
-        beats = {rank: beat for rank, (beat, _) in self._seen.items()}
-        if self.rank == self.coordinator:
+        # The others are not read while a program's controller watches them.
+        seen = {rank: self._seen[rank] for rank in ranks}
+        beats = {rank: beat for rank, (beat, _) in seen.items()}
+        if watches_all:
             self._show(beats)
-        silent = {rank: now - changed for rank, (_, changed) in self._seen.items()}
+        silent = {
+            rank: now - max(changed, self._resumed_at)
+            for rank, (_, changed) in seen.items()
+        }
         text = who_is_gone(beats, silent, self.timeouts.lost_after, self.name)
-        if not text and self.rank == self.coordinator:
+        if not text and watches_all:
             text = who_stalls(beats, self.timeouts.stalled_after, self.name)
         return self.report_failure(text) if text else ""
 
@@ -467,6 +507,10 @@ class Liveness:
         self._found.set()
         if self._stop.wait(self.timeouts.grace):
             return
+        self.end_now(reason)
+
+    def end_now(self, reason: str) -> None:
+        """Show the failure reason and what this rank does, and end the process."""
         # After an interrupt on this machine, the launcher already reports it.
         if not reason.endswith(_interrupted_here()):
             self._say(
@@ -483,6 +527,14 @@ class Liveness:
             return
 
     def _publish(self) -> None:
+        self._store.set(f"liveness/beat/{self.rank}", self.observe().to_json())
+
+    def observe(self) -> Heartbeat:
+        """Return this rank's heartbeat: its position, and what its main thread waits for. Any thread may call it."""
+        with self._observing:
+            return self._observe()
+
+    def _observe(self) -> Heartbeat:
         # Reading the main thread's frame from outside works even while that thread is
         # blocked.
         frame = sys._current_frames().get(self._main or 0)
@@ -497,7 +549,7 @@ class Liveness:
         if waits_for and self._collective is None and now - self._called > asks_after:
             self._collective = waits_in()
         step, begun = self._position
-        beat = Heartbeat(
+        return Heartbeat(
             number=time.time(),
             doing=self._doing,
             seconds=now - self._since,
@@ -512,17 +564,7 @@ class Liveness:
             begun=begun,
             collective=self._collective or "",
         )
-        self._store.set(f"liveness/beat/{self.rank}", beat.to_json())
 
 
 def _interrupted_here() -> str:
     return f"was interrupted on {socket.gethostname()}"
-
-
-def _chain(error: BaseException | None) -> str:
-    """Return the texts of an error and of its causes."""
-    texts = []
-    while error is not None:
-        texts.append(describe(error))
-        error = error.__cause__ or error.__context__
-    return "\n".join(texts)

@@ -280,11 +280,13 @@ class ResolvedPlacement:
 
         def own_lag(rank: int) -> int:
             roles = set(self.roles_of(rank)) - {"coordinator"}
+            # The coordinator's work does not depend on rollouts.
             if not max_staleness or not roles or not roles <= {*HANDS, "critic"}:
                 return 0
             if "critic" in roles:
                 return 1
             hands = HANDS | ({"reward": 0} if in_rounds else {})
+            # A role that handles samples later may be further ahead.
             return max(0, max_staleness - min(hands[role] for role in roles))
 
         makers = ("rollout", "reward")

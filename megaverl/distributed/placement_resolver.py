@@ -47,7 +47,8 @@ def resolve(
     Args:
         wanted: role -> its requested place. The other roles follow the defaults or the nodes' claims.
         size: number of ranks of the job.
-        grids: every used role -> its grid. None: a role without a grid, such as rule-based rewards.
+        grids: every used role -> its grid. None: a role without a grid, such as rule-based rewards. The coordinator has
+            a grid if its ranks hold the global model, and one rank otherwise.
         nodes: nodes in the order of their ranks. None: a single node with all ranks.
         islands: number of worlds that the actor's ranks are split into, with all roles that share them.
 
@@ -87,6 +88,7 @@ def smallest_world(
     most: int = 4096,
 ) -> int | None:
     """Return the smallest job size on one node that satisfies a placement, or None up to `most` ranks."""
+    # A placement that names ranks needs at least these.
     least = 1 + max(
         (rank for place in wanted.values() for rank in place.ranks or ()), default=0
     )
@@ -119,6 +121,7 @@ class _Resolving:
         self.roles = [
             role for role in ROLES if role in grids or role in ("actor", "coordinator")
         ]
+        # Nodes have consecutive ranks, in their order.
         ends = accumulate(node.size for node in nodes)
         self.node_ranks = [
             range(end - node.size, end) for node, end in zip(nodes, ends, strict=True)
@@ -129,6 +132,7 @@ class _Resolving:
 
     def run(self) -> ResolvedPlacement:
         self._check_nodes()
+        # Wrong nodes would cause errors about everything else.
         self._raise_problems()
         self._take_claims()
         self._check_roles()
@@ -138,12 +142,15 @@ class _Resolving:
                 and (ranks := self._named_ranks(role, self.wanted[role])) is not None
             ):
                 self.ranks[role] = ranks
+        # In this order: named ranks, whole nodes, numbers of ranks, the rest, and
+        # shared ranks.
         self._settle_counts(self.node_ranks, "num_nodes", "whole nodes")
         self._settle_counts(
             [range(rank, rank + 1) for rank in range(self.size)], "num_ranks", "ranks"
         )
         self._settle_rest()
         self._settle_shared()
+        # Further checks need all ranks.
         self._raise_problems()
         self._check_coordinator()
         self._check_overlaps()
@@ -205,7 +212,8 @@ class _Resolving:
                 rank for number in numbers for rank in self.node_ranks[number]
             )
             claiming_nodes = self._nodes_named(numbers)
-            if role == "coordinator" and len(numbers) > 1:
+            has_model = self.grids.get("coordinator") is not None
+            if role == "coordinator" and len(numbers) > 1 and not has_model:
                 self._refuse(
                     role,
                     f"{claiming_nodes} all claim it (--role coordinator); one rank coordinates: start one of them.",
@@ -294,6 +302,8 @@ class _Resolving:
     def _named_quietly(self, role: str) -> tuple[int, ...] | None:
         before = len(self.problems)
         ranks = self._named_ranks(role, self.wanted[role])
+        # Only the comparison with the nodes' claims wants these ranks. Problems are
+        # reported later.
         del self.problems[before:]
         return ranks
 
@@ -324,6 +334,7 @@ class _Resolving:
             for role in self.roles
             if role in self.wanted and self.wanted[role].word == "rest"
         ]
+        # Without claims, the actor takes what is left.
         if "actor" not in self.wanted and not self.claimed:
             rest.insert(0, "actor")
         if len(rest) > 1:
@@ -348,6 +359,7 @@ class _Resolving:
     def _settle_shared(self) -> None:
         """Assign ranks to roles that share another role's ranks, by their entry or by default."""
         for role in self.roles:
+            # A role may share the ranks of one that shares again.
             chain = [role]
             while chain[-1] not in self.ranks:
                 place = self.wanted.get(chain[-1])
@@ -367,6 +379,7 @@ class _Resolving:
                     )
                     break
                 chain.append(other)
+            # The chain ends at a role with ranks, which all of it get.
             else:
                 shared = self.ranks[chain[-1]]
                 self.ranks |= {
@@ -377,8 +390,14 @@ class _Resolving:
     # --- checks ------------------------------------------------------------------------------------------------------
 
     def _check_coordinator(self) -> None:
-        ranks = self.ranks["coordinator"]
-        if len(ranks) != 1:
+        ranks, grid = self.ranks["coordinator"], self.grids.get("coordinator")
+        if grid is not None and len(ranks) != grid.tp * grid.pp:
+            self._refuse(
+                "coordinator",
+                f"has the {ranks_named(ranks)}; with coordinator.tp={grid.tp} and coordinator.pp={grid.pp} its global "
+                f"model is sharded over {grid.tp * grid.pp} ranks. Change one of them.",
+            )
+        if grid is None and len(ranks) != 1:
             self._refuse(
                 "coordinator",
                 f"has the {ranks_named(ranks)}; it is one rank, for example {ranks[0]}.",
@@ -403,17 +422,18 @@ class _Resolving:
                 )
 
     def _check_islands(self) -> None:
-        count, coordinator = len(self.ranks["actor"]), self.ranks["coordinator"][0]
+        count = len(self.ranks["actor"])
+        shared = set(self.ranks["coordinator"]) & set(self.ranks["actor"])
         if self.islands > 1 and count % self.islands:
             fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             self._refuse(
                 "actor_islands",
                 f"found {self.islands}; the actor's {count} ranks can be split into {fitting}.",
             )
-        if self.islands > 1 and coordinator in self.ranks["actor"]:
+        if self.islands > 1 and shared:
             self._refuse(
                 "coordinator",
-                f"is the actor's rank {coordinator}; with actor_islands={self.islands} it joins their "
+                f"is the actor's rank {min(shared)}; with actor_islands={self.islands} it joins their "
                 "gradients while they wait, and needs a rank that is none of the actor's.",
             )
 
@@ -447,6 +467,7 @@ class _Resolving:
             silent_nodes = self._nodes_named(silent)
             self._refuse(
                 "",
+                # Ranks of silent nodes are reported with their nodes.
                 f"{silent_nodes} took no role. Start it with --role, or start the job without it.",
             )
             unused -= {rank for number in silent for rank in self.node_ranks[number]}
@@ -470,7 +491,8 @@ class _Resolving:
                 for role in self.roles
                 if set(self.ranks[role]) & set(self.node_ranks[number])
             ]
-            if roles != ["coordinator"] or number + 1 < len(self.nodes):
+            has_model = self.grids.get("coordinator") is not None
+            if roles != ["coordinator"] or has_model or number + 1 < len(self.nodes):
                 self._refuse(
                     "",
                     f"{self._nodes_named([number])} has no GPU that can be used, others have, and {', '.join(roles)} "
@@ -480,6 +502,7 @@ class _Resolving:
 
     def _worlds(self) -> Iterator[World]:
         sharing = self._sharing()
+        # The coordinator is on a rank of some role, or alone.
         if not any(self.ranks["coordinator"][0] in ranks for ranks in sharing):
             sharing[self.ranks["coordinator"]] = ["coordinator"]
         for ranks, roles in sorted(sharing.items()):

@@ -45,6 +45,7 @@ def taken_out(
                 tensors[f"{item.key}/{name}"] = tensor
         return {MARK: [[item.key, item.size] for item in entry]}
 
+    # Columns with entries of other kinds are unchanged.
     named = {}
     for name, column in columns.items():
         named[name] = [name_of(entry) for entry in column]
@@ -70,6 +71,7 @@ def put_back(
         if key not in items:
             item_tensors = by_key[key]
             items[key] = SharedItem(key, size, lambda: item_tensors)
+        # The tensors are here already, and are shared by all rows with this key.
         return items[key]
 
     def entry_of(entry: Any) -> Any:

@@ -36,6 +36,8 @@ class SharedItem:
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors by name. The first access may raise an error of `make`."""
         if self._make is not None:
+            # The function may hold files or buffers, and is dropped with its first
+            # result.
             self._tensors, self._make = self._make(), None
         return self._tensors
 

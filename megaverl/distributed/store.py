@@ -47,9 +47,11 @@ def keep_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
         TrainingStopped: the port is taken, or the host is unknown.
     """
     raise_open_files()  # every rank of the job opens a connection
+    # Bound before torch's server starts, which would listen on all interfaces.
     try:
         listening = _listening(host, port)
         own, port = listening.getsockname()[:2]
+        # A server on all interfaces is reached by the loopback from here.
         own = LOOPBACK if own == "::" or own == "0.0.0.0" else own
         fd = listening.detach()
         return dist.TCPStore(
@@ -98,6 +100,7 @@ def _listening(host: str, port: int) -> socket.socket:
             found.append((family_of(each), (each, port)))
     for family, address in found:
         try:
+            # The first address of this machine wins.
             return socket.create_server(address, family=family)
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
@@ -127,7 +130,10 @@ def own_address() -> str:
     with suppress(OSError):
         if host := os.environ.get("MASTER_ADDR"):
             for family, *_, address in socket.getaddrinfo(
-                host, 9, type=socket.SOCK_DGRAM
+                # No packet is sent: connecting a datagram socket only selects a route.
+                host,
+                9,
+                type=socket.SOCK_DGRAM,
             ):
                 with (
                     suppress(OSError),
@@ -201,6 +207,7 @@ def reach_store(
     """
     seen = "no answer"
     rounds = patiently(end, lambda: tell(seen))
+    # Refused connections mean that the first node is not up yet.
     for _ in rounds:
         try:
             store = store_at(host, port)
@@ -223,6 +230,7 @@ def job_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torchrun's agent hosts the store already.
             store = next(dist.rendezvous("env://", timeout=timeout))[0]
         # torch's own store would wait for all ranks, and not report which are missing.
         elif rank == 0:
@@ -239,6 +247,7 @@ def job_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
         cause = f"is the first node up, and reachable? ({cause_of(error)})"
         raise TrainingStopped(f"no store at {address}: {cause}") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # A restarted job must not read what the attempt before has left.
     return dist.PrefixStore(f"megaverl/job/{attempt}", store), rank, size
 
 
@@ -250,6 +259,7 @@ def store_at(host: str, port: int) -> dist.Store:
         TrainingStopped: another program answers.
     """
     for _ in range(2):  # the first attempt may hit a store that is just ending
+        # A quick test, which ends at once if nothing listens.
         socket.create_connection((host, port), timeout=_CONNECT).close()
         if store := _greeted(host, port):
             return store
@@ -292,6 +302,7 @@ def _greeted(host: str, port: int) -> dist.Store | None:
     thread = threading.Thread(target=connect, name="greeting", daemon=True)
     with _without_errors_of_torch():
         thread.start()
+        # The thread stays behind if the program there never answers.
         thread.join(GREETING)
     return found[0] if found else None
 
@@ -317,6 +328,7 @@ def _without_errors_of_torch() -> Iterator[None]:
     torch's C++ code prints a stack trace of every failed attempt, at any log level, and
     the raised error says enough.
     """
+    # File descriptor 2, because C++ does not use Python's `sys.stderr`.
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, "wb") as nowhere:

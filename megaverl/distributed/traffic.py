@@ -80,6 +80,7 @@ def uncounted() -> Iterator[None]:
     """Return a context in which this thread's calls are not counted."""
     before = getattr(_thread, "is_control", False)
     _thread.is_control = True
+    # Per thread, since other threads communicate at the same time.
     try:
         yield
     finally:
@@ -199,6 +200,7 @@ COUNTED: dict[str, Count] = {
 def _wrap_collectives() -> None:
     """Wrap the collectives of torch's ProcessGroup, once in a process."""
     for name, count in COUNTED.items():
+        # Only methods that this version of torch has.
         if hasattr(dist.ProcessGroup, name):
             setattr(
                 dist.ProcessGroup,

@@ -133,6 +133,7 @@ def join(
     """
     world = placement.world_of(rank)
     own = world.ranks.index(rank)
+    # Opened first: it needs only the store, and other ranks find this one through it.
     messages = HostMessages(store, rank, placement.size)
     here = placement.node_of(rank)
     # Megatron and vLLM read these, and must see only this world.
@@ -140,6 +141,7 @@ def join(
     os.environ["LOCAL_WORLD_SIZE"] = str(
         sum(placement.node_of(other) == here for other in world.ranks)
     )
+    # Collective over the world's ranks.
     with _deadline(f"the world {world.name}", timeout):
         dist.init_process_group(
             platform.backend,
@@ -155,15 +157,18 @@ def join(
     group = control = default_group()
     if not placement.is_colocated:
         with connects_lazily():
+            # Collective over all ranks of the job.
             group = control = joined("gloo", "control", placement.size)
         # Open the tree's connections now, while all ranks are here. A rank that is lost
         # later breaks them.
         with _deadline("the coordinator's tree", timeout):
+            # A message in every direction of the tree opens its connections.
             reduce_json(None, lambda every: None, control, placement.coordinator)
             # Look up the coordinator now: lost ranks are reported to it even after the
             # store is gone.
             messages.find(placement.coordinator)
         if rank < (count := placement.num_with_device):
+            # Collective over the ranks that have a device.
             group = joined(platform.backend, "context", count)
     elif platform.backend != "gloo":  # a single world on gloo needs no second group
         control = _hosts_of_all(timeout)
@@ -210,6 +215,7 @@ def _for_rows(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     if device_of(group).type == "cpu":
         return None
     # NCCL creates the communicator in the first operation, which needs all ranks.
+    # Collective over the group.
     dist.all_reduce(torch.zeros(1, device=device_of(group)), group=group)
     return group
 
@@ -221,6 +227,7 @@ def _hosts_of_all(timeout: timedelta) -> dist.ProcessGroup:
     collective along a tree.
     """
     with connects_lazily():
+        # Collective over the default group.
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         return group
 
@@ -235,6 +242,7 @@ def join_some(
     Raises:
         TrainingStopped: a rank did not arrive in time.
     """
+    # The ranks are exactly this world, whose group exists.
     if tuple(members) == context.world.ranks:
         return default_group()
     ranks = (list(members).index(context.rank), len(members), context.world_rank)
@@ -269,6 +277,7 @@ def join_processes(
 
 def leave(group: dist.ProcessGroup) -> None:
     """End a group of `join_processes` at once, so that the others' operations in it fail instead of waiting."""
+    # Aborting wakes operations that wait for a lost peer.
     with suppress(RuntimeError, dist.DistError):
         group.abort()
     with suppress(RuntimeError, ValueError, dist.DistError):
@@ -329,6 +338,8 @@ def _joined(
         )
         # Swap this rank's number in the group with its number in the world; see the
         # docstring.
+        # torch translates numbers of the default group to numbers in this group by this
+        # table.
         names = list(range(size))
         if own < size:
             names[own] = rank
@@ -368,6 +379,7 @@ class PendingSends:
     def add(self, other: PendingSends) -> None:
         self._under_way += other._under_way
 
+    # The tensors of finished messages are freed.
     def forget_done(self) -> None:
         """Drop messages that have been sent."""
         self._under_way = [one for one in self._under_way if not one.is_completed()]
@@ -395,6 +407,7 @@ class Batch:
         return all(work.is_completed() for work in self.works)
 
     def wait(self, *, host: bool = True) -> None:
+        # Batches on NCCL have a single work for all tensors.
         """Wait until all messages are received or sent.
 
         With `host=False`, only the current stream waits for messages of a device.
@@ -443,6 +456,7 @@ class Channel:
         """Start sending one message of host data to several ranks through host memory."""
         sent = PendingSends()
         for rank in dest:
+            # Finding a rank for the first time may fail.
             with self.waiting_for(rank):
                 sent.add(
                     PendingSends(
@@ -492,6 +506,8 @@ class Channel:
         into: Mapping[int, Tensor],
     ) -> Batch:
         moving: list[tuple[Callable[..., dist.Work | None], int, Tensor]]
+        # Receives come first, so that no sender waits for a receiver that is itself
+        # sending.
         moving = [
             (dist.irecv, peer, tensor)
             for peer, tensor in into.items()
@@ -506,7 +522,9 @@ class Channel:
             dist.P2POp(move, tensor, None, group, self._tag, peer)
             for move, peer, tensor in moving
         ]
+        # The first peer stands for all in error messages.
         with self.waiting_for(moving[0][1]):
+            # One batch, which NCCL runs as a single operation.
             works = dist.batch_isend_irecv(operations)
         return Batch(self, works, [(peer, tensor) for _, peer, tensor in moving])
 
@@ -516,6 +534,7 @@ class Channel:
         """Wait until a message from or to a peer is received or sent; see `Batch.wait`."""
         with self.waiting_for(peer):
             if tensor.is_cuda:
+                # Lets the current stream wait, and returns at once.
                 work.wait()
                 if host:
                     torch.cuda.current_stream().synchronize()

@@ -211,6 +211,8 @@ def attend_rows(
     Returns:
         [b, heads, s, head_dim].
     """
+    # A window as long as the sequence changes nothing, and without a mask the kernel's
+    # faster causal path is taken.
     if look is None and window is not None and window < q.shape[2]:
         look = _inside_window(q.shape[2], window, q.device)
     return _attend(q, k, v, look, scale, sinks)
@@ -253,6 +255,7 @@ def _attend(
         attn_mask=look,
         is_causal=look is None,
         scale=scale,
+        # Grouped queries: the kernel repeats keys and values without copies.
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.to(dtype)
@@ -277,6 +280,7 @@ def _with_sinks(
         look = torch.ones(
             q.shape[2], k.shape[2], dtype=torch.bool, device=q.device
         ).tril()
+    # Divided by the scale, which the kernel multiplies all scores by.
     per_head = (sinks.to(q.dtype) / scale).view(1, -1, 1, 1)
     # One more dimension carries the sink's score: 1 in the added key, 0 in all others.
     # The added value is 0, so that the sink only takes weight away.
@@ -284,6 +288,8 @@ def _with_sinks(
     at_sink = k.new_zeros(*k.shape[:2], 1, k.shape[-1] + 1)
     at_sink[..., -1] = 1.0
     return (
+        # [b, heads, q, d + 1] and [b, kv_heads, k + 1, d + 1]; values get a key's worth
+        # of zeros.
         torch.cat([q, score], dim=-1),
         torch.cat([F.pad(k, (0, 1)), at_sink], dim=2),
         F.pad(v, (0, 0, 0, 1)),
@@ -308,7 +314,7 @@ def is_plain(config: TransformerConfig) -> bool:
     )
 
 
-class SharedKVAttention(SelfAttention):
+class SharedKVAttention(SelfAttention):  # type: ignore[misc]  # megatron-core has no complete types
     """megatron-core's attention for the case that several tensor-parallel ranks share a key-value head.
 
     The rows of `linear_qkv`, [q heads of group 0, k 0, v 0, q heads of group 1, ...],
@@ -327,6 +333,7 @@ class SharedKVAttention(SelfAttention):
         mixed, _ = self.linear_qkv(hidden_states)
         group = self.pg_collection.tp
         num_groups = self.config.num_query_groups
+        # Several ranks share a key-value head, and are neighbours.
         ranks_per_group = group.size() // num_groups
         group_number, place_in_group = divmod(group.rank(), ranks_per_group)
         # Shared heads do not fit megatron-core's split of the projection's rows, so the
@@ -335,6 +342,8 @@ class SharedKVAttention(SelfAttention):
         group_heads = all_heads.chunk(num_groups, dim=-1)[group_number].unflatten(
             -1, (-1, self.hidden_size_per_attention_head)
         )
+        # [s, b, query heads of this rank, head_dim], then the group's one key and its
+        # one value.
         parts = (
             group_heads[:, :, :-2].chunk(ranks_per_group, dim=2)[place_in_group],
             group_heads[:, :, -2:-1],
@@ -351,7 +360,7 @@ class SharedKVAttention(SelfAttention):
 LATENT_NORM_EPS = 1e-6
 
 
-class LatentAttention(MLASelfAttention):
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core has no complete types
     """megatron-core's latent attention with positions of packed rows, and with explicit process groups.
 
     megatron-core applies rotary embeddings inside this module, so the positions must be
@@ -371,6 +380,8 @@ class LatentAttention(MLASelfAttention):
         pg_collection: Any,
         **kwargs: Any,
     ) -> None:
+        # The specification's class gets the process group, because megatron-core would
+        # look it up in its global state.
         queries = ModuleSpec(
             submodules.linear_q_proj, params={"tp_group": pg_collection.tp}
         )
@@ -402,6 +413,8 @@ class LatentAttention(MLASelfAttention):
         ) is not None:
 
             def at_positions(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+                # The table has one row per position: cosines and sines are selected for
+                # the tokens of the row.
                 return tuple(
                     self._positions(None, None, table)
                     for table in original(*args, **kwargs)
@@ -416,7 +429,8 @@ class LatentAttention(MLASelfAttention):
         which no published model has, or fail without Transformer Engine.
         """
         if self.config.q_lora_rank is not None:
-            return super()._resolve_qk_norm_config(submodules)
+            resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
+            return resolved
         from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 
         resolver = QKNormConfigResolver(self.config, submodules)
@@ -443,11 +457,14 @@ class LatentAttention(MLASelfAttention):
         megatron-core treats a packed row as one sequence with other positions. They
         come with the row, so recomputed layers have them too.
         """
+        # Positions travel with the row, so a layer that is recomputed in the backward
+        # pass finds them.
         positions = None if packed_seq_params is None else packed_seq_params.positions
         with self._positions.at(positions):
-            return super().get_query_key_value_tensors(
+            projected: tuple[torch.Tensor, ...] = super().get_query_key_value_tensors(
                 hidden_states, key_value_states, position_ids, **kwargs
             )
+            return projected
 
 
 class LocalLatentAttention(LatentAttention):
@@ -461,6 +478,7 @@ class LocalLatentAttention(LatentAttention):
         super().__init__(config, *args, **kwargs)
         latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
         hidden = config.hidden_size
+        # Both latents of keys and the rotary part are projected together.
         self.linear_kv_down_proj = ReplicatedLinear(config, hidden, latent)
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = ReplicatedLinear(
@@ -483,6 +501,8 @@ class ReplicatedLinear(nn.Module):
             torch.empty(output_size, input_size, dtype=config.params_dtype)
         )
         config.init_method(self.weight.data)
+        # `finalize_model_grads` sums gradients of weights with this mark over
+        # tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -125,7 +125,8 @@ def gather_row(
     # The second chunks are held in reverse order of ranks; see the drawing above.
     first, second = both.unflatten(0, (group.size(), 2, -1)).unbind(1)
     whole = torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])
-    return whole.split([key.shape[-1], value.shape[-1]], dim=-1)
+    keys, values = whole.split([key.shape[-1], value.shape[-1]], dim=-1)
+    return keys, values
 
 
 def attend_packed_part(
@@ -200,6 +201,8 @@ def _pieces(
     counts = []
     for beginning, common, place, length in segments:
         last = min(place + length, end)
+        # A segment without a query in this chunk is not computed here, even if its keys
+        # are.
         if max(place, begin) < last:
             pieces.append((beginning, common, place, last - place))
             counts.append(last - max(place, begin))
@@ -227,6 +230,7 @@ def pack_part(
     for (begin, end), (pieces, counts) in zip(
         _halves(len(tensors["source"]), part), chunks, strict=True
     ):
+        # Keys come from the whole row, queries only from this chunk.
         keys, _ = spans([(*piece, False) for piece in pieces], len(tensors["source"]))
         ends = [place + length - begin for _, _, place, length in pieces]
         queries, query_mask = spans(
@@ -236,8 +240,10 @@ def pack_part(
             ],
             end - begin,
         )
+        # Where each query's output lies among the segments' outputs.
         place = torch.zeros(end - begin, dtype=torch.int64)
         place[queries[query_mask]] = query_mask.flatten().nonzero()[:, 0]
+        # Keys before the segment's first query in this chunk.
         offsets = [
             common + length - count
             for (_, common, _, length), count in zip(pieces, counts, strict=True)
@@ -290,6 +296,7 @@ def _cut(
     )
     total = len(tensors["source"])
     tensors["local_places"] = own_places(total, part)
+    # Rotary embeddings need positions of this rank's tokens alone.
     tensors["positions"] = tensors["positions"][tensors["local_places"]]
     return tensors, [
         _pieces(segments, begin, end) for begin, end in _halves(total, part)
@@ -312,10 +319,12 @@ def pack_for_engine(
     therefore never see it.
     """
     multiple = 2 * part.size
+    # An empty batch still needs one sequence, because every rank takes part.
     filled = [-(-length // multiple) * multiple for length in lengths if length] or [
         multiple
     ]
     total = sum(filled)
+    # Padding of the row is one more sequence.
     filled += [-total % multiple_of] if total % multiple_of else []
     begins = [sum(filled[:number]) for number in range(len(filled))]
     source = torch.zeros(sum(filled), dtype=torch.int64)
@@ -333,6 +342,7 @@ def pack_for_engine(
         max_seqlen_q=max(filled),
         max_seqlen_kv=max(filled),
         source=source,
+        # Positions count within each sequence, including its padding.
         positions=torch.cat([own_places(length, part) for length in filled]),
         starts=torch.tensor(starts, dtype=torch.int64),
         local_places=torch.cat(

@@ -65,7 +65,7 @@ class _MaskType(enum.Enum):
     padding_causal_bottom_right = "padding_causal_bottom_right"
 
 
-class EngineAttention(TEDotProductAttention):
+class EngineAttention(TEDotProductAttention):  # type: ignore[misc]  # megatron-core has no complete types
     """Transformer Engine's attention, which also reads a `VarlenPacking` as sequences in "thd"."""
 
     def forward(
@@ -91,7 +91,7 @@ class EngineAttention(TEDotProductAttention):
             [s, b, heads / tp * head_dim], dtype of `query`.
         """
         if packed_seq_params is None:
-            return super().forward(
+            of_rows: torch.Tensor = super().forward(
                 query,
                 key,
                 value,
@@ -100,9 +100,11 @@ class EngineAttention(TEDotProductAttention):
                 attention_bias,
                 **options,
             )
+            return of_rows
         assert attention_mask is None and attention_bias is None
         packing = packed_seq_params
         out: torch.Tensor = super().forward(
+            # The batch axis is removed: "thd" has tokens, heads and dimensions.
             query.squeeze(1),
             packing.gather_segments(key.squeeze(1)),
             packing.gather_segments(value.squeeze(1)),
@@ -153,6 +155,7 @@ def why_not_cut(config: TransformerConfig) -> str:
         config.num_attention_heads // tp_size,
         max(1, config.num_query_groups // tp_size),
     )
+    # "a2a" exchanges heads for tokens, so the heads must divide the ranks.
     if "a2a" in kinds and any(number % cp_size for number in heads):
         return (
             f"megatron.cp_comm_type=a2a spreads heads over the ranks, and {heads[0]} heads with {heads[1]} for keys "

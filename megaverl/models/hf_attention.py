@@ -120,6 +120,7 @@ def attend(
         _current.calls.append(
             _Call(problem, sliding_window, (query.shape[-1], value.shape[-1]))
         )
+        # The right shape on the meta device, so that the pass goes on.
         return query.new_empty(
             query.shape[0], query.shape[2], query.shape[1], value.shape[-1]
         ), None
@@ -129,6 +130,7 @@ def attend(
         return attend_rows(query, key, value, None, scaling, sliding_window).transpose(
             1, 2
         ), None
+    # A packed row has a batch of one.
     # [t, heads, d]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = attend_packed(q, k, v, _current.packing, scaling, sliding_window)
@@ -223,6 +225,8 @@ def row_reading(
     finally:
         _current.calls = None
         model.train(was_training)
+    # The first problem is reported. Dropout is supported by transformers' own kernels,
+    # other problems only by the plain one.
     problem = next((call.problem for call in calls if call.problem), "")
     if problem:
         return RowReading(
@@ -230,6 +234,8 @@ def row_reading(
         )
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []
+    # State or other mixing would carry tokens of one sample over to the next in a
+    # packed row.
     if (
         any(kind not in (SLIDING, FULL) for kind in kinds)
         or len(calls) != num_blocks
@@ -240,6 +246,7 @@ def row_reading(
         return RowReading("its layers do not say how far their attention looks", None)
     if not _takes_positions(model):
         return RowReading("its tokens' positions cannot be given", None)
+    # All layers have the same head sizes.
     (width, of_values), *_ = (call.head_dims for call in calls)
     varlen = width == of_values and not flash_attention.why_not_for(dtype, width)
     return RowReading(pack=pack_varlen if varlen else pack)

@@ -33,7 +33,6 @@ from megaverl.models.hf_shards import (
     VALUE_HEAD,
     VALUE_WEIGHT,
     not_built,
-    weights_of_module,
 )
 from megaverl.models.vision import (
     VisionInputs,
@@ -44,6 +43,7 @@ from megaverl.models.vision import (
 )
 from megaverl.platform import platform
 from megaverl.sharding.model_config import instead_of
+from megaverl.sharding.tracing import weights_of_module
 from megaverl.user_code import describe, user_code
 
 if TYPE_CHECKING:
@@ -149,12 +149,15 @@ class PolicyModule(nn.Module):
             Logits [b, s, vocabulary] or hidden states [b, s, hidden]; values [b, s, num_values] float32 or None; and
                 the routers' loss or None.
         """
+        # In a packed row every token has its position in its own sequence.
         options: dict[str, Any] = {"position_ids": positions} if self._positions else {}
         module = self.model.base_model if self.gives_hidden else self.model
         self._drawn = None
         if self._takes_images and seen is not None:
             options = {"position_ids": seen.positions, **seen.given}
             self._drawn = tokens
+            # The tower finds its places by the image token, so sampled image tokens are
+            # hidden from it.
             tokens = seen.places
         self._sees_none = "pixel_values" not in options
         loss = None
@@ -165,6 +168,7 @@ class PolicyModule(nn.Module):
             options |= {"logits_to_keep": 1} if self.gives_hidden else {}
         outputs = module(input_ids=tokens, use_cache=False, **options)
         hidden = self._seen
+        # Dropped at once: hidden states are as large as the activations of a layer.
         self._seen = None
         if router_loss:
             loss = outputs.aux_loss
@@ -173,6 +177,7 @@ class PolicyModule(nn.Module):
             output = hidden
         if not hasattr(self, VALUE_HEAD):
             return output, None, loss
+        # The hook on the backbone has run in this forward pass.
         assert hidden is not None
         weight: torch.Tensor = self.get_submodule(VALUE_HEAD).weight  # type: ignore[assignment]
         return output, nn.functional.linear(hidden.float(), weight.float()), loss
@@ -220,6 +225,7 @@ def build_module(
         ConfigError: Liger's kernels cannot be used here.
     """
     register()
+    # Read on every rank. Nothing is downloaded here.
     config = read_config(folder, trust_remote_code=trust_remote_code)
     if quantised := getattr(config, QUANTISED, None):
         problem = (
@@ -318,6 +324,7 @@ def _fill_buffers(model: PreTrainedModel) -> None:
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if (f"{path}.{name}" if path else name) not in saved:
+                # Buffers on the meta device have no values, so they get memory first.
                 setattr(module, name, torch.empty_like(buffer, device=platform.device))
     model.initialize_weights()
 
@@ -328,6 +335,7 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
     Raises:
         ModelError: there is no such list.
     """
+    # transformers names the block classes that must not be split over devices.
     named = set(getattr(model, "_no_split_modules", None) or ())
     # In a model with images, the vision tower has a list of blocks too, which may be
     # longer.
@@ -358,6 +366,7 @@ def freeze_weights(model: PreTrainedModel, patterns: Sequence[str], role: str) -
     Raises:
         ConfigError: a pattern matches nothing, or no weight is left to train.
     """
+    # Patterns are of names in the files, which may differ from the module's.
     renamed = weights_of_module(model).renamed if patterns else {}
     names = {
         renamed.get(name, name): parameter
@@ -421,7 +430,7 @@ def logits_are_plain(model: PreTrainedModel) -> bool:
     Found by a forward pass in which backbone and output layer return made-up tensors. A
     model that scales or caps its logits changes them.
     """
-    head: nn.Module = model.get_output_embeddings()  # type: ignore[assignment]
+    head: nn.Module = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         return False
     # Values that a soft cap, a scale or a norm between the hidden states and the logits
@@ -442,6 +451,7 @@ def logits_are_plain(model: PreTrainedModel) -> bool:
         seen.append(hidden_states)
         return logits
 
+    # No weight is read, so that the model may be on the meta device.
     with _forwards({model.base_model: backbone, head: output_layer}):
         try:
             with user_code(lambda error: ModelError(describe(error))):
@@ -505,7 +515,7 @@ def checkpoint_block(block: nn.Module, kind: str) -> None:
             forward, *args, use_reentrant=False, context_fn=context, **kwargs
         )
 
-    block.forward = checkpointed  # type: ignore[method-assign]
+    block.forward = checkpointed
 
 
 def shard_module(
@@ -547,7 +557,7 @@ def shard_module(
     place = torch.device("cpu") if cpu_offload else platform.device
     # `to_empty` would allocate buffers anew that have values already, such as rotary
     # frequencies.
-    module._apply(
+    module._apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
         lambda tensor: (
             torch.empty_like(tensor, device=place) if tensor.is_meta else tensor
         )
@@ -591,6 +601,7 @@ def all_shards(module: PolicyModule) -> dict[str, torch.Tensor]:
         state = {**state, VALUE_WEIGHT: module.get_submodule(VALUE_HEAD).weight}
     shards: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
+    # FSDP2 keeps parameters as DTensors, of which only this rank's shard counts.
     for name, tensor in state.items():
         # A tied parameter appears under several names; its first name stands for all.
         if id(tensor) not in seen:

@@ -135,6 +135,7 @@ def sharded_weights(
     absent = (
         set() if beside_logits or not value_head else _output_layer_parameters(model)
     )
+    # A layout of whole tensors, without the output layer that a critic does not have.
     full = full.shard(
         {
             name: whole(shape)
@@ -152,6 +153,7 @@ def sharded_weights(
     parts = cuts or TensorCuts()
 
     @cache
+    # Ranks with the same shard share one layout object, which keeps plans small.
     def layout_of_shard(index: int, tp_rank: int) -> Layout:
         # Tensor parallelism splits first, and FSDP splits the part that remains.
         boxes = {
@@ -170,6 +172,7 @@ def sharded_weights(
     )
 
     def layout_of(rank: int) -> Layout:
+        # Tensor-parallel ranks are neighbours, and replicas follow each other.
         return layout_of_shard(rank // parts.size % num_shards, rank % parts.size)
 
     return ShardedWeights(weights, layout_of, described.renamed)
@@ -178,6 +181,7 @@ def sharded_weights(
 def _output_layer_parameters(model: PreTrainedModel) -> set[str]:
     """Return names of parameters that belong to the output layer and no other module."""
     head = model.get_output_embeddings()
+    # By identity, because tied parameters belong to several modules.
     used_elsewhere = {
         id(parameter)
         for module in model.modules()

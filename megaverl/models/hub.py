@@ -60,6 +60,7 @@ class ModelFiles:
         Raises:
             ModelError: on every rank: a file could not be downloaded.
         """
+        # Known on every rank alike, so no collective is needed to agree.
         if self._complete:
             return None
         return self._arrive()
@@ -82,6 +83,8 @@ class ModelFiles:
                     there = future.done()
                 with together():
                     if future is not None and there:
+                        # Raises the download's error, which `together` passes to all
+                        # ranks.
                         future.result()
                 # Ranks communicate at least every WAIT_SECONDS. A longer silence during
                 # a download would look like a lost rank.
@@ -158,11 +161,13 @@ def _fetch(
 ) -> ModelFiles:
     """Download the small files on the first rank of each machine, start downloading weights, and share the results."""
     rank = dist.get_rank()
+    # One entry per rank. The machine's number comes from torchrun.
     machines = gather_json(os.environ.get("GROUP_RANK", "0"))
     # The first rank of the job on each machine downloads for that machine.
     leader = machines.index(machines[rank]) == rank
     local_files: list[Any] = [machines[rank], None, []]
     futures: dict[str, Future[Path]] = {}
+    # Collective: all ranks raise if one machine's download fails.
     with together():
         if leader:
             hub = open_hub()
@@ -181,6 +186,7 @@ def _fetch(
             # the entry of its own machine.
             local_files[1:] = [str(folder), shards]
             futures = _in_background(hub.fetch, shards)
+    # Every rank needs the answer of its machine's first rank.
     all_files = gather_json(local_files)
     machine = local_files[0]
     folder, shards = next(
@@ -199,6 +205,8 @@ def _in_background(
     fetch: Callable[[str], Path], names: Sequence[str]
 ) -> dict[str, Future[Path]]:
     """Download files one after the other in a thread. The thread does not keep the process alive."""
+    # Created before the thread starts, so that waiting for any file is possible at
+    # once.
     futures: dict[str, Future[Path]] = {name: Future() for name in names}
 
     def work() -> None:
@@ -206,6 +214,8 @@ def _in_background(
             try:
                 futures[name].set_result(fetch(name))
             # Errors are raised on the thread that waits for the file.
+            # The remaining files fail with the same error, and nothing waits for them
+            # forever.
             except BaseException as error:
                 for future in futures.values():
                     if not future.done():
@@ -291,6 +301,7 @@ class HuggingFaceHub:
         from huggingface_hub.errors import OfflineModeIsEnabled
 
         try:
+            # A single request for the whole list.
             info = HfApi(endpoint=self._endpoint).model_info(
                 self._path, revision=self._revision
             )
@@ -313,6 +324,7 @@ class HuggingFaceHub:
 
         # Request one file by branch name. Otherwise the cache would not know offline
         # which commit the branch was.
+        # Other files are asked for by commit.
         revision = self._revision if name == CONFIG_FILE else self._commit
         try:
             return Path(

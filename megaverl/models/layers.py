@@ -45,6 +45,7 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalize [..., hidden]; the result has the same shape and dtype."""
         factor = 1.0 + self.weight.float() if self.zero_centred else self.weight
+        # PyTorch has no fused kernel for CPUs.
         if hidden.device.type == "cpu":
             return rms_norm(hidden, factor, self.eps)
         if self.zero_centred:
@@ -52,6 +53,124 @@ class RMSNorm(nn.Module):
                 hidden.dtype
             )
         return F.rms_norm(hidden, self.hidden_size, factor, self.eps)
+
+
+class CentredNorm(nn.Module):
+    """LayerNorm without a bias (arXiv 1607.06450), as in Cohere's models, computed in float32.
+
+    Its weight is marked like that of `RMSNorm`, and has the same options.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.hidden_size = (hidden_size,)
+        self.zero_centred = config.layernorm_zero_centered_gamma
+        start = torch.zeros if self.zero_centred else torch.ones
+        self.weight = nn.Parameter(start(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.register_parameter("bias", None)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalize [..., hidden]; the result has the same shape and dtype."""
+        wide = hidden.to(_wide(hidden))
+        weight = self.weight.to(wide.dtype)
+        factor = 1.0 + weight if self.zero_centred else weight
+        bias = None if self.bias is None else self.bias.to(wide.dtype)
+        normed = F.layer_norm(wide, self.hidden_size, factor, bias, self.eps)
+        return normed.to(hidden.dtype)
+
+
+class LayerNorm(CentredNorm):
+    """LayerNorm with a bias (arXiv 1607.06450)."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class ProjectionNorm(nn.Module):
+    """RMSNorm over all heads of a projection, which tensor-parallel ranks share (OLMo-2, arXiv 2501.00656).
+
+    Each rank has the whole weight [heads * head_dim], and normalizes its own heads by
+    the mean square over the heads of all ranks. megatron-core sums the weight's gradient
+    over tp, found by the parameter's name (`q_layernorm`, `k_layernorm`), like that of a
+    norm per head. If several ranks share a key-value head, each has a copy of it.
+
+    `group` is set by `models/build.py`, since megatron-core passes no process group to
+    norms.
+    """
+
+    group: dist.ProcessGroup
+
+    def __init__(self, config: TransformerConfig, num_heads: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.num_heads = num_heads
+        self.head_dim: int = config.kv_channels
+        self.weight = nn.Parameter(
+            torch.ones(num_heads * self.head_dim, dtype=config.params_dtype)
+        )
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """Normalize this rank's heads [s, b, heads, head_dim]; the result has the same shape and dtype."""
+        tp_size = self.group.size()
+        num_local = heads.shape[2]
+        num_copies = num_local * tp_size // self.num_heads
+        wide = heads.to(_wide(heads))
+        squares = wide.square().sum(dim=(2, 3), keepdim=True)
+        # Every rank's heads depend on the sum, so its gradients are summed as well.
+        total = sum_gradients(sum_values(squares, self.group), self.group)
+        mean = total / (num_copies * self.num_heads * self.head_dim)
+        first_head = self.group.rank() // num_copies * num_local
+        weight = self.weight.view(self.num_heads, self.head_dim)[
+            first_head : first_head + num_local
+        ]
+        return (wide * torch.rsqrt(mean + self.eps) * weight).to(heads.dtype)
+
+
+class QueryProjectionNorm(ProjectionNorm):
+    """`ProjectionNorm` over all query heads."""
+
+    def __init__(self, config: TransformerConfig, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, config.num_attention_heads, eps)
+
+
+class KeyProjectionNorm(ProjectionNorm):
+    """`ProjectionNorm` over all key heads."""
+
+    def __init__(self, config: TransformerConfig, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, config.num_query_groups, eps)
+
+
+class SharedNormOutput(nn.Module):
+    """Replacement for the norm before an MLP that reads the output of the norm before attention (Cohere).
+
+    `keep` is a forward hook of that norm. The kept output belongs to the same forward
+    pass of the layer, also if the layer is recomputed.
+    """
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self._kept: torch.Tensor | None = None
+
+    def keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        """Keep the output of the norm before attention."""
+        self._kept = output
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the kept output, [s, b, hidden], whatever `hidden` is."""
+        kept = self._kept
+        assert kept is not None, "the norm before attention runs first"
+        self._kept = None
+        return kept
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -67,7 +186,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Returns:
         [..., width], dtype of `x`.
     """
-    result: torch.Tensor = _RMSNorm.apply(x, weight, eps)
+    result: torch.Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
     return result
 
 
@@ -83,6 +202,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
+        # Sums of squares are accumulated in float32 or wider, in one pass.
         inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x))
         inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
@@ -95,11 +215,13 @@ class _RMSNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
         normed = _scaled(x, inverse)
+        # Gradients may be of 16 bits, and products are summed over all tokens.
         wide = grad.to(_wide(grad))
         product = (wide * normed).reshape(-1, x.shape[-1])
         by_weight = (
             product.sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         )
+        # [tokens, 1]: mean of h n over the last dimension, needed for every element.
         mean = product.mv(weight.to(product.dtype)).div_(x.shape[-1]).view_as(inverse)
         by_x = (wide * weight).sub_(normed.mul_(mean)).mul_(inverse)
         return by_x.to(x.dtype), by_weight, None
@@ -115,7 +237,7 @@ def _scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return x * factor if x.dtype == factor.dtype else x.to(factor.dtype).mul_(factor)
 
 
-class BiasedRouter(TopKRouter):
+class BiasedRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no complete types
     """megatron-core's router with DeepSeek-V3's bias (arXiv 2412.19437, eq. 16).
 
     The bias affects the choice of experts, but not their weights. megatron-core keeps
@@ -165,6 +287,7 @@ class ValueHead(nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """Map [s, b, hidden] to ([s, b, num_values] float32, no bias). Signature of ColumnParallelLinear."""
         values = torch.nn.functional.linear(hidden.float(), self.weight.float())
+        # The output layer would gather the sequence itself. The value head replaces it.
         if self.sequence_parallel:
             values = gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self.tp_group
@@ -202,9 +325,11 @@ class ValuesBesideLogits(ValueHead):
         assert self._seen is not None, (
             "there was no forward pass, or its values were taken"
         )
+        # Taken once, so that no hidden states of an earlier pass are used by mistake.
         hidden = self._seen
         self._seen = None
-        return self(hidden)[0].transpose(0, 1)
+        values: torch.Tensor = self(hidden)[0]
+        return values.transpose(0, 1)
 
 
 class _SumGradients(torch.autograd.Function):
@@ -219,6 +344,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # The all-reduce works in place and needs a contiguous gradient.
         total = grads[0].contiguous()
         if dist.get_world_size(ctx.group) > 1:
             dist.all_reduce(total, group=ctx.group)
@@ -232,7 +358,7 @@ def sum_gradients(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     `copy_to_tensor_model_parallel_region` (0.16) silently skips the sum for a gradient
     that is not contiguous, such as that of a transposed tensor.
     """
-    summed: torch.Tensor = _SumGradients.apply(values, group)
+    summed: torch.Tensor = _SumGradients.apply(values, group)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
     return summed
 
 
@@ -243,6 +369,7 @@ class _SumValues(torch.autograd.Function):
     def forward(
         ctx: Any, values: torch.Tensor, group: dist.ProcessGroup
     ) -> torch.Tensor:
+        # Copied, because the all-reduce overwrites its input, which autograd may need.
         total = values.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
@@ -260,7 +387,7 @@ def sum_values(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """
     if dist.get_world_size(group) == 1:
         return values
-    summed: torch.Tensor = _SumValues.apply(values, group)
+    summed: torch.Tensor = _SumValues.apply(values, group)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
     return summed
 
 
@@ -275,6 +402,8 @@ class HiddenHead:
         self._layer = layer
         self._group = group
         self._tied: torch.Tensor | None = None
+        # The layer's weight stays a parameter of the layer, and only its forward pass
+        # is replaced.
         layer.forward = self
 
     @property
@@ -293,6 +422,7 @@ class HiddenHead:
 
         Signature of ColumnParallelLinear.
         """
+        # With tied embeddings megatron-core passes the weight in each pass.
         self._tied = weight
         if self._layer.sequence_parallel:
             whole = gather_from_sequence_parallel_region(
@@ -335,6 +465,8 @@ class AtPositions:
         """Use these positions for forward passes inside."""
         self.positions = positions
         try:
+            # Positions are set for a whole forward pass. Recomputed layers set them
+            # again.
             yield
         finally:
             self.positions = None

@@ -20,6 +20,7 @@ from megaverl.sharding.model_spec import MLASpec, ModelSpec, MoESpec, misfits
 
 platform.adapt_megatron()
 
+from megatron.core.activations import squared_relu  # noqa: E402
 from megatron.core.fusions.fused_bias_geglu import quick_gelu  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.transformer.transformer_config import (  # noqa: E402
@@ -53,6 +54,7 @@ def fused_options(spec: ModelSpec, overrides: Mapping[str, Any]) -> dict[str, An
     # Transformer Engine's activation replaces the function that the fusion would fuse.
     own_activation = bool(overrides.get("use_te_activation_func"))
     return {
+        # Fused only if megatron-core has a kernel for it.
         "bias_activation_fusion": spec.activation in FUSED_ACTIVATIONS
         and not own_activation,
         "bias_dropout_fusion": not spec.linear_bias,
@@ -120,6 +122,10 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "silu": {"activation_func": F.silu},
     # megatron-core has a fused kernel only for the exact gelu.
     "gelu_tanh": {"activation_func": gelu_tanh, "bias_activation_fusion": False},
+    "squared_relu": {
+        "activation_func": squared_relu,
+        "bias_activation_fusion": False,
+    },
     "clamped_swiglu": {
         "activation_func": quick_gelu,
         "glu_linear_offset": 1.0,
@@ -187,9 +193,10 @@ def transformer_config(
         "num_attention_heads": spec.num_heads,
         "num_query_groups": spec.num_kv_heads,
         "kv_channels": spec.head_dim,
-        "normalization": "RMSNorm",
+        "normalization": "RMSNorm" if spec.norm == "rms" else "LayerNorm",
         "layernorm_epsilon": spec.norm_eps,
-        "gated_linear_unit": True,
+        "gated_linear_unit": spec.is_gated,
+        "softmax_scale": spec.softmax_scale,
         "layernorm_zero_centered_gamma": spec.norm_plus_one,
         # megatron-core's window excludes the query's own position, and Hugging Face's
         # includes it.
@@ -228,6 +235,7 @@ def transformer_config(
         "calculate_per_token_loss": True,
         GRAPHED: [],
     }
+    # With virtual stages the two directions overlap.
     if shape.vpp and shape.pp == 2:
         # With two stages both neighbours are the same rank, so messages of the two
         # directions must not share a batch.
@@ -237,10 +245,12 @@ def transformer_config(
     if spec.mla is not None:
         options |= latent_attention_options(spec, spec.mla)
     options |= ACTIVATIONS[spec.activation]
+    # The user's fields, with values converted to the types of megatron-core's fields.
     settings = coerce(config_class, overrides or {}, "megatron")
     check_fused_rope(spec, settings)
     _check_needs(overrides or {})
     options |= fused_options(spec, settings) if platform.is_cuda else CPU_OPTIONS
+    # Later entries win: model, then machine, then user, then grid.
     options |= settings
     options |= {
         "tensor_model_parallel_size": shape.tp,
@@ -250,10 +260,13 @@ def transformer_config(
         "expert_model_parallel_size": shape.ep,
         "expert_tensor_parallel_size": shape.etp,
     }
+    if spec.parallel_layers:
+        _check_parallel_layers(options)
     if shape.tp == 1 and options.get("sequence_parallel"):
         # A sequence split over one rank is whole. Roles inherit the actor's fields, and
         # may have a smaller tp.
         options["sequence_parallel"] = False
+    # Only experts depend on combinations that megatron-core checks late.
     if spec.moe is not None:
         _check_expert_options(options, shape)
     _check_attention_backend(options.get("attention_backend", AttnBackend.auto))
@@ -285,6 +298,22 @@ def _check_needs(overrides: Mapping[str, Any]) -> None:
             raise ModelError(f"megatron.{name}={value} {why}")
 
 
+def _check_parallel_layers(options: Mapping[str, Any]) -> None:
+    """Refuse options under which megatron-core frees the norm's output, which attention and MLP share, too early."""
+    if {"attn_norm", "mlp_norm"} & set(options.get("offload_modules") or ()):
+        raise ModelError(
+            "megatron.offload_modules: attn_norm and mlp_norm cannot be offloaded in this model, because attention and "
+            "MLP read the same norm's output. Leave both out."
+        )
+    if options.get("recompute_granularity") == "selective" and "layernorm" in (
+        options.get("recompute_modules") or ()
+    ):
+        raise ModelError(
+            "megatron.recompute_modules: layernorm cannot be recomputed in this model, because attention and MLP read "
+            "the same norm's output. Leave layernorm out, or use activation_checkpointing: full."
+        )
+
+
 def _check_attention_backend(backend: AttnBackend) -> None:
     """Refuse FlashAttention under Transformer Engine if it cannot run. Otherwise the first batch would fail."""
     if (
@@ -308,6 +337,8 @@ def token_multiple(config: TransformerConfig, shape: GridShape) -> int:
     """
     cut = shape.tp if config.sequence_parallel else 1
     if not config.fp8:
+        # Chunks of context-parallel ranks are even, and each must divide over
+        # sequence-parallel ranks.
         return cut if shape.cp == 1 else shape.cp * math.lcm(2, cut)
     return cut * shape.cp * (32 if config.fp8_recipe == "mxfp8" else 16)
 

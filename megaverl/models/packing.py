@@ -27,7 +27,7 @@ Attend = Callable[
 
 
 @dataclass
-class Packing(PackedSeqParams):
+class Packing(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no complete types
     """Layout of several sequences in one row of `t` tokens.
 
     All layers except attention treat tokens independently, so a shared prompt costs
@@ -113,6 +113,7 @@ class DensePacking(Packing):
         if len(self.wholes):
             width = self.wholes.shape[1]
             mask = (
+                # Without a window inside the row, the kernel's own causal mask does.
                 None
                 if window is None or window >= width
                 else self._mask(width, width, None, window)
@@ -132,6 +133,8 @@ class DensePacking(Packing):
             outputs.append(
                 attend(_gather(query, self.later_queries), keys, values, mask)
             )
+        # [m, heads, a, d] and [n, heads, q, d] become [places, heads * d], whole
+        # sequences first.
         flat = torch.cat(
             [out.transpose(1, 2).flatten(2).flatten(0, 1) for out in outputs]
         )
@@ -148,6 +151,7 @@ class DensePacking(Packing):
         )
         columns = torch.arange(keys, device=device)
         seen = columns <= last_seen
+        # A window's lower bound is relative to the query, like the upper one.
         if window is not None:
             seen &= columns > last_seen - window
         return seen.unsqueeze(1)
@@ -213,6 +217,8 @@ def pack(
     row = _Row(lengths, shared, groups)
     wholes: list[_Part] = []
     later: list[_Part] = []
+    # Groups in the order of the row. `parts` holds (place, length) of each sequence's
+    # own tokens.
     for beginning, common, parts in row.groups:
         longest_part = max(count for _, count in parts)
         if common and common > LONG_BEGINNING * longest_part:
@@ -229,9 +235,11 @@ def pack(
                 wholes.append((beginning, common, place, count, number == 0))
     total = row.total
     padding = -row.total % multiple_of
+    # [m, a] places of tokens, padded to the longest sequence.
     all_wholes, whole_mask = spans(wholes, total)
     keys, _ = spans(later, total)
     later_parts = [(0, 0, place, count, False) for _, _, place, count, _ in later]
+    # The same rows as queries: their own tokens alone.
     queries, query_mask = spans(later_parts, total)
     # Outputs of whole sequences come first, then those of later parts. Padding takes
     # the output at 0.
@@ -240,6 +248,7 @@ def pack(
     place_of[queries[query_mask]] = (
         all_wholes.numel() + query_mask.flatten().nonzero()[:, 0]
     )
+    # Padding tokens are copies of token 0, whose outputs nothing reads.
     tensors = row.tokens(width, padding)
     longest = int(tensors["positions"].max()) + 1
     return DensePacking(
@@ -286,6 +295,7 @@ def pack_segments(
     keys = torch.tensor([common + count for _, common, _, count in segments])
     places = []
     for beginning, common, place, count in segments:
+        # Keys of a segment: the shared prompt, then its own tokens.
         places.append(torch.arange(beginning, beginning + common))
         places.append(torch.arange(place, place + count))
     zero = torch.zeros(1, dtype=torch.int32)
@@ -297,6 +307,7 @@ def pack_segments(
         max_seqlen_q=int(queries.max()),
         max_seqlen_kv=int(keys.max()),
         **tensors,
+        # None saves the copy of keys and values if segments share nothing.
         keys=torch.cat(places) if has_shared or "local_places" in tensors else None,
     )
 
@@ -314,6 +325,7 @@ def laid_out(
     padding = -row.total % multiple_of
     segments: list[Segment] = []
     for beginning, common, parts in row.groups:
+        # The prompt is a segment itself, with no keys before it.
         segments.append((0, 0, beginning, common))
         segments += [(beginning, common, place, count) for place, count in parts]
     segments.append((0, 0, row.total, padding))
@@ -348,6 +360,8 @@ class _Row:
         members: dict[int, list[int]] = {}
         for sequence, group in enumerate(groups):
             members.setdefault(group, []).append(sequence)
+        # Dictionaries keep the order of first appearance, so groups stay in the order
+        # of the batch.
         for sequences in members.values():
             # A single sequence shares its prompt with nothing, so it stays in one
             # piece.
@@ -356,6 +370,8 @@ class _Row:
             parts = []
             for sequence in sequences:
                 place = self._lay(sequence, common, lengths[sequence] - common)
+                # A sequence alone in its group starts with its prompt, so its own part
+                # begins after it.
                 self.starts[sequence] = place + shared[sequence] - common
                 parts.append((place, lengths[sequence] - common))
             self.groups.append((beginning, common, parts))
@@ -371,6 +387,7 @@ class _Row:
 
     def tokens(self, width: int, padding: int) -> dict[str, torch.Tensor]:
         """Return `Packing`'s fields for the row with `padding` more tokens."""
+        # Positions restart in every run, and a response continues from its prompt.
         positions = torch.cat(
             [torch.arange(first, first + count) for _, first, count in self._taken]
         )
@@ -391,6 +408,7 @@ def spans(parts: list[_Part], total: int) -> tuple[torch.Tensor, torch.Tensor]:
     Short rows repeat a token.
     """
     # view: without parts the tensor would have one dimension.
+    # [n, 1] each, to be combined with the steps along the row.
     numbers = torch.tensor([part[:4] for part in parts], dtype=torch.int64).view(-1, 4)
     beginning, common, place, count = (
         column.unsqueeze(1) for column in numbers.unbind(1)
@@ -411,9 +429,9 @@ def spans(parts: list[_Part], total: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _gather(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Select tokens: [t, heads, d] -> [n, heads, length, d]."""
-    return (
-        x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
-    )
+    rows: torch.Tensor = x.index_select(0, places.flatten())
+    segments: torch.Tensor = rows.unflatten(0, places.shape)
+    return segments.transpose(1, 2)
 
 
 class Predicting(NamedTuple):
@@ -512,6 +530,7 @@ class MicroBatch:
     def cut(self, places: torch.Tensor) -> MicroBatch:
         """Return the part of a context-parallel rank: the tokens at `places` of each row, and what they predict."""
         local_place = torch.full((self.tokens.shape[1],), -1)
+        # -1: the token belongs to another rank.
         local_place[places] = torch.arange(len(places))
         sample, row, position = self.predicting
         is_here = local_place[position] >= 0
@@ -526,6 +545,7 @@ class MicroBatch:
                 sample[is_here], row[is_here], local_place[position[is_here]]
             ),
             targets=self.targets[is_here],
+            # A mask of the same shape, of which only this rank's tokens are left.
             predicted=self.predicted.masked_scatter(self.predicted, is_here),
             last=local_place[self.last],
         )
@@ -537,6 +557,7 @@ class MicroBatch:
         rank has the token.
         """
         row = torch.arange(len(self.samples), device=output.device)
+        # All samples lie in one row.
         if self.packing is not None:
             row = torch.zeros_like(row)
         values = output[row, self.last.clamp(min=0)]
@@ -572,6 +593,7 @@ class MicroBatch:
             value = getattr(self, attribute.name)
             if isinstance(value, torch.Tensor):
                 copies[attribute.name] = to_device(value, device)
+            # Nested inputs move with the batch.
             elif isinstance(value, Packing | VisionInputs):
                 copies[attribute.name] = value.to(device)
         return replace(self, **copies)

@@ -110,6 +110,8 @@ class ReplayedRouter:
             Scores and numbers of the chosen experts, [tokens, k].
         """
         assert default_compute_topk is not None
+        # Computed even if experts are given, because the statistics compare both
+        # choices.
         values, router_choice = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
@@ -133,6 +135,8 @@ class ReplayedRouter:
             chosen = router_choice
         else:
             chosen = torch.where(experts < 0, router_choice, experts)
+            # Weights of the given experts, by this router's own scores. The gradient
+            # flows through them.
             values = scores.gather(1, chosen)
         if is_forward and weights is not None:
             with torch.no_grad():
@@ -149,6 +153,7 @@ class ReplayedRouter:
     ) -> None:
         """Add one forward pass to the statistics."""
         num_experts = scores.shape[1]
+        # Added on the device. Nothing is read back before `metrics`.
         load = self.counts.new_zeros(num_experts)
         load.index_add_(
             0, chosen.flatten(), weights.double().repeat_interleave(chosen.shape[1])
@@ -166,6 +171,7 @@ class ReplayedRouter:
             if experts is None
             else weights * (experts >= 0).all(dim=1)
         )
+        # Order does not matter, so sorted choices are compared.
         differs = (router_choice.sort(dim=1).values != chosen.sort(dim=1).values).any(
             dim=1
         )
@@ -200,6 +206,7 @@ class RouterReplay:
         for chunk in chunks:
             for router in _routers_of(chunk):
                 router.router_replay = self._routers[router.layer_number - 1] = (
+                    # megatron-core's router asks this object when it chooses.
                     ReplayedRouter(router)
                 )
 
@@ -215,6 +222,7 @@ class RouterReplay:
         """
         rows = batch.tokens.shape[0]
         weights = torch.zeros(rows, width, device=batch.tokens.device)
+        # A token counts if its output predicts a response token.
         weights[batch.predicting.row, batch.predicting.position] = 1.0
         routed = batch.routed_experts
         if routed is not None and routed.shape[1] < width:
@@ -238,11 +246,13 @@ class RouterReplay:
 
     def _as_seen(self, rows: torch.Tensor) -> torch.Tensor:
         """Return [b, s, ...] as [tokens, ...], in the order in which routers on this rank see tokens."""
+        # Routers see [s, b] in megatron-core's order: position by position.
         by_place = rows.transpose(0, 1)
         if self._is_sequence_parallel:
             by_place = by_place.chunk(self._grid.shape.tp)[self._grid.coords.tp]
         return by_place.flatten(0, 1)
 
+    # A failed pass may leave entries in the queues.
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Surround all micro-batches of a batch. On exit, routers drop what they still expect."""
@@ -269,6 +279,7 @@ class RouterReplay:
             dtype=torch.float64,
             device=platform.device,
         )
+        # Layers of other stages stay zero here, so the sum over ranks is complete.
         for layer, router in self._routers.items():
             counts[layer] = router.counts
             router.counts.zero_()
@@ -289,6 +300,7 @@ def _routers_of(model: torch.nn.Module) -> Iterator[TopKRouter]:
 def counted(counts: torch.Tensor) -> dict[str, float]:
     """Convert counts [layers, experts + 4] to the metrics of `RouterReplay.metrics`; empty if no token was counted."""
     sums = counts[:, -4:]
+    # Layers that were never used would count as unbalanced.
     counts = counts[sums[:, TOKENS] > 0]
     if not len(counts):
         return {}

@@ -119,6 +119,7 @@ class VisionReader:
         """
         if packing is None:
             columns = torch.arange(tokens.shape[1]).expand_as(tokens)
+            # Everything behind the prompt was sampled.
             drawn = columns >= prompt_lengths.unsqueeze(1)
             positions = columns
         else:
@@ -127,6 +128,8 @@ class VisionReader:
             for first, count in zip(
                 packing.starts.tolist(), response_lengths.tolist(), strict=True
             ):
+                # `starts` is the place before a sequence's own part, whose last prompt
+                # token predicts the first response token.
                 drawn[0, first + 1 : first + 1 + count] = True
         # The policy may sample the image token in a response. There it is an ordinary
         # token without an image.
@@ -168,6 +171,7 @@ def rope_positions(
         grids: number of patches of each image in time, height and width.
     """
     flat = positions.flatten()
+    # Position 0 marks the beginning of a prompt in a packed row.
     beginnings = (flat == 0).nonzero()[:, 0].tolist()
     shift = torch.zeros_like(flat)
     rotary = flat.repeat(3, 1)
@@ -180,6 +184,7 @@ def rope_positions(
         first = next(places)
         for _ in range(count - 1):
             next(places)
+        # Positions shift until the next prompt begins.
         after = bisect_right(beginnings, first)
         end = beginnings[after] if after < len(beginnings) else len(flat)
         counted = torch.stack(
@@ -188,8 +193,10 @@ def rope_positions(
         inside.append(
             (slice(first, first + count), flat[first] + shift[first] + counted)
         )
+        # The image takes fewer positions than tokens, and later tokens move up.
         shift[first + count : end] += max(rows, columns) - count
     rotary += shift
+    # After the shift, because an image's positions are not a shift of the text's.
     for span, image_positions in inside:
         rotary[:, span] = image_positions
     return rotary.view(3, *positions.shape)
@@ -223,8 +230,10 @@ def without_image(model: PreTrainedModel, device: torch.device) -> torch.Tensor:
     merge = int(config.spatial_merge_size)
     time = int(config.temporal_patch_size)
     values = int(getattr(config, "in_channels", 3)) * time * int(config.patch_size) ** 2
+    # One token's worth of patches.
     grid = torch.tensor([[1, merge, merge]], device=device)
     features = tower(torch.zeros(merge * merge, values, device=device), grid_thw=grid)
+    # Every output of the tower, so that all of its weights get a gradient, of zero.
     sums = [
         features.pooler_output.sum(),
         *(
@@ -232,4 +241,5 @@ def without_image(model: PreTrainedModel, device: torch.device) -> torch.Tensor:
             for feature in getattr(features, "deepstack_features", None) or ()
         ),
     ]
+    # Multiplied by zero: the sum takes part in the graph and changes nothing.
     return 0.0 * torch.stack(sums).sum()

@@ -48,6 +48,7 @@ class _Divergences(torch.autograd.Function):
     ) -> torch.Tensor:
         student = Distributions(rows, index, weight)
         count = len(index)
+        # [2, n]: log sum e^z of student and teacher.
         totals = torch.zeros(2, count, device=rows.device)
         # The smallest of the teacher's logits that counts.
         floors = torch.full((count,), LOWEST, device=rows.device)
@@ -60,15 +61,21 @@ class _Divergences(torch.autograd.Function):
             ]
             if top_k is not None:
                 floors[part] = _kth_largest(both[1], top_k, shard)
+                # Both distributions lose the same tokens, and are normalized over what
+                # is left.
                 _cut(both, floors[part])
             totals[:, part] = _log_totals(both, shard)
+            # In place, because a chunk's logits are the largest tensors here.
             log_p, log_q = (
                 z.sub_(total[:, None])
                 for z, total in zip(both, totals[:, part], strict=True)
             )
             values, slopes = _with_slopes(divergence, log_p, log_q)
             sums[0, part], sums[1, part] = values, slopes.sum(dim=-1)
+        # One all-reduce for all chunks. Collective over the ranks that share the
+        # vocabulary.
         sums = shard.all_reduce(sums, dist.ReduceOp.SUM)
+        # Probabilities are computed again in the backward pass, from the saved totals.
         ctx.save_for_backward(
             rows,
             weight,
@@ -92,6 +99,8 @@ class _Divergences(torch.autograd.Function):
         student = Distributions(rows, index, weight)
         teacher = Distributions(*teacher_tensors)
         gradients = Gradients(student, shard.valid, with_weight=ctx.needs_input_grad[1])
+        # A rank with padding only has no gradient to add, and takes part in no
+        # collective here.
         for part in _parts(student) if shard.valid else ():
             both = [
                 _scaled(model.logits(part, shard.valid), temperature)
@@ -104,6 +113,7 @@ class _Divergences(torch.autograd.Function):
                 for z, total in zip(both, totals[:, part], strict=True)
             )
             _, slopes = _with_slopes(divergence, log_p, log_q)
+            # The slopes' sum belongs to the normalization: dD/dz = g - p sum g.
             grad = slopes - log_p.exp_().mul_(slope_sums[part, None])
             gradients.put(part, grad.mul_(grads[0][part, None] / temperature))
         return gradients.rows, gradients.weight, None, None, None, None, None, None
@@ -133,7 +143,7 @@ def vocab_parallel_divergence(
         group: ranks that share the vocabulary, in order. Collective over them.
     """
     shard = Shard.of(student.columns, vocab_size, group)
-    divergences: torch.Tensor = _Divergences.apply(
+    divergences: torch.Tensor = _Divergences.apply(  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
         student.rows,
         student.weight,
         student.index,
@@ -158,6 +168,7 @@ def _parts(of: Distributions) -> Iterator[slice]:
 def _kth_largest(z: torch.Tensor, k: int, shard: Shard) -> torch.Tensor:
     """Return the k-th largest logit over the whole vocabulary, [m]; the smallest one if there are fewer than k."""
     highest = z.new_full((len(z), k), LOWEST)
+    # Each rank contributes its k largest. Collective over the group.
     here = z.topk(min(k, z.shape[1])).values
     highest[:, : here.shape[1]] = here
     return shard.all_gather(highest).topk(k).values[:, -1]
@@ -183,6 +194,7 @@ def _log_totals(both: list[torch.Tensor], shard: Shard) -> torch.Tensor:
     else:
         # This rank's part of the vocabulary is padding only.
         local_top = torch.stack([z.new_full((len(z),), LOWEST) for z in both])
+    # Collective over the group: the maximum first, then the sum relative to it.
     top = shard.all_reduce(local_top, dist.ReduceOp.MAX)
     local_sums = [
         (z - most[:, None]).exp_().sum(dim=-1)
@@ -198,6 +210,7 @@ def _with_slopes(
     """Return the divergence D [m] and its derivatives by log p, [m, v]."""
     with torch.enable_grad():
         leaf = log_p.detach().requires_grad_()
+        # The gradient of a sum over tokens is each token's own gradient.
         values = divergence(leaf, log_q)
         (slopes,) = torch.autograd.grad(values.sum(), leaf)
     return values.detach(), slopes

@@ -83,7 +83,10 @@ class Drawn(NamedTuple):
         """
         if self.floor is None:
             return z
+        # [m, columns] bool: what the sampler could not have drawn.
         out = z < self.floor[:, None]
+        # Only where the target is in this shard. Elsewhere `local` points to some other
+        # token.
         out.scatter_(1, local, out.gather(1, local) & ~here)
         return z.masked_fill_(out, lowest)
 
@@ -125,6 +128,7 @@ class Shard(NamedTuple):
         parts = [
             torch.empty_like(values) for _ in range(dist.get_world_size(self.group))
         ]
+        # Every rank gathers equal shapes, since shards are padded to equal widths.
         dist.all_gather(parts, values.contiguous(), group=self.group)
         return torch.cat(parts, dim=1)
 
@@ -160,6 +164,7 @@ class Distributions:
     def select_rows(self, part: slice) -> torch.Tensor:
         """Return the rows of the distributions in `part`, [m, columns or hidden]."""
         flat = self.rows.reshape(-1, self.rows.shape[-1])
+        # A copy of selected rows, or a view of adjacent ones.
         return (
             flat[part] if self.index is None else flat.index_select(0, self.index[part])
         )
@@ -239,6 +244,7 @@ class Gradients:
             out = flat[:, : self._valid]
         else:
             out = flat
+            # Through the output layer back to the hidden states.
             by_rows = grad @ weight[: self._valid]
             if self._weight is not None:
                 self._weight[: self._valid] += (
@@ -268,12 +274,15 @@ def _with_floor(distributions: Distributions, shard: Shard, drawn: Drawn) -> Dra
     highest = torch.full(
         (len(drawn.top_k), most), LOWEST, device=distributions.rows.device
     )
+    # Ranks without valid columns run no chunk, and meet the others in the collective
+    # below.
     for part, logits in distributions.chunks(shard.valid):
         highest_of_part = (
             drawn.select(part).scaled(logits).topk(min(most, logits.shape[1])).values
         )
         highest[part, : highest_of_part.shape[1]] = highest_of_part
     # The k largest of the whole vocabulary are among the k largest of each shard.
+    # Collective over the group.
     highest = shard.all_gather(highest).topk(most).values
     floor = highest.gather(1, (drawn.top_k - 1).clamp_(min=0)[:, None])[:, 0]
     return drawn._replace(floor=floor.masked_fill(drawn.top_k == 0, LOWEST))
@@ -294,6 +303,8 @@ def _logit_sums(
     # Sums of e^(z - top), of (z - top) e^(z - top), and of its square, and the target's
     # logit.
     sums = torch.zeros(4, count, device=distributions.rows.device)
+    # The target's column on the one rank that has it. Elsewhere the value is masked
+    # out.
     local = targets - shard.first
     here = (local >= 0) & (local < shard.valid)
     local = local.clamp(0, max(shard.valid - 1, 0))
@@ -316,10 +327,12 @@ def _logit_sums(
     # Convert sums relative to this shard's largest logit to sums relative to that of
     # the whole vocabulary.
     whole_top = shard.all_reduce(top.clone(), dist.ReduceOp.MAX)
+    # Not positive: exponentials of it never overflow.
     gap = top - whole_top
     sums[1] += gap * sums[0]
     sums[:2] *= gap.exp()
     sums[2] *= (2 * gap).exp()
+    # Collective over the group: one all-reduce for all four sums.
     total, weighted, squares, at_target = shard.all_reduce(sums, dist.ReduceOp.SUM)
     mean = whole_top + weighted / total if with_mean else weighted
     return _Sums(total.log() + whole_top, at_target, mean, squares / total.square())
@@ -343,9 +356,11 @@ class _LogProbs(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         distributions = Distributions(rows, index, weight)
+        # The floor needs a pass of its own, before probabilities are known.
         drawn = _with_floor(distributions, shard, drawn)
         sums = _logit_sums(distributions, targets, shard, drawn, with_mean=with_entropy)
         entropy = sums.log_total - sums.mean if with_entropy else sums.mean
+        # Three numbers per token are kept, and no logits.
         ctx.save_for_backward(rows, weight, index, targets, sums.log_total, entropy)
         ctx.options = shard, drawn, with_entropy
         return sums.at_target - sums.log_total, entropy
@@ -363,6 +378,7 @@ class _LogProbs(torch.autograd.Function):
         here = (local >= 0) & (local < shard.valid)
         local = local.clamp(0, max(shard.valid - 1, 0))
         for part in distributions.parts() if shard.valid else ():
+            # [m, 1] each, so that they broadcast over the columns.
             by = (
                 grad_log_probs[part, None],
                 grad_entropy[part, None] if with_entropy else None,
@@ -443,9 +459,11 @@ def vocab_parallel_log_probs(
         (log_probs [n], entropy [n]), equal on every rank of the group.
     """
     shard = Shard.of(Distributions(rows, index, weight).columns, vocab_size, group)
-    return _LogProbs.apply(
-        rows, weight, index, targets, shard, Drawn(temperature, top_k), with_entropy
+    drawn = Drawn(temperature, top_k)
+    result: tuple[torch.Tensor, torch.Tensor] = _LogProbs.apply(  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
+        rows, weight, index, targets, shard, drawn, with_entropy
     )
+    return result
 
 
 @torch.no_grad()

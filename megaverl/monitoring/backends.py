@@ -1,4 +1,4 @@
-"""Backends for metrics: files, TensorBoard, Weights & Biases, MLflow, SwanLab, and trackers of the user."""
+"""Backends for metrics: files, TensorBoard, Weights & Biases, MLflow, SwanLab, Trackio, and trackers of the user."""
 
 from __future__ import annotations
 
@@ -263,6 +263,34 @@ class SwanLab:
         self._swanlab.finish()
 
 
+class Trackio:
+    """Trackio.
+
+    TRACKIO_SPACE_ID and TRACKIO_SERVER_URL decide where to send; without them, what is
+    logged stays in the run's folder (`TRACKIO_DIR=FOLDER trackio show`).
+    """
+
+    def __init__(self, info: RunInfo) -> None:
+        # It is read when the library is imported.
+        os.environ.setdefault("TRACKIO_DIR", str((info.run_dir / "trackio").resolve()))
+        trackio = importlib.import_module("trackio")
+        self._run = trackio.init(
+            info.project,
+            name=info.name,
+            config=dict(info.config),
+            resume="never" if info.resume_step is None else "allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 # Name in the configuration -> (factory, module that must be importable).
 BACKENDS: dict[str, tuple[Callable[[RunInfo], Backend], str | None]] = {
     "jsonl": (JsonLines, None),
@@ -271,6 +299,7 @@ BACKENDS: dict[str, tuple[Callable[[RunInfo], Backend], str | None]] = {
     "wandb": (Wandb, "wandb"),
     "mlflow": (MLflow, "mlflow"),
     "swanlab": (SwanLab, "swanlab"),
+    "trackio": (Trackio, "trackio"),
 }
 # These backends only write local files, so they are written directly. Each of the
 # others has a thread.

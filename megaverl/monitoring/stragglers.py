@@ -80,6 +80,7 @@ class KernelMeter:
     def __init__(self) -> None:
         self._measures = False
         problems = []
+        # Both names occur in released versions.
         for module in CUPTI:
             try:
                 self._cupti: Any = importlib.import_module(module).CuptiManager()
@@ -102,6 +103,7 @@ class KernelMeter:
 
     def take(self) -> Work:
         """Stop profiling and return the work of the kernels with the most time."""
+        # Kernels that are still running would be missing.
         torch.cuda.synchronize()
         if self._measures:
             self._cupti.stop_profiling()
@@ -159,6 +161,7 @@ class Stragglers:
         """
         if done % self._every:
             return {}
+        # Collective over the group: the comparison runs on one rank.
         reports = reduce_json([self._like, self._meter.take()], _slowest, self._group)
         ranks = [Slow(*rank) for rank in reports]
         slow = [rank for rank in ranks if rank.score < SCORE]
@@ -205,10 +208,12 @@ def _compare_alike(works: Mapping[int, Work]) -> Iterator[Slow]:
     seconds: dict[str, dict[int, float]] = {}
     usual: dict[str, float] = {}
     for stage in sorted(stages):
+        # Only stages that all of these ranks have had.
         seconds[stage] = _seconds({rank: work[stage] for rank, work in works.items()})
         usual[stage] = median_low(list(seconds[stage].values()))
     least = LEAST_SHARE * sum(usual.values())
     for rank in works:
+        # Seconds by which this rank exceeds the usual.
         lost = {stage: seconds[stage][rank] - usual[stage] for stage in seconds}
         worst = max(lost, key=lambda stage: lost[stage], default=None)
         if worst is None:

@@ -76,12 +76,14 @@ class Timeline:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time the block under `name`."""
+        # Per thread, because threads open spans of their own.
         self._depth.value = getattr(self._depth, "value", 0) + 1
         unmark = self.mark(name) if self.mark is not None else None
         is_outermost = (
             self._depth.value == 1 and threading.get_ident() == self._step_thread
         )
         before = self.received() if is_outermost and self.received is not None else None
+        # Processor time is of the whole process, all threads included.
         worked, begin = time.process_time_ns(), time.perf_counter_ns()
         try:
             yield
@@ -92,6 +94,7 @@ class Timeline:
             )
             depth = self._depth.value = self._depth.value - 1
             thread = threading.get_ident()
+            # A stage that runs ahead belongs to the step that it works for.
             step = self._step if self._ahead is None else self._ahead
             self._events.append((name, begin, duration, thread, step, work))
             self._totals[name] += duration
@@ -340,6 +343,7 @@ def gpu_metrics(uuid: Any) -> dict[str, float]:
     try:
         if str(uuid) not in _GPUS:
             pynvml.nvmlInit()
+        # Counters only make sense as differences between two calls.
         before = _GPUS.get(str(uuid))
         handle = (
             before[0] if before else pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")

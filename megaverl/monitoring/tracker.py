@@ -78,8 +78,18 @@ class Tracker:
             self.run_dir, name or self.run_dir.name, project, config or {}, resume_step
         )
         self._backends: dict[str, Backend] = {}
+        # `metrics.jsonl` is always written, and first.
         for backend in dict.fromkeys(["jsonl", *backends]):
             self._start(backend, info)
+
+    def add(self, name: str, start: Callable[[], Backend]) -> None:
+        """Add a backend that `start` makes. If it raises, the backend is left out with one warning."""
+        try:
+            self._backends[name] = start()
+        except Exception as error:  # whatever a tracker's library raises
+            self._warn(
+                f"the tracker {name!r} could not start and is left out: {describe(error)}"
+            )
 
     @property
     def active(self) -> tuple[str, ...]:
@@ -111,6 +121,7 @@ class Tracker:
                     step, seconds, numbers if name == "jsonl" else selected
                 )
             except Exception as error:  # whatever a tracker's library raises
+                # Left out from now on, so that a broken tracker warns once.
                 del self._backends[name]
                 self._warn(
                     f"the tracker {name!r} failed at step {step}, it is left out now: {describe(error)}"
@@ -154,6 +165,7 @@ class Tracker:
     def _start(self, name: str, info: RunInfo) -> None:
         try:
             self._backends[name] = (
+                # Local files are written at once. Trackers with a network get a thread.
                 make_backend(name, info) if name in LOCAL else self._queued(name, info)
             )
         except ConfigError as error:
@@ -227,6 +239,7 @@ class Queued:
 
     def _put(self, record: Record) -> None:
         if self.works:
+            # A bounded queue: a tracker that never answers must not fill the memory.
             try:
                 # Training never waits for a tracker: one that does not keep up is left
                 # out.
@@ -241,6 +254,7 @@ class Queued:
         if not self.works:
             return
         try:
+            # The last entry ends the thread.
             self._records.put(None, timeout=seconds)
         except queue.Full:
             self._leave_out("it does not finish, and is left alone")
@@ -270,6 +284,8 @@ class Queued:
             self._leave_out(f"{where}, it is left out now: {describe(error)}")
 
     def _leave_out(self, why: str) -> None:
+        # Both the thread and a caller may notice the failure. Only the first one
+        # reports it.
         with self._lock:
             is_known, self.works = not self.works, False
         if not is_known:

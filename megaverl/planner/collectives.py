@@ -174,7 +174,8 @@ def _data(load: StepLoad, role: Role) -> float:
     gradient = _gradient_bytes(load, role)
     plain, expert = parameters_of_stage(role, 0)
     shares = ((plain, grid.dp * grid.cp), (expert, grid.expert_dp))
+    # A replica without an optimizer sums its gradients by an all-reduce.
+    gathered = gradient if role.part == "replica" else load.actor.itemsize
     return sum(
-        (gradient + load.actor.itemsize) * count * (size - 1) / size
-        for count, size in shares
+        (gradient + gathered) * count * (size - 1) / size for count, size in shares
     )

@@ -20,6 +20,15 @@ from megaverl.sharding.model_spec import ModelSpec
 # Kernel launches of a layer's forward pass: norms, products, rotation, attention,
 # activation, residuals.
 FORWARD_KERNELS = 14
+# Operations of a forward pass through experts that the GPU waits for, and further ones
+# for each expert of the rank. Megatron-core's dispatcher copies the number of tokens of
+# each expert to the host and waits for it (0.16, moe/token_dispatcher.py,
+# `cuda_sync_point`). The GPU's queue is then empty while the host launches permutation,
+# exchange, each expert's two products with their splits and events, activation and the
+# way back. Fitted on one published figure: Qwen3-30B-A3B takes 152 s a step on 16 + 16
+# H100s, which training bounds (NeMo-RL 0.6, docs/about/performance-summary.md).
+EXPOSED_LAUNCHES = 72
+EXPOSED_LAUNCHES_PER_EXPERT = 3
 # Further launches on a CPU for the router, and for sorting tokens by expert and back.
 EXPERT_KERNELS = 20
 # Further launches on a CPU for attention's second part, and for putting keys and values
@@ -99,11 +108,20 @@ class Links:
         latency = hardware.node_latency_us * 1e-6 * math.ceil(math.log2(here))
         if (size - 1) * stride < hardware.ranks_per_node:
             return node, latency
+        latency += self._network_latency(size, stride)
         # Every GPU has a network adapter, so as many rings cross the network as the
         # group has ranks on a node.
         network = here * hardware.network_gb_s * 1e9 * hardware.link_efficiency
+        return min(node, network), latency
+
+    def _network_latency(self, size: int, stride: int) -> float:
+        """Return the seconds of latency of the rounds between nodes; 0 within a node."""
+        hardware = self.hardware
+        if (size - 1) * stride < hardware.ranks_per_node:
+            return 0.0
+        here = max(1, min(size, hardware.ranks_per_node // stride))
         rounds = math.ceil(math.log2(-(-size // here)))
-        return min(node, network), latency + hardware.network_latency_us * 1e-6 * rounds
+        return hardware.network_latency_us * 1e-6 * rounds
 
     def gather(self, nbytes: float, size: int, stride: int = 1) -> float:
         """Return the seconds of an all-gather or reduce-scatter with `nbytes` bytes in total."""
@@ -113,10 +131,15 @@ class Links:
         return latency + nbytes * (size - 1) / size / rate
 
     def all_reduce(self, nbytes: float, size: int, stride: int = 1) -> float:
-        """Return the seconds of an all-reduce of `nbytes` bytes on each rank."""
+        """Return the seconds of an all-reduce of `nbytes` bytes on each rank.
+
+        Between nodes a small one goes up a tree and down again (NCCL 2.29, graph/tuning.cc), so its latency counts
+        twice. In a node every rank reads from all others at once.
+        """
         if size == 1:
             return 0.0
         rate, latency = self._link(size, stride)
+        latency += self._network_latency(size, stride)
         return latency + 2 * nbytes * (size - 1) / size / rate
 
     def all_to_all(self, nbytes: float, size: int, stride: int = 1) -> float:
@@ -152,12 +175,16 @@ class ModelCosts:
 
     Args:
         dtype: dtype of weights and activations, such as bfloat16.
+        fp8: linear layers multiply in 8 bits (`megatron.fp8`), but not attention and the output layer.
     """
 
-    def __init__(self, spec: ModelSpec, hardware: Hardware, dtype: str) -> None:
+    def __init__(
+        self, spec: ModelSpec, hardware: Hardware, dtype: str, *, fp8: bool = False
+    ) -> None:
         self.spec, self.hardware, self.links = spec, hardware, Links(hardware)
         self.itemsize = ITEMSIZE[dtype]
         self.peak = hardware.peak(dtype)
+        self.linear_peak = hardware.peak("float8") if fp8 else self.peak
         self.memory = hardware.memory_gb_s * 1e9 * hardware.memory_efficiency
         self.slower = hardware.memory_efficiency / (
             hardware.elementwise_efficiency or hardware.memory_efficiency
@@ -165,13 +192,24 @@ class ModelCosts:
         self.kernel = hardware.kernel_us * 1e-6
 
     def product(
-        self, rows: float, inner: float, columns: float, count: float = 1.0
+        self,
+        rows: float,
+        inner: float,
+        columns: float,
+        count: float = 1.0,
+        *,
+        peak: float | None = None,
     ) -> float:
-        """Return the seconds of `count` products of [rows, inner] with [inner, columns]."""
+        """Return the seconds of `count` products of [rows, inner] with [inner, columns].
+
+        Args:
+            peak: peak rate; None: that of linear layers.
+        """
         if rows <= 0 or count <= 0:
             return 0.0
         flops = 2 * rows * inner * columns
-        computed = flops / (self.peak * self.hardware.matmul_share(flops))
+        peak = self.linear_peak if peak is None else peak
+        computed = flops / (peak * self.hardware.matmul_share(flops))
         # A CPU packs weights into blocks before it multiplies, so reading them adds to
         # the time instead of overlapping it.
         if self.hardware.weights_gb_s is not None:
@@ -259,6 +297,17 @@ class ModelCosts:
             Duration(backward, wait + max(0.0, 2 * ring - FLASH_BACKWARD * attention)),
         )
 
+    def exposed_launches(self, grid: GridShape, *, is_moe: bool) -> LayerPasses:
+        """Return the time in which a GPU waits for its host in a trained layer, without CUDA graphs."""
+        moe = self.spec.moe
+        if not is_moe or moe is None or self.hardware.cores is not None:
+            return LayerPasses()
+        launches = EXPOSED_LAUNCHES + EXPOSED_LAUNCHES_PER_EXPERT * (
+            moe.num_experts / grid.ep
+        )
+        forward = Duration(launches * self.hardware.launch_us * 1e-6)
+        return LayerPasses(forward, forward * self.hardware.backward_factor)
+
     def head(
         self, batch: MicroBatchLoad, grid: GridShape, *, value_head: bool = False
     ) -> LayerPasses:
@@ -270,7 +319,7 @@ class ModelCosts:
             backward = Duration(self.moved(16 * tokens))
             return LayerPasses(forward, backward)
         columns = padded_vocab_size(spec.vocab_size, grid.tp) / grid.tp
-        product = self.product(tokens, spec.hidden_size, columns)
+        product = self.product(tokens, spec.hidden_size, columns, peak=self.peak)
         logits = self.moved(3 * 4 * tokens * columns)
         # A vocabulary-parallel softmax reduces the largest logit, the sum, and the
         # chosen token's logit.
@@ -315,8 +364,8 @@ class ModelCosts:
                 + spec.moe.shared_ffn_hidden_size
             )
             moe_layer = 6 * spec.hidden_size * width
-        # Three products (gate, up, down), with two operations for each weight.
-        dense_layer = 6 * spec.hidden_size * spec.ffn_hidden_size
+        # One product for each matrix, with two operations for each weight.
+        dense_layer = 2 * spec.mlp_matrices * spec.hidden_size * spec.ffn_hidden_size
         layers = (
             spec.num_layers * self._attention_flops()
             + num_dense * dense_layer
@@ -373,7 +422,8 @@ class ModelCosts:
 
     def _mlp(self, tokens: float, width: float) -> float:
         hidden = self.spec.hidden_size
-        return self.product(tokens, hidden, 2 * width) + self.product(
+        first_width = (self.spec.mlp_matrices - 1) * width
+        return self.product(tokens, hidden, first_width) + self.product(
             tokens, width, hidden
         )
 

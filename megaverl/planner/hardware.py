@@ -47,7 +47,9 @@ class Hardware:
         message_work: where ranks share cores, the fraction of a message's time in which its rank's processor works.
         link_efficiency: fraction of a link's bandwidth that collectives reach.
         host_gb_s: bandwidth to host memory, for offload.
+        map_gb_s: rate at which an engine that wakes gets memory from the driver; None: in no time.
         kernel_us: fixed cost of each kernel.
+        launch_us: the host's time to launch an operation, for operations that the GPU waits for (no CUDA graph).
         backward_factor: elementwise work and kernels of a backward pass divided by those of a forward pass.
         cores: processor cores that all ranks of a node share; None: every rank has its own processor.
         decode_step_ms: the engine's overhead per decoding step, for the whole batch.
@@ -74,7 +76,9 @@ class Hardware:
     host_gb_s: float
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.75
+    map_gb_s: float | None = None
     kernel_us: float = 4.0
+    launch_us: float = 0.0
     elementwise_efficiency: float | None = None
     backward_factor: float = 2.0
     cores: int | None = None
@@ -244,7 +248,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "network_latency_us": (0, 1e6),
     "host_gb_s": (0.01, 10_000),
     "link_efficiency": (0.01, 1),
+    "map_gb_s": (0.1, 100_000),
     "kernel_us": (0, 1e5),
+    "launch_us": (0, 1e4),
     "backward_factor": (0.1, 5),
     "decode_step_ms": (0, 1e4),
     "decode_sequence_us": (0, 1e6),

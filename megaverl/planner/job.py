@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megaverl.config import Config, InvalidConfig
+from megaverl.config.global_model import global_section
 from megaverl.config.grids import (
     grid_mistakes,
     is_placed,
@@ -48,6 +49,8 @@ class Role:
         split: decoder layers of every (virtual) stage in model order.
         layout_of: rank in the grid -> layout of its weights.
         shards: how weights are sharded with engine: fsdp; otherwise None.
+        part: with `coordinator.aggregates: gradients`, which part of a trained role this is: the replicas on islands,
+            which have no optimizer, or the global model, which has one and computes no gradients.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Role:
     value_head: bool = False
     islands: int = 1
     shards: Shards | None = None
+    part: Literal["whole", "replica", "global"] = "whole"
 
     def place(self, rank: int) -> int | None:
         """Return the rank's index in its grid, or None if it has no part in the role."""
@@ -76,6 +80,14 @@ class Role:
     def trained(self) -> TrainedConfig | None:
         """The role's settings if it has an optimizer, else None."""
         return self.config if isinstance(self.config, TrainedConfig) else None
+
+    @property
+    def ddp(self) -> dict[str, Any]:
+        """Fields of megatron-core's DistributedDataParallelConfig. A replica has no optimizer that could be sharded."""
+        assert self.trained is not None
+        if self.part != "replica":
+            return self.trained.ddp
+        return {**self.trained.ddp, "use_distributed_optimizer": False}
 
     @property
     def adapters(self) -> dict[str, LowRank]:
@@ -141,6 +153,9 @@ class RolloutRole:
         return len(self.ranks) // self.tp
 
 
+# Beginning of the name of a role's global model.
+GLOBAL = "global_"
+
 # Inputs of advantage estimators that need only the rewards of a group, not every token
 # of all samples.
 OF_GROUPS = {"rewards", "group_ids", "response_mask"}
@@ -186,6 +201,24 @@ class PlannedJob:
     def actor(self) -> Role:
         """The actor, which is always the first role."""
         return self.roles[0]
+
+    def role(self, name: str) -> Role:
+        """Return the role of this name."""
+        return next(role for role in self.roles if role.name == name)
+
+    @property
+    def weight_source(self) -> Role:
+        """The role whose weights the engines receive: the actor, or its global model on the coordinator's ranks."""
+        return self.global_models.get("actor", self.actor)
+
+    @property
+    def global_models(self) -> dict[str, Role]:
+        """Global models on the coordinator's ranks, by the role whose optimizer they have."""
+        return {
+            role.name.removeprefix(GLOBAL): role
+            for role in self.roles
+            if role.part == "global"
+        }
 
     @cached_property
     def opponent_bytes(self) -> int:
@@ -332,6 +365,8 @@ def make_job(
         _role(name, section, spec, placement, machine, value_head=name == "critic")
         for name, section in sections.items()
     ]
+    if config.aggregates_gradients:
+        roles = list(_with_global_models(roles, config, placement, machine))
     if config.uses_reference and not config.reference_is_actor:
         roles.append(_role("reference", config.reference, spec, placement, machine))
     roles += _reward_models(config, spec, placement, machine)
@@ -356,6 +391,31 @@ def make_job(
         placement.ranks["rollout"], config.rollout.tp, expert_parallel, layouts
     )
     return PlannedJob(config, spec, machine, world, tuple(roles), rollout, placement)
+
+
+def _with_global_models(
+    roles: Sequence[Role],
+    config: Config,
+    placement: ResolvedPlacement,
+    machine: Machine,
+) -> Iterator[Role]:
+    """Yield the trained roles, replicas marked as such, then the global models of the replicas."""
+    replicas = [role for role in roles if placement.colocated(role.name, "actor")]
+    for role in roles:
+        yield replace(role, part="replica") if role in replicas else role
+    for role in replicas:
+        assert role.trained is not None
+        section = global_section(role.trained, config.coordinator)
+        model = _role(
+            GLOBAL + role.name,
+            section,
+            role.spec,
+            placement,
+            machine,
+            on="coordinator",
+            value_head=role.value_head,
+        )
+        yield replace(model, part="global")
 
 
 def _placement(config: Config, world: int, machine: Machine) -> ResolvedPlacement:

@@ -31,7 +31,12 @@ from megaverl.planner.stages import (
     padded_vocab_size,
     stage_bytes,
 )
-from megaverl.planner.traffic import aliased_elements, reshard_plans
+from megaverl.planner.traffic import (
+    aliased_elements,
+    compares_weights,
+    reshard_plans,
+    update_plans,
+)
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.vllm import held_bytes, matrices
@@ -82,6 +87,11 @@ class MemoryModel:
         self._trained = cache(self._make_trained)
         self.activations = cache(self._make_activations)
         self._plans = cache(lambda: reshard_plans(job))
+        self._update_plans = cache(
+            lambda: [
+                plans for name in job.global_models for plans in update_plans(job, name)
+            ]
+        )
 
     @cached_property
     def _engine(self) -> EngineBytes:
@@ -166,12 +176,25 @@ class MemoryModel:
                 "KV cache": max(0.0, engine.cache),
                 "workspace": engine.workspace,
             } | ({"reference": opponents} if opponents else {})
-        moves = job.world > 1 and (generates or rank in job.placement.islands[0])
+        sends = rank in job.placement.islands[0]
+        if job.global_models:
+            sends = any(
+                role.part != "whole" and role.place(rank) is not None
+                for role in job.roles
+            )
+        moves = job.world > 1 and (generates or sends)
         buckets = float(2 * job.config.reshard.bucket_mb * MB) if moves else 0.0
         if generates:
             buckets += self._landing_bytes()
+        sent_copies = self._delta_copies(rank) if moves else 0.0
+        if sent_copies:
+            # Encoded messages that wait take up to one more bucket.
+            buckets += float(job.config.reshard.bucket_mb * MB)
         if moves or job.world == 1:
             parts["reshard"] = {"buckets": buckets}
+        if sent_copies:
+            parts["reshard"]["copies of sent weights"] = sent_copies
+            held["frozen"] += sent_copies
         if job.config.actor.offload.parameters and rank in job.actor.ranks:
             loads["reshard"] = {"training": parts["actor"]["weights"]}
         if parts and reserve:
@@ -233,14 +256,18 @@ class MemoryModel:
         if job.machine.reserve is not None:
             return {"as given": job.machine.reserve}
         plans, node_of = self._plans(), job.machine.node_of
-        volume = plans.volume(rank)
-        peers = {*volume.sent, *volume.received}
+        peers: set[int] = set()
+        for transfer in (plans, *self._update_plans()):
+            volume = transfer.volume(rank)
+            peers |= {*volume.sent, *volume.received}
         # Within a node, weights are read in place over CUDA IPC
         # (`weights.transports.ipc`), without NCCL buffers.
         if job.config.reshard.ipc == "auto":
             peers = {peer for peer in peers if node_of(peer) != node_of(rank)}
             # Ranks forward weights over NCCL, within nodes too.
-            peers |= plans.fan_out.peers(rank) if plans.fan_out is not None else set()
+            for transfer in (plans, *self._update_plans()):
+                if transfer.fan_out is not None:
+                    peers |= transfer.fan_out.peers(rank)
         return reserve_parts(job, rank, peers)
 
     def _train(
@@ -280,10 +307,11 @@ class MemoryModel:
         held["training"] += (
             weights + trained.gradients + trained.optimizer - sum(away.values())
         )
-        loads[f"{role.name} forward"] = {
-            "activations": score,
-            "training": away["parameters"],
-        }
+        if role.part != "global":
+            loads[f"{role.name} forward"] = {
+                "activations": score,
+                "training": away["parameters"],
+            }
         # Offloaded optimizer state is loaded for the first optimizer step of an update
         # and stays until the last one.
         algorithm = self.job.config.algorithm
@@ -378,6 +406,21 @@ class MemoryModel:
             role.name, coords.pp, coords.cp + role.grid.cp * coords.dp, coords.edp
         )
 
+    def _delta_copies(self, rank: int) -> float:
+        """Return the bytes of the copies that `reshard.delta` keeps on a rank: what it sends, each element once."""
+        job = self.job
+        place = job.actor.place(rank)
+        if place is None or not compares_weights(job):
+            return 0.0
+        volume = self._plans().volume(rank)
+        node = job.machine.node_of(rank)
+        numel = sum(
+            count
+            for peer, count in volume.sent.items()
+            if job.config.reshard.delta == "on" or job.machine.node_of(peer) != node
+        )
+        return float(job.itemsize * min(numel, job.actor.layout_of(place).numel))
+
     def _landing_bytes(self) -> float:
         """Return the bytes of the buffer that receives matrices before they are quantised.
 
@@ -431,10 +474,10 @@ class MemoryModel:
             parameters = adapters_of(
                 role.layout_of(role.grid.rank(pp=stage)), adapters, head
             )
-        return trained_bytes(
+        nbytes = trained_bytes(
             parameters,
             BufferOptions.read(
-                role.trained.ddp,
+                role.ddp,
                 getattr(role.config, "optimizer", {}),
                 replicas,
                 on_gpus=self.job.machine.on_gpus,
@@ -444,10 +487,26 @@ class MemoryModel:
             expert=(expert, role.grid.expert_dp),
             first_stage=stage == 0,
         )
+        if role.part == "replica":
+            # The optimizer and the checkpoint are the global model's.
+            return replace(
+                nbytes,
+                optimizer=0,
+                step=0,
+                saved_weights=0,
+                saved_optimizer=0,
+                loaded=0,
+            )
+        if role.part == "global":
+            # Gradients of all but the first island are staged before they are added.
+            return replace(nbytes, gradients=2 * nbytes.gradients)
+        return nbytes
 
     def _make_activations(self, name: str, stage: int) -> tuple[float, float]:
         """Return the peak bytes of activations (while training, while scoring)."""
         role, config = self._role(name), self.job.config
+        if role.part == "global":
+            return 0.0, 0.0
         grid, fields = role.grid, role.recompute
         tokens = -(-self._tokens(role) // grid.cp)
         shape = LayerShape.read(

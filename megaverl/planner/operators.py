@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil, log2
+from math import ceil, log2, prod
 
 from megaverl.config.megatron_defaults import ddp_defaults
 from megaverl.planner.costs import (
@@ -17,6 +17,7 @@ from megaverl.planner.costs import (
     attention_parameters,
     layers_of,
 )
+from megaverl.planner.fsdp import described
 from megaverl.planner.generation import (
     LengthDistribution,
     engine_costs,
@@ -24,8 +25,9 @@ from megaverl.planner.generation import (
 )
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import PlannedJob, Role
+from megaverl.planner.memory import UTILIZATION
 from megaverl.planner.stages import Recompute, padded_vocab_size, pipeline
-from megaverl.planner.traffic import ReshardTraffic
+from megaverl.planner.traffic import ReshardTraffic, make_update_traffic
 from megaverl.sharding.fan_out import MOST_SENT
 from megaverl.sharding.model_spec import ModelSpec
 
@@ -101,6 +103,7 @@ class StepLoad:
         if dtype == "auto":
             dtype = "bfloat16" if hardware.on_gpus else "float32"
         self.dtype = dtype
+        self._update_seconds: dict[str, float] = {}
 
     @property
     def peak(self) -> float:
@@ -112,9 +115,21 @@ class StepLoad:
         """Costs of the actor's model."""
         return self.model(self.job.spec)
 
-    def model(self, spec: ModelSpec) -> ModelCosts:
-        """Return the costs of a model."""
-        return ModelCosts(spec, self.hardware, self.dtype)
+    def model(self, spec: ModelSpec, *, fp8: bool = False) -> ModelCosts:
+        """Return the costs of a model.
+
+        Args:
+            fp8: its linear layers multiply in 8 bits, if the hardware does.
+        """
+        fp8 = fp8 and "float8" in self.hardware.tflops
+        return ModelCosts(spec, self.hardware, self.dtype, fp8=fp8)
+
+    def update_seconds(self, name: str) -> float:
+        """Return the seconds in which an update exchanges gradients and weights with a role's global model."""
+        if name not in self._update_seconds:
+            traffic = make_update_traffic(self.job, name)
+            self._update_seconds[name] = traffic.seconds(self.job.machine)
+        return self._update_seconds[name]
 
     def passes_over(self) -> int:
         """Return how often an update visits each sample."""
@@ -159,12 +174,13 @@ def operations(load: StepLoad) -> list[Operation]:
     models = {name: _over_samples(load, role, kind) for name, role, kind in scored(job)}
     generated = rollout_duration(job, load.actor, load.lengths)
     ranks, copied = job.rollout.ranks, slept_seconds(load)
+    weights_mapped, cache_mapped = mapped_seconds(load)
     per_sample = load.samples / len(ranks) * hardware.sample_ms * 1e-3
     work = (generated.work(hardware) + per_sample) * len(ranks)
     seconds = generated.seconds + per_sample
     lanes = _around(
         job,
-        [("wake", 0.0), ("rollout", seconds), ("sleep", copied or 0.0)],
+        [("wake", cache_mapped), ("rollout", seconds), ("sleep", copied or 0.0)],
         sleeps=copied is not None,
     )
     planned = [
@@ -174,7 +190,7 @@ def operations(load: StepLoad) -> list[Operation]:
             "rollout",
             ranks,
             (),
-            seconds + (copied or 0.0),
+            cache_mapped + seconds + (copied or 0.0),
             work,
             lanes,
         )
@@ -230,10 +246,11 @@ def operations(load: StepLoad) -> list[Operation]:
             )
     ranks = tuple(sorted({*job.actor.ranks, *job.rollout.ranks}))
     moving = Duration(wait=reshard_seconds(load))
-    work, seconds = moving.work(hardware) * len(ranks), moving.seconds + (copied or 0.0)
+    waking = weights_mapped + (copied or 0.0)
+    work, seconds = moving.work(hardware) * len(ranks), moving.seconds + waking
     lanes = _around(
         job,
-        [("wake", copied or 0.0), ("reshard", moving.seconds)],
+        [("wake", waking), ("reshard", moving.seconds)],
         sleeps=copied is not None,
     )
     planned.append(
@@ -286,7 +303,7 @@ def slept_seconds(load: StepLoad) -> float | None:
 
     Waking for a reshard takes as long again. Where actor and engines share ranks
     nothing is copied, as the reshard writes all weights anew (`workers.weight_sync`).
-    Mapping and unmapping memory takes no time.
+    Mapping memory again is counted by `mapped_seconds`, and unmapping takes no time.
     """
     job, config = load.job, load.job.config
     if (
@@ -297,11 +314,31 @@ def slept_seconds(load: StepLoad) -> float | None:
         return None
     if job.placement.colocated("actor", "rollout"):
         return 0.0
-    fields, spec, tp = config.rollout.vllm, job.spec, job.rollout.tp
-    itemsize = 1 if fields.get("quantization") else load.actor.itemsize
-    embedding = itemsize * spec.vocab_size * spec.hidden_size / tp
-    copied = engine_costs(job, load.actor, load.lengths).weights + embedding
-    return copied / (load.hardware.host_gb_s * 1e9)
+    return _engine_weights(load) / (load.hardware.host_gb_s * 1e9)
+
+
+def _engine_weights(load: StepLoad) -> float:
+    """Return the bytes of weights on a rank of an engine, with the input embedding."""
+    job, spec = load.job, load.job.spec
+    quantized = job.config.rollout.vllm.get("quantization")
+    itemsize = 1 if quantized else load.actor.itemsize
+    embedding = itemsize * spec.vocab_size * spec.hidden_size / job.rollout.tp
+    return engine_costs(job, load.actor, load.lengths).weights + embedding
+
+
+def mapped_seconds(load: StepLoad) -> tuple[float, float]:
+    """Return the seconds in which an engine that sleeps gets the memory of its weights back, and that of its cache.
+
+    Weights that are the actor's own storage stay mapped.
+    """
+    job, hardware = load.job, load.hardware
+    if slept_seconds(load) is None or hardware.map_gb_s is None:
+        return 0.0, 0.0
+    rate = hardware.map_gb_s * 1e9
+    weights = _engine_weights(load)
+    share = float(job.config.rollout.vllm.get("gpu_memory_utilization", UTILIZATION))
+    cache = max(0.0, hardware.memory_gb * 1e9 * share - weights)
+    return 0.0 if job.aliases else weights / rate, cache / rate
 
 
 def _operation(
@@ -402,11 +439,15 @@ def _pieces(stage: LayerPasses, update: bool) -> tuple[Duration, ...]:
 
 
 def micro_batches(load: StepLoad, role: Role, parts: int) -> tuple[MicroBatchLoad, int]:
-    """Return (one micro-batch, their number) on a data-parallel rank, for one of
-    `parts` equal parts of a step's samples.
+    """Return (one micro-batch, their number) on the slowest data-parallel rank, for one
+    of `parts` equal parts of a step's samples.
+
+    Samples are balanced over the ranks by their lengths (`data.batching.balance`), but
+    none is split: the rank with the longest sample has at least its tokens.
     """
     config, lengths = load.job.config, load.lengths
-    samples = load.samples / (parts * role.grid.dp * role.islands)
+    ranks = role.grid.dp * role.islands
+    samples = load.samples / (parts * ranks)
     together = (
         min(config.algorithm.group_size, samples) if role.config.pack_samples else 1.0
     )
@@ -416,9 +457,11 @@ def micro_batches(load: StepLoad, role: Role, parts: int) -> tuple[MicroBatchLoa
     once = together if shares_prompts else 1.0
     tokens = samples * (lengths.response + lengths.prompt / once)
     pairs = samples * (lengths.pairs - lengths.prompt**2 / 2 * (1 - 1 / once))
+    longest = lengths.prompt + lengths.longest_of(load.samples / parts)
+    if ranks > 1:
+        tokens, pairs = max(tokens, longest), max(pairs, longest**2 / 2)
     # Without packing, rows are padded to the longest sample.
     if not role.config.pack_samples:
-        longest = lengths.prompt + lengths.responses[-1]
         tokens, pairs = samples * longest, samples * longest**2 / 2
     least = (
         role.trained.gradient_accumulation
@@ -437,8 +480,8 @@ def stage_passes(
     load: StepLoad, role: Role, batch: MicroBatchLoad
 ) -> list[LayerPasses]:
     """Return the passes of every pipeline stage over one micro-batch."""
-    costs, grid = load.model(role.spec), role.grid
-    fields = role.recompute
+    grid, fields = role.grid, role.recompute
+    costs = load.model(role.spec, fp8=bool(fields.get("fp8")))
     parallel = (
         bool(fields.get("sequence_parallel", role.spec.moe is not None)) and grid.tp > 1
     )
@@ -446,6 +489,7 @@ def stage_passes(
     by_kind = {}
     for is_moe in layers_of(role.spec):
         passes = costs.layer(batch, grid, is_moe=is_moe, sequence_parallel=parallel)
+        passes = passes + costs.exposed_launches(grid, is_moe=is_moe)
         by_kind[is_moe] = costs.recomputed(passes, batch, grid, recompute)
     head = costs.head(batch, grid, value_head=role.value_head)
     embedding = costs.moved(
@@ -546,7 +590,7 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
     trained, optimizer = role.trained, getattr(role.config, "optimizer", {})
     assert trained is not None
     ddp = ddp_defaults(
-        trained.ddp, replicas=grid.dp * grid.cp, on_gpus=load.hardware.on_gpus
+        role.ddp, replicas=grid.dp * grid.cp, on_gpus=load.hardware.on_gpus
     )
     gradient = (
         4 if ddp["grad_reduce_in_fp32"] or load.dtype == "float32" else costs.itemsize
@@ -593,7 +637,41 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
         step += load.hardware.update_ms * 1e-3
         duration = Duration(step, reduced + gathered)
         slowest = max(slowest, duration, key=lambda piece: piece.seconds)
+    if role.part == "replica":
+        # The optimizer's step is the global model's, between two transfers.
+        model = load.job.global_models[role.name]
+        # No gradient is reduced there, so the passes that could hide it do not matter.
+        step_there = _closing(load, model, [stages[0]] * model.grid.pp)
+        waits = slowest.wait + load.update_seconds(role.name)
+        return Duration(step_there.compute, waits)
+    if role.islands > 1:
+        return slowest + Duration(wait=_summed_on_coordinator(load, role))
     return slowest
+
+
+def _summed_on_coordinator(load: StepLoad, role: Role) -> float:
+    """Return the seconds in which the coordinator's rank sums what all islands send, as a mean over the updates.
+
+    One island's ranks together send and receive one float32 number for each trained
+    parameter; without a distributed optimizer each data-parallel replica does. Each
+    bucket is received from all islands before its sum is sent.
+    """
+    job, coordinator = load.job, load.job.config.coordinator
+    numbers = sum(
+        prod(weight.shape) for weight in described(role.spec, role.value_head)
+    )
+    if role.trained is not None and role.trained.lora is not None:
+        # Adapters have about a hundredth of the parameters.
+        numbers = numbers // 100
+    optimizer = getattr(role.config, "optimizer", {})
+    if not optimizer.get("use_distributed_optimizer", True):
+        numbers *= role.grid.dp * role.grid.cp
+    sent = 2 if coordinator.islands_compress == "bfloat16" else 4
+    node_of = job.machine.node_of
+    nodes = {node_of(rank) for rank in (*role.ranks, job.placement.coordinator)}
+    bandwidth = job.machine.nvlink if len(nodes) == 1 else job.machine.network
+    seconds = role.islands * numbers * (sent + 4) / bandwidth
+    return seconds / coordinator.islands_every
 
 
 def _offloaded(load: StepLoad, role: Role) -> float:

@@ -27,7 +27,12 @@ from megaverl.planner.simulator import (
     default_lengths,
     simulate,
 )
-from megaverl.planner.traffic import KINDS, ReshardTraffic, make_traffic
+from megaverl.planner.traffic import (
+    KINDS,
+    ReshardTraffic,
+    make_traffic,
+    make_update_traffic,
+)
 
 LINKS = ("nvlink", "network")
 WIDTH = 110  # columns of the text
@@ -48,7 +53,8 @@ BASIS = {
     "every source is in megaverl/planner/reserve.py; fragments between blocks are not known beforehand",
     "bytes": "bytes: the plans that every rank itself will make; aliased weights are one storage on both sides",
     "step": "step: products, memory and messages at the rates of the hardware's description, a pipeline played "
-    "micro-batch by micro-batch; docs/simulator.md has its errors; pass your own --prompt-tokens, --response-tokens",
+    "micro-batch by micro-batch; docs/simulator.md has its errors; pass your own --prompt-tokens, --response-tokens "
+    "and --share-at-limit",
     "time": "time: the slowest rank, all its links at work at once; pass your own --nvlink, --network, --hbm",
 }
 
@@ -114,9 +120,10 @@ def _derived(job: PlannedJob, share: float | None) -> Iterator[str]:
     if not job.machine.on_gpus:
         return
     for role in job.roles:
-        if role.trained is None or role.shards is not None:
+        # A global model takes its ddp section from the role on the islands.
+        if role.trained is None or role.shards is not None or role.part == "global":
             continue
-        configured = role.trained.ddp
+        configured = role.ddp
         fields = ddp_defaults(
             configured, replicas=role.grid.dp * role.grid.cp, on_gpus=True
         )
@@ -186,6 +193,7 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
             "full_sequences_at_once": engine.concurrency,
             "sequences_per_step": engine.sequences,
         },
+        "updates": _update_figures(capacity),
         "reshard": {
             "received": {
                 kind: list(traffic.spread("received", kind)) for kind in KINDS
@@ -194,6 +202,7 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
             "seconds": slowest,
             "seconds_mean": mean,
             "fan_out": _fan_out_as_dict(capacity),
+            "delta": _delta_as_dict(capacity),
             "share_of_wire_limit": mean / slowest if slowest else 1.0,
             "busiest_over_mean": {
                 f"{direction}_{kind}": traffic.busiest(kind, direction)
@@ -221,6 +230,13 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
         else [],
         "basis": list(BASIS.values()),
     }
+
+
+def _delta_as_dict(capacity: Capacity) -> dict[str, Any] | None:
+    delta, network = capacity.traffic.delta, capacity.job.machine.network
+    if delta is None:
+        return None
+    return asdict(delta) | {"seconds": delta.busiest / network}
 
 
 def _fan_out_as_dict(capacity: Capacity) -> dict[str, Any] | None:
@@ -366,17 +382,18 @@ def _head(capacity: Capacity) -> Iterator[str]:
         f"(NVLink {machine.nvlink / GB:.0f}, network {machine.network / GB:.0f}, HBM {machine.hbm / GB:.0f} GB/s)"
     )
     yield ""
+    width = max(11, *(len(role.name) for role in job.roles))
     for role in job.roles:
         islands = f" x {role.islands} islands" if role.islands > 1 else ""
-        yield f"  {role.name:<11} {str(role.grid) + islands:<28} ranks {ranks_text(role.ranks)}"
+        yield f"  {role.name:<{width}} {str(role.grid) + islands:<28} ranks {ranks_text(role.ranks)}"
     engines = f"vLLM tp{job.rollout.tp}{' with expert parallel' if job.rollout.expert_parallel else ''}"
     where = (
         "" if job.placement.is_colocated else f"ranks {ranks_text(job.rollout.ranks)}, "
     )
-    yield f"  {'rollout':<11} {engines:<28} {where}{job.rollout.num_engines:,} engines"
+    yield f"  {'rollout':<{width}} {engines:<28} {where}{job.rollout.num_engines:,} engines"
     if not job.placement.is_colocated:
         for name in ("reward", "coordinator"):
-            yield f"  {name:<11} {'':<28} ranks {ranks_text(job.placement.ranks[name])}"
+            yield f"  {name:<{width}} {'':<28} ranks {ranks_text(job.placement.ranks[name])}"
     if capacity.derived:
         yield ""
         yield "chosen, as the configuration does not say:"
@@ -387,9 +404,10 @@ def _head(capacity: Capacity) -> Iterator[str]:
 def _memory(capacity: Capacity) -> Iterator[str]:
     memory, machine = capacity.memory, capacity.job.machine
     yield f"{'memory per rank, GB':<36}{'least':>10}{'median':>10}{'most':>10}"
+    width = max(10, *(len(role) for role in parts_of(memory)))
     for role, parts in parts_of(memory).items():
         for part in parts:
-            yield _row(f"  {role:<10} {part}", part_bytes(memory, role, part))
+            yield _row(f"  {role:<{width}} {part}", part_bytes(memory, role, part))
     yield f"in use, of {machine.memory / GB:g} GB"
     for phase in phases_of(memory):
         values = [m.phases[phase] for m in memory if phase in m.phases]
@@ -460,6 +478,41 @@ def host_memory(capacity: Capacity) -> dict[str, float]:
     return max(nodes.values(), key=lambda node: sum(node.values()), default={})
 
 
+def _updates(capacity: Capacity) -> Iterator[str]:
+    """Yield what one update of each role with a global model moves, if there are any."""
+    for name, update in _update_figures(capacity).items():
+        yield (
+            f"one update of the {name}, {update['seconds']:.3f} s between islands and coordinator:"
+        )
+        yield (
+            f"  into its busiest rank {update['gradients_received'] / GB:.2f} GB of gradients, out of it "
+            f"{update['weights_sent'] / GB:.2f} GB of weights; into an island {update['weights_received'] / GB:.2f} GB"
+        )
+
+
+def _update_figures(capacity: Capacity) -> dict[str, dict[str, float]]:
+    """Return role -> bytes and seconds of one update, for roles with a global model on the coordinator's ranks."""
+    job = capacity.job
+    figures = {}
+    for name in job.global_models:
+        traffic = make_update_traffic(job, name)
+        received = [
+            sum(
+                sum(transfer.ranks[rank].from_rank.values())
+                for transfer in traffic.gradients
+            )
+            for rank in range(job.world)
+        ]
+        weights = traffic.weights.ranks
+        figures[name] = {
+            "gradients_received": max(received),
+            "weights_sent": max(sum(rank.to_rank.values()) for rank in weights),
+            "weights_received": max(sum(rank.from_rank.values()) for rank in weights),
+            "seconds": traffic.seconds(job.machine),
+        }
+    return figures
+
+
 def _traffic(capacity: Capacity) -> Iterator[str]:
     traffic, machine = capacity.traffic, capacity.job.machine
     yield f"{'one reshard, GB per rank':<36}{'least':>10}{'median':>10}{'most':>10}{'most/mean':>11}"
@@ -476,6 +529,7 @@ def _traffic(capacity: Capacity) -> Iterator[str]:
             values = [getattr(rank, direction)[kind] for rank in traffic.ranks]
             busy = f"{traffic.busiest(kind, direction):>11.2f}" if any(values) else ""
             yield _row(label, values) + busy
+    yield from _updates(capacity)
     slowest, mean = traffic.seconds(machine)
     by_link: dict[str, float] = {}
     for rank in traffic.ranks:
@@ -495,6 +549,11 @@ def _traffic(capacity: Capacity) -> Iterator[str]:
         yield (
             f"  busiest link between nodes: {fan_out['busiest'] / GB:.1f} GB in {fan_out['seconds']:.3f} s "
             f"({fan_out['busiest_without'] / GB:.1f} GB in {fan_out['seconds_without']:.3f} s without fan-out)"
+        )
+    if (delta := _delta_as_dict(capacity)) is not None:
+        yield (
+            f"delta: if {delta['changed']:.0%} of the weights change in a step, the busiest link between nodes carries "
+            f"{delta['busiest'] / GB:.2f} GB in {delta['seconds']:.3f} s ({delta['bytes_share']:.1%} of whole weights)"
         )
 
 
@@ -549,7 +608,7 @@ def _step(capacity: Capacity) -> Iterator[str]:
     )
     yield (
         f"  {prediction.samples:,} samples: prompts of {lengths.prompt:,.0f} tokens, "
-        f"responses of {lengths.response:,.0f} (up to {lengths.responses[-1]:,.0f})"
+        f"responses of {lengths.response:,.0f} (up to {lengths.longest_of(prediction.samples):,.0f})"
     )
     on_path = dict(prediction.critical_path)
     for phase in prediction.phases:

@@ -77,25 +77,34 @@ class Prediction:
 
 
 def default_lengths(
-    job: PlannedJob, prompt: float | None = None, response: float | None = None
+    job: PlannedJob,
+    prompt: float | None = None,
+    response: float | None = None,
+    at_limit: float | None = None,
 ) -> LengthDistribution:
     """Return `likely_lengths` of the job's configuration."""
-    return likely_lengths(job.config, prompt, response)
+    return likely_lengths(job.config, prompt, response, at_limit)
 
 
 def likely_lengths(
-    config: Config, prompt: float | None = None, response: float | None = None
+    config: Config,
+    prompt: float | None = None,
+    response: float | None = None,
+    at_limit: float | None = None,
 ) -> LengthDistribution:
     """Assume prompts of half their limit, and responses of 40 % of theirs on average,
     for a run that has not been measured.
 
     Args:
         prompt, response: mean tokens, where they are known.
+        at_limit: share of the responses that run to `max_tokens`; None: see `LengthDistribution.lognormal`.
     """
     longest = float(config.rollout.sampling["max_tokens"])
     mean_prompt = prompt or config.data.max_prompt_tokens / 2
     mean_response = response or 0.4 * longest
-    return LengthDistribution.lognormal(mean_prompt, mean_response, longest)
+    return LengthDistribution.lognormal(
+        mean_prompt, mean_response, longest, at_limit=at_limit
+    )
 
 
 def simulate(

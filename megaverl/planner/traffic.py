@@ -13,6 +13,13 @@ from megaverl.planner.job import Machine, PlannedJob
 from megaverl.sharding.boxes import carry, intersect
 from megaverl.sharding.layout import EMPTY, Layout, Piece
 from megaverl.sharding.plan import Plans, Volume, make_plans
+from megaverl.weights.transports.sent_weights import AUTO_ITEMSIZE
+
+# Share of bfloat16 weights that one step of Adam changes at learning rates of RL.
+# Published: about 1 % (PULSE, arXiv 2602.03839). tools/bench_delta.py measures a run's.
+CHANGED = 0.01
+# Bytes of a changed element's position at that share (`transports.changes`).
+POSITION_BYTES = 1.1
 
 KINDS = ("alias", "local", "nvlink", "network")
 
@@ -69,15 +76,32 @@ class FanOutTraffic:
 
 
 @dataclass(frozen=True)
+class DeltaTraffic:
+    """Expected bytes of a reshard that sends changes only (`reshard.delta`), on the links between nodes.
+
+    Attributes:
+        changed: expected share of the elements that change in a step.
+        bytes_share: bytes of the changes, as a share of the bytes of all elements.
+        busiest: bytes of the busiest link.
+    """
+
+    changed: float
+    bytes_share: float
+    busiest: int
+
+
+@dataclass(frozen=True)
 class ReshardTraffic:
-    """Traffic of one reshard on all ranks.
+    """Traffic of one reshard on all ranks, if it sends whole weights.
 
     Attributes:
         fan_out: None if every rank fetches its weights from ranks that hold them.
+        delta: None if nothing is sent as changes.
     """
 
     ranks: tuple[RankTraffic, ...]
     fan_out: FanOutTraffic | None = None
+    delta: DeltaTraffic | None = None
 
     def spread(self, direction: str, kind: str) -> tuple[int, float, int]:
         """Return (least, median, most) bytes over the ranks.
@@ -114,7 +138,31 @@ def make_traffic(job: PlannedJob) -> ReshardTraffic:
         ranks.append(
             rank_traffic(rank, plans.volume(rank), aliased, job.itemsize, job.machine)
         )
-    return ReshardTraffic(tuple(ranks), _fan_out_traffic(plans, ranks, job.itemsize))
+    fan_out = _fan_out_traffic(plans, ranks, job.itemsize)
+    return ReshardTraffic(tuple(ranks), fan_out, _delta_traffic(job, ranks))
+
+
+def compares_weights(job: PlannedJob) -> bool:
+    """Return whether ranks compare what they send with the last version, as `WeightSync` and `Resharder` decide."""
+    config = job.config
+    # Adapters are merged into the engine's weights, and an engine that sleeps on the
+    # actor's ranks drops its own.
+    if job.actor.adapters or (job.placement.is_colocated and config.rollout.sleep):
+        return False
+    if config.reshard.delta == "auto":
+        return job.itemsize == AUTO_ITEMSIZE and not config.actor.offload.parameters
+    return config.reshard.delta == "on"
+
+
+def _delta_traffic(
+    job: PlannedJob, ranks: Sequence[RankTraffic]
+) -> DeltaTraffic | None:
+    network = max(max(rank.sent["network"], rank.received["network"]) for rank in ranks)
+    if not network or not compares_weights(job):
+        return None
+    # A changed element takes its value and about one byte for its position.
+    share = CHANGED * (job.itemsize + POSITION_BYTES) / job.itemsize
+    return DeltaTraffic(CHANGED, share, round(network * share))
 
 
 def _fan_out_traffic(
@@ -154,10 +202,14 @@ def _plans_between(
 
 def _sides(job: PlannedJob) -> tuple[Callable[[int], Layout], Callable[[int], Layout]]:
     """Return functions from a global rank to the actor's layout and to its engine's layout."""
-    source, dest = job.actor.layout_of, job.rollout.layout_of
+    source, dest = job.weight_source.layout_of, job.rollout.layout_of
     if not job.placement.is_colocated:
+        has_global_model = job.weight_source is not job.actor
+        holders = (
+            job.weight_source.ranks if has_global_model else job.placement.islands[0]
+        )
         source, dest = (
-            _on(job.placement.islands[0], source),
+            _on(holders, source),
             _on(job.rollout.ranks, dest),
         )
     if adapters := job.actor.adapters:
@@ -166,6 +218,68 @@ def _sides(job: PlannedJob) -> tuple[Callable[[int], Layout], Callable[[int], La
             with_factors(dest, adapters),
         )
     return source, dest
+
+
+@dataclass(frozen=True)
+class UpdateTraffic:
+    """Traffic of one update of a role whose optimizer is on the coordinator's ranks.
+
+    Attributes:
+        gradients: transfer from each island to the coordinator's ranks, one after the other.
+        weights: transfer from the coordinator's ranks to all islands.
+    """
+
+    gradients: tuple[ReshardTraffic, ...]
+    weights: ReshardTraffic
+
+    def seconds(self, machine: Machine) -> float:
+        """Return the seconds of all transfers, each as long as its slowest rank takes."""
+        return sum(
+            transfer.seconds(machine)[0] for transfer in (*self.gradients, self.weights)
+        )
+
+
+def make_update_traffic(job: PlannedJob, name: str) -> UpdateTraffic:
+    """Make the plans of all transfers in one update of a role with a global model, and add up their bytes.
+
+    Args:
+        name: the role on the islands, such as "actor".
+    """
+    in_fp32 = job.role(name).ddp.get("grad_reduce_in_fp32", True)
+    gradient_itemsize = 4 if in_fp32 else job.itemsize
+    *gradients, weights = update_plans(job, name)
+
+    def traffic_of(plans: Plans, itemsize: int) -> ReshardTraffic:
+        ranks = [
+            rank_traffic(rank, plans.volume(rank), 0, itemsize, job.machine)
+            for rank in range(job.world)
+        ]
+        return ReshardTraffic(tuple(ranks), _fan_out_traffic(plans, ranks, itemsize))
+
+    return UpdateTraffic(
+        tuple(traffic_of(plans, gradient_itemsize) for plans in gradients),
+        traffic_of(weights, job.itemsize),
+    )
+
+
+def update_plans(job: PlannedJob, name: str) -> list[Plans]:
+    """Return the plans of the gradients of each island, then of the weights, as `trainer.global_model` makes them."""
+    replica, model = job.role(name), job.global_models[name]
+    holders, islands = _on(model.ranks, model.layout_of), job.placement.islands
+    world, machine = job.world, job.machine
+    gradients = [
+        make_plans(
+            _on(ranks, replica.layout_of), holders, world, node_of=machine.node_of
+        )
+        for ranks in islands
+    ]
+    size = replica.grid.world_size
+    replicas = _on(replica.ranks, lambda place: replica.layout_of(place % size))
+    may_fan_out = job.config.reshard.may_fan_out
+    weights = make_plans(
+        holders, replicas, world, node_of=machine.node_of, fan_out=may_fan_out
+    )
+    return [*gradients, weights]
 
 
 def _on(

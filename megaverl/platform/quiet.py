@@ -21,10 +21,16 @@ from typing import Any
 # takes 0.7 s in every rank and creates two folders in the temporary folder.
 HIDDEN = ("wandb",)
 IMPORTER = "megatron"
-# Python warnings. Shards of a parameter are views, whose `.grad` the optimizer sets
-# itself.
+# Python warnings.
 EXPECTED = (
+    # Shards of a parameter are views, whose `.grad` the optimizer sets itself.
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+    # A barrier uses the current device, which `Platform.start` has set. torch advises
+    # to pass `device_id` to `init_process_group`. Then it makes every later group by
+    # splitting the default group's communicator (`_new_process_group_helper`), which
+    # holds the ranks of one role group only: groups across role groups could not be
+    # made, and each of Megatron's groups would take a communicator at once.
+    r"barrier\(\): using the device under current context",
 )
 # Loggers that report features which a CPU cannot have.
 EXPECTED_LOGGERS = ("torch._library.triton",)

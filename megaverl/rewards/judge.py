@@ -82,6 +82,8 @@ def read_score(answer: Any, low: float, high: float) -> float:
         ValueError, KeyError, TypeError, IndexError: there is no score between `low` and `high`.
     """
     text = answer["choices"][0]["message"]["content"]
+    # Models without structured output often reason first and give the JSON object last,
+    # sometimes in a code fence.
     objects = re.findall(r"\{[^{}]*\}", text)
     score = None
     for candidate in [text, *reversed(objects)]:
@@ -91,6 +93,7 @@ def read_score(answer: Any, low: float, high: float) -> float:
         except (ValueError, KeyError, TypeError):
             continue
     if (
+        # True is an int in Python, and would count as the grade 1.
         isinstance(score, bool)
         or not isinstance(score, int | float)
         or not low <= score <= high
@@ -102,6 +105,7 @@ def read_score(answer: Any, low: float, high: float) -> float:
 def majority(votes: Sequence[float | None]) -> float:
     """Return the most frequent vote, or the mean in a tie; NaN unless more than half of the votes were cast."""
     cast = [vote for vote in votes if vote is not None]
+    # Too few answers: the sample counts as not graded.
     if 2 * len(cast) <= len(votes):
         return math.nan
     counts = Counter(cast)
@@ -191,17 +195,22 @@ def judge(
         service: `ServiceOptions`, such as token_env.
     """
     server = Service.shared(ServiceOptions(_endpoint(url), **service))
+    # A pairwise judge answers 0, 1 or 2, as the template says.
     low, high = (float(scale[0]), float(scale[1])) if mode == "rubric" else (0.0, 2.0)
     text = _template(template, mode)
     fields = {
+        # Several votes need randomness, or all of them would be equal.
         "temperature": 0.0 if votes == 1 else 1.0,
         "max_tokens": 512,
         **(sampling or {}),
     }
     fixed = {"rubric": rubric, "low": f"{low:g}", "high": f"{high:g}"}
+    # [samples x votes] in this order; the votes of a sample are neighbours.
     requests, swapped = [], []
     for sample in samples:
         for vote in range(votes):
+            # Judges tend to prefer one of the two places, so every other vote swaps
+            # them.
             swapped.append(mode == "pairwise" and vote % 2 == 1)
             question = fill(text, {**fixed, **_data(sample, swapped[-1])})
             messages = [
@@ -212,6 +221,8 @@ def judge(
                 "model": model,
                 "messages": messages,
                 **fields,
+                # Different seeds let the votes differ, and each is the same in every
+                # run.
                 **({"seed": vote} if votes > 1 else {}),
             }
             requests.append(
@@ -255,6 +266,8 @@ def _data(sample: RewardSample, swapped: bool) -> dict[str, str]:
     texts["first"], texts["second"] = texts["response"], texts["reference"]
     if swapped:
         texts["first"], texts["second"] = texts["second"], texts["first"]
+    # The whole sample decides the id of the marks, so that a response cannot compute
+    # the id that its own text would need.
     salt = "\0".join(texts[name] for name in ("prompt", "response", "reference"))
     return {
         name: delimited(
@@ -325,6 +338,7 @@ AS_IT_STANDS = {
 
 
 def _conversation(sample: RewardSample) -> list[dict[str, str]]:
+    # The reward model sees the whole transcript of an environment, if there is one.
     before = sample.messages or [{"role": "user", "content": sample.prompt}]
     answer = sample.response if sample.transcript is None else sample.transcript
     return [*map(dict, before), {"role": "assistant", "content": answer}]
@@ -342,6 +356,8 @@ def _as_text(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _logit(answer: Any) -> float:
     [scored] = answer["data"]
+    # The server calls its outputs probabilities; without an activation they are raw
+    # outputs.
     if len(scored["probs"]) != 1:
         raise ValueError(
             f"{scored['probs']} of {len(scored['probs'])} labels; a reward model has one, and a number"

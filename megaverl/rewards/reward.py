@@ -326,6 +326,7 @@ class Reward:
             raise RewardError(
                 f"accuracy: true stands at {', '.join(marked)}; only one reward can decide accuracy."
             )
+        # Without a mark, the first reward decides.
         deciding = marked or [component.name for component in components]
         self.accuracy_component: str | None = deciding[0] if deciding else None
 
@@ -406,6 +407,8 @@ class Reward:
             gate = None if component.only_if is None else scores[component.only_if]
             scores[component.name] = component.shaped(samples, gate)
         total = [
+            # `fsum` rounds once, so that the total does not depend on the order of the
+            # components.
             math.fsum(
                 component.weight * scores[component.name][number]
                 for component in self.components
@@ -454,6 +457,8 @@ def build_reward(
     components: list[Component] = []
     taken: dict[str, int] = {}
     for entry in entries:
+        # A reward may be listed twice with other options. The second one is shown as
+        # `name_2`.
         component = _build_component(_as_mapping(entry), row or RowNames())
         taken[component.name] = taken.get(component.name, 0) + 1
         if taken[component.name] > 1:

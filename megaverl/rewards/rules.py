@@ -130,7 +130,9 @@ def positions(sample: RewardSample, *, strip: bool = True) -> float:
     def matching(reference: str) -> float:
         response = _plain(sample.response, strip, ignore_case=False)
         longest = max(len(response), len(reference))
+        # `zip` stops at the shorter text; the rest of the longer one is wrong.
         same = sum(a == b for a, b in zip(response, reference, strict=False))
+        # Two empty texts are equal.
         return same / longest if longest else 1.0
 
     return max(
@@ -163,6 +165,7 @@ def response_format(
     `.` matches line ends too. Example: `<think>.*</think>\\s*<answer>.*</answer>` with
     `mode: fullmatch`.
     """
+    # `mode` was checked to be one of `FORMAT_MODES`, which are names of methods.
     return float(getattr(_compiled(pattern), mode)(sample.response) is not None)
 
 
@@ -189,6 +192,7 @@ def _number(text: str) -> Decimal | None:
         number = Decimal(re.sub(r"[$,\s]", "", text))
     except InvalidOperation:
         return None
+    # `Decimal` accepts NaN and Infinity.
     return number if number.is_finite() else None
 
 
@@ -209,6 +213,7 @@ def gsm8k(
     """
     [reference, *_] = references(sample)
     expected = final_number(reference)
+    # A broken `####` line is an error, and never replaced by some other number.
     if expected is None and "####" not in reference:
         whole = _number(reference)
         expected = final_number(reference, "flexible") if whole is None else whole
@@ -547,6 +552,7 @@ def _passed(
         for outcome, test in zip(outcomes, tests, strict=True)
     ]
     checked: list[int] = []
+    # All checkers run in one call, which runs them in parallel.
     programs: list[ConfinedProgram] = []
     for place, (test, outcome, checker) in enumerate(
         zip(tests, outcomes, checkers, strict=True)

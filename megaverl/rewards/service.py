@@ -252,6 +252,7 @@ class Service:
         deadline: float,
     ) -> Any:
         key = _key(request)
+        # Checked under the lock, and asked without it: requests must run in parallel.
         with self._lock:
             if key in self._cache:
                 self._cache.move_to_end(key)
@@ -262,12 +263,14 @@ class Service:
         except Unsupported as error:
             if instead is None:
                 raise Unanswered(str(error)) from None
+            # The service may not know an option, such as a structured answer.
             try:
                 answer = self._ask(client, instead(request), read, deadline)
             except Unsupported as again:
                 raise Unanswered(str(again)) from None
         with self._lock:
             self._cache[key] = answer
+            # The oldest entries go first.
             while len(self._cache) > CACHED:
                 self._cache.popitem(last=False)
         return answer
@@ -285,8 +288,10 @@ class Service:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
+            # Counted before the request, so that the budget is never exceeded.
             self._spend()
             try:
+                # The limit holds over all calls of this process.
                 with self._slots:
                     answer = self._post(
                         client, request, min(self.options.timeout_seconds, left)
@@ -306,6 +311,7 @@ class Service:
                 if wait is None
                 else wait
             )
+            # No wait beyond the deadline, which holds for the whole batch.
             if attempt < self.options.retries and time.monotonic() + wait < deadline:
                 time.sleep(wait)
             else:
@@ -337,6 +343,8 @@ class Service:
             raise _TryAgain(f"{type(error).__name__} {error}".strip()) from None
         status = response.status_code
         if status in OURS:
+            # Another try would get the same answer, and the user must correct
+            # something.
             raise RewardError(
                 f"{self.options.url} answers {status} ({response.reason_phrase}): check {OURS[status]}. Response: "
                 f"{body[:200].decode('utf-8', 'replace')!r}"

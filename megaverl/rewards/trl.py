@@ -70,6 +70,7 @@ class CallContext:
                 f"log_extra({column!r}, ...) got {len(values)} values for {len(rows)} samples."
             )
         kept = self.columns.setdefault(str(column), {})
+        # Columns of earlier calls keep the values of their own samples.
         kept.update(zip(rows, map(_json_value, values), strict=True))
 
     def take_columns(self, count: int) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ def cpu_head_sizes() -> tuple[int, ...]:
 
 def _listed_in(tree: ast.Module) -> tuple[int, ...]:
     """Return the list that the function returns; empty if it is more than one `return` of numbers."""
+    # Read as text: importing the module would import vLLM, which takes many seconds.
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == _FUNCTION:
             returned = [

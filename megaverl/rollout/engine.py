@@ -93,6 +93,8 @@ class SamplingOptions:
         Args:
             of_engine: stop tokens that the engine was made with.
         """
+        # Without duplicates and in a fixed order, because engines compare requests of
+        # ranks.
         return sorted({*self.stop_token_ids, *(() if self.ignore_eos else of_engine)})
 
 
@@ -275,6 +277,7 @@ class SavedWork:
             f"rollout/server_samples/{server}": float(count)
             for server, count in sorted(by_server.items())
         }
+        # Numbers are summed. The counter by server has been merged above.
         numbers = [
             name for name, value in vars(SavedWork()).items() if isinstance(value, int)
         ]
@@ -317,6 +320,7 @@ def check_request(
     if isinstance(sampling, SamplingOptions):
         # Check the options even if the request has no prompt.
         per_prompt = [*per_prompt, sampling]
+    # Each wrong limit is reported once, however many prompts have it.
     for max_tokens in {
         options.max_tokens for options in per_prompt if options.max_tokens < 1
     }:
@@ -334,6 +338,8 @@ def check_request(
                 f"that is more than the engine's max_model_len of {max_model_len}. Lower max_tokens, shorten or "
                 "drop the prompt (data.max_prompt_tokens), or make the engine with a larger max_model_len."
             )
+        # Both bounds are tested: a negative token would index from the end of the
+        # embedding.
         lowest, highest = min(prompt), max(prompt)
         if lowest < 0 or highest >= vocab_size:
             raise RolloutError(
@@ -353,6 +359,8 @@ def check_generations(generations: Sequence[Generation], num_prompts: int) -> No
             f"the engine returned {len(generations)} responses for {num_prompts} prompts."
         )
     for index, generation in enumerate(generations):
+        # Log-probs are trained on, so a response with one too few would shift all of
+        # them.
         if not generation.token_ids or len(generation.token_ids) != len(
             generation.log_probs
         ):
@@ -391,6 +399,8 @@ class InFlight:
         The other half is for activations. The budget stays as long as possible and is
         saved in checkpoints, since another batch size changes an engine's rounding.
         """
+        # Halved for activations. A power of two keeps the budget stable when free
+        # memory varies a little.
         if self.measures and (self.budget is None or free < self.budget):
             self.budget = 1 << max(0, (free // 2).bit_length() - 1)
 
@@ -401,6 +411,8 @@ class InFlight:
         Args:
             free_tokens: tokens whose keys and values fit into memory.
         """
+        # At least `least`, even if memory seems short: the engine then makes room
+        # itself.
         self.number = max(self.least, min(self.most, free_tokens // max(longest, 1)))
         return self.number
 
@@ -426,7 +438,10 @@ def drawing(sampling: Sampling, count: int) -> dict[str, torch.Tensor]:
     if isinstance(sampling, SamplingOptions) and not sampling.top_k:
         return {}
     per_prompt = of_each(sampling, count)
+    # Several agents' samples follow each other, and have the same options in the same
+    # order.
     per_prompt = list(per_prompt) * (count // len(per_prompt))
+    # Greedy samples are compared at temperature 1.
     return {
         "temperatures": torch.tensor(
             [options.temperature or 1.0 for options in per_prompt], dtype=torch.float32

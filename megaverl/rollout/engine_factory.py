@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megaverl.errors import RolloutError
 from megaverl.rollout.engine import Engine, InFlight, OnLoad
@@ -55,13 +55,6 @@ def make_engine(
     Raises:
         RolloutError: the engine cannot work with this number of ranks, this model or this machine.
     """
-    asked: dict[str, Any] = {
-        "seed": seed,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "stop_token_ids": stop_token_ids,
-        "load_weights": load_weights,
-    }
     engine: Engine
     if config.engine == "hf":
         from megaverl.rollout.hf_engine import HFEngine
@@ -73,34 +66,50 @@ def make_engine(
 
         # The hf engine draws with the samples' seeds alone, and always reads its
         # weights from the folder.
-        unused = ("seed", "load_weights")
-        wanted = {name: value for name, value in asked.items() if name not in unused}
         engine = HFEngine(
             model_folder,
-            **wanted,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            stop_token_ids=stop_token_ids,
             trust_remote_code=trust_remote_code,
             reference_folder=reference_folder,
         )
+    # `module:function`, a user's own engine.
     elif ":" in config.engine:
         from megaverl.plugins import calling, load_function
 
         make_own = load_function(config.engine, "rollout.engine")
         with calling(config.engine, "rollout.engine"):
-            engine = make_own(model_folder, config, **asked)
+            engine = make_own(
+                model_folder,
+                config,
+                seed=seed,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                stop_token_ids=stop_token_ids,
+                load_weights=load_weights,
+            )
     else:
         from megaverl.rollout.vllm_engine import VLLMEngine
         from megaverl.rollout.vllm_images import image_arguments
+        from megaverl.rollout.vllm_options import VLLMOptions
 
-        asked |= {
-            "trust_remote_code": trust_remote_code,
-            "num_sequences": num_sequences,
-            "on_load": on_load,
-        }
+        of_images = None
         if images is not None:
-            asked["images"] = image_arguments(images, tokenizer or str(model_folder))
-        engine = VLLMEngine(
-            model_folder, config, **asked, routed_experts=routed_experts
+            of_images = image_arguments(images, tokenizer or str(model_folder))
+        options = VLLMOptions(
+            seed=seed,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            stop_token_ids=tuple(stop_token_ids),
+            load_weights=load_weights,
+            trust_remote_code=trust_remote_code,
+            num_sequences=num_sequences,
+            images=of_images,
+            routed_experts=routed_experts,
         )
+        engine = VLLMEngine(model_folder, config, options, on_load=on_load)
+    # Any engine may decode fewer sequences than it is asked for.
     if config.use_dynamic_batching:
         budget = (
             None if config.memory_budget_mb is None else config.memory_budget_mb * 2**20

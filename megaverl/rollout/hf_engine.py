@@ -84,6 +84,7 @@ class HFEngine(Engine):
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
         parameters = dict(self.model.named_parameters())
+        # By identity, because tied parameters appear once in `named_parameters`.
         known = {id(tensor) for tensor in self.model.parameters()}
         # Folders also hold persistent buffers, which named_parameters() leaves out.
         saved = self.model.state_dict(keep_vars=True)
@@ -151,6 +152,8 @@ class HFEngine(Engine):
                 (self.in_flight.budget or 0) // self._bytes_per_token, longest
             )
         generations: list[Generation] = []
+        # Waves of as many prompts as the budget holds. Each row has its own seed, so
+        # waves change nothing but rounding.
         for start in range(0, len(prompts), step):
             wave = slice(start, start + step)
             generations += self._wave(
@@ -174,6 +177,7 @@ class HFEngine(Engine):
                 or config.hidden_size // config.num_attention_heads
             )
             total += (
+                # Keys and values, for every layer.
                 2 * config.num_hidden_layers * heads * size * self.model.dtype.itemsize
             )
         return int(total)
@@ -221,6 +225,7 @@ class HFEngine(Engine):
                 others, other_cache = _next_logits(
                     self.reference, tokens, mask, other_cache
                 )
+                # Linear interpolation between both models' logits, by each row's share.
                 logits = torch.lerp(logits, others, shares)
             log_probs, tokens = _next_tokens(logits, per_prompt, draws)
             mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
@@ -259,6 +264,7 @@ def _next_logits(
         mask: [batch, all tokens so far].
     """
     # Positions count the tokens before, without the padding on the left.
+    # [batch, all tokens], of which only the new ones are needed.
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     new_positions = positions[:, -tokens.shape[1] :]
     output = model(
@@ -278,6 +284,7 @@ def _next_tokens(
     draws: Sequence[torch.Generator],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs [batch, vocab] and drawn tokens [batch, 1], each row drawn with its own options."""
+    # One call for all rows, if they have the same options.
     if all(shared is per_prompt[0] for shared in per_prompt):
         log_probs = sampled_distribution(logits, per_prompt[0])
         return log_probs, draw(log_probs, per_prompt[0], draws)[:, None]
@@ -305,8 +312,10 @@ def sampled_distribution(
         kth = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if sampling.top_p < 1.0:
+        # Ascending, so that the tail of unlikely tokens comes first.
         ordered, places = logits.sort(descending=False)
         dropped = ordered.softmax(-1).cumsum(-1) <= 1.0 - sampling.top_p
+        # The likeliest token always stays.
         dropped[:, -1] = False
         logits = logits.masked_fill(dropped.scatter(1, places, dropped), -torch.inf)
     return logits.log_softmax(-1)

@@ -36,6 +36,7 @@ def split_prompts(
     """
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
     if conversations is not None:
+        # By number, so that every call sends a conversation to the same replica.
         for prompt, conversation in enumerate(conversations):
             shares[conversation % num_replicas].append(prompt)
         return shares
@@ -52,6 +53,7 @@ def split_prompts(
     units = sorted(
         groups[:num_whole], key=lambda group: (-tokens_of(group), group.start)
     )
+    # Groups that cannot be divided evenly are split into single samples.
     singles = [
         range(prompt, prompt + 1) for group in groups[num_whole:] for prompt in group
     ]
@@ -61,6 +63,8 @@ def split_prompts(
     for unit in units:
         replica = min(
             range(num_replicas),
+            # Fewest samples first, then fewest tokens, then the lowest number: unique
+            # on every rank.
             key=lambda number: (len(shares[number]), num_tokens[number], number),
         )
         shares[replica] += unit
@@ -83,6 +87,7 @@ def sample_seed(run_seed: int, step: int, sample: int, purpose: str = "rollout")
     """
     message = struct.pack("<qqq", run_seed, step, sample)
     digest = hashlib.blake2b(message, digest_size=8, key=purpose.encode()).digest()
+    # The highest bit goes, because torch takes signed seeds.
     return int.from_bytes(digest, "little") >> 1
 
 

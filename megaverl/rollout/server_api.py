@@ -131,6 +131,8 @@ class InferenceServer(ABC):
         parts = urlsplit(self.url)
         assert parts.hostname is not None, "the configuration's check has seen it"
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        # One request per connection: servers come and go, and a kept connection might
+        # be half closed.
         headers = {"Content-Type": "application/json", "Connection": "close"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
@@ -141,6 +143,7 @@ class InferenceServer(ABC):
             response = connection.getresponse()
             status, text = response.status, response.read().decode(errors="replace")
         except (OSError, HTTPException) as error:
+            # The other end is gone or late. Another server may answer.
             raise ServerLost(
                 f"{self.url}: no answer to {method} {path} ({error or type(error).__name__})."
             ) from error
@@ -166,6 +169,7 @@ class InferenceServer(ABC):
             raise ServerRefused(
                 f"{self.url}: has no {request} (it answers {status} {text[:SHOWN]}). Start it with: {self.start_with}"
             )
+        # The server's own failure, or too many requests: another try may succeed.
         if status >= 500 or status == 429:
             raise ServerLost(
                 f"{self.url}: answers {status} to {request}: {text[:SHOWN]}"
@@ -230,6 +234,7 @@ class VLLMServer(InferenceServer):
     def load(self, folder: str) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         self.ask("POST", "/collective_rpc", call, timeout=self._loading)
+        # The cache is keyed by tokens, and would mix old and new weights.
         self._forget_cached()
 
     def _forget_cached(self) -> None:
@@ -244,6 +249,8 @@ class VLLMServer(InferenceServer):
 
     def log_probs(self, tokens: Sequence[int]) -> list[float]:
         fields = {
+            # One token is generated because a request must have one. Only the prompt's
+            # log-probs count.
             "max_tokens": 1,
             "temperature": 0.0,
             "prompt_logprobs": 0,
@@ -252,6 +259,7 @@ class VLLMServer(InferenceServer):
         answer = self._generate(tokens, fields)
 
         def take() -> list[float]:
+            # The first token has no predecessor, and so no log-prob.
             positions = zip(answer["prompt_logprobs"][1:], tokens[1:], strict=True)
             return [
                 float(of_token[str(token)]["logprob"]) for of_token, token in positions
@@ -316,6 +324,7 @@ class VLLMShardServer(VLLMServer):
 
     def problems(self, expected: ExpectedModel) -> list[str]:
         problems = super().problems(expected)
+        # Answered from the server's memory, so a second request costs nothing.
         answer = self.server_info()
         parallel = self._taken(
             "GET /server_info", lambda: answer["vllm_config"]["parallel_config"]
@@ -356,6 +365,7 @@ class VLLMShardServer(VLLMServer):
         answers: list[dict[str, Any]] = self._taken(
             "POST /collective_rpc", lambda: list(answer["results"])
         )
+        # Checks the form of the answers here, where the error can name the server.
         self._taken(
             "POST /collective_rpc", lambda: [worker.keys() for worker in answers]
         )
@@ -393,6 +403,8 @@ class SGLangServer(InferenceServer):
             self._taken("GET /get_model_info", lambda: model["model_path"]), expected
         )
         problems += _length_problems(server.get("context_length"), expected)
+        # The answer lies outside the `_taken` check because all versions have these
+        # fields.
         if not server.get("enable_deterministic_inference"):
             problems.append(
                 "it draws without the seeds that it is given: --enable-deterministic-inference"
@@ -463,6 +475,7 @@ class SGLangServer(InferenceServer):
             "max_new_tokens": way.max_tokens,
             "temperature": way.temperature,
             "top_p": way.top_p,
+            # SGLang has -1 for all tokens.
             "top_k": way.top_k or -1,
             "stop_token_ids": list(stop_tokens),
             "ignore_eos": way.ignore_eos,
@@ -478,6 +491,7 @@ class SGLangServer(InferenceServer):
         def take() -> tuple[Generation, Collection[str]]:
             about = answer["meta_info"]
             drawn = about["output_token_logprobs"]
+            # SGLang reports (log-prob, token) pairs.
             generation = Generation(
                 [int(entry[1]) for entry in drawn],
                 [float(entry[0]) for entry in drawn],
@@ -544,6 +558,7 @@ def url_problem(url: str) -> str:
         port = parts.port
     except ValueError as error:
         return f"found {url!r}, which is no URL ({error})."
+    # Credentials in a URL would be written to logs.
     if (
         parts.scheme not in ("http", "https")
         or not parts.hostname

@@ -33,6 +33,7 @@ from megaverl.rollout.engine import (
     check_request,
     of_each,
 )
+from megaverl.rollout.prefix_routing import PrefixRouter
 from megaverl.rollout.server_api import (
     ExpectedModel,
     InferenceServer,
@@ -113,11 +114,14 @@ class ServerEngine(Engine):
             lambda url: connect(servers, url, token, CLIENTS.get(servers.transfer)),
             ExpectedModel(spec, max_model_len, takes_images=image_token is not None),
             admits=self.replica == 0,
+            # Rounded up: ranks share the limit of each server.
             most_running=-(-servers.max_requests // self.num_replicas),
             turn=self.replica,
+            router=PrefixRouter() if servers.routing == "prefix" else None,
             wait_seconds=servers.wait_seconds,
             poll_seconds=servers.poll_seconds,
         )
+        # The first rank checks the servers before any other uses them.
         if self.replica == 0:
             self.pool.check()
 
@@ -175,6 +179,7 @@ class ServerEngine(Engine):
         seeds: Sequence[int],
         images: Images,
     ) -> list[Generation]:
+        # Threads take prompts in order, which need not be the order of completion.
         waiting = deque(range(len(prompts)))
         finished: queue.SimpleQueue[tuple[int, Generation | Exception]] = (
             queue.SimpleQueue()
@@ -182,6 +187,7 @@ class ServerEngine(Engine):
         stop = threading.Event()
 
         def work() -> None:
+            # Threads stop taking prompts after the first failure.
             while not stop.is_set():
                 try:
                     number = waiting.popleft()
@@ -195,6 +201,7 @@ class ServerEngine(Engine):
                                 number,
                                 prompts[number],
                                 per_prompt[number],
+                                # Checked while a request waits for a free server.
                                 seeds[number],
                                 self._features(number, prompts[number], images[number]),
                                 stop.is_set,
@@ -212,6 +219,8 @@ class ServerEngine(Engine):
         generations: dict[int, Generation] = {}
         try:
             while len(generations) < len(prompts):
+                # Responses arrive in any order, and are returned in that of the
+                # prompts.
                 number, result = finished.get()
                 if isinstance(result, Exception):
                     raise result
@@ -243,7 +252,7 @@ class ServerEngine(Engine):
         """Generate one response on any server. A server that is lost costs time, but not the sample."""
         error: ServerLost | None = None
         for _ in range(1 + self._servers.retries):
-            with self.pool.least_loaded(stopped) as member:
+            with self.pool.server_for(prompt, stopped) as member:
                 try:
                     return self._by(member.server, prompt, way, seed, features)
                 except ServerLost as lost:
@@ -269,6 +278,7 @@ class ServerEngine(Engine):
         generation, versions = server.generate(
             prompt, way, way.stop_tokens(self._stop_token_ids), seed, features
         )
+        # Weights may change between choosing the server and its answer.
         if others := set(versions) - {weights.name}:
             raise ServerLost(
                 f"{server.url}: answered with weights {', '.join(others)}, not with {weights.name}."
@@ -277,6 +287,7 @@ class ServerEngine(Engine):
             raise ServerLost(
                 f"{server.url}: a response ended with {generation.finish_reason!r}."
             )
+        # Threads share the counter.
         with self._counting:
             self.saved_work.by_server[urlsplit(server.url).netloc] += 1
         return generation
@@ -319,6 +330,7 @@ class FolderWeights:
         outlines = []
         for path in self._files:
             with safe_open(path, framework="pt") as file:
+                # Only headers are read here.
                 slices = ((name, file.get_slice(name)) for name in sorted(file.keys()))
                 outlines += [
                     TensorOutline(name, DTYPES[it.get_dtype()], tuple(it.get_shape()))
@@ -344,6 +356,7 @@ class VLLMOverNCCL(VLLMServer):
 
     start_with = 'megaverl serve rollout MODEL --vllm="--weight-transfer-config \'{\\"backend\\": \\"nccl\\"}\'".'
     packed: ClassVar[bool] = True  # many tensors in one message
+    # One lock for all servers of this class.
     # One transfer at a time: vLLM's senders share their streams, and servers share the
     # network.
     _turn: ClassVar[threading.Lock] = threading.Lock()
@@ -366,6 +379,7 @@ class VLLMOverNCCL(VLLMServer):
         ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
         def send() -> None:
+            # Reports the error as soon as it occurs, or None at the end.
             try:
                 self._send(FolderWeights(folder), ended.put)
             except Exception as error:  # raised again below
@@ -384,6 +398,8 @@ class VLLMOverNCCL(VLLMServer):
                     f"not in {self._loading:g} s (rollout.servers.load_timeout_seconds)"
                 )
             if error is not None:
+                # The communicator may be broken, and its peer may wait. A new one is
+                # made the next time.
                 self._hang_up()
         if isinstance(error, RolloutError):
             raise error
@@ -408,6 +424,7 @@ class VLLMOverNCCL(VLLMServer):
             if platform.is_cuda
             else nullcontext()
         ):
+            # Kept over versions. Making it takes seconds.
             if self._communicator is None:
                 self._communicator = self._connected(sender, failed)
             sender.model_update_group = self._communicator
@@ -434,6 +451,7 @@ class VLLMOverNCCL(VLLMServer):
         answer = self.ask("GET", "/get_world_size")
         size = 1 + int(self._taken("GET /get_world_size", lambda: answer["world_size"]))
         unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
+        # Both ends must cut the tensors into the same messages.
         wire = {
             name: getattr(sender, name)
             for name in ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
@@ -454,6 +472,7 @@ class VLLMOverNCCL(VLLMServer):
         # runs in a thread.
         with ThreadPoolExecutor(1) as thread:
             joined = thread.submit(join)
+            # Blocks until all of the server's workers have joined.
             communicator = uid_init_process_group(unique_id, 0, size, platform.device)
             joined.result()
         return communicator

@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 
 from megaverl.announcements import announcements
 from megaverl.errors import RolloutError
+from megaverl.rollout.prefix_routing import PrefixRouter
 from megaverl.rollout.server_api import (
     ExpectedModel,
     InferenceServer,
@@ -132,6 +133,7 @@ class ServerPool:
         admits: whether this rank brings weights to servers. Other ranks only use servers that have them.
         most_running: limit of this rank's concurrent requests on each server.
         turn: this rank's index, so that ranks start with different servers.
+        router: prefers servers that have read a prompt's beginning. None: only the load counts.
         wait_seconds: time for which the pool may have no usable server.
 
     Attributes:
@@ -142,7 +144,7 @@ class ServerPool:
     Example:
         pool.check()                      # on the rank that admits
         pool.use(weights)                 # after every update
-        with pool.watched(), pool.least_loaded(stopped) as member:
+        with pool.watched(), pool.server_for(prompt, stopped) as member:
             member.server.generate(...)
     """
 
@@ -155,11 +157,13 @@ class ServerPool:
         admits: bool,
         most_running: int,
         turn: int = 0,
+        router: PrefixRouter | None = None,
         wait_seconds: float,
         poll_seconds: float,
     ) -> None:
         self._addresses, self._connect, self._expected = addresses, connect, expected
         self._admits, self._most_running, self._turn = admits, most_running, turn
+        self._router = router
         self._wait_seconds, self._poll_seconds = wait_seconds, poll_seconds
         self.members: dict[str, Member] = {}
         self.weights: PublishedWeights | None = None
@@ -169,6 +173,7 @@ class ServerPool:
         self._delivering = threading.Lock()
         # Lines of the watched file that are not a usable URL.
         self._strangers: set[str] = set()
+        # Guards members and weights, and wakes requests that wait for a server.
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -200,6 +205,10 @@ class ServerPool:
         """
         with self._changed:
             is_first, self.weights = self.weights is None, weights
+            if self._router is not None:
+                # Servers empty their caches when they take new weights.
+                self._router.forget()
+            # Old weights must not answer any request from here on.
             for member in self.members.values():
                 if member.state == "ready":
                     member.state, member.why = "waiting", "its weights are old"
@@ -208,6 +217,7 @@ class ServerPool:
         self.look(live=live)
         if is_first:
             self._raise_refused()
+        # Without a server the run cannot go on. A server may still be starting.
         self._wait_for_one(watched=False, live=live)
         if self._watcher is None:
             self._watcher = threading.Thread(
@@ -234,6 +244,7 @@ class ServerPool:
         Servers that another thread is querying are skipped, since loading weights may
         take minutes.
         """
+        # Addresses may have changed since the last look.
         self._take_up()
         self._each(self._ask, then=partial(self._deliver, live=live))
 
@@ -270,6 +281,7 @@ class ServerPool:
                 logger.warning("%s", error)
 
     def _take_up(self) -> None:
+        # Without duplicates, in the order of the configuration.
         wanted = dict.fromkeys(self._addresses())
         with self._changed:
             for url in [url for url in self.members if url not in wanted]:
@@ -303,9 +315,11 @@ class ServerPool:
         then: Callable[[list[Member]], None] = lambda members: None,
     ) -> None:
         """Query all servers that no other thread queries, in threads, and pass them to `then`."""
+        # Marked under the lock, so that no two threads query one server.
         with self._changed:
             free = [
                 candidate
+                # Ready servers are left alone, and refused ones stay out.
                 for candidate in self.members.values()
                 if not candidate.asked and candidate.state in ("waiting", "lost")
             ]
@@ -355,6 +369,7 @@ class ServerPool:
             return
         with self._judging(member, weights):
             member.server.healthy()
+            # The server restarted, came late, or has old weights.
             if member.server.weight_version() != weights.name:
                 if not self._admits:
                     member.lacks = weights
@@ -393,6 +408,7 @@ class ServerPool:
         errors: Mapping[str, RolloutError] = {}
         try:
             assert self.transfer is not None
+            # Newer weights were published while this thread waited for its turn.
             if self.weights is not weights:
                 return
             errors = self.transfer.deliver(
@@ -440,6 +456,7 @@ class ServerPool:
         try:
             load(weights.folder or "")
             self._compare(member, weights)
+            # The name comes last: a server with the name has proven its weights.
             server.name_weights(weights.name)
             if (name := server.weight_version()) != weights.name:
                 raise ServerRefused(
@@ -447,6 +464,7 @@ class ServerPool:
                 )
         except ServerLost as error:
             member.failed_loads += 1
+            # A single failure may be the network's. Repeated ones are the server's.
             if member.failed_loads < MOST_LOADS:
                 raise
             raise ServerRefused(
@@ -476,6 +494,7 @@ class ServerPool:
                 f"{'see that very folder, and ' if weights.folder else ''}compute as the trainer does (dtype, "
                 "quantisation)."
             )
+        # The same log-probs after an update prove that the server kept its old weights.
         before, member.compared = member.compared, (weights.log_probs, log_probs)
         if before is not None and log_probs == before[1]:
             changed = _mean_difference(weights.log_probs, before[0])
@@ -495,6 +514,7 @@ class ServerPool:
             member.checked &= self.transfer is None or state != "lost"
             self._announce(member, why)
             self._changed.notify_all()
+        # Logged outside the lock.
         if state != before:
             log = logger.info if state == "ready" else logger.warning
             log("rollout server %s is %s. %s", member.server.url, state, why)
@@ -531,16 +551,25 @@ class ServerPool:
 
     def lost(self, member: Member, error: ServerLost) -> None:
         """Take a server out of use after a failed request, until it answers again."""
+        if self._router is not None:
+            with self._changed:
+                # It may have been started again, with an empty cache.
+                self._router.forget(member.server.url)
         self._set(member, "lost", str(error))
 
     @contextmanager
-    def least_loaded(self, stopped: Callable[[], bool]) -> Iterator[Member]:
-        """Yield the ready server with the fewest of this rank's requests; wait until there is one.
+    def server_for(
+        self, token_ids: Sequence[int], stopped: Callable[[], bool]
+    ) -> Iterator[Member]:
+        """Yield a ready server for a prompt; wait until there is one.
+
+        It is the one with the fewest of this rank's requests, or one that has read the
+        prompt's beginning before (`PrefixRouter`).
 
         Raises:
             RolloutError: no server was ready for `wait_seconds`, or `stopped` returned True.
         """
-        member = self._wait_for_one(stopped)
+        member = self._wait_for_one(stopped, token_ids=token_ids)
         try:
             yield member
         finally:
@@ -552,12 +581,14 @@ class ServerPool:
         self,
         stopped: Callable[[], bool] | None = None,
         *,
+        token_ids: Sequence[int] = (),
         watched: bool = True,
         live: bool = False,
     ) -> Member:
         """Wait for a ready server and return it; count a request on it if `stopped` is given.
 
         Args:
+            token_ids: the request's prompt.
             watched: whether another thread looks for servers; otherwise this one does.
             live: see `use`.
         """
@@ -571,6 +602,7 @@ class ServerPool:
                     for member in self.members.values()
                     if member.state == "ready"
                 ]
+                # Ready servers that have reached their limit are not free.
                 free = [
                     member for member in ready if member.running < self._most_running
                 ]
@@ -578,12 +610,13 @@ class ServerPool:
                     # Each rank sees only its own requests, so ranks begin at different
                     # servers to spread theirs.
                     first = self._turn % len(free or ready)
-                    chosen = min(
-                        (free or ready)[first:] + (free or ready)[:first],
-                        key=lambda candidate: candidate.running,
-                    )
+                    in_turn = (free or ready)[first:] + (free or ready)[:first]
+                    chosen = self._choose(in_turn, token_ids)
+                    # Counted under the lock, so that two requests do not both take the
+                    # last place.
                     chosen.running += stopped is not None
                     return chosen
+                # Measured since the last moment with a ready server.
                 empty_since = None if ready else empty_since or time.monotonic()
                 if (
                     empty_since is not None
@@ -591,10 +624,20 @@ class ServerPool:
                 ):
                     raise RolloutError(self._why_empty())
                 if watched:
+                    # `wait` releases the lock, so that other threads can report
+                    # changes.
                     self._changed.wait(self._poll_seconds)
             if not watched:
                 self._closed.wait(self._poll_seconds)
                 self.look(live=live)
+
+    def _choose(self, members: Sequence[Member], token_ids: Sequence[int]) -> Member:
+        """Return the member for a prompt, the first of equals."""
+        if self._router is None:
+            return min(members, key=lambda candidate: candidate.running)
+        by_url = {member.server.url: member for member in members}
+        loads = {url: member.running for url, member in by_url.items()}
+        return by_url[self._router.choose(token_ids, loads)]
 
     def _why_empty(self) -> str:
         reasons = (
@@ -628,6 +671,7 @@ def addresses_of(config: ServersConfig, watched: Path) -> list[str]:
         [*config.urls, *(_resolved(config.dns) if config.dns else ())]
     )
     for line in lines_of(watched):
+        # Lines apply in order: a server may be added again after it was removed.
         if line.startswith("-"):
             addresses.pop(line[1:].strip(), None)
         else:
@@ -703,10 +747,12 @@ def lines_of(watched: Path) -> list[str]:
 def change(watched: Path, urls: Sequence[str], *, adds: bool) -> None:
     """Add servers to a watched file, or mark them as removed. The file is replaced atomically, as runs read it."""
     urls = [url.rstrip("/") for url in urls]
+    # Older lines about these servers are dropped, so that the file does not grow.
     kept = [
         line for line in lines_of(watched) if line.removeprefix("-").strip() not in urls
     ]
     lines = [*kept, *(url if adds else f"-{url}" for url in urls)]
+    # Runs that read the file see the old or the new one, never half of it.
     temporary = watched.with_name(watched.name + ".tmp")
     try:
         temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

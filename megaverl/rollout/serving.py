@@ -90,6 +90,7 @@ def default_arguments(model: str, words: Sequence[str]) -> list[str]:
     if count_gpus():
         share = gpu_share(memory) if (memory := gpu_memory()) else GPU_SHARE
         return unless(memory_options, f"{share:.2f}")
+    # Compiled models on a CPU would need a compiler on the machine.
     arguments = [
         *unless(["--enforce-eager", "--no-enforce-eager"]),
         *unless(["--dtype"], "float32"),
@@ -130,6 +131,7 @@ def free_host_memory() -> int:
     """Return the bytes that this process may still allocate, within the limit of its container (cgroup 2)."""
     free = int(psutil.virtual_memory().available)
     with suppress(OSError, ValueError):
+        # The container's limit may be lower than the machine's free memory.
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     return free
@@ -157,6 +159,7 @@ def run_vllm(arguments: Sequence[str]) -> NoReturn:
         main()
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    # After an error, vLLM's threads would keep the process alive.
     except BaseException:  # KeyboardInterrupt too: vLLM turns SIGTERM into it
         traceback.print_exc()
         code = FAILED
@@ -169,6 +172,7 @@ def _name_cpu_build() -> None:
     """Let vLLM's command find its version: the CPU build is a package of another name."""
     version = importlib.metadata.version
 
+    # The CPU build has another distribution name, by which vLLM looks for its version.
     def known(distribution_name: str) -> str:
         try:
             return version(distribution_name)
@@ -185,6 +189,7 @@ def _adapt_to_cpu(arguments: Sequence[str]) -> None:
     import multiprocessing
 
     for name, value in CPU_ENVIRONMENT.items():
+        # What the user has set stays.
         os.environ.setdefault(name, value)
     # An idle pool of threads does not survive the fork below. One thread has no pool.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -206,6 +211,7 @@ def _adapt_to_cpu(arguments: Sequence[str]) -> None:
     forking = multiprocessing.get_context("fork")
     for module in (vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
         module.get_mp_context = lambda: forking
+    # A forked engine must not outlive its server.
     os.register_at_fork(after_in_child=lambda: end_with_parent(os.getppid()))
     _inspect_model_here(arguments)
 
@@ -241,6 +247,7 @@ def check_start(model: str, host: str, port: int) -> None:
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
+        # Without this, an address in TIME_WAIT would look taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -275,12 +282,15 @@ def watch_server(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=dict(environment),
+            # A session of its own, so that the whole group can be ended.
             start_new_session=True,
         )
         try:
             is_ready, next_look = False, 0.0
             while server.poll() is None and not received:
                 health = 0
+                # Every health check is logged by the server, so there are few of them
+                # once it answers.
                 if time.monotonic() >= next_look:
                     health = _health(host, port)
                     next_look = time.monotonic() + (
@@ -292,6 +302,7 @@ def watch_server(
                 # vLLM's server survives the death of its engine, and then answers 500.
                 if is_ready and health >= 500:
                     break
+                # Waits for the end, and otherwise until the next look.
                 with suppress(subprocess.TimeoutExpired):
                     server.wait(POLL_SECONDS)
             if server.poll() is None and received:
@@ -317,6 +328,7 @@ def _end_group(server: subprocess.Popen[bytes]) -> None:
     have ended.
     """
     trackers: list[psutil.Process] = []
+    # A process may end while the group is listed.
     for process in _members(server.pid):
         with suppress(psutil.Error):
             if any(
@@ -355,6 +367,7 @@ def why_ended(log: Path) -> str:
             # Pydantic names the field and the reason in the lines below.
             if "ValidationError" in error:
                 error = f"{error}: {following.strip()}"
+            # The first error of each process is the cause, later ones follow from it.
             errors.setdefault(match["process"] or "", error)
         elif misused := MISUSED.match(line):
             errors.setdefault("", misused[1])
@@ -374,6 +387,7 @@ def _noted_signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
+    # The handlers of the surrounding program come back afterwards.
     before = {
         number: signal.signal(number, note)
         for number in (signal.SIGTERM, signal.SIGINT)

@@ -44,11 +44,13 @@ def cache_limited(
     from vllm.v1.core.kv_cache_utils import max_memory_usage_bytes
     from vllm.v1.executor.abstract import Executor
 
+    # Called by vLLM between loading and allocating the cache.
     measure = Executor.determine_available_memory
 
     def measure_and_limit(self: Any) -> list[int]:
         measured: list[int] = measure(self)
         limits = []
+        # One entry per worker. This process has one.
         for nbytes, layers in zip(measured, self.get_kv_cache_specs(), strict=True):
             one_kind = len({type(layer) for layer in layers.values()}) == 1
             full_length = (
@@ -59,6 +61,7 @@ def cache_limited(
             # Each layer keeps a block for itself.
             spare = sum(layer.page_size_bytes for layer in layers.values())
             usable = math.ceil(HEADROOM * num_sequences * full_length) + spare
+            # Never more than vLLM has measured.
             limits.append(min(nbytes, usable) if one_kind else nbytes)
         if limits != measured:
             announce(
@@ -68,8 +71,8 @@ def cache_limited(
             )
         return limits
 
-    Executor.determine_available_memory = measure_and_limit  # type: ignore[method-assign]
+    Executor.determine_available_memory = measure_and_limit
     try:
         yield
     finally:
-        Executor.determine_available_memory = measure  # type: ignore[method-assign]
+        Executor.determine_available_memory = measure

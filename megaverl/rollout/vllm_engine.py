@@ -12,8 +12,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ from megaverl.rollout.engine import (
 from megaverl.rollout.vllm_cache import cache_limited
 from megaverl.rollout.vllm_images import prepare_images
 from megaverl.rollout.vllm_layouts import LoaderLayouts
+from megaverl.rollout.vllm_options import VLLMOptions
 from megaverl.rollout.vllm_requests import (
     answers,
     calling_when_finished,
@@ -107,15 +109,8 @@ class VLLMEngine:
     Args:
         model_folder: a Hugging Face folder; vLLM reads its config.json, and its weights if `load_weights`.
         config: `rollout`: `tp`, `sleep`, and `vllm`, which are EngineArgs under their own names.
-        seed: seed of the engine; requests have their own seeds.
-        dtype: dtype of weights, activations and cache.
-        max_model_len: most tokens of prompt and response together.
-        stop_token_ids: tokens that end a response.
-        load_weights: False: a reshard must write all of them before the first `generate`.
-        num_sequences: responses that are requested at once, to size the cache.
+        options: what the run and its model ask for.
         on_load: see `megaverl.rollout.make_engine`.
-        images: EngineArgs of a model that takes images (`image_arguments`).
-        routed_experts: record which experts each token took.
 
     Raises:
         RolloutError: there is no process group; `rollout.tp` does not divide the number of ranks; this engine or
@@ -127,29 +122,27 @@ class VLLMEngine:
         self,
         model_folder: str | Path,
         config: RolloutConfig,
+        options: VLLMOptions,
         *,
-        seed: int,
-        dtype: torch.dtype,
-        max_model_len: int,
-        stop_token_ids: Sequence[int] = (),
-        load_weights: bool = True,
-        trust_remote_code: bool = False,
-        num_sequences: int | None = None,
         on_load: OnLoad | None = None,
-        images: Mapping[str, Any] | None = None,
-        routed_experts: bool = False,
     ) -> None:
+        dtype, load_weights, images = (
+            options.dtype,
+            options.load_weights,
+            options.images,
+        )
         self.tp_size = config.tp
         self.replica, self.tp_rank, self.num_replicas = _place(config.tp)
-        self.max_model_len = max_model_len
-        self._stop_token_ids = tuple(stop_token_ids)
+        self.max_model_len = options.max_model_len
+        self._stop_token_ids = options.stop_token_ids
         self._can_sleep = config.sleep and platform.is_cuda
         self._asleep: set[str] = set()  # memory that is unmapped: WEIGHTS, CACHE
         self._has_weights = load_weights
         self._dtype = dtype
         spec = ModelSpec.outline(model_folder)
         self._vocab_size = spec.vocab_size
-        _check_model(spec, config.tp, max_model_len)
+        # Checked before vLLM is imported, which takes seconds.
+        _check_model(spec, config.tp, options.max_model_len)
         prepare_vllm()
         keep_default_group()
         # An engine's start runs five garbage collections, which need not visit existing
@@ -160,23 +153,14 @@ class VLLMEngine:
             {} if images is None else {**images, **prepare_images(spec.architecture)}
         )
         inspect_here(spec.architecture)
-        arguments = engine_arguments(
-            config,
-            spec,
-            seed=seed,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            load_weights=load_weights,
-            trust_remote_code=trust_remote_code,
-            num_sequences=num_sequences,
-            images=of_images,
-            routed_experts=routed_experts,
-        )
+        arguments = engine_arguments(config, spec, replace(options, images=of_images))
         drafts = arguments.get("speculative_config")
         self.saved_work = SavedWork()
         self.in_flight: InFlight | None = None
         self.on_finished: OnFinished | None = None
         self.may_rebind = not platform.is_cuda or bool(arguments.get("enforce_eager"))
+        # The CPU build would pack weights as they are loaded, which a reshard could not
+        # reach.
         to_come = (
             nullcontext()
             if load_weights or platform.is_cuda
@@ -188,6 +172,8 @@ class VLLMEngine:
                 model, current_config(), dtype, empty=not load_weights
             )
             if on_load is not None:
+                # An actor's storage can replace the parameters only now, before
+                # anything is captured.
                 on_load(self._written(model), self.layouts)
                 # Derived weights may be views of storage that on_load has replaced.
                 remake_derived(model, dtype, may_move=True)
@@ -196,7 +182,8 @@ class VLLMEngine:
             if self.replica == self.tp_rank == 0:
                 announcements.info("%s", text)
 
-        limit = cache_limited(num_sequences, arguments, announce)
+        limit = cache_limited(options.num_sequences, arguments, announce)
+        # All contexts apply to the engine's construction alone.
         with (
             to_come,
             nullcontext() if load_weights else order_kept(),
@@ -204,7 +191,10 @@ class VLLMEngine:
             limit,
         ):
             self._llm: LLM | None = _start(str(model_folder), arguments)
-        self._experts_of = experts_of_requests(self._llm) if routed_experts else None
+        self._experts_of = (
+            experts_of_requests(self._llm) if options.routed_experts else None
+        )
+        # vLLM counts drafts only for its own statistics, which are off.
         if drafts:
             count_drafts(self._scheduler, lambda: self.saved_work)
 
@@ -280,6 +270,7 @@ class VLLMEngine:
             max_model_len=self.max_model_len,
             vocab_size=self._vocab_size,
         )
+        # Collective over the ranks of the replica.
         self._check_ranks_agree(prompts, sampling, seeds, images)
         if not prompts:
             return []
@@ -290,6 +281,7 @@ class VLLMEngine:
                 max(map(len, prompts))
                 + max(options.max_tokens for options in per_prompt),
             )
+        # Generation must not change the random numbers of the training process.
         with (
             random_state_kept(),
             _eager(),
@@ -302,6 +294,7 @@ class VLLMEngine:
         self.saved_work.add_cached(
             prompts, (output.num_cached_tokens or 0 for output in outputs)
         )
+        # Records of answered requests would pile up.
         if self._experts_of is not None:
             self._experts_of.forget()
         check_generations(generations, len(prompts))
@@ -310,6 +303,7 @@ class VLLMEngine:
     def _limit(self, in_flight: InFlight, longest: int) -> None:
         """Limit vLLM's scheduler to as many sequences as its free blocks hold in full length."""
         scheduler = self._scheduler
+        # Blocks that are cached but unused count as free.
         free = (
             scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
             * scheduler.block_size
@@ -321,6 +315,7 @@ class VLLMEngine:
             if hasattr(scheduler, "max_num_active_reqs")
             else "max_num_running_reqs"
         )
+        # More slots than vLLM's scheduler has are of no use.
         in_flight.number = min(in_flight.choose(free, longest), slots)
         setattr(scheduler, limit, in_flight.number)
 
@@ -361,12 +356,14 @@ class VLLMEngine:
             return
         from vllm.distributed import get_tp_group
 
+        # Any JSON-like form will do, as long as equal requests give equal text.
         text = json.dumps(request, default=repr).encode()
         digest = int.from_bytes(
             hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True
         )
         own_digest = torch.tensor([digest])
         digests = [torch.empty_like(own_digest) for _ in range(self.tp_size)]
+        # Collective over the ranks of the replica, on the host.
         dist.all_gather(digests, own_digest, group=get_tp_group().cpu_group)
         different = [
             rank for rank, other in enumerate(digests) if int(other) != int(digests[0])
@@ -392,6 +389,7 @@ class VLLMEngine:
                 "vLLM did not reset its prefix cache: requests are still running. Responses after this would mix "
                 "old and new weights. Update weights only between calls of generate()."
             )
+        # After the cache, because these parameters are part of the weights.
         self._layouts.load_computed()
         # The encoder's cache identifies images by their content, so its entries are
         # from old weights.
@@ -411,6 +409,8 @@ class VLLMEngine:
             return False
         if WEIGHTS not in self._asleep:
             parameters = dict(loaded_parameters(self.model))
+            # The contents of these parameters will be written by a reshard, so they
+            # need no copy.
             self._sleep([parameters[name] for name in names if name in parameters])
         self._has_weights = False
         return True
@@ -436,6 +436,7 @@ class VLLMEngine:
         self._wake(CACHE)
 
     def _wake(self, tag: str) -> None:
+        # Waking twice would map the memory a second time.
         if tag in self._asleep and self._llm is not None:
             self._llm.wake_up(tags=[tag])
             self._asleep.remove(tag)
@@ -444,9 +445,11 @@ class VLLMEngine:
         """Free weights, cache and vLLM's process groups. The default process group stays."""
         if self._llm is None:
             return
+        # vLLM unfreezes all objects when an engine ends.
         with frozen_objects_kept():
             self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
+        # vLLM's groups would otherwise hinder an engine of another shape.
         release_groups()
         thaw_objects()
         gc.collect()
@@ -464,31 +467,22 @@ def prepare_vllm() -> None:
 
 
 def engine_arguments(
-    config: RolloutConfig,
-    spec: ModelSpec,
-    *,
-    seed: int,
-    dtype: torch.dtype,
-    max_model_len: int,
-    load_weights: bool,
-    trust_remote_code: bool = False,
-    num_sequences: int | None = None,
-    images: Mapping[str, Any] | None = None,
-    routed_experts: bool = False,
+    config: RolloutConfig, spec: ModelSpec, options: VLLMOptions
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `LLM`, which are EngineArgs but for the model's folder; see `VLLMEngine`.
 
     Raises:
         RolloutError: this engine or machine cannot run the model, or cannot train with a setting.
     """
+    # The user's fields come after the defaults, and what training needs comes last.
     arguments: dict[str, Any] = {
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": config.tp,
-        "dtype": dtype,
-        "seed": seed,
-        "max_model_len": max_model_len,
-        "trust_remote_code": trust_remote_code,
-        "load_format": "auto" if load_weights else "dummy",
+        "dtype": options.dtype,
+        "seed": options.seed,
+        "max_model_len": options.max_model_len,
+        "trust_remote_code": options.trust_remote_code,
+        "load_format": "auto" if options.load_weights else "dummy",
         "skip_tokenizer_init": True,
         # Stop tokens and sampling come from the run's configuration, not from the model
         # folder.
@@ -499,17 +493,10 @@ def engine_arguments(
         "enable_prefix_caching": True,
         "use_tqdm_on_load": False,
         "enable_sleep_mode": config.sleep and platform.is_cuda,
-        **_device_defaults(
-            spec,
-            config.tp,
-            dtype,
-            max_model_len,
-            num_sequences,
-            load_weights=load_weights,
-        ),
-        **(images or {}),
+        **_device_defaults(spec, config.tp, options),
+        **(options.images or {}),
         **config.vllm,
-        **(expert_arguments() if routed_experts else {}),
+        **(expert_arguments() if options.routed_experts else {}),
     }
     if not platform.is_cuda:
         if why := why_no_kernel(spec.head_dim):
@@ -525,28 +512,27 @@ def engine_arguments(
 def _device_defaults(
     spec: ModelSpec,
     tp_size: int,
-    dtype: torch.dtype,
-    max_model_len: int,
-    num_sequences: int | None,
-    *,
-    load_weights: bool,
+    options: VLLMOptions,
 ) -> dict[str, Any]:
     if platform.is_cuda:
         # Triton is vLLM's default on Hopper. The default on Blackwell reorders experts,
         # which no reshard can write.
         may_have_experts = spec.moe is not None or not spec.is_tabled
         return (
-            {"moe_backend": "triton"} if may_have_experts and not load_weights else {}
+            {"moe_backend": "triton"}
+            if may_have_experts and not options.load_weights
+            else {}
         )
-    return vllm_cpu().engine_defaults(
+    defaults: dict[str, Any] = vllm_cpu().engine_defaults(
         num_layers=spec.num_layers,
         num_kv_heads=max(1, spec.num_kv_heads // tp_size),
         head_dim=spec.head_dim,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        num_sequences=num_sequences,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        num_sequences=options.num_sequences,
         latent_attention=None if spec.mla is None else LATENT_ATTENTION,
     )
+    return defaults
 
 
 def _place(tp_size: int) -> tuple[int, int, int]:
@@ -603,18 +589,19 @@ def make_configuration(model_folder: str, arguments: dict[str, Any]) -> None:
     """
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    # Called in place of the engine's construction.
     def only_configure(engine_args: Any, usage_context: Any, **options: Any) -> None:
         engine_args.create_engine_config(usage_context)
         raise _ConfigurationMade
 
     original = LLMEngine.from_engine_args
-    LLMEngine.from_engine_args = only_configure  # type: ignore[assignment, method-assign]
+    LLMEngine.from_engine_args = only_configure
     try:
         _start(model_folder, arguments)
     except _ConfigurationMade:
         return
     finally:
-        LLMEngine.from_engine_args = original  # type: ignore[method-assign]
+        LLMEngine.from_engine_args = original
 
 
 def _start(model_folder: str, arguments: dict[str, Any]) -> LLM:

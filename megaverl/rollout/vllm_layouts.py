@@ -97,6 +97,7 @@ class LoaderLayouts:
         Raises:
             RolloutError: vLLM cannot load such weights, or puts them elsewhere; raised on every rank of the replica.
         """
+        # Traced again only for other weights.
         if self._found is None or self._found[0] != shapes:
             self._found = dict(shapes), self._find(dict(shapes))
         return self._found[1]
@@ -121,8 +122,10 @@ class LoaderLayouts:
 
         tp = get_tp_group()
         alone = tp.world_size == 1
+        # All ranks of the replica raise if one of them cannot trace.
         with nullcontext() if alone else together(tp.cpu_group):
             own_trace = self.take(shapes, tp.rank_in_group)
+        # Collective over the replica's ranks.
         traces = (
             [own_trace.to_json()]
             if alone
@@ -132,6 +135,7 @@ class LoaderLayouts:
             laid_out(Trace.from_json(trace).whole(shapes), shapes, self._quantised)
             for trace in traces
         ]
+        # Weights that no rank uses need not be sent at all.
         held = {name for layout in layouts for name in layout.global_shapes}
         if not tp.rank_in_group and (unused := sorted(shapes.keys() - held)):
             logger.warning(
@@ -155,6 +159,8 @@ class LoaderLayouts:
             loaded_tensors(self._model),
             laid_out(traced_layout, shapes, self._quantised),
         )
+        # Sources of computed parameters keep the dtype of the parameter that they end
+        # up in.
         dtypes = {
             source: held[name].dtype
             for name, sources in traced_layout.computed.items()
@@ -173,6 +179,7 @@ class LoaderLayouts:
             logger.info(
                 "vLLM computes %s from weights, which go through its loader", names
             )
+        # Parameters with values must not be overwritten by a trial.
         if self._empty and not self._quantised:
             self._empty = False
             self._try(trace, trace.traced(shapes), traced_layout, held)
@@ -224,6 +231,7 @@ class LoaderLayouts:
                     self._dtype,
                 )
             ]
+            # NaN marked what nothing was loaded into. Padding must be zero.
             for name in held.keys() & {*padded_tensors(self.mine)}:
                 held[name].zero_()
         if wrong:
@@ -245,6 +253,7 @@ def laid_out(
     Raises:
         RolloutError: a quantised parameter is a view of a loaded tensor.
     """
+    # Each source once, however many parameters are computed from it.
     sources = dict.fromkeys(
         name for names in traced_layout.computed.values() for name in sorted(names)
     )
@@ -263,6 +272,7 @@ def laid_out(
         )
     if not sources:
         return layout
+    # Such a weight arrives whole on every rank.
     boxes = {name: whole(shapes[name]) for name in sources}
     pieces = tuple(
         Piece(name, box, f"{BESIDE}{name}", box) for name, box in boxes.items()
@@ -311,6 +321,7 @@ def planned_layouts(
             f"imported here ({error}). Plan where it is installed."
         ) from error
 
+    # Only the place in the replica decides, so equal places share a layout.
     @cache
     def layout_of(place: int) -> Layout:
         assert Path(folder.name).is_dir()
@@ -371,6 +382,7 @@ def _tried(
         computed: names of parameters that vLLM computes.
     """
     device = next(iter(held.values())).device
+    # The trial holds a weight several times, so large ones are left out.
     room = platform.free_memory() // (2 * COPIES * dtype.itemsize)
     numbers = {
         name: number
@@ -384,8 +396,11 @@ def _tried(
 
     def source(name: str) -> torch.Tensor:
         """Return pseudo-random numbers for a weight that every floating-point type can hold, none of them zero."""
+        # The seed is the weight's number, so that a number found in a wrong place is
+        # noticed.
         generator = torch.Generator(device).manual_seed(numbers[name])
         made = torch.empty(shapes[name], dtype=dtype, device=device)
+        # Multiples of 1/128 below 2 are exact in every 16-bit and 32-bit type.
         return made.random_(1, 256, generator=generator).div_(128)
 
     filled: dict[str, int] = {}
@@ -407,6 +422,7 @@ def _tried(
         if held[name].is_floating_point() and name not in skipped
     ]
     for name in tried:
+        # NaN shows what `load_weights` leaves untouched.
         held[name].fill_(math.nan)
     model.load_weights((name, source(name)) for name in numbers)
     pieces = [piece for piece in traced.pieces if piece.tensor in numbers]
@@ -417,6 +433,7 @@ def _tried(
             target = (held[name] if view is None else view.apply(held[name]))[
                 piece.local_box.slices
             ]
+            # Bits are compared, not values within a tolerance.
             if not torch.equal(
                 target,
                 numbered[piece.box.slices].reshape(target.shape).to(target.dtype),
@@ -431,6 +448,8 @@ def _tried(
         if name in filled and unset:
             yield f"nothing is loaded into {unset} elements of {name}"
         if (
+            # Zeros are padding, so a wrong number of them means that something else was
+            # written.
             name in filled
             and not unset
             and int(held[name].count_nonzero()) != filled[name]
@@ -452,6 +471,7 @@ def _check_heads(model: Any, config: VllmConfig) -> None:
     from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 
     size = config.parallel_config.tensor_parallel_size
+    # On a single rank nothing is split.
     for path, _ in getattr(model, "attention_fusers", {}).values() if size > 1 else ():
         linears = [
             module

@@ -54,7 +54,11 @@ def answers(
     """
     if images is None:
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        return llm.generate(requests, list(parameters), use_tqdm=False)  # type: ignore[arg-type]
+        # Text prompts take vLLM's own path, which adds all requests at once.
+        text_outputs: list[RequestOutput] = llm.generate(
+            requests, list(parameters), use_tqdm=False
+        )
+        return text_outputs
     engine: Any = llm.llm_engine
     processor = engine.renderer.get_mm_processor()
     token = int(processor.info.get_hf_config().image_token_id)
@@ -66,7 +70,9 @@ def answers(
             image_input(token, prompt, prompt_images, number),
             way,
         )
-    outputs: list[RequestOutput] = llm.wait_for_completion(use_tqdm=False)  # type: ignore[assignment]
+    outputs: list[RequestOutput] = llm.wait_for_completion(use_tqdm=False)
+    # vLLM could have expanded a placeholder differently, and would answer another
+    # prompt.
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         if list(output.prompt_token_ids or ()) != list(prompt):
             raise RolloutError(
@@ -97,6 +103,7 @@ def calling_when_finished(
                 )
         return outputs
 
+    # The instance's attribute hides the method, and deleting it shows the method again.
     engine.step = step_and_call
     try:
         yield
@@ -115,6 +122,8 @@ def speculation(config: Mapping[str, Any]) -> dict[str, Any]:
         {},
     )
     if method == "suffix":
+        # A cache of earlier responses would make drafts, and so rounding, depend on
+        # them.
         more = {"suffix_decoding_max_cached_requests": 0}
     elif not method.startswith("ngram"):
         from vllm.config import LoadConfig
@@ -172,6 +181,7 @@ class ExpertsOf(Protocol):
 def expert_arguments() -> dict[str, Any]:
     """Return the EngineArgs of an engine that reports routed experts."""
     if not platform.is_cuda:
+        # The experts of cached prefixes would be unknown.
         return {"enable_prefix_caching": False}
     from vllm.distributed.aux_output_connector import worker
 
@@ -218,6 +228,7 @@ class StepRecorder:
             config.get_total_num_hidden_layers(),
             config.get_num_experts_per_tok(),
         )
+        # The smallest integer type that holds all experts.
         self._dtype = torch.uint8 if config.get_num_experts() <= 256 else torch.int16
         self._step: dict[int, torch.Tensor] = {}  # layer -> [tokens of the step, k]
         # request -> first token -> [tokens, layers, k].
@@ -232,10 +243,12 @@ class StepRecorder:
                 "actor.router_replay: vLLM's model has no routed experts. Leave it out."
             )
         for layer in layers:
+            # vLLM calls this function with each layer's choice.
             layer.router.set_capture_fn(partial(self._capture, layer.layer_id))
         run = self._runner.execute_model
 
         def run_and_record(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            # Layers without tokens in a step leave no entry.
             self._step.clear()
             output = run(scheduled, *args, **kwargs)
             self._record(scheduled.num_scheduled_tokens)
@@ -251,12 +264,14 @@ class StepRecorder:
         if not self._step:
             return
         first_layer = next(iter(self._step.values()))
+        # [tokens of the step, layers, k]; layers without experts stay zero.
         tokens = first_layer.new_zeros(len(first_layer), *self._shape)
         for layer, experts in self._step.items():
             tokens[:, layer] = experts
         batch, place = self._runner.input_batch, 0
         for row, request in enumerate(batch.req_ids):
             count = scheduled[request]
+            # Number of the request's first token in this step.
             first = int(batch.num_computed_tokens_cpu[row])
             # vLLM adds random characters to the name.
             name = request.rpartition("-")[0] or request
@@ -269,6 +284,7 @@ class StepRecorder:
         )
         recorded = torch.empty(total, *self._shape, dtype=self._dtype)
         known = torch.zeros(total, dtype=torch.bool)
+        # A preempted request is computed again, and later records replace earlier ones.
         for first, tokens in self._taken[output.request_id].items():
             recorded[first : first + len(tokens)] = tokens[: total - first]
             known[first : first + len(tokens)] = True

@@ -45,6 +45,7 @@ _ENVIRONMENT = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 def random_state_kept() -> Iterator[None]:
     """Leave the random generators of Python, NumPy and torch as they were before the body."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
+    # CUDA's generator exists only if CUDA is in use.
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         try:
@@ -58,6 +59,7 @@ def random_state_kept() -> Iterator[None]:
 def process_state_kept() -> Iterator[None]:
     """Restore random states, `torch.set_num_threads`, environment and frozen objects after an engine's start."""
     environment = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    # Functions and variables are put back even if the engine does not start.
     set_num_threads = torch.set_num_threads  # the CPU worker replaces it by a warning
     with random_state_kept(), frozen_objects_kept():
         try:
@@ -79,6 +81,7 @@ def frozen_objects_kept() -> Iterator[None]:
     collections, which takes over a second.
     """
     freeze, unfreeze = gc.freeze, gc.unfreeze
+    # Functions without effect while vLLM calls them.
     gc.freeze = gc.unfreeze = lambda: None
     try:
         yield
@@ -104,6 +107,7 @@ def release_groups(shutdown_ray: bool = False) -> None:
     if not dist.is_initialized():
         return
     parallel_state.destroy_model_parallel()
+    # vLLM's own world group, of the same ranks as the default group.
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()
         parallel_state._WORLD = None
@@ -131,6 +135,7 @@ def keep_transformers_classes() -> None:
         decorate = compiled(*args, **options)
 
         def noted(cls: type) -> type:
+            # The state before vLLM's decorator changes the class.
             changed.setdefault(cls, (dict(vars(cls)), cls.__bases__))
             return decorate(cls)  # type: ignore[no-any-return]
 
@@ -144,6 +149,8 @@ def keep_transformers_classes() -> None:
             for cls, (before, bases) in changed.items():
                 restored[cls] = _taken_back(cls, before, bases)
             changed.clear()
+        # The engine's module gets a subclass with vLLM's changes, and the class itself
+        # is as before.
         for module in self.modules():
             if type(module) in restored:
                 module.__class__ = restored[type(module)]
@@ -155,6 +162,7 @@ def keep_transformers_classes() -> None:
 
 def _taken_back(cls: Any, before: dict[str, Any], bases: tuple[type, ...]) -> type:
     """Restore a class to its earlier state, and return a subclass with the changes that were made."""
+    # Everything that vLLM has added or replaced.
     written = {
         name: value
         for name, value in vars(cls).items()
@@ -167,9 +175,10 @@ def _taken_back(cls: Any, before: dict[str, Any], bases: tuple[type, ...]) -> ty
         else:
             delattr(cls, name)
     cls.__bases__ = bases
-    return type(cls)(
+    changed: type = type(cls)(
         cls.__name__, (cls, *added), {"__module__": cls.__module__, **written}
     )
+    return changed
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -196,6 +205,7 @@ def placed(tp: int, rank: int) -> Iterator[None]:
     from vllm.distributed import parallel_state
 
     def group(name: str, size: int, place: int) -> Any:
+        # `__init__` would create process groups.
         made = object.__new__(parallel_state.GroupCoordinator)
         members = _Size(size, place)
         made.__dict__.update(
@@ -227,6 +237,8 @@ def placed(tp: int, rank: int) -> Iterator[None]:
     }
     try:
         for name in held:
+            # World, tensor-parallel and expert-parallel groups have `tp` members, all
+            # others one.
             wide = name in ("_WORLD", "_TP", "_EP")
             setattr(
                 parallel_state,
@@ -300,6 +312,7 @@ def build(config: VllmConfig, rank: int, *, data: bool = False) -> Any:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    # The caller's configuration must not keep the layers of this model.
     config = copy.deepcopy(config)
     # vLLM refuses to register two layers of one name in a configuration.
     config.compilation_config.static_forward_context.clear()
@@ -334,6 +347,7 @@ def _parameters_without_data() -> Iterator[None]:
     ) -> None:
         register(module, name, parameter)
         if parameter is not None and not parameter.is_meta:
+            # Subclasses of Parameter carry the loaders' functions as attributes.
             made = torch.nn.Parameter(
                 parameter.to("meta"), requires_grad=parameter.requires_grad
             )
@@ -431,6 +445,7 @@ def trace_into(
         held: the model's tensors whose contents are recorded.
     """
 
+    # Traces the given weights, and leaves the model unchanged.
     def traced(names: Iterable[str]) -> TracedLayout:
         tracer = Tracer()
         tensors = [(name, tracer.source(name, sources[name], dtype)) for name in names]
@@ -446,6 +461,7 @@ def trace_into(
         whole = kinds.repeat(first_layout)
     except LookupError:
         return Trace(traced(sources), False)
+    # Tensors that the model does not have show that layers differ.
     shapes = whole.layout.local_shapes
     known = whole.parameters <= held.keys()
     alike = known and all(shapes[name] == tuple(held[name].shape) for name in shapes)
@@ -485,6 +501,7 @@ class _Kinds:
                     name[number.end() :]
                 ] = shape
         firsts: dict[tuple[str, frozenset[Any]], str] = {}
+        # Layers of one kind have equal names and shapes. The first one stands for all.
         alike: dict[tuple[str, str], list[str]] = {}
         skipped = set()
         for (stack, number_), tensors in layers.items():
@@ -509,5 +526,7 @@ def _renumbered(first: str, number: str, name: str) -> str:
     """Return the name with another layer number."""
     match = _NUMBER.search(name)
     if match is None or match.group() != first:
+        # A name without the layer's number cannot be repeated, so that all layers are
+        # traced.
         raise LookupError(f"{name} is of no layer {first}")
     return name[: match.start()] + number + name[match.end() :]

@@ -103,6 +103,7 @@ def in_floating_point(
 
 def _weight(name: str, module: Any, attribute: str) -> QuantisedWeight:
     numbers = getattr(module, attribute).detach()
+    # Scales by block have the suffix `_inv`.
     by_block = hasattr(module, f"{attribute}_scale_inv")
     scales = getattr(
         module, f"{attribute}_scale_inv" if by_block else f"{attribute}_scale"
@@ -115,6 +116,8 @@ def _weight(name: str, module: Any, attribute: str) -> QuantisedWeight:
         # how scales are rounded.
         says = getattr(method.fp8_linear, "fallback", method.fp8_linear)
         powers_of_two = bool(getattr(says, "use_deep_gemm_e8m0", False))
+        # [rows, columns] in both cases: kernels with one scale per matrix hold the
+        # transposed view.
         numbers = numbers if by_block else numbers.t()
     else:
         kernel, known = method.fp8_backend.value, EXPERT_BACKENDS[by_block]
@@ -178,6 +181,7 @@ def model_loaded(then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
 
     def load_and_tell(self: Any, **options: Any) -> None:
         runner = self.model_runner
+        # The model is loaded inside vLLM's memory pool.
         load_inside = runner.load_model  # called in the pool
 
         def load_and_tell_inside(*args: Any, **options: Any) -> None:
@@ -188,6 +192,7 @@ def model_loaded(then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
         try:
             load_model(self, **options)
         finally:
+            # The instance's attribute hides the method.
             del runner.load_model
 
     Worker.load_model = load_and_tell
@@ -245,6 +250,7 @@ def remake_derived(
     """
     for name, module in with_derived_weights(model).items():
         before = _addresses(module)
+        # Recomputed from weights that have just been written.
         module.process_weights_after_loading(dtype)
         moved = [
             tensor_name
@@ -260,6 +266,7 @@ def remake_derived(
 
 def _addresses(module: torch.nn.Module) -> dict[str, int]:
     """Return the addresses of a module's own tensors, parameters or not."""
+    # Derived tensors are plain attributes, not parameters.
     tensors = {**vars(module), **dict(module.named_parameters(recurse=False))}
     return {
         name: tensor.data_ptr()
@@ -334,6 +341,7 @@ class _Seen(NamedTuple):
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> _Seen:
+        # A sample is enough: kernels reorder all of a matrix.
         step = max(1, parameter.numel() // SAMPLES)
         # Compare bits, since NaN is not equal to itself.
         sample = (
@@ -399,12 +407,14 @@ def contents_dropped(parameters: Collection[torch.Tensor]) -> Iterator[int]:
         return
     from vllm.device_allocator import get_mem_allocator_instance
 
-    held: dict[int, Any] = get_mem_allocator_instance().pointer_to_data  # type: ignore[attr-defined]
+    held: dict[int, Any] = get_mem_allocator_instance().pointer_to_data
+    # Addresses outside the pool belong to somebody else, such as an actor.
     allocations = [
         held[address] for address in _filled_segments(parameters) if address in held
     ]
     dropped = [allocation for allocation in allocations if allocation.tag == WEIGHTS]
     for allocation in dropped:
+        # Level 1 copies allocations with vLLM's tag, and drops all others.
         allocation.tag = WRITTEN_ANEW
     try:
         yield sum(allocation.handle[1] for allocation in dropped)
@@ -420,6 +430,7 @@ def _filled_segments(parameters: Iterable[torch.Tensor]) -> Iterator[int]:
         for storage in (p.untyped_storage() for p in parameters)
     }
     addresses = sorted(storages)
+    # Segments as torch's allocator has taken them from the device.
     for segment in torch.cuda.memory_snapshot():
         start: int = segment["address"]
         inside = addresses[
@@ -428,6 +439,7 @@ def _filled_segments(parameters: Iterable[torch.Tensor]) -> Iterator[int]:
             )
         ]
         if (
+            # Only segments without any other tensor may be dropped.
             inside
             and sum(storages[address] for address in inside)
             == segment["requested_size"]

@@ -57,6 +57,7 @@ def intersect(a: Box, b: Box) -> Box | None:
     """Return the intersection of two boxes of the same array, or None if it is empty."""
     start = tuple(map(max, a.start, b.start))
     stop = tuple(map(min, a.stop, b.stop))
+    # Most pairs of boxes are disjoint, so the first empty axis ends the comparison.
     for low, high in zip(start, stop, strict=True):
         if low >= high:
             return None
@@ -133,6 +134,8 @@ def carry(inner: Box, outer: Box, target: Box) -> Box:
 def join(a: Box, b: Box) -> Box | None:
     """Return the union of two boxes if `b` follows `a` along one axis and they are equal in the others, else None."""
     joined = False
+    # Boxes can only be joined if they differ along a single axis, and there `b` must
+    # start where `a` stops.
     for a_start, a_stop, b_start, b_stop in zip(
         a.start, a.stop, b.start, b.stop, strict=True
     ):
@@ -154,6 +157,8 @@ def split(box: Box, max_numel: int) -> list[Box]:
     parts = []
     for low in range(box.start[axis], box.stop[axis], step):
         high = min(low + step, box.stop[axis])
+        # A slab of a single index may still be too large. It is split along the next
+        # axis.
         start = (*box.start[:axis], low, *box.start[axis + 1 :])
         stop = (*box.stop[:axis], high, *box.stop[axis + 1 :])
         parts += split(Box(start, stop), max_numel)
@@ -170,6 +175,7 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         return []
     if len(shape) <= 1:
         return [Box((start,), (stop,)) if shape else Box((), ())]
+    # Number of elements behind one index of the first axis.
     row = math.prod(shape[1:])
     first, low = divmod(start, row)
     last, high = divmod(stop, row)
@@ -185,6 +191,8 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     rows: list[Box] = []
     if first < last:
         rows = [Box((first, *(0 for _ in shape[1:])), (last, *shape[1:]))]
+    # If `stop` is the start of a row, the last part is empty and `in_row` returns
+    # nothing.
     return [*head, *rows, *in_row(last, 0, high)]
 
 
@@ -215,6 +223,8 @@ class BoxIndex:
         low = 0
         high = len(self._boxes)
         if self._axis is not None:
+            # Boxes before `low` end before `box` starts, and boxes from `high` on start
+            # after it ends.
             low = bisect_right(self._reach, box.start[self._axis])
             high = bisect_left(self._starts, box.stop[self._axis])
         for number, other in self._boxes[low:high]:
@@ -230,6 +240,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
         index = BoxIndex(boxes)
         for number, box in enumerate(boxes):
             for other, _ in index.meeting(box):
+                # Every box meets itself.
                 if other != number:
                     return min(number, other), max(number, other)
     return None

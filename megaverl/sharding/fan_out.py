@@ -352,6 +352,8 @@ class FanOut:
         for (classes, _), line in self._lines.items():
             for number in classes:
                 self._lines_of_class.setdefault(number, []).append(line)
+        # Identity of an item, which a line keeps, first unit, end -> ranges of tensors.
+        self._ranges: dict[tuple[int, int, int], tuple[ShardRange, ...]] = {}
         # Elements of the shard sets of a group before each of them, and of all at the
         # end.
         self._before = [
@@ -527,7 +529,12 @@ class FanOut:
         outgoing: ByHop = tuple({} for _ in ORDER)
         for sends, hop, peer, item, low, high in self._moves(rank):
             by_peer = (outgoing if sends else incoming)[NUMBER[item.chunk, hop]]
-            by_peer.setdefault(peer, []).extend(item.ranges(low, high))
+            # All ranks of a node, and all hops, ask for the same units of an item.
+            key = id(item), low, high
+            ranges = self._ranges.get(key)
+            if ranges is None:
+                ranges = self._ranges[key] = tuple(item.ranges(low, high))
+            by_peer.setdefault(peer, []).extend(ranges)
         return incoming, outgoing
 
     def volume(self, rank: int) -> tuple[dict[int, int], dict[int, int]]:

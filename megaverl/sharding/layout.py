@@ -109,6 +109,8 @@ class Layout:
             local = name
             part = shard_boxes[name]
             shift = shard_boxes[name].start
+            # A view orders the elements differently. The shard's box is converted to
+            # the view's coordinates, and the view of the shard gets a name of its own.
             if piece.local in self.views:
                 part, view = self.views[piece.local][1].inside(part)
                 local = f"{name}.{view}"
@@ -116,6 +118,7 @@ class Layout:
                 views[local] = (name, view)
             if common := intersect(piece.local_box, part):
                 box = carry(common, piece.local_box, piece.box)
+                # Places in the shard are counted from its own start.
                 moved = (
                     tuple(a - b for a, b in zip(corner, shift, strict=True))
                     for corner in common
@@ -157,6 +160,7 @@ class Layout:
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Layout:
         """Return the layout that `to_json` converted."""
+        # JSON turns tuples into lists, and boxes must be hashable.
         boxes = [Box(*map(tuple, corners)) for corners in stored["boxes"]]
         return cls(
             tuple(
@@ -219,6 +223,8 @@ def stack(boxes: Sequence[tuple[int, Box]], rows: int | None = None) -> Fill:
     tail = boxes[0][1].shape[1:]
     for number, box in boxes:
         height = box.shape[0]
+        # With fewer groups than ranks, a rank may hold no row of a weight. No piece is
+        # recorded for it.
         if height:
             parts.append(
                 (number, box, cut((offset + height, *tail), 0, offset, offset + height))
@@ -238,6 +244,8 @@ class LayoutBuilder:
 
     def add(self, local: str, weights: Sequence[Weight], fill: Fill) -> None:
         """Add a local tensor, the weights that it holds, and how they fill it."""
+        # Pieces of a strided tensor name the view. The shape is that of the tensor
+        # itself.
         seen = local
         if fill.view is not None:
             seen = f"{local}.{fill.view}"
@@ -274,6 +282,7 @@ def whole_layout(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
 
 def padded_tensors(layout: Layout) -> list[str]:
     """Return names of the local tensors that contain padding."""
+    # Pieces do not overlap, so their sizes add up to the covered part.
     covered = dict.fromkeys(layout.local_shapes, 0)
     for piece in layout.pieces:
         covered[layout.stored_in(piece.local)] += piece.local_box.numel

@@ -87,6 +87,8 @@ class RankLayouts:
                     (*boxes_of[tensor], box) if tensor in boxes_of else (box,)
                 )
             for tensor, boxes in boxes_of.items():
+                # A flat list saves one tuple per class and tensor, of which a large job
+                # has millions.
                 boxes_by_tensor.setdefault(tensor, []).extend(
                     (number, number_of.setdefault(boxes, len(number_of)))
                 )
@@ -150,6 +152,8 @@ def _group(
 ) -> TensorGroup:
     """Return the group of tensors that are held and wanted alike."""
     shards = _shard_sets(source, held)
+    # All held cells in one list, so that a single index finds those that a wanted box
+    # meets.
     cells = [
         (number, cell)
         for number, shard_set in enumerate(shards)
@@ -165,6 +169,8 @@ def _group(
             amounts: dict[int, int] = {}
             unheld = None
             for box in boxes:
+                # Cells are disjoint, so that the intersections can be counted one by
+                # one.
                 rest = box.numel
                 met = list(index.meeting(box))
                 for cell, common in met:
@@ -172,6 +178,7 @@ def _group(
                     amounts[shard_set] = amounts.get(shard_set, 0) + common.numel
                     rest -= common.numel
                 if rest:
+                    # One missing box per class is enough for the error message.
                     unheld = subtract_all(box, [common for _, common in met])[0]
             seen[boxes] = amounts, unheld
         wanted[number], unheld = seen[boxes]
@@ -222,6 +229,8 @@ def _disjoint(holders: list[tuple[Box, set[int]]]) -> list[tuple[Box, set[int]]]
             cut.append((common, others | classes))
             # What the box does not cover keeps its holders.
             cut += [(part, others) for part in subtract(cell, box)]
+        # Elements that no earlier cell covers are held by the classes of this box
+        # alone.
         cells = cut + [
             (part, classes) for part in subtract_all(box, [cell for cell, _ in cells])
         ]
@@ -283,6 +292,7 @@ class Deal:
         low = self._firsts[place]
         high = self._firsts[place + 1]
         while low < high:
+            # The requests of a rank may span several runs: one iteration per holder.
             turn = self._turn_of(low)
             end = min(self._first_of(turn + 1), high)
             yield from self._parts(
@@ -296,6 +306,7 @@ class Deal:
         low = self._first_of(turn)
         high = self._first_of(turn + 1)
         while low < high:
+            # The run of a holder may span several ranks: one iteration per rank.
             number = bisect_right(self._firsts, low) - 1
             end = min(self._firsts[number + 1], high)
             yield from self._parts(self._ranks[number], self._ranks[number], low, end)
@@ -321,6 +332,7 @@ class Deal:
 
     def _turn_of(self, request: int) -> int:
         """Return the run that contains a request."""
+        # The first `_extra` runs have one request more than the others.
         longer = self._extra * (self._each + 1)
         return (
             request // (self._each + 1)
@@ -339,6 +351,8 @@ def alternating_over_nodes(
         for rank in source.ranks[number]:
             node = node_of[rank]
             nth = on_node[number, node] = on_node.get((number, node), -1) + 1
+            # Sorted by class, then by the rank's number on its node, then by node:
+            # neighbours in the list are on different nodes.
             order.append((number, nth, node, rank))
     return [rank for *_, rank in sorted(order)]
 
@@ -418,6 +432,7 @@ class Dealer:
 
     def served(self, rank: int) -> Iterator[tuple[int, ShardRange]]:
         """Yield (rank, part) for everything that the holder `rank` sends."""
+        # A holder belongs to the pool of all nodes and to that of its own node.
         for key in (ANYWHERE, self._node_of[rank]):
             for deal in self._deals[key]:
                 yield from deal.served(self._place[key][rank])

@@ -87,8 +87,11 @@ def megatron_layouts(
     def layout_of(rank: int) -> Layout:
         if rank not in by_rank:
             at = shape.coords(rank)
+            # Data-parallel and context-parallel coordinates are left out, because these
+            # replicas hold the same.
             place = (at.pp, at.tp, at.ep, at.etp) if spec.moe else (at.pp, at.tp)
             if place not in by_place:
+                # All expert-parallel ranks of a stage share the dense part.
                 if (at.pp, at.tp) not in dense:
                     dense[at.pp, at.tp] = model.dense(at.pp, at.tp)
                 layout = dense[at.pp, at.tp]
@@ -143,6 +146,7 @@ class _Model:
             name = weight.megatron
             if transformer_engine and weight.transformer_engine is not None:
                 name = weight.transformer_engine
+            # An array of all experts belongs to each of them.
             numbers = (
                 range(spec.moe.num_experts)
                 if weight.is_stacked and spec.moe
@@ -156,6 +160,8 @@ class _Model:
                 elif isinstance(weight.stage, int):
                     layer = experts.setdefault(weight.stage, {})
                     layer.setdefault(expert, {}).setdefault(name, []).append(weight)
+            # The last stage's copy of tied embeddings is a second parameter of the same
+            # weight.
             if weight.megatron_tied is not None:
                 fused.setdefault("tied", {}).setdefault(
                     weight.megatron_tied, []
@@ -175,6 +181,8 @@ class _Model:
         parameters: list[tuple[str, _Fused]] = []
         for stage, prefix in self._chunks(pp_rank):
             last = stage == self._num_stages - 1
+            # Embeddings are on the first stage, the final norm and the head on the last
+            # one.
             if stage == 0:
                 parameters += [
                     (prefix + fused.name, fused)
@@ -189,6 +197,8 @@ class _Model:
                     (prefix + fused.name, fused)
                     for fused in self._fused.get("last", ())
                 ]
+            # On a single stage the head reads the embedding itself, and there is no
+            # second copy.
             if last and stage != 0:
                 parameters += [
                     (prefix + fused.name, fused)
@@ -210,6 +220,7 @@ class _Model:
                 for local_expert in range(num_local)
                 for number, fused in enumerate(self._experts[layer][local_expert])
             ]
+        # Parameter names count experts from zero on every rank.
         first = ep_rank * num_local
         parameters = [
             (name, self._experts[layer][first + local_expert][number])
@@ -220,6 +231,8 @@ class _Model:
     def _chunks(self, pp_rank: int) -> Iterator[tuple[int, str]]:
         """Yield each virtual stage of a rank, and the prefix of its parameters' names."""
         for chunk in range(self._shape.vpp or 1):
+            # Virtual stage v of pipeline rank p is stage v * pp + p in the order of the
+            # model.
             yield (
                 chunk * self._shape.pp + pp_rank,
                 f"chunk{chunk}." if (self._shape.vpp or 1) > 1 else "",
@@ -238,6 +251,8 @@ class _Model:
         builder = LayoutBuilder()
         for local, (name, weights, expert) in parameters:
             stacked = expert if weights[0].is_stacked else None
+            # Layers of one kind have equal names, shapes and splits, so the contents
+            # are computed once per kind.
             key = (name, weights[0].shape, tp_rank, stacked)
             if key not in self._fills:
                 self._fills[key] = self._fill(weights, tp, tp_rank, stacked)
@@ -251,11 +266,14 @@ class _Model:
         first = weights[0]
         if stacked is not None:
             part = stacked_part(first, range(stacked, stacked + 1), tp, tp_rank)
+            # Files store these matrices as `[in, out]`, the parameter is `[out, in]`.
             view = None if part.view is None else Strides((1, 0), (0, 0), (1, 1))
             return Fill(
                 ((0, part.box, whole(part.box.shape[1:])),), part.shape[1:], view
             )
         if first.split is Split.VOCAB:
+            # Padding is at the end. The last ranks may hold fewer rows of the
+            # vocabulary, or none.
             rows = self._padded // tp
             low = min(tp_rank * rows, first.shape[0])
             return stack(
@@ -323,6 +341,8 @@ def _interleaved(
         fused, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     )
     num_groups = spec.num_kv_heads
+    # The rows of one rank are a run of the interleaved array. A run may start and end
+    # inside a head.
     run = sum(part.rows for part in parts) // tp
     low = tp_rank * run
     high = (tp_rank + 1) * run
@@ -354,7 +374,9 @@ LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 # `sharded_state_dict_keys_map` of the local layer spec (models/gpt/gpt_layer_specs.py)
 LOCAL_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "input_layernorm.bias": "self_attention.linear_qkv.layer_norm_bias",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "pre_mlp_layernorm.bias": "mlp.linear_fc1.layer_norm_bias",
 }
 
 
@@ -390,6 +412,8 @@ def checkpoint_layout(
             that a run writes.
         transformer_engine: without `present`: names of Transformer Engine's layer spec, else of the local one.
     """
+    # A model without parallelism has all parameters. A checkpoint stores each of them
+    # under one key.
     single = megatron_layouts(
         weights, spec, GridShape(), padded_vocab_size=padded_vocab_size
     )(0)
@@ -408,6 +432,8 @@ def checkpoint_layout(
         ]
         if present is None:
             return candidates[0]
+        # The keys of an existing checkpoint decide. If no candidate is there, the
+        # reader names the likeliest one as missing.
         return next(
             (place for place in candidates if place.key in present), candidates[0]
         )
@@ -420,6 +446,8 @@ def checkpoint_layout(
     seen = {local: places[local].key for local in single.local_shapes}
     views = {}
     for local, (name, view) in single.views.items():
+        # Layers and experts are leading axes of the key's array, in front of the
+        # parameter's own axes.
         behind = view.behind(len(places[name].front))
         seen[local] = f"{places[name].key}.{behind}"
         views[seen[local]] = (places[name].key, behind)
@@ -472,6 +500,8 @@ def _front(place: CheckpointKey, counts: tuple[int, int]) -> tuple[int, ...]:
     """Return the sizes of the leading axes of a key's array: layers and experts."""
     num_layers, num_experts = counts
     is_expert = ".experts.experts." in place.key
+    # (number of leading axes, whether it is an expert) -> their sizes. Keys of a single
+    # layer have no leading axis.
     sizes = {
         (1, False): (num_layers,),
         (1, True): (num_experts,),

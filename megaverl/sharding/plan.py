@@ -301,6 +301,7 @@ class Plans(Sequence[Plan]):
                     asked = self._asked.setdefault(group.shards[shards].classes, {})
                     asked.setdefault(dest_class, []).append((size, part))
         self.direct: Loads | None = None
+        # On a single node there are no links that fan-out could relieve.
         self.fan_out = self._make_fan_out() if fan_out and len(nodes) > 1 else None
         # Indexes by class, so that the plan of one rank touches only the sets of
         # holders that concern it.
@@ -317,6 +318,7 @@ class Plans(Sequence[Plan]):
         self._rows: dict[
             tuple[bool, bool, int, tuple[int, ...], int, int], list[list[_Row]]
         ] = {}
+        self._listed_rows: dict[object, list[_Row]] = {}
         self._merged: dict[object, list[tuple[Box, int, Box, int, Box]]] = {}
 
     def __len__(self) -> int:
@@ -413,6 +415,8 @@ class Plans(Sequence[Plan]):
                 zip(*self.fan_out.parts(rank), strict=True)
             ):
                 chunk, hop = ORDER[number]
+                # Hops without traffic on this rank are listed as well, because `after`
+                # is a number of a hop.
                 relays.append(
                     Hop(
                         {
@@ -484,39 +488,43 @@ class Plans(Sequence[Plan]):
             relayed: the sender reads them from its destination's tensors.
         """
         side = self._dest if relayed else self._source
+        source_class, dest_class = side.class_of[source], self._dest.class_of[dest]
+        # Replicas with equal layouts forward equal parts, so all plans of a job need far
+        # fewer lists of rows than there are pairs of ranks.
+        parts = sorted(parts)
+        key = (in_units, relayed, source_class, dest_class, tuple(parts))
+        rows = self._listed_rows.get(key)
+        if rows is None:
+            rows = self._listed_rows[key] = [
+                row
+                for number, same in groupby(parts, key=lambda part: part.group)
+                for low, high, shards in _segments(list(same))
+                for of_tensor in self._rows_of(
+                    in_units, relayed, number, shards, source_class, dest_class
+                )[low:high]
+                for row in of_tensor
+            ]
         # The plans of a large job hold tens of millions of transfers. Creating the
         # tuples directly skips the named tuple's constructor.
         new = tuple.__new__
-        transfers: list[Transfer] = []
-        for number, same in groupby(sorted(parts), key=lambda part: part.group):
-            for low, high, shards in _segments(list(same)):
-                key = (
-                    in_units,
-                    relayed,
-                    number,
-                    shards,
-                    side.class_of[source],
-                    self._dest.class_of[dest],
+        return tuple(
+            [
+                new(
+                    Transfer,
+                    (
+                        tensor,
+                        box,
+                        source,
+                        source_local,
+                        source_box,
+                        dest,
+                        dest_local,
+                        dest_box,
+                    ),
                 )
-                rows = self._rows_of(*key)
-                transfers += [
-                    new(
-                        Transfer,
-                        (
-                            tensor,
-                            box,
-                            source,
-                            source_local,
-                            source_box,
-                            dest,
-                            dest_local,
-                            dest_box,
-                        ),
-                    )
-                    for of_tensor in rows[low:high]
-                    for tensor, box, source_local, source_box, dest_local, dest_box in of_tensor
-                ]
-        return tuple(transfers)
+                for tensor, box, source_local, source_box, dest_local, dest_box in rows
+            ]
+        )
 
     def _rows_of(
         self,
@@ -610,6 +618,13 @@ class Plans(Sequence[Plan]):
 
 def _segments(parts: list[ShardRange]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """Yield runs of tensors with the shard sets that apply to the whole run, from the parts of one group."""
+    if len(parts) == 1:
+        # Most groups have one part, and a large job has hundreds of thousands of them.
+        [part] = parts
+        yield part.low, part.high, (part.shards,)
+        return
+    # Every bound of a part is a cut, so the same shard sets apply everywhere between
+    # two cuts.
     cuts = sorted({part.low for part in parts} | {part.high for part in parts})
     for low, high in pairwise(cuts):
         shards = tuple(
@@ -651,6 +666,8 @@ def _overlaps(
 ) -> Iterator[_Overlap]:
     """Yield the intersections of held and wanted pieces in some shard sets."""
     cells = [cell for number in shards for cell in group.shards[number].cells]
+    # Cells are intersections of what the holders have, so each lies inside a single
+    # piece.
     places = [
         next((i, p) for i, p in enumerate(held) if contains(p.box, cell))
         for cell in cells
@@ -668,6 +685,8 @@ def _overlaps(
 
 def _merge(overlaps: Iterable[_Overlap]) -> list[tuple[Box, int, Box, int, Box]]:
     """Merge intersections that are adjacent in all three boxes, until none is left. Sorted by box."""
+    # Sorted by local tensors first, because only boxes of the same local tensors can be
+    # joined.
     merged = sorted(overlaps)
     count = 0
     while count != len(merged):

@@ -50,6 +50,7 @@ def check_plans(plans: Sequence[Plan]) -> None:
         ReshardError: names tensor, box and both ranks.
     """
     checker = _Checker()
+    # (hop, sender, receiver) -> hash of the list of whichever side comes first.
     digests: dict[tuple[int, int, int], int] = {}
     for rank, plan in enumerate(plans):
         if (plan.rank, plan.world) != (rank, len(plans)):
@@ -69,12 +70,15 @@ def check_plans(plans: Sequence[Plan]) -> None:
             ]
         for pair, transfers in traffic:
             if transfers:
+                # Hashes of strings differ between processes. Both sides are hashed in
+                # this one.
                 digest = hash(transfers)
                 other = digests.pop(pair, None)
                 if other is None:
                     digests[pair] = digest
                 elif other != digest:
                     _refuse_difference(plans, *pair)
+    # Entries that are left have only one side.
     for pair in digests:
         _refuse_difference(plans, *pair)
 
@@ -114,6 +118,7 @@ class _Checker:
     def __init__(self) -> None:
         self._numbers: dict[object, int] = {}
         self._indexes: dict[int, _PlaceIndex] = {}
+        # Layouts are kept because their identities are the keys.
         self._sound: dict[int, Layout] = {}
         self._written: set[object] = set()
         self._read: set[object] = set()
@@ -144,6 +149,7 @@ class _Checker:
                 # Forwarded boxes are read where they have been received.
                 side = dest if relayed else source
                 for transfer in transfers:
+                    # Several ranks may receive the same box. It is checked once.
                     key = (relayed, transfer[0], transfer[3], transfer[1], transfer[4])
                     if key not in read:
                         self._check_read(transfer, side)
@@ -157,6 +163,8 @@ class _Checker:
                         )
                     into.append(transfer)
         self._check_forwards(plan)
+        # Reads are proven above. What remains is that every place is written once, and
+        # that nothing is fetched needlessly.
         for tensor, transfers in written.items():
             self._check_written(tensor, transfers, dest, plan.rank)
             if tensor in plan.source_layout.by_tensor:
@@ -165,6 +173,7 @@ class _Checker:
     def _check_forwards(self, plan: Plan) -> None:
         """Check that what a rank forwards has come from other ranks in earlier hops."""
         received: dict[str, tuple[Box, ...]] = {}
+        # Number of hops whose receives are in `received` so far.
         arrived = 0
         for number, hop in enumerate(plan.relays):
             if hop.after is None:
@@ -173,6 +182,8 @@ class _Checker:
                 raise ReshardError(
                     f"rank {plan.rank} forwards in hop {number} what comes in hop {hop.after}."
                 )
+            # Only hops up to `after` count. Later ones may still be under way when the
+            # box is forwarded.
             for earlier in plan.relays[arrived : hop.after + 1]:
                 for transfers in earlier.receives.values():
                     for transfer in transfers:
@@ -221,6 +232,8 @@ class _Checker:
         """Check that every element of a tensor's places is written once, with the right contents."""
         number, locals_ = dest.places(tensor)
         key: tuple[object, ...]
+        # Most tensors lie in a single local tensor, where comparing names is faster
+        # than looking them up.
         if len(locals_) == 1:
             (local,) = locals_
             key = (
@@ -341,6 +354,8 @@ def _prove_place(
         raise ReshardError(
             f"{_where(transfer)}: {transfer.box} and {local} {box} differ in shape."
         )
+    # Pieces do not overlap (`_check_layout`), so the box is covered if the elements
+    # found add up to its size.
     inside = 0
     for piece in pieces:
         alike = piece.local == local and len(piece.local_box.start) == len(box.start)

@@ -40,6 +40,8 @@ def join_rows(parts: Iterable[Rows]) -> dict[int, Sequence[int]]:
             parts_by_rank.setdefault(rank, []).append(rows)
     joined: dict[tuple[int, ...], Sequence[int]] = {}
     for rank_parts in parts_by_rank.values():
+        # Ranks of a group share the lists, so their identities are compared, and each
+        # combination is sorted once.
         if (part_ids := tuple(map(id, rank_parts))) not in joined:
             joined[part_ids] = sorted(
                 set().union(*rank_parts) if len(rank_parts) > 1 else rank_parts[0]
@@ -60,9 +62,12 @@ def plan_moves(
     those of `plan_rows`.
     """
     holder = {row: holder_rank for holder_rank, rows in source.items() for row in rows}
+    # With one holder per row, the index has as many entries as all ranks together have
+    # rows.
     if len(holder) != sum(map(len, source.values())):
         plans = plan_rows(source, dest, node_of)
         return moves_of(plans[rank]) if rank < len(plans) else []
+    # All ranks' wishes are checked, so that every rank raises the same error.
     for wanting_rank, rows in dest.items():
         _check_wanted(wanting_rank, rows, holder)
     local_rows = frozenset(source.get(rank, ()))
@@ -70,6 +75,8 @@ def plan_moves(
     asking = sorted(
         peer for peer, rows in dest.items() if not local_rows.isdisjoint(rows)
     )
+    # In the order in which the receiver wants its rows, as the receiver's own plan
+    # lists them.
     outgoing = [
         Move(rank, peer, tuple(row for row in dest[peer] if row in local_rows))
         for peer in asking
@@ -78,6 +85,7 @@ def plan_moves(
     for row in wanted:
         parts.setdefault(holder[row], []).append(row)
     incoming = [Move(peer, rank, tuple(parts[peer])) for peer in sorted(parts)]
+    # Rows that stay on their rank are no message.
     return [
         move for move in outgoing + incoming if move.rows and move.source != move.dest
     ]

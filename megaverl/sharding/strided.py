@@ -66,6 +66,7 @@ def settle(copy: Copy, side: str, strides: Sequence[int]) -> Iterator[Copy]:
     Raises:
         NotStrided: a stride is not a multiple of its axis's stride, or there are too many parts.
     """
+    # A part may have to be split again along a finer axis.
     pending = [_plain(copy)]
     parts = 0
     while pending:
@@ -84,6 +85,8 @@ def _plain(copy: Copy) -> Copy:
     """Remove loops of one iteration, and merge loops that are contiguous on both sides."""
     loops: list[Loop] = []
     repeated = [loop for loop in copy.loops if loop.turns > 1]
+    # From coarse to fine steps, so that a loop directly follows the one that it may
+    # continue.
     for loop in sorted(repeated, key=lambda loop: (-loop.source, -loop.dest)):
         if loops and loops[-1][1:] == (
             loop.source * loop.turns,
@@ -111,6 +114,8 @@ def _split(copy: Copy, side: str, strides: Sequence[int]) -> list[Copy] | None:
     for axis in range(1, len(strides)):
         end = strides[axis - 1]
         unit = strides[axis]
+        # Loops along this axis have steps from its stride up to that of the next
+        # coarser axis.
         axis_loops = sorted(
             (loop for loop in copy.loops if unit <= getattr(loop, side) < end),
             key=lambda o: getattr(o, side),
@@ -125,6 +130,7 @@ def _split(copy: Copy, side: str, strides: Sequence[int]) -> list[Copy] | None:
         )
         if not axis_loops or reach - reach % unit < end:
             continue
+        # The loop with the largest step is split first.
         loop = axis_loops.pop()
         stride = getattr(loop, side)
         other_loops = tuple(other for other in copy.loops if other is not loop)
@@ -141,11 +147,13 @@ def _split(copy: Copy, side: str, strides: Sequence[int]) -> list[Copy] | None:
         # Otherwise the loop is cut at the axis's ends: the rest of the first row, whole
         # rows, the beginning of the last row.
         turns = end // stride
+        # `turns` iterations fill a row, and `head` iterations complete the first one.
         head = -(first // stride) % turns
         last_whole_row = head + max(0, loop.turns - head) // turns * turns
         bounds = sorted({0, min(head, loop.turns), last_whole_row, loop.turns})
         parts = []
         for low, high in pairwise(bound for bound in bounds if bound <= loop.turns):
+            # Whole rows become two loops, one over rows and one within a row.
             rows, rest = divmod(high - low, turns) if low >= head else (0, high - low)
             inner = (
                 (
@@ -176,10 +184,12 @@ def compose(read: Copy, write: Copy) -> Iterator[Copy]:
         NotStrided: see `settle`.
     """
     write = _plain(write)
+    # By decreasing step, like the digits of a number.
     written = sorted(write.loops, key=lambda loop: -loop.dest)
     for outer, inner in pairwise(written):
         if outer.dest % inner.dest or (inner.turns - 1) * inner.dest >= outer.dest:
             raise NotStrided("a copy writes to an element twice")
+    # A last loop with step 1 takes the remainder of an address.
     if not written or written[-1].dest > 1:
         written.append(Loop(1, 0, 1))
     strides = [loop.dest for loop in written]
@@ -206,6 +216,8 @@ def _within(part: Copy, source_start: int, written: Sequence[Loop]) -> Iterator[
     dest_start = part.dest_start
     for axis, (loop, digit) in enumerate(zip(written, digits, strict=True)):
         end = written[axis - 1].dest if axis else math.inf
+        # Reads with steps up to that of the next coarser loop change this loop's digit
+        # only.
         axis_loops = [
             other_loop
             for other_loop in part.loops
@@ -215,6 +227,7 @@ def _within(part: Copy, source_start: int, written: Sequence[Loop]) -> Iterator[
             (other_loop.turns - 1) * other_loop.source // loop.dest
             for other_loop in axis_loops
         )
+        # All iterations stay inside the written range.
         if digit >= 0 and last < loop.turns:
             loops += [
                 Loop(
@@ -225,6 +238,8 @@ def _within(part: Copy, source_start: int, written: Sequence[Loop]) -> Iterator[
                 for other_loop in axis_loops
             ]
         elif len(axis_loops) == 1:
+            # A single loop leaves the written range. Only its iterations inside are
+            # kept.
             step = axis_loops[0].source // loop.dest
             low = max(0, -(digit // step))
             high = min(axis_loops[0].turns, (loop.turns - 1 - digit) // step + 1)
@@ -234,6 +249,8 @@ def _within(part: Copy, source_start: int, written: Sequence[Loop]) -> Iterator[
             dest_start += low * axis_loops[0].dest
             loops.append(Loop(high - low, step * loop.source, axis_loops[0].dest))
         elif axis_loops:
+            # Several loops share the digit, so no single range of iterations lies
+            # inside. The loop with the largest step is unrolled.
             widest = max(axis_loops, key=lambda other_loop: other_loop.source)
             remaining = tuple(
                 other_loop for other_loop in part.loops if other_loop is not widest
@@ -246,6 +263,7 @@ def _within(part: Copy, source_start: int, written: Sequence[Loop]) -> Iterator[
                 )
             return
         else:
+            # The read touches nothing that was written.
             return
         source_start += digit * loop.source
     yield Copy(source_start, dest_start, tuple(loops))
@@ -297,8 +315,10 @@ class Strides(NamedTuple):
         low = [part.start[axis] for axis in self.axes]
         high = [part.stop[axis] for axis in self.axes]
         every = list(zip(low, high, self.first, self.step, strict=True))
+        # Rounded up: the first element of the view at or behind the start of the box.
         start = tuple(max(0, -((first - at) // step)) for at, _, first, step in every)
         stop = tuple(max(0, -((first - end) // step)) for _, end, first, step in every)
+        # The view of the box counts from the corner of the box.
         first = tuple(
             first + begin * step - at
             for (at, _, first, step), begin in zip(every, start, strict=True)
@@ -355,6 +375,7 @@ def boxes(
                 for loop in part.loops
                 if not any(loop is kept_loop for kept_loop in kept.values())
             ]
+            # Every combination of the unrolled loops gives one box.
             for turns in product(*(range(loop.turns) for loop in unrolled)):
                 shifted = part
                 for loop, turn in zip(unrolled, turns, strict=True):

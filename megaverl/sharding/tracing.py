@@ -128,6 +128,7 @@ class Tracer(TorchDispatchMode):
 
     def _followed(self, write: _Write, steps: int) -> Iterator[tuple[int | None, Copy]]:
         """Yield the copies from sources that a write amounts to, following at most `steps` intermediate copies."""
+        # Sources and constants are the ends of the chain.
         if write.source is None or write.source in self._names:
             yield write.source, write.copy
             return
@@ -149,6 +150,7 @@ class Tracer(TorchDispatchMode):
             return frozenset((self._names[key],))
         sources = self._computed.get(key, frozenset())
         for write in self._writes.get(key, ()):
+            # A tensor that was copied into itself would be followed without end.
             if write.source is not None and write.source != key:
                 sources |= self._sources_of(write.source)
         return sources
@@ -162,8 +164,10 @@ class Tracer(TorchDispatchMode):
         """Record a copy from `source` to `dest`."""
         key = _storage(dest)
         self._kept += [dest, source]
+        # `copy_` broadcasts its source. Axes that are broadcast have a stride of zero.
         source = source.expand(dest.shape)
         if not dest.numel():
+            # An empty tensor is known to be loaded, though nothing is copied.
             self._writes.setdefault(key, [])
         # A copy of something computed is computed, too.
         elif _storage(source) in self._computed:
@@ -297,6 +301,7 @@ def _once(copy: Copy) -> Iterator[Copy]:
     if still.turns > MOST_REPEATS:
         raise NotStrided(f"{still.turns} copies of each element")
     rest = copy._replace(loops=tuple(loop for loop in copy.loops if loop is not still))
+    # Each repetition writes to another place, from the same element.
     for turn in range(still.turns):
         yield from _once(rest.shifted(still, turn))
 
@@ -447,6 +452,7 @@ def layout_of_sources(tracer: Tracer, created: Mapping[str, torch.Tensor]) -> La
     views: dict[str, tuple[str, Strides]] = {}
     shapes = {name: tuple(tensor.shape) for name, tensor in created.items()}
     for name, tensor in created.items():
+        # A copy into a dense tensor resolves views and transposes of the sources.
         dense = torch.empty(shapes[name], dtype=tensor.dtype, device="meta")
         with tracer:
             dense.copy_(tensor)
@@ -470,6 +476,7 @@ def layout_of_sources(tracer: Tracer, created: Mapping[str, torch.Tensor]) -> La
                     views[local] = (source, view)
                 pieces.append(Piece(name, box, local, local_box))
                 num_copied += box.numel
+        # A folder written from this layout would otherwise have holes.
         if num_copied != math.prod(shapes[name]):
             raise NotStrided(
                 f"{name}: {num_copied} of {math.prod(shapes[name])} elements are copies of what is known"
@@ -492,6 +499,8 @@ def _pieces(
             # Constants, such as padding, have no source.
             continue
         global_shapes[source] = source_shape
+        # The destination may be a view of a larger storage. Boxes count from its own
+        # first element.
         moved = copy._replace(dest_start=copy.dest_start - _offset(tensor))
         for box, view, local_box in boxes(moved, source_shape, shape):
             local = name

@@ -77,6 +77,7 @@ def is_model_type(name: Any) -> bool:
 @lru_cache(maxsize=256)
 def _answer(model_type: str, config: str) -> str:
     """Return the JSON of `_read`, from the cache if possible."""
+    # With torch loaded already, neither a child process nor the cache saves time.
     if "torch" in sys.modules:
         return _read(model_type, config)
     kept = _cache_file(model_type, config)
@@ -123,6 +124,7 @@ def _cache_file(model_type: str, config: str) -> Path:
 def _write(file: Path, text: str) -> None:
     """Write a file atomically, safe against concurrent writers and an early end of the process."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    # The process number keeps concurrent writers from sharing a file.
     part = file.with_suffix(f".{os.getpid()}")
     part.write_text(text, encoding="utf-8")
     os.replace(part, file)
@@ -149,6 +151,7 @@ def _ask_child(model_type: str, config: str) -> str:
         raise ModelError(
             f"transformers cannot be imported to read the model's config.json: {reason}"
         )
+    # Libraries may print while they are imported. The answer is the last line.
     return done.stdout.splitlines()[-1]
 
 

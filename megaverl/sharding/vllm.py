@@ -240,6 +240,7 @@ def vllm_layouts(
         # Replicas hold the same, and share one object per tensor-parallel rank.
         if tp_rank not in layouts:
             builder = LayoutBuilder()
+            # Layers of one kind are filled alike, so each kind is computed once.
             fills: dict[_Kind, Fill] = {}
             for local, members in fused.items():
                 if kinds[local] not in fills:
@@ -318,6 +319,7 @@ def _fill_experts(
     )
     parts = tuple(
         (
+            # Weights are numbered expert by expert.
             expert * len(weights) + number,
             box,
             Box((expert, *inner.start), (expert + 1, *inner.stop)),
@@ -381,6 +383,8 @@ def _fused_rows(
         [weight], spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     ):
         run, place = part.rows // tp_size, tp_rank
+        # A key-value head that several ranks share is not divided. Adjacent ranks hold
+        # the same one.
         if part.is_shared and shares_kv_heads(spec, tp_size):
             run, place = spec.head_dim, tp_rank // (tp_size // spec.num_kv_heads)
         first = part.start + place * run
@@ -398,6 +402,12 @@ def _part(weight: Weight, spec: ModelSpec, tp_size: int, tp_rank: int) -> Box:
         head = tp_rank // (tp_size // spec.num_kv_heads)
         run = weight.shape[0] // spec.num_kv_heads
         return cut(weight.shape, 0, head * run, (head + 1) * run)
+    if weight.split is Split.HEADS_IN_VLLM:
+        # Ranks that share a key head have the same part of the norm over keys.
+        num_parts = min(weight.shape[0] // spec.head_dim, tp_size)
+        run = weight.shape[0] // num_parts
+        part = tp_rank * num_parts // tp_size
+        return cut(weight.shape, 0, part * run, (part + 1) * run)
     return even_part(weight, tp_size, tp_rank)
 
 

@@ -22,7 +22,8 @@ class Split(Enum):
     split. STACKED weights hold all routed experts of a layer along axis 0, each
     transposed (`[in, out]`) or as a bias: STACKED_OUT is split along the outputs,
     STACKED_IN along the inputs. STACKED_WHOLE, a bias on outputs that are summed over
-    ranks, is not split.
+    ranks, is not split. HEADS_IN_VLLM, a norm over all heads, is whole in Megatron and
+    split by heads in vLLM.
     """
 
     REPLICATED = "replicated"
@@ -39,6 +40,7 @@ class Split(Enum):
     STACKED_OUT = "stacked out"
     STACKED_IN = "stacked in"
     STACKED_WHOLE = "stacked whole"
+    HEADS_IN_VLLM = "heads in vLLM"
 
 
 class Weight(NamedTuple):
@@ -80,11 +82,11 @@ def shapes_of(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
 
 
 def even_part(weight: Weight, tp: int, tp_rank: int) -> Box:
-    """Return the box of one of `tp` equal parts: columns of a ROW weight, all of a REPLICATED one, rows of others.
+    """Return the box of one of `tp` equal parts: columns of a ROW weight, all of a whole one, rows of others.
 
     The size must be divisible by `tp`.
     """
-    if weight.split is Split.REPLICATED:
+    if weight.split in (Split.REPLICATED, Split.HEADS_IN_VLLM):
         return whole(weight.shape)
     axis = 1 if weight.split is Split.ROW else 0
     run = weight.shape[axis] // tp
@@ -146,6 +148,7 @@ class StackedPart(NamedTuple):
 
 def stacked_part(weight: Weight, experts: range, tp: int, tp_rank: int) -> StackedPart:
     """Return one of `tp` parts of adjacent experts. The split size must be divisible by `tp`."""
+    # Axis that tensor parallelism splits. None: STACKED_WHOLE is not split.
     axis = {Split.STACKED_OUT: len(weight.shape) - 1, Split.STACKED_IN: 1}.get(
         weight.split
     )
@@ -155,6 +158,7 @@ def stacked_part(weight: Weight, experts: range, tp: int, tp_rank: int) -> Stack
         run = weight.shape[axis] // tp
         start[axis], stop[axis] = tp_rank * run, (tp_rank + 1) * run
     box = Box(tuple(start), tuple(stop))
+    # Biases `[experts, out]` lie as in the files. Matrices are transposed.
     if len(box.shape) == 2:
         return StackedPart(box, box.shape, None)
     view = Strides((0, 2, 1), (0, 0, 0), (1, 1, 1))
@@ -181,6 +185,8 @@ def listed(lines: Iterable[str]) -> list[str]:
     for text, numbers in alike.items():
         distinct = sorted(set(numbers))
         columns = [sorted(set(column)) for column in zip(*distinct, strict=True)]
+        # Lines can be merged without loss if their numbers are all combinations of the
+        # columns' values.
         if prod(map(len, columns)) == len(distinct):
             out.append(_fill(text, [_ranges(column) for column in columns]))
         else:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from megaverl.algorithms import AdaptiveKL, FixedKL, KLController
 from megaverl.config import Config
-from megaverl.config.roles import GridConfig
+from megaverl.config.global_model import global_section
+from megaverl.config.roles import GridConfig, TrainedConfig
 from megaverl.config.run import RewardConfig
 from megaverl.data.datasets import PromptDataset
 from megaverl.data.images import Images
@@ -54,7 +55,8 @@ from megaverl.workers.reward import (
 )
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.server_sync import ServerSync
-from megaverl.workers.teacher import Teacher, reference_policy
+from megaverl.workers.teacher import Teacher
+from megaverl.workers.text_teacher import reference_policy
 from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.weight_sync import (
     ActorWeights,
@@ -198,7 +200,11 @@ class Builder:
         )
         return (ActorCritic if shares else Actor)(
             make_trainable(
-                model, config.actor, config.actor.optimizer, config.total_updates
+                model,
+                config.actor,
+                config.actor.optimizer,
+                config.total_updates,
+                is_replica=self._is_replicated("actor"),
             ),
             config.algorithm,
             temperature=self.temperature,
@@ -219,12 +225,51 @@ class Builder:
         )
         return Critic(
             make_trainable(
-                model, config.critic, config.critic.optimizer, config.total_updates
+                model,
+                config.critic,
+                config.critic.optimizer,
+                config.total_updates,
+                is_replica=self._is_replicated("critic"),
             ),
             config.algorithm,
             micro_batch_tokens=config.critic.micro_batch_tokens,
             seed=config.run.seed,
         )
+
+    def global_models(self, heads: int = 1) -> dict[str, TrainableModel]:
+        """Create the global models of all replicated roles, on the coordinator's ranks, by role.
+
+        Args:
+            heads: as in `actor` and `critic`.
+        """
+        config, models = self.config, dict[str, TrainableModel]()
+        shares = config.shares_backbone
+        for role in ("actor", "critic"):
+            if not self._is_replicated(role):
+                continue
+            section: TrainedConfig = getattr(config, role)
+            is_critic = role == "critic"
+            grid = global_section(section, config.coordinator)
+            model = self.model(
+                grid,
+                role,
+                path=config.critic.path if is_critic else None,
+                value_head=heads if is_critic or shares else 0,
+                beside_logits=shares,
+                trained=True,
+            )
+            models[role] = make_trainable(
+                model, grid, section.optimizer, config.total_updates
+            )
+        return models
+
+    def _is_replicated(self, role: str) -> bool:
+        """Return whether islands have replicas of a role without an optimizer."""
+        if not self.config.aggregates_gradients or self.context is None:
+            return False
+        if role == "critic" and not self.config.uses_critic:
+            return False
+        return self.context.placement.colocated(role, "actor")
 
     def reference(self, actor: TrainingModel | None = None) -> Policy:
         """Create the reference policy.
@@ -334,6 +379,8 @@ class Builder:
         assert context is not None
         placement = context.placement
         source, dest = placement.islands[0], placement.ranks["rollout"]
+        if config.aggregates_gradients:
+            source = placement.ranks["coordinator"]
         # Collectives of the transfer run in a group of exactly the ranks of actor and
         # engines.
         members = tuple(sorted({*source, *dest}))
@@ -381,6 +428,8 @@ class Builder:
             per_node: ranks of the actor on the node of its first rank.
         """
         actor = self.config.actor
+        if self.config.aggregates_gradients:
+            actor = global_section(actor, self.config.coordinator)
         if actor.engine == "fsdp":
             num_shards = count_shards(
                 actor.fsdp, num_ranks // actor.tp, per_node // actor.tp, "actor"

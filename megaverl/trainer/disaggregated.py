@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +31,11 @@ from megaverl.trainer.executor import (
     Executor,
     Measured,
     SampleRouting,
+)
+from megaverl.trainer.global_model import (
+    GlobalModel,
+    GlobalModelLink,
+    ReplicaIsland,
 )
 from megaverl.trainer.islands import (
     Island,
@@ -52,7 +58,9 @@ from megaverl.workers.decisions import (
     UpdateCounts,
     counts_to_state,
 )
+from megaverl.workers.gradient_replica import GradientReplica
 from megaverl.workers.model import TrainingModel
+from megaverl.workers.optimizers import MegatronGradients, MegatronTrainable
 from megaverl.workers.reward import Scores
 from megaverl.workers.trainable import TrainableModel
 
@@ -109,6 +117,13 @@ class Disaggregated(Executor):
 
     @property
     def trained(self) -> dict[str, TrainableModel]:
+        # Replicas have no state but the weights, which the global model sends them.
+        if self._replicas:
+            return {
+                role: trainable
+                for role, trainable in self.roles.trained.items()
+                if role not in self._replicas
+            }
         # Islands with local steps have different weights, so each is saved under its
         # own name.
         number = self.island if self._decides_alone else 0
@@ -135,6 +150,15 @@ class Disaggregated(Executor):
     def _on_islands(self, role: str) -> bool:
         return self.placement.colocated(place_of(role), "actor")
 
+    @property
+    def _replicas(self) -> dict[str, GradientReplica]:
+        """Return this rank's models whose optimizers are on the coordinator's ranks, by role."""
+        return {
+            role: trainable
+            for role, trainable in self.roles.trained.items()
+            if isinstance(trainable, GradientReplica)
+        }
+
     def prepare_updates(
         self, counts: Mapping[str, UpdateCounts], resumed_from: Path | None
     ) -> None:
@@ -145,15 +169,23 @@ class Disaggregated(Executor):
         """
         super().prepare_updates(counts, resumed_from)
         config, islands = self.config, len(self.placement.islands)
+        global_models = self._link_models()
         for role, trainable in self.roles.trained.items():
             trainable.name = role
+            if role in global_models:
+                continue
             if reporters := reporting_ranks(config, self.placement, role):
                 trainable.ask = partial(self._ask, self.context.rank in reporters)
-            if islands > 1 and self._on_islands(role):
+            if isinstance(trainable, GradientReplica):
+                trainable.counts = counts.get(role, UpdateCounts())
+            elif islands > 1 and self._on_islands(role):
                 trainable.islands = Island(
                     self.context, trainable, config.coordinator, trainable.counts.steps
                 )
-        self._island_updates = IslandUpdates(config, self.context, counts)
+        self._global_models = global_models
+        self._island_updates = IslandUpdates(
+            config, self.context, counts, global_models
+        )
         # A missing or wrong file on one rank is raised on all ranks.
         if resumed_from is not None:
             with together(self.control):
@@ -161,6 +193,39 @@ class Disaggregated(Executor):
                     island.load_state(
                         resumed_from / island_file(role, self.context.rank)
                     )
+
+    def _link_models(self) -> dict[str, GlobalModel]:
+        """Connect replicas with their global models, and send them the weights.
+
+        Collective over the ranks of the islands and the coordinator.
+
+        Returns:
+            Global models of this rank, by role.
+        """
+        global_models: dict[str, GlobalModel] = {}
+        if not self.config.aggregates_gradients:
+            return global_models
+        timeout = timedelta(
+            minutes=self.config.reshard.timeout_minutes
+            or self.config.run.timeout_minutes
+        )
+        is_global = bool(self.roles.global_models)
+        for role, trainable in self.roles.trained.items():
+            if not is_global and role not in self._replicas:
+                continue
+            assert isinstance(trainable, MegatronGradients)
+            with trainable.present():
+                link = GlobalModelLink(
+                    self.context, role, trainable, self.config.reshard, timeout
+                )
+                link.send_weights()
+            # The transfer at the start belongs to no step.
+            link.take_counts()
+            if isinstance(trainable, GradientReplica):
+                trainable.islands = ReplicaIsland(self.context, trainable, link)
+            elif isinstance(trainable, MegatronTrainable):
+                global_models[role] = GlobalModel(self.context, trainable, link)
+        return global_models
 
     def _ask(self, reports: bool, report: GradientReport) -> Decision:
         """Return the program's decision about an update of this rank.
@@ -201,6 +266,9 @@ class Disaggregated(Executor):
             # Each training step after the critic's warm-up gives the engines one new
             # weight version.
             self.step.newest_version += 1
+        for model in self._global_models.values():
+            for name, value in model.link.take_counts().items():
+                self.step.metrics[name] = self.step.metrics.get(name, 0.0) + value
         metrics = self.step.metrics | self.stages.timeline.step_metrics()
         # Resharding is measured on the engines' ranks, which receive the weights.
         if not self.context.has("rollout"):

@@ -1,38 +1,256 @@
-"""Evaluation on suites of published data sets: one engine, each suite with its own prompts, reward and samples."""
+"""Evaluation of a model (`megaverl eval`): on held-out prompts, or on suites of published data sets.
+
+    evaluate_sets             the program, on the coordinator's rank
+      begin                   the prompts and the reward of a set
+      generate, score         responses and their rewards, which stay on the ranks
+      report                  what is printed and written of the set
+      finish                  the table of all suites
+
+There is one engine for all sets. Every suite has its own prompts, reward and samples.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import NoneType
+
+import torch.distributed as dist
 
 from megaverl.config import Config
 from megaverl.config.run import RewardConfig, SourceConfig
+from megaverl.controller.core import Controller
+from megaverl.controller.groups import WorkerGroup
+from megaverl.controller.references import PendingCall, Ref
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.data.suites import IDENTITY, SUITES, Suite
-from megaverl.monitoring.evaluations import PromptResult, SuiteResult
+from megaverl.distributed.collectives import on_first_rank
+from megaverl.errors import ConfigError
+from megaverl.monitoring.console import Console
+from megaverl.monitoring.evaluations import (
+    PromptResult,
+    SuiteResult,
+    read_suites,
+    table_rows,
+    table_text,
+    write_suite,
+)
+from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.build import Builder
-from megaverl.trainer.validation import held_out_responses
+from megaverl.trainer.job import Job, PreemptionHandler, Stages, alone
+from megaverl.trainer.serving import serve_program
+from megaverl.trainer.validation import held_out_responses, measure_held_out
+from megaverl.workers.player import Player
 from megaverl.workers.reward import RewardRole, Scores
-from megaverl.workers.rollout import Rollout
+
+HELD_OUT = "held_out"  # name of the set of held-out prompts
 
 
-def evaluate_suite(builder: Builder, rollout: Rollout, name: str) -> SuiteResult:
-    """Generate and score the responses to a suite's prompts. Collective over all ranks, with the same result on each.
+async def evaluate_sets(evaluators: EvaluatorGroup, sets: Sequence[str]) -> None:
+    """Generate and score the responses to each set of prompts, and report on it."""
+    for name in sets:
+        await evaluators.begin(name)
+        responses = await evaluators.generate()
+        scores = await evaluators.score(responses)
+        await evaluators.report_set(responses, scores)
+    await evaluators.finish()
 
-    The responses of every call have the same seeds, so that two evaluations differ only
-    by the model.
+
+class EvaluatorGroup(WorkerGroup):
+    """All ranks of a job that evaluates a model."""
+
+    def begin(self, name: str) -> PendingCall[None]:
+        """Prepare the prompts and the reward of a set."""
+        return self.report("begin", NoneType, name)
+
+    def generate(self) -> PendingCall[Ref[RolloutBatch]]:
+        """Generate `trainer.validation_samples` responses to each prompt of the set.
+
+        The responses of every call have the same seeds, so that two evaluations differ
+        only by the model.
+        """
+        return self.keep("generate")
+
+    def score(self, responses: Ref[RolloutBatch]) -> PendingCall[Ref[Scores]]:
+        """Compute the rewards of the responses."""
+        return self.keep("score", responses)
+
+    def report_set(
+        self, responses: Ref[RolloutBatch], scores: Ref[Scores]
+    ) -> PendingCall[None]:
+        """Print and write the results of the set."""
+        return self.report("report_set", NoneType, responses, scores)
+
+    def finish(self) -> PendingCall[None]:
+        """Print and write what all sets have in common."""
+        return self.report("finish", NoneType)
+
+
+def evaluate(
+    builder: Builder, console: Console, job: Job | None, *, against: str | None
+) -> None:
+    """Evaluate a model on `evaluation.suites`, or else on `data.validation`. Collective over all ranks.
+
+    Args:
+        against: folder of an earlier evaluation on suites, which the table compares with.
+
+    Raises:
+        ConfigError: there are no held-out prompts, or `against` has no results.
     """
-    suite = SUITES[name]
-    own_builder = copy.copy(builder)
-    own_builder.config = suite_config(builder.config, suite)
-    dataset = own_builder.dataset(own_builder.config.data.validation)
-    reward = own_builder.reward()
-    prompts = [dataset[index] for index in range(len(dataset))]
-    batch = held_out_responses(own_builder.config, rollout, prompts)
-    scores = reward.score(batch)
-    results = prompt_results(suite, prompts, batch, scores, reward)
-    return SuiteResult(name, results, list(builder.config.evaluation.pass_at))
+    config = builder.config
+    stages = Stages(Timeline(), job)
+    sets: Sequence[str] = config.evaluation.suites or [HELD_OUT]
+    worker: Evaluator
+    if config.evaluation.suites:
+        worker = SuiteEvaluator(builder, console, stages, against)
+    else:
+        worker = HeldOutEvaluator(builder, console, stages)
+
+    async def program(controller: Controller) -> None:
+        everyone = range(controller.num_ranks)
+        await evaluate_sets(EvaluatorGroup("evaluator", everyone, controller), sets)
+
+    serve_program(
+        program,
+        {"evaluator": worker},
+        config=config,
+        context=job.context if job is not None else alone(config),
+        stages=stages,
+        leave=PreemptionHandler(),
+        console=console,
+    )
+
+
+class Evaluator(ABC):
+    """Worker of one rank, with the methods that `EvaluatorGroup` calls. It creates the engine of the job.
+
+    Attributes:
+        config: configuration of the current set.
+    """
+
+    def __init__(self, builder: Builder, console: Console, stages: Stages) -> None:
+        self._builder, self._console, self._stages = builder, console, stages
+        self.config = builder.config
+        self._rollout = builder.rollout(None)
+        self._player: Player | None = None
+        self._prompts: Sequence[PromptRecord] = ()
+        self._reward: RewardRole
+
+    @abstractmethod
+    def begin(self, name: str) -> None:
+        """Prepare the prompts and the reward of a set."""
+
+    def generate(self) -> RolloutBatch:
+        """Generate responses to each prompt of the set."""
+        with self._stages("rollout"):
+            return held_out_responses(
+                self.config, self._rollout, self._prompts, self._player
+            )
+
+    def score(self, responses: RolloutBatch) -> Scores:
+        """Compute the rewards of the responses."""
+        with self._stages("reward"):
+            return self._reward.score(responses)
+
+    @abstractmethod
+    def report_set(self, responses: RolloutBatch, scores: Scores) -> None:
+        """Print and write the results of the set."""
+
+    def finish(self) -> None:
+        """Print and write what all sets have in common, if there is anything."""
+        return
+
+
+class HeldOutEvaluator(Evaluator):
+    """Evaluator on the held-out prompts of the run."""
+
+    def __init__(self, builder: Builder, console: Console, stages: Stages) -> None:
+        validation = builder.config.data.validation
+        if not validation:
+            raise ConfigError(
+                "data.validation: empty. Name the files of held-out prompts to evaluate on."
+            )
+        data = builder.dataset(validation)
+        count = min(len(data), builder.config.trainer.validation_prompts or len(data))
+        super().__init__(builder, console, stages)
+        self._prompts = [data[index] for index in range(count)]
+        self._reward = builder.reward()
+        if note := self._reward.reward.accuracy_note:
+            console.print(note)
+        self._player = builder.player()
+
+    def begin(self, name: str) -> None:
+        return
+
+    def report_set(self, responses: RolloutBatch, scores: Scores) -> None:
+        metrics = measure_held_out(self.config, self._reward, responses, scores).metrics
+        if dist.get_rank() == 0:
+            (self.config.run_dir / "eval.json").write_text(
+                json.dumps(metrics, indent=2) + "\n", encoding="utf-8"
+            )
+        for name, value in metrics.items():
+            self._console.print(f"{name.removeprefix('validation/'):20} {value:.4f}")
+
+
+class SuiteEvaluator(Evaluator):
+    """Evaluator on suites of published data sets."""
+
+    def __init__(
+        self, builder: Builder, console: Console, stages: Stages, against: str | None
+    ) -> None:
+        # Read first: a missing folder must not show only after hours of generation.
+        if against and not on_first_rank(lambda: len(read_suites(Path(against)))):
+            raise ConfigError(
+                f"--against: {against} has no results of suites. Evaluate that model first."
+            )
+        super().__init__(builder, console, stages)
+        self._against = against
+        self._suite = ""
+        self._results: list[SuiteResult] = []
+
+    def begin(self, name: str) -> None:
+        self._suite = name
+        builder = copy.copy(self._builder)
+        self.config = builder.config = suite_config(self._builder.config, SUITES[name])
+        dataset = builder.dataset(self.config.data.validation)
+        self._reward = builder.reward()
+        self._prompts = [dataset[index] for index in range(len(dataset))]
+
+    def report_set(self, responses: RolloutBatch, scores: Scores) -> None:
+        name, pass_at = self._suite, list(self.config.evaluation.pass_at)
+        results = prompt_results(
+            SUITES[name], self._prompts, responses, scores, self._reward
+        )
+        result = SuiteResult(name, results, pass_at)
+        on_first_rank(partial(write_suite, self.config.run_dir, result))
+        self._results.append(result)
+        if result.num_unscored:
+            self._console.warn(
+                f"{name}: {result.num_unscored} prompts are left out, as a response could not be scored."
+            )
+        self._console.print(
+            f"{name}: {len(result.prompts)} prompts, {result.num_samples} responses each, mean length "
+            f"{result.length:.0f} tokens, {result.finished:.0%} finished"
+        )
+
+    def finish(self) -> None:
+        self._console.print(on_first_rank(self._write_table))
+
+    def _write_table(self) -> str:
+        """Write the metrics of all suites, and return their table."""
+        confidence = self.config.evaluation.confidence
+        earlier = read_suites(Path(self._against)) if self._against else {}
+        rows = list(table_rows(self._results, earlier, confidence))
+        metrics = {f"{row.suite}/{row.metric}": row.estimate.value for row in rows}
+        (self.config.run_dir / "eval.json").write_text(
+            json.dumps(metrics, indent=2) + "\n", encoding="utf-8"
+        )
+        return table_text(rows, confidence)
 
 
 def suite_config(config: Config, suite: Suite) -> Config:

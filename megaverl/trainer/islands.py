@@ -13,7 +13,8 @@ updates the inner optimizer's float32 weights, because most of the change would 
 to rounding in a bfloat16 model.
 
 In both cases the data goes through the coordinator in buckets: each island sends a
-bucket and receives the sum.
+bucket and receives the sum. With `coordinator.aggregates: gradients`, the islands have
+no optimizer, and `global_model.py` replaces this exchange.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from megaverl.distributed.worlds import (
 from megaverl.errors import CheckpointError, TrainingStopped
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
+from megaverl.trainer.global_model import GlobalModel
 from megaverl.trainer.roles import REWARD_MODEL
 from megaverl.workers.decisions import UpdateCounts
 from megaverl.workers.trainable import TrainableModel
@@ -470,12 +472,17 @@ class IslandUpdates:
 
     Args:
         counts: counts of each model's updates so far.
+        global_models: with `coordinator.aggregates: gradients`, the models that take the islands' steps, by role.
     """
 
     def __init__(
-        self, config: Config, context: JobContext, counts: Mapping[str, UpdateCounts]
+        self,
+        config: Config,
+        context: JobContext,
+        counts: Mapping[str, UpdateCounts],
+        global_models: Mapping[str, GlobalModel],
     ) -> None:
-        self._config, self._context = config, context
+        self._config, self._context, self._models = config, context, global_models
         self._joined = {name: count.steps for name, count in counts.items()}
 
     def serve(self, role: str, step: int) -> None:
@@ -486,8 +493,11 @@ class IslandUpdates:
         updates = config.algorithm.num_epochs * config.algorithm.num_mini_batches
         done = self._joined.get(role, 0)
         self._joined[role] = done + updates
+        model = self._models.get(role)
         for in_update in exchanges(updates, config.coordinator, done):
-            if in_update:
+            if model is not None:
+                model.serve_update()
+            elif in_update:
                 serve_update(self._context)
             else:
                 serve_join(self._context)

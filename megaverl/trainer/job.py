@@ -276,17 +276,7 @@ class Stages:
         if self.job is not None:
             self.job.liveness.status(name, self.step)
         if self.board is not None:
-            self.board.enter(name)
-
-    def explain(self, text: str) -> str:
-        """Return the reason why the run fails: the cause that liveness found, or else `text`.
-
-        Liveness knows which rank was lost and what it was doing.
-        """
-        if self.job is None:
-            return text
-        liveness = self.job.liveness
-        return liveness.settle(liveness.timeouts.until_found, text)
+            self.board.enter(name if self.step is None else f"step {self.step}: {name}")
 
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)

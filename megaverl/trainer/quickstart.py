@@ -132,7 +132,7 @@ def quickstart(config: Config, console: Console, job: Job | None = None) -> None
     builder = Builder(config)
     warm = config.run_dir / "inputs" / "warm"
     if not on_first_rank(lambda: _goes_on(config, warm)):
-        export_model(warm_up(config, builder, console), builder, warm)
+        export_model(warm_up(config, builder, console, job), builder, warm)
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"path": str(warm)})}
     )

@@ -312,7 +312,10 @@ class ReferenceGroup(SampleGroup):
 
 
 class IslandGroup(WorkerGroup):
-    """Coordinator's rank, which sums the gradients that the actor's islands send."""
+    """Coordinator's ranks, which sum the gradients that the actor's islands send.
+
+    There are several if they hold the global model.
+    """
 
     def join_updates(self, role: str, step: int) -> PendingCall[bool]:
         """Sum the gradients, or the weight changes, of all islands in the next updates of a role. Return True."""
@@ -393,7 +396,13 @@ class CriticGroup(TrainedGroup):
 
 
 class ActorGroup(TrainedGroup):
-    """Ranks of the policy that is trained."""
+    """Ranks of the policy that is trained.
+
+    Attributes:
+        weight_ranks: ranks with the global model, which send the weights to the engines. Empty: the actor's ranks do.
+    """
+
+    weight_ranks: Sequence[int] = ()
 
     def old_log_probs(
         self, rollouts: Ref[RolloutBatch], step: int
@@ -438,7 +447,7 @@ class ActorGroup(TrainedGroup):
         Args:
             is_updated: False if the actor did not train in this step, so that the engines already have its weights.
         """
-        ranks = sorted({*self.ranks, *rollout.ranks})
+        ranks = sorted({*self.ranks, *self.weight_ranks, *rollout.ranks})
         return WorkerGroup("weights", ranks, self._controller).report(
             "sync", NoneType, is_updated
         )
@@ -712,6 +721,8 @@ def make_run(
         trained.reporting = reporting_ranks(config, placement, trained.role)
         if len(placement.islands) > 1 and placement.colocated(trained.role, "actor"):
             trained.islands = IslandGroup(
-                "islands", [placement.coordinator], controller
+                "islands", placement.ranks["coordinator"], controller
             )
+    if config.aggregates_gradients:
+        run.actor.weight_ranks = placement.ranks["coordinator"]
     return run

@@ -56,6 +56,8 @@ class Roles:
         implicit: PRIME's reward model.
         learned: reward model that `mix` trains.
         agents: roles of each agent, if each trains its own (`environment.agents: own`).
+        global_models: on the coordinator's ranks with `coordinator.aggregates: gradients`, the models that have the
+            optimizers of the replicas on islands, by role.
     """
 
     actor: Actor | RemoteWorker
@@ -69,6 +71,7 @@ class Roles:
     implicit: ImplicitRewardModel | None = None
     learned: TrainableModel | None = None
     agents: dict[str, Roles] = field(default_factory=dict)
+    global_models: dict[str, TrainableModel] = field(default_factory=dict)
 
     @property
     def engines(self) -> Rollout | AgentRollouts:
@@ -123,6 +126,8 @@ class Roles:
                 for agent, roles in self.agents.items()
                 for role, trained in roles.trained.items()
             }
+        if self.global_models:
+            return self.global_models
         trained_models = (
             {}
             if isinstance(self.actor, RemoteWorker)
@@ -170,13 +175,20 @@ def make_roles(
     )
     sync = None
     shares = context is None or context.placement.colocated("actor", "rollout")
-    # Only the first island's weights are sent to the engines.
-    fills = context is None or context.rank in context.placement.islands[0]
+    global_models: dict[str, TrainableModel] = {}
+    if config.aggregates_gradients and has("coordinator"):
+        global_models = builder.global_models(heads)
+    # The global model's weights are sent to the engines, or else the first island's.
+    if config.aggregates_gradients:
+        fills = has("coordinator")
+    else:
+        fills = context is None or context.rank in context.placement.islands[0]
+    source = actor.model if isinstance(actor, Actor) else None
+    if "actor" in global_models:
+        source = global_models["actor"].model
     # Created first, so that the engines start while the other models are built.
     if generates and not shares and (fills or has("rollout")):
-        sync, engine = builder.remote_rollout(
-            None if isinstance(actor, RemoteWorker) else actor.model
-        )
+        sync, engine = builder.remote_rollout(source)
         rollout = engine or rollout
     reference: Policy | RemoteWorker | None = None
     if config.uses_reference:
@@ -220,6 +232,7 @@ def make_roles(
         player=player,
         implicit=implicit,
         learned=learned,
+        global_models=global_models,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,75 +202,9 @@ def _eval(
     config: Config, console: Console, job: Job | None, options: dict[str, Any]
 ) -> None:
     from megaverl.trainer.build import Builder
-    from megaverl.trainer.validation import evaluate
+    from megaverl.trainer.evaluation import evaluate
 
-    builder = Builder(config)
-    if config.evaluation.suites:
-        _eval_suites(builder, console, options)
-        return
-    if not config.data.validation:
-        raise ConfigError(
-            "data.validation: empty. Name the files of held-out prompts to evaluate on."
-        )
-    data = builder.dataset(config.data.validation)
-    count = min(len(data), config.trainer.validation_prompts or len(data))
-    rollout, reward = builder.rollout(None), builder.reward()
-    if note := reward.reward.accuracy_note:
-        console.print(note)
-    result = evaluate(
-        config, rollout, reward, [data[i] for i in range(count)], builder.player()
-    )
-    if dist.get_rank() == 0:
-        (builder.config.run_dir / "eval.json").write_text(
-            json.dumps(result.metrics, indent=2) + "\n", encoding="utf-8"
-        )
-    for name, value in result.metrics.items():
-        console.print(f"{name.removeprefix('validation/'):20} {value:.4f}")
-
-
-def _eval_suites(builder: Builder, console: Console, options: dict[str, Any]) -> None:
-    """Evaluate on all suites, print one table, and write the results into the run's folder."""
-    from megaverl.monitoring.evaluations import (
-        read_suites,
-        table_rows,
-        table_text,
-        write_suite,
-    )
-    from megaverl.trainer.evaluation import evaluate_suite
-
-    config = builder.config
-    confidence = config.evaluation.confidence
-    against = options.get("against")
-    # Read first: a missing folder must not show only after hours of generation.
-    if against and not on_first_rank(lambda: len(read_suites(Path(against)))):
-        raise ConfigError(
-            f"--against: {against} has no results of suites. Evaluate that model first."
-        )
-    rollout = builder.rollout(None)
-    results = []
-    for name in config.evaluation.suites:
-        result = evaluate_suite(builder, rollout, name)
-        on_first_rank(partial(write_suite, config.run_dir, result))
-        results.append(result)
-        if result.num_unscored:
-            console.warn(
-                f"{name}: {result.num_unscored} prompts are left out, as a response could not be scored."
-            )
-        console.print(
-            f"{name}: {len(result.prompts)} prompts, {result.num_samples} responses each, mean length "
-            f"{result.length:.0f} tokens, {result.finished:.0%} finished"
-        )
-
-    def write_and_show() -> str:
-        earlier = read_suites(Path(against)) if against else {}
-        rows = list(table_rows(results, earlier, confidence))
-        metrics = {f"{row.suite}/{row.metric}": row.estimate.value for row in rows}
-        (config.run_dir / "eval.json").write_text(
-            json.dumps(metrics, indent=2) + "\n", encoding="utf-8"
-        )
-        return table_text(rows, confidence)
-
-    console.print(on_first_rank(write_and_show))
+    evaluate(Builder(config), console, job, against=options.get("against"))
 
 
 def _generate(

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megaverl.checkpoint.choice import STATE_FILE, saved_config
 from megaverl.checkpoint.commit import Committer, Retention
 from megaverl.checkpoint.store import CheckpointStore
 from megaverl.config import Config
+from megaverl.config.run import RunConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.distributed.collectives import barrier, on_first_rank
@@ -30,6 +32,7 @@ from megaverl.distributed.worlds import (
 from megaverl.errors import CheckpointError
 from megaverl.models.folder import classifier_config
 from megaverl.monitoring.alerts import Alerts
+from megaverl.monitoring.backends import Backend
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import (
     Timeline,
@@ -54,6 +57,21 @@ OF_A_RANK = (
     "memory/process_rss_mb",
     "memory/process_peak_rss_mb",
 )
+
+
+def open_endpoint(run: RunConfig) -> Backend:
+    """Open the endpoint of `run.metrics_port`.
+
+    Raises:
+        OSError: the port is in use, or the interface does not exist.
+    """
+    # It imports prometheus_client, which only this key needs.
+    from megaverl.monitoring.prometheus import MetricsEndpoint
+
+    assert run.metrics_port is not None
+    name = run.metrics_token_env
+    token = None if name is None else os.environ[name]
+    return MetricsEndpoint(run.name, run.metrics_host, run.metrics_port, token)
 
 
 class Records:
@@ -100,6 +118,8 @@ class Records:
             config=self.config.to_dict(),
             warn=self.console.warn,
         )
+        if run.metrics_port is not None:
+            self._tracker.add("run.metrics_port", partial(open_endpoint, run))
         if alerts := self.config.alerts:
             self._alerts = Alerts(alerts, self.run_dir, run.name, self.console.warn)
         try:

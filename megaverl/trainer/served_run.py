@@ -138,7 +138,7 @@ class ServedRun:
 
     @property
     def has_shared(self) -> bool:
-        """True if the last program has copied responses to every rank, and nobody has taken them."""
+        """Return whether the last program has copied responses to every rank, and nobody has taken them."""
         return self.session.shared is not None
 
     def take_shared(self) -> RolloutBatch:

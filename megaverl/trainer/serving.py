@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 from megaverl.config import Config
-from megaverl.controller.core import CallTimeouts, Controller
+from megaverl.controller.core import CallTimeouts, Controller, RankWatch
 from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.serving import StatusBoard
-from megaverl.dataflow.program_runner import run_program
+from megaverl.dataflow.program_runner import FailureHandling, run_program
+from megaverl.distributed.liveness import Liveness
 from megaverl.distributed.worlds import JobContext
 from megaverl.monitoring.console import Console
-from megaverl.trainer.job import PreemptionHandler, Stages
+from megaverl.trainer.job import PreemptionHandler, RanksFile, Stages
 from megaverl.trainer.sample_rows import RowMover
 
 
@@ -41,24 +42,54 @@ def serve_program(
     Raises:
         TrainingStopped: another rank failed or was lost. The message names it.
     """
-    stages.board = StatusBoard()
+    liveness = None if stages.job is None else stages.job.liveness
+    seconds = config.run.timeout_minutes * 60
+    if liveness is None:
+        stages.board, failures = StatusBoard(), FailureHandling()
+    else:
+        stages.board = StatusBoard(observe=liveness.answer)
+        failures = handle_failures(liveness, config)
+        # The watch names the rank that stalls before a deadline names a call.
+        seconds += liveness.timeouts.until_found
     mover = RowMover(context)
     # If roles share all ranks, a rank that waits has nothing else to do, so its wait is
     # not recorded as a stage.
     waiting = nullcontext if context.placement.is_colocated else partial(stages, "wait")
-    run_program(
-        context,
-        program,
-        workers,
-        mover=mover,
-        board=stages.board,
-        timeouts=CallTimeouts(call=config.run.timeout_minutes * 60),
-        signal=lambda: leave.number,
-        waiting=waiting,
-        explain=stages.explain,
-        log=console.print,
-        dialogue=dialogue,
-    )
+    with ExitStack() as watched:
+        if liveness is not None:
+            watched.enter_context(liveness.handed_over())
+        run_program(
+            context,
+            program,
+            workers,
+            mover=mover,
+            board=stages.board,
+            timeouts=CallTimeouts(call=seconds),
+            signal=lambda: leave.number,
+            waiting=waiting,
+            log=console.print,
+            failures=failures,
+            dialogue=dialogue,
+        )
     stages.board = None
     # Sent tensors must stay alive until their receivers have taken them.
     mover.settle()
+
+
+def handle_failures(liveness: Liveness, config: Config) -> FailureHandling:
+    """Return what a program does about ranks that fail, in a job whose ranks liveness watches otherwise."""
+    timeouts = liveness.timeouts
+    watch = RankWatch(
+        stalled_after=timeouts.stalled_after,
+        lost_after=timeouts.lost_after,
+        interval=timeouts.interval,
+        show=RanksFile(config.run_dir),
+    )
+    return FailureHandling(
+        watch=watch,
+        name=liveness.name,
+        agree=partial(liveness.settle, 0.0),
+        # The coordinator's process may have ended, which liveness then finds.
+        explain_loss=partial(liveness.settle, timeouts.until_found),
+        end_process=liveness.end_now,
+    )

@@ -328,6 +328,8 @@ class RLStep:
         self.metrics |= rollout_metrics(
             batch, time.perf_counter() - start, engines.weight_version, draws
         )
+        if self.roles.player is not None:
+            self.metrics |= self.roles.player.fault_metrics()
         self.metrics |= engines.engine_metrics()
         return self._dated(batch)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megaverl.config import Config
 from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.controller.core import Controller
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.data.prompts import PromptEncoder
@@ -14,11 +15,13 @@ from megaverl.data.sources import Entry
 from megaverl.distributed.collectives import together
 from megaverl.errors import DataError
 from megaverl.monitoring.console import Console
+from megaverl.monitoring.timeline import Timeline
 from megaverl.rollout.engine import Generation
 from megaverl.trainer.build import Builder
-from megaverl.trainer.job import Job
-from megaverl.trainer.offline import OfflineTrainer, with_optimizer
+from megaverl.trainer.job import Job, PreemptionHandler, Stages, alone
+from megaverl.trainer.offline import OfflineTrainer, TrainerGroup, with_optimizer
 from megaverl.trainer.saving import export_model
+from megaverl.trainer.serving import serve_program
 from megaverl.workers.micro_batches import Weighting, cross_entropy, run_updates
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.responses import rollout_batch
@@ -76,17 +79,61 @@ class SFTTrainer(OfflineTrainer):
         export_model(self.updates.model, self.builder, folder)
 
 
-def warm_up(config: Config, builder: Builder, console: Console) -> TrainingModel:
+def warm_up(
+    config: Config, builder: Builder, console: Console, job: Job | None = None
+) -> TrainingModel:
     """Run all steps of `sft` without saving or recording anything. Return the model that RL starts from."""
-    sft = config.sft
-    data = builder.dataset(answer_sources(config))
-    sampler = data.sampler(sft.batch_size, config.run.seed, shuffle=config.data.shuffle)
-    updates = AnswerUpdates(config, builder)
-    with console.progress("supervised warm-up", sft.steps) as advance:
-        for step in range(sft.steps):
-            updates.update([data[i] for i in sampler.indices(step)], step)
-            advance(1)
-    return updates.model
+    stages = Stages(Timeline(), job)
+    worker = WarmUpWorker(config, builder, stages)
+    num_steps = config.sft.steps
+
+    async def program(controller: Controller) -> None:
+        trainers = TrainerGroup("trainer", range(controller.num_ranks), controller)
+        await take_steps(trainers, num_steps)
+
+    with console.progress("supervised warm-up", num_steps) as worker.advance:
+        serve_program(
+            program,
+            {"trainer": worker},
+            config=config,
+            context=job.context if job is not None else alone(config),
+            stages=stages,
+            leave=PreemptionHandler(),
+            console=console,
+        )
+    return worker.model
+
+
+async def take_steps(trainers: TrainerGroup, num_steps: int) -> None:
+    """Run optimizer steps, and nothing in between."""
+    for step in range(num_steps):
+        await trainers.take_step(step)
+
+
+class WarmUpWorker:
+    """Worker of one rank in a warm-up.
+
+    Attributes:
+        model: model that is trained.
+        advance: displays that this many steps have been taken.
+    """
+
+    def __init__(self, config: Config, builder: Builder, stages: Stages) -> None:
+        self._stages = stages
+        self._data = builder.dataset(answer_sources(config))
+        self._sampler = self._data.sampler(
+            config.sft.batch_size, config.run.seed, shuffle=config.data.shuffle
+        )
+        self._updates = AnswerUpdates(config, builder)
+        self.model = self._updates.model
+        self.advance: Callable[[int], None] = lambda steps: None
+
+    def take_step(self, step: int) -> None:
+        """Run one optimizer step on the rows of a step."""
+        with self._stages("warm_up"):
+            records = [self._data[row] for row in self._sampler.indices(step)]
+            self._updates.update(records, step)
+        self.advance(1)
 
 
 def answer_sources(config: Config) -> Sequence[Entry]:

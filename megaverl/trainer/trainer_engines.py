@@ -17,8 +17,10 @@ from megaverl.models.folder import read_model
 from megaverl.rollout.server_engine import ServerEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.fsdp_model import FSDPModel
+from megaverl.workers.gradient_replica import GradientReplica
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.model import TrainingModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.server_sync import ServerSync
@@ -46,46 +48,43 @@ def make_model(
 
     Args:
         config: section of the role.
-        value_head, beside_logits: see `MegatronModel` and `FSDPModel`.
+        value_head, beside_logits: see `ModelOptions`.
 
     Raises:
         ConfigError, ModelError, GridError: the engine does not support the model or the settings.
     """
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "seed": run.run.seed,
-        "value_head": value_head,
-        "beside_logits": beside_logits,
-        "role": role,
-        "initialize": run.model.init != "weights",
-        "chunked_logits": config.chunked_logits,
-        "pack_samples": config.pack_samples,
-    }
-    if isinstance(config, TrainedConfig):
-        options |= {
-            "lora": config.lora,
-            "activation_checkpointing": config.activation_checkpointing,
-        }
+    trained = config if isinstance(config, TrainedConfig) else None
+    options = ModelOptions(
+        dtype=dtype,
+        seed=run.run.seed,
+        role=role,
+        trained=trained is not None,
+        value_head=value_head,
+        beside_logits=beside_logits,
+        lora=trained.lora if trained else None,
+        activation_checkpointing=trained.activation_checkpointing
+        if trained
+        else "none",
+        chunked_logits=config.chunked_logits,
+        initialize=run.model.init != "weights",
+        pack_samples=config.pack_samples,
+    )
     if config.engine == "fsdp":
-        options |= (
-            {"freeze": config.freeze} if isinstance(config, TrainedConfig) else {}
-        )
-        trust, trained = run.model.trust_remote_code, isinstance(config, TrainedConfig)
         return FSDPModel(
             folder,
             grid,
             groups,
+            options,
             fsdp=config.fsdp,
-            trained=trained,
-            trust_remote_code=trust,
-            **options,
+            trust_remote_code=run.model.trust_remote_code,
+            freeze=trained.freeze if trained else (),
         )
     spec = (
         read_model(folder)[1]
         if value_head and not beside_logits
         else ModelSpec.from_folder(folder)
     )
-    return MegatronModel(spec, grid, overrides=config.megatron, **options)
+    return MegatronModel(spec, grid, options, config.megatron)
 
 
 def make_trainable(
@@ -93,15 +92,26 @@ def make_trainable(
     config: TrainedConfig,
     optimizer: dict[str, Any],
     total_updates: int,
+    *,
+    is_replica: bool = False,
 ) -> TrainableModel:
     """Create the optimizer of a model and return both as one object.
 
     Args:
         total_updates: number of optimizer steps of the whole run.
+        is_replica: the optimizer is on the coordinator's ranks, and this model only computes gradients.
 
     Raises:
         ConfigError: the engine's optimizer does not support the settings.
     """
+    if is_replica:
+        assert isinstance(model, MegatronModel), "the configuration refuses others"
+        return GradientReplica(
+            model,
+            ddp=config.ddp,
+            gradient_accumulation=config.gradient_accumulation,
+            offload=config.offload,
+        )
     options: dict[str, Any] = {
         "optimizer": optimizer,
         "scheduler": config.scheduler,
@@ -164,6 +174,7 @@ def server_rollout(
         tolerance=servers.fingerprint_tolerance,
         max_tokens=config.max_tokens,
         direct=servers if servers.transfer == "direct" else None,
+        delta=config.reshard.delta,
     )
     if group is None and actor is None:
         sync.use_folder(builder.files().wait())

@@ -175,6 +175,7 @@ def _try_engine(config: Config) -> str:
         {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(config.rollout.tp)}
     )
     from megaverl.rollout import vllm_engine
+    from megaverl.rollout.vllm_options import VLLMOptions
     from megaverl.rollout.vllm_tracing import inspect_here
     from megaverl.sharding.model_spec import ModelSpec
 
@@ -185,12 +186,14 @@ def _try_engine(config: Config) -> str:
         arguments = vllm_engine.engine_arguments(
             config.rollout,
             spec,
-            seed=config.run.seed,
-            dtype=_dtype_of(config),
-            max_model_len=config.max_tokens,
-            load_weights=False,
-            trust_remote_code=config.model.trust_remote_code,
-            routed_experts=config.actor.router_replay != "off",
+            VLLMOptions(
+                seed=config.run.seed,
+                dtype=_dtype_of(config),
+                max_model_len=config.max_tokens,
+                load_weights=False,
+                trust_remote_code=config.model.trust_remote_code,
+                routed_experts=config.actor.router_replay != "off",
+            ),
         )
         vllm_engine.make_configuration(config.model.path, arguments)
     except MegaverlError as error:
@@ -338,18 +341,21 @@ def build_and_step(
     from megaverl.config.algorithm import AlgorithmConfig
     from megaverl.distributed.groups import ProcessGroupManager
     from megaverl.workers.megatron_model import MegatronModel
+    from megaverl.workers.model_options import ModelOptions
     from megaverl.workers.optimizers import MegatronTrainable
     from megaverl.workers.policy import Actor, Policy
 
     model = MegatronModel(
         spec,
         ProcessGroupManager().grid(shape),
-        dtype=dtype,
-        seed=RANDOM,
+        ModelOptions(
+            dtype=dtype,
+            seed=RANDOM,
+            role=role,
+            chunked_logits=section.chunked_logits,
+            pack_samples=section.pack_samples,
+        ),
         overrides=overrides,
-        role=role,
-        chunked_logits=section.chunked_logits,
-        pack_samples=section.pack_samples,
     )
     if not hasattr(section, "ddp"):
         if shape.world_size == 1:

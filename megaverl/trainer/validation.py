@@ -140,19 +140,6 @@ class Evaluation:
     samples: list[dict[str, Any]]
 
 
-def evaluate(
-    config: Config,
-    rollout: Rollout | AgentRollouts,
-    reward: RewardRole,
-    prompts: Sequence[PromptRecord],
-    player: Player | None = None,
-) -> Evaluation:
-    """Generate responses (or episodes) for every prompt, score and measure them. Collective over all ranks."""
-    batch = held_out_responses(config, rollout, prompts, player)
-    scores = reward.score(batch)
-    return measure_held_out(config, reward, batch, scores)
-
-
 def held_out_responses(
     config: Config,
     rollout: Rollout | AgentRollouts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -61,6 +61,25 @@ class Factors(Protocol):
 AddFactors = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model whose weights lie in shards on the ranks of a group.
+
+    Attributes:
+        weights: the model's global arrays.
+        layouts: rank -> layout of `tensors` on that rank.
+        tensors: this rank's parameters by local name.
+        adapters: adapters by the weight that `add` merges each into; `layouts` and `tensors` include their factors.
+        add: adds an adapter's product to a weight; None: without adapters.
+    """
+
+    weights: Sequence[Weight]
+    layouts: Callable[[int], Layout]
+    tensors: Mapping[str, torch.Tensor]
+    adapters: Mapping[str, Factors] = field(default_factory=dict)
+    add: AddFactors | None = None
+
+
 class _Chunk(NamedTuple):
     """A range of a global tensor's elements that is contiguous in its file, or an adapter's factor."""
 
@@ -82,20 +101,15 @@ class _Window:
 
 
 def save_folder(
+    model: ShardedModel,
     folder: str | Path,
     *,
-    source_folder: str | Path,
-    weights: Sequence[Weight],
-    layouts: Callable[[int], Layout],
-    tensors: Mapping[str, torch.Tensor],
+    sources: Sequence[str | Path],
     group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
-    tokenizer_folder: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
     overwrite: bool = False,
-    adapters: Mapping[str, Factors] | None = None,
-    add: AddFactors | None = None,
 ) -> None:
     """Write the model in Hugging Face format: safetensors (with an index if several), config.json, tokenizer.
 
@@ -104,42 +118,39 @@ def save_folder(
     renamed to `folder` at the very end.
 
     Args:
-        source_folder: the folder that the model came from; provides config.json and the other small files.
-        weights: the model's global arrays. All of them are written, without padding, tied ones once.
-        layouts: rank -> layout of `tensors` on that rank.
-        tensors: this rank's parameters by local name.
+        model: all of its weights are written, without padding, tied ones once. Adapters are merged in their bucket.
+        sources: folders of the small files. The first one, from which the model came, provides config.json; a file that
+            several have is taken from the last one.
         dtype: dtype of the files; None: that of the parameters.
-        tokenizer_folder: folder of the tokenizer's files, if not `source_folder`.
         shard_bytes: size of the largest file, unless one tensor is larger.
         overwrite: replace an existing folder; otherwise one is an error.
-        adapters: adapters by the weight that `add` merges each into, in its bucket; `layouts` and `tensors` include
-            their factors.
 
     Raises:
         CheckpointError: the folder exists, or cannot be written.
-        ModelError: `source_folder` has no config.json.
+        ModelError: the first of `sources` has no config.json.
         ReshardError: parameters do not fit their layout, or no rank holds some weight.
     """
-    folder, rank, adapters = Path(folder), dist.get_rank(group), adapters or {}
-    temporary, layout = folder.with_name(folder.name + ".tmp"), layouts(rank)
+    folder, rank = Path(folder), dist.get_rank(group)
+    # Until it is complete, the folder has another name, so that an interrupted export
+    # is never taken for a model.
+    temporary, layout = folder.with_name(folder.name + ".tmp"), model.layouts(rank)
     with together(group):
-        check_tensors(layout, tensors, "the model", CheckpointError)
-    held = viewed(layout, {name: tensors[name] for name in layout.local_shapes})
+        check_tensors(layout, model.tensors, "the model", CheckpointError)
+    held = viewed(layout, {name: model.tensors[name] for name in layout.local_shapes})
+    # Ranks without a tensor do not know its dtype, so all ranks agree on it. Collective
+    # over the group.
     of_model = agree_on_dtypes({"model": (layout, held)}, group)["model"]
     of_files = dtype or of_model.common
-    windows = _windows(weights, adapters, max(1, bucket_bytes // of_files.itemsize))
+    windows = _windows(model, max(1, bucket_bytes // of_files.itemsize))
     with together(group):
-        plans = _plans(
-            windows, weights, adapters, layouts, dist.get_world_size(group), rank
-        )
-    sources = [
-        Path(source_folder),
-        *([Path(tokenizer_folder)] if tokenizer_folder is not None else []),
-    ]
+        plans = _plans(windows, model, dist.get_world_size(group), rank)
+    folders = [Path(source) for source in sources]
     on_first_rank(
-        lambda: _prepare(folder, temporary, sources, of_files, overwrite), group
+        lambda: _prepare(folder, temporary, folders, of_files, overwrite), group
     )
 
+    # The narrower of both dtypes travels. Conversion happens on the side that has the
+    # wider one.
     def wire(tensor: str) -> torch.dtype:
         return min(
             of_files,
@@ -157,9 +168,11 @@ def save_folder(
     with (
         torch.no_grad(),
         FolderWriter(
-            temporary, weights, of_files, shard_bytes, writes=rank == 0
+            temporary, model.weights, of_files, shard_bytes, writes=rank == 0
         ) as writer,
     ):
+        # One window at a time, on all ranks in the same order. The first rank holds
+        # `landed` of one window only.
         for window, plan in zip(windows, plans, strict=True):
             # Every rank sends its parts of this window to the first rank, the only one
             # that has chunks to fill.
@@ -175,25 +188,28 @@ def save_folder(
                     plan, held, landed, wire, converts, group, options, failures
                 )
             )
+            # None: this rank neither sends nor receives anything of the window.
             if transport is not None:
                 transport.start(0)
                 transport.finish()
             if rank == 0:
-                if add is not None:
-                    _merge(landed, window, adapters, add)
+                if model.add is not None:
+                    _merge(landed, window, model.adapters, model.add)
                 writer.write(landed[chunk.name] for chunk in window.weights)
         error = writer.finish()
+    # A full disk is noticed by the first rank alone. All ranks raise here, and none
+    # waits for the next collective.
     raise_together(error, group)
     on_first_rank(lambda: replace_folder(temporary, folder), group)
 
 
-def _windows(
-    weights: Sequence[Weight], adapters: Mapping[str, Factors], max_numel: int
-) -> list[_Window]:
+def _windows(model: ShardedModel, max_numel: int) -> list[_Window]:
     """Divide the model's elements, in file order, into windows of at most `max_numel` elements."""
     windows: list[list[_Chunk]] = [[]]
     filled = 0
-    for weight in weights:
+    # Files store the elements in this order, so the first rank can write each window as
+    # it arrives.
+    for weight in model.weights:
         for i, box in enumerate(split(whole(weight.shape), max_numel)):
             if windows[-1] and filled + box.numel > max_numel:
                 windows.append([])
@@ -203,15 +219,19 @@ def _windows(
     made = []
     for number, window in enumerate(windows):
         merged = [
-            adapters[tensor]
+            # A weight may be cut over two windows. Its factors are then gathered in
+            # both.
+            model.adapters[tensor]
             for tensor in dict.fromkeys(chunk.tensor for chunk in window)
-            if tensor in adapters
+            if tensor in model.adapters
         ]
         factors = [
             (name, shape)
             for adapter in merged
             for name, shape in adapter.shapes.items()
         ]
+        # Local names of factors contain the window's number, because several windows
+        # may gather the same factor.
         made.append(
             _Window(
                 window,
@@ -233,6 +253,8 @@ def _merge(
     factors = {chunk.tensor: landed[chunk.name] for chunk in window.factors}
     for chunk in window.weights:
         if (adapter := adapters.get(chunk.tensor)) is not None:
+            # A chunk of a weight is rows x columns of it: B's rows and A's columns give
+            # the matching part of the product.
             rows, columns = chunk.box.slices
             add(
                 landed[chunk.name],
@@ -242,18 +264,13 @@ def _merge(
 
 
 def _plans(
-    windows: Sequence[_Window],
-    weights: Sequence[Weight],
-    adapters: Mapping[str, Factors],
-    layouts: Callable[[int], Layout],
-    world: int,
-    rank: int,
+    windows: Sequence[_Window], model: ShardedModel, world: int, rank: int
 ) -> list[Plan]:
     """Plan to gather everything on rank 0, and split the plan into one plan per window."""
     shapes: dict[str, tuple[int, ...]] = {
-        weight.name: weight.shape for weight in weights
+        weight.name: weight.shape for weight in model.weights
     }
-    for adapter in adapters.values():
+    for adapter in model.adapters.values():
         shapes |= adapter.shapes
     chunks = [chunk for window in windows for chunk in window.chunks]
     everything = Layout(
@@ -264,8 +281,10 @@ def _plans(
         {chunk.name: chunk.box.shape for chunk in chunks},
         shapes,
     )
+    # Computed alike on every rank, without communication. Only the first rank needs
+    # anything.
     plan = make_plan(
-        layouts, lambda other: everything if other == 0 else EMPTY, world, rank
+        model.layouts, lambda other: everything if other == 0 else EMPTY, world, rank
     )
     check_plan(plan)
     window_of = {
@@ -294,6 +313,8 @@ def _plans(
 
 def model_files(folder: Path) -> Iterator[Path]:
     """Yield a model folder's files beside the weights: the small files, and the licence."""
+    # The index names the shards of the source, which may be others than those written
+    # here.
     for file in sorted(folder.iterdir()):
         is_small = file.suffix in COPIED_SUFFIXES and not file.name.endswith(
             ".index.json"
@@ -325,6 +346,8 @@ def _prepare(
         )
     try:
         config = read_json_file(config_file)
+        # Configurations have the key under its old or its new name. The old one stays
+        # where it is.
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(
             dtype
         ).removeprefix("torch.")

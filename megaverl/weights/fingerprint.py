@@ -56,6 +56,8 @@ def fingerprints(
         tensors: local name -> tensor, as in `layout`.
         dtype: round elements to this dtype first; None: use them as they are.
     """
+    # Scalars stay on the device and are read back together, because every read blocks
+    # the host.
     sums: dict[str, torch.Tensor] = {}
     tensors = viewed(layout, tensors)
     for piece in layout.pieces:
@@ -96,6 +98,8 @@ def box_fingerprint(
     rows = torch.ones(1, dtype=torch.int64, device=data.device)
     for weight in weights[:-1]:
         rows = torch.outer(rows, weight).flatten()
+    # [all axes but the last, last axis], so that one product of two vectors gives all
+    # weights.
     matrix = data.reshape(math.prod(shape[:-1]), shape[-1])
     chunk = CUDA_CHUNK if data.is_cuda else CPU_CHUNK
     total = torch.zeros((), dtype=torch.int64, device=data.device)
@@ -106,10 +110,14 @@ def box_fingerprint(
     widened = torch.empty(height, width, dtype=torch.int64, device=data.device)
     for top in range(0, matrix.shape[0], max(1, height)):
         for left in range(0, matrix.shape[1], max(1, width)):
+            # Converted chunk by chunk, so that no copy of the whole box in `dtype` is
+            # made.
             part = matrix[top : top + height, left : left + width].to(dtype)
             products = widened[: part.shape[0], : part.shape[1]]
             products.copy_(part.view(INTEGERS[dtype.itemsize]))
             products.mul_(columns[left : left + width])
+            # Sums of one row fit the wrapping int64 as well: addition modulo 2**64 does
+            # not depend on the order.
             total += products.sum(1).mul_(rows[top : top + height]).sum()
     return total
 
@@ -118,17 +126,21 @@ def box_fingerprint(
 def _axis_weights(axis: int, low: int, high: int, device: torch.device) -> torch.Tensor:
     """Return odd hashes [high - low] of the indices along an axis: splitmix64, in wrapping int64."""
     mixed = (
+        # The axis is part of the hash. Otherwise a square matrix and its transpose
+        # would have equal fingerprints.
         torch.arange(low, high, dtype=torch.int64, device=device) + (axis + 1) * 2**40
     )
     mixed = mixed * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ _shifted(mixed, shift)) * _signed(factor)
+    # Odd, so that multiplication modulo 2**64 loses no bit of an element.
     return (mixed ^ _shifted(mixed, 31)) | 1
 
 
 def _shifted(bits: torch.Tensor, shift: int) -> torch.Tensor:
     """Shift right without the sign."""
-    return (bits >> shift) & (2 ** (64 - shift) - 1)
+    shifted: torch.Tensor = (bits >> shift) & (2 ** (64 - shift) - 1)
+    return shifted
 
 
 def _signed(unsigned: int) -> int:
@@ -258,6 +270,8 @@ class ReshardCheck:
             landed: returns the box of a local destination tensor that is not in its place yet.
         """
         start, rank = time.perf_counter(), dist.get_rank(self._group)
+        # Which dtype a weight has at the destination is the same for all comparisons.
+        # Collective over the group, once.
         if self._dtypes is None:
             sides = {
                 "destination": (
@@ -272,6 +286,8 @@ class ReshardCheck:
             side: viewed(self._layouts[side](rank), held)
             for side, held in self._tensors.items()
         }
+        # One value per local copy of a cell, in the order of `cells.held`: `values`
+        # [copies], int64.
         nbytes, values = (
             0,
             torch.zeros(len(cells.held), dtype=torch.int64, device=platform.device),
@@ -291,9 +307,11 @@ class ReshardCheck:
         # One rank contributes each cell's value and all others zero, so the sum is that
         # value.
         dist.all_reduce(expected, group=self._group)
+        # Every copy is compared with the value that one source rank gave for its cell.
         wrong = (values != expected[index]).nonzero().flatten()
         named_differences: list[Difference] = []
         num_more = 0
+        # Collective: all ranks gather values if any of them has a difference.
         if reduce_json(wrong.numel(), sum, self._group):
             named_differences, num_more = self._name(
                 cells.held, set(wrong.tolist()), values.tolist(), limit
@@ -356,6 +374,8 @@ def _odd_ones(copies: list[_Copy]) -> Iterator[Difference]:
     for copy in copies:
         if copy.side == "source":
             votes[copy.value] = votes.get(copy.value, 0) + 1
+    # Among equally frequent values, `max` takes the first, which comes from the lowest
+    # rank.
     right = max(votes, key=lambda value: votes[value])
     holder = min(
         copy.rank for copy in copies if copy.side == "source" and copy.value == right
@@ -381,10 +401,12 @@ class _Cells:
         own_source, own_dest = _own(source_layouts(rank)), _own(dest_layouts(rank))
         self.num_cells = 0
         self.held: list[Held] = []
+        # A copy is given by exactly one rank: the first that holds the source's box.
         self.given: list[int] = []
         # Tensor -> the numbers of its cells, and their positions in `held`.
         self._numbers: dict[str, range] = {}
         self._positions: dict[str, list[int]] = {}
+        # Sorted, so that all ranks number the cells alike without communication.
         for tensor in sorted(sources):
             first = self.num_cells
             boxes = sorted(dests.get(tensor, {}))
@@ -392,6 +414,8 @@ class _Cells:
             for box in sorted(sources[tensor]):
                 pieces_here = own_source.get((tensor, box), ())
                 for number, common in index.meeting(box):
+                    # Source and destination may hold a box several times on one rank.
+                    # Every copy is compared.
                     if pieces_here and sources[tensor][box] == rank:
                         self.given.append(len(self.held))
                     self._add(pieces_here, common, "source")
@@ -413,6 +437,7 @@ class _Cells:
         part.num_cells, part.held, part.given = 0, [], []
         numbers = self._given
         for tensor in sorted(tensors):
+            # Cells keep their order within a tensor and are shifted to the new numbers.
             shift = part.num_cells - self._numbers[tensor].start
             for position in self._positions.get(tensor, ()):
                 held = self.held[position]
@@ -437,6 +462,8 @@ def _holders(layouts: Layouts, world: int) -> dict[str, dict[Box, int]]:
     seen: dict[int, Layout] = {}
     for rank in range(world):
         layout = layouts(rank)
+        # The layout is kept with its identity, which could otherwise be reused for
+        # another one.
         if id(layout) not in seen:
             seen[id(layout)] = layout
             for piece in layout.pieces:
@@ -462,6 +489,7 @@ def model_identity(
     """
     rank = dist.get_rank(group)
     layout, first = layouts(rank), _holders(layouts, dist.get_world_size(group))
+    # In reverse, so that the first piece of a box wins if a rank holds the box twice.
     counted = {
         (p.tensor, p.box): p
         for p in reversed(layout.pieces)

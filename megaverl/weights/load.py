@@ -85,6 +85,7 @@ def load_folder(
         weight.name: stored[weight.name] for weight in weights if weight.name in stored
     }
     wanted = layout.without(absent)
+    # Padding first: the weights that are read next do not touch it.
     clear_padding(wanted, tensors)
     fill(folder_layout(held), stored_arrays(held), wanted, tensors)
     return absent
@@ -121,6 +122,8 @@ class ArrivingFolder:
         stored = read_header(file)
         check_shapes(self._folder, stored, self._weights)
         held = {name: tensor for name, tensor in stored.items() if name in self._names}
+        # A file holds some of the tensors. The others are filled when their file
+        # arrives.
         fill(
             folder_layout(held),
             stored_arrays(held),
@@ -174,8 +177,12 @@ def fill(
     tensors = viewed(wanted, tensors)
     with torch.no_grad(), StoredArrayReader(arrays) as reader:
         for transfer in intersect_layouts(source, wanted):
+            # Large boxes are read in parts, so that a part that must be converted needs
+            # little memory.
             for box in split(transfer.dest_box, MAX_READ):
                 target = view(tensors[transfer.dest_local], box)
+                # A read into host memory goes straight into place. Devices need a host
+                # buffer.
                 read = (
                     target
                     if target.device.type == "cpu"
@@ -213,6 +220,7 @@ def check_names(
         ModelError: lists every tensor that is missing or unknown.
     """
     names = {weight.name for weight in weights}
+    # DeepSeek-V3 and GLM-4.5 store further predictors as layers behind the last one.
     ignored = further_predictors(folder, weights)
     problems = [
         f"{weight.name}: missing, expected with shape {list(weight.shape)}"
@@ -315,6 +323,8 @@ class OpenedCheckpoint:
         """True if the wanted model is a critic, with one value per position."""
         if self.as_critic:
             return self.index[self.prefix + BESIDE_KEY].shape[0] == 1
+        # A critic's head has one row. A language model with a vocabulary of one would
+        # look the same, so the embedding must have more.
         head = self.index.get(self.prefix + HEAD_KEY)
         return (
             head is not None
@@ -340,6 +350,8 @@ class OpenedCheckpoint:
                 w._replace(megatron=BESIDE_KEY) if w.megatron == HEAD_KEY else w
                 for w in weights
             ]
+        # The embedding's own rows decide, since a checkpoint may be padded for another
+        # grid than this run's.
         layout = checkpoint_layout(
             weights,
             spec,
@@ -370,6 +382,7 @@ class OpenedCheckpoint:
             for key, shape in shapes.items()
             if key in self.index and self.index[key].shape != shape
         ]
+        # Other keys, such as optimizer states, are none of the model's business.
         parts = (f"{self.prefix}decoder.", f"{self.prefix}embedding.")
         problems += [
             f"{key}: not a weight of the model that config.json describes"
@@ -393,6 +406,7 @@ def open_checkpoint(folder: Path, role: str | None = None) -> OpenedCheckpoint:
     prefixes = [
         key.removesuffix(EMBEDDING_KEY) for key in index if key.endswith(EMBEDDING_KEY)
     ]
+    # Optimizer states repeat the model's keys under prefixes of their own.
     prefixes = [prefix for prefix in prefixes if "optimizer." not in prefix]
     if not prefixes and any(".lora_" in key for key in index):
         raise CheckpointError(
@@ -403,6 +417,8 @@ def open_checkpoint(folder: Path, role: str | None = None) -> OpenedCheckpoint:
         raise CheckpointError(
             f"{folder}: holds no GPT model: none of its {len(index)} arrays is an {EMBEDDING_KEY}."
         )
+    # A critic that shares the actor's backbone has no keys of its own, except for its
+    # value head.
     if (
         role == "critic"
         and "critic." not in prefixes

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from megaverl.sharding.plan import Plan
 from megaverl.sharding.proof import check_plan
 from megaverl.sharding.weight import listed
 from megaverl.weights.transports import (
+    DeltaMode,
     Moved,
     TransferJob,
     Transport,
@@ -53,6 +54,7 @@ from megaverl.weights.transports.ipc import CrossMemory, CudaIpc
 from megaverl.weights.transports.local import Alias, LocalCopy
 from megaverl.weights.transports.point_to_point import PointToPoint
 from megaverl.weights.transports.quantised import QuantisedDestination, QuantisedLanding
+from megaverl.weights.transports.sent_weights import SentWeights
 from megaverl.weights.transports.shared_folder import SharedFolder
 
 # Each transport takes the transfers that it supports and leaves the rest to the next
@@ -85,6 +87,9 @@ class ReshardStats:
         bytes_aliased: bytes of tensors that share their storage with the source, which do not move.
         version: version of the weights that the destination now holds.
         busiest_sent: bytes that the busiest rank of the group sent.
+        busiest_whole: bytes that it would have sent, had nothing been left out as unchanged.
+        changed_fraction: share of the compared elements that changed since the last version, over all ranks. None: no
+            rank compared any.
     """
 
     bytes_local: int
@@ -96,6 +101,8 @@ class ReshardStats:
     version: int = 0
     hidden_seconds: float | None = None
     busiest_sent: int = 0
+    busiest_whole: int = 0
+    changed_fraction: float | None = None
 
     def metrics(self) -> dict[str, float]:
         """Return the statistics under their metric names."""
@@ -105,11 +112,20 @@ class ReshardStats:
             "reshard/bytes_local": float(self.bytes_local),
             "reshard/bytes_sent": float(self.busiest_sent),
         }
-        return (
-            metrics
-            if self.hidden_seconds is None
-            else metrics | {HIDDEN: self.hidden_seconds / self.seconds}
-        )
+        if self.hidden_seconds is not None:
+            metrics[HIDDEN] = self.hidden_seconds / self.seconds
+        if self.changed_fraction is not None:
+            metrics["reshard/changed_fraction"] = self.changed_fraction
+            metrics["reshard/bytes_sent_whole"] = float(self.busiest_whole)
+        return metrics
+
+
+class RankTotals(NamedTuple):
+    """Numbers of one run over all ranks, as in `ReshardStats`."""
+
+    busiest_sent: int = 0
+    busiest_whole: int = 0
+    changed_fraction: float | None = None
 
 
 class Resharder:
@@ -192,8 +208,23 @@ class Resharder:
         self._failures = Failures(group, plan.rank, options.timeout)
         wire, converts = wire_dtypes(dtypes), converting(dtypes)
         views = viewed(plan.source_layout, source), viewed(plan.dest_layout, dest)
+        delta: DeltaMode = "off"
+        if plan.world > 1:
+            # Both ends of a message must know whether its size is announced.
+            delta = reduce_json(options.delta, _joint_mode, group)
+        options = replace(options, delta=delta)
+        self._sent_weights = (
+            None if delta == "off" else SentWeights(delta, views[0], device_of(group))
+        )
         self._job = TransferJob(
-            plan, *views, wire, converts, group, options, self._failures
+            plan,
+            *views,
+            wire,
+            converts,
+            group,
+            options,
+            self._failures,
+            self._sent_weights,
         )
         self._all_transports = self._transports = assign(self._job, quantised)
         self._aliases = [
@@ -250,6 +281,10 @@ class Resharder:
             self._all_transports if self.brings_all else self._later_transports
         )
         self._hides = final is not None
+        if self._sent_weights is not None:
+            # After a run that brought everything, every destination has the last
+            # version.
+            self._sent_weights.due = not self.brings_all
         with torch.no_grad(), self._writing():
             for transport in self._transports:
                 transport.start(self.version + 1)
@@ -274,7 +309,9 @@ class Resharder:
                 moved, moving = self._result_of(self._background)
             arrived = time.perf_counter()
             moved = moved.plus(finished(self._transports))
-            busiest_sent = self._agree(moved.sent)
+            totals = self._agree(moved)
+            if self._sent_weights is not None:
+                self._sent_weights.keep()
         self.version += 1
         self.inconsistent = None
         self.brings_all, self._started, self._background = False, False, None
@@ -294,7 +331,9 @@ class Resharder:
             bytes_aliased=moved.aliased,
             version=self.version,
             hidden_seconds=seconds - own_seconds if self._hides else None,
-            busiest_sent=busiest_sent,
+            busiest_sent=totals.busiest_sent,
+            busiest_whole=totals.busiest_whole,
+            changed_fraction=totals.changed_fraction,
         )
 
     def _result_of(
@@ -331,6 +370,8 @@ class Resharder:
     def destination_lost(self) -> None:
         """Declare that the destination's tensors have lost their contents: the next run moves all weights."""
         self.brings_all = True
+        if self._sent_weights is not None:
+            self._sent_weights.destination_drops = True
 
     def check_whole(self) -> None:
         """Refuse to use a destination that holds parts of two versions.
@@ -408,18 +449,28 @@ class Resharder:
             seconds += time.perf_counter() - start
         return moved, seconds
 
-    def _agree(self, sent: int) -> int:
-        """Check that every rank has reached the same version, by an all-gather of two
-        numbers; return the most bytes that a rank sent. Skipped if nothing travels.
+    def _agree(self, moved: Moved) -> RankTotals:
+        """Check that every rank has reached the same version, by an all-gather of a few numbers; return their totals.
+
+        Skipped if nothing travels.
 
         Args:
-            sent: bytes that this rank sent.
+            moved: what this rank moved.
         """
         if not self._anything_travels:
-            return 0
+            return RankTotals()
         device = device_of(self._group)
-        own_report = torch.tensor([self.version + 1, sent], device=device)
-        reports = torch.empty(self._plan.world * 2, dtype=torch.int64, device=device)
+        own_numbers = [
+            self.version + 1,
+            moved.sent,
+            moved.sent + moved.unsent,
+            moved.compared,
+            moved.changed,
+        ]
+        own_report = torch.tensor(own_numbers, device=device)
+        reports = torch.empty(
+            self._plan.world * len(own_numbers), dtype=torch.int64, device=device
+        )
         patience = (
             None
             if self._timeout is None
@@ -434,8 +485,8 @@ class Resharder:
         except (RuntimeError, TimeoutError) as error:
             state = "with its own part whole and waiting for the others"
             raise self._failures.blame(self.version + 1, -1, state, error) from error
-        numbers = reports.tolist()
-        versions, sent_by_rank = numbers[::2], numbers[1::2]
+        by_number = reports.view(self._plan.world, len(own_numbers)).T.tolist()
+        versions, sent, whole, compared, changed = by_number
         if other := {
             rank: version
             for rank, version in enumerate(versions)
@@ -444,7 +495,13 @@ class Resharder:
             raise ReshardError(
                 f"this rank brought the weights to version {self.version + 1}, others to {other}."
             )
-        return max(sent_by_rank)
+        fraction = sum(changed) / sum(compared) if any(compared) else None
+        return RankTotals(max(sent), max(whole), fraction)
+
+
+def _joint_mode(modes: list[DeltaMode]) -> DeltaMode:
+    """Return `reshard.delta` of all ranks: off if any rank must send or receive whole weights."""
+    return "off" if "off" in modes else modes[0]
 
 
 def assign(

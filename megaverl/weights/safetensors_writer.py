@@ -56,6 +56,7 @@ class FolderWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # An error leaves no half-written folder behind.
         if self._writes and not self._done:
             self._close()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -69,6 +70,7 @@ class FolderWriter:
                 if self._left == 0:
                     self._open_next()
                 assert self._stream is not None
+                # A copy to the host only if the chunk is on a device.
                 data = chunk.cpu().reshape(-1).view(torch.uint8).numpy()
                 self._stream.write(data.data)
                 self._left -= data.nbytes
@@ -81,6 +83,7 @@ class FolderWriter:
             return None
         try:
             self._close()
+            # The index is written last: a reader that finds it finds all shards.
             if self._error is None and len(self._headers) > 1:
                 (self._folder / INDEX_FILE).write_text(
                     index_text(self._headers), encoding="utf-8"
@@ -101,6 +104,7 @@ class FolderWriter:
         if self._stream is not None:
             stream, self._stream = self._stream, None
             with stream:
+                # The data must be on the disk before the folder gets its final name.
                 stream.flush()
                 os.fsync(stream.fileno())
 
@@ -132,6 +136,7 @@ def shard_headers(tensors: Iterable[Tensor], shard_bytes: int) -> dict[str, str]
 def _header(shard: Sequence[Tensor]) -> str:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
+    # Wider dtypes first keep every tensor aligned to its item size.
     for name, shape, dtype in sorted(shard, key=lambda tensor: -tensor[2].itemsize):
         start, end = end, end + _nbytes((name, shape, dtype))
         header[name] = {
@@ -140,6 +145,7 @@ def _header(shard: Sequence[Tensor]) -> str:
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":"))
+    # Padded with spaces to a multiple of 8, so that the elements begin aligned.
     return text + " " * (-len(text.encode()) % 8)
 
 
@@ -193,11 +199,14 @@ def replace_folder(finished: Path, folder: Path) -> None:
     """
     old = folder.with_name(folder.name + ".old")
     try:
+        # The older folder stays until the new one has its name, so that one of both
+        # exists at any moment.
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.rename(old)
         finished.rename(folder)
     except OSError as error:
+        # The second rename failed: the older folder gets its name back.
         if old.exists() and not folder.exists():
             old.rename(folder)
         raise cannot_write(folder, error) from error

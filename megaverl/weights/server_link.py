@@ -34,7 +34,7 @@ from megaverl.sharding.layout import EMPTY, Layout
 from megaverl.sharding.load_balance import RankLayouts
 from megaverl.sharding.plan import make_plan
 from megaverl.weights.reshard import Resharder, ReshardStats
-from megaverl.weights.transports import Tensors, TransportOptions
+from megaverl.weights.transports import DeltaMode, Tensors, TransportOptions
 
 KEY = "rollout.servers.load_timeout_seconds"  # every wait of a link ends after so long
 FAILED, SOURCE = "failed", "source"
@@ -60,6 +60,7 @@ class LinkAddress:
         size: number of processes.
         backend: `gloo`, through host memory, or `nccl`.
         seconds: limit of every wait.
+        delta: whether versions after the first are sent as changes (`reshard.delta`).
     """
 
     host: str
@@ -69,6 +70,7 @@ class LinkAddress:
     size: int
     backend: str
     seconds: float
+    delta: DeltaMode = "off"
 
     def to_json(self) -> dict[str, Any]:
         """Return the address as JSON values."""
@@ -153,7 +155,12 @@ class Link:
             # Servers ignore some weights of a folder, as engines do.
             allow_unused=True,
         )
-        options = TransportOptions(timeout=address.timeout)
+        options = TransportOptions(
+            timeout=address.timeout,
+            # Servers are not on the actor's nodes, or the link would not ask for deltas.
+            node_of=lambda place: int(place >= address.num_senders),
+            delta=address.delta,
+        )
         self._resharder: Resharder | None = Resharder(
             self.plan, tensors, dest, self._group, options
         )

@@ -63,6 +63,7 @@ class StoredArray:
         def moved(values: Sequence[int]) -> tuple[int, ...]:
             return tuple(values[axis] for axis in axes)
 
+        # Strides describe the same bytes in the new order of axes.
         extents = [
             extent._replace(
                 box=Box(moved(extent.box.start), moved(extent.box.stop)),
@@ -147,6 +148,8 @@ class StoredArrayReader:
             CheckpointError: the file cannot be read, or is too short.
         """
         array = self.arrays[name]
+        # Shapes agree up to axes of size one, so the target can be viewed in the box's
+        # shape.
         target = out.view(box.shape)
         for number, common in array.index.meeting(box):
             part = target[_within(common, box)]
@@ -156,7 +159,11 @@ class StoredArrayReader:
         self, dtype: torch.dtype, extent: Extent, box: Box, out: torch.Tensor
     ) -> None:
         try:
+            # Index of the first element if the box is one run of the extent. None: the
+            # box must be copied row by row.
             first = None if extent.strides else _run_start(box, extent.box)
+            # Elements can be read straight into the target if neither dtype nor strides
+            # differ.
             straight = out.dtype == dtype and (first is None or out.is_contiguous())
             read = (
                 out
@@ -188,6 +195,7 @@ class StoredArrayReader:
                 raise CheckpointError(
                     f"{file}: truncated: it ends before byte {offset + len(data)}. {AGAIN}"
                 )
+            # `preadv` may read less than it was asked for.
             data, offset = data[count:], offset + count
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
@@ -214,6 +222,7 @@ class StoredArrayReader:
             raise CheckpointError(
                 f"{extent.file}: truncated: it ends before byte {extent.offset + numel * size}. {AGAIN}"
             )
+        # A view of the file's pages, without a copy.
         flat = torch.frombuffer(
             mapped, dtype=torch.uint8, count=numel * size, offset=extent.offset
         )
@@ -226,6 +235,8 @@ class StoredArrayReader:
             array[_within(box, extent.box)],
             out.unsqueeze(-1).view(torch.uint8),
         )
+        # Rows of a transposed chunk are not adjacent in the file, so it is copied in
+        # one go.
         if extent.strides is not None:
             dest.copy_(source)
             _give_back(mapped, extent.offset, extent.offset + numel * size)
@@ -239,6 +250,8 @@ class StoredArrayReader:
                 box.start[: axis + 1], extent.box.start, strides, strict=False
             )
         )
+        # Some rows at a time, and their pages are given back at once. Otherwise the
+        # process would seem to hold the whole file in memory.
         step = max(1, MAPPED_BYTES // row)
         for low in range(0, length, step):
             rows = min(step, length - low)
@@ -292,6 +305,7 @@ def _run_start(inner: Box, outer: Box) -> int | None:
         if free and high - low > 1:
             return None
         free = free or (low, high) != (base, end)
+    # Offset of the first element in the row-major order of the outer box.
     return sum(
         (low - base) * stride
         for low, base, stride in zip(inner.start, outer.start, strides, strict=True)
@@ -301,6 +315,8 @@ def _run_start(inner: Box, outer: Box) -> int | None:
 def _give_back(mapped: mmap.mmap, start: int, stop: int) -> None:
     """Drop the pages of a range from this process's memory. The kernel keeps them cached."""
     page = mmap.PAGESIZE
+    # `madvise` takes whole pages. The page of the first byte is dropped as well, and
+    # read again if needed.
     low = start // page * page
     mapped.madvise(mmap.MADV_DONTNEED, low, min(stop, len(mapped)) - low)
 
@@ -341,6 +357,7 @@ def read_folder(folder: str | Path) -> dict[str, StoredTensor]:
         )
     weight_map = read_weight_map(index)
     headers = {}
+    # Every shard's header is read once, however many tensors the index places in it.
     for name in sorted(set(weight_map.values())):
         if not (folder / name).is_file():
             raise ModelError(
@@ -379,6 +396,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     with file.open("rb") as stream:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        # A damaged length must not make the reader allocate gigabytes.
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
             raise ModelError(
                 f"{file}: truncated or not a safetensors file ({size} bytes). {AGAIN}"
@@ -416,6 +434,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise ModelError(
             f"{file}: its safetensors header is damaged ({error}). {AGAIN}"
         ) from error
+    # Both cases are errors: a shorter file was cut off, a longer one does not belong to
+    # this header.
     if size != end:
         raise ModelError(
             f"{file}: {'truncated' if size < end else 'damaged'}: {size} bytes found, {end} expected by its "

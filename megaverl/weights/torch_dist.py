@@ -67,6 +67,8 @@ def locate(arrays: Mapping[str, IndexedArray]) -> dict[str, StoredArray]:
 
         @cache
         def opened(path: Path) -> BinaryIO:
+            # Many chunks lie in one file, which is opened once. Unbuffered, because
+            # only descriptions are read.
             return stack.enter_context(path.open("rb", buffering=0))
 
         for name, array in arrays.items():
@@ -86,6 +88,7 @@ def check_checksums(
     """
     wrong = []
     chunks = [(name, chunk) for name, array in arrays.items() for chunk in array.chunks]
+    # Every `shares`-th chunk, so that ranks read about equally many bytes.
     for name, chunk in chunks[share::shares]:
         try:
             with (
@@ -125,9 +128,12 @@ def _extent(
                 f"it is {tensor}, the index says {dtype} {list(chunk.box.shape)}"
             )
         shape, strides = tuple(tensor.shape), tensor.stride()
+        # torch records where the elements lie in the archive instead of reading them.
         begin = tensor.untyped_storage()._checkpoint_offset
         assert begin is not None, "torch.load marks it under FakeTensorMode"
         start = begin + int(tensor.storage_offset()) * dtype.itemsize
+        # The last element's index decides whether the chunk is long enough, whatever
+        # the strides are.
         last = sum(
             (size - 1) * stride for size, stride in zip(shape, strides, strict=True)
         )
@@ -173,6 +179,8 @@ class _ChunkFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer)[: max(0, self._chunk.length - self._at)]
+        # `preadv` does not move the file's position, which chunks of the same file
+        # share.
         count = os.preadv(self._file.fileno(), [view], self._chunk.offset + self._at)
         self._at += count
         return count
@@ -194,13 +202,17 @@ class Frame:
             ("byteorder", b"little"),
             ("version", b"3\n"),
         ]
+        # Each local header of a zip file has 30 bytes, followed by name and data.
         unpadded = (
             sum(30 + len(_name(name)) + len(data) for name, data in self._small)
             + 30
             + len(_name("data/0"))
         )
+        # torch pads the elements to 64 bytes with an extra field (`4246`, "FB"), which
+        # itself needs four bytes.
         self._padding = -(unpadded + 4) % self.ALIGNMENT
         self.data_offset = unpadded + 4 + self._padding
+        # The length of the tail does not depend on the checksum.
         self.length = self.data_offset + self.nbytes + len(self.tail(0))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -220,6 +232,7 @@ class Frame:
     def head(self, crc: int) -> bytes:
         """Return all bytes before the elements."""
         parts = [
+            # The small records are whole here, so their checksums are known.
             _local_header(name, zlib.crc32(data), len(data)) + data
             for name, data in self._small
         ]
@@ -250,6 +263,8 @@ class Frame:
 
 class _FramePickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
+        # Storages become persistent ids, as in `torch.save`. All other objects are
+        # pickled as usual.
         return obj if isinstance(obj, tuple) and obj[:1] == ("storage",) else None
 
 
@@ -321,6 +336,7 @@ def write_index(
         )
         for number, chunk in enumerate(array.chunks):
             index = words.MetadataIndex(name, torch.Size(chunk.box.start), number)
+            # Relative names, so that the folder can be moved.
             places[index] = _StorageInfo(chunk.file.name, chunk.offset, chunk.length)
     for name, chunk in objects.items():
         entries[name] = words.BytesStorageMetadata()
@@ -332,6 +348,7 @@ def write_index(
     )
     with (folder / INDEX_FILE).open("wb") as file:
         pickle.dump(content, file)
+    # megatron-core expects the file even if nothing is common.
     torch.save({}, folder / COMMON_FILE)
     versions = BACKEND | {"common_backend": "torch", "common_backend_version": 1}
     (folder / FORMAT_FILE).write_text(json.dumps(versions), encoding="utf-8")

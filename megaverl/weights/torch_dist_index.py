@@ -142,6 +142,8 @@ def read_arrays(folder: Path) -> dict[str, IndexedArray]:
         CheckpointError: there is no checkpoint, its format is unknown or newer, its index is damaged, or files are
             missing or too short (all are listed).
     """
+    # The format is checked before the index, whose damage would give a less helpful
+    # message.
     _check_format(folder)
     index = read_index(folder)
     if wrong := index.wrong_sizes():
@@ -176,6 +178,8 @@ def read_index(folder: Path, fix: str = COPY_AGAIN) -> CheckpointIndex:
 
 def _index_of(folder: Path, metadata: Any) -> CheckpointIndex:
     root, files = folder.resolve(), {}
+    # Paths are checked before any file is opened: an index from elsewhere could name
+    # any file of the machine.
     for key, place in metadata.storage_data.items():
         if place.relative_path not in files:
             files[place.relative_path] = folder / place.relative_path
@@ -185,6 +189,8 @@ def _index_of(folder: Path, metadata: Any) -> CheckpointIndex:
                 )
     places = {}
     for key, place in metadata.storage_data.items():
+        # Arrays have one entry per chunk, found by the chunk's first index. Objects
+        # have a single entry.
         start = getattr(key, "offset", None)  # an object has none
         places[key.fqn, None if start is None else tuple(start)] = place
 
@@ -216,6 +222,7 @@ def _index_of(folder: Path, metadata: Any) -> CheckpointIndex:
             ],
         )
         for name, entry in metadata.state_dict_metadata.items()
+        # Entries of objects have no chunks.
         if hasattr(entry, "chunks")
     }
     return CheckpointIndex(
@@ -261,12 +268,15 @@ class _IndexUnpickler(pickle.Unpickler):
     """Unpickler that refuses all classes except those in `_CLASSES`. An index that it accepts is safe for torch too."""
 
     def find_class(self, module: str, name: str) -> Any:
+        # dtypes become their names, so that no torch is needed.
         if module == "torch" and name in ITEM_BYTES:
             return name
+        # Shapes become tuples, which is all that a shape is.
         if (module, name) == ("torch", "Size"):
             return tuple
         if (module, name) == ("torch.serialization", "_get_layout"):
             return str
         if name in _CLASSES.get(module, ()):
             return _StandIn
+        # Anything else might run code when torch loads the index.
         raise pickle.UnpicklingError(f"it names {module}.{name}")

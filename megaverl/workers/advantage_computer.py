@@ -43,6 +43,8 @@ class AdvantageComputer:
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self.algorithm = algorithm
         self.estimator = advantage_estimators.get(algorithm.advantage_name)
+        # Estimators take only the options that they declare, so general settings are
+        # passed to those that know them.
         settings = {"gamma": algorithm.gamma, "lam": algorithm.lam}
         options = {
             name: value
@@ -72,6 +74,8 @@ class AdvantageComputer:
         Raises:
             DataError: another estimator got NaN `ref_log_probs` in host memory, so the reference model failed.
         """
+        # NaN marks tokens that a teacher with another tokenizer could not read. On a
+        # device the test would block the host.
         ref_on_host = (
             "ref_log_probs" in batch and batch.ref_log_probs.device.type == "cpu"
         )
@@ -84,13 +88,17 @@ class AdvantageComputer:
             batch = batch.with_(
                 response_mask=batch.response_mask & ~unread, ref_log_probs=filled
             )
+        # A NaN reward marks a sample that could not be scored.
         scored = ~batch.rewards.isnan()
         if not bool(scored.all()):
             batch = batch.with_(response_mask=batch.response_mask & scored.unsqueeze(1))
+        # The ranks hold parts of the batch, and each computes the groups that it owns.
         if batch.held is not None:
             return self._assign_held(batch, batch.held, kl_coef=kl_coef, extra=extra)
         if "agent_ids" not in batch:
             return self.assign(batch, kl_coef=kl_coef, extra=extra)
+        # Agents are compared among themselves: each agent's samples are a batch of
+        # their own.
         parts, agent_metrics = [], []
         rows = [
             (batch.agent_ids == agent).nonzero()[:, 0]
@@ -128,16 +136,20 @@ class AdvantageComputer:
             k: v[beside(v, held.own)] if v is not None and k not in OF_REWARDS else v
             for k, v in extra.items()
         }
+        # Only own rows are computed, and sums are completed over the ranks. Collective
+        # over the ranks that hold the batch.
         part, metrics = self.assign(
             batch.select(held.own),
             kl_coef=kl_coef,
             extra=own_extra,
             all_reduce=held.all_reduce,
         )
+        # [local rows, response], zero where another rank computes.
         fields: dict[str, torch.Tensor] = {}
         for name in [name for name in ("advantages", "returns") if name in part]:
             fields[name] = part[name].new_zeros(batch.response_shape)
             fields[name][beside(part[name], held.own)] = part[name]
+        # Each rank then receives the advantages of all rows that it holds.
         return batch.with_(
             **held.spread("advantages", fields, held.groups_by_rank)
         ), metrics
@@ -166,6 +178,8 @@ class AdvantageComputer:
         Returns:
             The batch, and the metrics `kl` (with a reference) and `advantage_mean`.
         """
+        # Several rows may belong to one episode, whose last conversation has the
+        # reward.
         if len(ends := answer_rows(batch).unique()) < len(batch):
             return self._assign_episodes(
                 batch, ends, kl_coef=kl_coef, extra=extra or {}, all_reduce=all_reduce
@@ -183,10 +197,14 @@ class AdvantageComputer:
         if "ref_log_probs" in batch:
             policy = batch.tensors.get("old_log_probs", batch.rollout_log_probs)
             both = on_one_device(
+                # The policy's log-probs come from a device and the reference's perhaps
+                # from the host.
                 {"log_probs": policy, "ref_log_probs": batch.ref_log_probs}
             )
             kl = kl_estimators.get(self.algorithm.kl.kind_name)(both)
             metrics["kl"] = mean(all_reduce(moments(kl, beside(kl, mask))))
+            # In the loss, the penalty is computed with gradients later. Here it only
+            # becomes a metric.
             penalty = kl if self.algorithm.kl.place == "reward" else None
         if "token_rewards" in self.estimator.inputs:
             # A turn's reward is placed at the end of the turn, the remaining reward at
@@ -216,6 +234,8 @@ class AdvantageComputer:
         )
         mask = beside(result.advantages, mask)
         metrics["advantage_mean"] = mean(all_reduce(moments(result.advantages, mask)))
+        # Only advantages from a critic are whitened here. Other estimators normalize by
+        # themselves, if at all.
         has_critic = "values" in self.estimator.inputs
         whitened = has_critic and self.algorithm.normalize_advantages
         advantages = (
@@ -243,12 +263,16 @@ class AdvantageComputer:
             ends: rows that hold the last conversation of each episode.
         """
         answers = answer_rows(batch)
+        # [rows], index of each row's episode among `ends`.
         number = torch.searchsorted(ends, answers)  # episode index of each row
         rows, columns = batch.response_mask.nonzero(as_tuple=True)
+        # Turns are numbered over all conversations of an episode. The factor keeps
+        # episodes apart.
         turns = (
             number[rows] * (1 + int(batch.turn_ids.max()))
             + batch.turn_ids[rows, columns]
         )
+        # Stable, so that the tokens of one turn keep their order.
         order = turns.argsort(stable=True)
         rows, columns = rows[order], columns[order]
         counts = torch.bincount(number[rows], minlength=len(ends))
@@ -258,6 +282,8 @@ class AdvantageComputer:
         shape = (len(ends), int(counts.max()))
 
         def joined(name: str, values: torch.Tensor) -> torch.Tensor:
+            # Fields with one value per row are taken from the episode's last row, which
+            # carries the reward.
             if name not in OF_TOKENS and (
                 name not in FIELDS or FIELDS[name].axes != "R"
             ):
@@ -281,6 +307,8 @@ class AdvantageComputer:
         part, metrics = self.assign(
             whole, kl_coef=kl_coef, extra=episode_extra, all_reduce=all_reduce
         )
+        # Every row of an episode gets the episode's reward, and its own tokens'
+        # advantages.
         fields = {"rewards": part.rewards[number]}
         for name in ("advantages", "returns", "token_rewards"):
             if name in part:
@@ -312,6 +340,8 @@ class AdvantageComputer:
             extra=scored_extra,
             all_reduce=all_reduce,
         )
+        # Samples that could not be scored get zeros, and their tokens are masked
+        # already.
         fields = {}
         for name in ("rewards", "advantages", "returns", "token_rewards"):
             if name in part:
@@ -346,6 +376,7 @@ def kept_by(name: str, batch: RolloutBatch, scores: Scores) -> torch.Tensor:
             if name == "best_and_random"
             else None
         )
+        # [episodes] -> [rows]: all rows of an episode share its fate.
         return policy_filtration(scores.total[ends], batch.group_ids[ends], draws)[
             number
         ]

@@ -36,6 +36,8 @@ class ValueWorker(ModelWorker):
             [B, R] float32 values before each response token, and [B] float32 values after each truncated response
             (`cut_off`), 0 after the others.
         """
+        # [B, 1 + R]: column 0 is the value after a truncated response, so that both
+        # results need one forward pass.
         rows, columns = batch.response_shape
         both = self.score(
             batch,
@@ -47,6 +49,7 @@ class ValueWorker(ModelWorker):
 
     def _fields_of_values(self, batch: RolloutBatch) -> dict[str, torch.Tensor]:
         """Return the fields that `_last_and_values` reads."""
+        # Fields of micro-batches are tensors, so `cut_off` travels as float32 [B, 1].
         cut = (
             cut_off(batch)
             if self.algorithm.bootstrap_truncated
@@ -66,6 +69,7 @@ class ValueWorker(ModelWorker):
         The first is 0 for responses that were not truncated.
         """
         values, after = self.model.values(output, micro)
+        # Padding rows repeat row 0 of the batch, which may be truncated.
         # A padding row has no response.
         cut = micro.fields["cut_off"].sum(dim=1) * (micro.response_lengths > 0)
         return torch.cat([after.where(cut > 0, 0.0).unsqueeze(1), values], dim=1)
@@ -106,6 +110,8 @@ class Critic(ValueWorker):
         self, output: torch.Tensor, micro: MicroBatch
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         values, _ = self.model.values(output, micro)
+        # The loss reads everything from one mapping: old values, returns, weights and
+        # the new values.
         result = self._value_loss({**micro.fields, "values": values})
         loss = self.algorithm.value_loss_coef * result.loss
         return loss, {**result.metrics, "loss": share(loss)}
@@ -164,6 +170,8 @@ class ActorCritic(Actor, ValueWorker):
             log_probs, _ = self.model.log_probs(
                 logits, micro, temperature=self.temperature
             )
+            # Log-probs get a leading column, so that both results have the same shape
+            # [b, 1 + r].
             padded = torch.nn.functional.pad(log_probs, (1, 0))
             return torch.stack([padded, self._last_and_values(logits, micro)], dim=-1)
 
@@ -191,6 +199,8 @@ class ActorCritic(Actor, ValueWorker):
         def select(mini: MiniBatch) -> Mapping[str, torch.Tensor]:
             chosen = of_policy(mini) if of_policy else {}
             return {
+                # The policy may aggregate differently, so the value loss has token
+                # weights of its own.
                 **chosen,
                 "value_weights": self._value_weighting.weights(
                     mini.mask, mini.denominators

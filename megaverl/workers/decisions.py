@@ -162,6 +162,7 @@ def decide(reports: Sequence[GradientReport], rules: Rules) -> Decision:
         reports: reports of all models and islands. The islands of a role report on the sum of their gradients.
         rules: rules of the decision.
     """
+    # Every model of the run reports, since they are applied or skipped together.
     findings = [finding for report in reports for finding in _judge(report, rules)]
     for role in dict.fromkeys(report.role for report in reports):
         findings += _compare_islands(
@@ -180,6 +181,7 @@ def decide(reports: Sequence[GradientReport], rules: Rules) -> Decision:
             names.index(finding.culprit),
         ),
     )
+    # A model's count does not include the present update.
     skips = 1 + max(report.counts.skips for report in reports)
     if (
         worst.verdict is Verdict.SKIP
@@ -193,6 +195,7 @@ def decide(reports: Sequence[GradientReport], rules: Rules) -> Decision:
 def _judge(report: GradientReport, rules: Rules) -> list[Decision]:
     """Return what is wrong with one gradient."""
     findings = []
+    # float16 overflows are part of loss scaling, which then lowers its scale.
     if report.has_overflow:
         findings.append(Decision(Verdict.SKIP, Reason.OVERFLOW, report.name))
     elif not (math.isfinite(report.norm) and math.isfinite(report.tokens)):
@@ -202,6 +205,7 @@ def _judge(report: GradientReport, rules: Rules) -> list[Decision]:
         findings.append(Decision(Verdict.SKIP, Reason.NO_TOKENS, report.name))
     elif report.norm > rules.skip_above.get(report.role, math.inf):
         findings.append(Decision(Verdict.SKIP, Reason.SPIKE, report.name))
+    # Staleness is judged in addition: a stale gradient may be fine otherwise.
     if rules.max_staleness is not None and report.staleness > rules.max_staleness:
         findings.append(Decision(Verdict.SKIP, Reason.STALE, report.name))
     return findings

@@ -47,6 +47,7 @@ from megaverl.models.vision import VisionReader
 from megaverl.platform import platform
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.model import Loss, Taken, TrainingModel
+from megaverl.workers.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,13 +64,8 @@ class FSDPModel(TrainingModel):
     Args:
         folder: a Hugging Face folder; only its config.json and code are read here.
         groups: creates the process groups of the ranks that share a model.
-        trained: whether the model takes updates.
-        lora: train only adapters, and a critic's head. The model's own weights are then stored in `dtype` too.
-        pack_samples: concatenate the samples of a micro-batch and store a shared prompt once, if the architecture
-            supports packed rows.
+        options: with `lora`, the model's own weights are stored in `dtype` too.
         freeze: name patterns of weights that are not trained.
-
-    The remaining arguments are those of `MegatronModel`.
     """
 
     def __init__(
@@ -77,23 +73,16 @@ class FSDPModel(TrainingModel):
         folder: str | Path,
         grid: Grid,
         groups: ProcessGroupManager,
+        options: ModelOptions,
         *,
         fsdp: FsdpConfig,
-        dtype: torch.dtype,
-        seed: int,
-        trained: bool,
-        value_head: int = 0,
-        beside_logits: bool = False,
-        role: str = "actor",
-        lora: LoraConfig | None = None,
-        activation_checkpointing: str = "none",
-        chunked_logits: bool = False,
-        initialize: bool = True,
-        pack_samples: bool = True,
         trust_remote_code: bool = False,
         freeze: Sequence[str] = (),
     ) -> None:
+        role, lora, trained = options.role, options.lora, options.trained
+        value_head, beside_logits = options.value_head, options.beside_logits
         _check_ranks(grid, fsdp, lora, role)
+        # All ranks read the folder. If one of them fails, all raise.
         with together(grid.world):
             self.spec = spec = ModelSpec.outline(folder)
         self.grid, self.role, self.value_head = grid, role, int(value_head)
@@ -102,7 +91,9 @@ class FSDPModel(TrainingModel):
         self.token_multiple = 1 if grid.shape.cp == 1 else 2 * grid.shape.cp
         self._context_group = None if grid.shape.cp == 1 else grid.cp_group
         self.dtype = (
-            dtype if fsdp.param_dtype is None else getattr(torch, fsdp.param_dtype)
+            options.dtype
+            if fsdp.param_dtype is None
+            else getattr(torch, fsdp.param_dtype)
         )
         self.trained = trained
         # Nodes may have different numbers of ranks, but all ranks must use the same
@@ -115,12 +106,14 @@ class FSDPModel(TrainingModel):
         self.num_shards = num_shards = count_shards(
             fsdp, grid.shape.dp * grid.shape.cp, per_node // grid.shape.tp, role
         )
+        # Optimizer updates need float32 weights. Adapters have weights of their own,
+        # and a reference takes no updates.
         kept = torch.float32 if trained and lora is None else self.dtype
         with together(grid.world):
             model, reading = build_module(
                 folder,
                 dtype=kept,
-                seed=seed if initialize else None,
+                seed=options.seed if options.initialize else None,
                 attention=fsdp.attention,
                 liger=fsdp.liger,
                 trust_remote_code=trust_remote_code,
@@ -129,6 +122,8 @@ class FSDPModel(TrainingModel):
                 _check_context(model, reading, fsdp, trained, role)
             freeze_weights(model, freeze, role)
             self._cuts = tensor_cuts(model, grid.shape.tp, role)
+            # Layouts of the whole model and of the shards, before FSDP2 replaces the
+            # parameters by shards.
             everything = sharded_weights(
                 model,
                 spec,
@@ -137,14 +132,16 @@ class FSDPModel(TrainingModel):
                 beside_logits=beside_logits,
                 cuts=self._cuts,
             )
-        if pack_samples and reading.padded_because and not grid.rank:
+        if options.pack_samples and reading.padded_because and not grid.rank:
             logger.warning(
                 "%s.pack_samples: rows are padded: %s", role, reading.padded_because
             )
-        self.pack = reading.pack_of(self.part) if pack_samples else None
+        self.pack = reading.pack_of(self.part) if options.pack_samples else None
         has_logits = beside_logits or not value_head
+        # Without an output layer, or with one that is applied in chunks, the module
+        # returns hidden states.
         gives_hidden = not has_logits or (
-            chunked_logits and self._logits_are_plain(model)
+            options.chunked_logits and self._logits_are_plain(model)
         )
         if not has_logits:
             _take_head_away(model)
@@ -158,7 +155,7 @@ class FSDPModel(TrainingModel):
                 num_shards,
                 trained=more,
                 role=role,
-                seed=seed,
+                seed=options.seed,
             )
         self._router_loss = (
             router_loss_coef(model, fsdp.router_aux_loss_coef, role) if trained else 0.0
@@ -168,8 +165,11 @@ class FSDPModel(TrainingModel):
             model, self.value_head, gives_hidden, of_head, balances
         )
         self.vision = VisionReader.of(model.config)
+        # Wrapped before sharding, because FSDP2 hooks the blocks that it finds.
         _prepare_blocks(
-            model, activation_checkpointing if trained else "none", fsdp.compile
+            model,
+            options.activation_checkpointing if trained else "none",
+            fsdp.compile,
         )
         mesh, tensor_mesh = shard_meshes(groups, grid, num_shards)
         if tensor_mesh is not None:
@@ -183,6 +183,7 @@ class FSDPModel(TrainingModel):
             in ("full_shard", "hybrid_shard"),
             cpu_offload=fsdp.cpu_offload,
         )
+        # The head is applied outside of the module, to chunks of hidden states.
         if gives_hidden and has_logits:
             self._head = model.get_output_embeddings()
         self._beside = _Beside() if beside_logits else None
@@ -225,6 +226,7 @@ class FSDPModel(TrainingModel):
             self.held_layout_of,
             self.held_parameters,
         )
+        # Engines have no value head, so weights and layouts exist with and without it.
         if self.beside_logits:
             self.weights = [
                 weight for weight in self.held_weights if weight.name != VALUE_WEIGHT
@@ -242,6 +244,8 @@ class FSDPModel(TrainingModel):
         """Return whether this rank represents all ranks that hold the same part of `parameter`."""
         tp = self.grid.shape.tp
         is_cut = id(parameter) in self._cut_over_tp
+        # Replicas beyond the first hold copies. Among tensor-parallel ranks all count
+        # if the parameter is cut, else the first.
         return self.grid.rank < self.num_shards * tp and (
             is_cut or self.grid.coords.tp == 0
         )
@@ -269,6 +273,7 @@ class FSDPModel(TrainingModel):
         take: Callable[[torch.Tensor, MicroBatch], Taken],
     ) -> list[Taken]:
         taken = []
+        # Dropout is off, and so is anything else that trains differently.
         self.module.eval()
         with torch.no_grad(), self.on_device:
             for micro_batch in micro_batches:
@@ -291,6 +296,8 @@ class FSDPModel(TrainingModel):
         loss of experts is the token-weighted mean over the micro-batches, with padding
         counted, as under Megatron.
         """
+        # All micro-batches are known, so that means over tokens can be taken without a
+        # second pass.
         reports, tokens = [], sum(batch.tokens.numel() for batch in micro_batches)
         # Divide by the tokens of all ranks, because gradients are summed and not
         # averaged over the ranks.
@@ -325,6 +332,8 @@ class FSDPModel(TrainingModel):
         for parameter in self._partial:
             if parameter.grad is not None:
                 local_gradient = parameter.grad.to_local()
+                # The gradient may be offloaded to the host, where the group cannot
+                # reduce it.
                 whole = local_gradient.to(platform.device)
                 dist.all_reduce(whole, group=self.grid.tp_group)
                 local_gradient.copy_(whole)
@@ -439,13 +448,18 @@ def shard_meshes(
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the (replicate, shard) mesh, and the tensor-parallel mesh if tp > 1. Collective over the role's ranks."""
     kind, world, tp = platform.device.type, grid.shape.world_size, grid.shape.tp
+    # All ranks are one shard group, and there are neither replicas nor tensor-parallel
+    # ranks.
     if num_shards == world:
         return DeviceMesh.from_group(grid.world, kind, mesh_dim_names=("shard",)), None
+    # [replicas, shards, tensor-parallel ranks] of rank numbers; tensor-parallel ranks
+    # are neighbours.
     ranks = torch.arange(world).view(-1, num_shards, tp)
     of_replicas, of_shards = (
         ranks.permute(1, 2, 0).flatten(0, 1),
         ranks.transpose(1, 2).flatten(0, 1),
     )
+    # Created on all ranks in the same order, as every process group must be.
     replicas, shards = (
         groups.group(rows.tolist() for rows in slices)
         for slices in (of_replicas, of_shards)
@@ -483,6 +497,7 @@ def _prepare_blocks(model: Any, checkpointing: str, compiles: bool) -> None:
 def _take_head_away(model: Any) -> None:
     """Replace the output layer of a critic by an identity, which drops the parameters that only this layer uses."""
     head = model.get_output_embeddings()
+    # Found by identity, because architectures give their output layer different names.
     name = next(name for name, module in model.named_modules() if module is head)
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, nn.Identity())

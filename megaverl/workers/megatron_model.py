@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from megaverl.config.roles import LoraConfig
 from megaverl.distributed.collectives import reduce_json
 from megaverl.distributed.groups import Grid
 from megaverl.errors import ModelError
@@ -47,6 +46,7 @@ from megaverl.models.router_replay import RouterReplay, why_not_replayed
 from megaverl.platform import platform
 from megaverl.sharding.model_spec import ModelSpec, no_adapters
 from megaverl.workers.model import Loss, Taken, TrainingModel
+from megaverl.workers.model_options import ModelOptions
 
 platform.adapt_megatron()
 
@@ -57,7 +57,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 Shape = tuple[int, int, int]  # (sequence, samples, hidden)
 
 
-class StageCommunicator(P2PCommunicator):
+class StageCommunicator(P2PCommunicator):  # type: ignore[misc]  # megatron-core has no complete types
     """Megatron-core's P2PCommunicator without the exchange of tensor shapes.
 
     For micro-batches of different lengths megatron-core (0.16 to 0.19,
@@ -78,6 +78,8 @@ class StageCommunicator(P2PCommunicator):
         """Set the micro-batches that pass through the pipeline next."""
         width = self.config.hidden_size
         sizes = [batch.tokens.shape for batch in micro_batches]
+        # Sequence-parallel ranks exchange their part of the sequence only. [sequence /
+        # tp, samples, hidden]
         self._shapes = [
             (-(-length // self._tp), samples, width) for samples, length in sizes
         ]
@@ -95,9 +97,12 @@ class StageCommunicator(P2PCommunicator):
             return super()._communicate_shapes(
                 tensor_send_next, tensor_send_prev, recv_prev, recv_next
             )
+        # An empty shape: nothing comes from this side.
         nothing = (0, 0, 0)
         forward = self._shapes[self._forward] if recv_prev else nothing
         backward = self._shapes[self._backward] if recv_next else nothing
+        # Both directions count separately, since a schedule may run several
+        # micro-batches forward before the first backward.
         self._forward += recv_prev
         self._backward += recv_next
         return forward, backward
@@ -117,16 +122,8 @@ class MegatronModel(TrainingModel):
     """Model chunks of a GPTModel on this rank, and their pipeline schedule.
 
     Args:
+        options: `activation_checkpointing` sets fields of TransformerConfig, over which `overrides` take precedence.
         overrides: the user's TransformerConfig fields.
-        value_head: number of values per position that a critic returns instead of logits, one for each agent; 0 for a
-            model with logits.
-        beside_logits: the actor is its own critic and returns logits as well as values.
-        lora: train only adapters, and a critic's head.
-        activation_checkpointing: none, selective or full; `overrides` take precedence.
-        chunked_logits: the model returns hidden states, from which log-probs are computed in chunks.
-        pack_samples: concatenate the samples of a micro-batch and store a shared prompt once, unless `why_padded`
-            gives a reason against it.
-        initialize: draw random weights. False: leave them uninitialised, because all of them will be loaded.
 
     Raises:
         ModelError: the architecture does not support `lora`, or the grid's context parallelism.
@@ -136,31 +133,25 @@ class MegatronModel(TrainingModel):
         self,
         spec: ModelSpec,
         grid: Grid,
-        *,
-        dtype: torch.dtype,
-        seed: int,
+        options: ModelOptions,
         overrides: Mapping[str, Any] | None = None,
-        value_head: int = 0,
-        beside_logits: bool = False,
-        role: str = "actor",
-        lora: LoraConfig | None = None,
-        activation_checkpointing: str = "none",
-        chunked_logits: bool = False,
-        initialize: bool = True,
-        pack_samples: bool = True,
     ) -> None:
+        role, lora, value_head = options.role, options.lora, options.value_head
+        beside_logits = options.beside_logits
+        # Checked before the model is built, so that a wrong grid costs no time.
         check_divides(spec, grid.shape, role)
         if lora is not None and (reason := no_adapters(spec, grid.shape.tp)):
             raise ModelError(f"{role}.lora: {reason}")
         self.spec, self.grid, self.role, self.value_head = spec, grid, role, value_head
-        self.vocab_size, self.dtype = spec.vocab_size, dtype
-        options = recompute_options(activation_checkpointing, spec) | dict(
-            overrides or {}
-        )
+        self.vocab_size, self.dtype = spec.vocab_size, options.dtype
+        # The user's fields come last and win.
+        checkpointing = recompute_options(options.activation_checkpointing, spec)
+        fields = checkpointing | dict(overrides or {})
         # Random initialisation takes long for large models, and is wasted if all
         # weights are loaded.
-        options |= {} if initialize else {"perform_initialization": False}
-        self.config = transformer_config(spec, grid.shape, dtype, options)
+        if not options.initialize:
+            fields["perform_initialization"] = False
+        self.config = transformer_config(spec, grid.shape, options.dtype, fields)
         if reason := why_not_cut(self.config):
             raise ModelError(f"{role}.cp={grid.shape.cp}: {reason}.")
         self.token_multiple = token_multiple(self.config, grid.shape)
@@ -175,7 +166,7 @@ class MegatronModel(TrainingModel):
             self.config,
             grid,
             value_head=value_head,
-            seed=seed,
+            seed=options.seed,
             beside_logits=beside_logits,
         )
         self.held_parameters: dict[str, torch.nn.Parameter] = named_parameters(
@@ -184,6 +175,8 @@ class MegatronModel(TrainingModel):
         self.held_weights = weights_of(
             spec, value_head=value_head, beside_logits=beside_logits
         )
+        # Engines and folders get the weights without a value head. Layouts exist for
+        # both sets.
         self.weights = weights_of(spec) if beside_logits else self.held_weights
         self.held_layout_of = layouts_of(
             self.held_weights, spec, self.config, grid.shape
@@ -191,6 +184,7 @@ class MegatronModel(TrainingModel):
         self.layout_of = self.held_layout_of
         if beside_logits:
             self.layout_of = layouts_of(self.weights, spec, self.config, grid.shape)
+        # Local names that engines may ask for.
         named = (
             self.layout_of(grid.rank).local_shapes
             if beside_logits
@@ -208,14 +202,19 @@ class MegatronModel(TrainingModel):
                 parameters=self.held_parameters,
                 trained=("score.weight",) if value_head else (),
                 role=role,
-                seed=seed,
+                seed=options.seed,
             )
-        if chunked_logits and (beside_logits or not value_head) and grid.is_last_stage:
+        # Only the last stage has an output layer. It is then applied to chunks of
+        # hidden states outside the model.
+        has_logits = beside_logits or not value_head
+        if options.chunked_logits and has_logits and grid.is_last_stage:
             self._head = HiddenHead(self.chunks[-1].output_layer, grid.tp_group)
         self._values_beside: ValuesBesideLogits | None = None
         if beside_logits and grid.is_last_stage:
             self._values_beside = self.chunks[-1].value_head
-        self.pack = self._packer() if pack_samples else None
+        self.pack = self._packer() if options.pack_samples else None
+        # Transformer Engine splits each packed sequence into two chunks per
+        # context-parallel rank, to balance causal attention.
         if self.pack and grid.shape.cp > 1 and uses_transformer_engine():
             self.sequence_multiple = 2 * grid.shape.cp
         self._replay = (
@@ -262,11 +261,14 @@ class MegatronModel(TrainingModel):
         def forward_step(
             batches: Iterator[MicroBatch], model: Any
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
+            # Copied when its turn comes, so that only micro-batches in the pipeline are
+            # on the device.
             batch = next(batches).to(platform.device)
             return self._forward(
                 model, batch, is_kept=False
             ), lambda output, non_loss_data=True: take(output, batch)
 
+        # All chunks of this rank, because virtual stages have several.
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad(), self.on_device:
@@ -301,13 +303,18 @@ class MegatronModel(TrainingModel):
                     value = value + 0.0 * self._values_beside.take().sum()
                 return (
                     value,
+                    # megatron-core adds up this count and may divide by it. The loss is
+                    # already normalized.
                     torch.ones((), dtype=torch.int, device=output.device),
                     sums,
                 )
 
             return self._forward(model, batch, is_kept=True), loss_func
 
-        return self._run(chunks, micro_batches, forward_step, forward_only=False)
+        sums: list[Mapping[str, torch.Tensor]] = self._run(
+            chunks, micro_batches, forward_step, forward_only=False
+        )
+        return sums
 
     def _weigh_router_losses(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Scale the router losses to means over the tokens of the whole mini-batch, with padding counted.
@@ -323,6 +330,8 @@ class MegatronModel(TrainingModel):
             return
         shape = self.grid.shape
         coords = self.grid.coords
+        # Collective over the grid: every rank must reach the sum, also those that add
+        # zero.
         # The other ranks of a model replica have the same micro-batches and must not be
         # counted again.
         speaks = coords.tp == coords.cp == coords.pp == 0
@@ -356,6 +365,8 @@ class MegatronModel(TrainingModel):
         *,
         forward_only: bool,
     ) -> Any:
+        # One iterator per chunk: virtual stages read the same micro-batches at
+        # different times.
         iterators = [iter(micro_batches) for _ in chunks]
         if self._p2p is not None:
             self._p2p.expect(micro_batches)
@@ -381,6 +392,7 @@ class MegatronModel(TrainingModel):
     def _forward(self, model: Any, batch: MicroBatch, *, is_kept: bool) -> torch.Tensor:
         tokens, positions = batch.tokens, batch.places
         if self._replay is not None:
+            # Rows of a packed or divided micro-batch have their final width already.
             width = (
                 tokens.shape[1]
                 if batch.packing is not None or positions is not None
@@ -389,22 +401,27 @@ class MegatronModel(TrainingModel):
             self._replay.expect(model, batch, width, is_kept=is_kept)
         if batch.packing is not None:
             with self._positions.at(batch.packing.positions):
-                return model(
+                packed_output: torch.Tensor = model(
                     tokens,
                     batch.packing.positions.unsqueeze(0),
                     None,
                     packed_seq_params=batch.packing,
                 )
+            return packed_output
         if positions is not None:
             with self._positions.at(positions):
-                return model(tokens, positions.expand_as(tokens), None)
+                part_output: torch.Tensor = model(
+                    tokens, positions.expand_as(tokens), None
+                )
+            return part_output
         tokens = torch.nn.functional.pad(
             tokens, (0, self._width(tokens) - tokens.shape[1])
         )
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(
             tokens
         )
-        return model(tokens, positions, None)
+        padded_output: torch.Tensor = model(tokens, positions, None)
+        return padded_output
 
     def _width(self, tokens: torch.Tensor) -> int:
         """Return the width of the padded rows that the model reads."""

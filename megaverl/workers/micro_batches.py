@@ -156,15 +156,19 @@ def _planned(
         least=least,
         key=f"{model.role}.micro_batch_tokens",
     )
+    # A unit is a sample, or the neighbouring samples that must stay in one micro-batch.
     units = range(len(outline) // unit) if samples is None else samples
     whole = [range(number * unit, (number + 1) * unit) for number in units]
     lengths, num_ranks = outline.lengths, shape.dp * parts
     if model.pack:
+        # In a packed row, samples of one prompt share the prompt's tokens.
         shared, prompts, multiple = (
             shared_tokens(outline.prompt_lengths),
             outline.prompts,
             model.sequence_multiple,
         )
+        # Context-parallel ranks cut every sample by itself, so samples cannot share a
+        # prompt.
         if multiple > 1:
             lengths, prompts = (
                 [-(-length // multiple) * multiple for length in lengths],
@@ -178,6 +182,7 @@ def _planned(
         unit * max(lengths[first : first + unit])
         for first in range(0, len(outline) - unit + 1, unit)
     ]
+    # The plan counts rows of the longest sample, and a unit has several rows.
     rule = replace(rule, multiple_of=rule.multiple_of * unit)
     return [
         [
@@ -199,6 +204,8 @@ def of_each_rank(
         [row for micro in rank_batches for row in micro]
         for rank_batches in plan[part * shape.dp : (part + 1) * shape.dp]
     ]
+    # Ranks that differ only in tensor, pipeline or context coordinates work on the same
+    # samples.
     return [parts[place] for place in _data_parallel_ranks(shape)]
 
 
@@ -226,6 +233,7 @@ def micro_batches_of(
     """
     wanted = (COLUMN, EXPERTS) if replays else (COLUMN,)
     shown = {name: batch.columns[name] for name in wanted if name in batch.columns}
+    # Only what the model reads is copied to the device with a micro-batch.
     bare = RolloutBatch({name: batch[name] for name in READ}, shown)
     # Log-probs refer to the distribution that each sample was drawn from.
     fields = {
@@ -233,11 +241,13 @@ def micro_batches_of(
         **{name: batch[name].unsqueeze(1) for name in DRAWING if name in batch},
     }
     rank_batches = plan[part * model.grid.shape.dp + model.grid.coords.dp]
+    # The batch is whole on this rank, so that row numbers are those of the step.
     if batch.held is None:
         return [
             _micro_batch(model, bare, rows, fields, outline.prompts, unit)
             for rows in rank_batches
         ]
+    # Only some rows are on this rank, and the plan numbers all rows of the step.
     place, prompts = batch.held.place, [outline.prompts[row] for row in batch.held.rows]
     return [
         _micro_batch(model, bare, [place[row] for row in rows], fields, prompts, unit)
@@ -263,12 +273,15 @@ def _micro_batch(
             torch.zeros(unit, dtype=torch.int64),
         )
     packing = None
+    # Padded: one row per sample, [samples, longest].
     if model.pack is None:
         tokens = batch.joined(multiple_of=model.token_multiple)
         experts = padded_experts(
             batch.columns.get(EXPERTS), batch.sequence_lengths, tokens.shape[1]
         )
     else:
+        # Packed: all samples in one row, [1, tokens]. `packing.source` picks them from
+        # the padded rows.
         padded = batch.joined()
         packing = model.pack(
             batch.sequence_lengths.tolist(),
@@ -286,6 +299,7 @@ def _micro_batch(
             if experts is None
             else experts.flatten(0, 1)[packing.source].unsqueeze(0)
         )
+    # Response fields are cut to the longest response of this micro-batch.
     width = int(batch.response_lengths.max())
     vision = None
     if model.vision is not None:
@@ -344,6 +358,7 @@ class ModelWorker:
 
         The result of a sample is identical on every rank that holds the sample.
         """
+        # Depends on lengths only, so that all ranks compute the same plan.
         outline = sequence_lengths(batch)
         plan = plan_for(self.model, outline, self.micro_batch_tokens)
         micro = micro_batches_of(
@@ -430,14 +445,19 @@ def run_updates(
     sums, outline, trainable = MetricSums(), sequence_lengths(batch), role.trainable
     num_tokens = of_all(batch, batch.response_mask.sum(dim=1))
     of_episodes = shares_of_episodes(batch, num_tokens)
+    # Weights and gradients stay on the device for all updates of the step.
     with trainable.updating():
         for planned in plan_updates(role, outline, step):
+            # The plan numbers all samples of the step. The mask is over this rank's
+            # rows.
             chosen = (
                 batch.held.places_of(planned.samples)
                 if batch.held is not None
                 else planned.samples
             )
             mask = mini_batch_mask(batch.response_mask, chosen)
+            # Weights are normalised over the whole mini-batch, on all ranks, so that
+            # results do not depend on the grid.
             parts = None if of_episodes is None else of_episodes[planned.samples]
             mini = MiniBatch(
                 mask,
@@ -474,6 +494,8 @@ def run_updates(
                 )
             reports.append(report)
             sums = add_metrics(sums, reports[-1].sums)
+    # The loss is a sum of shares, not a mean over tokens, so it is divided by the
+    # number of updates alone.
     shares = {
         name: sums.pop(name) for name in list(sums) if name.rpartition("/")[2] == "loss"
     }
@@ -542,6 +564,7 @@ def plan_updates(
     """
     trainable, seed, count = role.trainable, role.seed, role.algorithm.num_mini_batches
     least, islands = trainable.gradient_accumulation, trainable.part[1]
+    # Every epoch divides the samples anew, from a seed of step and epoch.
     for epoch in range(role.algorithm.num_epochs):
         parts = mini_batches(
             len(outline),
@@ -573,6 +596,7 @@ def rows_of_updates(
     """
     model = role.trainable.model
     shape = model.grid.shape
+    # A set, because a sample appears once per epoch.
     rank_rows: list[set[int]] = [set() for _ in range(shape.dp)]
     for update in plan_updates(role, outline, step):
         for rows, micro in zip(
@@ -619,6 +643,7 @@ def shares_of_episodes(
     agents = (
         batch.agent_ids if "agent_ids" in batch else torch.zeros_like(batch.episode_ids)
     )
+    # Agents of one episode count separately: the pair of numbers becomes one number.
     return episode_shares(
         num_tokens, of_all(batch, batch.episode_ids * (1 + int(agents.max())) + agents)
     )
@@ -646,5 +671,7 @@ def cross_entropy(model: TrainingModel) -> Loss:
 
 def share(loss: torch.Tensor) -> torch.Tensor:
     """Return a share of the loss as a metric whose sum is the global loss: [1, loss, loss^2]."""
+    # A count of one, so that the report's mean is the sum of the shares over one
+    # update.
     value = loss.detach().double()
     return torch.stack([torch.ones_like(value), value, value.square()])

@@ -37,8 +37,9 @@ from megaverl.platform import platform
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
-from megaverl.weights.export import BUCKET_BYTES, save_folder
+from megaverl.weights.export import ShardedModel, save_folder
 from megaverl.weights.load import ArrivingFolder, clear_padding, load_folder
+from megaverl.weights.transports import BUCKET_BYTES
 from megaverl.workers.offload import Offload, OffloadTarget, storages_of
 
 # (model output on the last stage, micro-batch) -> values per response token, [b, r]
@@ -122,6 +123,8 @@ class TrainingModel(ABC):
     def reporter(self, rank: int) -> bool:
         """Return whether `rank` of the grid reports for its model replica."""
         coords = self.grid.shape.coords(rank)
+        # The last stage has the logits. Ranks that share them by tensor or context
+        # parallelism have equal results.
         return coords.pp == self.grid.shape.pp - 1 and coords.tp == 0 and coords.cp == 0
 
     @property
@@ -181,6 +184,7 @@ class TrainingModel(ABC):
             ModelError: a file is missing or damaged, or tensors do not fit the model.
             CheckpointError: the same, of a distributed checkpoint.
         """
+        # A critic that starts from a language model has no head in the folder.
         absent: list[str] = []
         layout, optional = (
             self.held_layout_of(self.grid.rank),
@@ -223,30 +227,28 @@ class TrainingModel(ABC):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Write all weights with `save_folder`, with adapters merged in. Collective over the grid."""
-        layouts, tensors, adapters, add = self.layout_of, self.parameters, None, None
-        if self.adapters is not None:
-            adapters, add = (
-                self.adapters.low_ranks,
-                partial(add_product, scaling=self.adapters.scaling),
+        model = ShardedModel(self.weights, self.layout_of, self.parameters)
+        if (adapters := self.adapters) is not None:
+            model = ShardedModel(
+                self.weights,
+                adapters.beside(self.layout_of),
+                {**self.parameters, **adapters.parameters},
+                adapters.low_ranks,
+                partial(add_product, scaling=adapters.scaling),
             )
-            layouts, tensors = (
-                self.adapters.beside(layouts),
-                {**tensors, **self.adapters.parameters},
-            )
+        sources = [source_folder]
+        if tokenizer_folder is not None:
+            sources.append(tokenizer_folder)
+        # Weights that are offloaded come back for the export.
         with self.on_device:
             save_folder(
+                model,
                 folder,
-                source_folder=source_folder,
-                weights=self.weights,
-                layouts=layouts,
-                tensors=tensors,
+                sources=sources,
                 group=self.grid.world,
-                tokenizer_folder=tokenizer_folder,
                 dtype=self.files_dtype,
                 bucket_bytes=bucket_bytes,
                 overwrite=overwrite,
-                adapters=adapters,
-                add=add,
             )
 
     def without_adapters(self) -> AbstractContextManager[None]:
@@ -302,8 +304,12 @@ class TrainingModel(ABC):
         outputs = self.outputs(
             micro_batches, lambda output, batch: (batch.samples, score(output, batch))
         )
+        # [B, R] on every rank, also on those without an output, because the sum needs
+        # equal shapes.
         result = torch.zeros(shape, dtype=torch.float32, device=platform.device)
         if self.reports:
+            # `+=`, because a sample may be in one micro-batch only, and all other rows
+            # are zero.
             for samples, values in outputs:
                 result[samples, : values.shape[1]] += values
         return result
@@ -360,9 +366,12 @@ class TrainingModel(ABC):
         self, output: torch.Tensor, batch: MicroBatch, temperature: float
     ) -> dict[str, Any]:
         """Return targets, positions and sampling parameters of the response tokens."""
+        # Places of the outputs from which response tokens are predicted: one before
+        # each token.
         sample, row, position = batch.predicting
         return {
             "targets": batch.targets,
+            # Rows and positions become an index into the flattened [b * s] outputs.
             "index": row * output.shape[1] + position,
             "weight": None if self._head is None else self._head.weight,
             "vocab_size": self.vocab_size,
@@ -410,10 +419,12 @@ class TrainingModel(ABC):
         sample, row, position = batch.predicting
         heads = batch.fields.get("heads")
         head = (
+            # One head: every sample uses the first.
             torch.zeros_like(batch.samples)
             if heads is None or not heads.shape[1]
             else heads[:, 0].long()
         )
+        # [b, heads] -> [b], the value after the last token.
         after = self.at_the_end(output, batch).gather(1, head.unsqueeze(1))[:, 0]
         return self.joined(output[row, position, head[sample]].float(), batch), after
 

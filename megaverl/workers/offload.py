@@ -48,9 +48,18 @@ class PinnedMemory:
         """Number of pinned bytes."""
         return sum(slab.nbytes for slab in self._slabs)
 
+    # Streams of both directions, with time running to the right. The host blocks only
+    # at the end of `store`:
+    #
+    #   store   current  ...kernels|
+    #           side                | wait, copy to the host |
+    #           host                                         | free the device memory
+    #   fetch   current  ...kernels|                          | kernels that read...
+    #           side                | wait, copy to the device |
     def store(self, storages: Storages) -> None:
         sizes = [storage.nbytes() for storage in storages]
         self._reserve(sum(aligned(size) for size in sizes))
+        # The copy starts after all kernels that write the storages.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for number, first, slab, start, size in slab_pieces(sizes):
@@ -68,6 +77,7 @@ class PinnedMemory:
             ):
                 target = as_bytes(storages[number])[first : first + size]
                 target.copy_(self._slabs[slab][start : start + size], non_blocking=True)
+        # Kernels of the current stream wait for the copy, the host does not.
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def _reserve(self, nbytes: int) -> None:
@@ -75,6 +85,7 @@ class PinnedMemory:
         wanted = slab_sizes(nbytes)
         if sum(wanted) <= self.nbytes:
             return
+        # A smaller slab is replaced by a full one, since offsets count in full slabs.
         self._slabs = [slab for slab in self._slabs if slab.nbytes == SLAB]
         for size in wanted[len(self._slabs) :]:
             self._slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
@@ -100,6 +111,7 @@ def slab_pieces(sizes: Iterable[int]) -> Iterator[tuple[int, int, int, int, int]
     """
     begin = 0
     for number, size in enumerate(sizes):
+        # A storage may span several slabs.
         done = 0
         while done < size:
             slab, start = divmod(begin + done, SLAB)
@@ -128,6 +140,7 @@ class Files:
             for storage in storages:
                 left = memory_of(as_bytes(storage).cpu())
                 while left:
+                    # An unbuffered `write` may take less than it was given.
                     left = left[self._file.write(left) :]
         except OSError as error:
             raise TrainingStopped(
@@ -140,6 +153,7 @@ class Files:
             target = as_bytes(storage)
             read = (
                 target
+                # Memory of a device is filled by way of the host.
                 if target.device.type == "cpu"
                 else torch.empty(target.numel(), dtype=torch.uint8)
             )
@@ -213,6 +227,7 @@ class Offload:
         """Copy the storages to the target and empty them. Does nothing if they are already offloaded."""
         if self._offloaded:
             return
+        # Asked anew each time: an optimizer creates its state in its first step.
         storages = self._storages()
         self._place.store(storages)
         self._offloaded = [(storage, storage.nbytes()) for storage in storages]
@@ -228,6 +243,8 @@ class Offload:
     @torch.no_grad()
     def onload(self) -> None:
         """Refill the storages from the target. Does nothing if they are on the device."""
+        # Taken before the copies: an error in between must not refill the storages a
+        # second time.
         offloaded, self._offloaded = self._offloaded, []
         for storage, nbytes in offloaded:
             storage.resize_(nbytes)
@@ -251,6 +268,7 @@ def storages_of(
     are smaller than `SMALLEST` bytes, such as an optimizer's step count.
     """
     left_out = {tensor.untyped_storage().data_ptr() for tensor in without}
+    # Views share a storage, and each storage moves once.
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

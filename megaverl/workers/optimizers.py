@@ -38,7 +38,72 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionO
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
 
-class MegatronTrainable(TrainableModel):
+class MegatronGradients(TrainableModel):
+    """`MegatronModel` wrapped in megatron-core's DistributedDataParallel: what has an optimizer and what has none."""
+
+    model: MegatronModel
+
+    def __init__(
+        self,
+        model: MegatronModel,
+        ddp_config: DistributedDataParallelConfig,
+        *,
+        max_norm: float,
+        gradient_accumulation: int,
+    ) -> None:
+        super().__init__(
+            model, max_norm=max_norm, gradient_accumulation=gradient_accumulation
+        )
+        self.chunks = [
+            DistributedDataParallel(
+                config=model.config,
+                ddp_config=ddp_config,
+                module=chunk,
+                # As in Megatron-LM's training loop: later chunks communicate while
+                # others compute, without buckets.
+                disable_bucketing=index > 0,
+                pg_collection=model.grid.pg_collection,
+            )
+            for index, chunk in enumerate(model.chunks)
+        ]
+        model.config.finalize_model_grads_func = _finalize
+        if ddp_config.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def _zero_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def _forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss
+    ) -> list[Mapping[str, torch.Tensor]]:
+        return self.model.forward_backward(self.chunks, micro_batches, loss)
+
+    @property
+    def whole_gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients in the shapes and under the local names of `model.held_parameters`.
+
+        With a distributed optimizer on several data-parallel ranks, only this rank's
+        shard of each buffer is summed over these ranks.
+        """
+        parameters: Mapping[str, Any] = self.model.held_parameters
+        return {name: parameter.main_grad for name, parameter in parameters.items()}
+
+    @property
+    def _buffers(self) -> list[Any]:
+        return [
+            buffer
+            for chunk in self.chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+
+    @property
+    def _gradient_buffers(self) -> list[torch.Tensor]:
+        return [buffer.grad_data for buffer in self._buffers]
+
+
+class MegatronTrainable(MegatronGradients):
     """`MegatronModel` wrapped in megatron-core's DistributedDataParallel, optimizer and scheduler.
 
     Args:
@@ -47,8 +112,6 @@ class MegatronTrainable(TrainableModel):
         gradient_accumulation: minimum number of micro-batches of an optimizer step.
         offload: which state is offloaded while it is not needed.
     """
-
-    model: MegatronModel
 
     def __init__(
         self,
@@ -62,29 +125,22 @@ class MegatronTrainable(TrainableModel):
         offload: OffloadConfig | None = None,
     ) -> None:
         grid = model.grid
+        # megatron-core reduces gradients over data-parallel and context-parallel ranks
+        # together.
         replicas = grid.shape.dp * grid.shape.cp
         config, ddp_config = optimizer_configs(
             model.role, optimizer, ddp, model.config.params_dtype, replicas
         )
         super().__init__(
             model,
+            ddp_config,
             max_norm=float(config.clip_grad),
             gradient_accumulation=gradient_accumulation,
         )
-        self.chunks = [
-            DistributedDataParallel(
-                config=model.config,
-                ddp_config=ddp_config,
-                module=chunk,
-                # As in Megatron-LM's training loop: later chunks communicate while
-                # others compute, without buckets.
-                disable_bucketing=index > 0,
-                pg_collection=grid.pg_collection,
-            )
-            for index, chunk in enumerate(model.chunks)
-        ]
         self._overlap_param_gather = ddp_config.overlap_param_gather
         if self._overlap_param_gather:
+            # Names of parameters by identity, because megatron-core's buckets hold the
+            # parameters themselves.
             names = {
                 id(parameter): name for name, parameter in model.parameters.items()
             }
@@ -107,25 +163,19 @@ class MegatronTrainable(TrainableModel):
         self.scheduler = OptimizerParamScheduler(
             self.optimizer, **scheduler_options(config, scheduler, total_updates)
         )
+        # megatron-core asks the model's configuration for the functions of its
+        # schedule.
         model.config.grad_scale_func = self.optimizer.scale_loss
-        model.config.finalize_model_grads_func = _finalize
-        if ddp_config.overlap_grad_reduce:
-            no_sync = [chunk.no_sync for chunk in self.chunks]
-            model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._offload(offload or OffloadConfig())
 
     def _zero_gradients(self) -> None:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+        super()._zero_gradients()
         self.optimizer.zero_grad()
-
-    def _forward_backward(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss
-    ) -> list[Mapping[str, torch.Tensor]]:
-        return self.model.forward_backward(self.chunks, micro_batches, loss)
 
     def _gradient_norm(self) -> float | None:
         return (
+            # True if float16's scaling found an overflow, in which case there is no
+            # norm.
             None
             if self.optimizer.prepare_grads()
             else float(self.optimizer.get_grad_norm())
@@ -135,6 +185,7 @@ class MegatronTrainable(TrainableModel):
         self.optimizer.step_with_ready_grads()
         if self._overlap_param_gather:
             for number, group in enumerate(self._gathered_groups, start=1):
+                # Collective over the data-parallel ranks of each group.
                 # Gather group by group, so that one can be sent to the engines while
                 # the next is gathered.
                 group.start_param_sync(force_sync=True)
@@ -151,22 +202,11 @@ class MegatronTrainable(TrainableModel):
         ]
 
     @property
-    def _buffers(self) -> list[Any]:
-        return [
-            buffer
-            for chunk in self.chunks
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ]
-
-    @property
-    def _gradient_buffers(self) -> list[torch.Tensor]:
-        return [buffer.grad_data for buffer in self._buffers]
-
-    @property
     def trained(self) -> list[torch.Tensor]:
         return [*self.model.held, *optimizer_tensors(self.optimizer)]
 
     def _optimizer_storages(self) -> Storages:
+        # Some optimizers keep views of weights or gradients, which move with those.
         shared = [*self.model.held, *self._gradient_buffers]
         return storages_of(optimizer_tensors(self.optimizer), without=shared)
 
@@ -180,6 +220,8 @@ class MegatronTrainable(TrainableModel):
                     flat = bucket.grad_data
                     # Keep only this rank's shard.
                     if bucket_group.ddp_config.use_distributed_optimizer:
+                        # The reduce-scattered gradient of this rank is one of `size`
+                        # equal parts of the bucket.
                         size = bucket_group.intra_distributed_optimizer_instance_size
                         flat = flat.view(size, -1)[
                             bucket_group.intra_distributed_optimizer_instance_rank
@@ -201,6 +243,8 @@ class MegatronTrainable(TrainableModel):
 
     def follow_masters(self) -> None:
         for single in _chain(self.optimizer):
+            # Optimizers in float32 step on the weights themselves and have nothing to
+            # copy.
             if (
                 isinstance(single, MixedPrecisionOptimizer)
                 and not single.is_stub_optimizer
@@ -220,6 +264,7 @@ class MegatronTrainable(TrainableModel):
                 if getattr(optimizer, "is_stub_optimizer", False)
                 else optimizer.get_parameters()
             )
+            # Precision-aware optimizers keep gradients beside the parameter.
             of_precision_aware = (
                 getattr(parameter, "decoupled_grad", None) for parameter in parameters
             )
@@ -247,10 +292,8 @@ def optimizer_configs(
     Raises:
         ConfigError: megatron-core refuses a value; the message quotes its reason.
     """
+    ddp_config = ddp_config_of(role, ddp, replicas)
     try:
-        given_ddp = coerce(DistributedDataParallelConfig, ddp, f"{role}.ddp")
-        fields = ddp_defaults(given_ddp, replicas=replicas, on_gpus=platform.is_cuda)
-        ddp_config = DistributedDataParallelConfig(**fields)
         defaults = {
             "params_dtype": dtype,
             "bf16": dtype == torch.bfloat16,
@@ -268,9 +311,25 @@ def optimizer_configs(
     return config, ddp_config
 
 
+def ddp_config_of(
+    role: str, ddp: Mapping[str, Any], replicas: int = 1
+) -> DistributedDataParallelConfig:
+    """Build megatron-core's DistributedDataParallel configuration from a role's mapping.
+
+    Arguments and errors are those of `optimizer_configs`.
+    """
+    try:
+        given_ddp = coerce(DistributedDataParallelConfig, ddp, f"{role}.ddp")
+        fields = ddp_defaults(given_ddp, replicas=replicas, on_gpus=platform.is_cuda)
+        return DistributedDataParallelConfig(**fields)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"{role}.ddp: megatron-core refuses it: {error}") from error
+
+
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters that megatron-core's optimizers update and their state, over all optimizers of a chain."""
     for single in _chain(optimizer):
+        # State exists after the first step only.
         yield from _stepped_on(single)
         for state in (
             single.optimizer.state.values() if single.optimizer is not None else ()
@@ -369,6 +428,7 @@ class FSDPTrainable(TrainableModel):
         ]
         # A rank may hold no row of a small parameter.
         self.parameters = [p for p in parameters if local(p).numel()]
+        # As in megatron-core: biases and norms, which have one axis, do not decay.
         self.optimizer = torch.optim.AdamW(
             [
                 {
@@ -411,6 +471,7 @@ class FSDPTrainable(TrainableModel):
             if p.grad is not None and self.model.speaks_for(p)
         ]
         if gradients:
+            # One kernel for all norms, and a single blocking copy.
             square_sum = float(
                 torch.stack(torch._foreach_norm(gradients)).double().square().sum()
             )

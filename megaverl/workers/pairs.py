@@ -94,11 +94,14 @@ class PairUpdates(ModelWorker):
             fields: one value per response, [2 x pairs].
             unit: number of responses per term of the loss.
         """
+        # [2 x pairs]: equal weights that sum to one over all terms of the batch.
         weights = torch.full((len(batch),), 1.0 / max(len(batch) // unit, 1))
         pair_fields = {
             name: values.unsqueeze(1).float()
             for name, values in {**fields, "weights": weights}.items()
         }
+        # Only tokens under the batch's mask count. A micro-batch's own mask has all
+        # tokens of a response.
         pair_fields["own"] = batch.response_mask
         micro = micro_batches_for(
             self.model, batch, self.micro_batch_tokens, pair_fields, unit=unit
@@ -108,6 +111,7 @@ class PairUpdates(ModelWorker):
 
 def as_metrics(report: UpdateReport) -> dict[str, float]:
     """Return the means of a loss's metrics, with `loss`, `grad_norm` and `lr`."""
+    # The loss is a sum of shares. All other entries are means.
     sums = dict(report.sums)
     total = sums.pop("loss")
     return {
@@ -150,6 +154,8 @@ class PreferenceUpdates(PairUpdates):
         """Take one optimizer step, and return the loss's metrics."""
         fields: dict[str, torch.Tensor] = {}
         if self._reference is not None:
+            # The reference scores before the update. It may share the policy's weights,
+            # without adapters.
             fields["ref"] = _of_responses(self._reference, batch)[0]
         fields |= self._of_the_mini_batch(batch, fields.get("ref"))
         if not self._single:
@@ -162,6 +168,7 @@ class PreferenceUpdates(PairUpdates):
         self, batch: RolloutBatch, ref: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         """Compute loss inputs that depend on all rows, from the policy before the update; each [B]."""
+        # Loss functions declare what they read, and only that is computed.
         wanted, fields = {*self.entry.inputs, *self.entry.optional_inputs}, {}
         if "reference_kl" in wanted:
             assert self._reference is not None
@@ -173,6 +180,7 @@ class PreferenceUpdates(PairUpdates):
         if "mean_chosen_length" in wanted:
             mean_length = batch.response_mask[0::2].sum() / max(len(batch) // 2, 1)
             fields["mean_chosen_length"] = mean_length.expand(len(batch))
+        # Better and worse responses alternate: rows 0, 2, ... are the better ones.
         if wanted & {"reward_shift", "margin_shifts", "chosen_matched"}:
             assert ref is not None
             log_ratios = _of_responses(self._plain, batch)[0] - ref
@@ -203,6 +211,8 @@ class PreferenceUpdates(PairUpdates):
         """
         reference = self._reference
         sums, lengths = _of_responses(self._plain, batch)
+        # Without a reference, responses of different lengths are compared by their mean
+        # log-prob.
         sums = (
             sums / lengths.clamp(min=1)
             if reference is None
@@ -220,6 +230,8 @@ class PreferenceUpdates(PairUpdates):
     def _mismatched_kl(self, batch: RolloutBatch, reference: Policy) -> torch.Tensor:
         """Return KTO's reference point, which pairs each prompt with a response to the next prompt."""
         shifted = batch.select(of_the_next(batch.group_ids.tolist()))
+        # Prompt of one group with the response of another: a sample of mismatched
+        # pairs.
         crossed = RolloutBatch(
             {
                 "input_ids": batch.input_ids,
@@ -252,6 +264,8 @@ class PreferenceUpdates(PairUpdates):
                 for name in ("reference_kl", "reward_shift")
                 if name in micro.fields
             ]
+            # Scalars travel as one equal value per row. A micro-batch of padding alone
+            # has no row.
             inputs |= {name: column(micro, name)[:1].sum() for name in scalars}
             if "ref" in micro.fields:
                 inputs["ref_log_probs"] = column(micro, "ref")
@@ -321,6 +335,7 @@ def of_the_next(group_ids: Sequence[int]) -> list[int]:
     following = {
         group: groups[order[(i + 1) % len(order)]] for i, group in enumerate(order)
     }
+    # Position of each row in its group.
     places = [groups[group].index(row) for row, group in enumerate(group_ids)]
     return [
         following[group][min(place, len(following[group]) - 1)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,15 @@ import torch.distributed as dist
 from megaverl.config.roles import EnvironmentConfig
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.distributed.collectives import gather_json, together
-from megaverl.errors import EpisodeError, MegaverlError
+from megaverl.errors import EnvironmentFault, EpisodeError, MegaverlError
 from megaverl.outside import read_number
 from megaverl.rollout.environments import (
+    Attempt,
+    Begun,
     Codec,
+    FailedCall,
+    FaultLimits,
+    Faults,
     Game,
     Generate,
     Limits,
@@ -29,7 +35,9 @@ from megaverl.rollout.environments import (
     make_game,
     play,
 )
-from megaverl.user_code import describe, show, user_code
+from megaverl.user_code import describe, show, user_code, where_raised
+
+logger = logging.getLogger(__name__)
 
 # Maximum concurrent episodes per rank, if environments wait for something outside the
 # process.
@@ -69,84 +77,149 @@ class Player:
             config.max_turns, turn_tokens, max_tokens, max_prompt_tokens
         )
         self.max_prompt_tokens = max_prompt_tokens
+        self.faults = Faults(self.name, FaultLimits(**config.faults.model_dump()))
         with together(world):
             self.agents = agents_of(self.name)
 
-    def play(self, starts: Sequence[Start], generate: Generate) -> list[Views]:
+    def play(
+        self, starts: Sequence[Start], generate: Generate, group_size: int = 1
+    ) -> list[Views]:
         """Play one episode to its end from each start. Collective over `world`.
+
+        An episode whose environment fails is tried again, or left out (`Faults`).
 
         Args:
             generate: writes one turn for each request, identically on every rank.
+            group_size: number of consecutive episodes that are compared with each other.
 
         Raises:
-            EpisodeError: an environment failed on some rank; raised on every rank.
+            EpisodeError: an environment is set up wrongly, or does not work; raised on every rank.
         """
-        rank, size = dist.get_rank(self.world), dist.get_world_size(self.world)
-        # Round-robin: the consecutive episodes of a group go to different ranks.
-        own_numbers = range(rank, len(starts), size)
+        # Games of this rank, by the number of the episode over all ranks.
         games: dict[int, Game] = {}
-        begun: dict[int, Any] = {}
         try:
-            with together(self.world):
-                for number in own_numbers:
-                    with self._environment(number, "reset"):
-                        games[number] = make_game(self.name, self.codec, self.options)
-                begun = self._side_by_side(
-                    games,
-                    lambda number: self._begin(games[number], number, starts[number]),
-                )
-            views = self._play(
-                starts, games, _joined(gather_json(begun, self.world)), generate
-            )
+            views = self._play(starts, games, generate, group_size)
         except BaseException:
-            for number, game in games.items():
+            for number in list(games):
                 # Errors of close() are dropped, because the first error is more
                 # informative.
-                with suppress(MegaverlError), self._environment(number, "close"):
-                    game.close()
+                self._abandon(games, number)
             raise
-        with together(self.world):
-            for number, game in games.items():
-                with self._environment(number, "close"):
-                    game.close()
+        for number in list(games):
+            # The episode is over, and its samples do not depend on how it closes.
+            self._abandon(games, number, warns=True)
         return views
+
+    def fault_metrics(self) -> dict[str, float]:
+        """Return metrics of the faults in the last `play`; {} before the first."""
+        return self.faults.metrics()
 
     def _play(
         self,
         starts: Sequence[Start],
-        games: Mapping[int, Game],
-        everyone: Mapping[int, Any],
+        games: dict[int, Game],
         generate: Generate,
+        group_size: int,
     ) -> list[Views]:
+        rank, size = dist.get_rank(self.world), dist.get_world_size(self.world)
+
+        def begin(attempts: Mapping[int, Attempt]) -> dict[int, Begun | FailedCall]:
+            # Round-robin: the consecutive episodes of a group go to different ranks.
+            own_numbers = [number for number in attempts if number % size == rank]
+
+            def begin_one(number: int) -> Any:
+                self._abandon(games, number)
+                self.faults.wait_before(attempts[number])
+                with self._environment(number, "reset"):
+                    games[number] = make_game(self.name, self.codec, self.options)
+                return self._begin(games[number], number, starts[number])
+
+            return {
+                number: row
+                if isinstance(row, FailedCall)
+                else Begun(prompts=row[0], acting=row[1])
+                for number, row in self._call_own(own_numbers, begin_one, games).items()
+            }
+
         def step(
             turns: Mapping[int, Mapping[str, list[list[int]]]],
-        ) -> dict[int, Turns]:
-            results: dict[int, Any] = {}
-            with together(self.world):
-                own_games = {
-                    number: games[number] for number in turns if number in games
-                }
-                results = self._side_by_side(
-                    own_games,
-                    lambda number: self._step(own_games[number], number, turns[number]),
-                )
+        ) -> dict[int, Turns | FailedCall]:
+            # Only the rank that holds an episode steps it. The others wait for its
+            # result.
+            own_numbers = [number for number in turns if number in games]
+
+            def step_one(number: int) -> Any:
+                return self._step(games[number], number, turns[number])
+
             return {
-                number: Turns(
-                    {agent: outcome_of(row) for agent, row in outcomes.items()}, acting
+                number: row
+                if isinstance(row, FailedCall)
+                else Turns(
+                    {agent: outcome_of(outcome) for agent, outcome in row[0].items()},
+                    row[1],
                 )
-                for number, (outcomes, acting) in _joined(
-                    gather_json(results, self.world)
-                ).items()
+                for number, row in self._call_own(own_numbers, step_one, games).items()
             }
 
         return play(
-            [everyone[number][0] for number in range(len(starts))],
-            [everyone[number][1] for number in range(len(starts))],
+            [start.token_ids for start in starts],
+            self.agents,
+            begin=begin,
             generate=generate,
             step=step,
             limits=self.limits,
+            faults=self.faults,
+            group_size=group_size,
             by_content=getattr(find_environment(self.name), "by_content", False),
         )
+
+    def _call_own(
+        self,
+        numbers: Sequence[int],
+        call: Callable[[int], Any],
+        games: dict[int, Game],
+    ) -> dict[int, Any]:
+        """Call this rank's episodes, and return the results of all ranks. Collective over `world`.
+
+        Returns:
+            Result of each episode; a `FailedCall` where its environment failed.
+
+        Raises:
+            EpisodeError: an environment is set up wrongly; raised on every rank.
+        """
+
+        def call_one(number: int) -> Any:
+            try:
+                return {"result": call(number)}
+            except EnvironmentFault as fault:
+                # What is left of the episode may hold processes and connections.
+                self._abandon(games, number)
+                return {"fault": str(fault)}
+
+        results: dict[int, Any] = {}
+        # All ranks raise if an environment of one of them is set up wrongly.
+        with together(self.world):
+            results = self._side_by_side(numbers, call_one)
+        return {
+            number: FailedCall(answer["fault"])
+            if "fault" in answer
+            else answer["result"]
+            for number, answer in _joined(gather_json(results, self.world)).items()
+        }
+
+    def _abandon(
+        self, games: dict[int, Game], number: int, *, warns: bool = False
+    ) -> None:
+        """Close an episode if it is open. What its `close` raises is dropped, or logged if `warns`."""
+        game = games.pop(number, None)
+        if game is None:
+            return
+        try:
+            with self._environment(number, "close"):
+                game.close()
+        except MegaverlError as error:
+            if warns:
+                logger.warning("%s", error)
 
     def _begin(self, game: Game, number: int, start: Start) -> list[Any]:
         """Return [prompts by agent, agents that write first] of one episode.
@@ -179,16 +252,14 @@ class Player:
         return [prompts, acting]
 
     def _side_by_side(
-        self, games: Mapping[int, Game], call: Callable[[int], Any]
+        self, numbers: Sequence[int], call: Callable[[int], Any]
     ) -> dict[int, Any]:
         """Run `call` for each episode, in threads if the environment waits for something outside this process."""
-        first = next(iter(games.values()), None)
-        # The user's environment object.
-        environment: Any = getattr(first, "environment", first)
-        if games and type(environment).waits:
-            with ThreadPoolExecutor(min(len(games), SIDE_BY_SIDE)) as threads:
-                return dict(zip(games, threads.map(call, games), strict=True))
-        return {number: call(number) for number in games}
+        if numbers and find_environment(self.name).waits:
+            with ThreadPoolExecutor(min(len(numbers), SIDE_BY_SIDE)) as threads:
+                results = threads.map(call, numbers)
+                return dict(zip(numbers, results, strict=True))
+        return {number: call(number) for number in numbers}
 
     def _step(
         self, game: Game, number: int, turns: Mapping[str, list[list[int]]]
@@ -206,9 +277,9 @@ class Player:
         """Return the context for calls of the user's environment, which may raise anything."""
 
         def failed(error: BaseException) -> EpisodeError:
-            return EpisodeError(
-                f"environment '{self.name}', episode {number}: {method}() raised {describe(error)}. Fix "
-                "the environment or the row; what a model writes must never make it fail."
+            return EnvironmentFault(
+                f"environment '{self.name}', episode {number}: {method}() raised {describe(error)}"
+                f"{where_raised(error)}."
             )
 
         return user_code(failed, keep=MegaverlError)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,10 +53,8 @@ from megaverl.workers.micro_batches import (
     share,
 )
 from megaverl.workers.model import TrainingModel
+from megaverl.workers.teacher import Teacher
 from megaverl.workers.trainable import TrainableModel
-
-if TYPE_CHECKING:
-    from megaverl.workers.teacher import Teacher
 
 
 class Policy(ModelWorker):
@@ -87,6 +85,7 @@ class Policy(ModelWorker):
         def score(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
             return self.model.log_probs(logits, micro, temperature=self.temperature)[0]
 
+        # Without adapters, the trained model computes as its own reference.
         with nullcontext() if self._with_adapters else self.model.without_adapters():
             return self.score(batch, score, batch.response_shape)
 
@@ -197,6 +196,7 @@ class Actor(Policy):
         Returns:
             Metrics. Without old log-probs they include those of `DifferenceStats`.
         """
+        # Collected over the updates and read once at the end.
         self._kl_coef, self._differences = kl_coef, []
         # The teacher's forward passes run between the updates, so its weights stay on
         # the device for all of them.
@@ -215,6 +215,8 @@ class Actor(Policy):
         if self.entropy is not None:
             metrics["entropy_coef"] = self.entropy.update(metrics["entropy"])
         metrics |= self.model.router_metrics()
+        # An on-policy update has no separate pass for old log-probs, so the comparison
+        # with the engine is made from its own.
         if "old_log_probs" not in batch:
             metrics |= (
                 self._difference().over_ranks(self.model.grid.world).stats().metrics()
@@ -227,6 +229,7 @@ class Actor(Policy):
         All micro-batches are copied from the device at once, after the last update, to
         avoid blocking copies in between.
         """
+        # Cleared before the copy, so that the device memory is free for the next step.
         total, held, self._differences = LogProbDifference(), self._differences, []
         flat = (
             torch.cat([pair.flatten() for pair in held]).cpu()
@@ -247,6 +250,7 @@ class Actor(Policy):
 
     def _selection(self, batch: RolloutBatch) -> Selection | None:
         """Return the function that computes the loss's inputs of a whole mini-batch, or None if it needs none."""
+        # One forward pass before the updates, over all samples of the step.
         if self.algorithm.top_entropy is not None:
             batch = batch.with_(entropies=self.entropies(batch).cpu())
         looks = (
@@ -267,6 +271,8 @@ class Actor(Policy):
             )
         if algorithm.positive_coef:
             positive = mini.mask & batch.desirable.unsqueeze(1)
+            # Normalised by its own count, so that the coefficient does not depend on
+            # how many responses are right.
             selectors["positive"] = positive / positive.sum().clamp(min=1)
         if self._selector is None:
             return selectors
@@ -308,6 +314,7 @@ class Actor(Policy):
         # its gradient matters.
         inputs = {"old_log_probs": log_probs.detach(), **fields, "log_probs": log_probs}
         corrected: Mapping[str, torch.Tensor] = {}
+        # Corrections come first: they may change the advantages that the loss reads.
         if self._corrections:
             corrected = self._correct(inputs)
         if "trains" in fields:
@@ -315,6 +322,7 @@ class Actor(Policy):
         policy = self._policy_loss(
             inputs, **policy_loss_options(self._policy_loss, algorithm)
         )
+        # (coefficient, term): added up in this order.
         terms: list[tuple[float, LossOutput]] = [(1.0, policy)]
         if algorithm.kl.place == "loss":
             kl = algorithm.kl
@@ -367,6 +375,8 @@ class Actor(Policy):
             (entry.name, entry(masked_inputs, **options))
             for entry, options in self._corrections
         ]
+        # Factors of single tokens are passed on separately if the loss applies them
+        # itself.
         apart = OF_SINGLE_TOKENS if self._reads("importance_weights") else ()
         weighing = [part for name, part in parts if name in apart]
         others = [part for name, part in parts if name not in apart]
@@ -453,6 +463,7 @@ class LogProbDifference:
         difference = (
             difference[mask].abs().double().nan_to_num(nan=math.inf, posinf=math.inf)
         )
+        # Exponent of 2 in steps of 1 / PER_OCTAVE, counted from the smallest one.
         if difference.numel():
             bins = (
                 ((difference.log2() - SMALLEST) * PER_OCTAVE)
@@ -467,6 +478,8 @@ class LogProbDifference:
     def over_ranks(self, group: dist.ProcessGroup) -> LogProbDifference:
         """Return the sum over all ranks of `group`, on each of them."""
         joined, device = LogProbDifference(), device_of(group)
+        # Collective over the ranks of `group`: one sum and one maximum, however many
+        # tokens there are.
         sums, largest = (
             torch.cat([self._counts, self._total]).to(device),
             self._largest.to(device, copy=True),
@@ -484,9 +497,11 @@ class LogProbDifference:
         count = float(below[-1])
         if not count:
             return DifferenceStats(0.0, 0.0, 0.0)
+        # First bin by which 99.9 % of the tokens are covered.
         place = int(torch.searchsorted(below, math.ceil(0.999 * count)))
         return DifferenceStats(
             mean=float(self._total) / count,
+            # The upper edge of the bin, so that the percentile is never too small.
             p999=min(2.0 ** (SMALLEST + (place + 1) / PER_OCTAVE), largest),
             largest=largest,
         )
@@ -554,6 +569,8 @@ def check_first_comparison(
         TrainingStopped: the difference is more than `rollout.logprob_tolerance`. Where that is null, it is more than
             `STRICT` in float32 on a CPU, or its mean is more than `Rounding.most`.
     """
+    # Three rules, from strict to loose: the user's limit, float32 on a CPU, rounding of
+    # 16 bits.
     tolerance = config.rollout.logprob_tolerance
     if tolerance is None and dtype == torch.float32 and not platform.is_cuda:
         tolerance = STRICT
@@ -575,6 +592,7 @@ def check_first_comparison(
         f"rounding in {name} explains {rounding.mean * unit:.2g} in the mean and {rounding.p999 * unit:.2g} for 99.9 % "
         f"of the tokens of {rounding.model}"
     )
+    # Written with `not`, so that a NaN counts as too large.
     if not found.mean <= rounding.most * unit:
         limit = f"allowed are {rounding.most * unit:.2g} in the mean, for {usual}"
         raise TrainingStopped(_difference_text(found, config, limit))

@@ -26,7 +26,7 @@ from megaverl.rollout.engine import (
     of_some,
     sampling_options,
 )
-from megaverl.rollout.environments import ALONE, Request, Start, View, Views
+from megaverl.rollout.environments import ALONE, FAILED, Request, Start, View, Views
 from megaverl.workers.player import Player
 from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import AgentRollouts, Rollout, generate_by
@@ -56,6 +56,7 @@ class Draws:
     def is_opponent(self, sample: int) -> bool:
         """Return whether a sample is an opponent: if there are any, they are the second half of each group."""
         return (
+            # The second half of each group: samples of a prompt are neighbours.
             self.opponent_beta is not None
             and sample % self.group_size >= self.group_size // 2
         )
@@ -65,6 +66,7 @@ class Draws:
         if self.opponent_beta is None:
             return sampling
         sampling_of_each = of_each(sampling, count)
+        # Samples share a few distinct options, and each is mixed once.
         mixed = {
             options: options.mixed(self.opponent_beta) for options in sampling_of_each
         }
@@ -78,6 +80,8 @@ class Draws:
         return turn_seed(
             self.run_seed,
             self.step,
+            # Numbered over the whole step, so that a prompt's seeds do not depend on
+            # how the step is divided.
             self.first_group * self.group_size + sample,
             turn,
             agent,
@@ -117,6 +121,7 @@ def responses(
         RolloutError: a function or an environment got prompts with images.
     """
     size = draws.group_size
+    # [prompts x group_size], the samples of a prompt one after the other.
     repeated = [prompt for prompt in prompts for _ in range(size)]
     sampling = draws.ways(sampling, len(repeated))
     group_ids = [draws.first_group + i // size for i in range(len(repeated))]
@@ -126,6 +131,8 @@ def responses(
             repeated, played, player.agents, group_ids, draws.first_group * size
         )
     assert isinstance(rollout, Rollout), "agents of their own write in episodes"
+    # A user's function generates on every rank alike, so that its responses are on all
+    # ranks already.
     if readers is not None and function is None:
         return held_responses(rollout, repeated, sampling, draws, group_ids, readers)
     token_ids, images = [prompt.token_ids for prompt in repeated], images_of(repeated)
@@ -150,6 +157,7 @@ def responses(
             )
             finished(number, without_opponents(sample_batch, [number], draws))
 
+        # Without a listener the engine does not have to report single responses.
         hears = one_finished if finished is not None else None
         generations = rollout.generate(
             token_ids, sampling, seeds, group_size=size, finished=hears, images=images
@@ -187,6 +195,8 @@ def held_responses(
     """
     token_ids, images = [prompt.token_ids for prompt in prompts], images_of(prompts)
     numbers: dict[Any, int] = {}
+    # Prompts are equal if tokens and images are: rows that may share a prompt in packed
+    # rows.
     same = [
         numbers.setdefault(
             (*prompt.token_ids, *(image.key for image in prompt.images or ())),
@@ -196,6 +206,7 @@ def held_responses(
     ]
 
     def hold(response_lengths: Sequence[int]) -> HeldRows:
+        # Every rank computes the same assignment from the lengths alone.
         lengths = SequenceLengths(
             [len(ids) for ids in token_ids], list(response_lengths), same
         )
@@ -245,6 +256,7 @@ def episodes(
         )
         for number, prompt in enumerate(prompts)
     ]
+    # An episode's turns have a limit of their own, below that of a response.
     a_turn = {
         options: options.with_max_tokens(player.limits.turn_tokens)
         for options in of_each(sampling, len(prompts))
@@ -256,8 +268,14 @@ def episodes(
     )
 
     def write(requests: Sequence[Request]) -> Sequence[Generation]:
+        # Conversations of an agent have their own seeds. A single agent has no name in
+        # them, as in runs without agents.
         names = [
-            ("" if r.agent == ALONE else r.agent) + r.conversation for r in requests
+            ("" if r.agent == ALONE else r.agent)
+            + r.conversation
+            # Draws in the place of others that were given up have other seeds.
+            + (f"/replacement {r.replacement}" if r.replacement else "")
+            for r in requests
         ]
         seeds = [
             draws.seed(r.episode, r.turn, name)
@@ -273,8 +291,10 @@ def episodes(
             )
         return rollout.generate(prompts, turns, seeds, conversations=groups)
 
+    # The engine stays awake between turns, so that its prefix cache has the
+    # conversation so far.
     with rollout.awake():
-        return player.play(starts, write)
+        return player.play(starts, write, draws.group_size)
 
 
 def rollout_batch(
@@ -349,11 +369,15 @@ def episode_batch(
             part.trained, dtype=torch.bool
         )
         turns[row, :length] = torch.tensor(part.turns, dtype=torch.int64)
+        # The reward of a turn belongs to its last token, from which returns are counted
+        # back.
         for (_, end), reward in zip(part.spans, part.rewards, strict=True):
             # The reward of an untrained turn goes to the last trained token before its
             # end.
             places = trained[:end].nonzero()
             rewards[row, int(places[-1]) if len(places) else end - 1] += reward
+    # Numbers continue over the parts of a step, so that episodes stay distinct when the
+    # parts are joined.
     episodes = torch.tensor(numbers) + first_episode
     return batch.with_(
         response_mask=written_mask,
@@ -375,6 +399,8 @@ def episodes_batch(
         episode_batch(
             prompts,
             [views[agent] for views in episodes],
+            # Each agent's samples form groups of their own, because agents have
+            # different tasks.
             [group * len(agents) + number for group in group_ids],
             first_episode,
         )
@@ -398,6 +424,8 @@ def own_rows(batch: RolloutBatch) -> list[int]:
     An opponent's sample has tokens, but none in the mask (`without_opponents`).
     """
     return (
+        # A sample without any token is the policy's as well: an opponent's has a
+        # length.
         of_all(batch, batch.response_mask.any(dim=1) | (batch.response_lengths == 0))
         .nonzero()[:, 0]
         .tolist()
@@ -407,13 +435,23 @@ def own_rows(batch: RolloutBatch) -> list[int]:
 def rollout_metrics(
     batch: RolloutBatch, seconds: float, weight_version: int, draws: Draws | None = None
 ) -> Metrics:
-    """Return metrics of responses that took `seconds` to generate. Opponents count only in the throughput."""
+    """Return metrics of responses that took `seconds` to generate.
+
+    Opponents count only in the throughput, and lost episodes not at all.
+    """
+    if batch.held is None and FAILED in batch.columns["finish_reason"]:
+        reasons = batch.columns["finish_reason"]
+        played = [row for row, reason in enumerate(reasons) if reason != FAILED]
+        if not played:
+            return {"rollout/seconds": seconds}
+        batch = batch.select(played)
     written_tokens = of_all(batch, batch.response_mask.sum(dim=1)).double()
     stopped = torch.tensor(
         [reason == "stop" for reason in batch.columns["finish_reason"]],
         dtype=torch.bool,
     )
     finished, num_tokens = of_all(batch, stopped), float(written_tokens.sum())
+    # Opponents' tokens took time as well, so the throughput counts them.
     if draws is not None and draws.opponent_beta is not None:
         rows, written = own_rows(batch), of_all(batch, batch.response_lengths)
         written_tokens, finished, num_tokens = (
@@ -436,6 +474,7 @@ def _turn_metrics(batch: RolloutBatch) -> Metrics:
     """Return metrics of episodes; {} for single responses."""
     if "turns" not in batch.columns:
         return {}
+    # [rows] -> index of each row's episode.
     _, episode = answer_rows(batch).unique(return_inverse=True)
     conversations = torch.bincount(episode).double()
     turns = torch.bincount(
@@ -471,6 +510,7 @@ def greedy_responses(
         A batch with one row per group, in order of first appearance.
     """
     of_sample, groups = places_of_groups(rollouts)
+    # The first sample of each group stands for its prompt.
     firsts = rollouts.select([of_sample.index(number) for number in range(groups)])
     prompts = [
         row[:length].tolist()

@@ -5,6 +5,7 @@ The module also contains reward models that run on transformers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from megaverl.rewards import Reward, RewardSample
 from megaverl.rewards.binding import LOG_EXTRA, LOG_METRIC
 from megaverl.rewards.service import Service
 from megaverl.rewards.trl import TrainerState
+from megaverl.rollout.environments import FAILED
 from megaverl.user_code import describe, user_code
 from megaverl.workers import RemoteWorker
 
@@ -157,6 +159,7 @@ class RewardRole:
         # sample -> values passed to `log_extra`.
         self._logged: dict[int, dict[str, Any]] = {}
         self._failed: RewardError | None = None
+        # Calls of services that are under way, for samples scored ahead.
         self._asked: list[Future[None]] = []
         self._threads = (
             ThreadPoolExecutor(SIDE_BY_SIDE, thread_name_prefix="reward")
@@ -189,6 +192,8 @@ class RewardRole:
             rows: numbers of the samples of `part` in the whole batch.
             num_samples: number of samples of the whole batch.
         """
+        # Ranks divide the samples by number, as `score` does, so that what is scored
+        # ahead is what this rank must score.
         rank_rows = rows_of_rank(
             num_samples, dist.get_rank(self.world), dist.get_world_size(self.world)
         )
@@ -201,6 +206,7 @@ class RewardRole:
             )
         else:
             self._score_places(part, rows, places)
+        # Models on transformers score in blocks of samples, and keep incomplete blocks.
         for learned in self.learned:
             if isinstance(learned.model, TransformersRewardModel):
                 self._kept(
@@ -230,28 +236,48 @@ class RewardRole:
             self._failed = error
             return None
 
+    # The rows may be places of a partial batch, while numbers are those of the step.
     def _columns(
         self, batch: RolloutBatch, rows: Sequence[int], numbers: Sequence[int]
     ) -> list[list[float]]:
-        """Return [total, correct, *components] for each of these samples.
+        """Return [total, correct, *components] for each of these samples; NaN if its environment failed.
 
         Args:
             rows: rows of the samples in `batch`.
             numbers: their numbers in the whole batch.
         """
+        reasons = batch.columns["finish_reason"]
+        played = [place for place, row in enumerate(rows) if reasons[row] != FAILED]
+        # It counts neither as right nor as wrong.
+        unscored = [math.nan, 0.0, *[math.nan] * len(self.reward.components)]
+        columns = [unscored] * len(rows)
+        if not played:
+            return columns
+        scored = self._columns_of_played(
+            batch,
+            [rows[place] for place in played],
+            [numbers[place] for place in played],
+        )
+        for place, values in zip(played, scored, strict=True):
+            columns[place] = values
+        return columns
+
+    def _columns_of_played(
+        self, batch: RolloutBatch, rows: Sequence[int], numbers: Sequence[int]
+    ) -> list[list[float]]:
         output = self.reward.score(self.samples(batch, rows))
         if self._logs_extra:
             logged = zip(numbers, self.reward.take_columns(len(rows)), strict=True)
             self._logged.update(
                 {number: columns for number, columns in logged if columns}
             )
-        found: list[Sequence[float]] = [
+        values: list[Sequence[float]] = [
             output.total,
             output.correct,
             *output.components.values(),
         ]
         return [
-            [float(column[number]) for column in found] for number in range(len(rows))
+            [float(column[place]) for column in values] for place in range(len(rows))
         ]
 
     def _of_answers(
@@ -260,6 +286,7 @@ class RewardRole:
         """Return `_columns` of the samples, with NaN for conversations that do not end an episode."""
         if answers is None:
             return self._columns(batch, places_in(batch, rows), rows)
+        # Only the conversation that ends an episode is scored.
         kept = [row for row in rows if int(answers[row]) == row]
         scored = dict(zip(kept, self._columns(batch, kept, kept), strict=True))
         return [
@@ -273,9 +300,12 @@ class RewardRole:
         Raises:
             RewardError: scoring ahead failed.
         """
+        # Waits for the threads and raises what they raised.
         for asked in self._asked:
             asked.result()
         self._asked.clear()
+        # Reset before anything is raised, so that the next step begins without old
+        # scores.
         scored, failed, self._scored, self._failed = (
             self._scored,
             self._failed,
@@ -300,6 +330,8 @@ class RewardRole:
                 every rank.
         """
         rows = own_rows(batch, self.world)
+        # Placeholder for the type checker: `together` raises on every rank if any rank
+        # failed.
         scored = torch.empty(0)
         answers = answer_rows(batch) if "episode_ids" in batch else None
         with together(self.world):
@@ -309,6 +341,8 @@ class RewardRole:
             scored = torch.tensor(columns, dtype=torch.float32).reshape(
                 len(rows), 2 + len(self.reward.components)
             )
+        # [samples, 2 + components], completed with all ranks' rows. Collective over the
+        # role's ranks.
         table = gather_host_rows(scored, self.world)
         components = {
             component.name: table[:, 2 + i]
@@ -326,6 +360,8 @@ class RewardRole:
         if "turn_rewards" in batch:
             earned = of_all(batch, batch.turn_rewards.sum(dim=1))
             earned = (
+                # Turns of several conversations belong to the episode, whose reward is
+                # at its last conversation.
                 earned
                 if answers is None
                 else torch.zeros_like(earned).index_add(0, answers, earned)
@@ -343,7 +379,7 @@ class RewardRole:
             ]
             raise RewardError(
                 f"none of {len(total)} responses could be scored: {', '.join(lost) or 'all rewards'} failed. "
-                f"{self._why()}Check that the service is running, and start the run again."
+                f"{self._why()}Check that the service or the environment is running, and start the run again."
             )
         # Every conversation of an episode shows the values that were logged for its
         # last one.
@@ -381,9 +417,11 @@ class RewardRole:
         shown_columns = {
             str(row): columns for row, columns in self._logged.items() if row in shown
         }
+        # Cleared on every rank, whether or not its samples are shown.
         self._logged.clear()
         if not self._logs_extra:
             return {}
+        # Collective over the role's ranks. JSON turns the numbers of samples into text.
         merged = reduce_json(
             shown_columns,
             lambda every: {row: logged[row] for logged in every for row in logged},
@@ -402,6 +440,7 @@ class RewardRole:
         """
         if not any(component.function.may_fail for component in self.reward.components):
             return {}
+        # Each rank has called services for its own samples, so counts are added.
         added = reduce_json(
             Service.spent(),
             lambda reports: {k: sum(r[k] for r in reports) for k in reports[0]},
@@ -447,6 +486,7 @@ class RewardRole:
 
     def _sample(self, batch: RolloutBatch, row: int, num_tokens: int) -> RewardSample:
         transcript = self.transcript(batch, row)
+        # The last turn is the response of an episode.
         begin, end = (
             (batch.columns["turns"][row] or [(0, 0)])[-1]
             if "turns" in batch.columns
@@ -541,6 +581,7 @@ class TransformersRewardModel:
             micro_batch_tokens,
         )
         own_tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+        # Token ids can be passed on only if both vocabularies and templates are equal.
         alike = own_tokenizer.backend.get_vocab() == tokenizer.backend.get_vocab()
         alike = alike and own_tokenizer.chat_template in (None, tokenizer.chat_template)
         self._tokenizer = None if alike else own_tokenizer
@@ -563,6 +604,7 @@ class TransformersRewardModel:
             model = AutoModelForSequenceClassification.from_pretrained(
                 str(folder), dtype="auto", trust_remote_code=trust_remote_code
             )
+        # Set on both configurations, since a multimodal model's text part has its own.
         model.config.get_text_config().pad_token_id = NO_TOKEN
         model.config.pad_token_id = NO_TOKEN
         # sample -> tokens, until its block is complete.
@@ -583,8 +625,11 @@ class TransformersRewardModel:
             RewardError: a response is too long for the model, or a score is not finite. Raised on every rank.
         """
         rows, early = own_rows(batch, self.world), self._early
+        # Taken away before scoring, so that an error leaves no scores of this step
+        # behind.
         self._waiting, self._early = {}, {}
         with together(self.world):
+            # Scores from ahead count only if they cover all samples of this rank.
             if not early.keys() >= set(rows):
                 early = {}
                 for block in blocks_of(rows, BLOCK):
@@ -608,6 +653,8 @@ class TransformersRewardModel:
         self._waiting |= {
             row: self._tokens(part, place) for row, place in places.items()
         }
+        # Blocks are those of `scores`, so that rounding does not depend on what was
+        # scored ahead.
         for block in blocks_of(mine, BLOCK):
             if self._waiting.keys() >= set(block):
                 self._early |= self._scored(
@@ -624,6 +671,8 @@ class TransformersRewardModel:
         )
         self._check_lengths(tokens, rows)
         for places in self._micro_batches(tokens):
+            # [samples, tokens]: rows of one length need no padding, and no attention
+            # mask.
             ids = torch.tensor(
                 [tokens[place] for place in places], device=platform.device
             )

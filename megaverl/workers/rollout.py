@@ -70,6 +70,7 @@ class Rollout:
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Return a context in which the engine does not sleep between requests, so that its prefix cache survives."""
+        # A flag and no nested sleep: every `write` inside asks for it.
         self._stays_awake = True
         try:
             yield
@@ -123,6 +124,8 @@ class Rollout:
             finished=finished,
             images=images,
         )
+        # All ranks receive all responses. Collective over the role's ranks, of rows
+        # from the first rank of each engine.
         everything = _as_rows(numbers, generations).gather(self.world)
         responses = dict(
             zip(everything.columns["number"], _from_rows(everything), strict=True)
@@ -163,6 +166,7 @@ class Rollout:
             [number, len(generation.token_ids), context.rank]
             for number, generation in zip(numbers, generations, strict=True)
         ]
+        # [local responses, 3] of number, length and rank.
         own_sizes = torch.tensor(sizes, dtype=torch.int32).reshape(-1, 3)
         # Only the lengths go to every rank. Each rank computes the same assignment, and
         # tokens go point to point.
@@ -171,6 +175,7 @@ class Rollout:
         for number, _, rank in table:
             source[rank].append(number)
         held = hold([length for _, length, _ in table])
+        # Collective over the job's ranks that take part: rows go point to point.
         moved = move_ragged(
             context,
             Moving.plan(context, "responses", source, held.by_rank),
@@ -210,6 +215,8 @@ class Rollout:
             RolloutError: the engine raised an error.
         """
         engine = self.engine
+        # The engine's cache exists only while something is generated, unless it is kept
+        # awake.
         self._wake()
         if engine.in_flight is not None and engine.in_flight.measures:
             # The rank with the least free memory sets the budget of all, because the
@@ -224,6 +231,8 @@ class Rollout:
         # them.
         speaks = engine.tp_rank == 0
         generations: list[Generation] = []
+        # An engine that fails on one rank fails on all: the others would wait for its
+        # responses.
         with (
             together(self.world),
             _reporting(engine, numbers, finished if speaks else None) as rest,
@@ -242,6 +251,7 @@ class Rollout:
                     **more,
                 )
             rest(generations)
+        # Sleeping frees the device memory that the update needs.
         if not self._stays_awake:
             self._sleep()
         return (numbers, generations) if speaks else ([], [])
@@ -291,6 +301,7 @@ def _reporting(
             if place not in reported:
                 report(place, generation)
 
+    # The callback is the engine's attribute, so it is reset even if generating fails.
     engine.on_finished = report if finished is not None else None
     try:
         yield rest
@@ -308,6 +319,7 @@ def _as_rows(numbers: Sequence[int], generations: Sequence[Generation]) -> Ragge
         torch.tensor(generation.log_probs, dtype=torch.float32)
         for generation in generations
     ]
+    # [responses, longest] of token ids (int32) and log-probs (float32).
     tensors = {
         name: pad_sequence(rows, batch_first=True)
         if rows
@@ -400,6 +412,7 @@ class AgentRollouts:
 
     def of(self, agent: str) -> Rollout:
         """Return the rollout of `agent`, after copying its weights to the engine if needed."""
+        # A reshard is needed only if another agent has generated since.
         if self.current != agent:
             self._sync(agent).reshard()
             self.current = agent
@@ -430,6 +443,8 @@ class AgentRollouts:
         generations: dict[int, Generation] = {}
         # Start with the agent whose weights are loaded, which saves a reshard.
         for agent in sorted(
+            # Sorted, so that the ranks change agents in the same order: each change is
+            # a collective.
             set(agents),
             key=lambda name: (name != self.current, list(self.rollouts).index(name)),
         ):

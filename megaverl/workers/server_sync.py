@@ -31,7 +31,8 @@ from megaverl.rollout import sample_seed
 from megaverl.rollout.engine import Generation
 from megaverl.rollout.server_engine import ServerEngine
 from megaverl.rollout.server_pool import PublishedWeights
-from megaverl.weights.reshard import ReshardStats
+from megaverl.weights.reshard import RankTotals, ReshardStats
+from megaverl.weights.transports import DeltaMode
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.policy import Policy
 from megaverl.workers.server_transfer import GRACE_SECONDS, DeliveryBoard, ShardTransfer
@@ -67,6 +68,7 @@ class ServerSync:
         tolerance: largest allowed log-prob difference in nats. None: a default for `dtype`.
         max_tokens: smallest number of tokens that every server accepts.
         direct: send weights shard to shard. None: through the folder.
+        delta: `reshard.delta`, for weights that go shard to shard.
 
     Attributes:
         weight_version: number of times that the servers' weights have changed.
@@ -85,6 +87,7 @@ class ServerSync:
         tolerance: float | None,
         max_tokens: int,
         direct: ServersConfig | None = None,
+        delta: DeltaMode = "off",
     ) -> None:
         self.weight_version = 0
         self._model, self._engine, self._world, self._group = (
@@ -98,6 +101,8 @@ class ServerSync:
         # Leave room for one sampled token.
         self._num_tokens = min(NUM_TOKENS, max_tokens - 2)
         # Prefix of folder names that is unique among runs and restarts.
+        # All ranks use the name that the first rank drew. Collective over actor and
+        # rollout.
         self._run = broadcast_json(os.urandom(6).hex(), 0, group)
         self._number, self._whole = 0, False
         self._board: DeliveryBoard | None = None
@@ -105,10 +110,11 @@ class ServerSync:
         self._transfer: ShardTransfer | None = None
         self._counted = 0  # of the bytes that servers have received
         if direct is not None:
-            self._prepare_direct(direct)
+            self._prepare_direct(direct, delta)
 
-    def _prepare_direct(self, config: ServersConfig) -> None:
+    def _prepare_direct(self, config: ServersConfig, delta: DeltaMode) -> None:
         """Create this rank's part in direct transfers. Collective over actor and rollout."""
+        # Collective: every rank learns whether the run has an actor.
         num_senders = reduce_json(int(self._model is not None), sum, self._group)
         # Without an actor, servers keep the weights of a folder.
         if not num_senders:
@@ -125,7 +131,7 @@ class ServerSync:
             # A worker without a GPU could not join NCCL; servers and actor are of one
             # kind.
             self._transfer = ShardTransfer(
-                self._board, num_senders, platform.backend, limits[0]
+                self._board, num_senders, platform.backend, limits[0], delta
             )
             self._engine.pool.transfer = self._transfer
 
@@ -144,6 +150,7 @@ class ServerSync:
         self._number += 1
         self._whole = False
         if self._board is not None:
+            # Direct transfers write no folder.
             return self._send(self._board, start)
         folder = self._folder / f"{self._run}-{self._number}"
         error: Exception | None = None
@@ -154,6 +161,8 @@ class ServerSync:
             # the rollout's ranks.
             except Exception as caught:
                 error = caught
+        # Collective over actor and rollout: no rank goes on before all servers have the
+        # folder.
         raise_together(error, self._group)
         self._use(folder)
         self._whole = True
@@ -189,7 +198,11 @@ class ServerSync:
                 own = self._fingerprint()
             except Exception as caught:  # raised on every rank below
                 error = caught
+            # Every rank raises if one of the actor's ranks could not compute its
+            # log-probs.
             raise_together(error, self._group)
+            # The rollout's first rank lives elsewhere and needs the actor's tokens and
+            # log-probs.
             known = reduce_json(own, _first_given, self._group)
             weights = PublishedWeights(
                 None,
@@ -199,14 +212,18 @@ class ServerSync:
                 self._tolerance,
             )
             try:
+                # Weights and their copies are on the device while they are sent.
                 if self._model is not None:
                     stack.enter_context(self._model.on_device)
+                # No late server is served meanwhile, which would read tensors that
+                # change.
                 if sender is not None:
                     stack.enter_context(sender.exclusive())
                 self._serve(board, sender, weights)
             except Exception as caught:  # raised on every rank below
                 error = caught
             raise_together(error, self._group)
+        # Other ranks of the rollout record the version, without a call to the servers.
         if engine is not None and not self._speaks:
             engine.use(PublishedWeights(None, name))
         self._whole = True
@@ -219,6 +236,7 @@ class ServerSync:
             self._counted,
             0 if self._transfer is None else self._transfer.bytes_received,
         )
+        totals = RankTotals() if self._transfer is None else self._transfer.last
         return ReshardStats(
             bytes_local=0,
             bytes_sent=sent - before[0],
@@ -226,6 +244,9 @@ class ServerSync:
             seconds=perf_counter() - start,
             num_messages=messages - before[1],
             version=self.weight_version,
+            busiest_sent=totals.busiest_sent,
+            busiest_whole=totals.busiest_whole,
+            changed_fraction=totals.changed_fraction,
         )
 
     def _serve(
@@ -242,6 +263,8 @@ class ServerSync:
             try:
                 engine.use(weights, live=True)
             finally:
+                # Even if the servers failed: the actor's ranks stop serving when the
+                # version is finished.
                 board.finish(weights.name)
 
         # Sending stays on the main thread, which has the device's collectives.
@@ -249,6 +272,7 @@ class ServerSync:
             called = threads.submit(call_servers) if self._speaks else None
             if sender is not None:
                 sender.serve(lambda: board.is_finished(weights.name))
+                # For servers that come later, once this version is complete.
                 sender.keep_copy()
             if called is not None:
                 called.result()
@@ -279,6 +303,7 @@ class ServerSync:
         """Return the actor's log-probs of these tokens, after the first one. Collective over the actor's ranks."""
         generation = Generation(tokens[1:], [0.0] * (len(tokens) - 1), "length")
         batch = RolloutBatch.from_generations([tokens[:1]], [generation])
+        # All tokens fit one micro-batch, and temperature 1 is what servers report.
         policy = Policy(model, temperature=1.0, micro_batch_tokens=FINGERPRINT_BATCH)
         with model.on_device, torch.no_grad():
             log_probs: list[float] = policy.log_probs(batch)[0].tolist()
@@ -292,6 +317,7 @@ class ServerSync:
         with together(self._world):
             if self._speaks:
                 engine.use(self._published(folder))
+                # Only after all servers have read the newer version.
                 self._remove_old()
         if not self._speaks:
             engine.use(PublishedWeights(str(folder), folder.name))
@@ -305,6 +331,8 @@ class ServerSync:
         assert self._engine is not None
         kept = self._engine.pool.being_read()
         for folder in self._folder.glob("*-*"):
+            # A name of this run has the run's prefix and a number. Exports that were
+            # cut off end in `.tmp`.
             match = re.fullmatch(r"([0-9a-f]{12})-(\d+)(\.tmp)?", folder.name)
             is_old = match and (match[1] != self._run or int(match[2]) < self._number)
             if is_old and str(folder.absolute()) not in kept:

@@ -36,7 +36,9 @@ from megaverl.rollout.server_api import (
     VLLMShardServer,
     is_loopback,
 )
+from megaverl.weights.reshard import RankTotals
 from megaverl.weights.server_link import LinkAddress, report_failure
+from megaverl.weights.transports import DeltaMode
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,8 @@ class DeliveryBoard:
     """
 
     def __init__(self, store: dist.Store, name: str) -> None:
+        # A connection of its own: the store's client blocks, and several threads ask at
+        # once.
         self._store = dist.PrefixStore(f"servers/{name}", store.clone())  # type: ignore[attr-defined]  # it has the method
 
     def announce(self, number: int, announcement: Announcement) -> None:
@@ -83,6 +87,7 @@ class DeliveryBoard:
     def done(self, number: int, error: str | None = None) -> None:
         """Report that a sender has done its part, or why it could not."""
         if error is not None:
+            # The first error is kept. Later ones are mostly its consequences.
             self._store.compare_set(f"error/{number}", "", error)
         self._store.add(f"done/{number}", 1)
 
@@ -93,6 +98,7 @@ class DeliveryBoard:
             ReshardError: a sender has not answered.
         """
         end = time.monotonic() + seconds
+        # `add(..., 0)` reads the count without waiting for the key, as `get` would.
         while (count := self._store.add(f"done/{number}", 0)) < num_senders:
             if time.monotonic() > end:
                 raise ReshardError(
@@ -123,13 +129,20 @@ class ShardTransfer:
         num_senders: the actor's ranks.
         live_backend: backend of deliveries of the actor's own tensors.
         seconds: limit of every wait.
+        delta: `reshard.delta`, for deliveries of the actor's own tensors.
 
     Attributes:
         bytes_received: bytes that all workers have received in all deliveries.
+        last: numbers of the last delivery of the actor's own tensors, over all ranks.
     """
 
     def __init__(
-        self, board: DeliveryBoard, num_senders: int, live_backend: str, seconds: float
+        self,
+        board: DeliveryBoard,
+        num_senders: int,
+        live_backend: str,
+        seconds: float,
+        delta: DeltaMode = "off",
     ) -> None:
         self._board, self._num_senders, self._live_backend, self._seconds = (
             board,
@@ -142,7 +155,9 @@ class ShardTransfer:
         self._link_is_live = False
         self._urls: list[str] = []
         self._store: dist.Store | None = None  # of the link
+        self._delta: DeltaMode = delta
         self.bytes_received = 0
+        self.last = RankTotals()
 
     def deliver(
         self, servers: Sequence[InferenceServer], *, live: bool
@@ -181,8 +196,12 @@ class ShardTransfer:
         """Deliver to these servers; return the errors of the servers at fault. Without any, all servers have it all."""
         start = time.perf_counter()
         address = self._address(servers, live=live)
+        # Numbers advance even if the attempt fails, because the senders count
+        # announcements, too.
         number, self._number = self._number, self._number + 1
         self._board.announce(number, Announcement(address.to_json(), live))
+        # Ranks of the link: the actor's ranks first, then each server's workers in the
+        # order of the servers.
         first_ranks, first = {}, self._num_senders
         for server in servers:
             first_ranks[server.url] = first
@@ -201,7 +220,9 @@ class ShardTransfer:
                 report_failure(self._store, str(error))
                 raise
 
+        # All servers are called at once, since all of them take part in one group.
         lost = _in_threads(call, servers)
+        # After the servers have answered, so that an error of a server is known first.
         sender_error = self._board.outcome(
             number, self._num_senders, self._seconds + GRACE_SECONDS
         )
@@ -212,6 +233,13 @@ class ShardTransfer:
                 int(worker["bytes"]) for answer in answers.values() for worker in answer
             )
             self.bytes_received += received
+            if live:
+                worker = next(iter(answers.values()))[0]
+                self.last = RankTotals(
+                    int(worker.get("busiest_sent", 0)),
+                    int(worker.get("busiest_whole", 0)),
+                    worker.get("changed_fraction"),
+                )
             logger.info(
                 "weights went shard to shard to %d servers: %d bytes in %.3f s (%s)",
                 len(servers),
@@ -220,12 +248,16 @@ class ShardTransfer:
                 ", ".join(server.url for server in servers),
             )
             return {}
+        # A group that lost a member cannot be used again. The next attempt opens a new
+        # one.
         self._link = None
+        # Servers that were lost are at fault. If there are none, the senders are.
         own |= lost
         if not own and sender_error is not None:
             raise ReshardError(
                 f"the actor's ranks could not send their weights to the servers: {sender_error}"
             )
+        # Without a server at fault, all that failed are left out.
         return own or errors
 
     def _address(
@@ -242,12 +274,19 @@ class ShardTransfer:
             for server in servers
             if not is_loopback(server.url)
         ]
+        # Copies in host memory serve a late server once. Servers on this machine need
+        # no network.
+        delta = self._delta if live else "off"
+        if delta == "auto" and not hosts:
+            delta = "off"
+        # The address by which servers reach this host, which may have several.
         host = address_towards(hosts[0] if hosts else "localhost")
         name = f"link_{os.urandom(4).hex()}"
         size = self._num_senders + sum(server.num_workers for server in servers)
         link = LinkAddress(
-            host, 0, name, self._num_senders, size, backend, self._seconds
+            host, 0, name, self._num_senders, size, backend, self._seconds, delta
         )
+        # The store must outlive this call: servers join it when they are called.
         self._store = keep_store(host, 0, link.timeout)
         link = replace(link, port=self._store.port)
         self._link, self._link_is_live, self._urls = link, live, urls
@@ -286,6 +325,7 @@ def _failures_in(
         errors = [worker for worker in workers if "error" in worker]
         if not errors:
             continue
+        # A worker with an error of its own explains more than one that lost its peers.
         worst = max(errors, key=lambda worker: bool(worker.get("own")))
         failed[url] = ServerLost(
             f"{url}: did not receive the weights: {worst['error']}"

@@ -129,6 +129,7 @@ class TrainableModel(ABC):
         # Adapters fit only the weights that they were trained on. Checkpoints compare
         # this identity.
         adapted = model.adapters is not None
+        # Collective over the grid: a digest of all weights before training.
         self.base_identity = (
             model_identity(model.layout_of, model.parameters, model.grid.world)
             if adapted
@@ -202,6 +203,7 @@ class TrainableModel(ABC):
         float32 weights they are the weights themselves. Read them inside `updating` or
         `present`.
         """
+        # Master weights are read between updates, when the state may be offloaded.
         if self._optimizer_state is not None:
             self._optimizer_state.onload()  # a skipped update does not load it
         return self._masters()
@@ -225,6 +227,7 @@ class TrainableModel(ABC):
         if place is None:
             return
         if config.gradients:
+            # Gradients are zeroed before each update, so their values need not be kept.
             self._gradients = Offload(
                 lambda: storages_of(self._gradient_buffers), Nowhere()
             )
@@ -233,6 +236,8 @@ class TrainableModel(ABC):
             self._optimizer_state = Offload(self._optimizer_storages, place)
             self._optimizer_state.offload()
         if config.parameters:
+            # A target of its own, since weights and optimizer state come and go at
+            # different times.
             self.model.offload_to(place_for(config.folder) or place)
 
     @property
@@ -248,6 +253,8 @@ class TrainableModel(ABC):
         context itself. A stage of several updates enters it once around all of them,
         which avoids moving the state in between.
         """
+        # Nested contexts leave the state where it is. Only the outermost one offloads
+        # it.
         outermost, self._is_updating = not self._is_updating, True
         with self.model.on_device, self._gradients or nullcontext():
             try:
@@ -286,6 +293,7 @@ class TrainableModel(ABC):
             TrainingStopped: the loss or the gradient is not finite; the weights are unchanged.
             ReshardError: an earlier update was the last one of the step, and its weights are being sent.
         """
+        # An engine would get a mixture of two versions.
         if self.sender is not None and self.sender.is_under_way:
             raise ReshardError(
                 f"{self.model.role}: an update after the last one of its step, while the weights are being sent "
@@ -307,15 +315,39 @@ class TrainableModel(ABC):
         reports = self._forward_backward(micro_batches, loss)
         # The reductions and the norm are collectives, so every rank reaches the same
         # decision.
-        sums = self._reduce(reports)
+        return self._finish_update(self._reduce(reports), tokens, micro_batches, sender)
+
+    def update_from_islands(self) -> UpdateReport:
+        """Take one optimizer step on gradients that `islands` provides. This model computes none itself.
+
+        Collective over the role's ranks. Arguments and errors are otherwise those of
+        `update`.
+        """
+        assert self.islands is not None, "the islands' gradients come through it"
+        with self.updating():
+            self._zero_gradients()
+            return self._finish_update(MetricSums(), 1.0, (), None)
+
+    def _finish_update(
+        self,
+        sums: MetricSums,
+        tokens: float,
+        micro_batches: Sequence[MicroBatch],
+        sender: SendsWeights | None,
+    ) -> UpdateReport:
+        """Decide on the gradients of an update, and apply them."""
         if self.islands is not None:
             sums = self.islands.before_update(sums, tokens, micro_batches)
         norm = self._gradient_norm()
         grad_norm = math.nan if norm is None else norm
+        # Without islands every rank decides by the same report. Otherwise the program
+        # decides for all.
         decision = self._decide(sums, grad_norm, tokens, has_overflow=norm is None)
         self.counts = self.counts.after(decision)
         learning_rate = self.learning_rate
         if decision.applies:
+            # Clipping and scaling come before the step, on gradients that all ranks
+            # have summed.
             self._multiply_gradients(clip_factor(grad_norm, self._max_norm))
             if self._optimizer_state is not None:
                 self._optimizer_state.onload()
@@ -382,9 +414,12 @@ class TrainableModel(ABC):
         if self.model.reports:
             for report in reports:
                 local_sums = add_metrics(local_sums, report)
+        # Names and sums are lists of plain numbers, which travel to the host in one
+        # copy.
         names, values = sorted(local_sums), []
         if names:
             values = torch.stack([local_sums[name].double() for name in names]).tolist()
+        # Collective over the grid. Ranks that do not report contribute nothing.
         total = reduce_json(
             dict(zip(names, values, strict=True)), _total, self.model.grid.world
         )
@@ -403,6 +438,7 @@ class TrainableModel(ABC):
 
     def move_schedule(self, updates: int) -> None:
         """Move the schedule of learning rate and weight decay by `updates` steps, but not below zero."""
+        # The schedule must not go below zero when updates are undone.
         increment = max(updates, -self.scheduler.num_steps)
         if increment != 0:
             self.scheduler.step(increment=increment)

@@ -36,6 +36,7 @@ from megaverl.rollout.vllm_weights import (
     remake_derived,
 )
 from megaverl.sharding.layout import Layout
+from megaverl.weights.reshard import ReshardStats
 from megaverl.weights.server_link import (
     Link,
     LinkAddress,
@@ -64,32 +65,47 @@ class ShardReceiver:
             task: JSON of the link's address as `link`, and the number of this server's first worker as `first_rank`.
 
         Returns:
-            `bytes` received; or `error`, and whether the error is this worker's `own`.
+            `bytes` received, and `changed_fraction`, `busiest_sent` and `busiest_whole`
+            of `ReshardStats`; or `error`, and whether the error is this worker's `own`.
         """
+        # vLLM mixes this class into its worker, of which the type checker knows
+        # nothing.
         worker: Any = self
         told = json.loads(task)
         address = LinkAddress(**told["link"])
         try:
-            return {"bytes": _receive(worker, address, int(told["first_rank"]))}
+            stats = _receive(worker, address, int(told["first_rank"]))
+            return {
+                "bytes": stats.bytes_received,
+                "changed_fraction": stats.changed_fraction,
+                "busiest_sent": stats.busiest_sent,
+                "busiest_whole": stats.busiest_whole,
+            }
         except Exception as error:  # an answer, see the module's docstring
             logger.warning("megaverl: %s", traceback.format_exc())
             text = str(error) or type(error).__name__
             is_own = not isinstance(error, OF_OTHERS)
+            # A link that failed is not used again. Its other members learn the reason.
             if (end := worker.__dict__.pop("_megaverl_end", None)) is not None:
                 end.link.fail(text)
+            # There is no link yet: the members that wait in its store must not wait for
+            # the time limit.
             elif is_own:
                 with suppress(TimeoutError, TrainingStopped, dist.DistError):
                     report_failure(address.reach(), text)
             return {"error": text, "own": is_own}
 
 
-def _receive(worker: Any, address: LinkAddress, first_rank: int) -> int:
-    """Receive one version, through a new link if this worker has another or none; return the bytes that arrived."""
+def _receive(worker: Any, address: LinkAddress, first_rank: int) -> ReshardStats:
+    """Receive one version, through a new link if this worker has another or none."""
     end: ReceivingEnd | None = worker.__dict__.get("_megaverl_end")
+    # Another address means other members, so a new group is needed.
     if end is None or end.link.address != address:
         if end is not None:
             end.link.close()
             del worker._megaverl_end
+        # Tracing the loader takes seconds and depends on the model alone, so it
+        # outlives links.
         if (layouts := worker.__dict__.get("_megaverl_layouts")) is None:
             layouts = worker._megaverl_layouts = WorkerLayouts(worker)
         end = worker._megaverl_end = ReceivingEnd(layouts, address, first_rank)
@@ -126,6 +142,7 @@ class WorkerLayouts:
 
     def lay_out(self, shapes: Shapes) -> tuple[Layout, dict[str, torch.Tensor]]:
         """Return the layout of weights with these shapes, and the tensors that they fill."""
+        # The loader is traced again only if the sender's weights have other shapes.
         if self._shapes != shapes:
             self.loader.take(dict(shapes), self.tp_rank)
             self._shapes = shapes
@@ -137,7 +154,10 @@ class WorkerLayouts:
 
     def written(self) -> None:
         """Compute again what vLLM derives from the weights that were written."""
+        # Weights that are computed on loading, and values that vLLM derives from
+        # weights, in this order.
         self.loader.load_computed()
+        # Captured CUDA graphs hold the addresses of derived tensors.
         may_move = not platform.is_cuda or bool(self.config.model_config.enforce_eager)
         remake_derived(self.model, self.dtype, may_move=may_move)
         if not platform.is_cuda:
@@ -163,11 +183,12 @@ class ReceivingEnd:
                 address, rank, layouts.lay_out, f"worker {layouts.tp_rank}"
             )
 
-    def receive(self) -> int:
-        """Receive one version; return the bytes that arrived."""
+    def receive(self) -> ReshardStats:
+        """Receive one version."""
         with torch.no_grad():
             stats = self.link.run()
             self._layouts.written()
+        # The answer must not leave before the device has written everything.
         if platform.is_cuda:
             torch.cuda.synchronize()
-        return stats.bytes_received
+        return stats

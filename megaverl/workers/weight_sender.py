@@ -58,6 +58,8 @@ class WeightSender:
         self._rank = dist.get_rank(model.grid.world)
         self._num_ranks = dist.get_world_size(model.grid.world)
         self._next = 0  # number of the next delivery
+        # Held by the thread that serves: the main thread during a reshard, else the
+        # watcher.
         self._turn = threading.Lock()
         self._link: Link | None = None
         self._copy: dict[str, torch.Tensor] = {}
@@ -80,6 +82,7 @@ class WeightSender:
         last = time.monotonic()
         # Checked before the announcements, so that none is missed.
         while (
+            # A delivery that was announced before the end is still to be served.
             not (finished := is_finished())
             or self._board.announced(self._next) is not None
         ):
@@ -91,6 +94,7 @@ class WeightSender:
                     "(rollout.servers.wait_seconds and load_timeout_seconds). Look at the first rollout rank's log."
                 )
             else:
+                # Many ranks that ask often would slow down the job's store.
                 time.sleep(POLL_SECONDS * max(1.0, self._num_ranks / RANKS_PER_POLL))
 
     def keep_copy(self) -> None:
@@ -100,7 +104,10 @@ class WeightSender:
         for name in self._copy_layouts(self._rank).local_shapes:
             tensor = self._model.parameters[name].detach()
             if name not in self._copy:
+                # The copies are reused in every reshard. They take a share of the
+                # weights, since ranks divide them.
                 self._copy[name] = torch.empty_like(tensor, device="cpu")
+            # A blocking copy: the next optimizer step may overwrite the weights.
             self._copy[name].copy_(tensor)
         if self._watcher is None:
             self._watcher = threading.Thread(
@@ -110,6 +117,7 @@ class WeightSender:
 
     def _watch(self) -> None:
         """Serve late servers until the job ends."""
+        # The thread ends with the job, whose store it asks.
         while threading.main_thread().is_alive() and dist.is_initialized():
             # A reshard serves by itself.
             if self._turn.acquire(blocking=False):
@@ -130,6 +138,7 @@ class WeightSender:
         announcement = self._board.announced(self._next)
         if announcement is None or announcement.live != live:
             return False
+        # Counted before sending, so that a failed delivery is not tried twice.
         number, self._next = self._next, self._next + 1
         error: str | None = None
         try:
@@ -145,6 +154,7 @@ class WeightSender:
 
     def _send(self, address: LinkAddress, *, live: bool) -> None:
         with torch.no_grad():
+            # Another address means other servers, and a new link.
             if self._link is None or self._link.address != address:
                 if self._link is not None:
                     self._link.close()

@@ -40,7 +40,12 @@ from megaverl.sharding.vllm import landing_parts
 from megaverl.sharding.weight import Weight, shapes_of
 from megaverl.weights.fingerprint import ReshardCheck, ViewOf
 from megaverl.weights.reshard import FinalParts, Resharder, ReshardStats
-from megaverl.weights.transports import TransportOptions, view, viewed
+from megaverl.weights.transports import (
+    DeltaMode,
+    TransportOptions,
+    view,
+    viewed,
+)
 from megaverl.weights.transports.local import adopt
 from megaverl.weights.transports.quantised import QuantisedDestination
 from megaverl.workers.model import TrainingModel
@@ -127,6 +132,7 @@ class ActorWeights:
         cls,
         folder: Path,
         spec: ModelSpec,
+        # Computed from config.json alone: the layouts of a module need no data.
         num_shards: int,
         tp: int,
         dtype: torch.dtype,
@@ -174,6 +180,7 @@ class ActorWeights:
         Raises:
             ReshardError: see `make_plan`.
         """
+        # Size and own rank in the group.
         place = dist.get_world_size(group), dist.get_rank(group)
         # Engines ignore some weights of a folder, so the actor may have weights that no
         # engine takes.
@@ -211,6 +218,7 @@ def told_layouts(
         Index of an engine rank -> layout.
     """
     encoded = None
+    # Ranks with equal layouts share one, so that the message has few distinct layouts.
     if layout_of is not None and dist.get_rank(group) == engines[0]:
         held = RankLayouts(layout_of, len(engines))
         encoded = [held.class_of, [layout.to_json() for layout in held.layouts]]
@@ -295,6 +303,7 @@ class WeightSync:
         self._final: FinalParts | None = None
         # Without other ranks, the weights can be copied again at any time, so sleeping
         # may drop them.
+        # Others would have to take part in a second copy.
         self._refills = engine is not None and group is None and not self.config.overlap
         self._lost = self._source_changed = False
         group = group or world
@@ -315,12 +324,15 @@ class WeightSync:
             may_rebind=engine is None or engine.may_rebind,
             node_of=node_of,
             timeout=timeout,
+            # Engines on other nodes may read weights from a folder that both see.
             folder=None if self.config.folder is None else Path(self.config.folder),
             ipc=self.config.ipc == "auto",
             # Merging adapters writes to these tensors, so they must not share storage
             # with the actor.
             never_alias=self._merge.written if self._merge is not None else frozenset(),
+            delta=self._delta_mode(),
         )
+        # Weights of 8-bit engines arrive in parts, in a buffer.
         self._quantised = self._landing(layout_of, group)
         self._resharder = Resharder(
             plan
@@ -334,16 +346,30 @@ class WeightSync:
             changing=self._merge.brought if self._merge is not None else None,
             quantised=self._quantised,
         )
+        # Negative: never compared.
         self._check: ReshardCheck | None = None
         if self.config.check_every >= 0:
             self._check = ReshardCheck(
                 *source.sides(layout_of), tensors, self._dest, group
             )
 
+    def _delta_mode(self) -> DeltaMode:
+        """Return whether this rank can send or receive changes only."""
+        # Adapters are merged into the weights that a reshard has brought, so the engine
+        # does not hold the last version any more.
+        if self._actor.low_ranks is not None:
+            return "off"
+        # Weights are offloaded because memory is short, and so would be that of copies.
+        if self._actor.offloads and self.config.delta == "auto":
+            return "off"
+        return self.config.delta
+
     def _landing(
         self, layout_of: LayoutOf, group: dist.ProcessGroup
     ) -> QuantisedDestination | None:
         """Return the destination of weights for quantised engines, or None if no engine quantises."""
+        # Parts are sized for the bucket, in elements of the transfer's dtype. Computed
+        # alike on every rank.
         layouts = RankLayouts(layout_of, dist.get_world_size(group)).layouts
         max_numel = self.config.bucket_mb * 2**20 // self._actor.dtype.itemsize
         if not (parts := landing_parts(layouts, max_numel)):
@@ -353,6 +379,7 @@ class WeightSync:
 
     def _landed(self, tensors: frozenset[str], view_of: ViewOf) -> None:
         """Compare weights that have arrived but are not quantised yet, and merge adapters into them."""
+        # The comparison comes first, because merging changes the weights.
         if self._check is not None and self._check_is_due(self._resharder.version):
             self._check.compare(tensors, view_of)
         if self._merge is not None:
@@ -364,6 +391,7 @@ class WeightSync:
         Raises:
             ReshardError: see `finish`.
         """
+        # Unless the last optimizer step has started it already.
         if self._final is None:
             self.start()
         return self.finish()
@@ -402,6 +430,7 @@ class WeightSync:
         if self._engine is not None:
             if self._refills:
                 self.sleep()  # the cache is outdated, and the buckets need its memory
+            # The engine's weights need memory before anything can arrive.
             self._engine.wake_weights()
         # The actor's weights stay on the device until `finish`, because they may be
         # sent in the background.
@@ -420,12 +449,16 @@ class WeightSync:
         return stats
 
     def _finish(self) -> ReshardStats:
+        # The actor's weights may be offloaded again when the copies are compared.
         with self._reading:
             stats = self._resharder.finish()
             self._compare()
+        # All ranks of the role raise if merging fails on one of them.
         with together(self.world):
             stats = replace(stats, seconds=stats.seconds + self._merge_adapters())
             if self._engine is not None:
+                # The prefix cache is keyed by tokens and would answer with the old
+                # weights' states.
                 self._engine.reset_prefix_cache()
         self._lost = False
         return stats
@@ -435,6 +468,7 @@ class WeightSync:
         assert self._engine is not None
         if not self._refills:
             self._engine.sleep()
+        # Weights that a reshard writes completely need not be copied to the host.
         elif self._engine.sleep_without(self._written):
             self._resharder.destination_lost()
             self._lost = True
@@ -446,6 +480,8 @@ class WeightSync:
             ReshardError: the engine dropped its weights, and the actor's have changed since or are incomplete.
         """
         assert self._engine is not None
+        # The actor still has the version that the engine dropped, so the same reshard
+        # is repeated.
         if self._lost:
             with together(self.world):
                 if self._source_changed:
@@ -466,6 +502,7 @@ class WeightSync:
         weights that never change.
         """
         self._source_changed = True
+        # An actor with adapters shares only weights that never change.
         if self._merge is None:
             self._resharder.source_changes()
 
@@ -489,6 +526,7 @@ class WeightSync:
         self._merge.apply(
             lambda local, box: view(dest[local], box), self._merge.brought - landed
         )
+        # Merging runs on the device. Its time counts as part of the reshard.
         if platform.is_cuda:
             torch.cuda.current_stream().synchronize()
         resharder.inconsistent = None
@@ -497,6 +535,7 @@ class WeightSync:
     def _check_is_due(self, before: int) -> bool:
         """Return whether the version after `before` is compared."""
         every = self.config.check_every
+        # Every `check_every`-th version, and the first one if it is zero.
         return not (before % every if every else before)
 
     def _compare(self) -> None:
@@ -550,6 +589,8 @@ class Adopting:
         parameters: Mapping[str, torch.Tensor],
         layouts: Callable[[Shapes], LayoutOf],
     ) -> None:
+        # Factors of adapters are part of the plan, but not of what engine and actor
+        # share.
         source = ActorWeights.of(self._model)
         layout_of = layouts(shapes_of(self._model.weights))
         self.plan = source.plan(

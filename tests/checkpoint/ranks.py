@@ -32,6 +32,7 @@ from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import micro_batches_for, share
 from megaverl.workers.model import Loss, TrainingModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable, local
 from tests.models.ranks import manager, whole_rows
 
@@ -67,10 +68,12 @@ def build(
         model = MegatronModel(
             ModelSpec.from_folder(folder),
             manager().grid(shape),
-            dtype=getattr(torch, options.get("dtype", "float32")),
-            seed=seed,
-            value_head=role == "critic",
-            role=role,
+            ModelOptions(
+                dtype=getattr(torch, options.get("dtype", "float32")),
+                seed=seed,
+                value_head=role == "critic",
+                role=role,
+            ),
         )
         roles[role] = MegatronTrainable(
             model,
@@ -89,12 +92,14 @@ def build_fsdp(
         folder,
         manager().grid(GridShape.fit(dist.get_world_size(), tp=tp, role=role)),
         manager(),
+        ModelOptions(
+            dtype=getattr(torch, options.get("dtype", "float32")),
+            seed=seed,
+            trained=True,
+            value_head=role == "critic",
+            role=role,
+        ),
         fsdp=FsdpConfig(**fsdp),
-        dtype=getattr(torch, options.get("dtype", "float32")),
-        seed=seed,
-        trained=True,
-        value_head=role == "critic",
-        role=role,
         freeze=options.get("freeze", []),
     )
     return FSDPTrainable(

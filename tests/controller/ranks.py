@@ -91,6 +91,11 @@ class Worker:
         time.sleep(1.0)
         return 0
 
+    def linger(self, rank: int) -> int:
+        if rank == self._rank:
+            time.sleep(1.2)
+        return 0
+
     def die(self, rank: int) -> int:
         if rank == self._rank:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -129,7 +134,11 @@ async def split_steps(
             await asyncio.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
             await resting
-        if how == "die as the relay" and step == 1:
+        if how == "outlast the relay":
+            if step == 2:
+                # Not awaited: rank 2, which hosts the relay of rank 3, leaves before it.
+                actor.misbehave("linger", 3)
+        elif how == "die as the relay" and step == 1:
             await actor.misbehave("die", 2)
         elif how and step == 1:
             await actor.misbehave(how, 3)
@@ -141,7 +150,8 @@ def run(how: str = "", relayed: bool = False) -> dict[str, Any]:
     """Run `split_steps` on four ranks of the default process group: rollout on 0 and 1, actor on 2 and 3.
 
     Args:
-        how: how rank 3 misbehaves in the second step; "die as the relay": rank 2, which hosts its node's relay.
+        how: how rank 3 misbehaves in the second step; "die as the relay": rank 2, which hosts its node's relay;
+            "outlast the relay": rank 3 stays in the last call when rank 2 has left.
         relayed: ranks connect as in a large job on two nodes, each with a relay.
     """
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
@@ -160,7 +170,7 @@ def run(how: str = "", relayed: bool = False) -> dict[str, Any]:
     program_runner.RELAYED_FROM = 4 if relayed else 5
     nearest = program_runner.node_address(address, TWO_NODES, rank, None)
     workers = {"rollout": Worker(rank, board), "actor": Worker(rank, board)}
-    leave_after = 20.0 if how == "lose the controller" else 1.0
+    leave_after = {"lose the controller": 20.0, "outlast the relay": 0.3}.get(how, 1.0)
     with (
         nearest as address,
         ZmqRank(address, rank, board, leave_after=leave_after) as transport,

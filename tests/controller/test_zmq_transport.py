@@ -76,6 +76,15 @@ def test_a_lost_relay_is_named_by_its_rank_and_every_rank_ends(
     assert "the connection to the controller broke" in ended.results[3]["lost"]
 
 
+def test_a_relay_stays_until_the_slowest_rank_of_its_node_has_left(
+    launch: Launcher,
+) -> None:
+    """Rank 3 is in the last call for longer than a rank stays that has lost the controller."""
+    first, *others = launch.world(4, RANKS, how="outlast the relay", relayed=True)
+    assert (first["reason"], len(first["sums"])) == ("", 3)
+    assert others == [{"reason": ""}] * 3
+
+
 def test_ranks_leave_by_themselves_when_the_controller_is_lost(
     launch: Launcher,
 ) -> None:

@@ -99,14 +99,16 @@ OVERLAP_POINTS: dict[str, Fault] = {
     "weights about to leave": _kill(1, "actor_update", 3, delay=0.05),
     "weights arrive": _kill(0, "reshard", 2),
 }
-# A run on four nodes, three of which have engines and pass weights on to each other;
-# and where it is hit meanwhile.
+# A run on four nodes, three of which have engines and pass changed weights on to each
+# other; and where it is hit meanwhile.
 RELAYED = [
     "placement={actor: 0, rollout: 1-3}",
     "actor.tp=1",
     "critic.pp=1",
     "rollout.use_dynamic_batching=false",
-    "reshard={bucket_mb: 1, check_every: 1}",
+    # The changes of a step in 16 bits are fewer than all elements.
+    "model.dtype=bfloat16",
+    "reshard={bucket_mb: 1, check_every: 1, delta: on}",
 ]
 RELAYED_RANKS = 4
 RELAYED_POINTS: dict[str, Fault] = {

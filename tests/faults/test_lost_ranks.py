@@ -16,7 +16,7 @@ def test_failed_and_stalled(
     failed = hit(launch, inputs, tmp_path, Fault("exception", 1, "reward", 2))
     assert failed.wrong == [] and failed.ended.codes == [1, 1]
     assert (
-        "rank 1 failed in step 2: reward: Injected: injected into reward"
+        "rank 1 failed in reward.score, step 2: reward: Injected: injected into reward"
         in failed.ended.text
     )
     stalled = hit(launch, inputs, tmp_path, Fault("stall", 0, "values", 2), SHORT_WAIT)
@@ -26,6 +26,7 @@ def test_failed_and_stalled(
         "injector.py",
         "(stall)",
         "run.timeout_minutes",
+        "Call: critic.values",
     ):
         assert said in stalled.ended.text
     ended, wrong = finish(launch, inputs, tmp_path, expected)

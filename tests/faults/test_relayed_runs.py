@@ -10,13 +10,17 @@ from tests.faults.points import RELAYED, RELAYED_POINTS, RELAYED_RANKS, hit, run
 from tests.faults.runs import Remains, differences, remains
 from tests.launcher import Launcher
 
-BYTES = "reshard/bytes_"
+BYTES, CHANGED = "reshard/bytes_", "reshard/changed_fraction"
 
 
 def without_bytes(found: Remains) -> Remains:
-    """What remains of a run, without the bytes of its reshards, which fan-out changes."""
+    """What remains of a run, without the bytes of its reshards, which fan-out and deltas change."""
     metrics = [
-        {name: value for name, value in record.items() if not name.startswith(BYTES)}
+        {
+            name: value
+            for name, value in record.items()
+            if not name.startswith((BYTES, CHANGED))
+        }
         for record in found["metrics"]
     ]
     return found | {"metrics": metrics}
@@ -34,10 +38,16 @@ def busiest(found: Remains) -> float:
 def direct(
     launch: Launcher, inputs: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Remains:
-    """What remains of a run in which the actor sends every engine its weights."""
+    """What remains of a run in which the actor sends every engine all weights."""
     runs = tmp_path_factory.mktemp("direct")
     ended = run_on(
-        launch, inputs, runs, *RELAYED, "reshard.fan_out=never", nodes=RELAYED_RANKS
+        launch,
+        inputs,
+        runs,
+        *RELAYED,
+        "reshard.fan_out=never",
+        "reshard.delta=off",
+        nodes=RELAYED_RANKS,
     )
     assert ended.codes == [0] * RELAYED_RANKS, ended.text
     return remains(runs / "run")
@@ -54,3 +64,5 @@ def test_killed_inside_relayed_reshards(
     relayed = remains(tmp_path / "run")
     assert differences(without_bytes(relayed), without_bytes(direct)) == []
     assert busiest(relayed) < 0.8 * busiest(direct)
+    fractions = [record[CHANGED] for record in relayed["metrics"] if CHANGED in record]
+    assert fractions and 0 < min(fractions) <= max(fractions) < 0.9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -291,7 +292,7 @@ def test_a_lost_rank_is_named_and_the_run_goes_on(
     assert survivors == [1] * 4, ended.text
     assert (
         "rank 3 (actor+reference, " in ended.text
-        and "it was in step 4: actor_update" in ended.text
+        and "was lost in actor.update: its process ended" in ended.text
     )
     assert run(launch, inputs, tmp_path, 5, FIVE, *ASYNC).codes == [0] * 5
     assert differences(remains(tmp_path / "run"), remains(ahead / "run")) == []
@@ -313,6 +314,40 @@ def test_islands_of_the_actor(
         max(float((found[name] - expected[name]).abs().max()) for name in expected)
         < 1e-6
     )
+
+
+GLOBAL = "placement={rollout: 0, actor: 1-2, coordinator: 3-4, actor_islands: 2}"
+AGGREGATES = "coordinator={aggregates: gradients, tp: 2}"
+
+
+def test_a_global_model_on_the_coordinators_ranks(
+    launch: Launcher, inputs: Path, shared: Path, tmp_path: Path
+) -> None:
+    """Two ranks hold actor and critic with their optimizers, and two islands send them
+    gradients: the run of one world. Killed on either side, it goes on to the same bits.
+    """
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    ended = run(launch, inputs, whole, 5, GLOBAL, AGGREGATES)
+    assert ended.codes == [0] * 5, ended.text
+    numbers_of_bytes: set[float] = set()
+    for before, after in zip(measured(shared), measured(whole), strict=True):
+        if "actor/grad_norm" in after:
+            # Every step moves as many gradients and weights.
+            numbers_of_bytes.add(after.pop("coordinator/bytes"))
+        assert after == pytest.approx(before, abs=1e-5, rel=1e-5)
+    assert len(numbers_of_bytes) == 1 and min(numbers_of_bytes) > 0
+    expected, found = weights_of(shared / "run"), weights_of(whole / "run")
+    assert (
+        max(float((found[name] - expected[name]).abs().max()) for name in expected)
+        < 1e-6
+    )
+    for rank, name in ((3, "islands"), (2, "critic_update")):
+        fault = Fault("kill", rank, name, 4)
+        codes = run(launch, inputs, cut, 5, GLOBAL, AGGREGATES, fault=fault).codes
+        assert codes == [1] * rank + [-9] + [1] * (4 - rank)
+        assert run(launch, inputs, cut, 5, GLOBAL, AGGREGATES).codes == [0] * 5
+        assert differences(remains(cut / "run"), remains(whole / "run")) == []
+        shutil.rmtree(cut)
 
 
 # PPO whose updates are decided on one by one, and of which the critic's is not awaited.

@@ -54,13 +54,16 @@ def latent_attention(folders: dict[str, str]) -> dict[str, Any]:
 
     from megaverl.sharding.model_spec import ModelSpec
     from megaverl.workers import megatron_model
+    from megaverl.workers.model_options import ModelOptions
     from tests.models.ranks import grid
 
     tp_grid = grid(tp=2)
     results = {}
     for name, folder in folders.items():
         model = megatron_model.MegatronModel(
-            ModelSpec.from_folder(folder), tp_grid, dtype=torch.float32, seed=0
+            ModelSpec.from_folder(folder),
+            tp_grid,
+            ModelOptions(dtype=torch.float32, seed=0),
         )
         held, wanted = model.parameters, model.layout_of(tp_grid.rank).local_shapes
         shapes = {key: tuple(value.shape) for key, value in held.items()}
@@ -133,7 +136,8 @@ def updates(
         # factor, and rotates no pairs in packed rows.
         described = Path(folder, "config.json").read_text()
         fuses = engine.is_used and not any(
-            word in described for word in ("Deepseek", "yarn", "Glm4ForCausalLM")
+            word in described
+            for word in ("Deepseek", "yarn", "Glm4ForCausalLM", "Cohere2")
         )
         options = megatron | {"apply_rope_fusion": fuses}
         if not engine.is_used:  # how Transformer Engine sends keys and values

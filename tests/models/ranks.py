@@ -18,6 +18,7 @@ from megaverl.models.packing import MicroBatch
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import micro_batches_for
+from megaverl.workers.model_options import ModelOptions
 
 
 @functools.cache
@@ -46,9 +47,7 @@ def load(
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         grid(**sizes),
-        dtype=dtype,
-        seed=0,
-        value_head=value_head,
+        ModelOptions(dtype=dtype, seed=0, value_head=value_head),
         overrides=options,
     )
     model.load(folder)

@@ -32,6 +32,7 @@ from megaverl.weights.fingerprint import ReshardCheck, model_identity
 from megaverl.weights.reshard import Resharder
 from megaverl.weights.transports import check_tensors
 from megaverl.workers.fsdp_model import FSDPModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.weight_sync import ActorWeights
 from tests.launcher import Launcher
 from tests.models.ranks import manager
@@ -206,13 +207,8 @@ def move(folder: str, exported: str) -> dict[str, Any]:
 
 def sharded_model(folder: str, fsdp: FsdpConfig) -> FSDPModel:
     grid = manager().grid(GridShape(dp=dist.get_world_size()))
-    options: dict[str, Any] = {
-        "dtype": torch.float32,
-        "seed": 0,
-        "trained": True,
-        "initialize": False,
-    }
-    model = FSDPModel(folder, grid, manager(), fsdp=fsdp, **options)
+    options = ModelOptions(dtype=torch.float32, seed=0, initialize=False)
+    model = FSDPModel(folder, grid, manager(), options, fsdp=fsdp)
     model.load(folder)
     return model
 

@@ -19,6 +19,7 @@ from megaverl.weights.reshard import Resharder
 from megaverl.weights.transports import TransportOptions
 from megaverl.workers.critic import Critic
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.optimizers import MegatronTrainable
 from megaverl.workers.policy import Actor
 from tests.models.ranks import manager
@@ -44,12 +45,14 @@ def trained(
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape(**shape)),
-        dtype=getattr(torch, dtype),
-        seed=0,
-        value_head=critic,
+        ModelOptions(
+            dtype=getattr(torch, dtype),
+            seed=0,
+            value_head=critic,
+            role="critic" if critic else "actor",
+            lora=None if lora is None else LoraConfig(**lora),
+        ),
         overrides=megatron,
-        role="critic" if critic else "actor",
-        lora=None if lora is None else LoraConfig(**lora),
     )
     trainable = MegatronTrainable(
         model, optimizer={"lr": 1e-3}, scheduler={}, ddp=ddp or {}, total_updates=2
@@ -127,8 +130,7 @@ def resharded(
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape(**shape)),
-        dtype=torch.bfloat16,
-        seed=0,
+        ModelOptions(dtype=torch.bfloat16, seed=0),
     )
     layouts = vllm_layouts(model.weights, model.spec, tp)
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaverl.cli.main import main
+from megaverl.distributed.grid import GridShape
 from megaverl.distributed.placement import parse_ranks
 from megaverl.errors import ConfigError
 from megaverl.planner.calibrate import PROBE_KEYS, PROMPT, RESPONSE, Probe, fit
-from megaverl.planner.costs import ModelCosts
+from megaverl.planner.costs import LayerPasses, Links, MicroBatchLoad, ModelCosts
 from megaverl.planner.generation import LengthDistribution, engine_costs
 from megaverl.planner.hardware import RANGES, Hardware, known
 from megaverl.planner.job import PlannedJob, find_spec, make_job
+from megaverl.planner.memory import UTILIZATION
 from megaverl.planner.operators import (
     Operation,
     StepLoad,
@@ -68,6 +70,7 @@ RATES = (
 )
 COSTS = (
     "kernel_us",
+    "launch_us",
     "node_latency_us",
     "network_latency_us",
     "decode_step_ms",
@@ -204,7 +207,7 @@ def test_decoding_equal_lengths_is_so_many_equal_steps() -> None:
     read = 2 * parameters + 32 * 132 * 16 * 2 * 8 * 64 * 2
     # Norms, residuals, rotations, activations.
     moved = 16 * 2 * 32 * (10 * 2048 + 4 * 32 * 64 + 5 * 8192)
-    beside = 2e-3 + 32 * 4e-6 + 16 * 6 * 3e-6 + moved / (3350e9 * 0.8)
+    beside = 2e-3 + 32 * 4e-6 + 16 * 12 * 3e-6 + moved / (3350e9 * 0.8)
     assert engine.step(32, 132).seconds == pytest.approx(read / (3350e9 * 0.8) + beside)
 
 
@@ -220,6 +223,139 @@ def test_longer_responses_take_longer_and_a_long_tail_more_than_equal_ones() -> 
     assert simulate(planned, H100, lengths=spread).seconds_of("rollout") > simulate(
         planned, H100, lengths=LengthDistribution.fixed(100, 100)
     ).seconds_of("rollout")
+
+
+@given(
+    mean=st.floats(20, 4000),
+    limit=st.floats(4100, 40_000),
+    share=st.sampled_from([None, 0.0, 1 / 256, 1 / 64, 0.1, 0.3]),
+)
+@settings(deadline=None)
+def test_lengths_have_the_mean_and_the_share_at_the_limit_that_they_are_made_for(
+    mean: float, limit: float, share: float | None
+) -> None:
+    if share is not None and share * limit > mean:
+        with pytest.raises(ConfigError, match=f"cannot have {limit:g} tokens"):
+            LengthDistribution.lognormal(100, mean, limit, at_limit=share)
+        return
+    found = LengthDistribution.lognormal(100, mean, limit, at_limit=share)
+    assert found.response == pytest.approx(mean, rel=1e-6)
+    every = (*found.responses, *found.tail)
+    assert list(every) == sorted(every) and every[-1] <= limit
+    if share is not None and share * limit < 0.9 * mean:
+        reached = sum(length == limit for length in found.responses) / 64
+        assert abs(reached - share) <= 1 / 64
+        # One of a million responses reaches the limit if any share of them does.
+        assert (found.longest_of(2**20) == limit) == (share > 0)
+    assert found.longest_of(10) <= found.longest_of(1000) <= found.longest_of(1e6)
+
+
+def test_a_run_measures_its_own_tail() -> None:
+    """Of 1,000 responses one has 5,000 tokens: fewer than 64 buckets tell, and a step with all of them has it."""
+    responses = [*range(1, 1000), 5000]
+    found = LengthDistribution.measured([10] * 1000, responses)
+    assert found.responses[-1] < 1000
+    assert found.longest_of(1023) == 5000 and found.longest_of(100) <= 1000
+
+
+def test_the_last_response_decodes_alone() -> None:
+    """One response of 1,000 runs on for 4,000 tokens, each at the time of a step with one sequence."""
+    planned = job()
+    engine = engine_costs(planned, ModelCosts(SPEC, H100, "bfloat16"), SHORT)
+    short = engine.decode(100, SHORT, 1023)
+    long = engine.decode(100, replace(SHORT, tail=(1000.0,) * 3 + (5000.0,) * 11), 1023)
+    alone = engine.step(1, 100 + 3000) * 4000
+    assert long.seconds - short.seconds == pytest.approx(alone.seconds, rel=0.05)
+    assert alone.seconds < 4000 * engine.step(100, 3100).seconds
+
+
+SHORT = LengthDistribution(100, (1000.0,) * 64, (1000.0,) * 14)
+
+
+def test_small_all_reduces_between_nodes_cross_the_network_twice() -> None:
+    links = Links(H100)
+    within, between = links.all_reduce(0, 8), links.all_reduce(0, 16)
+    assert between - within == pytest.approx(2 * H100.network_latency_us * 1e-6)
+    assert links.gather(0, 16) - links.gather(0, 8) == pytest.approx(
+        H100.network_latency_us * 1e-6
+    )
+
+
+def test_an_eager_engine_waits_for_its_host() -> None:
+    """16 layers of 12 kernels, each of which the host launches, take longer than a small batch's weights."""
+    lengths = LengthDistribution.fixed(100, 64)
+    graphs, eager = (
+        engine_costs(planned, ModelCosts(SPEC, H100, "bfloat16"), lengths)
+        for planned in (job(), job("rollout.vllm={enforce_eager: true}"))
+    )
+    slower = eager.step(1, 100).seconds - graphs.step(1, 100).seconds
+    bare = graphs.step(1, 100).seconds - H100.decode_step_ms * 1e-3 - 4e-6
+    assert slower == pytest.approx(16 * 12 * 22e-6 - bare)
+
+
+def test_groups_in_progress_end_more_often_than_a_step_takes_them() -> None:
+    """Equal lengths: twice as many groups in progress halve the steps of a step, at a larger batch."""
+    lengths = LengthDistribution.fixed(100, 64)
+    once, twice = (
+        job(
+            "rollout.max_staleness=8",
+            f"rollout.partial={{over_sample: {more}}}",
+            "algorithm.correction.kind=token_truncate",
+        )
+        for more in (1, 2)
+    )
+    seconds = []
+    for planned in (once, twice):
+        engine = engine_costs(planned, ModelCosts(SPEC, H100, "bfloat16"), lengths)
+        seconds.append(engine.decode_continued(32, lengths, planned).seconds)
+    assert seconds[0] == pytest.approx(64 * engine.step(32, 132).seconds)
+    assert seconds[1] == pytest.approx(32 * engine.step(64, 132).seconds)
+    long_tail = LengthDistribution.lognormal(100, 400, 8000, at_limit=0.02)
+    assert (
+        simulate(twice, H100, lengths=long_tail).seconds_of("rollout")
+        < simulate(job(), H100, lengths=long_tail).seconds_of("rollout") / 2
+    )
+
+
+def test_a_gpu_waits_for_its_host_where_tokens_go_to_experts() -> None:
+    """The dispatcher empties the queue: 72 launches and 3 for each of the rank's experts, on GPUs."""
+    spec = recipe("qwen3_235b_a22b/grpo_64_nodes", 512).spec
+    costs = ModelCosts(spec, H100, "bfloat16")
+    grid = GridShape(ep=8, dp=8)
+    waits = costs.exposed_launches(grid, is_moe=True)
+    assert waits.forward.seconds == pytest.approx((72 + 3 * 128 / 8) * 22e-6)
+    assert waits.backward.seconds == 2 * waits.forward.seconds
+    assert costs.exposed_launches(grid, is_moe=False) == LayerPasses()
+    on_cores = ModelCosts(spec, CPU, "bfloat16")
+    assert on_cores.exposed_launches(grid, is_moe=True) == LayerPasses()
+
+
+def test_linear_layers_in_8_bits_take_half_as_long() -> None:
+    plain, eight = (
+        ModelCosts(SPEC, H100, "bfloat16", fp8=fp8) for fp8 in (False, True)
+    )
+    ratio = H100.tflops["float8"] / H100.tflops["bfloat16"]
+    large = plain.product(32_768, 8192, 8192)
+    assert large == pytest.approx(ratio * eight.product(32_768, 8192, 8192))
+    batch = MicroBatchLoad(8192, 8192 * 1000)
+    assert eight.head(batch, GridShape()) == plain.head(batch, GridShape())
+    seconds = [
+        simulate(job(*keys), H100).seconds_of("actor_update")
+        for keys in ((), ("actor.megatron.fp8=hybrid",))
+    ]
+    assert 0.5 * seconds[0] < seconds[1] < 0.95 * seconds[0]
+
+
+def test_more_ranks_do_not_split_the_longest_sample() -> None:
+    lengths = LengthDistribution.lognormal(100, 400, 32_768, at_limit=1 / 256)
+    many, most = (
+        simulate(job(world=world), H100, lengths=lengths).seconds_of("actor_update")
+        for world in (64, 128)
+    )
+    load = StepLoad(job(world=128), H100, lengths, None)
+    batch, number = micro_batches(load, load.job.actor, 2)
+    assert batch.tokens * number == pytest.approx(100 + 32_768)
+    assert most > 0.8 * many
 
 
 @pytest.mark.parametrize("hardware", [H100, CPU], ids=["gpus", "shared cores"])
@@ -634,7 +770,13 @@ def test_a_prediction_is_printed_and_drawn(
     )
     assert main([*command, "--hardware", "h200", "--response-tokens", "900"]) == 0
     said = capsys.readouterr().out
-    assert "150 GB each" in said and "responses of 900 (up to" in said
+    assert "150 GB each" in said and "responses of 900 (up to 4,096)" in said
+    lengths = ["--hardware", "h200", "--response-tokens", "900", "--share-at-limit"]
+    assert main([*command, *lengths, "0.5"]) == 2
+    assert "0.5 of the responses cannot have 4096 tokens" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, *lengths, "1.5"])
+    assert "expected a share, from 0 to below 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -686,9 +828,17 @@ def test_memory_through_a_step_is_that_of_what_each_rank_works_on(
         else 0
     )
     assert copied == pytest.approx(weights / (H100.host_gb_s * 1e9), rel=0.02)
-    for name in ("rollout", "reshard"):
+    # The driver maps the cache again before the rollout, and weights before the reshard
+    # unless they are the actor's own.
+    engine = capacity.memory[planned.rollout.ranks[0]].engine
+    share = capacity.job.config.rollout.vllm.get("gpu_memory_utilization", UTILIZATION)
+    cache = H100.memory_gb * 1e9 * float(share) - engine.weights
+    for name, nbytes in (
+        ("rollout", cache),
+        ("reshard", 0.0 if planned.aliases else engine.weights),
+    ):
         assert found.seconds_of(name) - awake.seconds_of(name) == pytest.approx(
-            copied, abs=1e-6
+            copied + nbytes / 30e9, rel=0.02
         )
 
 

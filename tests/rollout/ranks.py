@@ -30,6 +30,7 @@ from megaverl.rollout.engine import (
     SavedWork,
 )
 from megaverl.rollout.vllm_engine import VLLMEngine
+from megaverl.rollout.vllm_options import VLLMOptions
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import shapes_of
 from megaverl.weights.load import load_folder
@@ -48,12 +49,14 @@ def engine(
         _kept["engine"] = VLLMEngine(
             folder,
             RolloutConfig(tp=tp, vllm=vllm),
-            seed=0,
-            dtype=torch.float32,
-            max_model_len=128,
-            stop_token_ids=[1],
-            load_weights=load_weights,
-            num_sequences=16,
+            VLLMOptions(
+                seed=0,
+                dtype=torch.float32,
+                max_model_len=128,
+                stop_token_ids=(1,),
+                load_weights=load_weights,
+                num_sequences=16,
+            ),
         )
         _kept["key"] = key
     found: VLLMEngine = _kept["engine"]

@@ -12,6 +12,7 @@ import torch
 from megaverl.config.roles import RolloutConfig
 from megaverl.models.architectures import weights_of
 from megaverl.rollout import vllm_tracing
+from megaverl.rollout.vllm_options import VLLMOptions
 from megaverl.rollout.vllm_tracing import engine_config, inspect_here, trace
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.vllm import vllm_layouts
@@ -150,10 +151,10 @@ def other_layout(folder: str) -> str:
 
     with patch.object(vllm_layouts, "trace_into", changed):
         spec = ModelSpec.from_folder(folder)
-        sizes = {"dtype": torch.float32, "max_model_len": 64}
-        made = vllm_engine.VLLMEngine(
-            folder, RolloutConfig(), seed=0, load_weights=False, **sizes
+        options = VLLMOptions(
+            seed=0, dtype=torch.float32, max_model_len=64, load_weights=False
         )
+        made = vllm_engine.VLLMEngine(folder, RolloutConfig(), options)
         try:
             made.layouts(shapes_of(weights_of(spec)))
         except RolloutError as error:

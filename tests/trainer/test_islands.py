@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from megaverl.models.tiny import make_tiny_folder
 from tests.launcher import Launcher
-from tests.trainer.island_program import VARIANTS
+from tests.trainer.island_program import GLOBAL_DTYPES, VARIANTS
 
 PROGRAM = str(Path(__file__).with_name("island_program.py"))
 # DiLoCo's first step on the mean of the islands' ways, Nesterov's momentum in it.
@@ -70,6 +70,32 @@ def test_they_meet_in_float32(ended: Path, variant: str) -> None:
         # Of FSDP2's ranks each has its own rows.
         first = weights[rank % 2 if fsdp else 0]
         assert all(torch.equal(other[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize("dtype", GLOBAL_DTYPES)
+def test_a_global_model_takes_the_islands_steps(ended: Path, dtype: str) -> None:
+    """Replicas of two data-parallel ranks have the global model's weights, which are
+    those of islands that add their gradients and step themselves.
+    """
+    summed, aggregated = (
+        [load_file(ended / f"{dtype}_{kind}_{rank}.safetensors") for rank in range(5)]
+        for kind in ("statistics", "gradients")
+    )
+    untrained = summed[4]
+    for rank in aggregated[1:]:
+        assert all(torch.equal(rank[name], aggregated[0][name]) for name in rank)
+    moved = max(
+        float((untrained[name] - aggregated[0][name]).abs().max()) for name in untrained
+    )
+    assert moved > 1e-3
+    # A sum in another order may round a weight in bfloat16 to its neighbour.
+    tolerance = (
+        {"rtol": 0.0, "atol": 1e-6}
+        if dtype == "float32"
+        else {"rtol": 2**-7, "atol": 1e-5}
+    )
+    for name, weight in summed[0].items():
+        torch.testing.assert_close(aggregated[0][name], weight, **tolerance)
 
 
 def parts(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -25,6 +26,7 @@ from megaverl.weights.server_link import (
     open_as_receiver,
     open_as_sender,
 )
+from megaverl.weights.transports import DeltaMode
 from tests.sharding.specs import element_ids, fill, make_spec
 from tests.weights.ranks import as_parameters
 
@@ -34,8 +36,12 @@ JOBS = ((0, 1), (2, 3), (4,))
 SECONDS = timedelta(seconds=60)
 
 
-def deliver(late: bool = False, fault: str = "") -> dict[str, Any]:
+def deliver(
+    late: bool = False, fault: str = "", delta: DeltaMode = "off"
+) -> dict[str, Any]:
     """Move element ids from Megatron's layout to vLLM's, twice, and compare with filling vLLM's directly.
+
+    The second version has other signs, with `delta` on one element in 16.
 
     Args:
         late: from the copies that the actor's ranks share out.
@@ -54,7 +60,14 @@ def deliver(late: bool = False, fault: str = "") -> dict[str, Any]:
         links = keep_store("127.0.0.1", 0, SECONDS)
         store.set("port", str(links.port))
     address = LinkAddress(
-        "127.0.0.1", int(store.get("port")), "tried", SENDERS, size, "gloo", 60.0
+        "127.0.0.1",
+        int(store.get("port")),
+        "tried",
+        SENDERS,
+        size,
+        "gloo",
+        60.0,
+        delta,
     )
     start = time.monotonic()
     try:
@@ -82,8 +95,9 @@ def _deliver(
         source = as_parameters(fill(layout_of(rank), ids), torch.float32)
         link = open_as_sender(address, rank, layout_of, shapes_of(weights), source)
         sent = [link.run().bytes_sent]
+        every = 1 if address.delta == "off" else 16
         for tensor in source.values():
-            tensor.data.mul_(-1)
+            tensor.data[tensor.data % every == 0] *= -1
         sent.append(link.run().bytes_sent)
         link.close()
         return {"sent": sent, "planned": link.plan.num_sent * 2}
@@ -108,7 +122,14 @@ def _deliver(
         received.append(link.run().bytes_received)
         if fault == "dies" and rank == address.size - 1:
             os._exit(7)
-        expected = fill(engine, {name: array * sign for name, array in ids.items()})
+        every = 1 if sign > 0 or address.delta == "off" else 16
+        expected = fill(
+            engine,
+            {
+                name: np.where(array % every == 0, array * sign, array)
+                for name, array in ids.items()
+            },
+        )
         for name, tensor in dest.items():
             same = torch.equal(tensor.float(), torch.as_tensor(expected[name]).float())
             if not same or tensor.data_ptr() != places[name]:

@@ -18,7 +18,7 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import make_plan
 from megaverl.sharding.strided import Strides
 from megaverl.sharding.vllm import vllm_layouts
-from megaverl.weights.export import save_folder
+from megaverl.weights.export import ShardedModel, save_folder
 from megaverl.weights.fingerprint import ReshardCheck
 from megaverl.weights.load import load_folder
 from megaverl.weights.reshard import Resharder
@@ -169,11 +169,9 @@ def load_and_export(
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))
     try:
         save_folder(
+            ShardedModel(weights, layouts, tensors),
             folder,
-            source_folder=source,
-            weights=weights,
-            layouts=layouts,
-            tensors=tensors,
+            sources=[source],
             dtype=None if dtype is None else getattr(torch, dtype),
             **options,
         )

@@ -30,6 +30,16 @@ def test_every_worker_gets_each_element_once_into_its_place(
     assert min(sent) > 0.3 * sum(sent)  # both send about half
 
 
+def test_later_versions_are_sent_as_changes(launch: Launcher) -> None:
+    found = launch.ranks(SIZE, RANKS, delta="auto").check()
+    for worker in found[SENDERS:]:
+        assert worker["wrong"] == []
+        first, second = worker["received"]
+        assert first == worker["needed"] and second < 0.4 * first
+    for sender in found[:SENDERS]:
+        assert sender["sent"][0] == sender["planned"] > 2.5 * sender["sent"][1]
+
+
 def test_a_worker_that_refuses_ends_the_others_waits(launch: Launcher) -> None:
     found = launch.ranks(SIZE, RANKS, fault="refuses").check()
     *others, refuses = found

@@ -21,6 +21,7 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.roles import Mix, answers_update
 from megaverl.workers.critic import Critic
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.optimizers import MegatronTrainable
 from megaverl.workers.pairs import (
     ImplicitRewardModel,
@@ -29,7 +30,8 @@ from megaverl.workers.pairs import (
 )
 from megaverl.workers.policy import Actor, LogProbDifference, Policy
 from megaverl.workers.reward import Scores
-from megaverl.workers.teacher import Teacher, TextTeacher
+from megaverl.workers.teacher import Teacher
+from megaverl.workers.text_teacher import TextTeacher
 from tests.models.ranks import manager
 from tests.workers.ranks import experience
 
@@ -52,7 +54,11 @@ def updates(
     def model(folder: str, role: str, *, chunked: bool) -> MegatronModel:
         spec = ModelSpec.from_folder(folder)
         made = MegatronModel(
-            spec, grid, dtype=torch.float32, seed=0, role=role, chunked_logits=chunked
+            spec,
+            grid,
+            ModelOptions(
+                dtype=torch.float32, seed=0, role=role, chunked_logits=chunked
+            ),
         )
         made.load(folder)
         return made
@@ -113,10 +119,9 @@ def pair_updates(
         made = MegatronModel(
             ModelSpec.from_folder(folder),
             grid,
-            dtype=torch.float32,
-            seed=seed,
-            role="actor",
-            value_head=value_head,
+            ModelOptions(
+                dtype=torch.float32, seed=seed, role="actor", value_head=value_head
+            ),
         )
         made.load(folder)
         return made
@@ -207,7 +212,9 @@ def preference_losses_at_rest(
     models = []
     for path in (folder, other):
         made = MegatronModel(
-            ModelSpec.from_folder(path), grid, dtype=torch.float32, seed=0, role="actor"
+            ModelSpec.from_folder(path),
+            grid,
+            ModelOptions(dtype=torch.float32, seed=0, role="actor"),
         )
         made.load(path)
         models.append(made)
@@ -278,9 +285,7 @@ def text_teacher(
     model = MegatronModel(
         spec,
         manager().grid(GridShape(**shape)),
-        dtype=torch.float32,
-        seed=0,
-        role="reference",
+        ModelOptions(dtype=torch.float32, seed=0, role="reference"),
     )
     model.load(folder)
     tokenizers = [load_tokenizer(path) for path in (student, own)]

@@ -20,6 +20,7 @@ from megaverl.distributed.grid import GridShape
 from megaverl.rollout.engine import Generation
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.micro_batches import micro_batches_for
+from megaverl.workers.model_options import ModelOptions
 from tests.models.ranks import manager
 
 
@@ -112,12 +113,14 @@ def against_transformers(
         folder,
         groups.grid(GridShape.fit(size)),
         groups,
+        ModelOptions(
+            dtype=torch.float32,
+            seed=0,
+            trained=True,
+            initialize=False,
+            pack_samples=packs,
+        ),
         fsdp=FsdpConfig(),
-        dtype=torch.float32,
-        seed=0,
-        trained=True,
-        initialize=False,
-        pack_samples=packs,
         freeze=freeze,
     )
     made.load(folder)

@@ -17,6 +17,7 @@ from megaverl.workers.critic import Critic
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.model import TrainingModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable
 from megaverl.workers.policy import Actor, Policy
 from megaverl.workers.trainable import TrainableModel
@@ -37,15 +38,15 @@ def model_with_adapters(
     sizes = {name: size for name, size in shape.items() if name != "fsdp"}
     grid = manager().grid(GridShape(**sizes))
     options |= {"dtype": torch.float32, "seed": 0, "lora": LoraConfig(**lora)}
+    overrides = options.pop("overrides", None)
     model: TrainingModel
     if "fsdp" in shape:
-        options.pop("overrides", None)
         cut = FsdpConfig(**shape["fsdp"])
-        model = FSDPModel(
-            folder, grid, manager(), fsdp=cut, trained=True, initialize=False, **options
-        )
+        unread = ModelOptions(initialize=False, **options)
+        model = FSDPModel(folder, grid, manager(), unread, fsdp=cut)
     else:
-        model = MegatronModel(ModelSpec.from_folder(folder), grid, **options)
+        spec = ModelSpec.from_folder(folder)
+        model = MegatronModel(spec, grid, ModelOptions(**options), overrides)
     model.load(folder)
     if adapter is not None:
         model.load_adapters(adapter)

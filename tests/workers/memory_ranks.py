@@ -17,6 +17,7 @@ from megaverl.trainer.roles import answers_update
 from megaverl.weights.torch_dist_index import read_index
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import plan_for
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.offload import storages_of
 from megaverl.workers.optimizers import MegatronTrainable, optimizer_tensors
 from megaverl.workers.pairs import (
@@ -47,12 +48,14 @@ def actor(
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape(**shape)),
-        dtype=getattr(torch, dtype),
-        seed=0,
-        lora=None if lora is None else LoraConfig(**lora),
-        activation_checkpointing=checkpointing,
+        ModelOptions(
+            dtype=getattr(torch, dtype),
+            seed=0,
+            lora=None if lora is None else LoraConfig(**lora),
+            activation_checkpointing=checkpointing,
+            value_head=value_head,
+        ),
         overrides=overrides,
-        value_head=value_head,
     )
     model.load(folder)
     trainable = MegatronTrainable(
@@ -175,8 +178,7 @@ def reference_and_resume(
     plain = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape(**shapes[0])),
-        dtype=torch.float32,
-        seed=0,
+        ModelOptions(dtype=torch.float32, seed=0),
     )
     plain.load(folder)
     own = Policy(plain, temperature=0.8, micro_batch_tokens=64).log_probs(experience())

@@ -14,9 +14,11 @@ from megaverl.distributed.grid import GridShape
 from megaverl.distributed.worlds import default_group
 from megaverl.rollout.engine import SamplingOptions
 from megaverl.rollout.vllm_engine import VLLMEngine
+from megaverl.rollout.vllm_options import VLLMOptions
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.weights.export import save_folder
+from megaverl.weights.export import ShardedModel, save_folder
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.optimizers import MegatronTrainable
 from megaverl.workers.policy import Actor
 from megaverl.workers.rollout import Rollout
@@ -47,8 +49,7 @@ def update_equal_lengths(
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape(**shape)),
-        dtype=torch.float32,
-        seed=0,
+        ModelOptions(dtype=torch.float32, seed=0),
         overrides=megatron,
     )
     model.load(folder)
@@ -61,11 +62,9 @@ def update_equal_lengths(
     )
     metrics = actor.update(equal_lengths(), step=0)
     save_folder(
+        ShardedModel(model.weights, model.layout_of, model.parameters),
         output,
-        source_folder=folder,
-        weights=model.weights,
-        layouts=model.layout_of,
-        tensors=model.parameters,
+        sources=[folder],
         group=model.grid.world,
     )
     return metrics
@@ -78,11 +77,13 @@ def generate_with_experts(
     made = VLLMEngine(
         folder,
         RolloutConfig(tp=dist.get_world_size()),
-        seed=0,
-        dtype=torch.float32,
-        max_model_len=64,
-        num_sequences=len(prompts),
-        routed_experts=True,
+        VLLMOptions(
+            seed=0,
+            dtype=torch.float32,
+            max_model_len=64,
+            num_sequences=len(prompts),
+            routed_experts=True,
+        ),
     )
     sampling = SamplingOptions(12, temperature=1.0, ignore_eos=True)
     found = Rollout(made, default_group()).generate(

@@ -9,11 +9,13 @@ import torch
 from megaverl.config.roles import LoraConfig, RolloutConfig
 from megaverl.distributed.grid import GridShape
 from megaverl.rollout.vllm_engine import VLLMEngine
+from megaverl.rollout.vllm_options import VLLMOptions
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.vllm import quantised_tensors
 from megaverl.sharding.weight import shapes_of
 from megaverl.weights.transports.quantised import dequantise
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.weight_sync import ActorWeights, WeightSync
 from tests.models.ranks import manager
 from tests.workers.reshard_ranks import GREEDY
@@ -27,11 +29,13 @@ def engine(
     return VLLMEngine(
         folder,
         RolloutConfig(tp=tp, vllm={"quantization": quantization}),
-        seed=0,
-        dtype=torch.bfloat16,
-        max_model_len=64,
-        load_weights=load_weights,
-        num_sequences=4,
+        VLLMOptions(
+            seed=0,
+            dtype=torch.bfloat16,
+            max_model_len=64,
+            load_weights=load_weights,
+            num_sequences=4,
+        ),
     )
 
 
@@ -55,7 +59,9 @@ def reshard_and_generate(
     """
     spec = ModelSpec.from_folder(folder)
     model = MegatronModel(
-        spec, manager().grid(GridShape(**shape)), dtype=torch.bfloat16, seed=0
+        spec,
+        manager().grid(GridShape(**shape)),
+        ModelOptions(dtype=torch.bfloat16, seed=0),
     )
     model.load(folder)
     made = engine(folder, tp, quantization, load_weights=False)
@@ -94,9 +100,7 @@ def merged_error(folder: str, shape: dict[str, int], made: VLLMEngine) -> float:
     model = MegatronModel(
         spec,
         manager().grid(GridShape(**shape)),
-        dtype=torch.bfloat16,
-        seed=0,
-        lora=lora,
+        ModelOptions(dtype=torch.bfloat16, seed=0, lora=lora),
     )
     model.load(folder)
     sync = WeightSync(

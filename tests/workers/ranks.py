@@ -16,7 +16,7 @@ from megaverl.data.routed_experts import experts_column
 from megaverl.distributed.grid import GridShape
 from megaverl.rollout.engine import Generation
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.weights.export import save_folder
+from megaverl.weights.export import ShardedModel, save_folder
 from megaverl.workers.critic import ActorCritic, Critic
 from megaverl.workers.decisions import Decision, GradientReport, UpdateCounts, Verdict
 from megaverl.workers.fsdp_model import FSDPModel
@@ -28,6 +28,7 @@ from megaverl.workers.micro_batches import (
     plan_updates,
     rows_of_updates,
 )
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable
 from megaverl.workers.policy import Actor
 from megaverl.workers.trainable import TrainableModel
@@ -149,11 +150,9 @@ def update(
             batch = batch.with_columns(**told_experts(batch, model.spec))
         metrics = actor.update(with_own_tokens(actor, batch), step=0, kl_coef=0.1)
     save_folder(
+        ShardedModel(model.held_weights, model.held_layout_of, model.held_parameters),
         output,
-        source_folder=folder,
-        weights=model.held_weights,
-        layouts=model.held_layout_of,
-        tensors=model.held_parameters,
+        sources=[folder],
         group=model.grid.world,
     )
     return metrics
@@ -204,13 +203,13 @@ def trainable_of(
     # with so large an epsilon Adam steps in proportion to the gradient: no rounding is
     # blown up to a full step
     optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
+    overrides = given.pop("overrides", None)
+    model_options = ModelOptions(**given)
     if fsdp is not None:
-        cut = FSDPModel(
-            folder, grid, manager(), fsdp=FsdpConfig(**fsdp), trained=True, **given
-        )
+        cut = FSDPModel(folder, grid, manager(), model_options, fsdp=FsdpConfig(**fsdp))
         cut.load(folder)
         return FSDPTrainable(cut, optimizer=optimizer, scheduler={}, total_updates=10)
-    model = MegatronModel(ModelSpec.from_folder(folder), grid, **given)
+    model = MegatronModel(ModelSpec.from_folder(folder), grid, model_options, overrides)
     model.load(folder)
     return MegatronTrainable(
         model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10
@@ -243,11 +242,13 @@ def last_values(
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape(**shape)),
-        dtype=torch.float32,
-        seed=0,
-        value_head=2,
-        role="critic",
-        pack_samples=pack_samples,
+        ModelOptions(
+            dtype=torch.float32,
+            seed=0,
+            value_head=2,
+            role="critic",
+            pack_samples=pack_samples,
+        ),
     )
     model.load(folder)
     for name, parameter in model.held_parameters.items():
@@ -295,8 +296,7 @@ def tokens_of_updates(folder: str) -> list[list[int]]:
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape()),
-        dtype=torch.float32,
-        seed=0,
+        ModelOptions(dtype=torch.float32, seed=0),
     )
     trainable = MegatronTrainable(
         model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10
@@ -319,8 +319,7 @@ def update_that_is_not_finite(folder: str) -> list[bool]:
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape.fit(dist.get_world_size(), tp=2)),
-        dtype=torch.float32,
-        seed=0,
+        ModelOptions(dtype=torch.float32, seed=0),
     )
     model.load(folder)
     trainable = MegatronTrainable(
@@ -351,10 +350,7 @@ def one_pass(folder: str) -> dict[str, Any]:
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape.fit(dist.get_world_size(), pp=2)),
-        dtype=torch.float32,
-        seed=0,
-        value_head=2,
-        beside_logits=True,
+        ModelOptions(dtype=torch.float32, seed=0, value_head=2, beside_logits=True),
     )
     model.load(folder)
     for name, parameter in model.held_parameters.items():
@@ -409,8 +405,7 @@ def as_decided(folder: str) -> dict[str, Any]:
         model = MegatronModel(
             ModelSpec.from_folder(folder),
             manager().grid(GridShape.fit(dist.get_world_size(), tp=1)),
-            dtype=torch.float32,
-            seed=0,
+            ModelOptions(dtype=torch.float32, seed=0),
         )
         model.load(folder)
         before = torch.cat(

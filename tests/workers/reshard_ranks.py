@@ -13,11 +13,13 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.grid import GridShape
 from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.vllm_engine import VLLMEngine
+from megaverl.rollout.vllm_options import VLLMOptions
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import shapes_of
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.model import TrainingModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.policy import Policy
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.weight_sync import ActorWeights, WeightSync
@@ -30,11 +32,13 @@ def engine(folder: str, tp: int, *, load_weights: bool, **vllm: Any) -> VLLMEngi
     return VLLMEngine(
         folder,
         RolloutConfig(tp=tp, vllm=vllm),
-        seed=0,
-        dtype=torch.float32,
-        max_model_len=64,
-        load_weights=load_weights,
-        num_sequences=16,
+        VLLMOptions(
+            seed=0,
+            dtype=torch.float32,
+            max_model_len=64,
+            load_weights=load_weights,
+            num_sequences=16,
+        ),
     )
 
 
@@ -112,16 +116,16 @@ def actor_of(
             folder,
             manager().grid(GridShape.fit(dist.get_world_size(), tp=shape.get("tp", 1))),
             manager(),
+            ModelOptions(
+                dtype=torch.float32, seed=0, trained=True, lora=lora, initialize=False
+            ),
             fsdp=FsdpConfig(sharding_strategy=shape["fsdp"]),
-            dtype=torch.float32,
-            seed=0,
-            trained=True,
-            lora=lora,
-            initialize=False,
         )
     grid = manager().grid(GridShape(**shape))
     return MegatronModel(
-        ModelSpec.from_folder(folder), grid, dtype=torch.float32, seed=0, lora=lora
+        ModelSpec.from_folder(folder),
+        grid,
+        ModelOptions(dtype=torch.float32, seed=0, lora=lora),
     )
 
 

@@ -18,10 +18,12 @@ from megaverl.distributed.worlds import default_group
 from megaverl.errors import ReshardError
 from megaverl.rollout.engine import SamplingOptions
 from megaverl.rollout.vllm_engine import VLLMEngine
+from megaverl.rollout.vllm_options import VLLMOptions
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import shapes_of
 from megaverl.weights.reshard import FinalParts
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.weight_sync import ActorWeights, WeightSync, adopting
 from tests.models.ranks import manager
@@ -117,8 +119,7 @@ def versions(
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape(**grid)),
-        dtype=torch.float32,
-        seed=0,
+        ModelOptions(dtype=torch.float32, seed=0),
     )
     model.load(folder)
     shared = ReshardConfig(check_every=1)
@@ -126,11 +127,13 @@ def versions(
         engine = VLLMEngine(
             folder,
             RolloutConfig(tp=tp),
-            seed=0,
-            dtype=getattr(torch, dtype),
-            max_model_len=64,
-            load_weights=False,
-            num_sequences=16,
+            VLLMOptions(
+                seed=0,
+                dtype=getattr(torch, dtype),
+                max_model_len=64,
+                load_weights=False,
+                num_sequences=16,
+            ),
             on_load=adopting(model, default_group(), None, shared),
         )
     adopted = len(of_the_actor(model, engine.named_parameters()))

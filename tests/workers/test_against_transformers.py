@@ -225,12 +225,20 @@ def test_an_update_is_that_of_transformers_and_autograd(
 
 # What some architectures have and others lack: norms after, rotated pairs and gates
 # fused in files; all projections fused; layers without rotary embeddings; a shared
-# expert with a gate.
+# expert with a gate; scaled layers; layer norms, biases and no gates; norms over all
+# heads; two rotary bases; one norm for attention and MLP.
 SPECIAL: dict[str, list[dict[str, int]]] = {
     "Glm4ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Phi3ForCausalLM": [{"tp": 2}],
     "SmolLM3ForCausalLM": [{"pp": 2}],
     "Qwen2MoeForCausalLM": [{"tp": 2}, {"dp": 2, "ep": 2}],
+    "GraniteForCausalLM": [{"tp": 2}],
+    "Starcoder2ForCausalLM": [{"tp": 2}],
+    "Olmo2ForCausalLM": [{"tp": 2}],
+    # With sequence parallelism.
+    "OlmoeForCausalLM": [{"tp": 2}],
+    "Gemma3ForCausalLM": [{"tp": 2}, {"cp": 2}],
+    "Cohere2ForCausalLM": [{"tp": 2}, {"pp": 2}],
 }
 
 

@@ -23,6 +23,7 @@ from megaverl.rewards import build_reward
 from megaverl.rollout.engine import Generation
 from megaverl.workers.advantage_computer import kept_by
 from megaverl.workers.fsdp_model import FSDPModel
+from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.pairs import RewardModel
 from megaverl.workers.responses import once
 from megaverl.workers.reward import (
@@ -216,13 +217,15 @@ def test_a_classifier_of_any_architecture_under_fsdp(
         as_reward_model(base, made),
         groups.grid(GridShape()),
         groups,
+        ModelOptions(
+            dtype=torch.float32,
+            seed=0,
+            trained=False,
+            value_head=1,
+            role="reward_model",
+            initialize=False,
+        ),
         fsdp=FsdpConfig(),
-        dtype=torch.float32,
-        seed=0,
-        trained=False,
-        value_head=1,
-        role="reward_model",
-        initialize=False,
     )
     assert model.load(made) == []
     tokens = [

@@ -80,6 +80,7 @@ def parts_of(source_layout: Layout, dest: Layout) -> dict[str, list[ArrayPart]]:
     for transfer in intersect_layouts(source_layout, dest):
         source, box = transfer.source_local, transfer.source_box
         local, dest_box = stored_box(dest, transfer.dest_local, transfer.dest_box)
+        # Both sides hold it transposed: the stored arrays are copied as they are.
         if transfer.dest_local != local and source in source_layout.views:
             source, box = stored_box(source_layout, source, box)
         elif transfer.dest_local != local:
@@ -194,6 +195,7 @@ def write_items(
 
     try:
         in_threads(write, items, stop)
+        # Write errors that the kernel has deferred appear here.
         for descriptor in files.values():
             os.fsync(descriptor)
     finally:
@@ -205,18 +207,22 @@ def in_threads(
     work: Callable[[Item], None], items: Iterable[Item], stop: threading.Event
 ) -> None:
     """Run `work` on all items in threads. The first error stops the others and is raised."""
+    # Reading, checksums and writing release the interpreter lock.
     with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
         futures = [pool.submit(work, item) for item in items]
         try:
             for future in futures:
                 future.result()
         except BaseException:
+            # Running items see `stop` at their next slab, and the others never start.
             stop.set()
             pool.shutdown(cancel_futures=True)
             raise
 
 
 def _write(descriptor: int, data: memoryview, offset: int) -> None:
+    # `pwrite` may write less than it was asked for. It has its own offset, so threads
+    # can share the descriptor.
     while data:
         count = os.pwrite(descriptor, data, offset)
         data, offset = data[count:], offset + count
@@ -224,6 +230,7 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
 
 def share_of(items: Sequence[Item], rank: int, world: int) -> list[Item]:
     """Return the items of one of `world` ranks: largest first, each to the rank with the fewest bytes so far."""
+    # Every rank computes the same assignment, without communication.
     load = [0] * world
     chosen = []
     for item in sorted(items, key=lambda item: -item.nbytes):
@@ -258,6 +265,7 @@ def bar(label: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None
             done += nbytes
         progress.advance(task, nbytes)
 
+    # A log file gets only the line at the end.
     if not (shown and console.is_terminal):
         yield lambda nbytes: None
     else:

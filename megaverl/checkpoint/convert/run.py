@@ -85,11 +85,13 @@ def compare_bytes(
     plain = whole_layout(shapes.items())
     before, after = (parts_of(model.layout, plain) for model in (source, written))
     dtypes = written.dtypes
+    # Items are only read here, so they need no file and no offset.
     items = [
         Item(name, "", 0, shape, dtypes[name], before[name])
         for name, shape in shapes.items()
     ]
     differing: dict[str, int] = {}
+    # Every rank compares its own share, and nothing is communicated.
     own_items = share_of(items, dist.get_rank(), dist.get_world_size())
     with bar("compared", sum(item.nbytes for item in own_items), shown=shown) as count:
 
@@ -101,10 +103,13 @@ def compare_bytes(
             )
             for before, other in pairs:
                 if not torch.equal(_bits(before), _bits(other)):
+                    # [elements]: whether any byte of the element differs.
                     number = int((_bits(before) != _bits(other)).any(dim=-1).sum())
                     differing[item.name] = differing.get(item.name, 0) + number
                 count(before.numel() * before.itemsize)
 
+        # Threads write different keys of `differing`, since each item belongs to one
+        # thread.
         in_threads(compare, own_items, threading.Event())
     if differing:
         named = [
@@ -167,9 +172,11 @@ def compare_logits(source: ModelSource, written: ModelSource, *, shown: bool) ->
         raise ConfigError(
             "--logits: the model is run in one process; leave torchrun away, or leave --logits out."
         )
+    # [samples, positions]
     tokens = torch.randint(
         source.spec.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0)
     )
+    # Only one of the two models is in memory at a time.
     before, after = _outputs(source, tokens), _outputs(written, tokens)
     difference = (before - after).abs()
     scale = float(before.abs().max())
@@ -217,6 +224,7 @@ def _by_transformers(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = model(tokens).logits
         return logits
     backbone = AutoModel.from_pretrained(source.folder, **options).eval()
+    # [1, hidden]. It is applied here to the hidden states of the backbone.
     score = torch.empty(1, source.spec.hidden_size)
     with StoredArrayReader(source.arrays) as reader:
         reader.read("score.weight", whole((1, source.spec.hidden_size)), score)
@@ -227,15 +235,20 @@ def _by_megatron(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     from megaverl.distributed.groups import ProcessGroupManager
     from megaverl.models.packing import MicroBatch
     from megaverl.workers.megatron_model import MegatronModel
+    from megaverl.workers.model_options import ModelOptions
 
     grid = ProcessGroupManager().grid(GridShape())
     model = MegatronModel(
-        source.spec, grid, dtype=torch.float32, seed=0, value_head=source.value_head
+        source.spec,
+        grid,
+        ModelOptions(dtype=torch.float32, seed=0, value_head=source.value_head),
     )
     layout = model.layout_of(0)
+    # Rows of vocabulary padding exist in no file, and would keep their initial values.
     clear_padding(layout, model.parameters)
     fill(source.layout, source.arrays, layout, model.parameters)
     length = tokens.shape[1]
+    # The first token is the prompt, and the others are the response.
     lengths = torch.full((len(tokens),), length - 1)
     batch = MicroBatch(
         torch.arange(len(tokens)), tokens, torch.ones_like(lengths), lengths
@@ -243,6 +256,7 @@ def _by_megatron(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     outputs: list[torch.Tensor] = []
 
     def keep(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        # Logits of padded tokens do not exist in the other format.
         outputs.append(output[..., : source.spec.vocab_size].float().cpu())
         return output.new_zeros(micro.response_mask.shape)
 
@@ -294,12 +308,14 @@ def process_group() -> Iterator[None]:
         yield
         return
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        # Ranks wait for the slowest one, which may write hundreds of GB to a slow disk.
         timeout = timedelta(hours=2)
         store, rank, size = job_store(timeout)
         dist.init_process_group(
             "gloo", timeout=timeout, store=store, rank=rank, world_size=size
         )
     else:
+        # A store in memory: one process needs no rendezvous.
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         yield
@@ -348,6 +364,7 @@ def convert_named(request: ConversionRequest, *, revision: str | None = None) ->
         ).wait()
 
     with process_group():
+        # Checked before a model of many GB is downloaded.
         with together():
             check_output(request.output, request.source, force=request.force)
         source, model = fetched(request.source), request.model_folder
@@ -376,11 +393,14 @@ def convert(request: ConversionRequest) -> None:
             check_checksums(
                 {name: index[name] for name in source.layout.local_shapes}, rank, world
             )
+    # Beside the output, hence on the same disk: the rename at the end copies nothing.
     draft = request.output.with_name(f".{request.output.name}.partial")
     shown = rank == 0 and not request.quiet
     try:
         with StoredArrayReader(source.arrays) as reader:
             _say_what_is_left(source, shown)
+            # The first rank creates all files in full size. Afterwards, every rank
+            # writes its own items into them.
             on_first_rank(lambda: _prepare(draft, target))
             own_items = share_of(target.items, rank, world)
             with (
@@ -392,10 +412,13 @@ def convert(request: ConversionRequest) -> None:
             ):
                 compare_twins(source, reader)
                 write_items(draft, own_items, reader, count)
+            # All weights are on the disk here: `together` has waited for all ranks.
             on_first_rank(lambda: _finish(draft, source, target, request))
             if request.verify or request.logits:
                 _verify(draft, source, reader, request, shown=shown)
+        # Only a complete and verified folder gets the name of the output.
         on_first_rank(lambda: commit(draft, request.output))
+    # Also after Ctrl-C.
     except BaseException:
         if rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
@@ -440,6 +463,7 @@ def _say_what_is_left(source: ModelSource, shown: bool) -> None:
         for name in source.left_out
         if source.kind == "hugging_face" or "optimizer." not in name
     ]
+    # A value head beside the logits gets its own message, since the user may want it.
     if any(name.endswith(BESIDE_KEY) for name in names):
         names = [name for name in names if not name.endswith(BESIDE_KEY)]
         if shown:
@@ -460,6 +484,7 @@ def _prepare(draft: Path, target: ModelTarget) -> None:
     with writing(draft):
         shutil.rmtree(draft, ignore_errors=True)
         draft.parent.mkdir(parents=True, exist_ok=True)
+        # Otherwise a full disk would be noticed only after hours.
         needed, free = sum(target.files.values()), shutil.disk_usage(draft.parent).free
         if needed > free:
             raise CheckpointError(
@@ -509,6 +534,7 @@ def _verify(
     shown: bool,
 ) -> None:
     """Read the written model from the disk, and compare it with the source."""
+    # Read like any other source, so headers and index are verified as well.
     with together():
         written = open_source(
             draft, role=request.prefix.removesuffix(".") if request.prefix else None
@@ -531,6 +557,7 @@ def commit(draft: Path, output: Path) -> None:
     with writing(output):
         for file in draft.iterdir():
             descriptor = os.open(file, os.O_RDONLY)
+            # A rename may reach the disk before the data of the files does.
             os.fsync(descriptor)
             os.close(descriptor)
     replace_folder(draft, output)

@@ -181,6 +181,7 @@ def _open_hugging_face(folder: Path, model_folder: Path) -> ModelSource:
         # A critic may still have the config.json of the model that it was trained from.
         value_head = True
     weights = weights_of(spec, value_head=value_head)
+    # Headers alone are read: a wrong model is refused before any weight is.
     check_stored(folder, stored, weights, ())
     names = {weight.name for weight in weights}
     extra = [name for name in stored if name not in names]
@@ -189,6 +190,8 @@ def _open_hugging_face(folder: Path, model_folder: Path) -> ModelSource:
             f"{folder}: {LM_HEAD} and a value head: a model can have only one of the two. Remove one of them."
         )
     arrays = stored_arrays(stored)
+    # Stacked experts [experts, out, in]: some targets hold [experts, in, out]. These
+    # are views, and copy nothing.
     arrays |= {
         transposed_name(weight.name): arrays[weight.name].transposed((0, 2, 1))
         for weight in weights
@@ -225,6 +228,7 @@ def _file_headers(folder: Path, files: set[str]) -> dict[str, str]:
     headers = {}
     for name in sorted(files):
         with (folder / name).open("rb") as file:
+            # A safetensors file starts with the length of its header, in eight bytes.
             headers[name] = file.read(int.from_bytes(file.read(8), "little")).decode()
     if (folder / INDEX_FILE).is_file():
         headers[INDEX_FILE] = (folder / INDEX_FILE).read_text(encoding="utf-8")
@@ -237,6 +241,7 @@ def _buffers(folder: Path, headers: Mapping[str, str]) -> dict[str, bytes]:
     for file_name, header in headers.items():
         if file_name == INDEX_FILE:
             continue
+        # `data_offsets` count from the end of the header.
         start = len(framed(header))
         for name, entry in entries_of(header).items():
             if name.endswith(IGNORED_SUFFIXES):
@@ -260,12 +265,14 @@ def _checkpoint_folder(path: Path) -> Path | None:
     latest = path / LATEST_FILE
     if latest.is_file():
         name = latest.read_text(encoding="utf-8").strip()
+        # Megatron-LM names its folders like this; `release` is the other name.
         folder = path / (f"iter_{int(name):07d}" if name.isdigit() else name)
         if not is_torch_dist(folder):
             raise CheckpointError(
                 f"{folder}: not a torch_dist checkpoint, but {LATEST_FILE} names it."
             )
         return folder
+    # A run folder has `checkpoints`; the user may also name that folder itself.
     return newest_whole(
         path / "checkpoints" if (path / "checkpoints").is_dir() else path
     )[0]
@@ -274,6 +281,7 @@ def _checkpoint_folder(path: Path) -> Path | None:
 def _open_megatron(
     folder: Path, role: str | None, model_folder: Path | None
 ) -> ModelSource:
+    # Only checkpoints of a run have a manifest. Conversions and Megatron-LM write none.
     if (folder / MANIFEST_FILE).is_file():
         manifest = Manifest.read(folder)
         manifest.check_files(folder)
@@ -285,6 +293,7 @@ def _open_megatron(
         (model_folder, None) if model_folder else _model_folder(folder, role)
     )
     config, spec, value_head = read_model(model_folder)
+    # config.json of a critic may be that of the language model that it started from.
     value_head = value_head or opened.has_value_head
     weights = weights_of(spec, value_head=value_head)
     layout = opened.layout(weights, spec)
@@ -318,6 +327,7 @@ def _model_folder(folder: Path, role: str | None) -> tuple[Path, Path | None]:
     """
     if (folder / "config.json").is_file():
         return folder, None
+    # RUN/checkpoints/step_*: the configuration is two levels up.
     run, named = folder.parent.parent, ""
     for file in ("train.yaml", "sft.yaml", "quickstart.yaml"):
         if (run / file).is_file():
@@ -420,6 +430,8 @@ def carried_files(folder: Path) -> list[Path]:
 
 def carry_files(model_folder: Path, tokenizer: Path | None, output: Path) -> None:
     """Copy the model's small files; take the tokenizer's files from `tokenizer` (a folder or a file) if it is given."""
+    # Files of the old tokenizer are left out, since some of them would be read beside
+    # the new ones.
     for file in carried_files(model_folder):
         if tokenizer is None or file.name not in TOKENIZER_FILES:
             shutil.copyfile(file, output / file.name)
@@ -451,6 +463,7 @@ def check_same_ids(
     tokenizer: Tokenizer, vocabulary: Mapping[str, int], model: Path
 ) -> None:
     """Raise a DataError if `tokenizer` assigns another token to an id of the model's own vocabulary."""
+    # Only ids that both have are compared. The new tokenizer may have more of them.
     token_of = {number: token for token, number in vocabulary.items()}
     differing = [
         (number, token, token_of[number])

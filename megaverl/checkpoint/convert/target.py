@@ -89,6 +89,7 @@ def hugging_face_target(
         index = source.file_headers.get(INDEX_FILE)
     items, heads, files = [], [], {}
     for file, header in headers.items():
+        # A file is its header, followed by the data of its tensors.
         head = framed(header)
         heads.append((file, 0, head))
         files[file] = len(head) + data_bytes(header)
@@ -120,6 +121,7 @@ def _recorded(
     headers = {
         name: text for name, text in source.file_headers.items() if name != INDEX_FILE
     }
+    # With --dtype, for example, the old headers no longer fit.
     recorded = {
         name: (tuple(entry["shape"]), DTYPES[entry["dtype"]])
         for text in headers.values()
@@ -170,6 +172,7 @@ def megatron_target(
         transformer_engine=options.transformer_engine,
     )
     parts = parts_of(source.layout, layout)
+    # Searchable by box, because every chunk below asks for its own parts.
     filling = {name: Parts(array_parts) for name, array_parts in parts.items()}
     dtypes = {
         name: dtype or _widest(source, parts[name]) for name in layout.local_shapes
@@ -188,10 +191,14 @@ def megatron_target(
     files: dict[str, int] = {}
     chunks_by_name: dict[str, list[Chunk]] = {name: [] for name in layout.local_shapes}
     for rank, boxes in chunks.items():
+        # Number of the rank's file, and the offset of its next frame.
         number, end = 0, 0
         for key, box in boxes:
+            # Large boxes are cut, so that several threads can work on one weight.
             for piece in split(box, CHUNK_BYTES // dtypes[key].itemsize):
                 frame = Frame(piece.shape, dtypes[key])
+                # `end` is 0 for a frame that alone is larger than a file may be: it
+                # gets a file of its own.
                 if end and end + frame.length > shard_bytes:
                     number, end = number + 1, 0
                 file = f"__{rank}_{number}.distcp"
@@ -223,6 +230,7 @@ def megatron_target(
 
 def _widest(source: ModelSource, parts: Sequence[ArrayPart]) -> torch.dtype:
     dtypes = [source.arrays[part.source].dtype for part in parts]
+    # A stacked array may have its layers in several dtypes.
     widest = dtypes[0]
     for dtype in dtypes[1:]:
         widest = torch.promote_types(widest, dtype)
@@ -251,10 +259,13 @@ def _chunks(
     chunks: dict[int, list[tuple[str, Box]]] = {}
     for rank in range(shape.world_size):
         held = layouts(rank)
+        # Replicas share one layout object. Only the first of them stores it.
         if id(held) in known:
             continue
         known.add(id(held))
         boxes: list[tuple[str, Box]] = []
+        # The vocabulary is padded, so its chunks are computed from the rank: layouts
+        # have no padding.
         low = shape.coords(rank).tp * run
         for tensor, key in key_of.items():  # with their padding
             if tensor in held.global_shapes:
@@ -264,6 +275,7 @@ def _chunks(
                 boxes.append(
                     stored_box(layout, transfer.source_local, transfer.source_box)
                 )
+        # Without duplicates, but in the order of the layout.
         chunks[rank] = [box for box in dict.fromkeys(boxes) if box not in seen]
         seen.update(boxes)
     return {rank: boxes for rank, boxes in chunks.items() if boxes}
@@ -280,6 +292,8 @@ def _check_tiling(
     wrong = [
         key
         for key, shape in layout.local_shapes.items()
+        # The right number of elements without an overlap means that nothing is missing
+        # either.
         if sum(box.numel for box in boxes[key]) != whole(shape).numel
         or first_overlap(boxes[key])
     ]
@@ -296,6 +310,7 @@ def _extra_states(
     stream = io.BytesIO()
     torch.save(NO_EXTRA_STATE, stream)
     file = next(iter(files))
+    # All extra states are equal, so the index lets all of them point to the same bytes.
     place = Chunk(whole(()), Path(file), files[file], len(stream.getvalue()))
     objects = {}
     for key, shape in layout.local_shapes.items():
@@ -322,6 +337,7 @@ def make_files(folder: Path, target: ModelTarget) -> None:
     """Create the target's files with their full sizes, and write everything that is not an array."""
     for name, size in target.files.items():
         with (folder / name).open("wb") as file:
+            # A sparse file: writers may fill it in any order, and gaps take no space.
             os.truncate(file.fileno(), size)
     for name, offset, data in target.heads:
         with (folder / name).open("r+b") as file:

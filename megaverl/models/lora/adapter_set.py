@@ -88,6 +88,8 @@ class AdapterSet(ABC):
         self.trained = tuple(weight.name for weight in trained)
         self.weights = [*factor_weights(low_ranks), *trained]
 
+    # Order of the stored tensors: factors first, then weights that are trained as a
+    # whole.
     @property
     @abstractmethod
     def modules(self) -> Sequence[nn.Module]:
@@ -117,6 +119,8 @@ class AdapterSet(ABC):
 def initial_factor(low_rank: LowRank, seed: int) -> torch.Tensor:
     """Return the initial A [rank, columns], uniform as in peft. It depends on the seed and the factor's name only."""
     shape = low_rank.shapes[low_rank.a]
+    # A seed of name and run, so that A does not depend on the grid or on the order of
+    # layers.
     digest = hashlib.blake2b(
         f"lora/{seed}/{low_rank.a}".encode(), digest_size=8
     ).digest()
@@ -170,6 +174,8 @@ class Merge:
             for name, shape in all_factors.local_shapes.items()
         }
         self._boxes = {piece.tensor: piece.box for piece in all_factors.pieces}
+        # Pieces of the destination, each of which gets the product of its own rows and
+        # columns.
         self._pieces = [piece for piece in layout.pieces if piece.tensor in adapters]
 
     @torch.no_grad()
@@ -197,6 +203,8 @@ class Merge:
         self, adapter: LowRank, box: Box
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (A, B) for a box of the weight."""
+        # Factors hold the rows and columns that this rank needs, counted from their own
+        # start.
         left = box.start[1] - self._boxes[adapter.a].start[1]
         top = box.start[0] - self._boxes[adapter.b].start[0]
         rows, columns = box.shape
@@ -215,6 +223,7 @@ def add_product(
         a: [rank, columns].
         b: [rows, rank].
     """
+    # The weight may be one expert of a larger tensor, with axes of size one.
     matrix = target.view(b.shape[0], a.shape[1])
     if target.dtype in (torch.float32, torch.float64):
         matrix.addmm_(b.to(target.dtype), a.to(target.dtype), alpha=scaling)
@@ -258,6 +267,7 @@ def save_adapters(adapters: AdapterSet, folder: str | Path, *, base: str) -> Non
     everything = whole_layout(
         [(weight.name, weight.shape) for weight in adapters.weights]
     )
+    # Everything goes to the first rank. The plan is computed alike on all ranks.
     plan = make_plan(
         adapters.layout_of,
         lambda other: everything if other == 0 else EMPTY,
@@ -278,6 +288,7 @@ def save_adapters(adapters: AdapterSet, folder: str | Path, *, base: str) -> Non
         "inference_mode": True,
         "init_lora_weights": True,
     }
+    # The first rank writes, and all ranks raise its errors.
     on_first_rank(
         lambda: _write(folder, fields | _own_fields(adapters, base), landed), group
     )
@@ -295,6 +306,7 @@ def _own_fields(adapters: AdapterSet, base: str) -> dict[str, Any]:
         "base_model_name_or_path": base,
         "task_type": "TOKEN_CLS" if adapters.trained else "CAUSAL_LM",
         "r": lora.rank,
+        # peft has a whole number here, and writes one.
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": targets,
@@ -365,6 +377,7 @@ def _load(adapters: AdapterSet, folder: Path) -> None:
         raise ModelError(
             f"{file}: not found. An adapter folder has {CONFIG_FILE} and {WEIGHTS_FILE}."
         )
+    # Factors have peft's names already, others get its prefix.
     names = {_stored_name(weight.name): weight.name for weight in adapters.weights}
     stored = {
         names.get(name, name): tensor for name, tensor in read_header(file).items()

@@ -111,6 +111,8 @@ class Adapter(nn.Module):
         is_column = self.split not in (Split.ROW, Split.REPLICATED)
         # With sequence parallelism a whole factor sees only a part of the sequence, so
         # its gradient must be summed.
+        # Parts are in the order of the layer's rows, each with the box that this rank
+        # holds of it.
         for low_rank, _, ((top, left), (bottom, right)) in parts:
             a = initial_factor(low_rank, seed)[:, left:right]
             b = torch.zeros(bottom - top, lora.rank)
@@ -118,6 +120,8 @@ class Adapter(nn.Module):
                 (self.lora_A, a, is_row),
                 (self.lora_B, b, is_column),
             ):
+                # A copy: `to` could return a view of the factor, whose other part
+                # belongs to another rank.
                 parameter = nn.Parameter(
                     values.to(
                         platform.device, config.params_dtype, copy=True
@@ -129,6 +133,7 @@ class Adapter(nn.Module):
                 parameter.sequence_parallel = shared and not cut  # type: ignore[attr-defined]
                 factors[low_rank.projection] = parameter
         self.order: torch.Tensor | None
+        # An index without values of its own, so it is not saved.
         self.register_buffer("order", _row_order(parts, num_rows), persistent=False)
         self.to(platform.device)
 
@@ -136,6 +141,8 @@ class Adapter(nn.Module):
         """Return the adapters' output: [s, b, columns on this rank] -> [s, b, rows on this rank]."""
         hidden = self._dropped(hidden)
         # [s, b, rank * projections]
+        # All projections of a fused layer read the same input, so one product serves
+        # them.
         low = F.linear(hidden, torch.cat(list(self.lora_A.values())))
         group = self.tp_group
         if self.split is Split.ROW:
@@ -150,6 +157,7 @@ class Adapter(nn.Module):
                 )
             else:
                 low = sum_gradients(low, group)
+        # Scaled between the factors, where there are only `rank` numbers per token.
         return F.linear(low * self.scaling, self._rows())
 
     def add_to(
@@ -172,9 +180,11 @@ class Adapter(nn.Module):
 
     def _rows(self) -> torch.Tensor:
         """Return the combined B, [rows, rank * projections]. Each row reads its own projection's part of A x."""
-        rows = torch.block_diag(*self.lora_B.values())
+        # Block-diagonal: every projection reads its own `rank` numbers.
+        rows: torch.Tensor = torch.block_diag(*self.lora_B.values())
         if self.order is None:
             return rows
+        # Some projections of the fused layer have no adapter.
         if len(self.order) > len(rows):
             # The index one past the last row selects zeros, for projections without an
             # adapter.
@@ -191,6 +201,7 @@ class Adapter(nn.Module):
         if not self.dropout or not self.training:
             return hidden
         kept = hidden
+        # Each rank draws for all parts of the row, and keeps the draw for its own.
         for part in range(self.context_size):
             with (
                 get_cuda_rng_tracker().fork()
@@ -214,6 +225,7 @@ def _row_order(
     order = torch.full((num_rows,), stacked, dtype=torch.int64)
     first = 0
     for _, pieces, ((top, _), (bottom, _)) in parts:
+        # Rows of the weight in the file, as rows of the stacked B's.
         for piece in pieces:
             rows = torch.arange(piece.box.start[0], piece.box.stop[0]) - top + first
             order[piece.local_box.start[0] : piece.local_box.stop[0]] = rows
@@ -251,6 +263,7 @@ class Adapters(AdapterSet):
         local_shapes = self.layout_of(grid.rank).local_shapes
         known = dict(parameters)
         for layer, adapter in self._adapters.items():
+            # Names under which the layout and the optimizer know the adapters.
             known |= {
                 f"{layer}.{ADAPTER}.{name}": parameter
                 for name, parameter in adapter.named_parameters()
@@ -258,6 +271,8 @@ class Adapters(AdapterSet):
         self.parameters: dict[str, nn.Parameter] = {
             name: known[name] for name in local_shapes
         }
+        # The model's own weights are frozen, then everything that is trained is
+        # released.
         for parameter in parameters.values():
             parameter.requires_grad_(False)
         for parameter in self.parameters.values():
@@ -295,6 +310,7 @@ class Adapters(AdapterSet):
     ) -> None:
         """Create the adapters of this rank's layers and register their hooks."""
         by_layer: dict[str, list[AdaptedProjection]] = {}
+        # In the order of the layout, so that fused projections keep their order.
         for name, pieces in layout.by_tensor.items():
             if name in self.low_ranks:
                 part = AdaptedProjection(
@@ -369,6 +385,7 @@ class LinearAdapter(nn.Module):
             if self.dropout and self.training
             else args[0]
         )
+        # Factors are kept in float32 and computed in the model's dtype.
         a, b = (self.get_parameter(name).to(hidden.dtype) for name in FACTORS)
         return output + F.linear(F.linear(hidden, a) * self.scaling, b)
 
@@ -429,6 +446,7 @@ def layer_factors(
     Raises:
         ModelError: a target matches no linear layer.
     """
+    # Only layers that lie in the files as they are in the module can have adapters.
     name_of = {file: name.rpartition(".")[0] for name, file in sharded.renamed.items()}
     linear = [
         weight
@@ -473,6 +491,7 @@ class HFAdapters(AdapterSet):
         self._seed = seed
         self._num_shards = num_shards
         self._adapters: list[LinearAdapter] = []
+        # Everything is frozen before the adapters' own parameters exist.
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         for name, low_rank in self._chosen.layers.items():
@@ -494,6 +513,8 @@ class HFAdapters(AdapterSet):
         factors = self._chosen.factors
         self.parameters = {name: parameters[name] for name in layout.local_shapes}
         with torch.no_grad():
+            # Shards start at their own rows, so that the factors do not depend on the
+            # number of ranks.
             for piece in layout.pieces:
                 place = self.parameters[piece.local]
                 if piece.local in factors and piece.tensor == factors[piece.local][1].a:

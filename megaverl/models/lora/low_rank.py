@@ -82,6 +82,7 @@ def low_ranks(
     Raises:
         ModelError: a target matches no layer that can have an adapter. The message lists those that can.
     """
+    # peft treats attention and MLP alike, but not experts, so that those are left out.
     weights = list(weights)
     routed = any(weight.expert is not None or weight.is_stacked for weight in weights)
     possible = {
@@ -93,6 +94,7 @@ def low_ranks(
     chosen = [weight for module, weight in possible.items() if matches(module)]
     names = sorted({module.rpartition(".")[2] for module in possible})
     single = [] if isinstance(targets, str) else targets
+    # Each single target must select something, else it is a spelling mistake.
     unknown = [
         target for target in single if not any(map(_matcher([target]), possible))
     ]
@@ -147,6 +149,7 @@ def filled_box(pieces: Sequence[Piece]) -> Box:
         ModelError: the pieces are not adjacent.
     """
     span = _around(pieces)
+    # A hole between the pieces would need factors of several boxes.
     if span.numel != sum(piece.box.numel for piece in pieces):
         raise ModelError(
             f"{pieces[0].tensor}: a rank holds parts of it that are not neighbours: no adapter fits."
@@ -194,6 +197,8 @@ def factor_layout(
         adapter = adapters.get(name)
         if adapter is None:
             continue
+        # Engines may hold the pieces apart. The factors then cover everything in
+        # between.
         span = _around(weight_pieces)
         boxes = (
             Box((0, span.start[1]), (adapter.rank, span.stop[1])),

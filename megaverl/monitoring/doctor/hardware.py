@@ -44,6 +44,7 @@ def hardware() -> Iterator[Finding]:
         )
         return
     try:
+        # Without a working driver, each of these commands fails with an explanation.
         query, topology, links = ask("-q", "-x"), ask("topo", "-m"), ask("nvlink", "-s")
     except subprocess.CalledProcessError as error:
         output = (error.stdout + error.stderr).strip().splitlines() or [
@@ -109,6 +110,7 @@ def gpu_findings(query: str, torch_cuda: str | None) -> Iterator[Finding]:
     if (
         torch_cuda
         and newest
+        # Within a major version, CUDA runs on older drivers.
         and int(newest.split(".")[0]) < int(torch_cuda.split(".")[0])
     ):
         fix = f"update the driver to one for CUDA {torch_cuda.split('.')[0]}, or install cuda-compat of that version"
@@ -154,12 +156,15 @@ def _memory_errors(gpu: ElementTree.Element) -> str:
     errors = [
         f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count
     ]
+    # The GPU replaces broken rows of its memory by spare ones, until there are none
+    # left.
     if _text(gpu, "remapped_rows/remapped_row_failure") == "Yes":
         errors.append("no rows left to remap")
     return ", ".join(errors)
 
 
 def _slowdown(gpu: ElementTree.Element) -> str:
+    # The tag has two names, of newer and of older drivers.
     reasons = [
         *gpu.iterfind("clocks_event_reasons/*"),
         *gpu.iterfind("clocks_throttle_reasons/*"),
@@ -182,6 +187,7 @@ def _slowdown(gpu: ElementTree.Element) -> str:
 
 
 def _power(gpu: ElementTree.Element) -> str:
+    # The second name is that of older drivers.
     for section in ("gpu_power_readings", "power_readings"):
         now, usual = (
             _text(gpu, f"{section}/{which}")
@@ -200,8 +206,9 @@ def _pcie(gpu: ElementTree.Element) -> str:
     return f"{now} of {most} lanes" if now and most and now != most else ""
 
 
-def _context(gpu: ElementTree.Element) -> str:
-    state, status = _text(gpu, "context/state"), _text(gpu, "context/status")
+def _fabric(gpu: ElementTree.Element) -> str:
+    # `fabric` is the tag in nvidia-smi's output, and has nothing to do with our own names.
+    state, status = _text(gpu, "fabric/state"), _text(gpu, "fabric/status")
     if state in ("", "Completed") and status in ("", "Success"):
         return ""
     return ", ".join(word for word in (state, status) if word)
@@ -276,8 +283,8 @@ CHECKS = (
         "seat the card and its riser anew; lspci -vv shows LnkSta (downgraded)",
     ),
     Check(
-        "NVSwitch context",
-        _context,
+        "NVSwitch fabric",
+        _fabric,
         "fail",
         "ready, or none",
         "systemctl restart nvidia-fabricmanager, in exactly the driver's version; without it no NVLink is used",
@@ -300,6 +307,8 @@ def read_topology(text: str) -> Topology:
     """
     lines = [
         line
+        # Column names are underlined by escape sequences, even when the output is not a
+        # terminal.
         for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
         if line.strip()
     ]
@@ -317,6 +326,8 @@ def read_topology(text: str) -> Topology:
             between.update(
                 {
                     (first, other): cell
+                    # Rows end with affinities of the processor, which have no name
+                    # here.
                     for other, cell in zip(names, cells, strict=False)
                     if cell != "X"
                 }
@@ -470,6 +481,7 @@ def adapter_findings(ports: list[Port], modules: str) -> Iterator[Finding]:
         yield Finding(
             SECTION, "adapters", "warn", f"{ports_text}; {', '.join(waiting)} wait", fix
         )
+    # NCCL would silently use TCP.
     elif not active:
         fix = "look at cables and switch: ibstat, or ip link for RoCE"
         yield Finding(

@@ -106,6 +106,7 @@ def _settings(interfaces: set[str]) -> Iterator[Finding]:
     for name in INTERFACE_SETTINGS:
         value = variables.get(name, "")
         wanted = [part for part in value.lstrip("=").split(",") if part]
+        # `^` excludes interfaces, and `=` demands the exact name.
         if not wanted or value.startswith("^"):
             continue
         # NCCL accepts prefixes of interface names, gloo only whole names.
@@ -190,8 +191,10 @@ def _name_service() -> Finding:
     except OSError:
         address = "127.0.0.1"
     took: list[float] = []
+    # One slow lookup is proof enough, and 32 of them could take minutes.
     while len(took) < LOOKUPS and max(took, default=0.0) < SLOW_LOOKUP:
         began = time.perf_counter()
+        # An address without a name costs the same time, and is no problem by itself.
         with suppress(OSError):
             socket.getnameinfo((f"::ffff:{address}", 0, 0, 0), 0)
         took.append(time.perf_counter() - began)
@@ -219,6 +222,7 @@ def _ports() -> Iterator[Finding]:
         fix = "another job may use it: give torchrun another --master-port (or end that job)"
         yield Finding("network", name, "warn", "in use", fix)
     path = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    # The range is that of Linux by default, where the file does not exist.
     low, high = map(int, path.read_text().split()) if path.exists() else (32768, 60999)
     if high - low < 4096:
         text = f"{low} to {high}: ranks and engines open many"
@@ -231,6 +235,7 @@ def _ports() -> Iterator[Finding]:
 def is_free(port: int) -> bool:
     """Return whether a server could listen on the port."""
     with socket.socket() as probe:
+        # A port whose connections have just been closed counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))

@@ -125,7 +125,7 @@ def generate_one(engine_name: str) -> str:
 ENOUGH = 0.6
 FIX = (
     "NCCL_DEBUG=INFO shows the way taken (P2P/CUMEM or NVLS, not SHM or NET); unset NCCL_P2P_DISABLE and "
-    "NCCL_P2P_LEVEL; the lines above about NVLink and the context; nothing else may run meanwhile"
+    "NCCL_P2P_LEVEL; the lines above about NVLink and the fabric; nothing else may run meanwhile"
 )
 
 

@@ -370,11 +370,13 @@ def enter(mechanism: str, packages: Sequence[str] = ()) -> Boundary:
         )
         _drop_capabilities()
         return Boundary(paths, is_namespace=False, counts_threads=False)
+    # Read before the user changes.
     user, group, number = os.getuid(), os.getgid(), os.getpid()
     as_root = mechanism == "namespaces"
     apart = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
     _checked("unshare", _libc.unshare(apart if as_root else apart | CLONE_NEWUSER))
     if not as_root:
+        # The order is the kernel's: groups cannot be mapped before setgroups is denied.
         for name, text in (
             ("setgroups", "deny"),
             ("uid_map", f"{user} {user} 1"),
@@ -471,10 +473,12 @@ def _read_only(target: str) -> None:
 
 def _private_root(paths: Sequence[str], links: dict[str, str]) -> None:
     """Change to a root with only these paths: a tmpfs with bind mounts, as in bubblewrap."""
+    # Mounts made here must not appear outside.
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     os.mkdir("/tmp/old")
     os.mkdir("/tmp/new")
+    # `pivot_root` moves the root itself, so that no path leads back to the old one.
     pivot = PIVOT_ROOT[machine()]
     _checked("pivot_root", _libc.syscall(pivot, b"/tmp", b"/tmp/old"))
     os.chdir("/")
@@ -483,6 +487,8 @@ def _private_root(paths: Sequence[str], links: dict[str, str]) -> None:
         source, target = f"/old{path}", Path(f"/new{path}")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.mkdir(exist_ok=True) if os.path.isdir(source) else target.touch()
+        # Bound first, then made read-only: a bind mount takes its flags in a second
+        # step.
         _mount(source, str(target), None, MS_BIND | MS_REC)
         _read_only(str(target))
     for path, to in links.items():
@@ -490,6 +496,7 @@ def _private_root(paths: Sequence[str], links: dict[str, str]) -> None:
             Path(f"/new{path}").parent.mkdir(parents=True, exist_ok=True)
             os.symlink(to, f"/new{path}")
     os.chdir("/new")
+    # Detached: the old root is gone once nothing uses it.
     _checked("umount", _libc.umount2(b"/old", MNT_DETACH))
     _checked("pivot_root", _libc.syscall(pivot, b".", b"."))
     _checked("umount", _libc.umount2(b".", MNT_DETACH))
@@ -499,6 +506,7 @@ def _private_root(paths: Sequence[str], links: dict[str, str]) -> None:
 
 def _become_ordinary(number: int) -> None:
     """Change from root to a user that nobody else has, so that its processes are counted separately."""
+    # The user namespace may have few numbers.
     for user in (FIRST_USER + number, NOBODY):
         try:
             os.setgroups([])
@@ -521,11 +529,13 @@ def _landlock(paths: Sequence[str]) -> None:
     rules = struct.pack("Q", LANDLOCK_ALL)
     ruleset = _checked(
         "landlock",
+        # Everything that the rules below do not allow is denied.
         _libc.syscall(LANDLOCK_CREATE, rules, ctypes.c_size_t(len(rules)), 0),
     )
     for path in paths:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         access = LANDLOCK_READ_FILE | (LANDLOCK_READ_DIR if os.path.isdir(path) else 0)
+        # The rule refers to the open folder, and so also to everything below it.
         rule = struct.pack("=Qi", access, place)
         _checked(f"landlock {path}", _libc.syscall(LANDLOCK_ADD, ruleset, 1, rule, 0))
         os.close(place)

@@ -110,6 +110,7 @@ class Sandbox:
     def __post_init__(self) -> None:
         # Last in, first out: a worker that runs is taken before a place where one would
         # have to start.
+        # Workers start with the first program that needs them.
         self._free = queue.LifoQueue()
         for _ in range(self.size):
             self._free.put(None)
@@ -137,6 +138,8 @@ class Sandbox:
         parts: list[Any] = [{"source": task.source, "input": task.input}]
         if task.test is not None:
             parts.append(dict(task.test))
+        # The worker forwards the program's bytes without reading them, so it must know
+        # their number.
         sizes = [len(json.dumps(part)) + 1 for part in parts]
         seconds = self.limits.seconds if task.seconds is None else task.seconds
         memory_mb = self.limits.memory_mb if task.memory_mb is None else task.memory_mb
@@ -152,6 +155,7 @@ class Sandbox:
                     *parts,
                 ):
                     worker.send(line)
+                # The worker answers somewhat later than the program's own limit.
                 return self._outcome(
                     task, worker.answer(seconds + MARGIN_SECONDS), seconds
                 )
@@ -159,6 +163,8 @@ class Sandbox:
                 died = error.code if isinstance(error, ProcessDied) else None
                 if worker is not None:
                     worker.close()
+                # The place in the queue stays, and a new worker starts with the next
+                # program.
                 worker = None
             finally:
                 self._free.put(worker)
@@ -171,6 +177,7 @@ class Sandbox:
         for worker in [self._free.get() for _ in range(self.size)]:
             if worker is not None:
                 worker.close()
+            # Places go back, so that a closed sandbox can be used again.
             self._free.put(None)
 
     def _outcome(
@@ -190,6 +197,7 @@ class Sandbox:
             )
         else:
             reason = str(verdict.get("error", ""))
+        # A program that was stopped may still have ended with code 0.
         stopped = bool(answer["timed_out"] or answer["too_much"])
         passed = not stopped and (
             code == 0 if task.test is None else verdict["passed"] is True
@@ -231,6 +239,7 @@ def _started(limits: SandboxLimits, mechanism: str) -> LineProcess | str:
         "OMP_NUM_THREADS": "1",
         "PYTHONHASHSEED": "0",
     }
+    # `-sSP`: no user packages, no site module, and no path of the current folder.
     worker = LineProcess([sys.executable, "-sSP", str(WORKER)], environment, folder="/")
     paths = sysconfig.get_paths()
     packages = list(dict.fromkeys([paths["purelib"], paths["platlib"]]))

@@ -63,8 +63,10 @@ FUNCTIONS = (types.FunctionType, types.MethodType)
 def run_script(source: str) -> None:
     """Run a whole program, which reads standard input and writes standard output, and end this process."""
     module = types.ModuleType("__main__")
+    # The program is the main module, as if it were started by itself.
     sys.modules["__main__"] = module
     status = 0
+    # Whatever a program raises is an exit code, not an error of the sandbox.
     try:
         exec(compile(source, "response", "exec"), vars(module))
     except SystemExit as stop:
@@ -176,6 +178,7 @@ class Peer:
                 "kwargs": keywords,
             }
         )
+        # The other side may call back functions that it was given before it answers.
         while "do" in (answer := self.receive()):
             self.serve(answer)
         if "error" in answer:
@@ -183,6 +186,8 @@ class Peer:
             if isinstance(kind, type) and issubclass(kind, Exception):
                 raise kind(str(answer["message"]))
             raise RemoteError(f"{answer['error']}: {answer['message']}")
+        # Lists and mappings in the arguments are changed in place, as a plain call
+        # would do.
         for value, after in zip(args, answer["args"], strict=False):
             if isinstance(value, list):
                 value[:] = self.decoded(after)
@@ -199,6 +204,7 @@ class Peer:
             kwargs = {
                 key: self.decoded(value) for key, value in request["kwargs"].items()
             }
+            # Everything else is allowed on the response's side only.
             if request["do"] == "call":
                 value = target(*args, **kwargs)
             elif not self.is_response:
@@ -233,6 +239,8 @@ class Peer:
             value = value.tolist()
         if value is None or isinstance(value, bool):
             return value
+        # Subclasses become plain values, since the other side does not have the
+        # classes.
         for kind in (int, str):
             if isinstance(value, kind):
                 return kind(value)

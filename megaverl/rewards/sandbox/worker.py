@@ -82,6 +82,7 @@ def serve() -> None:
     setting = _line(requests)
     try:
         existing = [path for path in sys.path[1:] if os.path.exists(path)]
+        # Only folders that the boundary leaves readable.
         sys.path[:] = existing + setting["packages"]
         for name in [*PRELOADED, *setting["preload"]]:
             importlib.import_module(name)
@@ -121,6 +122,7 @@ def _line(file: int) -> Any:
     # A larger read could take bytes of the programs' lines, which only their copies may
     # read.
     text = b""
+    # Byte by byte, because the rest belongs to the copies.
     while not text.endswith(b"\n"):
         if not (byte := os.read(file, 1)):
             return None
@@ -173,6 +175,8 @@ def run(
     else:
         ask, tell = os.pipe(), os.pipe()
         pipes += [ask, tell]
+        # The response reads requests and writes answers. It has no way to write a
+        # verdict.
         first = start(sizes[0], response, [out[1], err[1], ask[0], tell[1]])
         # The tests' own output is no output of the program, so it goes where errors go.
         second = start(sizes[1], tests, [err[1], err[1], tell[0], ask[1], verdict[1]])
@@ -191,6 +195,7 @@ def run(
         begin + limits["seconds"],
         max_output,
     )
+    # children[0] decides: the script, or the tests.
     codes, memory = [], 0.0
     for child in children:
         with contextlib.suppress(ProcessLookupError):
@@ -198,6 +203,7 @@ def run(
         _, status, usage = os.wait4(child, 0)
         codes.append(os.waitstatus_to_exitcode(status))
         memory = max(memory, usage.ru_maxrss / 1024)
+    # Processes of other programs cannot exist: one program runs at a time.
     if boundary.is_namespace:
         _sweep()
     return {
@@ -223,6 +229,7 @@ def _start(
     ready = os.pipe()
     child = os.fork()
     if child:
+        # Empty if the copy ended before it had read its line.
         os.close(ready[1])
         has_read = os.read(ready[0], 1)
         os.close(ready[0])
@@ -231,18 +238,22 @@ def _start(
             os._exit(1)
         return child
     try:
+        # The line is read before anything is given up.
         task = json.loads(_exactly(requests, size))
         os.write(ready[1], b"r")
         standard_input = os.memfd_create("input")
         with os.fdopen(os.dup(standard_input), "wb") as file:
             file.write(task.pop("input", "").encode("utf-8", "surrogatepass"))
         os.lseek(standard_input, 0, os.SEEK_SET)
+        # Above all descriptors that will be replaced, so that none is overwritten
+        # before it is copied.
         moved = [
             fcntl.fcntl(file, fcntl.F_DUPFD, FIRST_FREE)
             for file in (standard_input, *files)
         ]
         for number, moved_file in enumerate(moved):
             os.dup2(moved_file, number)
+        # No other descriptor of the worker may stay open in a program.
         os.closerange(len(moved), FIRST_FREE + 2 * len(moved) + 64)
         sys.stdin, sys.stdout, sys.stderr = _opened(0, "r", "w", "w")
         os.environ.clear()
@@ -283,6 +294,7 @@ def _collect(
     has_ended = False
     while not has_ended or open_files:
         left = deadline - time.monotonic()
+        # After the child's end, only what is in the pipes already is read.
         events = waiting.poll(0 if has_ended else max(left, 0) * 1e3)
         if has_ended and not events:
             # Another process of the task still holds a pipe open.

@@ -21,6 +21,7 @@ from megaverl.rollout.environments.environment import (
     register_environment,
 )
 from megaverl.rollout.environments.episodes import (
+    Begun,
     Generate,
     Request,
     Turns,
@@ -29,11 +30,24 @@ from megaverl.rollout.environments.episodes import (
     digest,
     play,
 )
+from megaverl.rollout.environments.faults import (
+    FAILED,
+    Attempt,
+    FailedCall,
+    FaultLimits,
+    Faults,
+)
 
 __all__ = [
     "ALONE",
+    "FAILED",
+    "Attempt",
+    "Begun",
     "Codec",
     "Environment",
+    "FailedCall",
+    "FaultLimits",
+    "Faults",
     "Game",
     "Generate",
     "Limits",

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
-from megaverl.errors import ConfigError, EpisodeError
+from megaverl.errors import ConfigError, EnvironmentFault, EpisodeError
 from megaverl.outside import read_json, read_number
 from megaverl.plugins import load_module
 from megaverl.rollout.environments.environment import (
@@ -255,7 +255,7 @@ class OpenEnvClient(TextEnvironment):
                 self.url, open_timeout=self.seconds, max_size=2**26, proxy=None
             )
         except (OSError, TimeoutError) as error:
-            raise EpisodeError(
+            raise EnvironmentFault(
                 f"environment 'openenv': {self.url} does not answer ({error}). Start its server."
             ) from error
         return self._ask("reset", {"seed": seed % 2**31}).text
@@ -271,16 +271,16 @@ class OpenEnvClient(TextEnvironment):
             self._socket.close()
 
     def _ask(self, kind: str, data: dict[str, Any]) -> Observed:
-        """Send a message and return the answer. The model reads an error of a step; all other errors end the run.
+        """Send a message and return the answer. The model reads an error of a step.
 
         Raises:
-            EpisodeError: the server is gone, takes too long, or refuses to begin.
+            EnvironmentFault: the server is gone, takes too long, or refuses to begin.
         """
         try:
             self._socket.send(json.dumps({"type": kind, "data": data}))
             received = self._socket.recv(timeout=self.seconds)
         except Exception as error:  # whatever the socket raises: closed, too late
-            raise EpisodeError(
+            raise EnvironmentFault(
                 f"environment 'openenv': {self.url}: {describe(error)}"
             ) from error
         try:
@@ -289,7 +289,7 @@ class OpenEnvClient(TextEnvironment):
             problem = str(error)
         if kind == "step":
             return Observed(f"error: {problem}", self.no_action_reward)
-        raise EpisodeError(f"environment 'openenv': {self.url}: {problem}")
+        raise EnvironmentFault(f"environment 'openenv': {self.url}: {problem}")
 
     def _observed(self, received: str | bytes) -> Observed:
         """Read the server's answer.

@@ -18,6 +18,7 @@ from megaverl.rollout.environments.environment import (
     Limits,
     Outcome,
 )
+from megaverl.rollout.environments.faults import FAILED, Attempt, FailedCall, Faults
 
 if TYPE_CHECKING:
     from megaverl.rollout.engine import Generation
@@ -32,6 +33,7 @@ class Request:
         turn: index of the turn in this conversation. If the name is derived from `token_ids`, the number of earlier
             requests with the same tokens.
         token_ids: everything that was read and written in the conversation so far.
+        replacement: number of draws of this episode that were given up (`Attempt`).
     """
 
     episode: int
@@ -39,6 +41,7 @@ class Request:
     turn: int
     token_ids: list[int]
     conversation: str = ""
+    replacement: int = 0
 
 
 @dataclass
@@ -54,8 +57,8 @@ class View:
         log_probs: the engine's log-probs; 0 for tokens that the model did not write.
         turns: turn that the token belongs to.
         rewards: reward of each turn.
-        finish_reason: `stop` (the episode ended by itself), `length` (no room for another turn) or `turns` (`max_turns`
-            reached).
+        finish_reason: `stop` (the episode ended by itself), `length` (no room for another turn), `turns` (`max_turns`
+            reached) or `failed` (its environment failed at every attempt; it has no turns).
         others: prompts of the conversations that began after the first.
         places: conversation that the token belongs to; 0 is the first.
         writing: conversations in which the model writes next.
@@ -315,53 +318,104 @@ class Turns:
     acting: Sequence[str]
 
 
+@dataclass(frozen=True)
+class Begun:
+    """Result of an episode's beginning: the prompt of every agent, and the agents that write first."""
+
+    prompts: Mapping[str, Sequence[int]]
+    acting: Sequence[str]
+
+
+Begin = Callable[[Mapping[int, Attempt]], Mapping[int, Begun | FailedCall]]
 # From episode -> agent -> its turns, one per conversation it wrote in, to episode ->
 # results.
-Step = Callable[[Mapping[int, Mapping[str, list[list[int]]]]], Mapping[int, Turns]]
+Step = Callable[
+    [Mapping[int, Mapping[str, list[list[int]]]]], Mapping[int, Turns | FailedCall]
+]
 Generate = Callable[[Sequence[Request]], "Sequence[Generation]"]
 
 
 def play(
-    prompts: Sequence[Mapping[str, Sequence[int]]],
-    acting: Sequence[Sequence[str]],
+    prompts: Sequence[Sequence[int]],
+    agents: Sequence[str],
     *,
+    begin: Begin,
     generate: Generate,
     step: Step,
     limits: Limits,
+    faults: Faults,
+    group_size: int = 1,
     by_content: bool = False,
 ) -> list[Views]:
     """Play all episodes to their ends and return each agent's view of each episode.
 
         loop until every episode is over:
+            begin episodes, at first all, later those whose environment has failed
             end episodes without room for another turn
             generate the next turn of every writing agent, in one request
             step all environments, and append their answers to the views
 
+    An attempt that follows a fault begins the episode anew. It has the same seeds, so
+    the policy writes the same turns, and an environment without randomness of its own
+    comes to where it failed.
+
     Args:
-        prompts: for each episode, the prompt of every agent.
-        acting: for each episode, the agents that write first.
+        prompts: the prompt of each row, which a lost episode shows.
+        agents: names of the agents of every episode.
+        begin: begins attempts at episodes.
+        faults: decides what follows a fault of `begin` or `step`.
+        group_size: number of consecutive episodes that are compared with each other.
         by_content: see `Environment`.
 
     Raises:
-        EpisodeError: an outcome names an unknown agent, or an episode goes on although no agent writes.
+        EpisodeError: an outcome names an unknown agent, an episode goes on although no agent writes, or the environment
+            does not work (`Faults.after`).
     """
-    episodes: list[Views] = [
-        {agent: View(list(ids)) for agent, ids in by_agent.items()}
-        for by_agent in prompts
-    ]
-    waiting = {number: list(agents) for number, agents in enumerate(acting)}
-    while waiting:
+    episodes: list[Views] = [{} for _ in prompts]
+    waiting: dict[int, list[str]] = {}
+    to_begin = faults.begin(len(prompts), group_size)
+    replacements = dict.fromkeys(to_begin, 0)
+
+    def give_up(failed: Mapping[int, FailedCall], again: Mapping[int, Attempt]) -> None:
+        for number in failed.keys() - again.keys():
+            episodes[number] = {
+                agent: View(list(prompts[number]), finish_reason=FAILED)
+                for agent in agents
+            }
+
+    while waiting or to_begin:
+        if to_begin:
+            replacements |= {
+                number: attempt.replacement for number, attempt in to_begin.items()
+            }
+            failed: dict[int, FailedCall] = {}
+            begun = begin(to_begin)
+            for number, result in sorted(begun.items()):
+                if isinstance(result, FailedCall):
+                    failed[number] = result
+                    continue
+                episodes[number] = {
+                    agent: View(list(ids)) for agent, ids in result.prompts.items()
+                }
+                waiting[number] = list(result.acting)
+            to_begin = faults.after("reset", begun.keys(), failed)
+            give_up(failed, to_begin)
+        running = len(waiting)
         _end_those_without_room(episodes, waiting, limits)
+        faults.finished(running - len(waiting))
         places = [
             (number, agent, conversation)
-            for number, agents in waiting.items()
-            for agent in agents
+            for number, acting in sorted(waiting.items())
+            for agent in acting
             for conversation in episodes[number][agent].writing
         ]
         if not places:
-            break
+            waiting = {}
+            continue
         requests = [
-            _request(*place, episodes[place[0]][place[1]], by_content)
+            _request(
+                *place, episodes[place[0]][place[1]], by_content, replacements[place[0]]
+            )
             for place in places
         ]
         written: dict[int, dict[str, list[list[int]]]] = {}
@@ -372,23 +426,37 @@ def play(
             written.setdefault(number, {}).setdefault(agent, []).append(
                 list(generation.token_ids)
             )
-        waiting = {}
-        for number, led_to in step(written).items():
-            if _take_in(episodes[number], led_to, number):
+        waiting, failed = {}, {}
+        results = step(written)
+        for number, led_to in results.items():
+            if isinstance(led_to, FailedCall):
+                failed[number] = led_to
+            elif _take_in(episodes[number], led_to, number):
                 waiting[number] = list(led_to.acting)
+        faults.finished(len(results) - len(failed) - len(waiting))
+        stepped_again = faults.after("step", results.keys(), failed)
+        give_up(failed, stepped_again)
+        to_begin = {**to_begin, **stepped_again}
     return episodes
 
 
 def _request(
-    episode: int, agent: str, conversation: int, view: View, by_content: bool
+    episode: int,
+    agent: str,
+    conversation: int,
+    view: View,
+    by_content: bool,
+    replacement: int,
 ) -> Request:
     now = view.conversation(conversation)
     token_ids = [*now.prompt, *now.tokens]
     if by_content:
         name = digest(token_ids)
         view.same[name] += 1
-        return Request(episode, agent, view.same[name] - 1, token_ids, name)
-    return Request(episode, agent, len(now.rewards), token_ids, view.name(conversation))
+        turn = view.same[name] - 1
+    else:
+        name, turn = view.name(conversation), len(now.rewards)
+    return Request(episode, agent, turn, token_ids, name, replacement)
 
 
 def _end_those_without_room(

@@ -1,4 +1,5 @@
-"""Environment `gateway`: external programs play the episodes through an OpenAI-compatible address.
+"""Environment `gateway`: external programs play the episodes through an address that OpenAI's and Anthropic's clients
+can call.
 
 Each episode gives its program an address of its own. The run's engines answer the
 calls: one request to the engines answers all programs that are waiting.
@@ -33,20 +34,25 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from typing import Any, ClassVar
 
-from megaverl.errors import ConfigError, EpisodeError
+from megaverl.errors import ConfigError, EnvironmentFault, EpisodeError
 from megaverl.outside import clean, read_json, read_number
 from megaverl.plugins import load_function
 from megaverl.processes import ending_with_parent
 from megaverl.rollout.environments.conversation import (
     CHAT,
-    COMPLETIONS,
     MODEL,
     Call,
     CallRefused,
     Conversation,
     Conversations,
-    as_stream,
     checked,
+)
+from megaverl.rollout.environments.dialects import (
+    COUNT_TOKENS,
+    DIALECTS,
+    MESSAGES,
+    RESPONSES,
+    Dialect,
 )
 from megaverl.rollout.environments.environment import (
     Codec,
@@ -78,6 +84,9 @@ class Session:
         answered: number of answered calls.
         reward: reward that the program reported for the episode.
         failure: reason why the program did not finish the episode.
+        is_fault: whether that is a fault of the environment, and not of the policy.
+        responses: id of each answer of the responses API -> messages of the chat up to it.
+        codec: counts the tokens of a call that is not to be answered.
     """
 
     key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
@@ -85,6 +94,52 @@ class Session:
     answered: int = 0
     reward: float = 0.0
     failure: str = ""
+    is_fault: bool = False
+    responses: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    codec: Codec | None = None
+
+    def read(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the completion that a call asks for.
+
+        Raises:
+            CallRefused: the call cannot be read, or continues a response that is not of this episode.
+        """
+        previous = body.get("previous_response_id") if path == RESPONSES else None
+        if previous is not None:
+            if previous not in self.responses:
+                raise CallRefused(
+                    f"there is no response {previous!r:.60} in this episode.", 404
+                )
+            body = {**body, "earlier": self.responses[previous]}
+        return DIALECTS[path].read(body)
+
+    def write(
+        self,
+        path: str,
+        answer: dict[str, Any],
+        chat: dict[str, Any],
+        body: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Return the answer to a call in the words of its API."""
+        written = DIALECTS[path].write(answer, body)
+        if path == RESPONSES:
+            instructions = int(bool(body.get("instructions")))
+            message = answer["choices"][0]["message"]
+            # Instructions are of one call alone.
+            messages = [*chat["messages"][instructions:], message]
+            self.responses[written["id"]] = messages
+        return written
+
+    def count_tokens(self, body: dict[str, Any]) -> int:
+        """Return the number of tokens that a call of the messages API would read.
+
+        Raises:
+            CallRefused: the policy cannot answer such a conversation.
+        """
+        assert self.codec is not None
+        conversation = Conversation(self.codec, CHAT)
+        conversation.begin(Call(CHAT, DIALECTS[MESSAGES].read(body)))
+        return len(conversation.token_ids)
 
     def end(self, body: Any) -> None:
         """End the episode at the request of its agent.
@@ -104,7 +159,7 @@ class Session:
 
 
 class GatewayServer(ThreadingHTTPServer):
-    """HTTP server for the calls of all episodes of a rank: /SESSION/v1/chat/completions and /SESSION/v1/completions.
+    """HTTP server for the calls of all episodes of a rank: /SESSION/v1/ and a path of `dialects`.
 
     An agent that the run does not start requests an episode at /next, and ends it with
     a reward at /SESSION/v1/end.
@@ -177,11 +232,15 @@ class GatewayHandler(BaseHTTPRequestHandler):
     # 350 answers a second instead of 8,100.
     disable_nagle_algorithm = True
     server: GatewayServer
+    # API of the call, and whether its answer is sent as events.
+    dialect: Dialect = DIALECTS[CHAT]
+    streams: bool = False
 
     def log_message(self, format: str, *args: Any) -> None:
         """Suppress the access log."""
 
     def do_GET(self) -> None:
+        self.dialect, self.streams = DIALECTS[CHAT], False
         models = {
             "object": "list",
             "data": [{"id": MODEL, "object": "model", "owned_by": "megaverl"}],
@@ -196,13 +255,15 @@ class GatewayHandler(BaseHTTPRequestHandler):
         self._reply(ask)
 
     def do_POST(self) -> None:
+        self.dialect, self.streams = DIALECTS[CHAT], False
         length = self.headers.get("content-length") or "0"
         text = self.rfile.read(int(length) if length.isdecimal() else 0)
 
         def ask() -> dict[str, Any]:
             session, path = self._session()
-            if path not in (CHAT, COMPLETIONS, END):
+            if path not in (*DIALECTS, COUNT_TOKENS, END):
                 self._unknown()
+            self.dialect = DIALECTS.get(path, DIALECTS[MESSAGES])
             try:
                 body = read_json(text or b"{}")
             except ValueError as error:
@@ -212,26 +273,36 @@ class GatewayHandler(BaseHTTPRequestHandler):
             if path == END:
                 session.end(body)
                 return {}
+            if not isinstance(body, dict):
+                raise CallRefused("a call is a JSON object.")
+            try:
+                if path == COUNT_TOKENS:
+                    return {"input_tokens": session.count_tokens(body)}
+                chat = session.read(path, body)
+            except (TypeError, AttributeError, KeyError, ValueError) as problem:
+                raise CallRefused(f"unreadable: {describe(problem)}") from problem
             repeats = self.headers.get(RETRIES, "0") != "0"
-            call = Call(path, checked(body), session.answered, repeats)
+            call = Call(self.dialect.kind, checked(chat), session.answered, repeats)
             self.streams = bool(body.get("stream"))
             session.calls.put(call)
-            return call.answer.result()
+            return session.write(path, call.answer.result(), chat, body)
 
-        self.streams = False
         self._reply(ask)
 
     def _unknown(self) -> Any:
         raise CallRefused(
-            f"there is no {self.path}: a gateway has models, {CHAT} and {COMPLETIONS}.",
+            f"there is no {self.path}: a gateway has models, {', '.join(DIALECTS)} and {COUNT_TOKENS}.",
             404,
         )
 
     def _check_token(self) -> None:
-        header, token = self.headers.get("authorization", ""), self.server.token
-        if token is not None and not hmac.compare_digest(
-            header.encode(), f"Bearer {token}".encode()
-        ):
+        token = self.server.token
+        if token is None:
+            return
+        # OpenAI's clients send the token in one way, and Anthropic's in the other.
+        bearer = self.headers.get("authorization", "").removeprefix("Bearer ")
+        sent = bearer or self.headers.get("x-api-key", "")
+        if not hmac.compare_digest(sent.encode(), token.encode()):
             raise CallRefused("the call has another token than the run.", 401)
 
     def _session(self) -> tuple[Session, str]:
@@ -246,18 +317,12 @@ class GatewayHandler(BaseHTTPRequestHandler):
         try:
             status, answer = 200, make()
         except CallRefused as error:
-            code = "context_length_exceeded" if error.status == 413 else None
-            status = 400 if error.status == 413 else error.status
-            answer = {
-                "error": {
-                    "message": str(error),
-                    "type": "invalid_request_error",
-                    "code": code,
-                    "param": None,
-                }
-            }
-        streams = status == 200 and getattr(self, "streams", False)
-        body = as_stream(answer) if streams else json.dumps(answer)
+            is_too_long = error.status == 413
+            # No API has a status of its own for a conversation that is too long.
+            status = 400 if is_too_long else error.status
+            answer = self.dialect.error(str(error), is_too_long)
+        streams = status == 200 and self.streams
+        body = self.dialect.stream(answer) if streams else json.dumps(answer)
         data = body.encode()
         self.send_response(status)
         self.send_header(
@@ -277,13 +342,14 @@ class ProgramEpisode(Environment):
 
     Options:
         command: the program, with {prompt} and {base_url} filled in. Its environment has OPENAI_BASE_URL and
-            OPENAI_API_KEY, and its standard input is the row as JSON: prompt, reference, extra. The last line that it
-            prints may be {"reward": number}.
+            OPENAI_API_KEY, and the same of ANTHROPIC. Its standard input is the row as JSON: prompt, reference, extra.
+            The last line that it prints may be {"reward": number}.
         function: instead of a command, `module:function`, called in a thread as function(base_url, api_key, prompt,
             reference, extra). It may return a reward.
         outside: True instead of either: agents that run elsewhere request episodes at `port`.
         seconds: longest time of a program from one call to the next; for an agent from outside, also to its first call.
-        error_reward: reward of a program that fails or takes longer, which ends its episode.
+        error_reward: reward of an episode whose program fails or takes longer, if that is the policy's doing. None: it
+            is a fault of the program: the episode is tried again, or left out of training (`environment.faults`).
         train_models: values of the field `model` whose calls train; the policy answers other calls too. None: all
             train.
         host: interface that calls come to.
@@ -303,7 +369,7 @@ class ProgramEpisode(Environment):
         function: str | None = None,
         outside: bool = False,
         seconds: float = 600.0,
-        error_reward: float = 0.0,
+        error_reward: float | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         token_env: str | None = None,
@@ -316,7 +382,7 @@ class ProgramEpisode(Environment):
         self.token = os.environ.get(token_env) if token_env else None
         own_port = port + int(os.environ.get("LOCAL_RANK", "0")) if port else 0
         self.server = GatewayServer.shared(host, own_port, self.token)
-        self.session, self.conversations = Session(), Conversations(codec)
+        self.session, self.conversations = Session(codec=codec), Conversations(codec)
         self._waiting: list[tuple[Conversation, Call]] = []
         self._models: set[str] = set()  # model names in the calls so far
         self._taken = 0  # calls that the policy answers
@@ -397,7 +463,8 @@ class ProgramEpisode(Environment):
             ).start()
         if first := self._take_calls(most=1):
             return first[0].token_ids
-        raise EpisodeError(
+        problem = EnvironmentFault if self.session.failure else EpisodeError
+        raise problem(
             f"environment 'gateway': {self._name} has ended, or was silent for {self.seconds:g} s, without a call "
             "that could be answered. It gets the address as OPENAI_BASE_URL (a function as base_url). "
             f"{self.session.failure}"
@@ -407,7 +474,11 @@ class ProgramEpisode(Environment):
         return self.step_each([token_ids])
 
     def step_each(self, turns: Sequence[Sequence[int]]) -> Outcome:
-        """Answer the program's calls and wait for its next ones."""
+        """Answer the program's calls and wait for its next ones.
+
+        Raises:
+            EnvironmentFault: the program fails, and `error_reward` does not say that this is the policy's doing.
+        """
         answered, self._waiting = self._waiting, []
         untrained = [
             place for place, (_, call) in enumerate(answered) if not self._trains(call)
@@ -418,6 +489,10 @@ class ProgramEpisode(Environment):
             call.answer.set_result(answer)
         if outcomes := self._take_calls([conversation for conversation, _ in answered]):
             return replace(outcomes[0], also=outcomes[1:], untrained=untrained)
+        if self.session.is_fault:
+            raise EnvironmentFault(
+                f"environment 'gateway': {self._name}. {self.session.failure}"
+            )
         if self.train_models is not None and not self._models & {*self.train_models}:
             logger.warning(
                 "environment 'gateway': nothing of %s trains: its calls name the models %s, and train_models %s.",
@@ -526,15 +601,21 @@ class ProgramEpisode(Environment):
         return call
 
     def _failed(self, why: str) -> None:
-        self.session.reward, self.session.failure = (
-            self.error_reward,
-            f"The last failure: {why}",
-        )
+        self.session.failure = f"The last failure: {why}"
+        reward = self.error_reward
+        if reward is None and self._without_room:
+            # The program was refused a call because the policy's conversation is full,
+            # and did not bear it. Another attempt would come to the same place.
+            reward = 0.0
+        if reward is None:
+            self.session.is_fault = True
+            return
+        self.session.reward = reward
         logger.warning(
             "environment 'gateway': %s: %s. Its episode ends with reward %g.",
             self._name,
             why,
-            self.error_reward,
+            reward,
         )
 
     def _played(
@@ -574,6 +655,9 @@ class ProgramEpisode(Environment):
             **os.environ,
             "OPENAI_BASE_URL": url,
             "OPENAI_API_KEY": self.token or NO_TOKEN,
+            # Anthropic's clients append /v1 themselves.
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.token or NO_TOKEN,
         }
         pipe = subprocess.PIPE
         with subprocess.Popen(

@@ -33,10 +33,12 @@ class Answer:
     Attributes:
         text: the result, or the error message.
         ok: whether `text` is a result.
+        is_fault: whether the call failed through no fault of its caller. `text` then says why.
     """
 
     text: str
     ok: bool
+    is_fault: bool = False
 
 
 class ToolProvider(Protocol):
@@ -177,13 +179,19 @@ class MCPTools:
     Args:
         server: a command, which is started and spoken to over its standard streams, or a URL (streamable HTTP).
         seconds: time limit of one call.
+        late_is_fault: whether a call that takes longer is a fault of the server. Otherwise the model reads it.
 
     Raises:
         EpisodeError: the package is missing, or the server does not start.
     """
 
     def __init__(
-        self, server: str | Sequence[str], seconds: float, max_characters: int
+        self,
+        server: str | Sequence[str],
+        seconds: float,
+        max_characters: int,
+        *,
+        late_is_fault: bool = True,
     ) -> None:
         try:
             from mcp import Client, StdioServerParameters
@@ -194,6 +202,7 @@ class MCPTools:
             ) from error
         self._name = server if isinstance(server, str) else " ".join(server)
         self._seconds, self._longest = seconds, max_characters
+        self._late_is_fault = late_is_fault
 
         def make() -> Client:
             if isinstance(server, str):
@@ -205,18 +214,24 @@ class MCPTools:
             )
 
         self._make = make
+        self._connecting = threading.Lock()
         self._client: Any = None
+        self.tools: list[str] = []
+        self._connect()
+        if self._client is None:
+            raise EpisodeError(
+                f"the MCP server {self._name} does not answer ({self._problem or 'no word of it'})."
+            )
+
+    def _connect(self) -> None:
+        """Start a thread that connects to the server; return when it has, or has failed."""
         self._loop = asyncio.new_event_loop()
         self._ends: asyncio.Event | None = None
         self._ready = threading.Event()
         self._problem: BaseException | None = None
-        self.tools: list[str] = []
         self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
         self._thread.start()
-        if not self._ready.wait(START_SECONDS) or self._problem is not None:
-            raise EpisodeError(
-                f"the MCP server {self._name} does not answer ({self._problem or 'no word of it'})."
-            )
+        self._ready.wait(START_SECONDS)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -232,22 +247,26 @@ class MCPTools:
         """Stay connected until `close`. The task that opens the connection must also be the one that closes it."""
         self._ends = asyncio.Event()
         async with self._make() as client:
-            cursor = None
+            cursor, tools = None, list[str]()
             while True:
                 page = await client.list_tools(cursor=cursor)
-                self.tools += [tool.name for tool in page.tools]
+                tools += [tool.name for tool in page.tools]
                 cursor = page.next_cursor
                 if not cursor:
                     break
-            self._client = client
+            self.tools, self._client = tools, client
             self._ready.set()
             await self._ends.wait()
         self._client = None
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
-        client = self._client
+        with self._connecting:
+            # A server that was lost may be back, or be started again.
+            if self._client is None:
+                self._connect()
+            client = self._client
         if client is None:
-            return Answer(f"{name}: its server is gone", False)
+            return Answer(f"{name}: its server is gone", False, is_fault=True)
         future = asyncio.run_coroutine_threadsafe(
             client.call_tool(name, dict(arguments)), self._loop
         )
@@ -255,10 +274,16 @@ class MCPTools:
             result = future.result(self._seconds)
         except FutureTimeout:
             future.cancel()
-            return Answer(f"{name} took longer than {self._seconds:g} s", False)
+            text = f"{name} took longer than {self._seconds:g} s"
+            return Answer(text, False, self._late_is_fault)
         except Exception as error:
-            # The model reads errors of the server and of the protocol.
-            return Answer(f"{name}: {_first(error)}"[: self._longest], False)
+            # The model reads errors of the protocol, such as those of a wrong argument.
+            first = _first(error)
+            is_lost = _is_lost_connection(first)
+            if is_lost:
+                # The next call connects anew.
+                self._client = None
+            return Answer(f"{name}: {first}"[: self._longest], False, is_lost)
         text = "\n".join(
             part.text if part.type == "text" else f"({part.type})"
             for part in result.content
@@ -276,3 +301,17 @@ def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+# Code of the protocol's error for a connection that was closed.
+CONNECTION_CLOSED = -32000
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Return whether a call failed because the server is gone."""
+    code = getattr(getattr(error, "error", None), "code", None)
+    package = type(error).__module__.partition(".")[0]
+    transports = ("anyio", "httpx", "httpcore")
+    return (
+        isinstance(error, OSError) or code == CONNECTION_CLOSED or package in transports
+    )

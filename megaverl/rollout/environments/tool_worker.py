@@ -47,6 +47,8 @@ REFUSED = {
         "os.link",
     ),
 }
+# What a function raises about its arguments.
+ARGUMENT_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError)
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -84,10 +86,26 @@ def serve() -> None:
             result = str(tools[name](**arguments))
             answer({"result": result[: setting["max_characters"]]})
         except MemoryError:
-            answer({"error": f"more than {setting['memory_mb']} MiB of memory"})
+            text = f"more than {setting['memory_mb']} MiB of memory"
+            answer({"error": text, "cause": "tool"})
         except BaseException as error:
-            # A tool may raise anything, even SystemExit. The model reads the error.
-            answer({"error": describe(error)[: setting["max_characters"]]})
+            # A tool may raise anything, even SystemExit.
+            text = describe(error)[: setting["max_characters"]]
+            answer({"error": text, "cause": _cause_of(error)})
+
+
+def _cause_of(error: BaseException) -> str:
+    """Return where the cause of a tool's error lies: its `arguments`, a `connection`, or the `tool` itself."""
+    from megaverl.errors import EnvironmentFault
+
+    if isinstance(error, EnvironmentFault):
+        return "connection"
+    # `look` below raises PermissionError, and files are named by arguments.
+    files = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+    if isinstance(error, (*ARGUMENT_ERRORS, *files, PermissionError)):
+        return "arguments"
+    # Errors of sockets, of urllib and of requests are OSErrors.
+    return "connection" if isinstance(error, OSError) else "tool"
 
 
 def limit(memory_mb: int, allow: set[str]) -> None:

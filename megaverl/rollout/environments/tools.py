@@ -13,6 +13,7 @@ import re
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -20,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megaverl.errors import ConfigError, EpisodeError
+from megaverl.errors import ConfigError, EnvironmentFault, EpisodeError
 from megaverl.outside import clean, read_json
 from megaverl.plugins import absolute_name, search_working_folder
 from megaverl.rewards.line_process import LineProcess, ProcessDied
@@ -55,12 +56,16 @@ class ToolLimits:
         memory_mb: memory of the process.
         max_characters: length of a result.
         allow: permissions out of `network`, `files` (writing) and `processes`; none by default.
+        blame: whose doing it is if a call takes too long, ends its process or raises something else than an error of
+            its arguments: `policy` (the model reads it) or `environment` (a fault). None: the environment's for the
+            tools of an MCP server, the policy's for all others. A lost connection is always a fault.
     """
 
     seconds: float = 5.0
     memory_mb: int = 512
     max_characters: int = 2000
     allow: tuple[str, ...] = ()
+    blame: str | None = None
 
 
 @dataclass
@@ -88,6 +93,7 @@ class ToolBox:
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
         """Run one tool. Errors inside it become an answer."""
+        blames_environment = self.limits.blame == "environment"
         process = self._free.get()
         try:
             process = process or self._start()
@@ -97,21 +103,22 @@ class ToolBox:
             assert process is not None
             process.close()
             process = None
-            return Answer(f"{name} took longer than {self.limits.seconds:g} s", False)
+            text = f"{name} took longer than {self.limits.seconds:g} s"
+            return Answer(text, False, blames_environment)
         except ProcessDied as died:
             process = None
-            return Answer(f"{name} ended its process (code {died.code})", False)
+            text = f"{name} ended its process (code {died.code})"
+            return Answer(text, False, blames_environment)
         finally:
             self._free.put(process)
         if not isinstance(reply, dict) or not reply.keys() & {"result", "error"}:
-            return Answer(
-                f"{name} wrote what is no answer into its process's channel", False
-            )
-        return (
-            Answer(str(reply["result"]), True)
-            if "result" in reply
-            else Answer(str(reply["error"]), False)
-        )
+            text = f"{name} wrote what is no answer into its process's channel"
+            return Answer(text, False, blames_environment)
+        if "result" in reply:
+            return Answer(str(reply["result"]), True)
+        cause = reply.get("cause")
+        is_fault = cause == "connection" or (blames_environment and cause == "tool")
+        return Answer(str(reply["error"]), False, is_fault)
 
     def close(self) -> None:
         """End all processes."""
@@ -221,7 +228,10 @@ def _values(nodes: Sequence[ast.expr]) -> list[Any]:
 # Syntax of a call in Qwen and Hermes models: a JSON object with a name and arguments.
 JSON_CALL = r"<tool_call>\s*(\{.*?\})\s*</tool_call>"
 KINDS = ("network", "files", "processes")
-OWN_LIMITS = ("seconds", "memory_mb", "max_characters", "allow")
+OWN_LIMITS = ("seconds", "memory_mb", "max_characters", "allow", "blame")
+BLAMES = ("policy", "environment")
+# Wait before a call is tried again. Each later wait is twice as long.
+RETRY_SECONDS, LONGEST_WAIT = 0.1, 5.0
 SPECS = ("function", "python", "search", "mcp")
 
 
@@ -262,7 +272,10 @@ class ToolSet:
                 )
             elif "mcp" in spec:
                 server = MCPTools(
-                    spec["mcp"], tool_limits.seconds, tool_limits.max_characters
+                    spec["mcp"],
+                    tool_limits.seconds,
+                    tool_limits.max_characters,
+                    late_is_fault=tool_limits.blame != "policy",
                 )
                 self.tools |= dict.fromkeys(server.tools, server)
             else:
@@ -290,7 +303,7 @@ class ToolSet:
                 False,
             )
         answer = self.tools[name].call(name, arguments)
-        return Answer(clean(answer.text), answer.ok)
+        return Answer(clean(answer.text), answer.ok, answer.is_fault)
 
     def close(self) -> None:
         """End all processes and connections of the tools."""
@@ -311,7 +324,7 @@ class ToolUse(Environment):
             `function: module:function`; `python: true` (runs its argument `code`, confined); `search: FILE` (searches
             its argument `query` in a JSONL file of documents or an index, `results` passages); `mcp: URL` or
             `mcp: [COMMAND, ...]` (all tools of that server, under their own names); and, for this tool alone, seconds,
-            memory_mb, max_characters, allow.
+            memory_mb, max_characters, allow, blame.
         call: a regular expression with one group. If there is one tool and the group is not a JSON object, the group is
             that tool's single argument, named `argument`. Otherwise it is a JSON object {"name": ..., "arguments":
             {...}}.
@@ -319,7 +332,8 @@ class ToolUse(Environment):
         result, error: formats of an answer; {text} is replaced.
         role: role of an answer's message under a chat template.
         calls: limit of calls in one turn, which run in parallel; further ones are ignored.
-        seconds, memory_mb, max_characters, allow: see `ToolLimits`.
+        seconds, memory_mb, max_characters, allow, blame: see `ToolLimits`.
+        retries: further calls after a fault, before the episode counts as failed (`environment.faults`).
         workers: processes on each rank.
         call_reward: reward of a turn whose calls all succeed.
         error_reward: reward of a turn with a call that fails.
@@ -342,12 +356,14 @@ class ToolUse(Environment):
         memory_mb: int = 512,
         max_characters: int = 2000,
         allow: Sequence[str] = (),
+        blame: str | None = None,
+        retries: int = 2,
         workers: int = 2,
         call_reward: float = 0.0,
         error_reward: float = 0.0,
     ) -> None:
         super().__init__(codec)
-        limits = ToolLimits(seconds, memory_mb, max_characters, tuple(allow))
+        limits = ToolLimits(seconds, memory_mb, max_characters, tuple(allow), blame)
         self.box = ToolSet.shared(tools, limits, workers)
         self.call, self.argument, self.role = (
             re.compile(call, re.DOTALL),
@@ -356,6 +372,7 @@ class ToolUse(Environment):
         )
         self.result, self.error, self.calls = result, error, calls
         self.call_reward, self.error_reward = call_reward, error_reward
+        self.retries = retries
 
     @staticmethod
     def check(**options: Any) -> None:
@@ -371,6 +388,10 @@ class ToolUse(Environment):
             raise ConfigError(
                 f"environment 'tools': call needs one group, the call itself; it has {pattern.groups}"
             )
+        if not (isinstance(retries := options.get("retries", 0), int) and retries >= 0):
+            raise ConfigError(
+                f"environment 'tools': retries is {retries!r}; expected 0 or more"
+            )
         if not (isinstance(calls := options.get("calls", 1), int) and calls > 0):
             raise ConfigError(
                 f"environment 'tools': calls is {calls!r}; expected 1 or more"
@@ -382,13 +403,21 @@ class ToolUse(Environment):
                 raise ConfigError(
                     f"environment 'tools': allow knows {', '.join(KINDS)}; found {', '.join(unknown)}"
                 )
+            if settings.get("blame") not in (None, *BLAMES):
+                raise ConfigError(
+                    f"environment 'tools': blame is {settings['blame']!r}; expected {' or '.join(BLAMES)}"
+                )
         if any("python" in spec for spec in specs.values()) and (
             reason := why_not_here()
         ):
             raise ConfigError(f"environment 'tools': python: {reason}")
 
     def step(self, token_ids: Sequence[int]) -> Outcome:
-        """Run the calls of the turn, or end the episode if it has none."""
+        """Run the calls of the turn, or end the episode if it has none.
+
+        Raises:
+            EnvironmentFault: a tool fails through no fault of the policy, also when it is called again.
+        """
         text = self.codec.decode(token_ids)
         calls = [
             match.group(1) for match in islice(self.call.finditer(text), self.calls)
@@ -418,7 +447,15 @@ class ToolUse(Environment):
             name, arguments = self._read(call)
         except ValueError as mistake:
             return Answer(str(mistake), False)
-        return self.box.call(name, arguments)
+        answer = self.box.call(name, arguments)
+        for retry in range(self.retries):
+            if not answer.is_fault:
+                break
+            time.sleep(min(RETRY_SECONDS * 2**retry, LONGEST_WAIT))
+            answer = self.box.call(name, arguments)
+        if answer.is_fault:
+            raise EnvironmentFault(f"environment 'tools': {answer.text}")
+        return answer
 
     def _read(self, call: str) -> tuple[str, Mapping[str, Any]]:
         """Return (name, arguments) of a call.

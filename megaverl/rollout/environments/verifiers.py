@@ -103,6 +103,8 @@ class VerifiersRows:
             self._tasks = tasks_of(path)
         except ValueError as error:
             raise DataError(f"{path}: {error}") from None
+        # First and last task, with the package's version: enough to notice that a data
+        # set has changed.
         ends = [task.key for task in (*self._tasks[:1], *self._tasks[-1:])]
         known = (path, metadata.version("verifiers"), len(self._tasks), ends)
         self.fingerprint = hashlib.blake2b(
@@ -149,6 +151,7 @@ class EnvironmentLoop:
         fields: dict[str, Any] = {"env": {**options, "taskset": chosen}}
         resolve_env_field(fields)
         config = fields["env"]
+        # Harnesses run where the configuration says, and by default in a subprocess.
         for name, spec in config:
             if "runtime" in getattr(
                 spec, "model_fields", ()
@@ -158,6 +161,8 @@ class EnvironmentLoop:
                 )
         self.environment = load_environment(config)
         self._loop = asyncio.new_event_loop()
+        # A thread with its own loop, since the caller's thread waits for episodes. It
+        # ends with the process.
         threading.Thread(
             target=self._loop.run_forever, name="verifiers", daemon=True
         ).start()
@@ -168,6 +173,7 @@ class EnvironmentLoop:
     @classmethod
     def shared(cls, taskset: str, options: Mapping[str, Any]) -> EnvironmentLoop:
         """Return this process's environment for this taskset and these options, made at the first call."""
+        # Environments are shared by equal configurations, since each starts servers.
         key = json.dumps([taskset, options], sort_keys=True)
         with cls._lock:
             if key not in cls._shared:

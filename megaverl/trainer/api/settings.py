@@ -57,7 +57,7 @@ class TrainerConfig:
             "async_save": True}.
         fsdp_config: train with FSDP2 (actor.engine) under these settings: {"sharding_strategy": "FULL_SHARD",
             "cpu_offload": False, "mixed_precision": True}, and keys of actor.fsdp.
-        log_with: one or several trackers: tensorboard, wandb, mlflow, swanlab, csv, jsonl.
+        log_with: one or several trackers: tensorboard, wandb, mlflow, swanlab, trackio, csv, jsonl.
         may_be_small: without a model and data, describe the small run of `get_ppo_config`.
 
     Example:

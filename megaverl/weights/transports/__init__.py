@@ -6,6 +6,7 @@ bounded size.
 """
 
 from megaverl.weights.transports.dtypes import agree_on_dtypes, converting, wire_dtypes
+from megaverl.weights.transports.sent_weights import DeltaMode
 from megaverl.weights.transports.tensor_views import (
     Tensors,
     check_tensors,
@@ -23,11 +24,13 @@ from megaverl.weights.transports.transport import (
     TransportOptions,
     copy_boxes,
     messages,
+    messages_by_dtype,
 )
 
 __all__ = [
     "ALONE",
     "BUCKET_BYTES",
+    "DeltaMode",
     "Message",
     "Moved",
     "Tensors",
@@ -40,6 +43,7 @@ __all__ = [
     "converting",
     "copy_boxes",
     "messages",
+    "messages_by_dtype",
     "view",
     "viewed",
     "wire_dtypes",

@@ -288,7 +288,7 @@ def joined(runs: np.ndarray) -> np.ndarray:
     """Merge ranges that directly follow each other in memory."""
     opens = np.ones(len(runs), dtype=bool)
     opens[1:] = runs["start"][1:] != runs["start"][:-1] + runs["nbytes"][:-1]
-    out = runs[opens]
+    out: np.ndarray = runs[opens]
     out["nbytes"] = np.add.reduceat(runs["nbytes"], np.flatnonzero(opens))
     return out
 

@@ -226,6 +226,8 @@ class _Part:
                 },
                 dest=self._staged,
                 options=replace(job.options, alias=False),
+                # The buffer does not hold the last version.
+                sent=None,
             )
         )
 

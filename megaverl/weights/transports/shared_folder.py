@@ -6,10 +6,11 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from megaverl.distributed.collectives import broadcast_json
 from megaverl.errors import ReshardError
@@ -20,10 +21,27 @@ from megaverl.weights.transports import (
     TransferJob,
     copy_boxes,
     messages,
+    messages_by_dtype,
 )
+from megaverl.weights.transports.changes import Encoding
+from megaverl.weights.transports.deltas import (
+    DeltaMessages,
+    MessageSizes,
+    Outgoing,
+)
+from megaverl.weights.transports.sent_weights import is_compared
 
 POLL_SECONDS = 0.02
 PATIENCE_SECONDS = 1800.0  # longest wait for a file if no timeout is set
+CHANGES = "changes"  # name of the encoded bytes, and of their metadata
+
+
+class File(NamedTuple):
+    """A message that goes through a file, and the rank that reads or writes it."""
+
+    peer: int
+    number: int
+    message: Message
 
 
 class SharedFolder:
@@ -32,6 +50,9 @@ class SharedFolder:
     A sender writes a file for every message, and renames it when it is complete. The
     receiver waits for it, reads it into place and removes it. No rank waits before it
     has written all of its own files, so ranks cannot deadlock.
+
+    A file whose message moves as changes has one tensor, the encoded bytes. Its metadata
+    says how they are encoded, and on which version they build.
     """
 
     def __init__(
@@ -43,16 +64,29 @@ class SharedFolder:
     ) -> None:
         size = job.options.bucket_bytes
         self._job, self._folder, self._version = job, folder, 0
-        self._sends = [
-            (peer, i, m)
-            for peer in sends
-            for i, m in enumerate(messages(sends[peer], job.wire_of, size))
-        ]
-        self._receives = [
-            (peer, i, m)
-            for peer in receives
-            for i, m in enumerate(messages(receives[peer], job.wire_of, size))
-        ]
+        self._sends, self._receives = (
+            [
+                File(peer, number, message)
+                for peer, transfers in lists.items()
+                for number, message in enumerate(_messages(job, transfers, size))
+            ]
+            for lists in (sends, receives)
+        )
+        self._deltas: DeltaMessages | None = None
+        if job.sent is not None:
+            self._deltas = DeltaMessages(
+                job.sent,
+                (job.origins, job.forwarded, job.targets),
+                job.wire_of,
+                [
+                    Outgoing(file.message, forwards=False)
+                    for file in self._sends
+                    if self._compares(file.message)
+                ],
+                [file.message for file in self._receives],
+                size,
+            )
+        self._moved = Moved()
 
     @classmethod
     def take(cls, job: TransferJob) -> SharedFolder | None:
@@ -80,13 +114,17 @@ class SharedFolder:
             self._file(self._version, self._job.plan.rank, peer, number).unlink(
                 missing_ok=True
             )
-        self._version = version
+        self._version, self._moved = version, Moved()
+        if self._deltas is not None:
+            self._deltas.begin(version)
         for peer, number, message in self._sends:
             file = self._file(version, self._job.plan.rank, peer, number)
             temporary = file.with_suffix(".tmp")
+            tensors, metadata = self._contents(message)
+            nbytes = sum(tensor.nbytes for tensor in tensors.values())
             try:
                 save_file(
-                    self._boxes(message), temporary, metadata={"boxes": str(message)}
+                    tensors, temporary, metadata={"boxes": str(message)} | metadata
                 )
                 temporary.rename(file)
             except (SafetensorError, OSError) as error:
@@ -94,25 +132,71 @@ class SharedFolder:
                 raise ReshardError(
                     f"{file}: cannot be written for rank {peer} ({error}). Make room, or name another reshard.folder."
                 ) from error
+            self._moved = self._moved.plus(
+                Moved(sent=nbytes, messages=1, unsent=message.nbytes - nbytes)
+            )
 
     def finish(self) -> Moved:
         for peer, number, message in self._receives:
             file = self._file(self._version, peer, self._job.plan.rank, number)
             self._wait_for(file, peer, message)
             try:
-                stored = load_file(file)
-                boxes = [stored[str(i)] for i in range(len(message.transfers))]
+                with safe_open(file, framework="pt") as stored:
+                    metadata = stored.metadata()
+                    names = stored.keys()
+                    tensors = {name: stored.get_tensor(name) for name in names}
+                    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+                self._take(message, tensors, metadata)
                 file.unlink()
-            except (SafetensorError, OSError, KeyError) as error:
+            except (SafetensorError, OSError, KeyError, ValueError) as error:
                 raise ReshardError(
                     f"{file}: cannot be read as rank {peer} wrote it ({error!r}): {message}."
                 ) from error
+            self._moved = self._moved.plus(Moved(received=nbytes, messages=1))
+        if self._deltas is not None:
+            compared, changed = self._deltas.compared, self._deltas.changed
+            return self._moved._replace(compared=compared, changed=changed)
+        return self._moved
+
+    def _compares(self, message: Message) -> bool:
+        """Return whether a message is compared with the last version. Files are for other nodes only."""
+        dtype = self._job.wire_of(message.transfers[0])
+        return is_compared(self._job.options.delta, dtype, same_node=False)
+
+    def _contents(
+        self, message: Message
+    ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return the tensors and the metadata of a message's file."""
+        sent, deltas = self._job.sent, self._deltas
+        if sent is None or deltas is None or not sent.due:
+            return self._boxes(message), {}
+        if not self._compares(message):
+            return self._boxes(message), {}
+        _, encoding, count, nbytes = deltas.announce(MessageSizes((message,)))
+        if encoding == Encoding.WHOLE:
+            deltas.is_sent(message)
+            return self._boxes(message), {}
+        payload = deltas.payload(message).cpu()
+        deltas.is_sent(message)
+        numbers = [self._version, encoding, count, nbytes]
+        return {CHANGES: payload}, {CHANGES: ",".join(map(str, numbers))}
+
+    def _take(
+        self,
+        message: Message,
+        tensors: Mapping[str, torch.Tensor],
+        metadata: Mapping[str, str],
+    ) -> None:
+        """Write a file's contents into place."""
+        if CHANGES not in tensors:
+            boxes = [tensors[str(i)] for i in range(len(message.transfers))]
             copy_boxes(self._job.targets(message.transfers), boxes)
-        return Moved(
-            sent=sum(message.nbytes for *_, message in self._sends),
-            received=sum(message.nbytes for *_, message in self._receives),
-            messages=len(self._sends) + len(self._receives),
-        )
+            return
+        assert self._deltas is not None and self._job.sent is not None
+        numbers = list(map(int, metadata[CHANGES].split(",")))
+        self._deltas.expect(MessageSizes((message,)), numbers)
+        payload = tensors[CHANGES].to(self._job.sent.device)
+        self._deltas.apply(message, payload)
 
     def _boxes(self, message: Message) -> dict[str, torch.Tensor]:
         boxes, dtypes = (
@@ -144,3 +228,12 @@ class SharedFolder:
                     self._version, peer, doing, TimeoutError("no such file came")
                 )
             time.sleep(POLL_SECONDS)
+
+
+def _messages(
+    job: TransferJob, transfers: Sequence[Transfer], size: int
+) -> list[Message]:
+    """Pack boxes into messages, of one dtype each if messages may be compared."""
+    if job.sent is None:
+        return messages(transfers, job.wire_of, size)
+    return messages_by_dtype(transfers, job.wire_of, size)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megaverl.distributed.failures import Failures
 from megaverl.sharding.boxes import carry, split
 from megaverl.sharding.plan import Hop, Plan, Transfer
+from megaverl.weights.transports.sent_weights import DeltaMode, SentWeights
 from megaverl.weights.transports.tensor_views import Tensors, view
 
 BUCKET_BYTES = 64 * 2**20
@@ -41,6 +42,7 @@ class TransportOptions:
         folder: folder for files through which weights pass between nodes; None: use the network.
         ipc: whether processes of one node may read each other's memory.
         never_alias: destination tensors that need their own storage, because they are written after a run.
+        delta: whether messages have only the elements that changed since the last version (`reshard.delta`).
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -51,6 +53,7 @@ class TransportOptions:
     folder: Path | None = None
     ipc: bool = False
     never_alias: frozenset[str] = frozenset()
+    delta: DeltaMode = "off"
 
     def same_node(self, a: int, b: int) -> bool:
         """Return whether two ranks are on one node."""
@@ -65,6 +68,7 @@ class TransferJob:
         wire: global tensor -> the dtype in which it is sent.
         converts: global tensor -> whether its dtype differs between source and destination.
         failures: converts errors between ranks into an error that names the rank.
+        sent: copies of what was sent last, by which the next version is compared. None: everything is sent whole.
     """
 
     plan: Plan
@@ -75,6 +79,7 @@ class TransferJob:
     group: dist.ProcessGroup | None
     options: TransportOptions
     failures: Failures
+    sent: SentWeights | None = None
     copies: list[Transfer] = field(init=False)
     sends: dict[int, tuple[Transfer, ...]] = field(init=False)
     receives: dict[int, tuple[Transfer, ...]] = field(init=False)
@@ -152,13 +157,22 @@ class TransferJob:
 
 
 class Moved(NamedTuple):
-    """Bytes that one transport moved in one run. `messages` counts sends and receives."""
+    """Bytes that one transport moved in one run.
+
+    Attributes:
+        messages: number of sends and receives.
+        unsent: bytes that were not sent because they had not changed.
+        compared, changed: elements that this rank compared with the last version, and those of them that changed.
+    """
 
     aliased: int = 0
     local: int = 0
     sent: int = 0
     received: int = 0
     messages: int = 0
+    unsent: int = 0
+    compared: int = 0
+    changed: int = 0
 
     def plus(self, other: Moved) -> Moved:
         """Return the sum of two results."""
@@ -251,6 +265,22 @@ def messages(
         end = start + nbytes
     close()
     return out
+
+
+def messages_by_dtype(
+    transfers: Sequence[Transfer],
+    dtype_of: Callable[[Transfer], torch.dtype],
+    max_bytes: int,
+) -> list[Message]:
+    """Pack the boxes as `messages` does, with boxes of one dtype in each message, so that it can be compared."""
+    of_dtype: dict[torch.dtype, list[Transfer]] = {}
+    for transfer in transfers:
+        of_dtype.setdefault(dtype_of(transfer), []).append(transfer)
+    return [
+        message
+        for boxes in of_dtype.values()
+        for message in messages(boxes, dtype_of, max_bytes)
+    ]
 
 
 def _parts(

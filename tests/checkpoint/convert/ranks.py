@@ -17,6 +17,7 @@ from megaverl.errors import MegaverlError
 from megaverl.models.hub import find_model
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model_options import ModelOptions
 from tests.models.ranks import manager
 
 
@@ -49,10 +50,9 @@ def build(
     return MegatronModel(
         spec,
         manager().grid(shape),
-        dtype=torch.float32,
-        seed=seed,
-        value_head=value_head,
-        role="critic",
+        ModelOptions(
+            dtype=torch.float32, seed=seed, value_head=value_head, role="critic"
+        ),
     )
 
 

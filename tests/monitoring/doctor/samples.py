@@ -42,8 +42,8 @@ HEALTHY = {
     "gpu_power_readings/default_power_limit": "700.00 W",
     "clocks/sm_clock": "345 MHz",
     "max_clocks/sm_clock": "1980 MHz",
-    "context/state": "Completed",
-    "context/status": "Success",
+    "fabric/state": "Completed",
+    "fabric/status": "Success",
 }
 
 

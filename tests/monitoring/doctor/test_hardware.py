@@ -104,8 +104,8 @@ def test_eight_healthy_gpus() -> None:
             "GPU 1: 8x of 16x lanes",
         ),
         (
-            "NVSwitch context",
-            {"context/state": "In Progress", "context/status": "N/A"},
+            "NVSwitch fabric",
+            {"fabric/state": "In Progress", "fabric/status": "N/A"},
             "fail",
             "GPU 1: In Progress",
         ),

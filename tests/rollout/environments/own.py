@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
-from megaverl.rollout.environments import Environment, Outcome, Start
+from megaverl.rollout.environments import Codec, Environment, Outcome, Start
 
 SENT_AGAIN = {"x-stainless-retry-count": "1"}  # as OpenAI's clients say
 
@@ -29,12 +30,37 @@ class Countdown(Environment):
 
 
 class Failing(Countdown):
-    """Goes wrong in some episodes, on whichever rank holds them."""
+    """Goes wrong after some second turns, on whichever rank holds the episode.
+
+    Args:
+        attempts: how often it goes wrong after the same turns.
+    """
+
+    failed: ClassVar[Counter[tuple[int, ...]]] = Counter()
+
+    def __init__(self, codec: Codec, *, attempts: int) -> None:
+        super().__init__(codec)
+        self.attempts = attempts
+
+    def reset(self, start: Start) -> Sequence[int]:
+        self.read = [start.seed, *start.token_ids]
+        return super().reset(start)
 
     def step(self, token_ids: Sequence[int]) -> Outcome:
-        if self.left == 2 and len(token_ids) > 1:
-            raise KeyError("forgotten")
+        self.read += token_ids
+        key = tuple(self.read)
+        if self.left == 2 and sum(key) % 3 == 0 and self.failed[key] < self.attempts:
+            self.failed[key] += 1
+            # Neither is an Exception, and an exit has a code of success.
+            raise SystemExit(0) if sum(key) % 2 else KeyboardInterrupt
         return super().step(token_ids)
+
+
+class NeverThere(Countdown):
+    """Has no server."""
+
+    def reset(self, start: Start) -> Sequence[int]:
+        raise ConnectionRefusedError("port 7")
 
 
 def client(base_url: str, api_key: str) -> Any:
@@ -320,3 +346,98 @@ def not_a_reward(
     if extra["reward"] == "exit":
         raise SystemExit(0)
     return extra["reward"]
+
+
+def breaks(
+    base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
+) -> None:
+    """Fails before its first call, after it, or when a second one is refused."""
+    if extra["after"] != "nothing":
+        calls = client(base_url, api_key).completions
+        first = calls.create(model="any", prompt=prompt)
+        if extra["after"] == "a call without room":
+            said = prompt + first.choices[0].text
+            calls.create(model="any", prompt=said + "x" * 40)
+    raise KeyError("the program's own")
+
+
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+}
+
+
+def speak_messages(
+    base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
+) -> float:
+    """An agent on Anthropic's client: a tool call, its result, and an answer that it hears as a stream."""
+    from anthropic import Anthropic, BadRequestError
+
+    address = base_url.removesuffix("/v1")
+    messages = Anthropic(base_url=address, api_key=api_key, max_retries=0).messages
+    tool: Any = {"name": "add", "description": "Adds.", "input_schema": ADD}
+    call: Any = {"model": "any", "max_tokens": 99, "system": "brief", "tools": [tool]}
+    said: list[Any] = [{"role": "user", "content": prompt}]
+    first = messages.create(**call, messages=said)
+    text, use = first.content
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "5"}
+    go_on = {"type": "text", "text": "go on", "cache_control": {"type": "ephemeral"}}
+    said += [
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result, go_on]},
+    ]
+    count = {name: call[name] for name in ("model", "system", "tools")}
+    extra["heard"] += [text.text, use.input, first.stop_reason]
+    extra["counted"] = messages.count_tokens(**count, messages=said).input_tokens
+    with messages.stream(**call, messages=said) as stream:
+        second = stream.get_final_message()
+    extra["read"] = second.usage.input_tokens
+    extra["heard"] += [second.content[0].text, second.stop_reason]
+    refused: list[Any] = [
+        {"stop_sequences": ["x"]},
+        {"tool_choice": {"type": "any"}},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+    ]
+    for wrong in refused:
+        try:
+            messages.create(**{**call, "messages": said, **wrong})
+        except BadRequestError as error:
+            body: Any = error.body
+            extra["refused"].append(body["error"]["message"])
+    return 0.5
+
+
+def speak_responses(
+    base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
+) -> float:
+    """An agent on OpenAI's responses: a tool call, then its result, by id or with everything sent again."""
+    from openai import BadRequestError, NotFoundError
+
+    responses = client(base_url, api_key).responses
+    tool: Any = {"type": "function", "name": "add", "parameters": ADD, "strict": True}
+    call: Any = {"model": "any", "instructions": "brief", "tools": [tool]}
+    first = responses.create(**call, input=prompt)
+    message, use = first.output
+    result: Any = {
+        "type": "function_call_output",
+        "call_id": use.call_id,
+        "output": "5",
+    }
+    extra["heard"] += [first.output_text, use.arguments, first.status]
+    if extra["by_id"]:
+        second = responses.create(**call, input=[result], previous_response_id=first.id)
+    else:
+        said: Any = [{"role": "user", "content": prompt}, *first.output, result]
+        with responses.stream(**call, input=said) as stream:
+            second = stream.get_final_response()
+    extra["heard"] += [second.output_text, second.status]
+    for wrong, kind in (
+        ({"input": "x", "background": True}, BadRequestError),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, BadRequestError),
+        ({"input": "x", "previous_response_id": "resp_0"}, NotFoundError),
+    ):
+        try:
+            responses.create(**{**call, **wrong})
+        except kind as error:
+            extra["refused"].append(error.message)
+    return 0.5

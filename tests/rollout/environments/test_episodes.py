@@ -16,8 +16,8 @@ from megaverl.rollout.environments import (
     Request,
     Turns,
     View,
-    play,
 )
+from tests.rollout.environments.begun import play_begun
 
 STOP = 3
 
@@ -52,7 +52,7 @@ class Script:
         return found
 
     def play(self, **limits: int) -> list[dict[str, View]]:
-        return play(
+        return play_begun(
             [
                 {agent: [5, number] for agent in self.agents}
                 for number in range(len(self.lengths))
@@ -109,7 +109,7 @@ def test_an_episode_ends_where_there_is_no_room_for_another_turn() -> None:
 
 
 def test_a_conversation_that_begins_with_too_much_ends_its_episode() -> None:
-    [episode] = play(
+    [episode] = play_begun(
         [{"a": [5]}],
         [["a"]],
         generate=lambda requests: [
@@ -149,7 +149,7 @@ def test_agents_that_write_at_the_same_time_see_only_their_own() -> None:
 )
 def test_what_an_environment_may_not_answer(led_to: Turns, said: str) -> None:
     with pytest.raises(EpisodeError, match=said):
-        play(
+        play_begun(
             [{"a": [1], "b": [1]}],
             [["a"]],
             generate=lambda requests: [

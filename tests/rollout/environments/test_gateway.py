@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megaverl.data.datasets import PromptRecord
-from megaverl.errors import ConfigError, EpisodeError
+from megaverl.errors import ConfigError, EnvironmentFault, EpisodeError
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.environments import (
@@ -31,7 +31,6 @@ from megaverl.rollout.environments import (
     Turns,
     View,
     check_options,
-    play,
 )
 from megaverl.rollout.environments.conversation import (
     CHAT,
@@ -40,11 +39,13 @@ from megaverl.rollout.environments.conversation import (
     CallRefused,
     Conversations,
 )
+from megaverl.rollout.environments.dialects import DIALECTS
 from megaverl.rollout.environments.environment import Alone, make_game
 from megaverl.rollout.environments.gateway import ProgramEpisode
 from megaverl.rollout.hf_engine import HFEngine
 from megaverl.workers.player import outcome_of, outcome_row
 from megaverl.workers.responses import episode_batch
+from tests.rollout.environments.begun import play_begun
 from tests.rollout.environments.test_episodes import Letters
 
 OWN = "tests.rollout.environments.own"
@@ -160,7 +161,7 @@ def played(
 
     try:
         prompts = game.reset(Start([1], "say", extra=extra or {}, limits=limits))
-        [views] = play(
+        [views] = play_begun(
             [prompts],
             [[ALONE]],
             generate=generate,
@@ -497,6 +498,77 @@ def agent_from_outside(url: str) -> tuple[list[int], Any, str]:
     return refused, found, answer["choices"][0]["message"]["content"]
 
 
+TOOL_CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+# What the policy reads after its call, through Anthropic's API and through OpenAI's.
+READ_AFTER = {
+    "speak_messages": "\n<tool>5$\n<user>go on$\n<assistant>",
+    "speak_responses": "\n<tool>5$\n<assistant>",
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "by_id", "reasons", "refused"),
+    [
+        (
+            "speak_messages",
+            None,
+            ("tool_use", "end_turn"),
+            ('stop=["x"]', "tool_choice", "a part of the type 'image'"),
+        ),
+        (
+            "speak_responses",
+            True,
+            ("completed", "completed"),
+            ("background=true", "'web_search'", "no response 'resp_0'"),
+        ),
+        (
+            "speak_responses",
+            False,
+            ("completed", "completed"),
+            ("background=true", "'web_search'", "no response 'resp_0'"),
+        ),
+    ],
+)
+def test_a_program_may_speak_another_api(
+    function: str,
+    by_id: bool | None,
+    reasons: tuple[str, str],
+    refused: tuple[str, ...],
+) -> None:
+    """Its client's own types make the calls. The turns that were drawn are one conversation, token by token."""
+    engine = Says(f"so {TOOL_CALL}$", "done$")
+    extra: dict[str, Any] = {"heard": [], "refused": [], "by_id": by_id}
+    limits = Limits(4, 90, 900)
+    view, drawn = played(
+        engine, {"function": f"{OWN}:{function}"}, extra, limits=limits
+    )
+    text, arguments, reason, said, last = extra["heard"]
+    assert (text, said) == ("so", "done") and (reason, last) == reasons
+    assert (arguments if isinstance(arguments, dict) else json.loads(arguments)) == {
+        "a": 2,
+        "b": 3,
+    }
+    assert len(drawn) == 2 and view.others == [] and view.rewards == [0.0, 0.5]
+    assert view.prompt == written("<system>brief$\n<user>say$\n<assistant>")
+    assert view.tokens == [
+        *drawn[0].token_ids,
+        *written(READ_AFTER[function]),
+        *drawn[1].token_ids,
+    ]
+    assert extra.get("counted") == extra.get("read")
+    assert len(extra["refused"]) == len(refused)
+    for message, part in zip(extra["refused"], refused, strict=True):
+        assert part in message
+
+
+def test_a_conversation_without_room_is_refused_in_the_words_of_its_api() -> None:
+    """Anthropic's agents shorten their history if the message says that the prompt is too long."""
+    error = DIALECTS["messages"].error("no room.", True)
+    assert error["error"]["message"] == "prompt is too long: no room."
+    error = DIALECTS["responses"].error("no room.", True)
+    assert error["error"]["code"] == "context_length_exceeded"
+
+
 def test_plain_text(engine: HFEngine) -> None:
     view, drawn = played(engine, {"function": f"{OWN}:complete"}, chat=False)
     assert view.prompt == written("say")
@@ -526,6 +598,21 @@ def test_what_is_refused_is_told_and_a_program_that_fails_ends_its_episode(
     for message, part in zip(extra["refused"], found, strict=True):
         assert part in message
     assert view.rewards == [-1.0] and 'KeyError: "the program\'s own"' in caplog.text
+
+
+def test_a_program_that_fails_is_no_fault_of_the_policy(engine: HFEngine) -> None:
+    """Its episode is tried again, unless its policy had no room left for what it wrote."""
+    with pytest.raises(EnvironmentFault, match='KeyError: "the program\'s own"'):
+        played(engine, {"function": f"{OWN}:breaks"}, {"after": "a call"})
+    with pytest.raises(EnvironmentFault, match="without a call.*the program's own"):
+        played(engine, {"function": f"{OWN}:breaks"}, {"after": "nothing"})
+    view, _ = played(
+        engine,
+        {"function": f"{OWN}:breaks"},
+        {"after": "a call without room"},
+        limits=Limits(3, 6, 11),
+    )
+    assert view.rewards == [0.0] and view.finish_reason == "stop"
 
 
 def test_whatever_a_program_sends_is_refused_or_cleaned_and_its_episode_goes_on() -> (

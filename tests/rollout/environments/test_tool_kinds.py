@@ -137,11 +137,12 @@ def test_a_server_over_its_standard_streams(tools: MCPTools) -> None:
     assert not tools.call("add", {"a": "two"}).ok, "arguments that do not fit are told"
     assert not tools.call("none", {}).ok
     tools._seconds = 0.2
-    assert tools.call("wait", {}) == Answer("wait took longer than 0.2 s", False)
+    assert tools.call("wait", {}) == Answer("wait took longer than 0.2 s", False, True)
     tools._seconds = 20.0
     assert tools.call("add", {"a": 2, "b": 4}) == Answer("6", True)
-    assert not tools.call("leave", {}).ok
-    assert not tools.call("add", {"a": 1, "b": 1}).ok, "and goes on saying so"
+    left = tools.call("leave", {})
+    assert not left.ok and left.is_fault
+    assert tools.call("add", {"a": 1, "b": 1}) == Answer("2", True), "started again"
 
 
 def test_a_server_over_http(server: Path) -> None:

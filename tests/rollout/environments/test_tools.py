@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaverl.errors import ConfigError, EpisodeError
+from megaverl.errors import ConfigError, EnvironmentFault, EpisodeError
 from megaverl.rollout.environments import Codec
 from megaverl.rollout.environments.environment import Start
 from megaverl.rollout.environments.games import GuessingGame
@@ -246,3 +246,34 @@ def test_the_guessing_game() -> None:
         ("higher", -0.1, False),
         ("", 1.0, True),
     ]
+
+
+@pytest.mark.parametrize("blame", [None, "environment"])
+def test_whose_doing_a_call_that_fails_is(blame: str | None) -> None:
+    """A lost connection is never the policy's; a time-out, an exit and a tool's own error as `blame` says."""
+    names = ("slow", "leaves", "breaks", "refuses", "unreachable", "says_so")
+    tools = {name: f"tests.rollout.environments.own_tools:{name}" for name in names}
+    box = ToolBox(tools, ToolLimits(seconds=0.5, blame=blame), size=1)
+    try:
+        faults = {name for name in names if box.call(name, {}).is_fault}
+    finally:
+        box.close()
+    always = {"unreachable", "says_so"}
+    own = {"slow", "leaves", "breaks"} if blame == "environment" else set()
+    assert faults == always | own
+
+
+def test_a_call_is_tried_again_and_then_the_episode_has_failed(tmp_path: Path) -> None:
+    """The second call of a file finds it; a tool that never answers is a fault."""
+    options = {
+        "tools": {"twice": "tests.rollout.environments.own_tools:twice"},
+        "argument": "path",
+        "call": "<(.*)>",
+        "allow": ["files"],
+    }
+    call = letters(f"<{tmp_path / 'mark'}>")
+    answered = ToolUse(CODEC, **options).step(call)
+    assert CODEC.decode(answered.token_ids) == "there"
+    (tmp_path / "mark").unlink()
+    with pytest.raises(EnvironmentFault, match="ConnectionResetError: once"):
+        ToolUse(CODEC, **options, retries=0).step(call)

@@ -18,7 +18,7 @@ from megaverl.data.tokenizers import Tokenizer
 from megaverl.errors import ConfigError
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.workers.teacher import (
+from megaverl.workers.text_teacher import (
     BROKEN,
     INSIDE,
     TokenTexts,
