@@ -152,5 +152,7 @@ class Relay:
                     raise
                 self._present.discard(rank)
                 self._joined.discard(rank)
-                # An empty message: the rank is lost.
-                up.send_multipart([pack_ranks([rank]), b""])
+                # An empty message: the rank is lost. A controller that has left does not
+                # take it, and the relay would wait for that when it ends.
+                if self._give_up_at == math.inf:
+                    up.send_multipart([pack_ranks([rank]), b""])

@@ -1,4 +1,8 @@
-"""Heartbeats that every rank publishes once a second, and the decision which rank is lost or stalled.
+"""Heartbeats of ranks, and the decision from them which rank is lost or stalled.
+
+Both watchers use these rules: a program's controller, which asks for heartbeats
+(`controller.core.RankWatch`), and at other times the job's store, to which every rank
+writes one a second (`liveness`).
 
 All functions are pure except `this_host`, `process_is_gone` and `place`.
 """
