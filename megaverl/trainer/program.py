@@ -29,6 +29,7 @@ from typing import Any
 from megaverl.controller.references import PendingCall, Ref
 from megaverl.data.batch import RolloutBatch
 from megaverl.trainer.role_groups import (
+    AGENT,
     EarlySamples,
     Run,
     Samples,
@@ -379,6 +380,10 @@ async def flow_step(run: Run, step: int) -> Samples:
     for operator in flow.operators:
         if operator.name == "reshard" and run.ahead is not None:
             await run.ahead.until_begun(step)
+        agent = run.agents.get(operator.name.removeprefix(AGENT))
+        if agent is not None:
+            await agent.train(values["rollouts"], values["scores"], step)
+            continue
         inputs = [values[name] for name in operator.takes]
         model = trained.get(operator.name)
         if model is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -393,7 +393,13 @@ class CriticGroup(TrainedGroup):
 
 
 class ActorGroup(TrainedGroup):
-    """Ranks of the policy that is trained."""
+    """Ranks of the policy that is trained.
+
+    Attributes:
+        weights: name of the workers that transfer the policy's weights to the engines.
+    """
+
+    weights = "weights"
 
     def old_log_probs(
         self, rollouts: Ref[RolloutBatch], step: int
@@ -439,19 +445,13 @@ class ActorGroup(TrainedGroup):
             is_updated: False if the actor did not train in this step, so that the engines already have its weights.
         """
         ranks = sorted({*self.ranks, *rollout.ranks})
-        return WorkerGroup("weights", ranks, self._controller).report(
+        return WorkerGroup(self.weights, ranks, self._controller).report(
             "sync", NoneType, is_updated
         )
 
 
-class AgentGroup(SampleGroup):
-    """Ranks of one agent of a game, with its own actor and critic (`environment.agents: own`)."""
-
-    def train(
-        self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int
-    ) -> PendingCall[None]:
-        """Train the agent on its own samples and advantages, then update its engine's weights."""
-        return self.report_of(rollouts, "train", NoneType, scores, step)
+# Prefix of the operator of a flow that stands for the training of one agent.
+AGENT = "agent_"
 
 
 class OperatorFacts(msgspec.Struct, frozen=True):
@@ -540,6 +540,15 @@ class SamplesAhead(Protocol):
         """Start no further samples."""
 
 
+class TrainsAgent(Protocol):
+    """Agent of a game, with its own actor and critic. Implemented by `agents.GameAgent`."""
+
+    async def train(
+        self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int
+    ) -> None:
+        """Train the agent on its own samples and advantages, then update its engine's weights."""
+
+
 # Program of one step. It returns the samples that the step trained on, for the records.
 StepProgram = Callable[["Run", int], Awaitable[Samples]]
 
@@ -553,7 +562,6 @@ class Run:
         held_out_reward: ranks that score a validation. These are the engines' ranks unless reward models have separate
             ranks.
         critic, reference: None if the algorithm does not use them.
-        agents: agents of a game by name, if each has its own actor and critic; otherwise empty.
         step: program of one step.
         operators: operators of a flow, for `program.flow_step`.
         worlds: role groups that receive samples from the engines' ranks; empty if roles share all ranks.
@@ -563,6 +571,7 @@ class Run:
         is_given: whether a Python program provides the responses of each step on every rank (`PPOTrainer`).
         may_leave_inside: whether a run that is asked to leave may do so inside a step.
         restored_steps: steps whose samples come from the checkpoint that the run resumed from.
+        agents: agents of a game by name, if each has its own actor and critic; otherwise empty.
         ahead: source of samples of later steps, or None if engines and training alternate.
         scores_arriving: whether samples are scored while the engines generate others.
         scores_ahead: whether rewards, too, are computed ahead of training.
@@ -578,7 +587,6 @@ class Run:
     actor: ActorGroup
     critic: CriticGroup | None
     reference: ReferenceGroup | None
-    agents: Mapping[str, AgentGroup]
     step: StepProgram
     operators: OperatorGroup
     worlds: Sequence[WorldGroup]
@@ -588,6 +596,7 @@ class Run:
     is_given: bool = False
     may_leave_inside: bool = True
     restored_steps: Set[int] = frozenset()
+    agents: Mapping[str, TrainsAgent] = field(default_factory=dict)
     ahead: SamplesAhead | None = None
     scores_arriving: bool = False
     scores_ahead: bool = False
@@ -645,7 +654,6 @@ def make_run(
     step: StepProgram,
     has_engines: bool,
     restored_steps: Set[int],
-    agents: Sequence[str] = (),
 ) -> Run:
     """Build the handles of a run's roles on the ranks that the placement assigns to them."""
     everyone = range(controller.num_ranks)
@@ -686,10 +694,6 @@ def make_run(
         reference=group(ReferenceGroup, "reference")
         if config.uses_ref_log_probs
         else None,
-        agents={
-            name: AgentGroup(f"agent.{name}", everyone, controller, assignments)
-            for name in agents
-        },
         step=step,
         operators=OperatorGroup("operators", everyone, controller, assignments),
         worlds=[] if is_shared else worlds,

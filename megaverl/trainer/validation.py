@@ -28,8 +28,8 @@ from megaverl.trainer.dynamic_sampling import SamplingRounds
 from megaverl.trainer.job import Job, Stages
 from megaverl.trainer.roles import Roles
 from megaverl.trainer.saving import Records, sample_records
-from megaverl.trainer.schedule import RolloutFolder, StoredRollouts
 from megaverl.trainer.step import RLStep
+from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.workers import RemoteWorker
 from megaverl.workers.player import Player
 from megaverl.workers.responses import Draws, once, responses

@@ -18,7 +18,7 @@ from megaverl.checkpoint import newest_first
 from megaverl.processes import ending_with_parent
 from megaverl.trainer.islands import island_file
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE
-from megaverl.trainer.schedule import file_of
+from megaverl.trainer.waiting_samples import file_of
 from tests.faults.injector import Fault
 from tests.faults.networks import networks, why_not
 from tests.faults.runs import differences, metrics, remains
