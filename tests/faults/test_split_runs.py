@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from megaverl.checkpoint import newest_first
+from megaverl.checkpoint.choice import is_finished
 from megaverl.processes import ending_with_parent
 from megaverl.trainer.islands import island_file
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE
@@ -432,6 +433,8 @@ def test_asked_to_leave(
         file_of(1),
         file_of(2),
     ]
+    # `checkpoint.resume: unfinished` goes on with it.
+    assert not is_finished(saved)
     assert run(launch, inputs, tmp_path, 5, FIVE, *ASYNC).codes == [0] * 5
     assert differences(remains(tmp_path / "run"), remains(ahead / "run")) == ["kept"]
 
