@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from megaverl.distributed.channels import PendingSends, receive_json, send_json
 from megaverl.distributed.collectives import barrier
-from megaverl.distributed.worlds import (
-    JobContext,
-    PendingSends,
-    receive_json,
-    send_json,
-)
+from megaverl.distributed.job_context import JobContext
 from megaverl.monitoring.timeline import Timeline, memory_metrics, merge_traces
 
 # Metrics of a single rank. Only the reporter's own values are recorded.
@@ -115,20 +111,20 @@ class CollectedMetrics:
             for name, value in metrics.items()
             if not name.startswith("busy/")
         }
-        for role in self.context.world.roles:
+        for role in self.context.role_group.roles:
             # In seconds here. `of_all` divides by the duration of the whole step, which
             # only the reporter knows.
             if (share := metrics.get(f"busy/{role}")) is not None:
                 own_metrics[f"busy/{role}"] = share * metrics["time/step_ms"] / 1e3
-        if self.context.rank == self.context.world.ranks[0]:
-            own_metrics |= memory_metrics(*self.context.world.roles)
+        if self.context.rank == self.context.role_group.ranks[0]:
+            own_metrics |= memory_metrics(*self.context.role_group.roles)
             self.book(step)
             num_bytes = self._booked.pop(step)
             # The bytes cannot be divided by role, so each role of the group reports all
             # of them.
             own_metrics |= {
                 f"dataflow/{role}_bytes_received": float(num_bytes)
-                for role in self.context.world.roles
+                for role in self.context.role_group.roles
             }
         return own_metrics
 
@@ -137,7 +133,9 @@ class CollectedMetrics:
 
         Collective over all ranks of the job.
         """
-        firsts = [world.ranks[0] for world in self.context.placement.worlds]
+        firsts = [
+            role_group.ranks[0] for role_group in self.context.placement.role_groups
+        ]
         if self.context.rank != self.reporter:
             if self.context.rank in firsts:
                 self._sent.forget_done()
@@ -167,19 +165,19 @@ class CollectedMetrics:
 
     def write_timeline(self, timeline: Timeline, run_dir: Path) -> None:
         """Write the timeline of this role group, on its first rank."""
-        if self.context.rank == self.context.world.ranks[0]:
-            timeline.export(_timeline_of(run_dir, self.context.world.name))
+        if self.context.rank == self.context.role_group.ranks[0]:
+            timeline.export(_timeline_of(run_dir, self.context.role_group.name))
 
     def join_timelines(self, run_dir: Path) -> None:
         """Merge the timelines of all role groups into one trace. Collective over all ranks of the job."""
         barrier(self.context.control)
         if self.context.rank == self.reporter:
             traces = [
-                _timeline_of(run_dir, world.name)
-                for world in self.context.placement.worlds
+                _timeline_of(run_dir, role_group.name)
+                for role_group in self.context.placement.role_groups
             ]
             merge_traces(traces, run_dir / "timeline.json")
 
 
-def _timeline_of(run_dir: Path, world: str) -> Path:
-    return run_dir / "timelines" / f"{world}.json"
+def _timeline_of(run_dir: Path, role_group: str) -> Path:
+    return run_dir / "timelines" / f"{role_group}.json"

@@ -139,8 +139,8 @@ class SampleGroup(WorkerGroup):
         )
 
 
-class WorldGroup(SampleGroup):
-    """Role group: ranks that work on the same samples, for one role or several."""
+class ReceiverGroup(SampleGroup):
+    """Role group that receives samples from the engines' ranks, for one role or several."""
 
     def deliver(
         self, rollouts: Ref[RolloutBatch], values: list[Ref[Any]]
@@ -564,7 +564,7 @@ class Run:
         critic, reference: None if the algorithm does not use them.
         step: program of one step.
         operators: operators of a flow, for `program.flow_step`.
-        worlds: role groups that receive samples from the engines' ranks; empty if roles share all ranks.
+        receivers: role groups that receive samples from the engines' ranks; empty if roles share all ranks.
         assignments: rows of the samples that each rank works on.
         has_engines: whether engines generate responses. If False, the run replays the responses of another run.
         validates: whether there are held-out prompts and `trainer.validate_every` is set.
@@ -589,7 +589,7 @@ class Run:
     reference: ReferenceGroup | None
     step: StepProgram
     operators: OperatorGroup
-    worlds: Sequence[WorldGroup]
+    receivers: Sequence[ReceiverGroup]
     assignments: Assignments
     has_engines: bool = True
     validates: bool = False
@@ -618,12 +618,12 @@ class Run:
         There is nothing to assign if roles share all ranks, or if a Python program
         provides all samples on every rank.
         """
-        if not self.worlds or self.is_given:
+        if not self.receivers or self.is_given:
             return
         # Send all calls before awaiting any, so that the role groups decide at the same
         # time.
         facts = rollouts.describe(SampleFacts)
-        decisions = [world.assign(rollouts.id, facts) for world in self.worlds]
+        decisions = [receiver.assign(rollouts.id, facts) for receiver in self.receivers]
         for decision in decisions:
             self.assignments.add(rollouts, await decision)
         await self.deliver(rollouts)
@@ -638,12 +638,12 @@ class Run:
         """
         if self.ahead is None:
             return
-        for world in self.worlds:
+        for receiver in self.receivers:
             if scores is None:
-                world.deliver(rollouts, [])
+                receiver.deliver(rollouts, [])
             # Scores go only to the actor's role group, which computes the advantages.
-            elif not set(world.ranks).isdisjoint(self.actor.ranks):
-                world.deliver(rollouts, [scores])
+            elif not set(receiver.ranks).isdisjoint(self.actor.ranks):
+                receiver.deliver(rollouts, [scores])
 
 
 def make_run(
@@ -661,12 +661,12 @@ def make_run(
     is_shared = placement.is_colocated
     engines = placement.ranks["rollout"]
     consumers = {"reward", "reference", "critic", "actor"}
-    worlds = [
-        WorldGroup("world", world.ranks, controller, assignments)
-        for world in placement.worlds
+    receivers = [
+        ReceiverGroup("receiver", group.ranks, controller, assignments)
+        for group in placement.role_groups
         # A role group inside the engines' ranks already has all samples that the
         # engines generated.
-        if consumers.intersection(world.roles) and not set(world.ranks) <= set(engines)
+        if consumers.intersection(group.roles) and not set(group.ranks) <= set(engines)
     ]
 
     def ranks_of(role: str) -> Sequence[int]:
@@ -696,7 +696,7 @@ def make_run(
         else None,
         step=step,
         operators=OperatorGroup("operators", everyone, controller, assignments),
-        worlds=[] if is_shared else worlds,
+        receivers=[] if is_shared else receivers,
         assignments=assignments,
         has_engines=has_engines,
         validates=has_engines

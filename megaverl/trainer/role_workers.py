@@ -37,7 +37,7 @@ from megaverl.trainer.validation import Validation, held_out_responses, measure_
 from megaverl.workers.reward import Scores
 
 
-class WorldWorker:
+class ReceiverWorker:
     """Worker that decides which samples each rank of its role group works on."""
 
     def __init__(self, store: SampleStore) -> None:

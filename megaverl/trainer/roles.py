@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megaverl.algorithms import KLController
-from megaverl.distributed.worlds import JobContext
+from megaverl.distributed.job_context import JobContext
 from megaverl.errors import ConfigError
 from megaverl.rollout.engine import Engine, InFlight
 from megaverl.trainer.build import Builder

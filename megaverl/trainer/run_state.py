@@ -22,7 +22,7 @@ from megaverl.data.distributed_batch import RowSelection
 from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.data.streaming import Prompts
 from megaverl.distributed.collectives import broadcast_json, reduce_json, together
-from megaverl.distributed.worlds import JobContext
+from megaverl.distributed.job_context import JobContext
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
 from megaverl.trainer.group_metrics import CollectedMetrics, SharedMetrics, StepMetrics
@@ -364,7 +364,7 @@ class RunState:
             # The engines may be ahead. The resumed run continues with the prompts of
             # the first step that has not been trained on.
             part["sampler"] = self.waiting.sampler(self._done) or state["sampler"]
-        if self.context.world_rank == 0:
+        if self.context.group_rank == 0:
             counts = {name: trainable.counts for name, trainable in self.saved.items()}
             part["coordinator"] = counts_to_state(counts)
         return dict(reduce_json(part, _merge_states, self.context.control))

@@ -11,7 +11,7 @@ from megaverl.algorithms import advantage_estimators, policy_losses
 from megaverl.data.distributed_batch import RowSelection
 from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.dataflow import DataFlow
-from megaverl.distributed.worlds import JobContext
+from megaverl.distributed.job_context import JobContext
 from megaverl.sharding.rows import Rows, join_rows
 from megaverl.trainer.step import RLStep
 from megaverl.workers import local
@@ -86,7 +86,7 @@ class SampleRouting:
         here = [
             operator.name
             for operator in flow.plan.operators
-            if not {*operator.roles}.isdisjoint(self.context.world.roles)
+            if not {*operator.roles}.isdisjoint(self.context.role_group.roles)
         ]
         algorithm, reads = config.algorithm, self.rows_read()
         # Episodes and responses of a rollout function are produced as one batch, which

@@ -27,11 +27,11 @@ from megaverl.trainer.role_workers import (
     CriticWorker,
     IslandWorker,
     OperatorWorker,
+    ReceiverWorker,
     ReferenceWorker,
     RewardWorker,
     RolloutWorker,
     WeightsWorker,
-    WorldWorker,
 )
 from megaverl.trainer.rollouts_ahead import RolloutsAhead
 from megaverl.trainer.run_state import RunState
@@ -101,7 +101,7 @@ class ServedRun:
         self._workers: dict[str, object] = {
             "session": self.session,
             "recorder": RecorderWorker(state, store),
-            "world": WorldWorker(store),
+            "receiver": ReceiverWorker(store),
             "rollout": self._rollout,
             "reward": self._reward,
             "reference": ReferenceWorker(state, store),

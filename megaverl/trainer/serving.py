@@ -12,7 +12,7 @@ from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.serving import StatusBoard
 from megaverl.dataflow.program_runner import run_program
-from megaverl.distributed.worlds import JobContext
+from megaverl.distributed.job_context import JobContext
 from megaverl.monitoring.console import Console
 from megaverl.trainer.job import PreemptionHandler, Stages
 from megaverl.trainer.sample_rows import RowMover

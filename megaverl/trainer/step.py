@@ -15,7 +15,7 @@ from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.data.distributed_batch import RowSelection, of_all, of_held
-from megaverl.distributed.worlds import default_group
+from megaverl.distributed.job_context import default_group
 from megaverl.rewards.trl import TrainerState
 from megaverl.rollout.engine import (
     Sampling,

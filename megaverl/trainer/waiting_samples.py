@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megaverl.config import Config
-from megaverl.distributed.worlds import JobContext
+from megaverl.distributed.job_context import JobContext
 from megaverl.trainer.stored_rollouts import StoredRollouts
 from megaverl.workers.reward import Scores
 

@@ -28,7 +28,8 @@ from megaverl.controller.serving import run_blocking
 from megaverl.data import row_transfer
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow import value_mover
-from megaverl.distributed.worlds import Channel, JobContext, PendingSends
+from megaverl.distributed.channels import Channel, PendingSends
+from megaverl.distributed.job_context import JobContext
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
 from megaverl.monitoring.timeline import Timeline

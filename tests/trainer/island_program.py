@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.fsdp import FsdpConfig
 from megaverl.config.roles import CoordinatorConfig, LoraConfig, OffloadConfig
+from megaverl.distributed.job_context import JobContext, join
 from megaverl.distributed.placement import Node, parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.store import job_store
-from megaverl.distributed.worlds import JobContext, join
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.islands import Island, serve_join
 from megaverl.workers.fsdp_model import FSDPModel

@@ -21,7 +21,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.distributed_batch import RowSelection, whole_on
 from megaverl.distributed import collectives
 from megaverl.distributed.collectives import on_first_rank
-from megaverl.distributed.worlds import of_default_group
+from megaverl.distributed.job_context import of_default_group
 from megaverl.errors import MegaverlError
 from megaverl.models.packing import MicroBatch
 from megaverl.monitoring.console import Console
@@ -203,7 +203,7 @@ def hold_and_give_back(count: int, group_size: int) -> dict[str, Any]:
         },
         {"text": [f"sample {row}" for row in range(count)]},
     )
-    size = len(context.world.ranks)
+    size = len(context.role_group.ranks)
     wanted = {
         rank: [row for row in range(count) if (row * 7) % (size + 1) == rank]
         for rank in range(size)

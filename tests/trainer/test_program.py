@@ -23,7 +23,7 @@ from megaverl.trainer.served_run import RecorderWorker, SessionWorker
 WORKERS: dict[type[WorkerGroup], type] = {
     role_groups.SessionGroup: SessionWorker,
     role_groups.RecorderGroup: RecorderWorker,
-    role_groups.WorldGroup: role_workers.WorldWorker,
+    role_groups.ReceiverGroup: role_workers.ReceiverWorker,
     role_groups.RolloutGroup: role_workers.RolloutWorker,
     role_groups.RewardGroup: role_workers.RewardWorker,
     role_groups.ReferenceGroup: role_workers.ReferenceWorker,
