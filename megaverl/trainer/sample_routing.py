@@ -216,16 +216,16 @@ class SampleRouting:
                     strict=True,
                 )
             )
-            for part, ranks in enumerate(self._worlds(role))
+            for part, ranks in enumerate(self._groups_of(role))
         )
 
     def _on(self, role: str, rows: Sequence[Sequence[int]]) -> Rows:
         """Assign rows to the ranks of a role. If islands have their own copy of the role, each works on all samples."""
         return join_rows(
-            dict(zip(ranks, rows, strict=True)) for ranks in self._worlds(role)
+            dict(zip(ranks, rows, strict=True)) for ranks in self._groups_of(role)
         )
 
-    def _worlds(self, role: str) -> Sequence[Sequence[int]]:
+    def _groups_of(self, role: str) -> Sequence[Sequence[int]]:
         """Return the ranks of a role, as one group per island if the role shares the actor's ranks."""
         placement = self.context.placement
         return (
