@@ -39,6 +39,7 @@ from megaverl.trainer.partial_rollouts import PARTIAL_FILE
 from megaverl.trainer.program import begin_given, give_rollouts, take_given_step, train
 from megaverl.trainer.replanning import Replanning
 from megaverl.trainer.resuming import GoingOn
+from megaverl.trainer.roles import make_roles
 from megaverl.trainer.run_state import RunState
 from megaverl.trainer.saving import (
     Records,
@@ -129,8 +130,11 @@ class Trainer:
         # read them from the model's folder.
         builder.resumes = self.saving.resumed_from is not None
         context = job.context if job is not None else alone(config)
-        self.run_state = RunState(builder, context, self.stages, console, replayed)
-        self.step, self.roles = self.run_state.step, self.run_state.roles
+        self.roles = make_roles(builder, context, generates=replayed is None)
+        self.run_state = RunState(
+            builder.config, self.roles, context, self.stages, console, replayed
+        )
+        self.step = self.run_state.step
         if note := self.roles.reward.reward.accuracy_note:
             console.print(note)
         for operator in self._stage_operators():

@@ -8,7 +8,7 @@ including the role's collectives.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ from megaverl.trainer.sample_rows import (
 )
 from megaverl.trainer.step import RLStep
 from megaverl.trainer.stored_rollouts import StoredRollouts
-from megaverl.trainer.validation import Validation, held_out_responses, measure_held_out
+from megaverl.trainer.validation import held_out_responses, measure_held_out
 from megaverl.workers.reward import Scores
 
 
@@ -58,7 +58,7 @@ class RolloutWorker:
         state: this rank's roles and the metrics of the running steps.
         prompts: the run's prompts, positioned at the next step.
         store: converts between batches and values of the program.
-        validation: holder of the held-out prompts.
+        held_out: returns the held-out prompts.
         sender: sends finished samples to the ranks that score them, or None if this rank sends none.
 
     Attributes:
@@ -71,8 +71,8 @@ class RolloutWorker:
         state: RunState,
         prompts: Prompts,
         store: SampleStore,
-        validation: Validation,
-        sender: SampleSender | None,
+        held_out: Callable[[], Sequence[PromptRecord]] = tuple,
+        sender: SampleSender | None = None,
     ) -> None:
         self._state, self._operators, self._stages = (
             state,
@@ -80,7 +80,7 @@ class RolloutWorker:
             state.stages,
         )
         self._config, self._prompts, self._store = state.step.config, prompts, store
-        self._validation = validation
+        self._held_out = held_out
         self._sender = sender
         self.cut_off: StoredRollouts | None = None
         self.taken: dict[int, Sequence[PromptRecord]] = {}
@@ -218,7 +218,7 @@ class RolloutWorker:
             batch = held_out_responses(
                 self._config,
                 roles.engines,
-                self._validation.prompts,
+                self._held_out(),
                 roles.player,
                 self._state.held_out_readers,
             )

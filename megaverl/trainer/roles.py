@@ -134,6 +134,8 @@ def make_roles(builder: Builder, context: JobContext, *, generates: bool) -> Rol
         generates: False if stored rollouts replace the engines.
     """
     config, has = builder.config, context.has
+    if config.environment.agents == "own":
+        return _make_agent_roles(builder, generates=generates)
     player = builder.player()
     heads = len(player.agents) if player else 1
     actor = builder.actor(heads) if has("actor") else RemoteWorker("actor")
@@ -195,7 +197,7 @@ def make_roles(builder: Builder, context: JobContext, *, generates: bool) -> Rol
     )
 
 
-def make_agent_roles(builder: Builder, *, generates: bool) -> Roles:
+def _make_agent_roles(builder: Builder, *, generates: bool) -> Roles:
     """Create an actor and a critic for every agent of the game. Reference, rewards and engine are shared.
 
     Raises:

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from megaverl.config import Config
 from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.serving import run_blocking
 from megaverl.data.batch import RolloutBatch
@@ -24,7 +25,6 @@ from megaverl.data.streaming import Prompts
 from megaverl.distributed.collectives import broadcast_json, reduce_json, together
 from megaverl.distributed.job_context import JobContext
 from megaverl.monitoring.console import Console
-from megaverl.trainer.build import Builder
 from megaverl.trainer.group_metrics import CollectedMetrics, SharedMetrics, StepMetrics
 from megaverl.trainer.islands import (
     Island,
@@ -36,7 +36,7 @@ from megaverl.trainer.islands import (
 )
 from megaverl.trainer.job import Stages, reporter
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE, InFlightUpdates
-from megaverl.trainer.roles import make_agent_roles, make_roles
+from megaverl.trainer.roles import Roles
 from megaverl.trainer.sample_routing import SampleRouting
 from megaverl.trainer.saving import Records
 from megaverl.trainer.schedule import Schedule
@@ -70,11 +70,11 @@ class RunState:
     """State of a run on one rank. Every rank of the job calls the same methods in the same order.
 
     Args:
+        context: this rank's place in the job.
+        roles: this rank's part of every role.
         replayed: folder of stored rollouts that replace the engines, or None.
 
     Attributes:
-        context: this rank's place in the job.
-        roles: this rank's part of every role.
         step: operators of a step.
         flow: compiled flow of the operators.
         stages: reports what this rank is doing.
@@ -86,22 +86,17 @@ class RunState:
 
     def __init__(
         self,
-        builder: Builder,
+        config: Config,
+        roles: Roles,
         context: JobContext,
         stages: Stages,
         console: Console,
-        replayed: RolloutFolder | None,
+        replayed: RolloutFolder | None = None,
     ) -> None:
-        config, placement = builder.config, context.placement
+        placement = context.placement
         self.config, self.context, self.stages = config, context, stages
+        self.roles = roles
         self.dialogue = Dialogue()
-        has_agents = config.environment.agents == "own"
-        generates = replayed is None
-        self.roles = (
-            make_agent_roles(builder, generates=generates)
-            if has_agents
-            else make_roles(builder, context, generates=generates)
-        )
         self.step = RLStep(config, self.roles, replayed, warn=console.warn, span=stages)
         self.is_shared = placement.is_colocated
         self.flow = make_flow(self.step, None if self.is_shared else placement.ranks)

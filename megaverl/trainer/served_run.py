@@ -93,7 +93,11 @@ class ServedRun:
         sender = self._make_sender()
         operators.outlet = sender
         self._rollout = RolloutWorker(
-            state, trainer.prompts, store, trainer.validation, sender
+            state,
+            trainer.prompts,
+            store,
+            lambda: trainer.validation.prompts,
+            sender,
         )
         self._rollout.cut_off, trainer.cut_off = trainer.cut_off, None
         self._reward = RewardWorker(state, store, restored_scores)

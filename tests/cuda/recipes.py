@@ -41,6 +41,7 @@ from megaverl.sharding.vllm import QuantisedWeight, scale_shape, vllm_layouts
 from megaverl.sharding.weight import shapes_of
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Stages, alone
+from megaverl.trainer.roles import make_roles
 from megaverl.trainer.run_state import RunState
 from megaverl.trainer.sample_rows import Fields, RowMover, SampleRows, SampleStore
 from megaverl.trainer.saving import sample_records
@@ -224,8 +225,9 @@ class RecipeRank:
         """All that a run makes on this rank: every role, the plans, the flow of a step."""
         stages = Stages(Timeline(self.rank))
         console: Any = SimpleNamespace(warn=print)
-        self.state = RunState(self.builder, alone(self.config), stages, console, None)
-        roles = self.state.roles
+        context = alone(self.config)
+        roles = make_roles(self.builder, context, generates=True)
+        self.state = RunState(self.config, roles, context, stages, console)
         assert isinstance(roles.actor, Actor) and roles.sync is not None
         self.actor = roles.actor
         self.state.prepare_updates({}, None)

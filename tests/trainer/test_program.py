@@ -15,7 +15,13 @@ from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.simulation import SimulatedCluster, SimulatedOutcome
 from megaverl.distributed.placement import Node
 from megaverl.distributed.placement_resolver import resolve
-from megaverl.trainer import agents, offline, role_groups, role_workers
+from megaverl.trainer import (
+    agents,
+    offline,
+    role_groups,
+    role_workers,
+    rollouts_only,
+)
 from megaverl.trainer.program import policy_step, train
 from megaverl.trainer.role_groups import TrainedGroup, make_run
 from megaverl.trainer.served_run import RecorderWorker, SessionWorker
@@ -33,6 +39,7 @@ WORKERS: dict[type[WorkerGroup], type] = {
     offline.TrainerGroup: offline.TrainerWorker,
     role_groups.IslandGroup: role_workers.IslandWorker,
     agents.AgentsGroup: agents.AgentsWorker,
+    rollouts_only.StorageGroup: rollouts_only.StorageWorker,
 }
 
 
