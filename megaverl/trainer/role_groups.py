@@ -22,6 +22,7 @@ from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.moves import Rows
 from megaverl.controller.references import PendingCall, Ref
 from megaverl.data.batch import RolloutBatch
+from megaverl.dataflow.plan import CompiledFlow
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.trainer.islands import reporting_ranks
 from megaverl.trainer.sample_rows import Fields, SampleFacts
@@ -454,47 +455,35 @@ class ActorGroup(TrainedGroup):
 AGENT = "agent_"
 
 
-class OperatorFacts(msgspec.Struct, frozen=True):
-    """Description of one operator of a flow.
-
-    Attributes:
-        takes, gives: names of its input and output values.
-        ranks: ranks that run it, or None for all ranks.
-    """
-
-    name: str
-    takes: tuple[str, ...]
-    gives: tuple[str, ...]
-    ranks: tuple[int, ...] | None = None
-
-
-class StepFlow(msgspec.Struct, frozen=True):
-    """Operators that a step still has to run, in order, and the names of the values that already exist."""
-
-    operators: tuple[OperatorFacts, ...]
-    given: tuple[str, ...]
+def changes_prompts(plan: CompiledFlow) -> bool:
+    """Return whether an operator of a step runs before responses are generated."""
+    return plan.operators[0].name != "rollout"
 
 
 class OperatorGroup(SampleGroup):
     """All ranks, for a step that is a flow of operators.
 
     Attributes:
-        change_prompts: whether an operator runs before responses are generated.
+        plan: compiled flow of the step.
     """
 
-    change_prompts = False
+    plan: CompiledFlow
 
-    def begin(self, step: int, made: list[str]) -> PendingCall[Ref[Any]]:
-        """Start a step. Return the values that exist before its operators run, described by a `StepFlow`.
+    def begin(self, step: int, made: list[str]) -> PendingCall[list[str]]:
+        """Start a step. Return the names of further values that exist before its operators run.
 
         Args:
             made: names of values that already exist and need no operator.
         """
-        return self.keep("begin", step, made)
+        return self.report("begin", list[str], step, made)
+
+    def given(self, name: str) -> PendingCall[Ref[Any]]:
+        """Return a value that exists before the operators run."""
+        return self.keep("given", name)
 
     def call(
         self,
-        operator: OperatorFacts,
+        operator: str,
         rollouts: Ref[Any] | None,
         inputs: list[Ref[Any]],
         reporting: Sequence[int] = (),
@@ -505,17 +494,16 @@ class OperatorGroup(SampleGroup):
             rollouts: responses of the step, whose assigned rows each rank works on.
             reporting: ranks that report on gradients to the program, if the operator is an update.
         """
-        ranks = self.ranks if operator.ranks is None else operator.ranks
+        placed = self.plan.ranks[operator]
+        ranks = self.ranks if placed is None else placed
         wanted = None
         if rollouts is not None:
             wanted = self._assignments.wanted(ranks, rollouts, inputs)
         group = WorkerGroup(self.role, ranks, self._controller)
-        return group.keep(
-            "call", operator.name, inputs, wanted=wanted, asking=reporting
-        )
+        return group.keep("call", operator, inputs, wanted=wanted, asking=reporting)
 
     def pick(self, values: Ref[Any], name: str) -> PendingCall[Ref[Any]]:
-        """Return one named value out of several, on the ranks that hold them."""
+        """Return one of the outputs of an operator, on the ranks that hold them."""
         return WorkerGroup(self.role, values.holders, self._controller).keep(
             "pick", values, name
         )

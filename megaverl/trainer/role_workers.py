@@ -22,7 +22,7 @@ from megaverl.trainer.arriving_samples import SampleSender, receive_samples
 from megaverl.trainer.dynamic_sampling import SamplingRounds
 from megaverl.trainer.mix import name_of_mix
 from megaverl.trainer.partial_rollouts import InFlightUpdates
-from megaverl.trainer.role_groups import HeldOutResult, OperatorFacts, StepFlow
+from megaverl.trainer.role_groups import HeldOutResult
 from megaverl.trainer.run_state import RunState
 from megaverl.trainer.sample_rows import (
     Fields,
@@ -472,20 +472,6 @@ class WeightsWorker(RoleWorker):
             self._operators.reshard(is_updated)
 
 
-class StepValues(dict[str, Any]):
-    """Several named values of a step, stored as one value of the program.
-
-    Attributes:
-        flow: operators to run on the values; None on the outputs of an operator.
-    """
-
-    flow: StepFlow | None = None
-
-    def describe(self) -> StepFlow | None:
-        """Return the operators to run, for the program."""
-        return self.flow
-
-
 class IslandWorker:
     """Worker that sums the updates which the actor's islands send. It runs on the coordinator's rank."""
 
@@ -518,11 +504,7 @@ class OperatorWorker:
         rollout: RolloutWorker,
         rewards: RewardWorker,
     ) -> None:
-        self._operators, self._flow, self._stages = (
-            state.step,
-            state.flow,
-            state.stages,
-        )
+        self._operators, self._stages = state.step, state.stages
         self._generates = state.generates
         self._prompts, self._store, self._rollout, self._rewards = (
             prompts,
@@ -534,15 +516,16 @@ class OperatorWorker:
             operator.name: operator for operator in state.flow.plan.operators
         }
         self._shapes = ShapeChecker()
+        self._given: dict[str, Any] = {}
 
-    def begin(self, step: int, made: list[str]) -> StepValues:
+    def begin(self, step: int, made: list[str]) -> list[str]:
         """Take the step's prompts, unless responses to them already exist.
 
         Args:
             made: names of values that already exist.
 
         Returns:
-            The prompts, the step and restored rewards, with the operators that still have to run.
+            Names of the values that the operators are given: the prompts, the step, and restored rewards.
         """
         operators = self._operators
         self._shapes = ShapeChecker()
@@ -557,40 +540,25 @@ class OperatorWorker:
         if "rollouts" not in made:
             operators.metrics["train/epoch"] = self._prompts.epoch
         operators.begin(step, epoch)
-        inputs: dict[str, Any] = {"prompts": prompts, "step": step}
+        self._given = {"prompts": prompts, "step": step}
         restored = self._rewards.restored.pop(step, None)
         if restored is not None:
-            inputs["scores"] = restored
-        present = {*made, *inputs}
-        plan = self._flow.plan
-        values = StepValues(inputs)
-        values.flow = StepFlow(
-            tuple(
-                # Operators whose outputs exist, from a checkpoint or from dynamic
-                # sampling, do not run again.
-                OperatorFacts(
-                    operator.name,
-                    operator.takes,
-                    operator.gives,
-                    plan.ranks[operator.name],
-                )
-                for operator in plan.operators
-                if not operator.gives
-                or any(name not in present for name in operator.gives)
-            ),
-            tuple(inputs),
-        )
-        return values
+            self._given["scores"] = restored
+        return list(self._given)
 
-    def call(self, name: str, inputs: list[Any]) -> StepValues:
-        """Run an operator on its inputs, given in the order of `Operator.takes`."""
+    def given(self, name: str) -> Any:
+        """Return a value that exists before the operators run, once."""
+        return self._given.pop(name)
+
+    def call(self, name: str, inputs: list[Any]) -> dict[str, Any]:
+        """Run an operator on its inputs, given in the order of `Operator.takes`. Return its outputs by name."""
         operator = self._by_name[name]
         values = dict(zip(operator.takes, map(self._as_batch, inputs), strict=True))
         with self._stages(name):
-            return StepValues(self._shapes.call(operator, values))
+            return self._shapes.call(operator, values)
 
-    def pick(self, values: StepValues, name: str) -> Any:
-        """Return one of the values."""
+    def pick(self, values: dict[str, Any], name: str) -> Any:
+        """Return one of the outputs of an operator."""
         return values[name]
 
     def _as_batch(self, value: Any) -> Any:

@@ -21,7 +21,13 @@ from megaverl.trainer.program import (
     policy_step,
     sample_ahead,
 )
-from megaverl.trainer.role_groups import HeldOutResult, Run, StepProgram, make_run
+from megaverl.trainer.role_groups import (
+    HeldOutResult,
+    Run,
+    StepProgram,
+    changes_prompts,
+    make_run,
+)
 from megaverl.trainer.role_workers import (
     ActorWorker,
     CriticWorker,
@@ -120,9 +126,7 @@ class ServedRun:
         self._agents = list(state.roles.agents)
         self._workers |= make_agent_workers(state, store)
         self._step = self._choose_step()
-        # The first operator of a flow without added operators is the rollout.
-        self._changes_prompts = state.flow.plan.operators[0].name != "rollout"
-        if self._is_ahead and self._changes_prompts:
+        if self._is_ahead and changes_prompts(state.flow.plan):
             raise ConfigError(
                 "trainer.operators: an operator that runs before the rollout cannot change the prompts of a later "
                 "step. Set rollout.async_rollout=false, or let it change the rollouts."
@@ -212,7 +216,7 @@ class ServedRun:
             restored_steps=self._restored_steps,
         )
         run.agents = make_agents(run, self._agents, controller)
-        run.operators.change_prompts = self._changes_prompts
+        run.operators.plan = self._state.flow.plan
         run.is_given = self._is_given
         run.scores_arriving = self._scores_arriving
         if self._is_ahead:
