@@ -13,6 +13,7 @@ by `environment.agents: own`. With `shared`, all agents are one actor
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import NoneType
@@ -148,6 +149,7 @@ class AgentsWorker:
         # Metrics by agent, for the agents that the running step has trained.
         self._trained: dict[str, dict[str, float]] = {}
         self._last_step = -1
+        self._began = 0.0  # when the training of the current agent began
 
     def select_rollouts(
         self, rollouts: SampleValue, agent: str, step: int
@@ -160,6 +162,7 @@ class AgentsWorker:
             # weights.
             self._engines.weight_version += 1
         self._operators[agent].metrics = {}
+        self._began = time.perf_counter()
         batch = self._store.batch(rollouts)
         own_batch = batch.select(self._rows(batch, agent)).trim()
         tensors = {
@@ -184,6 +187,10 @@ class AgentsWorker:
         metrics["reward/mean"] = float(scores.total.nanmean())
         self._trained[agent] = metrics
         measured = self._state.step.metrics
+        # The training consists of several stages, so no span of the timeline has its
+        # duration.
+        seconds = time.perf_counter() - self._began
+        measured[f"time/agent_{agent}_ms"] = seconds * 1e3
         measured |= {f"{agent}/{name}": value for name, value in metrics.items()}
         means: dict[str, float] = {}
         for metrics in self._trained.values():
