@@ -5,10 +5,10 @@ environment, and runs PPO on what it observed, generated and was rewarded for. E
 by `environment.agents: own`. With `shared`, all agents are one actor
 (`AdvantageComputer.assign_each`).
 
-    program                 agents                       actor.NAME, critic.NAME, weights.NAME
-    GameAgent.train---->     select_rollouts, select_scores
-                  ------------------------------------>  the calls of `program.train_on`
-                  ---->     end_training
+    program                  agents                       actor.NAME, critic.NAME, weights.NAME
+    GameAgent.train  ---->   select_rollouts, select_scores
+                     ---------------------------------->  the calls of `program.train_on`
+                     ---->   end_training
 """
 
 from __future__ import annotations
