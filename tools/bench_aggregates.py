@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
     from megaverl.distributed.groups import Grid
-    from megaverl.distributed.worlds import JobContext
+    from megaverl.distributed.job_context import JobContext
     from megaverl.sharding.model_spec import ModelSpec
     from megaverl.workers.megatron_model import MegatronModel
 
@@ -109,10 +109,10 @@ def be_rank(folder: Path, arguments: argparse.Namespace) -> int:
     from megaverl.distributed.collectives import reduce_json
     from megaverl.distributed.grid import GridShape, Sizes
     from megaverl.distributed.groups import ProcessGroupManager
+    from megaverl.distributed.job_context import join
     from megaverl.distributed.placement import Node, Wanted
     from megaverl.distributed.placement_resolver import resolve
     from megaverl.distributed.store import job_store
-    from megaverl.distributed.worlds import join
     from megaverl.sharding.model_spec import ModelSpec
 
     deadline = timedelta(seconds=300)
@@ -128,7 +128,7 @@ def be_rank(folder: Path, arguments: argparse.Namespace) -> int:
     context = join(placement, store, rank, deadline)
     spec = ModelSpec.from_folder(folder / "model")
     tp = arguments.coordinators if rank in coordinators else 1
-    shape = GridShape.fit(context.world.size, tp=tp, role="actor")
+    shape = GridShape.fit(context.role_group.size, tp=tp, role="actor")
     grid = ProcessGroupManager().grid(shape)
     results: dict[str, Any] = {
         "islands": arguments.islands,

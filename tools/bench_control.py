@@ -12,7 +12,7 @@ every rank's 20 sums on every rank, once the lengths and once the bytes. "tree" 
 `distributed/collectives.py`. Messages and bytes are those that the process writes (/proc/self/io). Only processor time
 is reported, since hundreds of processes share a few cores here.
 
-"sockets" counts the connections that a rank has open for the groups of a run (`distributed/worlds.py`), after
+"sockets" counts the connections that a rank has open for the groups of a run (`distributed/job_context.py`), after
 agreements in all of them and a message to each of two ranks; the store's connections are not counted. A group over NCCL
 is replaced by one that carries nothing.
 """
@@ -50,11 +50,11 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: E402, F401 (the backend "fake")
 from torch.distributed import distributed_c10d
 
-from megaverl.distributed import worlds
+from megaverl.distributed import job_context
 from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json
 from megaverl.distributed.liveness import Liveness, Timeouts
 from megaverl.distributed.messages import HostMessages
-from megaverl.distributed.placement import Node, ResolvedPlacement, World
+from megaverl.distributed.placement import Node, ResolvedPlacement, RoleGroup
 from megaverl.distributed.store import keep_store
 from megaverl.processes import raise_open_files
 
@@ -268,8 +268,8 @@ def placement_of(size: int, *, apart: bool) -> ResolvedPlacement:
     }
     ranks["coordinator"] = (0,)
     actor, rollout = (
-        World("actor", ranks["actor"], ("actor", "coordinator")),
-        World("rollout", ranks["rollout"], ()),
+        RoleGroup("actor", ranks["actor"], ("actor", "coordinator")),
+        RoleGroup("rollout", ranks["rollout"], ()),
     )
     worlds_of = (actor, rollout) if apart else (actor,)
     return ResolvedPlacement(
@@ -284,16 +284,16 @@ def groups_over_gloo(
     placement: ResolvedPlacement, store: dist.Store, rank: int
 ) -> Groups:
     """Make the job's group, this rank's role group's and, where roles are apart, the group that moves weights."""
-    context = worlds.join(placement, store, rank, PATIENCE)
+    context = job_context.join(placement, store, rank, PATIENCE)
     weights = (
         []
         if placement.is_colocated
-        else [worlds.join_some(context, "weights", range(placement.size))]
+        else [job_context.join_some(context, "weights", range(placement.size))]
     )
     return [
         context.control,
         context.group,
-        worlds.default_group(),
+        job_context.default_group(),
         *weights,
     ], context.messages
 
@@ -302,18 +302,22 @@ def groups_over_nccl(
     placement: ResolvedPlacement, store: dist.Store, rank: int
 ) -> Groups:
     """Make the same groups as `join` makes them with NCCL as backend."""
-    world = placement.world_of(rank)
-    group_rank, size = world.ranks.index(rank), placement.size
-    of_world = dist.PrefixStore(f"world/{world.name}", store)
+    role_group = placement.role_group_of(rank)
+    group_rank, size = role_group.ranks.index(rank), placement.size
+    group_store = dist.PrefixStore(f"role_group/{role_group.name}", store)
     dist.init_process_group(
-        "fake", store=of_world, rank=group_rank, world_size=world.size, timeout=PATIENCE
+        "fake",
+        store=group_store,
+        rank=group_rank,
+        world_size=role_group.size,
+        timeout=PATIENCE,
     )
     messages = HostMessages(store, rank, size)
     if placement.is_colocated:
-        worlds._hosts_of_all(PATIENCE)
-        return [worlds.default_group()], messages
+        job_context._hosts_of_all(PATIENCE)
+        return [job_context.default_group()], messages
     with connects_lazily():
-        control = worlds._joined(
+        control = job_context._joined(
             "gloo", "control", store, (rank, size, group_rank), PATIENCE
         )
     name: Any = "weights"
@@ -326,7 +330,7 @@ def groups_over_nccl(
         group_name=name,
         timeout=PATIENCE,
     )
-    return [control, worlds.default_group(), weights], messages
+    return [control, job_context.default_group(), weights], messages
 
 
 def do_side(side: str, store: dist.Store, rank: int, size: int) -> dict[str, float]:
@@ -438,7 +442,7 @@ class CountedStore(dist.Store):
 
 
 class CountedGroup(dist.ProcessGroup):
-    """Group of all ranks over gloo, made beside a default group of this process alone, as `worlds._joined` does."""
+    """Group of all ranks over gloo, made as `job_context._joined` does. This process is alone in its default group."""
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, traffic: Traffic

@@ -40,13 +40,13 @@ from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.data.row_transfer import Moving
 from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.distributed.grid import GridShape
+from megaverl.distributed.job_context import of_default_group
 from megaverl.distributed.ragged import RaggedBatch, merge
-from megaverl.distributed.worlds import of_default_group
 from megaverl.models.packing import pack
 from megaverl.rollout.engine import Generation
 from megaverl.sharding.rows import Rows, join_rows
-from megaverl.trainer.executor import SampleRouting
 from megaverl.trainer.job import kept_objects
+from megaverl.trainer.sample_routing import SampleRouting
 from megaverl.workers.advantage_computer import AdvantageComputer
 from megaverl.workers.micro_batches import (
     ModelWorker,

@@ -61,12 +61,12 @@ from megaverl.checkpoint import (
 )
 from megaverl.checkpoint.commit import Committer, commit, prepare_folder
 from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json
+from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.liveness import Liveness, Timeouts
 from megaverl.distributed.placement import parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
 from megaverl.distributed.store import keep_store
-from megaverl.distributed.worlds import JobContext
 from megaverl.processes import end_with_parent, raise_open_files
 from megaverl.sharding.boxes import Box, whole
 from megaverl.sharding.layout import Layout, Piece
@@ -196,12 +196,12 @@ class Rank:
         self.group = CountedGroup(
             dist.PrefixStore("control", self.store), rank, size, self.traffic
         )
-        world = placement.world_of(rank)
+        role_group = placement.role_group_of(rank)
         messages = CountedMessages(self.store, rank, size, self.traffic)
         self.context = JobContext(
             placement,
             rank,
-            world,
+            role_group,
             self.group,
             self.group,
             self.store,
@@ -257,7 +257,7 @@ class Rank:
         committer.conclude(report, commit_all)
 
     def rest(self) -> None:
-        name, world = self.context.describe, self.context.world.name
+        name, world = self.context.describe, self.context.role_group.name
         self.liveness = Liveness(
             self.store, self.rank, self.setup.size, coordinator=self.setup.size - 1, timeouts=self.setup.timeouts,
             name=name, world=world, say=lambda text: None, end=self._end,

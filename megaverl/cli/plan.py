@@ -363,7 +363,7 @@ def _flow_options(parser: argparse.ArgumentParser) -> None:
 def _flow(arguments: argparse.Namespace) -> int:
     """Print the operators of a configuration's training step."""
     from megaverl.dataflow.plan import as_dict, as_mermaid, as_text
-    from megaverl.trainer.agents import plan_of
+    from megaverl.trainer.step_flow import make_plan
 
     try:
         config = read_config(arguments)
@@ -372,7 +372,7 @@ def _flow(arguments: argparse.Namespace) -> int:
                 f"trainer.program: the step is {config.trainer.program}, a function and no flow. Leave it out to see "
                 "the built-in step."
             )
-        plan = plan_of(config, arguments.nproc)
+        plan = make_plan(config, arguments.nproc)
     except MegaverlError as error:
         print(error, file=sys.stderr)
         return MISTAKE

@@ -13,7 +13,7 @@ from megaverl.data.held_rows import HeldRows
 from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.data.row_transfer import Moving, as_ragged, move_ragged
 from megaverl.data.sequence_lengths import SequenceLengths
-from megaverl.distributed.worlds import JobContext
+from megaverl.distributed.job_context import JobContext
 from megaverl.sharding.rows import Rows, join_rows
 
 
@@ -67,7 +67,7 @@ class RowSelection:
 
     def held(self, lengths: SequenceLengths, group_ids: Sequence[int]) -> HeldRows:
         """Return what each rank holds of a batch: the samples that it works on, and the groups that it reports for."""
-        ranks = self.context.world.ranks
+        ranks = self.context.role_group.ranks
         groups = dict(zip(ranks, groups_of_ranks(group_ids, len(ranks)), strict=True))
         return HeldRows(
             self.context,

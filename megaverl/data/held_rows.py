@@ -20,8 +20,8 @@ from torch import Tensor
 from megaverl.data.row_transfer import Moving, move_ragged
 from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.distributed.collectives import device_of, gather_host_rows
+from megaverl.distributed.job_context import JobContext, default_group
 from megaverl.distributed.ragged import RaggedBatch, beside
-from megaverl.distributed.worlds import JobContext, default_group
 from megaverl.sharding.rows import Rows
 
 
@@ -97,7 +97,7 @@ class HeldRows:
             Results of all of this rank's samples, by name, on the device of the inputs.
         """
         # Every rank of the group takes part, also one that computed nothing.
-        source = {rank: source.get(rank, ()) for rank in self.context.world.ranks}
+        source = {rank: source.get(rank, ()) for rank in self.context.role_group.ranks}
         computed_rows = source[self.context.rank]
         places = torch.tensor(
             [self.place[row] for row in computed_rows], dtype=torch.int64

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from megaverl.data.batch_fields import FIELDS, field_of
+from megaverl.distributed.channels import Channel, PendingSends, send_json
+from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.ragged import (
     RaggedBatch,
     merge,
@@ -22,7 +24,6 @@ from megaverl.distributed.ragged import (
     pack_tensors,
     unpack_tensors,
 )
-from megaverl.distributed.worlds import Channel, JobContext, PendingSends, send_json
 from megaverl.errors import DataError
 from megaverl.sharding.rows import Move, Rows, plan_moves
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from megaverl.dataflow.plan import Places
 from megaverl.distributed.collectives import barrier
-from megaverl.distributed.placement import ResolvedPlacement, World, ranks_text
+from megaverl.distributed.job_context import JobContext, join
+from megaverl.distributed.placement import ResolvedPlacement, RoleGroup, ranks_text
 from megaverl.distributed.rendezvous import NodeInfo, introduce
 from megaverl.distributed.store import job_store
-from megaverl.distributed.worlds import JobContext, join
 from megaverl.errors import ConfigError
 from megaverl.platform import platform
 
@@ -76,9 +76,9 @@ def _join(places: Places) -> JobContext:
     node_of = tuple(
         number for number, node in enumerate(nodes) for _ in range(node.size)
     )
-    world = World("flow on ranks " + ranks_text(every), every, tuple(roles))
+    role_group = RoleGroup("flow on ranks " + ranks_text(every), every, tuple(roles))
     context = join(
-        ResolvedPlacement(size, roles, (world,), (every,), nodes, node_of),
+        ResolvedPlacement(size, roles, (role_group,), (every,), nodes, node_of),
         store,
         rank,
         TIMEOUT,

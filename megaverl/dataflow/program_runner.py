@@ -18,9 +18,9 @@ from megaverl.controller.thread import ControllerThread
 from megaverl.controller.zmq_transport import Address, ZmqRank
 from megaverl.dataflow.value_mover import ValueMover
 from megaverl.distributed.collectives import broadcast_json, reduce_json
+from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.store import own_address
-from megaverl.distributed.worlds import JobContext
 from megaverl.errors import TrainingStopped
 
 # Number of ranks from which each node has a relay. The controller then has one

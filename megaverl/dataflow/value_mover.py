@@ -12,18 +12,13 @@ from megaverl.controller.messages import RowTransfer
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
 from megaverl.data.row_transfer import as_ragged, receive_whole, send_whole
+from megaverl.distributed.channels import Channel, PendingSends, receive_json, send_json
+from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.ragged import (
     RaggedBatch,
     flattened,
     num_bytes_on_device,
     put_together,
-)
-from megaverl.distributed.worlds import (
-    Channel,
-    JobContext,
-    PendingSends,
-    receive_json,
-    send_json,
 )
 
 _FILLS: dict[str, float | bool] = {name: field.fill for name, field in FIELDS.items()}

@@ -139,7 +139,7 @@ class Failures:
         reports = [Report(peer, what, self._rank)]
 
         def ask() -> None:
-            # Use the group's store, because a group over several worlds has ranks that
+            # Use the group's store, because a group over several role groups has ranks that
             # the default group's store lacks.
             group = self._group or dist.distributed_c10d._get_default_group()
             store = dist.distributed_c10d._get_process_group_store(group)

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megaverl.distributed.grid import DIMS, EXPERT_DIMS, Coords, GridShape
-from megaverl.distributed.worlds import default_group
+from megaverl.distributed.job_context import default_group
 from megaverl.errors import GridError
 from megaverl.platform import platform
 

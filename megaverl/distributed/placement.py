@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megaverl.errors import ConfigError
 
-# Roles in the order in which counts are assigned and world names are composed.
+# Roles in the order in which counts are assigned and the names of role groups are composed.
 ROLES = ("actor", "critic", "reference", "reward", "rollout", "coordinator")
 # Name in `--role` -> role. `train` is the actor with all roles that have no place of
 # their own.
@@ -207,12 +207,12 @@ class Node:
 
 
 @dataclass(frozen=True)
-class World:
+class RoleGroup:
     """Ranks that share one default process group, and the roles on them.
 
     Attributes:
         name: names of the roles, with the number of the island if there are several: "actor+reference", "actor.1".
-        ranks: ranks of the job, ascending. A rank's index is its rank in this world.
+        ranks: ranks of the job, ascending. A rank's index is its rank in this group.
         roles: names of the roles.
     """
 
@@ -239,7 +239,7 @@ class ResolvedPlacement:
         size: number of ranks of the job.
         ranks: role -> its ranks, ascending, in the order of `ROLES`. With islands the actor's ranks are those of all
             islands.
-        worlds: partition of all ranks, in the order of their first ranks.
+        role_groups: partition of all ranks, in the order of their first ranks.
         islands: the actor's ranks of each island. An island is a replica group of the actor, on slowly connected nodes.
         nodes: nodes of the job.
         notes: sentences about placements that follow from defaults.
@@ -247,7 +247,7 @@ class ResolvedPlacement:
 
     size: int
     ranks: Mapping[str, tuple[int, ...]]
-    worlds: tuple[World, ...]
+    role_groups: tuple[RoleGroup, ...]
     islands: tuple[tuple[int, ...], ...]
     nodes: tuple[Node, ...]
     _node_of: tuple[int, ...] = field(default=(), repr=False, compare=False)
@@ -257,9 +257,11 @@ class ResolvedPlacement:
         """Return the number of the node of a rank."""
         return self._node_of[rank]
 
-    def world_of(self, rank: int) -> World:
-        """Return the world of a rank."""
-        return next(world for world in self.worlds if rank in world.ranks)
+    def role_group_of(self, rank: int) -> RoleGroup:
+        """Return the role group of a rank."""
+        return next(
+            role_group for role_group in self.role_groups if rank in role_group.ranks
+        )
 
     def roles_of(self, rank: int) -> tuple[str, ...]:
         """Return the roles of a rank."""
@@ -270,7 +272,7 @@ class ResolvedPlacement:
         return self.ranks[role] == self.ranks[other]
 
     def lag(self, rank: int, max_staleness: int, *, in_rounds: bool = False) -> int:
-        """Return how many steps the world of a rank may be ahead of training.
+        """Return how many steps the role group of a rank may be ahead of training.
 
         Args:
             max_staleness: how many steps rollouts may be ahead. 0: they alternate with training.
@@ -317,8 +319,8 @@ class ResolvedPlacement:
 
     @property
     def is_colocated(self) -> bool:
-        """Return whether a single world contains all ranks, as without a placement."""
-        return len(self.worlds) == 1
+        """Return whether a single role group contains all ranks, as without a placement."""
+        return len(self.role_groups) == 1
 
     def lines(self) -> list[str]:
         """Return a readable description: one line for each role, then the notes."""

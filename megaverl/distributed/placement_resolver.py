@@ -12,8 +12,8 @@ from megaverl.distributed.placement import (
     PlacementError,
     PlacementProblem,
     ResolvedPlacement,
+    RoleGroup,
     Wanted,
-    World,
     ranks_named,
 )
 
@@ -50,7 +50,7 @@ def resolve(
         grids: every used role -> its grid. None: a role without a grid, such as rule-based rewards. The coordinator has
             a grid if its ranks hold the global model, and one rank otherwise.
         nodes: nodes in the order of their ranks. None: a single node with all ranks.
-        islands: number of worlds that the actor's ranks are split into, with all roles that share them.
+        islands: number of role groups that the actor's ranks are split into, with all roles that share them.
 
     Raises:
         PlacementError: lists every problem.
@@ -162,7 +162,7 @@ class _Resolving:
         return ResolvedPlacement(
             self.size,
             {role: self.ranks[role] for role in self.roles},
-            tuple(self._worlds()),
+            tuple(self._role_groups()),
             self._islands_of(self.ranks["actor"]),
             self.nodes,
             tuple(
@@ -500,7 +500,7 @@ class _Resolving:
                     "(`megaverl doctor`), or place it otherwise.",
                 )
 
-    def _worlds(self) -> Iterator[World]:
+    def _role_groups(self) -> Iterator[RoleGroup]:
         sharing = self._sharing()
         # The coordinator is on a rank of some role, or alone.
         if not any(self.ranks["coordinator"][0] in ranks for ranks in sharing):
@@ -509,6 +509,6 @@ class _Resolving:
             name = "+".join(roles)
             if self.islands > 1 and "actor" in roles:
                 for number, island in enumerate(self._islands_of(ranks)):
-                    yield World(f"{name}.{number}", island, tuple(roles))
+                    yield RoleGroup(f"{name}.{number}", island, tuple(roles))
             else:
-                yield World(name, ranks, tuple(roles))
+                yield RoleGroup(name, ranks, tuple(roles))

@@ -270,7 +270,7 @@ class PlannedJob:
             and not (made_together or in_rounds)
         ):
             # A rank then holds only its equal part of the samples, and those that each
-            # role works on (`trainer/executor.py`).
+            # role works on (`trainer/sample_routing.py`).
             equal_part = -(-samples // self.world)
             worked_on = sum(-(-samples // role.grid.dp) for role in roles)
             samples = min(samples, equal_part + worked_on)

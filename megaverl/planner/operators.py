@@ -43,7 +43,7 @@ class Operation:
 
     Attributes:
         needs: operators of the same step whose results it reads.
-        worlds: names of the role groups that it runs on.
+        role_groups: names of the role groups that it runs on.
         seconds: duration if every rank has a processor of its own.
         work: seconds of processor time, over all ranks.
         lanes: (part, rank, begin, end) for drawing its parts.
@@ -53,7 +53,7 @@ class Operation:
     name: str
     role: str
     ranks: tuple[int, ...] = field(repr=False)
-    worlds: frozenset[str]
+    role_groups: frozenset[str]
     needs: tuple[str, ...]
     seconds: float
     work: float = 0.0
@@ -275,15 +275,15 @@ def _running_ahead(job: PlannedJob, ops: Sequence[Operation]) -> list[Operation]
         sampling.metric is not None and job.config.trainer.replay_rollouts is None
     )
     lags = {
-        world.name: job.placement.lag(world.ranks[0], staleness, in_rounds=in_rounds)
-        for world in job.placement.worlds
+        group.name: job.placement.lag(group.ranks[0], staleness, in_rounds=in_rounds)
+        for group in job.placement.role_groups
     }
     ahead: dict[str, int] = {}
     for op in ops:
         ahead[op.name] = min(
-            [lags[world] for world in op.worlds] + [ahead[name] for name in op.needs]
+            [lags[name] for name in op.role_groups] + [ahead[name] for name in op.needs]
         )
-        lags |= dict.fromkeys(op.worlds, ahead[op.name])
+        lags |= dict.fromkeys(op.role_groups, ahead[op.name])
     return [replace(op, ahead=ahead[op.name]) for op in ops]
 
 
@@ -364,7 +364,9 @@ def _operation(
         )
         seconds = longer
     names = [
-        world.name for world in job.placement.worlds if set(world.ranks) & set(ranks)
+        group.name
+        for group in job.placement.role_groups
+        if set(group.ranks) & set(ranks)
     ]
     return Operation(name, role, ranks, frozenset(names), needs, seconds, work, lanes)
 

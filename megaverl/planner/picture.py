@@ -175,9 +175,10 @@ def _placement(axes: Axes, capacity: Capacity) -> None:
         ]
         axes.set_title("placement: the actor's pipeline stage (colour) on every GPU")
     else:
-        kinds = [world.name for world in job.placement.worlds]
+        kinds = [group.name for group in job.placement.role_groups]
         kind_of = [
-            kinds.index(job.placement.world_of(rank).name) for rank in range(job.world)
+            kinds.index(job.placement.role_group_of(rank).name)
+            for rank in range(job.world)
         ]
         axes.set_title("placement: the roles (colour) on every GPU")
     _cells(axes, kind_of, len(kinds), (nodes, width))

@@ -223,7 +223,7 @@ def _before(
     place = ops.index(op)
     for number, other in enumerate(ops):
         # Operators without a common role group run in parallel.
-        if other is op or not op.worlds & other.worlds:
+        if other is op or not op.role_groups & other.role_groups:
             continue
         if op.name == "reshard":
             # The steps that are played end, so the last reshards wait for what there

@@ -4,177 +4,209 @@ Source: IPPO, arXiv 2011.09533. Every agent treats the others as part of its
 environment, and runs PPO on what it observed, generated and was rewarded for. Enabled
 by `environment.agents: own`. With `shared`, all agents are one actor
 (`AdvantageComputer.assign_each`).
+
+    program                  agents                       actor.NAME, critic.NAME, weights.NAME
+    GameAgent.train  ---->   select_rollouts, select_scores
+                     ---------------------------------->  the calls of `program.train_on`
+                     ---->   end_training
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import cast
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import NoneType
 
-from megaverl.config import Config
-from megaverl.config.grids import is_placed, resolve_placement, role_grids, used_roles
+from megaverl.controller.core import Controller
+from megaverl.controller.groups import WorkerGroup
+from megaverl.controller.references import PendingCall, Ref
 from megaverl.data.batch import RolloutBatch
-from megaverl.dataflow import DataFlow, Operator
-from megaverl.dataflow.plan import CompiledFlow, Places
-from megaverl.errors import ConfigError
-from megaverl.rollout.engine import Engine
-from megaverl.rollout.environments import agents_of
-from megaverl.trainer.build import Builder
-from megaverl.trainer.elastic_agent import default_nproc
-from megaverl.trainer.roles import Roles
-from megaverl.trainer.schedule import RolloutFolder
+from megaverl.trainer.program import send_weights, train_on
+from megaverl.trainer.role_groups import (
+    ActorGroup,
+    CriticGroup,
+    ReferenceGroup,
+    Run,
+    Samples,
+)
+from megaverl.trainer.role_workers import (
+    ActorWorker,
+    CriticWorker,
+    ReferenceWorker,
+    WeightsWorker,
+)
+from megaverl.trainer.run_state import RunState
+from megaverl.trainer.sample_rows import SampleStore, SampleValue
 from megaverl.trainer.step import RLStep
 from megaverl.workers.reward import Scores
-from megaverl.workers.rollout import AgentRollouts, Rollout
+from megaverl.workers.rollout import AgentRollouts
 
 
-def agents_roles(builder: Builder, *, generates: bool) -> Roles:
-    """Create an actor and a critic for every agent of the game. Reference, rewards and engine are shared.
+class AgentsGroup(WorkerGroup):
+    """All ranks, for the samples and the metrics of each agent."""
 
-    Raises:
-        ConfigError: the environment has only one agent, or nothing is generated.
-    """
-    config, player, reward = builder.config, builder.player(), builder.reward()
-    if player is None or len(player.agents) < 2 or not generates:
-        raise ConfigError(
-            f"environment.agents=own: {config.environment.name} has one agent only. Leave it out, or name a game."
-        )
-    reference = builder.reference() if config.uses_reference else None
-    engine: Engine | None = None
-    rollouts: dict[str, Rollout] = {}
-    agents: dict[str, Roles] = {}
-    for agent in player.agents:
-        actor = builder.actor()
-        builder.teach(actor, reference)
-        # All agents use the engine of the first one. It holds one agent's weights at a
-        # time.
-        rollout = rollouts[agent] = builder.rollout(actor.model, engine)
-        engine = rollout.engine
-        agents[agent] = Roles(
-            actor=actor,
-            critic=builder.critic() if config.uses_critic else None,
-            reference=reference,
-            reward=reward,
-            kl=builder.kl_controller(),
-            rollout=rollout,
-            sync=rollout.sync,
-        )
-    first, engines = agents[player.agents[0]], AgentRollouts(rollouts)
-    return replace(
-        first,
-        reference=None,
-        rollout=engines,
-        sync=engines,
-        player=player,
-        agents=agents,
-    )
+    def select_rollouts(
+        self, rollouts: Ref[RolloutBatch], agent: str, step: int
+    ) -> PendingCall[Ref[RolloutBatch]]:
+        """Begin the training of an agent in a step. Return its own responses."""
+        return self.keep("select_rollouts", rollouts, agent, step)
 
+    def select_scores(
+        self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], agent: str
+    ) -> PendingCall[Ref[Scores]]:
+        """Return the rewards of an agent's own responses."""
+        return self.keep("select_scores", rollouts, scores, agent)
 
-@dataclass
-class AgentsStep(RLStep):
-    """Operators of a step with one rollout, followed by a training step of every agent on its own samples."""
-
-    agents: dict[str, RLStep] = field(default_factory=dict)
-    # Metrics by agent, for the agents that the running step has trained.
-    _trained: dict[str, dict[str, float]] = field(default_factory=dict)
-    _last_step: int = -1
-
-    def flow(self, places: Places | None = None) -> DataFlow:
-        """Compile the flow: rollout, reward, then one operator for each agent."""
-        flow = DataFlow()
-        flow.add_operator(
-            Operator(
-                "rollout",
-                self.generate,
-                ("prompts", "step"),
-                ("rollouts",),
-                role="rollout",
-            )
-        )
-        flow.add_operator(
-            Operator("reward", self.score, ("rollouts",), ("scores",), role="reward")
-        )
-        for number, agent in enumerate(agents_of(str(self.config.environment.name))):
-            inputs = ("rollouts", "scores", "step")
-            update = partial(self.train_agent, agent, number)
-            flow.add_operator(
-                Operator(f"agent_{agent}", update, inputs, (), role="actor")
-            )
-        return self.compiled(flow, places)
-
-    def train_agent(
-        self, agent: str, number: int, rollouts: RolloutBatch, scores: Scores, step: int
-    ) -> None:
-        """Compute the agent's advantages and update its critic and actor on its own samples.
+    def end_training(self, scores: Ref[Scores], agent: str) -> PendingCall[None]:
+        """Record the metrics of an agent's training.
 
         Args:
-            number: position of the agent in the game, as in `agent_ids`.
+            scores: rewards of the agent's own responses.
         """
-        if agent not in self.agents:
-            # Created on first use, because the flow is compiled before the roles exist.
-            self.agents[agent] = RLStep(
-                self.config, self.roles.agents[agent], warn=self.warn
-            )
-        engines = self.roles.rollout
-        assert isinstance(engines, AgentRollouts)
+        return self.report("end_training", NoneType, scores, agent)
+
+
+@dataclass(frozen=True)
+class GameAgent:
+    """Agent of a game, as the program of a run sees it.
+
+    Attributes:
+        run: the run, in which actor, critic and reference are those of this agent.
+
+    Example:
+        await run.agents["first"].train(rollouts, scores, step)
+    """
+
+    name: str
+    run: Run
+    group: AgentsGroup
+
+    async def train(
+        self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int
+    ) -> None:
+        """Train the agent on its own samples and advantages, then update its engine's weights."""
+        own_rollouts = await self.group.select_rollouts(rollouts, self.name, step)
+        own_scores = await self.group.select_scores(rollouts, scores, self.name)
+        updates = await train_on(self.run, step, Samples(own_rollouts, own_scores))
+        await send_weights(self.run, step, updates)
+        await self.group.end_training(own_scores, self.name)
+
+
+def make_agents(
+    run: Run, names: list[str], controller: Controller
+) -> Mapping[str, GameAgent]:
+    """Create the handles of a game's agents. Every rank has all of them."""
+    ranks = range(controller.num_ranks)
+    group = AgentsGroup("agents", ranks, controller)
+    agents = {}
+    for name in names:
+        actor = ActorGroup(f"actor.{name}", ranks, controller)
+        actor.weights = f"weights.{name}"
+        critic = CriticGroup(f"critic.{name}", ranks, controller)
+        reference = ReferenceGroup(f"reference.{name}", ranks, controller)
+        own_run = replace(
+            run,
+            actor=actor,
+            critic=None if run.critic is None else critic,
+            reference=None if run.reference is None else reference,
+        )
+        agents[name] = GameAgent(name, own_run, group)
+    return agents
+
+
+def make_agent_workers(state: RunState, store: SampleStore) -> dict[str, object]:
+    """Create the workers of every agent's roles, under the names that `make_agents` calls."""
+    step = state.step
+    operators = {
+        name: RLStep(step.config, own_roles, warn=step.warn)
+        for name, own_roles in state.roles.agents.items()
+    }
+    workers: dict[str, object] = {"agents": AgentsWorker(state, store, operators)}
+    for name, own_operators in operators.items():
+        workers |= {
+            f"actor.{name}": ActorWorker(state, store, own_operators),
+            f"critic.{name}": CriticWorker(state, store, own_operators),
+            f"reference.{name}": ReferenceWorker(state, store, own_operators),
+            f"weights.{name}": WeightsWorker(state, store, own_operators),
+        }
+    return workers
+
+
+class AgentsWorker:
+    """Worker that selects each agent's samples and records its metrics, on one rank (`AgentsGroup`).
+
+    Args:
+        state: this rank's roles and the metrics of the running step.
+        store: converts values of the program to batches.
+        operators: operators of a step by agent, in the order of the game's agents.
+    """
+
+    def __init__(
+        self, state: RunState, store: SampleStore, operators: Mapping[str, RLStep]
+    ) -> None:
+        self._state, self._store, self._operators = state, store, operators
+        # Metrics by agent, for the agents that the running step has trained.
+        self._trained: dict[str, dict[str, float]] = {}
+        self._last_step = -1
+        self._began = 0.0  # when the training of the current agent began
+
+    def select_rollouts(
+        self, rollouts: SampleValue, agent: str, step: int
+    ) -> SampleValue:
+        """Begin the training of an agent in a step. Return its own responses."""
         if step != self._last_step:
             self._last_step = step
             self._trained.clear()
             # The updates of all agents in a step count as one new version of the
             # weights.
-            engines.weight_version += 1
-        agent_step = self.agents[agent]
-        rows = (rollouts.agent_ids == number).nonzero()[:, 0].tolist()
-        agent_step.metrics = {}
-        done = {"rollouts": own_samples(rollouts, rows), "scores": scores.select(rows)}
-        agent_step.flow().run(self.span, done, prompts=[], step=step)
-        # The flow has loaded this agent's new weights into the engine. None makes the
-        # next generation load weights again.
-        engines.current = None
-        agent_step.metrics["reward/mean"] = float(scores.total[rows].nanmean())
-        self._trained[agent] = agent_step.metrics
-        self.metrics |= {
-            f"{agent}/{name}": value for name, value in agent_step.metrics.items()
+            self._engines.weight_version += 1
+        self._operators[agent].metrics = {}
+        self._began = time.perf_counter()
+        batch = self._store.batch(rollouts)
+        own_batch = batch.select(self._rows(batch, agent)).trim()
+        tensors = {
+            name: tensor
+            for name, tensor in own_batch.tensors.items()
+            if name != "agent_ids"
         }
-        self.metrics |= self._means()
+        return self._store.give(RolloutBatch(tensors, own_batch.columns))
 
-    def _means(self) -> dict[str, float]:
-        """Return the means over the agents that the step has trained, for the console and trackers."""
+    def select_scores(
+        self, rollouts: SampleValue, scores: Scores, agent: str
+    ) -> Scores:
+        """Return the rewards of an agent's own responses."""
+        return scores.select(self._rows(self._store.batch(rollouts), agent))
+
+    def end_training(self, scores: Scores, agent: str) -> None:
+        """Record the metrics of an agent's training, and their means over the agents for the console and trackers."""
+        # The engine has received this agent's new weights. None makes the next
+        # generation load weights again.
+        self._engines.current = None
+        metrics = self._operators[agent].metrics
+        metrics["reward/mean"] = float(scores.total.nanmean())
+        self._trained[agent] = metrics
+        measured = self._state.step.metrics
+        # The training consists of several stages, so no span of the timeline has its
+        # duration.
+        seconds = time.perf_counter() - self._began
+        measured[f"time/agent_{agent}_ms"] = seconds * 1e3
+        measured |= {f"{agent}/{name}": value for name, value in metrics.items()}
         means: dict[str, float] = {}
         for metrics in self._trained.values():
             for name, value in metrics.items():
                 # Reward metrics of all samples are measured already.
                 if not name.startswith("reward/"):
                     means[name] = means.get(name, 0.0) + value / len(self._trained)
-        return means
+        measured |= means
 
+    @property
+    def _engines(self) -> AgentRollouts:
+        engines = self._state.roles.rollout
+        assert isinstance(engines, AgentRollouts)
+        return engines
 
-def plan_of(config: Config, world_size: int | None = None) -> CompiledFlow:
-    """Return the compiled flow of the trainer for this configuration, without creating any role.
-
-    Args:
-        world_size: number of ranks of the job, for roles on separate ranks. None: `run.nproc`, or as many as needed.
-    """
-    places = None
-    if is_placed(config):
-        size = world_size or config.run.nproc or default_nproc(config, "train")
-        grids = role_grids(config, used_roles(config, "train"))
-        places = resolve_placement(config.placement, grids, size).ranks
-    replay = config.trainer.replay_rollouts
-    nobody = cast(Roles, None)  # the flow accesses the roles only when it runs
-    make_step = AgentsStep if config.environment.agents == "own" else RLStep
-    return (
-        make_step(config, nobody, RolloutFolder(replay) if replay else None)
-        .flow(places)
-        .plan
-    )
-
-
-def own_samples(rollouts: RolloutBatch, rows: list[int]) -> RolloutBatch:
-    """Return one agent's samples as a batch without agent ids."""
-    batch = rollouts.select(rows).trim()
-    return RolloutBatch(
-        {name: tensor for name, tensor in batch.tensors.items() if name != "agent_ids"},
-        batch.columns,
-    )
+    def _rows(self, batch: RolloutBatch, agent: str) -> list[int]:
+        number = list(self._operators).index(agent)
+        rows: list[int] = (batch.agent_ids == number).nonzero()[:, 0].tolist()
+        return rows

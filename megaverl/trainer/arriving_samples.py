@@ -20,9 +20,10 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
 from megaverl.data.batching import rows_of_rank
 from megaverl.data.row_transfer import as_ragged
+from megaverl.distributed.channels import Channel, PendingSends
+from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.ragged import RaggedBatch
-from megaverl.distributed.worlds import Channel, JobContext, PendingSends
 
 _NAME = "arriving samples"
 _FILLS: dict[str, float | bool] = {name: field.fill for name, field in FIELDS.items()}

@@ -26,8 +26,8 @@ from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
 from megaverl.distributed.collectives import together
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import Grid, ProcessGroupManager
+from megaverl.distributed.job_context import JobContext, default_group, join_some
 from megaverl.distributed.traffic import name_groups
-from megaverl.distributed.worlds import JobContext, default_group, join_some
 from megaverl.errors import ConfigError
 from megaverl.models.architectures import weights_of
 from megaverl.models.hub import ModelFiles, find_model

@@ -27,14 +27,10 @@ import torch.distributed as dist
 
 from megaverl.algorithms.loss import MetricSums, add_metrics
 from megaverl.config.roles import ReshardConfig
+from megaverl.distributed.channels import receive_json, send_json
 from megaverl.distributed.collectives import broadcast_json
+from megaverl.distributed.job_context import JobContext, join_some
 from megaverl.distributed.traffic import ISLANDS, count_received
-from megaverl.distributed.worlds import (
-    JobContext,
-    join_some,
-    receive_json,
-    send_json,
-)
 from megaverl.models.packing import MicroBatch
 from megaverl.sharding.plan import Plan, make_plan
 from megaverl.weights.fingerprint import ReshardCheck
@@ -232,7 +228,7 @@ class ReplicaIsland:
         self._link.sum_gradients()
         context, answer = self._context, None
         coordinator = context.placement.coordinator
-        if context.world_rank == 0:
+        if context.group_rank == 0:
             sent = send_json(context, _SUMS, coordinator, _as_lists(sums))
             answer = receive_json(context, _GLOBAL, coordinator)
             sent.wait()
@@ -283,7 +279,7 @@ class GlobalModel:
         """Receive the islands' gradients, and return the loss sums of all islands."""
         self.link.sum_gradients()
         total = MetricSums()
-        if self._context.world_rank == 0:
+        if self._context.group_rank == 0:
             for rank in self._first_ranks:
                 island_sums = receive_json(self._context, _SUMS, rank)
                 total = add_metrics(total, _as_sums(island_sums))
@@ -298,7 +294,7 @@ class GlobalModel:
     def _ask(self, report: GradientReport) -> Decision:
         """Send the facts about the gradient to the islands, which report to the program, and return its decision."""
         is_applied = None
-        if self._context.world_rank == 0:
+        if self._context.group_rank == 0:
             answer = {
                 "sums": _as_lists(self._sums),
                 "norm": report.norm,

@@ -29,16 +29,11 @@ from torch import Tensor
 from megaverl.algorithms.loss import MetricSums, add_metrics
 from megaverl.config import Config
 from megaverl.config.roles import CoordinatorConfig
+from megaverl.distributed.channels import Channel, PendingSends, receive_json, send_json
 from megaverl.distributed.collectives import broadcast_json, reduce_json
+from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.traffic import ISLANDS, count_received
-from megaverl.distributed.worlds import (
-    Channel,
-    JobContext,
-    PendingSends,
-    receive_json,
-    send_json,
-)
 from megaverl.errors import CheckpointError, TrainingStopped
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
@@ -458,7 +453,7 @@ class Island:
     def _join_sums(self, sums: MetricSums) -> MetricSums:
         """Sum the metrics of all islands through their first ranks. Collective over the ranks of this island."""
         context, whole = self._context, None
-        if context.world_rank == 0:
+        if context.group_rank == 0:
             values = {name: value.tolist() for name, value in sums.items()}
             coordinator = context.placement.coordinator
             sent = send_json(context, _SUMS, coordinator, values)
@@ -545,7 +540,9 @@ def reporting_ranks(
     if not is_joined and not (is_apart and role != REWARD_MODEL):
         return ()
     return tuple(
-        world.ranks[0] for world in placement.worlds if place_of(role) in world.roles
+        group.ranks[0]
+        for group in placement.role_groups
+        if place_of(role) in group.roles
     )
 
 

@@ -33,12 +33,12 @@ from megaverl.config.grids import (
 )
 from megaverl.controller.serving import StatusBoard
 from megaverl.distributed.heartbeat import Heartbeat
+from megaverl.distributed.job_context import JobContext, join, of_default_group
 from megaverl.distributed.liveness import Liveness, Timeouts, write_flight_record
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
 from megaverl.distributed.store import job_store
-from megaverl.distributed.worlds import JobContext, join, of_default_group
 from megaverl.errors import SAVED_AND_LEFT, ConfigError
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
@@ -107,9 +107,9 @@ def join_job(
     placement = place(config, command, size, nodes)
     if check is not None:
         check(config, placement)
-    world = placement.world_of(rank).name
+    role_group = placement.role_group_of(rank).name
     write_flight_record(
-        config.run_dir / "logs", "" if placement.is_colocated else world
+        config.run_dir / "logs", "" if placement.is_colocated else role_group
     )
     context = join(placement, store, rank, patience(config.run.timeout_minutes))
     seconds = config.run.timeout_minutes * 60
@@ -130,7 +130,7 @@ def join_job(
             ),
             grace=min(4.0, seconds / 2),
         ),
-        world=world,
+        world=role_group,
         # With all roles on all ranks, the name of a role group adds nothing to a rank's
         # number.
         name=(lambda number: f"rank {number}")

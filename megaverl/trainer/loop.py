@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.distributed_batch import whole_on
 from megaverl.data.prefix_packing import sequence_lengths
+from megaverl.dataflow import Operator
 from megaverl.distributed.collectives import together
 from megaverl.distributed.traffic import by_dimension, received_bytes
 from megaverl.errors import CheckpointError, MegaverlError
@@ -25,8 +26,6 @@ from megaverl.planner.search import hardware_of
 from megaverl.planner.simulator import MeasuredRate
 from megaverl.platform import platform
 from megaverl.trainer.build import Builder
-from megaverl.trainer.disaggregated import Disaggregated
-from megaverl.trainer.executor import Colocated, Executor
 from megaverl.trainer.job import (
     Job,
     Leaving,
@@ -36,10 +35,12 @@ from megaverl.trainer.job import (
     kept_objects,
     reporter,
 )
-from megaverl.trainer.partial_rollouts import PARTIAL_FILE, PartialRollouts
+from megaverl.trainer.partial_rollouts import PARTIAL_FILE
 from megaverl.trainer.program import begin_given, give_rollouts, take_given_step, train
 from megaverl.trainer.replanning import Replanning
 from megaverl.trainer.resuming import GoingOn
+from megaverl.trainer.roles import make_roles
+from megaverl.trainer.run_state import RunState
 from megaverl.trainer.saving import (
     Records,
     Saving,
@@ -48,9 +49,11 @@ from megaverl.trainer.saving import (
     settle_file,
     tokenizer_digest,
 )
-from megaverl.trainer.schedule import RolloutFolder, StoredRollouts, read_waiting
 from megaverl.trainer.served_run import ServedRun
+from megaverl.trainer.step_flow import training_operators
+from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Validation
+from megaverl.trainer.waiting_samples import read_waiting
 from megaverl.workers import RemoteWorker
 from megaverl.workers.decisions import counts_from_state
 
@@ -126,16 +129,15 @@ class Trainer:
         # The weights of trained roles come from the checkpoint, so the builder does not
         # read them from the model's folder.
         builder.resumes = self.saving.resumed_from is not None
-        self.executor: Executor
-        if job is not None and placed:
-            self.executor = Disaggregated(builder, job, self.stages, console, replayed)
-        else:
-            context = job.context if job is not None else alone(config)
-            self.executor = Colocated(builder, self.stages, console, replayed, context)
-        self.step, self.roles = self.executor.step, self.executor.roles
+        context = job.context if job is not None else alone(config)
+        self.roles = make_roles(builder, context, generates=replayed is None)
+        self.run_state = RunState(
+            builder.config, self.roles, context, self.stages, console, replayed
+        )
+        self.step = self.run_state.step
         if note := self.roles.reward.reward.accuracy_note:
             console.print(note)
-        for operator in self.executor.flow.plan.operators:
+        for operator in self._stage_operators():
             own_roles = job.context.placement.roles_of(rank) if job else operator.roles
             if here := [role for role in operator.roles if role in own_roles]:
                 # The timeline shows an operator of several roles under the last of its
@@ -158,6 +160,13 @@ class Trainer:
         )
         self.leave = PreemptionHandler()
         self.replanning = Replanning(config, console, keeps=self.keeps_records)
+
+    def _stage_operators(self) -> Iterator[Operator]:
+        """Yield the operators whose names are stages of a step."""
+        yield from self.run_state.flow.plan.operators
+        if self.roles.agents:
+            # The flow has one operator for all stages of an agent's training.
+            yield from training_operators(self.step)
 
     def _named_groups(self) -> dict[tuple[int, ...], str]:
         """Return the names of this rank's process groups in its models' grids, by the groups' ranks.
@@ -184,12 +193,12 @@ class Trainer:
         """
         if not (every := self.config.run.stragglers_every):
             return None
-        with together(self.executor.control):
+        with together(self.run_state.context.control):
             meter = KernelMeter() if platform.is_cuda else ProcessorMeter(self.timeline)
         actor, roles = self.roles.actor, job.context.roles if job else ()
         stage = None if isinstance(actor, RemoteWorker) else actor.model.grid.coords.pp
         name = job.context.describe if job else "rank {}".format
-        group, say = self.executor.control, self.console.warn
+        group, say = self.run_state.context.control, self.console.warn
         return Stragglers(
             meter, f"{roles} {stage}", every, group=group, name=name, say=say
         )
@@ -227,7 +236,7 @@ class Trainer:
             # The stored rollouts must cover all steps before the first of them is
             # trained on.
             if self.step.replayed is not None:
-                with together(self.executor.control):
+                with together(self.run_state.context.control):
                     self.step.replayed.check(
                         self.next_step,
                         self.config.trainer.steps,
@@ -236,7 +245,7 @@ class Trainer:
             with self.recording():
                 self.served = ServedRun(self)
                 self.served.serve(lambda run: train(run, self.next_step))
-                self.executor.settle(self.records, self.run_dir)
+                self.run_state.settle(self.records, self.run_dir)
             if self.config.checkpoint.export_hf:
                 self.export()
         return self.measured
@@ -302,7 +311,7 @@ class Trainer:
             metrics |= measured if number == done else {}
         if done == self.config.trainer.steps and self.config.checkpoint.export_hf:
             self.export()
-        return self.executor.share(metrics)
+        return self.run_state.share(metrics)
 
     def _enter(self, step: int) -> None:
         """Note that this rank has come to a call of its Python program; others may not call it at all."""
@@ -312,7 +321,7 @@ class Trainer:
     def settle(self) -> None:
         """Wait for pending writes. Every rank calls this at the end of a loop that a Python program drives."""
         self.saving.settle()
-        self.executor.settle(self.records, self.run_dir)
+        self.run_state.settle(self.records, self.run_dir)
 
     # --- after a step -------------------------------------------------------------------------------------------------
 
@@ -327,7 +336,9 @@ class Trainer:
         if self.saving.is_due(done, last=last, is_best=is_best):
             self._save(done, best=is_best, wait=last)
             # A run is left for another layout only right after a checkpoint.
-            self.replanning.saved(done, self.executor.control, self.saving.settle)
+            self.replanning.saved(
+                done, self.run_state.context.control, self.saving.settle
+            )
 
     def report(self, done: int) -> dict[str, float]:
         """Write and display the metrics of the last completed step, with some of its samples.
@@ -335,7 +346,7 @@ class Trainer:
         Returns:
             The metrics on ranks that have them, otherwise an empty dictionary.
         """
-        trainer, measured = self.config.trainer, self.executor.measured(done)
+        trainer, measured = self.config.trainer, self.run_state.measured(done)
         slow = self.stragglers.compare(done) if self.stragglers is not None else {}
         if measured is not None:
             # The reward functions define no correct response, so an accuracy would be
@@ -363,7 +374,7 @@ class Trainer:
                 self.records.log_samples(done, samples)
             self.console.step(done, trainer.steps, measured.metrics)
         if self.stored is not None:
-            with together(self.executor.control):
+            with together(self.run_state.context.control):
                 if measured is not None and self.keeps_records:
                     values = {"rollouts": measured.rollouts, "scores": measured.scores}
                     self.stored.append(
@@ -442,12 +453,12 @@ class Trainer:
             raise
         finally:  # also after a failure
             self.profiler.close()
-            self.executor.write_timeline(self.records, self.run_dir)
+            self.run_state.write_timeline(self.records, self.run_dir)
 
     def export(self) -> None:
         """Write the trained models as Hugging Face folders."""
         self.stages.status("export")
-        models, folder = self.executor.exported, self.run_dir / "hf"
+        models, folder = self.run_state.exported, self.run_dir / "hf"
         for name, model in models.items():
             export_model(model, self.builder, folder / name)
         if "" in models:
@@ -463,29 +474,22 @@ class Trainer:
         wait: bool = False,
         cut_off: StoredRollouts | None = None,
     ) -> bool:
-        files: dict[str, Callable[[Path], None]] = (
-            {ROLLOUT_FILE: cut_off.write} if cut_off else {}
-        )
-        if (
-            isinstance(self.step.in_progress, PartialRollouts)
-            and self.step.in_progress.groups
-        ):
-            files[PARTIAL_FILE] = self.step.in_progress.writer()
+        files = {ROLLOUT_FILE: cut_off.write} if cut_off else {}
         with self.stages("checkpoint"):
             return self.saving.save(
                 done,
-                self.executor.saved,
+                self.run_state.saved,
                 self._state(cut_off),
                 wait=wait,
                 best=best,
                 inside=cut_off is not None,
                 files=files,
-                own_files=self.executor.own_files(),
+                own_files=self.run_state.own_files(),
             )
 
     def _state(self, cut_off: StoredRollouts | None) -> dict[str, Any]:
         sync, in_flight = self.roles.sync, self.roles.in_flight
-        return self.executor.collect(
+        return self.run_state.collect(
             {
                 "next_step": self.next_step,
                 "steps": self.config.trainer.steps,
@@ -520,7 +524,7 @@ class Trainer:
             if sync is not None:
                 sync.source_changes()
             path, state = self.saving.resume(
-                self.executor.trained, "train", self.builder.tokenizer
+                self.run_state.trained, "train", self.builder.tokenizer
             )
             notes = self._take_up(path, state)
         if sync is not None:
@@ -532,7 +536,7 @@ class Trainer:
             if (in_flight := self.roles.in_flight) is not None and in_flight.measures:
                 in_flight.budget = state.get("generation_budget")
         self.step.newest_version = (int(state["weight_version"]) if state else 0) or 1
-        self.executor.prepare_updates(
+        self.run_state.prepare_updates(
             counts_from_state(state["coordinator"]) if state else {}, path
         )
         if path is not None:
@@ -543,7 +547,7 @@ class Trainer:
             )
             total = self.config.trainer.steps
             self.saving.report_resumed(
-                self.next_step, total, inside, self.executor.trained
+                self.next_step, total, inside, self.run_state.trained
             )
             for note in notes:
                 self.console.print(note)
@@ -554,7 +558,7 @@ class Trainer:
         self.roles.load_kl_state(state["kl"])
         self.next_step = int(state["next_step"])
         notes = [*self.prompts.notes, *self._take_up_best(state["best"])]
-        for role, trainable in self.executor.trained.items():
+        for role, trainable in self.run_state.trained.items():
             if moved := self.saving.changed.moved_updates(
                 self.config, self.next_step, role
             ):
@@ -568,7 +572,7 @@ class Trainer:
                     )
                 if state.get("partial_groups"):
                     self._take_up_partial(path, int(state["partial_groups"]))
-                if self.executor.makes_samples:
+                if self.run_state.makes_samples:
                     self.step.waiting = read_waiting(path, state.get("ahead", ()))
             notes += self._settle_samples()
         written = self.run_dir / "metrics.jsonl"

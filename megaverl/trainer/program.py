@@ -30,11 +30,12 @@ from typing import Any
 from megaverl.controller.references import PendingCall, Ref
 from megaverl.data.batch import RolloutBatch
 from megaverl.trainer.role_groups import (
+    AGENT,
     EarlySamples,
     Run,
     Samples,
-    StepFlow,
     TrainedGroup,
+    changes_prompts,
 )
 from megaverl.trainer.sample_rows import Fields
 from megaverl.trainer.update_decisions import decide_together
@@ -392,24 +393,33 @@ async def flow_step(run: Run, step: int) -> Samples:
     """
     operators = run.operators
     values = await start_of_flow(run, step)
-    start = await operators.begin(step, list(values))
-    flow = start.describe(StepFlow)
-    for name in flow.given:
-        values.setdefault(name, await operators.pick(start, name))
+    for name in await operators.begin(step, list(values)):
+        values.setdefault(name, await operators.given(name))
+    # Operators whose outputs exist, from a checkpoint or from dynamic sampling, do not
+    # run again.
+    remaining = [
+        operator
+        for operator in operators.plan.operators
+        if not operator.gives or any(name not in values for name in operator.gives)
+    ]
     trained: dict[str, TrainedGroup] = {"actor_update": run.actor}
     if run.critic is not None:
         trained["critic_update"] = run.critic
-    num_updates = sum(operator.name in trained for operator in flow.operators)
+    num_updates = sum(operator.name in trained for operator in remaining)
     updates: list[PendingCall[Ref[Any]]] = []
-    for operator in flow.operators:
+    for operator in remaining:
         if operator.name == "reshard" and run.ahead is not None:
             await run.ahead.until_begun(step)
+        agent = run.agents.get(operator.name.removeprefix(AGENT))
+        if agent is not None:
+            await agent.train(values["rollouts"], values["scores"], step)
+            continue
         inputs = [values[name] for name in operator.takes]
         model = trained.get(operator.name)
         if model is not None:
             model.join_islands(step)
         reporting = () if model is None else model.reporting
-        call = operators.call(operator, values.get("rollouts"), inputs, reporting)
+        call = operators.call(operator.name, values.get("rollouts"), inputs, reporting)
         if model is not None:
             updates.append(call)
             is_last = len(updates) == num_updates
@@ -440,7 +450,7 @@ async def start_of_flow(run: Run, step: int) -> dict[str, Ref[Any]]:
     if run.has_rounds:
         samples = await sample(run, step)
         return {"rollouts": samples.rollouts, "scores": samples.scores}
-    if run.operators.change_prompts and not run.is_given:
+    if changes_prompts(run.operators.plan) and not run.is_given:
         return {}
     rollouts = await generate(run, step)
     await run.assign(rollouts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -22,6 +22,7 @@ from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.moves import Rows
 from megaverl.controller.references import PendingCall, Ref
 from megaverl.data.batch import RolloutBatch
+from megaverl.dataflow.plan import CompiledFlow
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.trainer.islands import reporting_ranks
 from megaverl.trainer.sample_rows import Fields, SampleFacts
@@ -139,8 +140,8 @@ class SampleGroup(WorkerGroup):
         )
 
 
-class WorldGroup(SampleGroup):
-    """Role group: ranks that work on the same samples, for one role or several."""
+class ReceiverGroup(SampleGroup):
+    """Role group that receives samples from the engines' ranks, for one role or several."""
 
     def deliver(
         self, rollouts: Ref[RolloutBatch], values: list[Ref[Any]]
@@ -400,9 +401,11 @@ class ActorGroup(TrainedGroup):
 
     Attributes:
         weight_ranks: ranks with the global model, which send the weights to the engines. Empty: the actor's ranks do.
+        weights: name of the workers that transfer the policy's weights to the engines.
     """
 
     weight_ranks: Sequence[int] = ()
+    weights = "weights"
 
     def old_log_probs(
         self, rollouts: Ref[RolloutBatch], step: int
@@ -448,62 +451,44 @@ class ActorGroup(TrainedGroup):
             is_updated: False if the actor did not train in this step, so that the engines already have its weights.
         """
         ranks = sorted({*self.ranks, *self.weight_ranks, *rollout.ranks})
-        return WorkerGroup("weights", ranks, self._controller).report(
+        return WorkerGroup(self.weights, ranks, self._controller).report(
             "sync", NoneType, is_updated
         )
 
 
-class AgentGroup(SampleGroup):
-    """Ranks of one agent of a game, with its own actor and critic (`environment.agents: own`)."""
-
-    def train(
-        self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int
-    ) -> PendingCall[None]:
-        """Train the agent on its own samples and advantages, then update its engine's weights."""
-        return self.report_of(rollouts, "train", NoneType, scores, step)
+# Prefix of the operator of a flow that stands for the training of one agent.
+AGENT = "agent_"
 
 
-class OperatorFacts(msgspec.Struct, frozen=True):
-    """Description of one operator of a flow.
-
-    Attributes:
-        takes, gives: names of its input and output values.
-        ranks: ranks that run it, or None for all ranks.
-    """
-
-    name: str
-    takes: tuple[str, ...]
-    gives: tuple[str, ...]
-    ranks: tuple[int, ...] | None = None
-
-
-class StepFlow(msgspec.Struct, frozen=True):
-    """Operators that a step still has to run, in order, and the names of the values that already exist."""
-
-    operators: tuple[OperatorFacts, ...]
-    given: tuple[str, ...]
+def changes_prompts(plan: CompiledFlow) -> bool:
+    """Return whether an operator of a step runs before responses are generated."""
+    return plan.operators[0].name != "rollout"
 
 
 class OperatorGroup(SampleGroup):
     """All ranks, for a step that is a flow of operators.
 
     Attributes:
-        change_prompts: whether an operator runs before responses are generated.
+        plan: compiled flow of the step.
     """
 
-    change_prompts = False
+    plan: CompiledFlow
 
-    def begin(self, step: int, made: list[str]) -> PendingCall[Ref[Any]]:
-        """Start a step. Return the values that exist before its operators run, described by a `StepFlow`.
+    def begin(self, step: int, made: list[str]) -> PendingCall[list[str]]:
+        """Start a step. Return the names of further values that exist before its operators run.
 
         Args:
             made: names of values that already exist and need no operator.
         """
-        return self.keep("begin", step, made)
+        return self.report("begin", list[str], step, made)
+
+    def given(self, name: str) -> PendingCall[Ref[Any]]:
+        """Return a value that exists before the operators run."""
+        return self.keep("given", name)
 
     def call(
         self,
-        operator: OperatorFacts,
+        operator: str,
         rollouts: Ref[Any] | None,
         inputs: list[Ref[Any]],
         reporting: Sequence[int] = (),
@@ -514,17 +499,16 @@ class OperatorGroup(SampleGroup):
             rollouts: responses of the step, whose assigned rows each rank works on.
             reporting: ranks that report on gradients to the program, if the operator is an update.
         """
-        ranks = self.ranks if operator.ranks is None else operator.ranks
+        placed = self.plan.ranks[operator]
+        ranks = self.ranks if placed is None else placed
         wanted = None
         if rollouts is not None:
             wanted = self._assignments.wanted(ranks, rollouts, inputs)
         group = WorkerGroup(self.role, ranks, self._controller)
-        return group.keep(
-            "call", operator.name, inputs, wanted=wanted, asking=reporting
-        )
+        return group.keep("call", operator, inputs, wanted=wanted, asking=reporting)
 
     def pick(self, values: Ref[Any], name: str) -> PendingCall[Ref[Any]]:
-        """Return one named value out of several, on the ranks that hold them."""
+        """Return one of the outputs of an operator, on the ranks that hold them."""
         return WorkerGroup(self.role, values.holders, self._controller).keep(
             "pick", values, name
         )
@@ -549,6 +533,15 @@ class SamplesAhead(Protocol):
         """Start no further samples."""
 
 
+class TrainsAgent(Protocol):
+    """Agent of a game, with its own actor and critic. Implemented by `agents.GameAgent`."""
+
+    async def train(
+        self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int
+    ) -> None:
+        """Train the agent on its own samples and advantages, then update its engine's weights."""
+
+
 # Program of one step. It returns the samples that the step trained on, for the records.
 StepProgram = Callable[["Run", int], Awaitable[Samples]]
 
@@ -562,16 +555,16 @@ class Run:
         held_out_reward: ranks that score a validation. These are the engines' ranks unless reward models have separate
             ranks.
         critic, reference: None if the algorithm does not use them.
-        agents: agents of a game by name, if each has its own actor and critic; otherwise empty.
         step: program of one step.
         operators: operators of a flow, for `program.flow_step`.
-        worlds: role groups that receive samples from the engines' ranks; empty if roles share all ranks.
+        receivers: role groups that receive samples from the engines' ranks; empty if roles share all ranks.
         assignments: rows of the samples that each rank works on.
         has_engines: whether engines generate responses. If False, the run replays the responses of another run.
         validates: whether there are held-out prompts and `trainer.validate_every` is set.
         is_given: whether a Python program provides the responses of each step on every rank (`PPOTrainer`).
         may_leave_inside: whether a run that is asked to leave may do so inside a step.
         restored_steps: steps whose samples come from the checkpoint that the run resumed from.
+        agents: agents of a game by name, if each has its own actor and critic; otherwise empty.
         ahead: source of samples of later steps, or None if engines and training alternate.
         scores_arriving: whether samples are scored while the engines generate others.
         scores_ahead: whether rewards, too, are computed ahead of training.
@@ -590,16 +583,16 @@ class Run:
     actor: ActorGroup
     critic: CriticGroup | None
     reference: ReferenceGroup | None
-    agents: Mapping[str, AgentGroup]
     step: StepProgram
     operators: OperatorGroup
-    worlds: Sequence[WorldGroup]
+    receivers: Sequence[ReceiverGroup]
     assignments: Assignments
     has_engines: bool = True
     validates: bool = False
     is_given: bool = False
     may_leave_inside: bool = True
     restored_steps: Set[int] = frozenset()
+    agents: Mapping[str, TrainsAgent] = field(default_factory=dict)
     ahead: SamplesAhead | None = None
     scores_arriving: bool = False
     scores_ahead: bool = False
@@ -623,12 +616,12 @@ class Run:
         There is nothing to assign if roles share all ranks, or if a Python program
         provides all samples on every rank.
         """
-        if not self.worlds or self.is_given:
+        if not self.receivers or self.is_given:
             return
         # Send all calls before awaiting any, so that the role groups decide at the same
         # time.
         facts = rollouts.describe(SampleFacts)
-        decisions = [world.assign(rollouts.id, facts) for world in self.worlds]
+        decisions = [receiver.assign(rollouts.id, facts) for receiver in self.receivers]
         for decision in decisions:
             self.assignments.add(rollouts, await decision)
         await self.deliver(rollouts)
@@ -643,12 +636,12 @@ class Run:
         """
         if self.ahead is None:
             return
-        for world in self.worlds:
+        for receiver in self.receivers:
             if scores is None:
-                world.deliver(rollouts, [])
+                receiver.deliver(rollouts, [])
             # Scores go only to the actor's role group, which computes the advantages.
-            elif not set(world.ranks).isdisjoint(self.actor.ranks):
-                world.deliver(rollouts, [scores])
+            elif not set(receiver.ranks).isdisjoint(self.actor.ranks):
+                receiver.deliver(rollouts, [scores])
 
 
 def make_run(
@@ -659,7 +652,6 @@ def make_run(
     step: StepProgram,
     has_engines: bool,
     restored_steps: Set[int],
-    agents: Sequence[str] = (),
 ) -> Run:
     """Build the handles of a run's roles on the ranks that the placement assigns to them."""
     everyone = range(controller.num_ranks)
@@ -667,12 +659,12 @@ def make_run(
     is_shared = placement.is_colocated
     engines = placement.ranks["rollout"]
     consumers = {"reward", "reference", "critic", "actor"}
-    worlds = [
-        WorldGroup("world", world.ranks, controller, assignments)
-        for world in placement.worlds
+    receivers = [
+        ReceiverGroup("receiver", group.ranks, controller, assignments)
+        for group in placement.role_groups
         # A role group inside the engines' ranks already has all samples that the
         # engines generated.
-        if consumers.intersection(world.roles) and not set(world.ranks) <= set(engines)
+        if consumers.intersection(group.roles) and not set(group.ranks) <= set(engines)
     ]
 
     def ranks_of(role: str) -> Sequence[int]:
@@ -700,13 +692,9 @@ def make_run(
         reference=group(ReferenceGroup, "reference")
         if config.uses_ref_log_probs
         else None,
-        agents={
-            name: AgentGroup(f"agent.{name}", everyone, controller, assignments)
-            for name in agents
-        },
         step=step,
         operators=OperatorGroup("operators", everyone, controller, assignments),
-        worlds=[] if is_shared else worlds,
+        receivers=[] if is_shared else receivers,
         assignments=assignments,
         has_engines=has_engines,
         validates=has_engines

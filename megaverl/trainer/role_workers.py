@@ -8,7 +8,7 @@ including the role's collectives.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,12 @@ from megaverl.data.streaming import Prompts
 from megaverl.dataflow.runner import ShapeChecker
 from megaverl.distributed.collectives import together
 from megaverl.errors import ConfigError
-from megaverl.trainer.agents import AgentsStep
 from megaverl.trainer.arriving_samples import SampleSender, receive_samples
 from megaverl.trainer.dynamic_sampling import SamplingRounds
-from megaverl.trainer.executor import Executor
+from megaverl.trainer.mix import name_of_mix
 from megaverl.trainer.partial_rollouts import InFlightUpdates
-from megaverl.trainer.role_groups import HeldOutResult, OperatorFacts, StepFlow
+from megaverl.trainer.role_groups import HeldOutResult
+from megaverl.trainer.run_state import RunState
 from megaverl.trainer.sample_rows import (
     Fields,
     SampleFacts,
@@ -31,12 +31,13 @@ from megaverl.trainer.sample_rows import (
     SampleStore,
     SampleValue,
 )
-from megaverl.trainer.schedule import StoredRollouts
-from megaverl.trainer.validation import Validation, held_out_responses, measure_held_out
+from megaverl.trainer.step import RLStep
+from megaverl.trainer.stored_rollouts import StoredRollouts
+from megaverl.trainer.validation import held_out_responses, measure_held_out
 from megaverl.workers.reward import Scores
 
 
-class WorldWorker:
+class ReceiverWorker:
     """Worker that decides which samples each rank of its role group works on."""
 
     def __init__(self, store: SampleStore) -> None:
@@ -54,10 +55,10 @@ class RolloutWorker:
     """Worker that generates responses.
 
     Args:
-        executor: this rank's roles and the metrics of the running steps.
+        state: this rank's roles and the metrics of the running steps.
         prompts: the run's prompts, positioned at the next step.
         store: converts between batches and values of the program.
-        validation: holder of the held-out prompts.
+        held_out: returns the held-out prompts.
         sender: sends finished samples to the ranks that score them, or None if this rank sends none.
 
     Attributes:
@@ -67,19 +68,19 @@ class RolloutWorker:
 
     def __init__(
         self,
-        executor: Executor,
+        state: RunState,
         prompts: Prompts,
         store: SampleStore,
-        validation: Validation,
-        sender: SampleSender | None,
+        held_out: Callable[[], Sequence[PromptRecord]] = tuple,
+        sender: SampleSender | None = None,
     ) -> None:
-        self._executor, self._operators, self._stages = (
-            executor,
-            executor.step,
-            executor.stages,
+        self._state, self._operators, self._stages = (
+            state,
+            state.step,
+            state.stages,
         )
-        self._config, self._prompts, self._store = executor.step.config, prompts, store
-        self._validation = validation
+        self._config, self._prompts, self._store = state.step.config, prompts, store
+        self._held_out = held_out
         self._sender = sender
         self.cut_off: StoredRollouts | None = None
         self.taken: dict[int, Sequence[PromptRecord]] = {}
@@ -114,7 +115,7 @@ class RolloutWorker:
             else:
                 batch = self._generate(self._take_prompts(step), step)
             operators.metrics["train/epoch"] = self._prompts.epoch
-            self._executor.end_samples(step, batch)
+            self._state.end_samples(step, batch)
         return self._store.give(batch)
 
     def begin_responses(self, step: int) -> None:
@@ -132,11 +133,11 @@ class RolloutWorker:
             with self._stages("rollout"):
                 batch = operators.finish_responses(step)
             operators.metrics["train/epoch"] = self._prompts.epoch
-            self._executor.end_samples(step, batch)
+            self._state.end_samples(step, batch)
         return self._store.give(batch)
 
     def _take_prompts(self, step: int) -> Sequence[PromptRecord]:
-        self._executor.begin_samples(step, self._prompts)
+        self._state.begin_samples(step, self._prompts)
         prompts = self._prompts.take(self._operators.num_prompts)
         # The flow passes the prompts to its operators as a value
         # (`OperatorWorker.begin`).
@@ -159,7 +160,7 @@ class RolloutWorker:
     def begin_rounds(self, step: int) -> int:
         """Start the rounds of dynamic sampling. Return the number of prompts of the first round."""
         self._operators.epochs[step] = self._prompts.epoch
-        self._executor.begin_samples(step, self._prompts)
+        self._state.begin_samples(step, self._prompts)
         self._rounds = SamplingRounds(self._config, step)
         return self._rounds.num_prompts
 
@@ -191,8 +192,8 @@ class RolloutWorker:
             if rounds.is_complete:
                 self._operators.metrics |= rounds.metrics()
                 self._operators.metrics["train/epoch"] = self._prompts.epoch
-                self._executor.end_samples(step, rounds.rollouts)
-                self._executor.end_scores(step, rounds.scores)
+                self._state.end_samples(step, rounds.rollouts)
+                self._state.end_scores(step, rounds.scores)
         return rounds.num_prompts
 
     def informative_rollouts(self, step: int) -> SampleValue:
@@ -212,14 +213,14 @@ class RolloutWorker:
 
     def generate_held_out(self) -> SampleValue:
         """Generate responses to the held-out prompts."""
-        roles = self._executor.roles
+        roles = self._state.roles
         with self._stages("validation"):
             batch = held_out_responses(
                 self._config,
                 roles.engines,
-                self._validation.prompts,
+                self._held_out(),
                 roles.player,
-                self._executor.held_out_readers,
+                self._state.held_out_readers,
             )
             with together():
                 # Responses of a later step must not reuse cache entries of the
@@ -232,7 +233,7 @@ class RolloutWorker:
         """Compute validation metrics and sample records from scored responses."""
         evaluation = measure_held_out(
             self._config,
-            self._executor.roles.reward,
+            self._state.roles.reward,
             self._store.batch(responses),
             scores,
         )
@@ -247,7 +248,7 @@ class RolloutWorker:
         """Return samples whose rounds an interrupted run had completed, and skip their prompts. Else None."""
         stored = self._operators.waiting.pop(step, None)
         if stored is not None:
-            self._executor.begin_samples(step, self._prompts)
+            self._state.begin_samples(step, self._prompts)
             self._prompts.take(int(stored.metrics["rollout/generated_groups"]))
         return stored
 
@@ -261,16 +262,19 @@ class RoleWorker:
     """Base of the workers that compute on samples.
 
     Args:
-        executor: this rank's roles and the metrics of the running steps.
+        state: this rank's roles and the metrics of the running steps.
         store: converts between batches and values of the program.
+        operators: operators of the roles that compute. None: those of the state.
     """
 
-    def __init__(self, executor: Executor, store: SampleStore) -> None:
-        self._executor, self._operators, self._stages = (
-            executor,
-            executor.step,
-            executor.stages,
-        )
+    def __init__(
+        self,
+        state: RunState,
+        store: SampleStore,
+        operators: RLStep | None = None,
+    ) -> None:
+        self._state, self._stages = state, state.stages
+        self._operators = operators or state.step
         self._store = store
 
     def _experience(
@@ -292,9 +296,9 @@ class RewardWorker(RoleWorker):
     """
 
     def __init__(
-        self, executor: Executor, store: SampleStore, restored: Mapping[int, Scores]
+        self, state: RunState, store: SampleStore, restored: Mapping[int, Scores]
     ) -> None:
-        super().__init__(executor, store)
+        super().__init__(state, store)
         self.restored = dict(restored)
 
     def score(self, rollouts: SampleValue, step: int) -> Scores:
@@ -309,18 +313,18 @@ class RewardWorker(RoleWorker):
         has_rounds = (
             self._operators.config.algorithm.dynamic_sampling.metric is not None
         )
-        is_round = has_rounds and not self._executor.generates
+        is_round = has_rounds and not self._state.generates
         with self._operators.measuring(step), self._stages.in_step(step):
             with self._stages("reward"):
                 scores = self._operators.score(
                     self._store.batch(rollouts), is_round=is_round
                 )
-            self._executor.end_scores(step, scores)
+            self._state.end_scores(step, scores)
         return scores
 
     def score_arriving(self, step: int) -> None:
         """Score samples of this rank as they arrive, until every engine has ended the step."""
-        operators, context = self._operators, self._executor.context
+        operators, context = self._operators, self._state.context
         # These responses were generated before an interruption, so no engine will send
         # them.
         if step in operators.waiting:
@@ -336,7 +340,7 @@ class RewardWorker(RoleWorker):
 
     def score_held_out(self, responses: SampleValue) -> Scores:
         """Compute the rewards of responses to held-out prompts, outside of any step's metrics."""
-        reward = self._executor.roles.reward
+        reward = self._state.roles.reward
         with self._stages("validation"):
             scores = reward.score(self._store.batch(responses))
         # Values logged by reward functions belong to the metrics of training steps, not
@@ -454,9 +458,8 @@ class ActorWorker(RoleWorker):
     ) -> None:
         """Run the additional update that entry `index` of `mix` describes."""
         batch = self._store.batch(rollouts)
-        mix = self._operators.mix
-        with self._stages(mix.name_of(index)):
-            mix.update(index, batch, scores, step)
+        with self._stages(name_of_mix(self._operators.config, index)):
+            self._operators.mix.update(index, batch, scores, step)
 
 
 class WeightsWorker(RoleWorker):
@@ -464,56 +467,21 @@ class WeightsWorker(RoleWorker):
 
     def sync(self, is_updated: bool) -> None:
         """Transfer the actor's weights to the engines, if they were updated."""
-        self._executor.begin_sync()
+        self._state.begin_sync()
         with self._stages("reshard"):
             self._operators.reshard(is_updated)
-
-
-class AgentWorker(RoleWorker):
-    """Worker that trains one agent of a game.
-
-    Args:
-        agent, number: name of the agent and its position in the game.
-    """
-
-    def __init__(
-        self, executor: Executor, store: SampleStore, agent: str, number: int
-    ) -> None:
-        super().__init__(executor, store)
-        self._agent, self._number = agent, number
-
-    def train(self, rollouts: SampleValue, scores: Scores, step: int) -> None:
-        """Run the agent's own training step on its samples."""
-        assert isinstance(self._operators, AgentsStep), "environment.agents is not own"
-        batch = self._store.batch(rollouts)
-        with self._stages(f"agent_{self._agent}"):
-            self._operators.train_agent(self._agent, self._number, batch, scores, step)
-
-
-class StepValues(dict[str, Any]):
-    """Several named values of a step, stored as one value of the program.
-
-    Attributes:
-        flow: operators to run on the values; None on the outputs of an operator.
-    """
-
-    flow: StepFlow | None = None
-
-    def describe(self) -> StepFlow | None:
-        """Return the operators to run, for the program."""
-        return self.flow
 
 
 class IslandWorker:
     """Worker that sums the updates which the actor's islands send. It runs on the coordinator's rank."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, state: RunState) -> None:
+        self._state = state
 
     def join_updates(self, role: str, step: int) -> bool:
         """Sum what all islands send in the next updates of a role. Return True."""
-        with self._executor.stages("islands"):
-            self._executor.join_islands(role, step)
+        with self._state.stages("islands"):
+            self._state.join_islands(role, step)
         return True
 
 
@@ -521,7 +489,7 @@ class OperatorWorker:
     """Worker that runs the operators of a flow.
 
     Args:
-        executor: this rank's roles and the metrics of the running steps.
+        state: this rank's roles and the metrics of the running steps.
         prompts: the run's prompts, positioned at the next step.
         store: converts values of the program to batches.
         rollout: this rank's rollout worker, whose prompts the flow reuses.
@@ -530,18 +498,14 @@ class OperatorWorker:
 
     def __init__(
         self,
-        executor: Executor,
+        state: RunState,
         prompts: Prompts,
         store: SampleStore,
         rollout: RolloutWorker,
         rewards: RewardWorker,
     ) -> None:
-        self._operators, self._flow, self._stages = (
-            executor.step,
-            executor.flow,
-            executor.stages,
-        )
-        self._generates = executor.generates
+        self._operators, self._stages = state.step, state.stages
+        self._generates = state.generates
         self._prompts, self._store, self._rollout, self._rewards = (
             prompts,
             store,
@@ -549,18 +513,19 @@ class OperatorWorker:
             rewards,
         )
         self._by_name = {
-            operator.name: operator for operator in executor.flow.plan.operators
+            operator.name: operator for operator in state.flow.plan.operators
         }
         self._shapes = ShapeChecker()
+        self._given: dict[str, Any] = {}
 
-    def begin(self, step: int, made: list[str]) -> StepValues:
+    def begin(self, step: int, made: list[str]) -> list[str]:
         """Take the step's prompts, unless responses to them already exist.
 
         Args:
             made: names of values that already exist.
 
         Returns:
-            The prompts, the step and restored rewards, with the operators that still have to run.
+            Names of the values that the operators are given: the prompts, the step, and restored rewards.
         """
         operators = self._operators
         self._shapes = ShapeChecker()
@@ -575,40 +540,25 @@ class OperatorWorker:
         if "rollouts" not in made:
             operators.metrics["train/epoch"] = self._prompts.epoch
         operators.begin(step, epoch)
-        inputs: dict[str, Any] = {"prompts": prompts, "step": step}
+        self._given = {"prompts": prompts, "step": step}
         restored = self._rewards.restored.pop(step, None)
         if restored is not None:
-            inputs["scores"] = restored
-        present = {*made, *inputs}
-        plan = self._flow.plan
-        values = StepValues(inputs)
-        values.flow = StepFlow(
-            tuple(
-                # Operators whose outputs exist, from a checkpoint or from dynamic
-                # sampling, do not run again.
-                OperatorFacts(
-                    operator.name,
-                    operator.takes,
-                    operator.gives,
-                    plan.ranks[operator.name],
-                )
-                for operator in plan.operators
-                if not operator.gives
-                or any(name not in present for name in operator.gives)
-            ),
-            tuple(inputs),
-        )
-        return values
+            self._given["scores"] = restored
+        return list(self._given)
 
-    def call(self, name: str, inputs: list[Any]) -> StepValues:
-        """Run an operator on its inputs, given in the order of `Operator.takes`."""
+    def given(self, name: str) -> Any:
+        """Return a value that exists before the operators run, once."""
+        return self._given.pop(name)
+
+    def call(self, name: str, inputs: list[Any]) -> dict[str, Any]:
+        """Run an operator on its inputs, given in the order of `Operator.takes`. Return its outputs by name."""
         operator = self._by_name[name]
         values = dict(zip(operator.takes, map(self._as_batch, inputs), strict=True))
         with self._stages(name):
-            return StepValues(self._shapes.call(operator, values))
+            return self._shapes.call(operator, values)
 
-    def pick(self, values: StepValues, name: str) -> Any:
-        """Return one of the values."""
+    def pick(self, values: dict[str, Any], name: str) -> Any:
+        """Return one of the outputs of an operator."""
         return values[name]
 
     def _as_batch(self, value: Any) -> Any:

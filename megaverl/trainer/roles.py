@@ -1,43 +1,22 @@
-"""Roles of a run on one rank, and `mix`: additional updates on the responses of a training step.
-
-Each entry of `mix` is an operator of the step's flow, after the actor's update and
-before the reshard. An entry trains on the best responses (rejection sampling), on pairs
-of the best and the worst response (preference loss or learned reward), or on reference
-answers (supervised).
-"""
+"""Roles of a run on one rank, and their creation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from megaverl.algorithms import KLController, count_denominators
-from megaverl.config import Config
-from megaverl.config.run import MixConfig
-from megaverl.data.batch import RolloutBatch
-from megaverl.data.preferences import best_and_worst, best_of_each, pairs_of
-from megaverl.dataflow import DataFlow, Operator
-from megaverl.distributed.worlds import JobContext
-from megaverl.errors import DataError
-from megaverl.rollout.engine import InFlight
+from megaverl.algorithms import KLController
+from megaverl.distributed.job_context import JobContext
+from megaverl.errors import ConfigError
+from megaverl.rollout.engine import Engine, InFlight
 from megaverl.trainer.build import Builder
-from megaverl.workers import RemoteWorker, local
+from megaverl.workers import RemoteWorker
 from megaverl.workers.critic import Critic
-from megaverl.workers.micro_batches import Weighting, cross_entropy, micro_batches_for
 from megaverl.workers.model import TrainingModel
-from megaverl.workers.pairs import (
-    ImplicitRewardModel,
-    PreferenceUpdates,
-    RewardModelUpdates,
-    as_metrics,
-)
+from megaverl.workers.pairs import ImplicitRewardModel
 from megaverl.workers.player import Player
 from megaverl.workers.policy import Actor, Policy
-from megaverl.workers.reward import RewardRole, Scores
+from megaverl.workers.reward import RewardRole
 from megaverl.workers.rollout import AgentRollouts, Rollout
 from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.weight_sync import SynchronisesWeights, WeightSync
@@ -153,20 +132,15 @@ class Roles:
         return {} if isinstance(self.actor, RemoteWorker) else {"": self.actor.model}
 
 
-def make_roles(
-    builder: Builder, context: JobContext | None = None, *, generates: bool
-) -> Roles:
+def make_roles(builder: Builder, context: JobContext, *, generates: bool) -> Roles:
     """Create this rank's part of every role. Collective over the ranks of its role group.
 
     Args:
-        context: context of a job with roles on separate ranks. None: every rank has all roles.
         generates: False if stored rollouts replace the engines.
     """
-    config = builder.config
-
-    def has(role: str) -> bool:
-        return context is None or context.has(role)
-
+    config, has = builder.config, context.has
+    if config.environment.agents == "own":
+        return _make_agent_roles(builder, generates=generates)
     player = builder.player()
     heads = len(player.agents) if player else 1
     actor = builder.actor(heads) if has("actor") else RemoteWorker("actor")
@@ -174,7 +148,7 @@ def make_roles(
         RemoteWorker("rollout") if generates else None
     )
     sync = None
-    shares = context is None or context.placement.colocated("actor", "rollout")
+    shares = context.placement.colocated("actor", "rollout")
     global_models: dict[str, TrainableModel] = {}
     if config.aggregates_gradients and has("coordinator"):
         global_models = builder.global_models(heads)
@@ -182,7 +156,7 @@ def make_roles(
     if config.aggregates_gradients:
         fills = has("coordinator")
     else:
-        fills = context is None or context.rank in context.placement.islands[0]
+        fills = context.rank in context.placement.islands[0]
     source = actor.model if isinstance(actor, Actor) else None
     if "actor" in global_models:
         source = global_models["actor"].model
@@ -236,154 +210,43 @@ def make_roles(
     )
 
 
-Metrics = dict[str, float]
+def _make_agent_roles(builder: Builder, *, generates: bool) -> Roles:
+    """Create an actor and a critic for every agent of the game. Reference, rewards and engine are shared.
 
-
-class Mix:
-    """Additional updates of a run (`mix`).
-
-    Args:
-        roles: returns the roles when an update runs. A flow can therefore be compiled without roles.
-        record: called with a name and the metrics of each update.
+    Raises:
+        ConfigError: the environment has only one agent, or nothing is generated.
     """
-
-    def __init__(
-        self,
-        config: Config,
-        roles: Callable[[], Roles],
-        record: Callable[[str, Metrics], None],
-    ) -> None:
-        self.config, self._roles, self.record = config, roles, record
-
-    @property
-    def actor(self) -> Actor:
-        """Return the actor on this rank."""
-        return local(self._roles().actor)
-
-    def add_to(self, flow: DataFlow, *, before: Sequence[str]) -> None:
-        """Add an operator for each entry to the flow, after the actor's update and before the operators in `before`."""
-        for index in range(len(self.config.mix)):
-            takes = ("rollouts", "scores", "step")
-            operator = Operator(
-                self.name_of(index),
-                partial(self.update, index),
-                takes,
-                (),
-                role="actor",
-            )
-            flow.add_operator(operator, after="actor_update", before=before)
-
-    def name_of(self, index: int) -> str:
-        """Return the name of an entry's operator."""
-        return f"mix_{index}_{self.config.mix[index].update}"
-
-    def update(
-        self, index: int, rollouts: RolloutBatch, scores: Scores, step: int
-    ) -> None:
-        """Run one entry's update if this step is one of its steps. The actor is not
-        updated while only the critic warms up.
-        """
-        entry = self.config.mix[index]
-        warms_up = (
-            step < self.config.algorithm.critic_warmup_steps
-            and entry.update != "reward_model"
+    config, player, reward = builder.config, builder.player(), builder.reward()
+    if player is None or len(player.agents) < 2 or not generates:
+        raise ConfigError(
+            f"environment.agents=own: {config.environment.name} has one agent only. Leave it out, or name a game."
         )
-        if (step + 1) % entry.every or warms_up:
-            return
-        if entry.update == "rejection":
-            take_step = self._rejection
-        else:
-            take_step = self._answers if entry.update == "sft" else self._pairs
-        self.record(
-            f"mix_{entry.update}",
-            take_step(entry, rollouts, scores.metric(entry.judge)),
+    reference = builder.reference() if config.uses_reference else None
+    engine: Engine | None = None
+    rollouts: dict[str, Rollout] = {}
+    agents: dict[str, Roles] = {}
+    for agent in player.agents:
+        actor = builder.actor()
+        builder.teach(actor, reference)
+        # All agents use the engine of the first one. It holds one agent's weights at a
+        # time.
+        rollout = rollouts[agent] = builder.rollout(actor.model, engine)
+        engine = rollout.engine
+        agents[agent] = Roles(
+            actor=actor,
+            critic=builder.critic() if config.uses_critic else None,
+            reference=reference,
+            reward=reward,
+            kl=builder.kl_controller(),
+            rollout=rollout,
+            sync=rollout.sync,
         )
-
-    def _rejection(
-        self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor
-    ) -> Metrics:
-        """Train with cross-entropy on the best response of every group whose scores differ (RAFT, arXiv 2304.06767)."""
-        # A group with equal scores has no best response.
-        differing = set(best_and_worst(judged, rollouts.group_ids))
-        best = [
-            row for row in best_of_each(judged, rollouts.group_ids) if row in differing
-        ]
-        metrics = (
-            answers_update(self.actor, rollouts.select(best), weight=entry.weight)
-            if best
-            else {}
-        )
-        return metrics | {"samples": float(len(best))}
-
-    def _pairs(
-        self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor
-    ) -> Metrics:
-        """Train on the best and the worst response of every group, by `preference.loss` or to rank them."""
-        pairs = best_and_worst(judged, rollouts.group_ids)
-        metrics = (
-            self._pair_updates(entry).update(rollouts.select(pairs)) if pairs else {}
-        )
-        return metrics | {"samples": float(len(pairs))}
-
-    def _pair_updates(self, entry: MixConfig) -> PreferenceUpdates | RewardModelUpdates:
-        config, roles = self.config, self._roles()
-        if entry.update == "reward_model":
-            assert roles.learned is not None
-            section = config.reward_model
-            return RewardModelUpdates(
-                roles.learned,
-                section.loss,
-                section.options,
-                micro_batch_tokens=section.micro_batch_tokens,
-                weight=entry.weight,
-            )
-        return PreferenceUpdates(
-            self.actor.trainable,
-            config.preference.loss,
-            config.preference.options,
-            local(roles.reference) if config.preference_needs_reference else None,
-            micro_batch_tokens=self.actor.micro_batch_tokens,
-            weight=entry.weight,
-        )
-
-    def _answers(
-        self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor
-    ) -> Metrics:
-        """Train with cross-entropy on the reference answer of every prompt.
-
-        Raises:
-            DataError: a reference answer is not text.
-        """
-        tokenizer = self._roles().reward.tokenizer
-        firsts = [
-            int((rollouts.group_ids == group).nonzero()[0, 0])
-            for group in rollouts.group_ids.unique()
-        ]
-        prompts, answers = [], []
-        for row in firsts:
-            answer = rollouts.columns["reference"][row]
-            if not isinstance(answer, str):
-                raise DataError(
-                    f"mix: the answer to {rollouts.columns['prompt'][row]!r:.60} is {type(answer).__name__}, and "
-                    "update: sft needs text. Name the right column with data.answer_key."
-                )
-            prompts.append(
-                rollouts.input_ids[row, : int(rollouts.prompt_lengths[row])].tolist()
-            )
-            answers.append([*tokenizer.encode(answer), tokenizer.eos_token_id])
-        metrics = answers_update(
-            self.actor, pairs_of(prompts, answers), weight=entry.weight
-        )
-        return metrics | {"samples": float(len(firsts))}
-
-
-def answers_update(
-    actor: Actor, batch: RolloutBatch, *, weight: float = 1.0
-) -> Metrics:
-    """Run one optimizer step of the actor on the mean cross-entropy of the masked tokens, times `weight`."""
-    mask = batch.response_mask
-    weights = Weighting("token_mean").weights(mask, count_denominators(mask)) * weight
-    micro = micro_batches_for(
-        actor.model, batch, actor.micro_batch_tokens, {"weights": weights}
+    first, engines = agents[player.agents[0]], AgentRollouts(rollouts)
+    return replace(
+        first,
+        reference=None,
+        rollout=engines,
+        sync=engines,
+        player=player,
+        agents=agents,
     )
-    return as_metrics(actor.trainable.update(micro, cross_entropy(actor.model)))

@@ -154,7 +154,7 @@ def _train(
     config: Config, console: Console, job: Job | None, options: dict[str, Any]
 ) -> None:
     if config.trainer.rollout_only:
-        from megaverl.trainer.validation import generate_only
+        from megaverl.trainer.rollouts_only import generate_only
 
         generate_only(config, console, job)
         return

@@ -26,8 +26,8 @@ from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.data.row_transfer import as_ragged
 from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.dataflow.value_mover import ValueMover
+from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.ragged import RaggedBatch, merge
-from megaverl.distributed.worlds import JobContext
 from megaverl.sharding.rows import Rows
 from megaverl.workers.reward import Scores
 
@@ -154,13 +154,13 @@ class SampleStore:
         lengths = facts.lengths
         everything = range(len(lengths))
         if self._readers is None:
-            return {rank: list(everything) for rank in context.world.ranks}
+            return {rank: list(everything) for rank in context.role_group.ranks}
         held = self._readers.held(lengths, facts.group_ids)
         # Each island of the actor is a role group of its own, which assigns rows only
         # to its own ranks.
         rows: Rows = {
             rank: sorted(held.by_rank.get(rank, ())) or [0]
-            for rank in context.world.ranks
+            for rank in context.role_group.ranks
         }
         self._held[value] = HeldRows(
             context, lengths, facts.group_ids, rows, held.groups_by_rank

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,22 +21,13 @@ from megaverl.config import Config
 from megaverl.config.run import RunConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.tokenizers import Tokenizer
-from megaverl.distributed.collectives import barrier, on_first_rank
-from megaverl.distributed.worlds import (
-    JobContext,
-    PendingSends,
-    receive_json,
-    send_json,
-)
+from megaverl.distributed.collectives import on_first_rank
 from megaverl.errors import CheckpointError
 from megaverl.models.folder import classifier_config
 from megaverl.monitoring.alerts import Alerts
 from megaverl.monitoring.backends import Backend
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import (
-    Timeline,
-    memory_metrics,
-    merge_traces,
     total_received,
 )
 from megaverl.monitoring.tracker import Tracker
@@ -48,15 +38,6 @@ from megaverl.trainer.resuming import ChangedSettings, config_writer, stage_of
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.reward import RewardRole, Scores
 from megaverl.workers.trainable import TrainableModel
-
-# Metrics of a single rank. Only the reporter's own values are recorded.
-OF_A_RANK = (
-    "time/wait_ms",
-    "time/step_ms",
-    "time/other_ms",
-    "memory/process_rss_mb",
-    "memory/process_peak_rss_mb",
-)
 
 
 def open_endpoint(run: RunConfig) -> Backend:
@@ -159,109 +140,6 @@ class Records:
     @property
     def _samples(self) -> Path:
         return self.run_dir / "samples.jsonl"
-
-
-class WorldMetrics:
-    """Metrics and timelines of all role groups, collected on the rank that keeps the records.
-
-    The first rank of each role group sends the values of its group.
-
-    Args:
-        reporter: rank that keeps the records.
-    """
-
-    def __init__(self, context: JobContext, reporter: int) -> None:
-        self.context, self.reporter = context, reporter
-        self._sent, self._last, self._received = PendingSends(), time.perf_counter(), 0
-        # Bytes received by step, until the step is reported.
-        self._booked: dict[int, int] = {}
-
-    def book(self, step: int) -> None:
-        """Attribute the bytes received since the last call to a step, which may be ahead of training."""
-        self._booked[step] = (
-            self._booked.get(step, 0) + self.context.traffic.received - self._received
-        )
-        self._received = self.context.traffic.received
-
-    def of_this_rank(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """Return a step's metrics, extended on the first rank of a role group by those of its roles.
-
-        These are memory, busy time in seconds, and the bytes of samples and results
-        that the rank received.
-        """
-        own_metrics = {
-            name: value
-            for name, value in metrics.items()
-            if not name.startswith("busy/")
-        }
-        for role in self.context.world.roles:
-            # In seconds here. `of_all` divides by the duration of the whole step, which
-            # only the reporter knows.
-            if (share := metrics.get(f"busy/{role}")) is not None:
-                own_metrics[f"busy/{role}"] = share * metrics["time/step_ms"] / 1e3
-        if self.context.rank == self.context.world.ranks[0]:
-            own_metrics |= memory_metrics(*self.context.world.roles)
-            self.book(step)
-            num_bytes = self._booked.pop(step)
-            # The bytes cannot be divided by role, so each role of the group reports all
-            # of them.
-            own_metrics |= {
-                f"dataflow/{role}_bytes_received": float(num_bytes)
-                for role in self.context.world.roles
-            }
-        return own_metrics
-
-    def of_all(self, mine: Mapping[str, float]) -> dict[str, float]:
-        """Return the step's metrics of all role groups on the reporter, and an empty dictionary elsewhere.
-
-        Collective over all ranks of the job.
-        """
-        firsts = [world.ranks[0] for world in self.context.placement.worlds]
-        if self.context.rank != self.reporter:
-            if self.context.rank in firsts:
-                self._sent.forget_done()
-                self._sent.add(
-                    send_json(self.context, "metrics", self.reporter, dict(mine))
-                )
-            return {}
-        metrics: dict[str, float] = {}
-        for rank in firsts:
-            if rank != self.reporter:
-                received = receive_json(self.context, "metrics", rank)
-                # Metrics such as time/wait_ms have the same name on every rank, and
-                # only the reporter's are recorded.
-                metrics |= {
-                    name: value
-                    for name, value in received.items()
-                    if name not in OF_A_RANK
-                }
-        seconds, self._last = time.perf_counter() - self._last, time.perf_counter()
-        metrics |= mine
-        metrics["train/step_time_ms"] = seconds * 1e3
-        for name in [name for name in metrics if name.startswith("busy/")]:
-            # Clocks of two ranks may differ slightly, which must not give more than 100
-            # %.
-            metrics[name] = min(1.0, metrics[name] / seconds)
-        return metrics
-
-    def write_timeline(self, timeline: Timeline, run_dir: Path) -> None:
-        """Write the timeline of this role group, on its first rank."""
-        if self.context.rank == self.context.world.ranks[0]:
-            timeline.export(_timeline_of(run_dir, self.context.world.name))
-
-    def join_timelines(self, run_dir: Path) -> None:
-        """Merge the timelines of all role groups into one trace. Collective over all ranks of the job."""
-        barrier(self.context.control)
-        if self.context.rank == self.reporter:
-            traces = [
-                _timeline_of(run_dir, world.name)
-                for world in self.context.placement.worlds
-            ]
-            merge_traces(traces, run_dir / "timeline.json")
-
-
-def _timeline_of(run_dir: Path, world: str) -> Path:
-    return run_dir / "timelines" / f"{world}.json"
 
 
 # Keys that every sample record has. Values from `log_extra` do not replace them.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from megaverl.controller.core import Controller
 from megaverl.data.batch import RolloutBatch
 from megaverl.errors import ConfigError
+from megaverl.trainer.agents import make_agent_workers, make_agents
 from megaverl.trainer.arriving_samples import SampleSender, can_arrive
-from megaverl.trainer.executor import Executor
 from megaverl.trainer.job import Leaving
 from megaverl.trainer.own_program import load_step
 from megaverl.trainer.program import (
@@ -22,23 +22,30 @@ from megaverl.trainer.program import (
     policy_step,
     sample_ahead,
 )
-from megaverl.trainer.role_groups import HeldOutResult, Run, StepProgram, make_run
+from megaverl.trainer.role_groups import (
+    HeldOutResult,
+    Run,
+    StepProgram,
+    changes_prompts,
+    make_run,
+)
 from megaverl.trainer.role_workers import (
     ActorWorker,
-    AgentWorker,
     CriticWorker,
     IslandWorker,
     OperatorWorker,
+    ReceiverWorker,
     ReferenceWorker,
     RewardWorker,
     RolloutWorker,
     WeightsWorker,
-    WorldWorker,
 )
 from megaverl.trainer.rollouts_ahead import RolloutsAhead
+from megaverl.trainer.run_state import RunState
 from megaverl.trainer.sample_rows import SampleStore, SampleValue
-from megaverl.trainer.schedule import Schedule, StoredRollouts
+from megaverl.trainer.schedule import Schedule
 from megaverl.trainer.serving import serve_program
+from megaverl.trainer.stored_rollouts import StoredRollouts
 from megaverl.trainer.validation import Evaluation
 from megaverl.workers.reward import Scores
 
@@ -66,15 +73,15 @@ class ServedRun:
 
     def __init__(self, trainer: Trainer, *, is_given: bool = False) -> None:
         self._is_given = is_given
-        self._trainer, self._executor = trainer, trainer.executor
+        self._trainer, self._state = trainer, trainer.run_state
         self._config = trainer.config
-        executor, operators = trainer.executor, trainer.step
-        self._context, self._placement = executor.context, executor.context.placement
-        executor.start(trainer.next_step)
+        state, operators = trainer.run_state, trainer.step
+        self._context, self._placement = state.context, state.context.placement
+        state.start(trainer.next_step)
         trainer.profiler.end(trainer.next_step)
         store = SampleStore()
         if not self._placement.is_colocated:
-            store = SampleStore(self._context, executor.routing.readers(executor.flow))
+            store = SampleStore(self._context, state.routing.readers(state.flow))
         # Rounds of dynamic sampling must not run again for steps whose samples the
         # checkpoint holds.
         restored = (
@@ -93,35 +100,34 @@ class ServedRun:
         sender = self._make_sender()
         operators.outlet = sender
         self._rollout = RolloutWorker(
-            executor, trainer.prompts, store, trainer.validation, sender
+            state,
+            trainer.prompts,
+            store,
+            lambda: trainer.validation.prompts,
+            sender,
         )
         self._rollout.cut_off, trainer.cut_off = trainer.cut_off, None
-        self._reward = RewardWorker(executor, store, restored_scores)
+        self._reward = RewardWorker(state, store, restored_scores)
         self.session = SessionWorker(trainer, store)
         self._workers: dict[str, object] = {
             "session": self.session,
-            "recorder": RecorderWorker(executor, store),
-            "world": WorldWorker(store),
+            "recorder": RecorderWorker(state, store),
+            "receiver": ReceiverWorker(store),
             "rollout": self._rollout,
             "reward": self._reward,
-            "reference": ReferenceWorker(executor, store),
-            "critic": CriticWorker(executor, store),
-            "actor": ActorWorker(executor, store),
-            "weights": WeightsWorker(executor, store),
-            "islands": IslandWorker(executor),
+            "reference": ReferenceWorker(state, store),
+            "critic": CriticWorker(state, store),
+            "actor": ActorWorker(state, store),
+            "weights": WeightsWorker(state, store),
+            "islands": IslandWorker(state),
             "operators": OperatorWorker(
-                executor, trainer.prompts, store, self._rollout, self._reward
+                state, trainer.prompts, store, self._rollout, self._reward
             ),
         }
-        self._agents = list(executor.roles.agents)
-        for number, agent in enumerate(self._agents):
-            self._workers[f"agent.{agent}"] = AgentWorker(
-                executor, store, agent, number
-            )
+        self._agents = list(state.roles.agents)
+        self._workers |= make_agent_workers(state, store)
         self._step = self._choose_step()
-        # The first operator of a flow without added operators is the rollout.
-        self._changes_prompts = executor.flow.plan.operators[0].name != "rollout"
-        if self._is_ahead and self._changes_prompts:
+        if self._is_ahead and changes_prompts(state.flow.plan):
             raise ConfigError(
                 "trainer.operators: an operator that runs before the rollout cannot change the prompts of a later "
                 "step. Set rollout.async_rollout=false, or let it change the rollouts."
@@ -163,7 +169,7 @@ class ServedRun:
             stages=trainer.stages,
             leave=trainer.leave,
             console=trainer.console,
-            dialogue=self._executor.dialogue,
+            dialogue=self._state.dialogue,
         )
         if self.session.leaving is not None:
             raise self.session.leaving
@@ -221,9 +227,9 @@ class ServedRun:
             step=self._step,
             has_engines=self._trainer.step.replayed is None,
             restored_steps=self._restored_steps,
-            agents=self._agents,
         )
-        run.operators.change_prompts = self._changes_prompts
+        run.agents = make_agents(run, self._agents, controller)
+        run.operators.plan = self._state.flow.plan
         run.is_given = self._is_given
         run.scores_arriving = self._scores_arriving
         if self._is_ahead:
@@ -276,12 +282,12 @@ class SessionWorker:
     def begin_step(self, step: int) -> None:
         """Start the meters and records of a step."""
         self._trainer.begin_step(step)
-        self._trainer.executor.begin_step(step)
+        self._trainer.run_state.begin_step(step)
 
     def report_step(self, done: int) -> None:
         """End the step on this rank, then write and display its metrics."""
         trainer = self._trainer
-        trainer.executor.end_step(done - 1)
+        trainer.run_state.end_step(done - 1)
         trainer.next_step = done
         trainer.profiler.end(done)
         trainer.measured = trainer.report(done)
@@ -340,9 +346,9 @@ class SessionWorker:
 class RecorderWorker:
     """Worker that keeps a step's samples for the run's records (`role_groups.RecorderGroup`)."""
 
-    def __init__(self, executor: Executor, store: SampleStore) -> None:
-        self._executor, self._store = executor, store
+    def __init__(self, state: RunState, store: SampleStore) -> None:
+        self._state, self._store = state, store
 
     def take(self, rollouts: SampleValue, scores: Scores) -> None:
         """Keep the samples of a step until it is reported."""
-        self._executor.keep_samples(self._store.batch(rollouts), scores)
+        self._state.keep_samples(self._store.batch(rollouts), scores)

@@ -12,8 +12,8 @@ from megaverl.controller.core import CallTimeouts, Controller, RankWatch
 from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.serving import StatusBoard
 from megaverl.dataflow.program_runner import FailureHandling, run_program
+from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.liveness import Liveness
-from megaverl.distributed.worlds import JobContext
 from megaverl.monitoring.console import Console
 from megaverl.trainer.job import PreemptionHandler, RanksFile, Stages
 from megaverl.trainer.sample_rows import RowMover

@@ -1,4 +1,4 @@
-"""Operators of one training step of PPO or GRPO, and the flow that connects them."""
+"""Operators of one training step of PPO or GRPO: what a rank computes in each call of the program."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.data.distributed_batch import RowSelection, of_all, of_held
-from megaverl.dataflow import DataFlow, Operator
-from megaverl.dataflow.plan import Places
-from megaverl.distributed.worlds import default_group
-from megaverl.plugins import call_object
+from megaverl.distributed.job_context import default_group
 from megaverl.rewards.trl import TrainerState
 from megaverl.rollout.engine import (
     Sampling,
@@ -29,13 +26,14 @@ from megaverl.rollout.engine import (
 )
 from megaverl.rollout.sampling_rules import sampling_of
 from megaverl.trainer.arriving_samples import TakesSamples
+from megaverl.trainer.mix import Mix
 from megaverl.trainer.partial_rollouts import (
     GroupsInProgress,
     InFlightUpdates,
     PartialRollouts,
 )
-from megaverl.trainer.roles import Mix, Roles
-from megaverl.trainer.schedule import RolloutFolder, StoredRollouts
+from megaverl.trainer.roles import Roles
+from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.workers import local
 from megaverl.workers.advantage_computer import AdvantageComputer, kept_by
 from megaverl.workers.critic import VALUES, ActorCritic
@@ -122,9 +120,7 @@ class RLStep:
     @property
     def mix(self) -> Mix:
         """Return the additional updates of the step (`mix`)."""
-        # The roles are passed as a function, because a flow is compiled before or
-        # without them.
-        return Mix(self.config, lambda: self.roles, self._record)
+        return Mix(self.config, self.roles, self._record)
 
     @property
     def num_prompts(self) -> int:
@@ -134,137 +130,6 @@ class RLStep:
             if self.in_progress is None
             else self.in_progress.room
         )
-
-    def flow(self, places: Places | None = None) -> DataFlow:
-        """Compile the flow of a step, for `run(prompts=..., step=...)`.
-
-        Roles that a configuration does not use (critic, reference) have no operators.
-        The roles are accessed only when the flow runs, so a flow can be compiled
-        without them.
-
-        Args:
-            places: ranks of each role, or None if all roles share all ranks.
-        """
-        flow = DataFlow()
-        source = self.generate if self.replayed is None else self.replay
-        # Samples from dynamic sampling or from a replay folder are available on the
-        # ranks of both roles.
-        both = (
-            self.replayed is not None
-            or self.config.algorithm.dynamic_sampling.metric is not None
-        )
-        of_rollout, of_reward = (
-            (("reward", "rollout"), ("rollout", "reward"))
-            if both
-            else ("rollout", "reward")
-        )
-        flow.add_operator(
-            Operator(
-                "rollout", source, ("prompts", "step"), ("rollouts",), role=of_rollout
-            )
-        )
-        flow.add_operator(
-            Operator("reward", self.score, ("rollouts",), ("scores",), role=of_reward)
-        )
-        of_critic = ("values", "last_values")
-        scored = (
-            ("old_log_probs", *of_critic)
-            if self.config.shares_backbone
-            else ("old_log_probs",)
-        )
-        score = (
-            self.log_probs_and_values
-            if self.config.shares_backbone
-            else self.old_log_probs
-        )
-        flow.add_operator(
-            Operator("old_log_probs", score, ("rollouts", "step"), scored, role="actor")
-        )
-        inputs = ["rollouts", "scores", *scored]
-        if self.config.uses_ref_log_probs:
-            flow.add_operator(
-                Operator(
-                    "ref_log_probs", self.ref_log_probs, ("rollouts",), role="reference"
-                )
-            )
-            inputs.append("ref_log_probs")
-        if self.config.uses_critic:
-            flow.add_operator(
-                Operator("values", self.values, ("rollouts",), of_critic, role="critic")
-            )
-            inputs += of_critic
-        if self.config.estimator_reads("greedy_rewards"):
-            flow.add_operator(
-                Operator("greedy", self.greedy, ("rollouts", "step"), role="rollout")
-            )
-            flow.add_operator(
-                Operator(
-                    "greedy_rewards", self.greedy_rewards, ("greedy",), role="reward"
-                )
-            )
-            inputs.append("greedy_rewards")
-        if self.config.estimator_reads("score_norms"):
-            flow.add_operator(
-                Operator("score_norms", self.score_norms, ("rollouts",), role="actor")
-            )
-            inputs.append("score_norms")
-        if self.config.estimator_reads("implicit_rewards"):
-            takes = ("rollouts", "scores", "ref_log_probs")
-            flow.add_operator(
-                Operator("implicit_rewards", self.implicit_rewards, takes, role="actor")
-            )
-            inputs.append("implicit_rewards")
-        flow.add_operator(
-            Operator(
-                "advantages",
-                self.advantages,
-                tuple(inputs),
-                ("experience",),
-                role="actor",
-            )
-        )
-        updated = ("experience", "step")
-        updates = [
-            Operator(
-                "actor_update", self.update_actor, updated, ("updated",), role="actor"
-            )
-        ]
-        # If both update on the same ranks with `reshard.overlap`, the actor goes first.
-        # Its weights can then be transferred while the critic trains.
-        if self.config.uses_critic:
-            # A flow that is only inspected has no places, and its roles share all
-            # ranks.
-            is_apart = places is not None and tuple(places["critic"]) != tuple(
-                places["actor"]
-            )
-            place = len(updates) if self.config.reshard.overlap and not is_apart else 0
-            updates.insert(
-                place,
-                Operator(
-                    "critic_update", self.update_critic, updated, (), role="critic"
-                ),
-            )
-        for update in updates:
-            flow.add_operator(update)
-        if self.replayed is None:
-            flow.add_operator(
-                Operator(
-                    "reshard", self.reshard, ("updated",), (), role=("actor", "rollout")
-                )
-            )
-        if self.config.mix:
-            self.mix.add_to(flow, before=("reshard",) if self.replayed is None else ())
-        return self.compiled(flow, places)
-
-    def compiled(self, flow: DataFlow, places: Places | None = None) -> DataFlow:
-        """Compile a flow after adding the operators of `trainer.operators`.
-
-        Raises:
-            ConfigError: a function does not exist, or the flow is not valid with the operators that it added.
-        """
-        for name in self.config.trainer.operators:
-            call_object(name, "trainer.operators", flow)
-        return flow.compile(given=("prompts", "step"), places=places)
 
     def generate(
         self, prompts: Sequence[PromptRecord], step: int, first_group: int = 0

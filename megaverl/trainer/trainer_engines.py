@@ -12,7 +12,7 @@ from megaverl.config import Config
 from megaverl.config.roles import GridConfig, TrainedConfig
 from megaverl.distributed.collectives import together
 from megaverl.distributed.groups import Grid, ProcessGroupManager
-from megaverl.distributed.worlds import default_group
+from megaverl.distributed.job_context import default_group
 from megaverl.models.folder import read_model
 from megaverl.rollout.server_engine import ServerEngine
 from megaverl.sharding.model_spec import ModelSpec

@@ -1,14 +1,9 @@
-"""Rollouts without an update: validation on held-out prompts, and `--rollout-only` runs.
-
-A validation measures mean reward, accuracy and pass@k. A rollout-only run stores scored
-rollouts for a later replay.
-"""
+"""Validation on held-out prompts: mean reward, accuracy and pass@k, and the best result of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,19 +13,9 @@ from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch, answer_rows
 from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.data.distributed_batch import RowSelection, of_all
-from megaverl.data.streaming import Prompts
-from megaverl.distributed.collectives import on_first_rank
 from megaverl.monitoring.console import Console
-from megaverl.monitoring.timeline import Timeline
 from megaverl.rollout.engine import sampling_options
-from megaverl.trainer.build import Builder
-from megaverl.trainer.dynamic_sampling import SamplingRounds
-from megaverl.trainer.job import Job, Stages
-from megaverl.trainer.roles import Roles
 from megaverl.trainer.saving import Records, sample_records
-from megaverl.trainer.schedule import RolloutFolder, StoredRollouts
-from megaverl.trainer.step import RLStep
-from megaverl.workers import RemoteWorker
 from megaverl.workers.player import Player
 from megaverl.workers.responses import Draws, once, responses
 from megaverl.workers.reward import RewardRole, Scores
@@ -203,88 +188,3 @@ def measure_held_out(
         {f"validation/{name}": value for name, value in metrics.items()},
         sample_records(batch, given, reward, config.trainer.save_samples),
     )
-
-
-def generate_only(config: Config, console: Console, job: Job | None = None) -> None:
-    """Store the rollouts of `trainer.steps` steps in the run folder. Collective over all ranks.
-
-    Each step takes the same prompts and seeds as a training run. An interrupted run
-    continues after its last stored step, unless `checkpoint.resume` is never.
-    """
-    builder = Builder(config)
-    stages = Stages(Timeline(), job)
-    stream, rollout = builder.prompts(), builder.rollout(None)
-    roles = Roles(
-        # No model is trained, so a stand-in takes the actor's place.
-        actor=RemoteWorker("actor"),
-        rollout=rollout,
-        reward=builder.reward(),
-        critic=None,
-        reference=None,
-        kl=builder.kl_controller(),
-        player=builder.player(),
-    )
-    operators = RLStep(config, roles, span=stages)
-    folder = RolloutFolder(builder.config.run_dir / "rollouts")
-    first, position = on_first_rank(lambda: _start(folder, config))
-    stream.seek(position)
-    for step in range(first, config.trainer.steps):
-        stages.step, operators.metrics = step + 1, {}
-        if config.algorithm.dynamic_sampling.metric is not None:
-            batch, scores = _sample_in_rounds(config, operators, stages, stream, step)
-        else:
-            with stages("rollout"):
-                batch = operators.generate(
-                    stream.take(config.data.prompts_per_step), step
-                )
-            with stages("reward"):
-                scores = operators.score(batch)
-        stored = StoredRollouts(
-            step, rollout.weight_version, batch, scores, operators.metrics
-        )
-        with stages("store"):
-            on_first_rank(partial(folder.append, stored))
-        console.step(step + 1, config.trainer.steps, stored.metrics)
-    console.print(f"rollouts of {config.trainer.steps} steps are in {folder.folder}")
-
-
-def _sample_in_rounds(
-    config: Config, operators: RLStep, stages: Stages, stream: Prompts, step: int
-) -> tuple[RolloutBatch, Scores]:
-    """Generate and score in rounds until enough groups have differing rewards."""
-    rounds = SamplingRounds(config, step)
-    while not rounds.is_complete:
-        prompts = stream.take(rounds.num_prompts)
-        with stages("rollout"):
-            batch = operators.generate(prompts, step, rounds.num_generated)
-        with stages("reward"):
-            scores = operators.score(batch)
-        rounds.add(batch, scores, dict(operators.metrics))
-    operators.metrics |= rounds.metrics()
-    return rounds.rollouts, rounds.scores
-
-
-def _start(folder: RolloutFolder, config: Config) -> tuple[int, int]:
-    """Return the first step to generate, and the number of prompts that the stored steps took.
-
-    Steps that are stored after the first missing one are dropped.
-    """
-    first = position = 0
-    resume = config.checkpoint.resume
-    if resume in ("auto", "unfinished") and (folder.folder / "index.jsonl").exists():
-        entries = folder.entries()
-        # `unfinished` does not continue a run that has stored all steps, but starts it
-        # again.
-        if resume == "unfinished" and all(
-            step in entries for step in range(config.trainer.steps)
-        ):
-            entries = {}
-        while first in entries:
-            position += int(
-                entries[first]["metrics"].get(
-                    "rollout/generated_groups", config.data.prompts_per_step
-                )
-            )
-            first += 1
-    folder.forget(first)
-    return first, position

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megaverl.distributed.job_context import join_processes, leave
 from megaverl.distributed.store import reach_store
-from megaverl.distributed.worlds import join_processes, leave
 from megaverl.errors import MegaverlError
 from megaverl.sharding.layout import EMPTY, Layout
 from megaverl.sharding.load_balance import RankLayouts

@@ -368,13 +368,13 @@ class ModelWorker:
             return self.model.score(micro, score, shape)
         # Each sample's scores are on the one rank that reports it, and are sent from there.
         # Without the sum over all ranks of `score`: a rank receives only the samples that it holds.
-        world, rank_rows = (
-            batch.held.context.world.ranks,
+        ranks, rank_rows = (
+            batch.held.context.role_group.ranks,
             of_each_rank(self.model, plan),
         )
         source = {
             rank: rows
-            for n, (rank, rows) in enumerate(zip(world, rank_rows, strict=True))
+            for n, (rank, rows) in enumerate(zip(ranks, rank_rows, strict=True))
             if self.model.reporter(n)
         }
         received = batch.held.spread(

@@ -14,8 +14,8 @@ from megaverl.data.routed_experts import EXPERTS_COLUMN as EXPERTS
 from megaverl.data.routed_experts import experts_column, experts_of
 from megaverl.data.row_transfer import Moving, move_ragged
 from megaverl.distributed.collectives import gather_host_rows, reduce_json, together
+from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.ragged import RaggedBatch
-from megaverl.distributed.worlds import JobContext
 from megaverl.errors import RolloutError
 from megaverl.platform import platform
 from megaverl.plugins import call_object
@@ -171,7 +171,7 @@ class Rollout:
         # Only the lengths go to every rank. Each rank computes the same assignment, and
         # tokens go point to point.
         table = sorted(gather_host_rows(own_sizes, self.world).tolist())
-        source: dict[int, list[int]] = {rank: [] for rank in context.world.ranks}
+        source: dict[int, list[int]] = {rank: [] for rank in context.role_group.ranks}
         for number, _, rank in table:
             source[rank].append(number)
         held = hold([length for _, length, _ in table])

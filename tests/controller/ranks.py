@@ -22,13 +22,13 @@ from megaverl.controller.serving import StatusBoard, run_blocking, serve
 from megaverl.controller.thread import ControllerThread
 from megaverl.controller.zmq_transport import Address, ZmqRank
 from megaverl.dataflow import program_runner
-from megaverl.distributed.placement import Node, ResolvedPlacement, World
+from megaverl.distributed.placement import Node, ResolvedPlacement, RoleGroup
 
 FOUR_RANKS = (0, 1, 2, 3)
 TWO_NODES = ResolvedPlacement(
     size=4,
     ranks={"actor": FOUR_RANKS},
-    worlds=(World("actor", FOUR_RANKS, ("actor",)),),
+    role_groups=(RoleGroup("actor", FOUR_RANKS, ("actor",)),),
     islands=(FOUR_RANKS,),
     nodes=(Node("first", 2), Node("second", 2)),
     _node_of=(0, 0, 1, 1),

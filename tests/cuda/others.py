@@ -15,8 +15,8 @@ import torch
 
 from megaverl.data import row_transfer
 from megaverl.data.row_transfer import Heard, Moving
+from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.ragged import RaggedBatch, num_bytes_on_device
-from megaverl.distributed.worlds import JobContext
 from megaverl.rollout.engine import Generation
 from megaverl.workers.rollout import _as_rows
 

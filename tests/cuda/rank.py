@@ -58,7 +58,7 @@ def _same_on_all_ranks() -> None:
     import torch.distributed as dist
     from torch.distributed.checkpoint.utils import _DistWrapper
 
-    from megaverl.distributed import collectives, worlds
+    from megaverl.distributed import collectives, job_context
 
     def conclude(
         value: bytes,
@@ -78,8 +78,8 @@ def _same_on_all_ranks() -> None:
     collectives.gather_host_rows = lambda rows, group=None: OTHERS.gather_host_rows(
         rows
     )
-    worlds._hosts_of_all = lambda timeout: dist.new_group(backend="fake")
-    worlds.HostMessages = lambda *given: OwnMessages()
+    job_context._hosts_of_all = lambda timeout: dist.new_group(backend="fake")
+    job_context.HostMessages = lambda *given: OwnMessages()
     # Takes these functions by name, as what it imports does.
     from tests.cuda.others import OTHERS
 

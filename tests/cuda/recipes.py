@@ -28,7 +28,8 @@ from megaverl.controller.serving import run_blocking
 from megaverl.data import row_transfer
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow import value_mover
-from megaverl.distributed.worlds import Channel, JobContext, PendingSends
+from megaverl.distributed.channels import Channel, PendingSends
+from megaverl.distributed.job_context import JobContext
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
 from megaverl.monitoring.timeline import Timeline
@@ -39,8 +40,9 @@ from megaverl.sharding.layout import Layout
 from megaverl.sharding.vllm import QuantisedWeight, scale_shape, vllm_layouts
 from megaverl.sharding.weight import shapes_of
 from megaverl.trainer.build import Builder
-from megaverl.trainer.executor import Colocated
 from megaverl.trainer.job import Stages, alone
+from megaverl.trainer.roles import make_roles
+from megaverl.trainer.run_state import RunState
 from megaverl.trainer.sample_rows import Fields, RowMover, SampleRows, SampleStore
 from megaverl.trainer.saving import sample_records
 from megaverl.weights.transports import check_tensors
@@ -223,14 +225,13 @@ class RecipeRank:
         """All that a run makes on this rank: every role, the plans, the flow of a step."""
         stages = Stages(Timeline(self.rank))
         console: Any = SimpleNamespace(warn=print)
-        self.executor = Colocated(
-            self.builder, stages, console, None, alone(self.config)
-        )
-        roles = self.executor.roles
+        context = alone(self.config)
+        roles = make_roles(self.builder, context, generates=True)
+        self.state = RunState(self.config, roles, context, stages, console)
         assert isinstance(roles.actor, Actor) and roles.sync is not None
         self.actor = roles.actor
-        self.executor.prepare_updates({}, None)
-        self.executor.start(0)
+        self.state.prepare_updates({}, None)
+        self.state.start(0)
         return self._built() | {"on_device": self._on_device()}
 
     def _on_device(self) -> dict[str, int]:
@@ -258,11 +259,11 @@ class RecipeRank:
 
     def later_step(self) -> dict[str, Any]:
         """One that needs no old log-probs: its own forward pass gives them."""
-        self.executor.step.trust_engine()
+        self.state.step.trust_engine()
         return self._step(1)
 
     def _step(self, number: int) -> dict[str, Any]:
-        roles = self.executor.roles
+        roles = self.state.roles
         engine: Any = roles.engines.engine
         sync: Any = roles.sync
         resharder = sync._resharder
@@ -278,20 +279,21 @@ class RecipeRank:
         }
         OTHERS.begin([writers[row] for row in range(count)])
 
-        executor, operators = self.executor, self.executor.step
-        executor.begin_step(number)
+        state, operators = self.state, self.state.step
+        state.begin_step(number)
         operators.begin(number, 0.0)
         values: dict[str, Any] = {
             "prompts": self.builder.prompts().take(operators.num_prompts),
             "step": number,
         }
-        for operator in executor.flow.plan.operators:
-            with executor.stages(operator.name):
+        for operator in state.flow.plan.operators:
+            with state.stages(operator.name):
                 values |= operator(values)
             self._taken(f"step: {operator.name}")
-        executor.keep_samples(values["rollouts"], values["scores"])
-        executor.end_step(number)
-        measured = self.executor.measured(number + 1)
+        state.keep_samples(values["rollouts"], values["scores"])
+        state.end_step(number)
+        measured = self.state.measured(number + 1)
+        assert measured is not None
         json.dumps(measured.metrics)
         if self.rank == 0:  # it keeps the run's records
             json.dumps(

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megaverl import errors
-from megaverl.distributed import worlds
+from megaverl.distributed import job_context
+from megaverl.distributed.channels import Channel
 from megaverl.distributed.collectives import (
     barrier,
     broadcast_json,
@@ -28,7 +29,6 @@ from megaverl.distributed.collectives import (
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import DENSE_GROUPS, EXPERT_GROUPS, ProcessGroupManager
 from megaverl.distributed.ragged import RaggedBatch
-from megaverl.distributed.worlds import Channel
 from megaverl.errors import MegaverlError
 
 FIELDS = (*DENSE_GROUPS, *EXPERT_GROUPS, "embd", "pos_embd", "inter_dist_opt")
@@ -220,8 +220,8 @@ def control_beside_a_device() -> dict[str, Any]:
     """Where the default group is not gloo: the sockets that agreements open; and each
     rank's message to the next, which none waits for before it sends its own.
     """
-    with patch.object(worlds, "platform", SimpleNamespace(backend="nccl")):
-        context = worlds.of_default_group(("actor",), timedelta(seconds=60))
+    with patch.object(job_context, "platform", SimpleNamespace(backend="nccl")):
+        context = job_context.of_default_group(("actor",), timedelta(seconds=60))
     rank, size = context.rank, dist.get_world_size()
     before = _num_sockets()
     barrier()  # until all have counted

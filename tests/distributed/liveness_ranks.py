@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megaverl.checkpoint.commit import Committer
 from megaverl.distributed.collectives import barrier
+from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.liveness import Liveness, Timeouts
-from megaverl.distributed.worlds import JobContext
 from megaverl.errors import CheckpointError, TrainingStopped
 from tests.distributed.ranks import start
 
@@ -31,7 +31,7 @@ def make() -> tuple[JobContext, Liveness]:
         coordinator=3,
         timeouts=timeouts,
         name=context.describe,
-        world=context.world.name,
+        world=context.role_group.name,
     )
     return context, liveness
 

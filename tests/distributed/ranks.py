@@ -24,13 +24,14 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.distributed_batch import move_batch
 from megaverl.data.row_transfer import Moving, _send_from_host, as_ragged
 from megaverl.dataflow.value_mover import ValueMover
-from megaverl.distributed import worlds
+from megaverl.distributed import job_context
+from megaverl.distributed.channels import Channel
 from megaverl.distributed.collectives import barrier, gather_json
+from megaverl.distributed.job_context import JobContext, join
 from megaverl.distributed.placement import parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, introduce
 from megaverl.distributed.store import job_store
-from megaverl.distributed.worlds import Channel, JobContext, join
 from megaverl.errors import DataError
 from megaverl.sharding.rows import Rows
 
@@ -49,7 +50,7 @@ def sockets_of_roles_apart() -> int:
     """That joining a job connects where devices speak by something else than gloo; then each hears from all others."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 (the backend "fake")
 
-    with patch.object(worlds, "platform", SimpleNamespace(backend="fake")):
+    with patch.object(job_context, "platform", SimpleNamespace(backend="fake")):
         context = start({"rollout": "2-3"})
     port = int(os.environ["MASTER_PORT"])
     ports = [

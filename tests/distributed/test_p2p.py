@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megaverl
-from megaverl.distributed.worlds import Channel, PendingSends
+from megaverl.distributed.channels import Channel, PendingSends
 
 
 class OneForAll:

@@ -55,7 +55,7 @@ def refusals(
 
 def test_nothing_said_is_everything_everywhere() -> None:
     found = place(4)
-    assert found.is_colocated and found.worlds[0].ranks == (0, 1, 2, 3)
+    assert found.is_colocated and found.role_groups[0].ranks == (0, 1, 2, 3)
     assert set(found.ranks) == set(ROLES)
     assert found.ranks["coordinator"] == (0,) and found.coordinator == 0
     assert found.roles_of(0) == ROLES and found.roles_of(1) == ROLES[:-1]
@@ -74,7 +74,10 @@ def test_split_colocated_and_mixed_in_one_language() -> None:
     assert found.ranks["rollout"] == tuple(range(8, 16))
     assert found.ranks["critic"] == (1, 2, 3) == found.ranks["reward"]
     assert found.ranks["actor"] == (4, 5, 6, 7) == found.ranks["reference"]
-    assert [(world.name, ranks_text(world.ranks)) for world in found.worlds] == [
+    assert [
+        (role_group.name, ranks_text(role_group.ranks))
+        for role_group in found.role_groups
+    ] == [
         ("coordinator", "0"),
         ("critic+reward", "1-3"),
         ("actor+reference", "4-7"),
@@ -279,7 +282,7 @@ def test_islands_are_worlds_of_their_own() -> None:
     grids = PPO | {"actor": Sizes(tp=2), "critic": Sizes(tp=2)}
     found = place(9, grids=grids, islands=2, rollout=8, coordinator="rollout")
     assert found.islands == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert [world.name for world in found.worlds] == [
+    assert [role_group.name for role_group in found.role_groups] == [
         "actor+critic+reference.0",
         "actor+critic+reference.1",
         "reward+rollout",
@@ -386,8 +389,8 @@ def random_job(
 def check_consistent(
     found: ResolvedPlacement, grids: Mapping[str, Sizes | None], islands: int
 ) -> None:
-    used = [rank for world in found.worlds for rank in world.ranks]
-    assert sorted(used) == list(range(found.size)), "every rank in one world"
+    used = [rank for role_group in found.role_groups for rank in role_group.ranks]
+    assert sorted(used) == list(range(found.size)), "every rank in one role group"
     assert list(found.ranks) == [
         role for role in ROLES if role in grids or role == "coordinator"
     ]
@@ -395,28 +398,32 @@ def check_consistent(
     assert [rank for island in found.islands for rank in island] == list(
         found.ranks["actor"]
     )
-    for world in found.worlds:
-        for role in world.roles:
-            assert set(world.ranks) <= set(found.ranks[role])
+    for role_group in found.role_groups:
+        for role in role_group.roles:
+            assert set(role_group.ranks) <= set(found.ranks[role])
             grid = grids.get(role)
             if grid is not None:  # the same arithmetic as the grids that will be built
                 shape = GridShape.fit(
-                    world.size,
+                    role_group.size,
                     tp=grid.tp,
                     cp=grid.cp,
                     pp=grid.pp,
                     ep=grid.ep,
                     etp=grid.etp,
                 )
-                assert shape.world_size == world.size
+                assert shape.world_size == role_group.size
     for role, ranks in found.ranks.items():
         assert list(ranks) == sorted(set(ranks)) and ranks
         assert all(role in found.roles_of(rank) for rank in ranks)
         if role != "coordinator":
-            homes = [world for world in found.worlds if role in world.roles]
-            assert sorted(rank for world in homes for rank in world.ranks) == list(
-                ranks
-            )
+            homes = [
+                role_group
+                for role_group in found.role_groups
+                if role in role_group.roles
+            ]
+            assert sorted(
+                rank for role_group in homes for rank in role_group.ranks
+            ) == list(ranks)
             assert len(homes) == (islands if found.colocated(role, "actor") else 1)
 
 

@@ -11,7 +11,7 @@ from megaverl.distributed.placement import (
     Node,
     PlacementError,
     ResolvedPlacement,
-    World,
+    RoleGroup,
     parse_claims,
     parse_wanted,
     ranks_named,
@@ -118,13 +118,15 @@ def test_ranks_without_a_role_are_counted() -> None:
 
 def test_what_a_placement_says_of_itself() -> None:
     nodes = tuple(Node(name, 2, memory=1.0) for name in "abcde") + (Node("f", 1),)
-    worlds = (
-        World("actor", tuple(range(10)), ("actor",)),
-        World("coordinator", (10,), ("coordinator",)),
+    role_groups = (
+        RoleGroup("actor", tuple(range(10)), ("actor",)),
+        RoleGroup("coordinator", (10,), ("coordinator",)),
     )
-    ranks = {"actor": worlds[0].ranks, "coordinator": worlds[1].ranks}
+    ranks = {"actor": role_groups[0].ranks, "coordinator": role_groups[1].ranks}
     node_of = tuple(rank // 2 for rank in range(11))
-    found = ResolvedPlacement(11, ranks, worlds, (worlds[0].ranks,), nodes, node_of)
+    found = ResolvedPlacement(
+        11, ranks, role_groups, (role_groups[0].ranks,), nodes, node_of
+    )
     assert [line[line.index(" on ") + 1 :] for line in found.lines()] == [
         "on a, b, c, d and 1 more",
         "on f",
@@ -138,15 +140,17 @@ def test_what_a_placement_says_of_itself() -> None:
         and not found.is_colocated
     )
     assert (
-        found.world_of(10) is worlds[1]
-        and found.world_of(9) is worlds[0]
-        and worlds[0].size == 10
+        found.role_group_of(10) is role_groups[1]
+        and found.role_group_of(9) is role_groups[0]
+        and role_groups[0].size == 10
     )
     assert found.roles_of(10) == ("coordinator",) and found.roles_of(3) == ("actor",)
-    four = ResolvedPlacement(11, {"actor": tuple(range(8))}, worlds, (), nodes, node_of)
+    four = ResolvedPlacement(
+        11, {"actor": tuple(range(8))}, role_groups, (), nodes, node_of
+    )
     assert four.lines()[0].endswith("on a, b, c, d")
     without = ResolvedPlacement(
-        11, ranks, worlds, (), tuple(Node(name, 2) for name in "abcdef"), node_of
+        11, ranks, role_groups, (), tuple(Node(name, 2) for name in "abcdef"), node_of
     )
     assert without.num_with_device == 11
 

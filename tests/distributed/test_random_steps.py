@@ -25,14 +25,16 @@ def rows_of_role(
     placement: ResolvedPlacement, role: str, grid: Sizes | None, rows: Sequence[int]
 ) -> Rows:
     """Rows of every rank of a role: dealt over its islands, and in each over its data-parallel ranks."""
-    worlds = [world for world in placement.worlds if role in world.roles]
+    role_groups = [
+        role_group for role_group in placement.role_groups if role in role_group.roles
+    ]
     sizes = grid or Sizes()
     found: dict[int, Sequence[int]] = {}
-    for number, world in enumerate(worlds):
-        part = rows[number :: len(worlds)]
-        shape = GridShape.fit(world.size, tp=sizes.tp, cp=sizes.cp, pp=sizes.pp)
+    for number, role_group in enumerate(role_groups):
+        part = rows[number :: len(role_groups)]
+        shape = GridShape.fit(role_group.size, tp=sizes.tp, cp=sizes.cp, pp=sizes.pp)
         found |= rows_of_grid(
-            world.ranks, shape, [part[d :: shape.dp] for d in range(shape.dp)]
+            role_group.ranks, shape, [part[d :: shape.dp] for d in range(shape.dp)]
         )
     return found
 

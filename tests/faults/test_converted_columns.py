@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megaverl.errors import SAVED_AND_LEFT
-from megaverl.trainer.schedule import RolloutFolder
+from megaverl.trainer.stored_rollouts import RolloutFolder
 from tests.faults.injector import Fault
 from tests.faults.runs import remains
 from tests.launcher import Ended, Launcher

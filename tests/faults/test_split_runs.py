@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 from megaverl.checkpoint import newest_first
+from megaverl.checkpoint.choice import is_finished
 from megaverl.processes import ending_with_parent
 from megaverl.trainer.islands import island_file
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE
-from megaverl.trainer.schedule import file_of
+from megaverl.trainer.waiting_samples import file_of
 from tests.faults.injector import Fault
 from tests.faults.networks import networks, why_not
 from tests.faults.runs import differences, metrics, remains
@@ -467,6 +468,8 @@ def test_asked_to_leave(
         file_of(1),
         file_of(2),
     ]
+    # `checkpoint.resume: unfinished` goes on with it.
+    assert not is_finished(saved)
     assert run(launch, inputs, tmp_path, 5, FIVE, *ASYNC).codes == [0] * 5
     assert differences(remains(tmp_path / "run"), remains(ahead / "run")) == ["kept"]
 

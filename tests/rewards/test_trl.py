@@ -19,7 +19,7 @@ from megaverl.outside import read_json
 from megaverl.rewards import Component, Reward, RewardFunction, RewardSample
 from megaverl.rewards.trl import TrainerState
 from megaverl.rollout.engine import Generation
-from megaverl.trainer.schedule import StoredRollouts
+from megaverl.trainer.stored_rollouts import StoredRollouts
 from megaverl.workers.reward import Scores
 from tests.launcher import Launcher
 from tests.trainer.conftest import command_arguments, make_inputs

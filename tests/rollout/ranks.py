@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megaverl.announcements import announcements
 from megaverl.config.roles import RolloutConfig
-from megaverl.distributed.worlds import default_group
+from megaverl.distributed.job_context import default_group
 from megaverl.errors import RolloutError
 from megaverl.models.architectures import weights_of
 from megaverl.platform import platform

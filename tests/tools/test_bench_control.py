@@ -71,11 +71,13 @@ def test_beyond_some_ranks_there_is_no_mesh() -> None:
 
 def test_roles_that_are_apart_have_half_of_the_ranks_each() -> None:
     apart, together = (placement_of(8, apart=each) for each in (True, False))
-    assert [world.ranks for world in apart.worlds] == [
+    assert [world.ranks for world in apart.role_groups] == [
         (0, 1, 2, 3),
         (4, 5, 6, 7),
     ] and not apart.is_colocated
     assert (
         together.is_colocated
-        and together.ranks["rollout"] == tuple(range(8)) == together.worlds[0].ranks
+        and together.ranks["rollout"]
+        == tuple(range(8))
+        == together.role_groups[0].ranks
     )

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from megaverl.cli.main import main
 from megaverl.dataflow import DataFlow, Operator
-from megaverl.distributed import worlds
+from megaverl.distributed import job_context
+from megaverl.distributed.channels import Batch, Channel
 from megaverl.distributed.ragged import RaggedBatch
-from megaverl.distributed.worlds import Batch, Channel
 
 pack, begin = RaggedBatch.pack, Channel._begin
 
@@ -66,7 +66,7 @@ def nameless(
 
 
 if __name__ == "__main__":
-    worlds._for_rows = lambda group: group
+    job_context._for_rows = lambda group: group
     RaggedBatch.pack = told  # type: ignore[method-assign]
     Channel._begin = nameless  # type: ignore[method-assign]
     sys.exit(main(sys.argv[1:]))

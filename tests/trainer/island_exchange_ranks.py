@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaverl.distributed.job_context import join
 from megaverl.distributed.placement import Node, parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.store import job_store
-from megaverl.distributed.worlds import join
 from megaverl.errors import TrainingStopped
 from megaverl.trainer.islands import IslandMember, serve_join
 

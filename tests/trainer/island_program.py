@@ -20,10 +20,10 @@ from megaverl.config.roles import (
     OffloadConfig,
     ReshardConfig,
 )
+from megaverl.distributed.job_context import JobContext, join
 from megaverl.distributed.placement import Node, parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.store import job_store
-from megaverl.distributed.worlds import JobContext, join
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.global_model import GlobalModel, GlobalModelLink, ReplicaIsland
 from megaverl.trainer.islands import Island, serve_join, serve_update

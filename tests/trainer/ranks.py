@@ -21,12 +21,11 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.distributed_batch import RowSelection, whole_on
 from megaverl.distributed import collectives
 from megaverl.distributed.collectives import on_first_rank
-from megaverl.distributed.worlds import of_default_group
+from megaverl.distributed.job_context import of_default_group
 from megaverl.errors import MegaverlError
 from megaverl.models.packing import MicroBatch
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
-from megaverl.trainer.executor import Colocated
 from megaverl.trainer.loop import Trainer
 from megaverl.trainer.run import COMMANDS, prepare_folder
 from megaverl.weights import reshard
@@ -137,21 +136,20 @@ def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
     trainer = Trainer(
         configuration(arguments), Console(rank=dist.get_rank(), out=io.StringIO())
     )
-    executor = trainer.executor
-    assert isinstance(executor, Colocated)
+    state = trainer.run_state
     if whole:
-        executor._readers = None
+        state._readers = None
     counted = CountedBytes()
     with counted.counting():
         trainer.train()
-    batch = executor._values["rollouts"]
+    batch = state._values["rollouts"]
     return {
         "metrics": [dict(metrics) for _, metrics in trainer.records.history],
         "weights": [
             float(p.detach().double().sum())
             for p in trainer.roles.actor.model.parameters.values()
         ],
-        "rows": executor.routing.context.traffic.received,
+        "rows": state.context.traffic.received,
         "numbers": counted.numbers,
         "held": len(batch),
         "groups": [
@@ -205,7 +203,7 @@ def hold_and_give_back(count: int, group_size: int) -> dict[str, Any]:
         },
         {"text": [f"sample {row}" for row in range(count)]},
     )
-    size = len(context.world.ranks)
+    size = len(context.role_group.ranks)
     wanted = {
         rank: [row for row in range(count) if (row * 7) % (size + 1) == rank]
         for rank in range(size)

@@ -15,7 +15,13 @@ from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.simulation import SimulatedCluster, SimulatedOutcome
 from megaverl.distributed.placement import Node
 from megaverl.distributed.placement_resolver import resolve
-from megaverl.trainer import offline, role_groups, role_workers
+from megaverl.trainer import (
+    agents,
+    offline,
+    role_groups,
+    role_workers,
+    rollouts_only,
+)
 from megaverl.trainer.program import policy_step, train
 from megaverl.trainer.role_groups import TrainedGroup, make_run
 from megaverl.trainer.served_run import RecorderWorker, SessionWorker
@@ -23,7 +29,7 @@ from megaverl.trainer.served_run import RecorderWorker, SessionWorker
 WORKERS: dict[type[WorkerGroup], type] = {
     role_groups.SessionGroup: SessionWorker,
     role_groups.RecorderGroup: RecorderWorker,
-    role_groups.WorldGroup: role_workers.WorldWorker,
+    role_groups.ReceiverGroup: role_workers.ReceiverWorker,
     role_groups.RolloutGroup: role_workers.RolloutWorker,
     role_groups.RewardGroup: role_workers.RewardWorker,
     role_groups.ReferenceGroup: role_workers.ReferenceWorker,
@@ -32,7 +38,8 @@ WORKERS: dict[type[WorkerGroup], type] = {
     role_groups.OperatorGroup: role_workers.OperatorWorker,
     offline.TrainerGroup: offline.TrainerWorker,
     role_groups.IslandGroup: role_workers.IslandWorker,
-    role_groups.AgentGroup: role_workers.AgentWorker,
+    agents.AgentsGroup: agents.AgentsWorker,
+    rollouts_only.StorageGroup: rollouts_only.StorageWorker,
 }
 
 

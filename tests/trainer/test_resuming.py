@@ -16,7 +16,7 @@ from megaverl.errors import INTERRUPTED, MISTAKE, SAVED_AND_LEFT, ConfigError
 from megaverl.rollout.engine import Generation
 from megaverl.trainer.loop import Trainer
 from megaverl.trainer.resuming import ChangedSettings, GoingOn, check_resume
-from megaverl.trainer.schedule import StoredRollouts
+from megaverl.trainer.stored_rollouts import StoredRollouts
 from megaverl.trainer.validation import Validation
 from tests.faults.injector import Fault
 from tests.faults.runs import metrics

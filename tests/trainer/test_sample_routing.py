@@ -10,7 +10,7 @@ from torch import Tensor
 from megaverl.algorithms import Advantages
 from megaverl.config import load_config
 from megaverl.data.sequence_lengths import SequenceLengths
-from megaverl.trainer.executor import SampleRouting
+from megaverl.trainer.sample_routing import SampleRouting
 
 OUTLINE = SequenceLengths([2, 2, 2], [1, 1, 1], [0, 1, 2])
 

@@ -10,7 +10,8 @@ import pytest
 from megaverl.distributed.placement import parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.trainer.saving import append_samples, forget_samples
-from megaverl.trainer.schedule import INDEX_FILE, RolloutFolder, Schedule
+from megaverl.trainer.schedule import Schedule
+from megaverl.trainer.stored_rollouts import INDEX_FILE, RolloutFolder
 
 ROLES = {"rollout": 0, "reward": 1, "critic": 2, "reference": 3, "actor": 4}
 PLACEMENT = resolve(

@@ -18,7 +18,7 @@ from megaverl.data.tokenizers import load_tokenizer
 from megaverl.distributed.grid import GridShape
 from megaverl.rollout.engine import Generation
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.trainer.roles import Mix, answers_update
+from megaverl.trainer.mix import Mix, answers_update
 from megaverl.workers.critic import Critic
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.model_options import ModelOptions
@@ -242,9 +242,7 @@ def preference_losses_at_rest(
     config = load_config(
         recipe("gsm8k_smollm2/online_dpo"), check_paths=False, world_size=2
     )
-    mix = Mix(
-        config, lambda: roles, lambda name, metrics: found.update(online_dpo=metrics)
-    )
+    mix = Mix(config, roles, lambda name, metrics: found.update(online_dpo=metrics))
     mix.update(0, answers, Scores(judged, {"reward": judged}, judged > 0.5), 0)
     said = [
         Policy(each, temperature=1.0, micro_batch_tokens=micro_batch_tokens).log_probs(

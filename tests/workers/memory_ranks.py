@@ -13,7 +13,7 @@ from megaverl.config.roles import LoraConfig, OffloadConfig
 from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.distributed.grid import GridShape
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.trainer.roles import answers_update
+from megaverl.trainer.mix import answers_update
 from megaverl.weights.torch_dist_index import read_index
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import plan_for

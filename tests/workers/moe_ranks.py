@@ -11,7 +11,7 @@ from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.roles import RolloutConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.grid import GridShape
-from megaverl.distributed.worlds import default_group
+from megaverl.distributed.job_context import default_group
 from megaverl.rollout.engine import SamplingOptions
 from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.rollout.vllm_options import VLLMOptions

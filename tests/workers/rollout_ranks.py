@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megaverl.config.roles import ReshardConfig, RolloutConfig
 from megaverl.distributed.grid import GridShape
-from megaverl.distributed.worlds import default_group
+from megaverl.distributed.job_context import default_group
 from megaverl.errors import ReshardError
 from megaverl.rollout.engine import SamplingOptions
 from megaverl.rollout.vllm_engine import VLLMEngine

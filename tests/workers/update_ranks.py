@@ -9,7 +9,7 @@ import torch
 
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.trainer.roles import answers_update
+from megaverl.trainer.mix import answers_update
 from megaverl.trainer.supervised import AnswerUpdates
 from megaverl.workers.advantage_computer import AdvantageComputer
 from megaverl.workers.critic import ActorCritic, Critic

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
     from megaverl.trainer.job import Job
     from megaverl.trainer.loop import Trainer
-    from megaverl.trainer.schedule import StoredRollouts
+    from megaverl.trainer.stored_rollouts import StoredRollouts
 
 
 class _Joined:
@@ -388,7 +388,7 @@ class PPOTrainer(RLTrainer):
                 self.loop.settle()
 
     def _given(self, rollouts: RolloutBatch) -> StoredRollouts:
-        from megaverl.trainer.schedule import StoredRollouts
+        from megaverl.trainer.stored_rollouts import StoredRollouts
         from megaverl.workers.responses import once, score_metrics
         from megaverl.workers.reward import Scores
 
