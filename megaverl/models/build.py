@@ -24,7 +24,18 @@ from megaverl.models.context_attention import (
     pack_part,
     pack_part_varlen,
 )
-from megaverl.models.layers import BiasedRouter, RMSNorm, ValueHead, ValuesBesideLogits
+from megaverl.models.layers import (
+    BiasedRouter,
+    CentredNorm,
+    KeyProjectionNorm,
+    LayerNorm,
+    ProjectionNorm,
+    QueryProjectionNorm,
+    RMSNorm,
+    SharedNormOutput,
+    ValueHead,
+    ValuesBesideLogits,
+)
 from megaverl.models.options import (
     padded_vocab_size,
     rope_options,
@@ -39,6 +50,7 @@ from megaverl.sharding.weight import Weight
 
 platform.adapt_megatron()
 
+from megatron.core.models.common.embeddings import RotaryEmbedding  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.tensor_parallel.layers import (  # noqa: E402
@@ -48,6 +60,7 @@ from megatron.core.tensor_parallel.layers import (  # noqa: E402
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import (  # noqa: E402
     TransformerBlockSubmodules,
@@ -56,6 +69,12 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 WHOLE = Part(0, 1)
+# `ModelSpec.norm` -> class of the norms over hidden states.
+NORMS: dict[str, type[torch.nn.Module]] = {
+    "rms": RMSNorm,
+    "layer": LayerNorm,
+    "centred": CentredNorm,
+}
 
 
 def block_spec(
@@ -88,18 +107,49 @@ def block_spec(
         elif shares_kv_heads(spec, config.tensor_model_parallel_size):
             layer.submodules.self_attention.module = SharedKVAttention
         if not with_engine:
-            _use_our_parts(layer, config)
+            _use_our_parts(layer, config, NORMS[spec.norm])
         elif not config.multi_latent_attention or config.context_parallel_size == 1:
             # Imported here because the module needs Transformer Engine.
             from megaverl.models.engine_attention import EngineAttention
 
             layer.submodules.self_attention.submodules.core_attention = EngineAttention
+        if spec.qk_norm_spans_heads:
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm = QueryProjectionNorm
+            attention.k_layernorm = KeyProjectionNorm
+        if spec.parallel_layers:
+            _place_norms(layer, NORMS[spec.norm], SharedNormOutput, with_engine)
+        elif not spec.norms_before:
+            _place_norms(layer, IdentityOp, IdentityOp, with_engine)
         parts = _parts_of(layer.submodules.mlp)
         if spec.moe is not None and spec.moe.router_bias and hasattr(parts, "router"):
             parts.router = BiasedRouter
-    if not with_engine:
-        block.layer_norm = RMSNorm
+    # Transformer Engine's LayerNorm always has a bias.
+    if not with_engine or spec.norm == "centred":
+        block.layer_norm = NORMS[spec.norm]
     return block
+
+
+def _place_norms(
+    layer: ModuleSpec,
+    before_attention: type[torch.nn.Module],
+    before_mlp: type[torch.nn.Module],
+    with_engine: bool,
+) -> None:
+    """Set the norms before attention and MLP of a dense layer's specification.
+
+    Transformer Engine fuses these norms into the linear layers that follow them. Its
+    linear layers without a norm replace these.
+    """
+    layer.submodules.input_layernorm = before_attention
+    layer.submodules.pre_mlp_layernorm = before_mlp
+    if with_engine:
+        # Imported here because the module needs Transformer Engine.
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        attention = layer.submodules.self_attention.submodules
+        attention.linear_qkv = TEColumnParallelLinear
+        _parts_of(layer.submodules.mlp).linear_fc1 = TEColumnParallelLinear
 
 
 def _parts_of(mlp: Any) -> Any:
@@ -110,10 +160,12 @@ def _parts_of(mlp: Any) -> Any:
     return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
-def _use_our_parts(layer: ModuleSpec, config: TransformerConfig) -> None:
+def _use_our_parts(
+    layer: ModuleSpec, config: TransformerConfig, norm: type[torch.nn.Module]
+) -> None:
     """Replace norms and attention of a local layer specification by this package's."""
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.input_layernorm = norm
+    layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention.submodules
     if is_plain(config):
         attention.core_attention = (
@@ -134,10 +186,10 @@ class _HeadNorm(RMSNorm):
 
 
 class _Scale:
-    """Forward hook that multiplies embeddings by sqrt(hidden), rounded to their dtype as in Gemma's training."""
+    """Forward hook that multiplies embeddings by a factor, rounded to their dtype as in Gemma's training."""
 
-    def __init__(self, hidden_size: int) -> None:
-        self.factor = hidden_size**0.5
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
 
     def __call__(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         # The factor is rounded to the dtype before the product, as transformers does.
@@ -203,46 +255,112 @@ def build_model(
             model.output_layer = ValueHead(config, grid.tp_group, int(value_head))
         if spec.activation == "clamped_swiglu":
             _take_gates_in_turn(model)
-        if spec.norms_after:
-            _normalize_outputs(model)
-        if spec.scale_embeddings and model.pre_process:
-            model.embedding.register_forward_hook(_Scale(spec.hidden_size))
+        _change_outputs(model, spec)
+        if spec.parallel_layers:
+            _share_norms(model)
+        if spec.local_rope_theta is not None:
+            _rotate_by_layer(model, spec, spec.local_rope_theta)
+        for module in model.modules():
+            if isinstance(module, ProjectionNorm):
+                module.group = grid.tp_group
+        if spec.embedding_scale != 1.0 and model.pre_process:
+            model.embedding.register_forward_hook(_Scale(spec.embedding_scale))
+        if spec.logit_scale != 1.0 and is_last and (beside_logits or not value_head):
+            # Scaling the hidden states instead of logits reaches every way in which
+            # log-probs are computed from them. A value head beside the logits has seen
+            # the states before: its hook was registered first.
+            model.output_layer.register_forward_pre_hook(
+                partial(_scale_hidden, spec.logit_scale)
+            )
         _mark_cut_weights(model)
         _mark_experts(model, grid.shape)
         chunks.append(model.to(platform.device))
     return chunks
 
 
-def _normalize_outputs(model: GPTModel) -> None:
-    """Add norms over the outputs of attention and MLP to every layer, which megatron-core's layers lack (0.16 to 0.19).
+def _change_outputs(model: GPTModel, spec: ModelSpec) -> None:
+    """Normalize or scale the outputs of attention and MLP, which megatron-core's layers cannot do (0.16 to 0.19).
 
     A layer adds the output of its `self_attention`, and later that of its `mlp`, to the
-    hidden states. Hooks normalize these outputs. The norms are modules of the layer, so
-    that checkpoints and the optimizer know them.
+    hidden states. Hooks change these outputs. Norms are modules of the layer, so that
+    checkpoints and the optimizer know them.
     """
 
-    def normalize_by(norm: RMSNorm) -> Callable[..., tuple[torch.Tensor, None]]:
-        def normalize(
+    def hook(
+        change: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Callable[..., tuple[torch.Tensor, None]]:
+        def change_output(
             module: Any, args: Any, output: tuple[torch.Tensor, None]
         ) -> tuple[torch.Tensor, None]:
             hidden, bias = output
-            assert bias is None, "a bias would have to be added before the norm"
-            return norm(hidden), None
+            assert bias is None, "a bias would have to be added before the change"
+            return change(hidden), None
 
-        return normalize
+        return change_output
 
     config = model.config
     for layer in model.decoder.layers:
-        layer.post_self_attn_layernorm = RMSNorm(
-            config, config.hidden_size, config.layernorm_epsilon
+        if spec.norms_after:
+            for name, module in (
+                ("post_self_attn_layernorm", layer.self_attention),
+                ("post_mlp_layernorm", layer.mlp),
+            ):
+                norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+                layer.add_module(name, norm)
+                module.register_forward_hook(hook(norm))
+        if spec.residual_scale != 1.0:
+            scale = partial(torch.mul, other=spec.residual_scale)
+            layer.self_attention.register_forward_hook(hook(scale))
+            layer.mlp.register_forward_hook(hook(scale))
+
+
+def _scale_hidden(
+    factor: float, module: Any, args: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Multiply the first argument, the hidden states."""
+    return args[0] * factor, *args[1:]
+
+
+def _share_norms(model: GPTModel) -> None:
+    """Give the output of each layer's norm before attention to its MLP as well."""
+    for layer in model.decoder.layers:
+        layer.input_layernorm.register_forward_hook(layer.pre_mlp_layernorm.keep)
+
+
+def _rotate_by_layer(model: GPTModel, spec: ModelSpec, local_theta: float) -> None:
+    """Give layers with `local_rope_layers` rotary embeddings of another base.
+
+    GPTModel has one rotary embedding, whose table all layers receive (megatron-core 0.16
+    to 0.19). A hook appends the table of the other base along the last axis, and a hook
+    before each layer's attention takes its half. Later hooks choose rows of both tables
+    by positions (`layers.AtPositions`).
+    """
+    local = RotaryEmbedding(
+        kv_channels=spec.head_dim,
+        rotary_percent=spec.rotary_fraction,
+        rotary_interleaved=spec.rotary_pairs,
+        rotary_base=local_theta,
+        use_cpu_initialization=model.config.use_cpu_initialization,
+        cp_group=model.pg_collection.cp,
+    )
+
+    def append_local(
+        module: Any, args: Any, kwargs: dict[str, Any], table: torch.Tensor
+    ) -> torch.Tensor:
+        return torch.cat([table, local(*args, **kwargs)], dim=-1)
+
+    def take_half(
+        half: int, module: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        table = kwargs["rotary_pos_emb"].chunk(2, dim=-1)[half].contiguous()
+        return args, {**kwargs, "rotary_pos_emb": table}
+
+    model.rotary_pos_emb.register_forward_hook(append_local, with_kwargs=True)
+    for layer in model.decoder.layers:
+        half = int(spec.local_rope_layers[layer.layer_number - 1])
+        layer.self_attention.register_forward_pre_hook(
+            partial(take_half, half), with_kwargs=True
         )
-        layer.post_mlp_layernorm = RMSNorm(
-            config, config.hidden_size, config.layernorm_epsilon
-        )
-        layer.self_attention.register_forward_hook(
-            normalize_by(layer.post_self_attn_layernorm)
-        )
-        layer.mlp.register_forward_hook(normalize_by(layer.post_mlp_layernorm))
 
 
 def _take_gates_in_turn(model: torch.nn.Module) -> None:

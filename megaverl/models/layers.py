@@ -54,6 +54,124 @@ class RMSNorm(nn.Module):
         return F.rms_norm(hidden, self.hidden_size, factor, self.eps)
 
 
+class CentredNorm(nn.Module):
+    """LayerNorm without a bias (arXiv 1607.06450), as in Cohere's models, computed in float32.
+
+    Its weight is marked like that of `RMSNorm`, and has the same options.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.hidden_size = (hidden_size,)
+        self.zero_centred = config.layernorm_zero_centered_gamma
+        start = torch.zeros if self.zero_centred else torch.ones
+        self.weight = nn.Parameter(start(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.register_parameter("bias", None)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalize [..., hidden]; the result has the same shape and dtype."""
+        wide = hidden.to(_wide(hidden))
+        weight = self.weight.to(wide.dtype)
+        factor = 1.0 + weight if self.zero_centred else weight
+        bias = None if self.bias is None else self.bias.to(wide.dtype)
+        normed = F.layer_norm(wide, self.hidden_size, factor, bias, self.eps)
+        return normed.to(hidden.dtype)
+
+
+class LayerNorm(CentredNorm):
+    """LayerNorm with a bias (arXiv 1607.06450)."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class ProjectionNorm(nn.Module):
+    """RMSNorm over all heads of a projection, which tensor-parallel ranks share (OLMo-2, arXiv 2501.00656).
+
+    Each rank has the whole weight [heads * head_dim], and normalizes its own heads by
+    the mean square over the heads of all ranks. megatron-core sums the weight's gradient
+    over tp, found by the parameter's name (`q_layernorm`, `k_layernorm`), like that of a
+    norm per head. If several ranks share a key-value head, each has a copy of it.
+
+    `group` is set by `models/build.py`, since megatron-core passes no process group to
+    norms.
+    """
+
+    group: dist.ProcessGroup
+
+    def __init__(self, config: TransformerConfig, num_heads: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.num_heads = num_heads
+        self.head_dim: int = config.kv_channels
+        self.weight = nn.Parameter(
+            torch.ones(num_heads * self.head_dim, dtype=config.params_dtype)
+        )
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """Normalize this rank's heads [s, b, heads, head_dim]; the result has the same shape and dtype."""
+        tp_size = self.group.size()
+        num_local = heads.shape[2]
+        num_copies = num_local * tp_size // self.num_heads
+        wide = heads.to(_wide(heads))
+        squares = wide.square().sum(dim=(2, 3), keepdim=True)
+        # Every rank's heads depend on the sum, so its gradients are summed as well.
+        total = sum_gradients(sum_values(squares, self.group), self.group)
+        mean = total / (num_copies * self.num_heads * self.head_dim)
+        first_head = self.group.rank() // num_copies * num_local
+        weight = self.weight.view(self.num_heads, self.head_dim)[
+            first_head : first_head + num_local
+        ]
+        return (wide * torch.rsqrt(mean + self.eps) * weight).to(heads.dtype)
+
+
+class QueryProjectionNorm(ProjectionNorm):
+    """`ProjectionNorm` over all query heads."""
+
+    def __init__(self, config: TransformerConfig, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, config.num_attention_heads, eps)
+
+
+class KeyProjectionNorm(ProjectionNorm):
+    """`ProjectionNorm` over all key heads."""
+
+    def __init__(self, config: TransformerConfig, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, config.num_query_groups, eps)
+
+
+class SharedNormOutput(nn.Module):
+    """Replacement for the norm before an MLP that reads the output of the norm before attention (Cohere).
+
+    `keep` is a forward hook of that norm. The kept output belongs to the same forward
+    pass of the layer, also if the layer is recomputed.
+    """
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self._kept: torch.Tensor | None = None
+
+    def keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        """Keep the output of the norm before attention."""
+        self._kept = output
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the kept output, [s, b, hidden], whatever `hidden` is."""
+        kept = self._kept
+        assert kept is not None, "the norm before attention runs first"
+        self._kept = None
+        return kept
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x * weight / rms(x) over the last dimension (arXiv 1910.07467, eq. 4), on a CPU.
 

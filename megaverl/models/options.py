@@ -20,6 +20,7 @@ from megaverl.sharding.model_spec import MLASpec, ModelSpec, MoESpec, misfits
 
 platform.adapt_megatron()
 
+from megatron.core.activations import squared_relu  # noqa: E402
 from megatron.core.fusions.fused_bias_geglu import quick_gelu  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.transformer.transformer_config import (  # noqa: E402
@@ -120,6 +121,10 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "silu": {"activation_func": F.silu},
     # megatron-core has a fused kernel only for the exact gelu.
     "gelu_tanh": {"activation_func": gelu_tanh, "bias_activation_fusion": False},
+    "squared_relu": {
+        "activation_func": squared_relu,
+        "bias_activation_fusion": False,
+    },
     "clamped_swiglu": {
         "activation_func": quick_gelu,
         "glu_linear_offset": 1.0,
@@ -187,9 +192,10 @@ def transformer_config(
         "num_attention_heads": spec.num_heads,
         "num_query_groups": spec.num_kv_heads,
         "kv_channels": spec.head_dim,
-        "normalization": "RMSNorm",
+        "normalization": "RMSNorm" if spec.norm == "rms" else "LayerNorm",
         "layernorm_epsilon": spec.norm_eps,
-        "gated_linear_unit": True,
+        "gated_linear_unit": spec.is_gated,
+        "softmax_scale": spec.softmax_scale,
         "layernorm_zero_centered_gamma": spec.norm_plus_one,
         # megatron-core's window excludes the query's own position, and Hugging Face's
         # includes it.
@@ -250,6 +256,8 @@ def transformer_config(
         "expert_model_parallel_size": shape.ep,
         "expert_tensor_parallel_size": shape.etp,
     }
+    if spec.parallel_layers:
+        _check_parallel_layers(options)
     if shape.tp == 1 and options.get("sequence_parallel"):
         # A sequence split over one rank is whole. Roles inherit the actor's fields, and
         # may have a smaller tp.
@@ -283,6 +291,22 @@ def _check_needs(overrides: Mapping[str, Any]) -> None:
     for name, value in overrides.items():
         if why := why_not_there("megatron", name, value, machine):
             raise ModelError(f"megatron.{name}={value} {why}")
+
+
+def _check_parallel_layers(options: Mapping[str, Any]) -> None:
+    """Refuse options under which megatron-core frees the norm's output, which attention and MLP share, too early."""
+    if {"attn_norm", "mlp_norm"} & set(options.get("offload_modules") or ()):
+        raise ModelError(
+            "megatron.offload_modules: attn_norm and mlp_norm cannot be offloaded in this model, because attention and "
+            "MLP read the same norm's output. Leave both out."
+        )
+    if options.get("recompute_granularity") == "selective" and "layernorm" in (
+        options.get("recompute_modules") or ()
+    ):
+        raise ModelError(
+            "megatron.recompute_modules: layernorm cannot be recomputed in this model, because attention and MLP read "
+            "the same norm's output. Leave layernorm out, or use activation_checkpointing: full."
+        )
 
 
 def _check_attention_backend(backend: AttnBackend) -> None:

@@ -37,6 +37,17 @@ GROUPED = {
     "routed_scaling_factor": 1.5,
     "num_mtp_layers": 0,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    # transformers normalizes the latents with this default value, vLLM with the
+    # configured one.
+    "rms_norm_eps": 1e-6,
+}
 # Further settings by architecture. Fields that a configuration class does not know are
 # left out.
 TINY_MORE: dict[str, dict[str, Any]] = {
@@ -52,19 +63,45 @@ TINY_MORE: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": EXPERTS,
     "Qwen3MoeForCausalLM": EXPERTS | {"norm_topk_prob": True},
     "DeepseekV3ForCausalLM": GROUPED
-    | {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-        # transformers assumes these two entries; vLLM reads them from the file.
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        # transformers normalizes the latents with this default value, vLLM with the
-        # configured one.
-        "rms_norm_eps": 1e-6,
+    | LATENT
+    # transformers assumes these two entries; vLLM reads them from the file.
+    | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    # The same holds for these entries, and for the number of dense layers.
+    "Glm4MoeLiteForCausalLM": GROUPED
+    | LATENT
+    | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "DeepseekV2ForCausalLM": GROUPED
+    | LATENT
+    | {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "OlmoeForCausalLM": EXPERTS | {"norm_topk_prob": False, "pad_token_id": None},
+    # transformers assumes the first two entries and derives the last; vLLM reads them
+    # from the file.
+    "MiniMaxM2ForCausalLM": EXPERTS
+    | {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 4},
+    "GraniteForCausalLM": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 2.5,
+    },
+    "Starcoder2ForCausalLM": {"norm_epsilon": 1e-5},
+    "Olmo2ForCausalLM": {"pad_token_id": None},
+    # Shorter than most samples. Every other layer has full attention, without rotary
+    # embeddings.
+    "Exaone4ForCausalLM": {"sliding_window": 8, "sliding_window_pattern": 2},
+    "Gemma3ForCausalLM": {
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 10,
+        "pad_token_id": None,
+    },
+    # vLLM's window is one token longer. This one is never exceeded.
+    "Cohere2ForCausalLM": {
+        "sliding_window": 256,
+        "sliding_window_pattern": 2,
+        "logit_scale": 0.5,
+        "pad_token_id": None,
+        "rms_norm_eps": None,
     },
     "Glm4MoeForCausalLM": GROUPED
     | {"attention_bias": True, "use_qk_norm": True, "norm_topk_prob": True},
@@ -118,7 +155,7 @@ def make_tiny_folder(
         "tie_word_embeddings": tie_embeddings,
         **config,
     }
-    if architecture != "DeepseekV3ForCausalLM":
+    if "kv_lora_rank" not in settings:
         # Qwen3's and Gemma's configurations have a fixed head size, which is too large
         # for a tiny model.
         settings.setdefault(
@@ -127,8 +164,8 @@ def make_tiny_folder(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, architecture)(config_class(**settings))
-        # Gemma's norms multiply by weight + 1.
-        norms_at_zero = architecture.startswith("Gemma")
+        # These models' norms multiply by weight + 1.
+        norms_at_zero = architecture.startswith(("Gemma", "Nemotron"))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
                 # Some routers are initialized with zeros, where all experts score alike

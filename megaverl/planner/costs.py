@@ -315,8 +315,8 @@ class ModelCosts:
                 + spec.moe.shared_ffn_hidden_size
             )
             moe_layer = 6 * spec.hidden_size * width
-        # Three products (gate, up, down), with two operations for each weight.
-        dense_layer = 6 * spec.hidden_size * spec.ffn_hidden_size
+        # One product for each matrix, with two operations for each weight.
+        dense_layer = 2 * spec.mlp_matrices * spec.hidden_size * spec.ffn_hidden_size
         layers = (
             spec.num_layers * self._attention_flops()
             + num_dense * dense_layer
@@ -373,7 +373,8 @@ class ModelCosts:
 
     def _mlp(self, tokens: float, width: float) -> float:
         hidden = self.spec.hidden_size
-        return self.product(tokens, hidden, 2 * width) + self.product(
+        first_width = (self.spec.mlp_matrices - 1) * width
+        return self.product(tokens, hidden, first_width) + self.product(
             tokens, width, hidden
         )
 

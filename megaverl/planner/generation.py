@@ -287,7 +287,8 @@ def engine_costs(
         spec.num_layers * attention_parameters(spec)
         + spec.vocab_size * spec.hidden_size
     )
-    plain += layers[False] * 3 * spec.hidden_size * spec.ffn_hidden_size
+    dense_layer = spec.mlp_matrices * spec.hidden_size * spec.ffn_hidden_size
+    plain += layers[False] * dense_layer
     if spec.moe is not None:
         plain += layers[True] * 3 * spec.hidden_size * spec.moe.shared_ffn_hidden_size
         experts = (

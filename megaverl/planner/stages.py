@@ -361,7 +361,8 @@ def keys_per_token(tokens: int, shared: int, own: int, group_size: int) -> float
 
 def mlp_bytes(shape: LayerShape, width: int, cut: int) -> float:
     """Return the bytes per token of the first matrix's output (gate and up) and of the activation before the second."""
-    return shape.itemsize * (3 if shape.gated else 2) * width / cut
+    num_parts = 3 if shape.gated and shape.spec.is_gated else 2
+    return shape.itemsize * num_parts * width / cut
 
 
 def moe_bytes(shape: LayerShape, *, keep_act: bool = True) -> float:

@@ -37,6 +37,18 @@ MODEL_TYPES = {
     "Phi3ForCausalLM": "phi3",
     "Glm4ForCausalLM": "glm4",
     "CwmForCausalLM": "cwm",
+    "GraniteForCausalLM": "granite",
+    "ArceeForCausalLM": "arcee",
+    "NemotronForCausalLM": "nemotron",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "Olmo2ForCausalLM": "olmo2",
+    "Exaone4ForCausalLM": "exaone4",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Cohere2ForCausalLM": "cohere2",
+    "OlmoeForCausalLM": "olmoe",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
 }
 
 WHOLE_NUMBERS = (
@@ -66,7 +78,10 @@ class ExpertKeys(NamedTuple):
     Attributes:
         number: key of the number of experts.
         width: key of the inner width of one expert.
-        by_sigmoid: the router uses sigmoid scores, a bias and groups of experts, and the first layers are dense.
+        by_sigmoid: the router uses sigmoid scores and a bias.
+        has_groups: experts are in `n_group` groups.
+        has_shared: `n_shared_experts` shared experts stand beside the routed ones, the first layers are dense, and
+            `routed_scaling_factor` scales the routed experts' output.
         has_aux_loss: transformers computes a load-balancing loss.
         shared_width: key of the inner width of a shared expert whose output a sigmoid gate scales. "": none.
     """
@@ -74,18 +89,31 @@ class ExpertKeys(NamedTuple):
     number: str
     width: str = "moe_intermediate_size"
     by_sigmoid: bool = False
+    has_groups: bool = False
+    has_shared: bool = False
     has_aux_loss: bool = True
     shared_width: str = ""
 
 
+DEEPSEEK_KEYS = ExpertKeys(
+    "n_routed_experts",
+    by_sigmoid=True,
+    has_groups=True,
+    has_shared=True,
+    has_aux_loss=False,
+)
 EXPERT_KEYS = {
     "MixtralForCausalLM": ExpertKeys("num_local_experts", width="intermediate_size"),
     "Qwen3MoeForCausalLM": ExpertKeys("num_experts"),
-    "DeepseekV3ForCausalLM": ExpertKeys(
-        "n_routed_experts", by_sigmoid=True, has_aux_loss=False
+    "DeepseekV3ForCausalLM": DEEPSEEK_KEYS,
+    "Glm4MoeForCausalLM": DEEPSEEK_KEYS,
+    "Glm4MoeLiteForCausalLM": DEEPSEEK_KEYS,
+    "DeepseekV2ForCausalLM": ExpertKeys(
+        "n_routed_experts", has_shared=True, has_aux_loss=False
     ),
-    "Glm4MoeForCausalLM": ExpertKeys(
-        "n_routed_experts", by_sigmoid=True, has_aux_loss=False
+    "OlmoeForCausalLM": ExpertKeys("num_experts", width="intermediate_size"),
+    "MiniMaxM2ForCausalLM": ExpertKeys(
+        "num_local_experts", width="intermediate_size", by_sigmoid=True
     ),
     "GptOssForCausalLM": ExpertKeys("num_local_experts", width="intermediate_size"),
     "Qwen2MoeForCausalLM": ExpertKeys(
@@ -99,18 +127,37 @@ MAYBE_NORMALIZED = (
     "Qwen3MoeForCausalLM",
     "DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "OlmoeForCausalLM",
+    "DeepseekV2ForCausalLM",
 )
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-SIGMOID_NUMBERS = ("n_group", "topk_group", "n_shared_experts")
+GROUP_NUMBERS = ("n_group", "topk_group")
 # Rotary embeddings rotate only the fraction `partial_rotary_factor` of each head in
 # these architectures.
-PARTLY_ROTARY = ("Glm4ForCausalLM", "Glm4MoeForCausalLM", "Phi3ForCausalLM")
+PARTLY_ROTARY = (
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Phi3ForCausalLM",
+    "NemotronForCausalLM",
+    "MiniMaxM2ForCausalLM",
+)
 # `no_rope_layers` has a 0 for layers without rotary embeddings in these architectures.
 SOMETIMES_ROTARY = ("SmolLM3ForCausalLM",)
+# Layers with full attention have no rotary embeddings in these architectures, if the
+# others have a window.
+ROTARY_IN_WINDOWS = ("Exaone4ForCausalLM", "Cohere2ForCausalLM")
+# `rope_parameters` describes the rotary embedding of each type of layers in these
+# architectures.
+ROTARY_BY_LAYER = ("Gemma3ForCausalLM",)
 # Rotary embeddings rotate pairs of neighbouring dimensions in these architectures, and
 # in others each dimension with the one half a head further on.
-ROTATED_IN_PAIRS = ("Ernie4_5ForCausalLM", "Glm4ForCausalLM")
-WITH_LATENT_ATTENTION = ("DeepseekV3ForCausalLM",)
+ROTATED_IN_PAIRS = ("Ernie4_5ForCausalLM", "Glm4ForCausalLM", "Cohere2ForCausalLM")
+WITH_LATENT_ATTENTION = (
+    "DeepseekV3ForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+)
 # WINDOWED_EVERYWHERE attend within `sliding_window` in every layer, WINDOWED_BY_LAYER
 # in the layers that `layer_types` names. gpt-oss has windows in every other layer from
 # the first on: vLLM (0.32) computes it so whatever `layer_types` is.
@@ -119,16 +166,40 @@ WINDOWED_EVERYWHERE = (
     "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
     "Phi3ForCausalLM",
+    "Starcoder2ForCausalLM",
 )
 WINDOWED_BY_LAYER = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "MinistralForCausalLM",
     "CwmForCausalLM",
+    "Exaone4ForCausalLM",
+    "Cohere2ForCausalLM",
+    "Gemma3ForCausalLM",
 )
-# transformers cannot compute these architectures without a window.
-NEEDS_WINDOW = ("MinistralForCausalLM", "CwmForCausalLM")
+# transformers cannot compute these architectures without a window, or vLLM cannot.
+NEEDS_WINDOW = (
+    "MinistralForCausalLM",
+    "CwmForCausalLM",
+    "Cohere2ForCausalLM",
+    "Gemma3ForCausalLM",
+)
 SLIDING = "sliding_attention"
+# Architectures whose key of the norms' epsilon is not `rms_norm_eps`.
+NORM_EPS = {
+    "NemotronForCausalLM": "norm_eps",
+    "Starcoder2ForCausalLM": "norm_epsilon",
+    "Cohere2ForCausalLM": "layer_norm_eps",
+}
+# Architectures whose MLP has another activation than SiLU -> the only supported value
+# of `hidden_act`, and the name in `ModelSpec.activation`.
+OTHER_ACTIVATION = {
+    "GemmaForCausalLM": ("gelu_pytorch_tanh", "gelu_tanh"),
+    "Gemma3ForCausalLM": ("gelu_pytorch_tanh", "gelu_tanh"),
+    "Starcoder2ForCausalLM": ("gelu_pytorch_tanh", "gelu_tanh"),
+    "ArceeForCausalLM": ("relu2", "squared_relu"),
+    "NemotronForCausalLM": ("relu2", "squared_relu"),
+}
 
 # Architecture ("" for all) -> key -> values that are computed correctly. Messages name
 # the first one.
@@ -183,6 +254,54 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "decoder_sparse_step": (1,),
         "mlp_only_layers": ([],),
     },
+    # The published folders have dropouts of 0.1, which are ignored as in Seed-OSS.
+    "Starcoder2ForCausalLM": dict.fromkeys(
+        ("attention_dropout", "residual_dropout", "embedding_dropout"),
+        (0.0, 0.1, None),
+    ),
+    # transformers ignores these keys, and vLLM (0.32, `commandr.py`) does not.
+    "Cohere2ForCausalLM": {
+        "use_qk_norm": (False, None),
+        "rms_norm_eps": (None,),
+    },
+    # vLLM (0.32, `olmoe.py`) always computes these values.
+    "OlmoeForCausalLM": {
+        "clip_qkv": (None,),
+        "norm_topk_prob": (False,),
+        "rms_norm_eps": (1e-5,),
+    },
+    # vLLM (0.32, `minimax_m2.py`) reads keys that transformers' class ignores.
+    "MiniMaxM2ForCausalLM": {
+        "router_jitter_noise": (0.0,),
+        "scoring_func": ("sigmoid",),
+        "use_routing_bias": (True,),
+    },
+    # megatron-core ranks groups of experts by other experts than "group_limited_greedy".
+    "DeepseekV2ForCausalLM": {
+        "topk_method": ("greedy",),
+        "norm_topk_prob": (False,),
+        "scoring_func": ("softmax",),
+        "moe_layer_freq": (1,),
+        "n_group": (1, None),
+        "topk_group": (1, None),
+    },
+    "Glm4MoeLiteForCausalLM": {
+        "rope_interleave": (True,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    },
+}
+# Keys that scale what a layer computes, by the architecture that has them. `logit_scale`
+# multiplies logits, `logits_scaling` divides them.
+SCALES = {
+    "GraniteForCausalLM": (
+        "embedding_multiplier",
+        "attention_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+    ),
+    "Cohere2ForCausalLM": ("logit_scale",),
+    "Gemma3ForCausalLM": ("query_pre_attn_scalar",),
 }
 # Biases of the attention projections: optional in GLM-4, GLM-4.5 and Seed-OSS
 # (`attention_bias`) and in Qwen2-MoE (`qkv_bias`), always there in Qwen2 and gpt-oss,
@@ -212,6 +331,10 @@ class Described:
     Args:
         values: all keys, with defaults.
         written: keys in the file.
+
+    Attributes:
+        rope: the rotary embedding; that of layers with full attention, if there are several.
+        local_rope: the rotary embedding of layers with a window, in ROTARY_BY_LAYER.
     """
 
     def __init__(
@@ -220,6 +343,10 @@ class Described:
         self.architecture = architecture
         self.values = values
         self.rope: dict[str, Any] = values.get("rope_parameters") or {}
+        self.local_rope: dict[str, Any] = {}
+        if architecture in ROTARY_BY_LAYER:
+            self.local_rope = self.rope.get(SLIDING) or {}
+            self.rope = self.rope.get("full_attention") or {}
         self._written = written
 
     def says(self, key: str) -> str:
@@ -253,7 +380,8 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
             "num_local_experts",
             experts.width,
         ]
-        numbers += SIGMOID_NUMBERS if experts.by_sigmoid else ()
+        numbers += GROUP_NUMBERS if experts.has_groups else ()
+        numbers += ["n_shared_experts"] if experts.has_shared else []
         numbers += [experts.shared_width] if experts.shared_width else []
     if architecture in WITH_LATENT_ATTENTION:
         numbers += [*LATENT_SIZES, "q_lora_rank"]
@@ -265,10 +393,11 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
             yield f"{key} is {value!r}; expected a whole number above 0. {AGAIN}"
         elif type(value) is int and value > LARGEST.get(key, LARGEST_NUMBER):
             yield f"{key} is {value:,}; expected at most {LARGEST.get(key, LARGEST_NUMBER):,}. {AGAIN}"
-    factors = (
-        ("routed_scaling_factor",) if experts is not None and experts.by_sigmoid else ()
-    )
-    for key in ("rms_norm_eps", "rope_theta", *factors):
+    factors = [*SCALES.get(architecture, ())]
+    if experts is not None and experts.has_shared:
+        factors.append("routed_scaling_factor")
+    norm_eps = NORM_EPS.get(architecture, "rms_norm_eps")
+    for key in (norm_eps, "rope_theta", *factors):
         value = config.get(key, 1.0)
         if not _is_positive(value):
             yield f"{key} is {value!r}; expected a number above 0. {AGAIN}"
@@ -282,6 +411,8 @@ def not_computed(described: Described) -> Iterator[str]:
     architecture = described.architecture
     values = described.values
     allowed = {**ONLY[""], **ONLY.get(architecture, {})}
+    for key in SCALES.get(architecture, ()):
+        allowed.pop(key, None)
     if architecture not in (*WITH_OPTIONAL_BIAS, *WITH_ATTENTION_BIAS):
         allowed["attention_bias"] = (False, None)
     for key, expected in allowed.items():
@@ -291,6 +422,7 @@ def not_computed(described: Described) -> Iterator[str]:
     yield from _heads(described)
     yield from _windows(described)
     yield from _rope(described)
+    yield from _rope_by_layer_type(described)
     yield from _layers_without_rope(described)
     if architecture in EXPERT_KEYS:
         yield from _experts(described)
@@ -318,15 +450,18 @@ def _is_positive(value: Any) -> bool:
 
 def _activation(described: Described) -> Iterator[str]:
     """Yield problems with the activation function."""
+    architecture = described.architecture
     expected: tuple[str, ...] = ("silu", "swish")
-    if described.architecture == "GemmaForCausalLM":
-        # transformers treats `gelu` in Gemma's first folders as the tanh form.
-        expected = ("gelu_pytorch_tanh",)
-        # transformers ignores hidden_activation, and vLLM (0.32) prefers it.
-        if described.values.get("hidden_activation") not in (None, *expected):
-            yield f"{described.says('hidden_activation')}; only {expected[0]} is computed. {OTHER_MODEL}"
-    if described.values["hidden_act"] not in expected:
-        yield f"{described.says('hidden_act')}; only {expected[0]} is computed. {OTHER_MODEL}"
+    if architecture in OTHER_ACTIVATION:
+        expected = (OTHER_ACTIVATION[architecture][0],)
+    # transformers treats `gelu` in Gemma's first folders as the tanh form.
+    key = "hidden_activation" if architecture == "Gemma3ForCausalLM" else "hidden_act"
+    if described.values[key] not in expected:
+        yield f"{described.says(key)}; only {expected[0]} is computed. {OTHER_MODEL}"
+    # transformers' Gemma ignores hidden_activation, and vLLM's (0.32) prefers it.
+    unread = described.values.get("hidden_activation")
+    if architecture == "GemmaForCausalLM" and unread not in (None, *expected):
+        yield f"{described.says('hidden_activation')}; only {expected[0]} is computed. {OTHER_MODEL}"
 
 
 def _heads(described: Described) -> Iterator[str]:
@@ -343,6 +478,16 @@ def _heads(described: Described) -> Iterator[str]:
         yield f"{described.says('head_dim')}; transformers needs it for {described.architecture}. Set it to {size}."
     heads = values["num_attention_heads"]
     kv_heads = values["num_key_value_heads"]
+    if kv_heads is None:
+        yield (
+            f"{described.says('num_key_value_heads')}; transformers needs it for {described.architecture}. Set it to "
+            f"{heads} for one per head."
+        )
+        return
+    if described.architecture == "OlmoeForCausalLM":
+        size = values["hidden_size"] // heads
+        if values.get("head_dim") not in (None, size):
+            yield f"{described.says('head_dim')}; only {size}=hidden_size/num_attention_heads is computed. {AGAIN}"
     if heads % kv_heads:
         named = [
             described.named(key)
@@ -458,9 +603,9 @@ def _rope(described: Described) -> Iterator[str]:
     kind = described.rope.get("rope_type")
     is_latent = described.architecture in WITH_LATENT_ATTENTION
     supported = ("default", "yarn") if is_latent else tuple(ROPE_NUMBERS)
-    if described.architecture in ROTATED_IN_PAIRS:
+    if described.architecture in (*ROTATED_IN_PAIRS, *ROTARY_BY_LAYER):
         # megatron-core's YaRN (0.16 to 0.19, `yarn_rotary_pos_embedding.py`) rotates
-        # halves of heads only.
+        # halves of heads only, and scales queries and keys of all layers.
         supported = tuple(name for name in supported if name != "yarn")
     if kind not in supported:
         yield (
@@ -494,6 +639,30 @@ def _rope(described: Described) -> Iterator[str]:
         yield f"rope_type is llama3 in {rope}; only {LLAMA3_ROPE} are computed (megatron-core). {OTHER_MODEL}"
     elif not wrong and kind == "yarn":
         yield from _yarn(described, fraction)
+
+
+def _rope_by_layer_type(described: Described) -> Iterator[str]:
+    """Yield problems with rotary embeddings that depend on whether a layer has a window."""
+    values = described.values
+    has_window = values.get("sliding_window") is not None
+    if (
+        described.architecture in ROTARY_IN_WINDOWS
+        and has_window
+        and SLIDING not in values["layer_types"]
+    ):
+        yield (
+            f"{described.says('sliding_window')}, and no entry of layer_types is {SLIDING}: transformers computes no "
+            "rotary embedding, vLLM (0.32) computes it in every layer. Set sliding_window to null."
+        )
+    local = described.local_rope
+    is_plain = local.get("rope_type") == "default" and _is_positive(
+        local.get("rope_theta")
+    )
+    if described.architecture in ROTARY_BY_LAYER and not is_plain:
+        yield (
+            f"the rotary embedding of {SLIDING} is {local}; only the rope_type default with a rope_theta above 0 is "
+            f"computed. {OTHER_MODEL}"
+        )
 
 
 def _layers_without_rope(described: Described) -> Iterator[str]:
@@ -580,14 +749,19 @@ def _experts(described: Described) -> Iterator[str]:
     keys = EXPERT_KEYS[described.architecture]
     num_experts = values[keys.number]
     per_token = values["num_experts_per_tok"]
+    if type(per_token) is not int:
+        yield f"{described.says('num_experts_per_tok')}; expected a whole number above 0. {AGAIN}"
+        return
     if per_token > num_experts:
         yield f"{described.says('num_experts_per_tok')}, of {num_experts} experts. {AGAIN}"
         return
+    is_divided = (
+        bool(values.get("norm_topk_prob"))
+        or described.architecture not in MAYBE_NORMALIZED
+    )
+    if keys.has_shared:
+        yield from _dense_layers(described)
     if not keys.by_sigmoid:
-        is_divided = (
-            values.get("norm_topk_prob")
-            or described.architecture not in MAYBE_NORMALIZED
-        )
         if per_token == 1 and is_divided:
             yield (
                 f"{described.says('num_experts_per_tok')}, and the weight of the only expert is divided by itself. It "
@@ -595,16 +769,53 @@ def _experts(described: Described) -> Iterator[str]:
                 "model that sends a token to two experts or more, or one with norm_topk_prob false."
             )
         return
-    if bool(values["norm_topk_prob"]) != (per_token > 1):
+    if is_divided != (per_token > 1):
+        keys_at_fault = ["num_experts_per_tok"]
+        if described.architecture in MAYBE_NORMALIZED:
+            keys_at_fault.insert(0, "norm_topk_prob")
         yield (
-            f"{described.named('norm_topk_prob', 'num_experts_per_tok')} cannot be computed: megatron-core's router "
+            f"{described.named(*keys_at_fault)} cannot be computed: megatron-core's router "
             "divides sigmoid scores by their sum if a token goes to two experts or more, and never otherwise. "
             f"{OTHER_MODEL}"
         )
+    if keys.has_groups:
+        yield from _groups_of_experts(described, num_experts, per_token)
+
+
+def _dense_layers(described: Described) -> Iterator[str]:
+    """Yield problems with the number of first layers that have a plain MLP."""
+    values = described.values
+    kinds = values.get("mlp_layer_types")
+    if kinds is not None:
+        dense = num_dense_layers(values)
+        expected = ["dense"] * dense + ["sparse"] * (
+            values["num_hidden_layers"] - dense
+        )
+        if kinds != expected or dense == len(kinds):
+            yield (
+                f"mlp_layer_types is {kinds}; only dense layers followed by sparse ones are computed, "
+                f"{values['num_hidden_layers']} in all. {OTHER_MODEL}"
+            )
+        # transformers ignores this key, and vLLM (0.32) reads it.
+        elif values.get("first_k_dense_replace", dense) != dense:
+            yield (
+                f"{described.says('first_k_dense_replace')}, and mlp_layer_types has {dense} dense layers. Set it to "
+                f"{dense}."
+            )
+        return
     dense = values["first_k_dense_replace"]
     if type(dense) is not int or not 0 <= dense < values["num_hidden_layers"]:
         yield f"{described.says('first_k_dense_replace')}, of {values['num_hidden_layers']} layers. {AGAIN}"
-    yield from _groups_of_experts(described, num_experts, per_token)
+
+
+def num_dense_layers(values: dict[str, Any]) -> int:
+    """Return the number of first layers with a plain MLP, by `mlp_layer_types` or `first_k_dense_replace`."""
+    kinds = values.get("mlp_layer_types")
+    if kinds is None:
+        return int(values["first_k_dense_replace"])
+    return next(
+        (layer for layer, kind in enumerate(kinds) if kind != "dense"), len(kinds)
+    )
 
 
 def _groups_of_experts(

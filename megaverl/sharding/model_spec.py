@@ -19,30 +19,38 @@ from megaverl.sharding.model_config import (
     LATENT_SIZES,
     MAYBE_NORMALIZED,
     MODEL_TYPES,
+    NORM_EPS,
+    OTHER_ACTIVATION,
     PARTLY_ROTARY,
+    ROTARY_BY_LAYER,
+    ROTARY_IN_WINDOWS,
     ROTATED_IN_PAIRS,
+    SLIDING,
     SOMETIMES_ROTARY,
     WITH_ATTENTION_BIAS,
     WITH_LATENT_ATTENTION,
     Described,
     not_computed,
+    num_dense_layers,
     windows_of,
     wrong_types,
 )
 from megaverl.sharding.transformers_config import is_model_type, read_by_transformers
 
 ARCHITECTURES = tuple(MODEL_TYPES)
+_MAMBA = "megatron-core's Mamba layers (0.16 to 0.19) need mamba-ssm and causal-conv1d, which need a GPU"
 # Reasons why other requested architectures are not supported (megatron-core 0.16).
 NO_TABLE = {
     "Qwen3NextForCausalLM": "megatron-core's GatedDeltaNet (0.16 to 0.19) needs flash-linear-attention and Transformer "
     "Engine, both for GPUs alone, and reads packed rows from 0.19 on",
     "Llama4ForCausalLM": "megatron-core (0.16 to 0.19) has no attention within chunks, nor its queries' growing "
     "temperature",
-    "Gemma3ForCausalLM": "megatron-core's GPTModel (0.16 to 0.19) has one rotary base where it needs two",
-    "Olmo2ForCausalLM": "megatron-core's attention (0.16) normalizes queries and keys head by head, this model all "
-    "heads together",
-    "Exaone4ForCausalLM": "megatron-core's layers with Transformer Engine (0.16) normalize the input of attention and "
-    "MLP, which this model does not",
+    "Gemma2ForCausalLM": "attention (megatron-core 0.16 to 0.19, and fused kernels) and chunked log-probs have no "
+    "soft caps",
+    "Ernie4_5_MoeForCausalLM": "megatron-core's router (0.16 to 0.19) adds a bias only to sigmoid scores, this model "
+    "to softmax scores",
+    "FalconH1ForCausalLM": _MAMBA,
+    "NemotronHForCausalLM": _MAMBA,
     "HunYuanDenseV1ForCausalLM": "megatron-core's attention (0.16) normalizes queries and keys before the rotary "
     "embedding, this model after it",
 }
@@ -80,19 +88,49 @@ OTHER_NAMES = {
         "seq_length",
     ),
 }
-# vLLM's own models (0.32, `phi3.py`) have no windows.
-NO_WINDOW_IN_VLLM = ("Phi3ForCausalLM",)
+# vLLM's Phi-3 (0.32, `phi3.py`) has no windows. Its Transformers backend, which runs
+# StarCoder2, has them only for models with `layer_types`.
+NO_WINDOW_IN_VLLM = ("Phi3ForCausalLM", "Starcoder2ForCausalLM")
 # Files hold gate and up rows in one array. Those of Phi-3 hold q, k and v rows in
 # another.
 FUSED_IN_FILES = ("Phi3ForCausalLM", "Glm4ForCausalLM")
 # Norms over the outputs of attention and MLP, besides those over their inputs.
-WITH_NORMS_AFTER = ("Glm4ForCausalLM",)
+WITH_NORMS_AFTER = (
+    "Glm4ForCausalLM",
+    "Olmo2ForCausalLM",
+    "Exaone4ForCausalLM",
+    "Gemma3ForCausalLM",
+)
+# No norms over the inputs of attention and MLP.
+WITHOUT_NORMS_BEFORE = ("Olmo2ForCausalLM", "Exaone4ForCausalLM")
 # Norms over each query and key head: always, or if `use_qk_norm` is true.
-WITH_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+WITH_QK_NORM = (
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Exaone4ForCausalLM",
+    "Gemma3ForCausalLM",
+)
 MAYBE_QK_NORM = ("Glm4MoeForCausalLM",)
+# Norms over all query heads together, and over all key heads together.
+WITH_PROJECTION_NORM = (
+    "Olmo2ForCausalLM",
+    "OlmoeForCausalLM",
+    "MiniMaxM2ForCausalLM",
+)
+# Norms that subtract the mean, with a bias and without.
+WITH_LAYER_NORM = ("NemotronForCausalLM", "Starcoder2ForCausalLM")
+WITH_CENTRED_NORM = ("Cohere2ForCausalLM",)
+# Norms that multiply by weight + 1.
+NORM_PLUS_ONE = ("GemmaForCausalLM", "Gemma3ForCausalLM", "NemotronForCausalLM")
+# The MLP has no gate.
+WITHOUT_GATE = ("ArceeForCausalLM", "NemotronForCausalLM", "Starcoder2ForCausalLM")
+# Attention and MLP read the same norm's output.
+WITH_PARALLEL_LAYERS = ("Cohere2ForCausalLM",)
 # vLLM's own models (0.32, `qwen2.py` and `qwen3.py`) have a window in all layers or in
 # none.
 NO_WINDOW_BY_LAYER_IN_VLLM = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# vLLM's windows (0.32) are one token longer than transformers'.
+LONGER_WINDOW_IN_VLLM = ("Cohere2ForCausalLM",)
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 # Positions of a model that does not count them, such as Mamba.
 UNLIMITED = 2**31 - 1
@@ -155,15 +193,26 @@ class ModelSpec:
         rope_scaling: Hugging Face's dictionary (`rope_type`, ...). None: plain rotary embeddings.
         moe: the routed experts. None: every layer has a plain MLP.
         mla: multi-head latent attention. None: plain attention.
-        activation: activation of the MLP's gate. `gelu_tanh` is Hugging Face's `gelu_pytorch_tanh`. `clamped_swiglu`
-            (gpt-oss) is gate sigmoid(1.702 gate) (up + 1), with gate at most 7 and up between -7 and 7.
+        activation: activation of the MLP's gate. `gelu_tanh` is Hugging Face's `gelu_pytorch_tanh`, `squared_relu` its
+            `relu2`. `clamped_swiglu` (gpt-oss) is gate sigmoid(1.702 gate) (up + 1), with gate at most 7 and up
+            between -7 and 7.
+        is_gated: the MLP multiplies the activation by a second projection. False: it has one projection.
+        norm: `rms` is RMSNorm, `layer` LayerNorm with a bias, `centred` LayerNorm without (Cohere).
         norm_plus_one: norms multiply by weight + 1 (Gemma), Megatron's `layernorm_zero_centered_gamma`.
-        norms_after: norms over the outputs of attention and MLP as well, before they are added (GLM-4).
+        norms_before: norms over the inputs of attention and MLP. OLMo-2 has none.
+        norms_after: norms over the outputs of attention and MLP, before they are added (GLM-4).
+        parallel_layers: the MLP reads the same norm's output as attention does, and both outputs are added (Cohere).
+        qk_norm_spans_heads: `qk_norm` is over all query heads together, and all key heads together (OLMo-2).
         rotary_fraction: fraction of each head, from its first dimension on, that rotary embeddings rotate.
         rotary_pairs: rotary embeddings rotate pairs of neighbouring dimensions of a head, as in GLM-4. False: each
             dimension of a head's first half with that of its second half.
         layers_without_rope: whether each layer has no rotary embeddings. Empty: all have them.
-        scale_embeddings: multiply embeddings by sqrt(hidden_size) (Gemma).
+        local_rope_theta: rotary base of the layers in `local_rope_layers` (Gemma 3). None: all have `rope_theta`.
+        local_rope_layers: whether each layer has `local_rope_theta`.
+        embedding_scale: factor on embeddings, sqrt(hidden_size) in Gemma.
+        softmax_scale: factor on attention's scores. None: 1 / sqrt(head_dim).
+        residual_scale: factor on the outputs of attention and MLP (Granite).
+        logit_scale: factor on logits.
         sliding_window: attention's window in tokens. None: full attention.
         windowed_layers: whether each layer attends within the window. Empty: all layers do.
         linear_bias: all linear layers of the decoder have a bias, including experts and routers.
@@ -193,10 +242,20 @@ class ModelSpec:
     layers_without_rope: tuple[bool, ...] = ()
     moe: MoESpec | None = None
     mla: MLASpec | None = None
-    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "squared_relu", "clamped_swiglu"] = "silu"
+    is_gated: bool = True
+    norm: Literal["rms", "layer", "centred"] = "rms"
     norm_plus_one: bool = False
+    norms_before: bool = True
     norms_after: bool = False
-    scale_embeddings: bool = False
+    parallel_layers: bool = False
+    qk_norm_spans_heads: bool = False
+    local_rope_theta: float | None = None
+    local_rope_layers: tuple[bool, ...] = ()
+    embedding_scale: float = 1.0
+    softmax_scale: float | None = None
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     sliding_window: int | None = None
     windowed_layers: tuple[bool, ...] = ()
     linear_bias: bool = False
@@ -204,6 +263,11 @@ class ModelSpec:
     is_tabled: bool = True
     source: str = ""
     trusts_code: bool = False
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Number of an MLP's matrices: gate, up and down, or up and down without gates."""
+        return 3 if self.is_gated else 2
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelSpec:
@@ -392,7 +456,6 @@ def _read(described: Described) -> dict[str, Any]:
     values = described.values
     rope = described.rope
     num_heads = values["num_attention_heads"]
-    is_gemma = architecture == "GemmaForCausalLM"
     is_gpt_oss = architecture == "GptOssForCausalLM"
     is_partly_rotary = architecture in PARTLY_ROTARY
     fields = {
@@ -407,9 +470,10 @@ def _read(described: Described) -> dict[str, Any]:
         "vocab_size": values["vocab_size"],
         "tie_embeddings": bool(values["tie_word_embeddings"]),
         "qkv_bias": _has_qkv_bias(described),
-        "qk_norm": architecture in WITH_QK_NORM
+        "qk_norm": architecture in (*WITH_QK_NORM, *WITH_PROJECTION_NORM)
         or (architecture in MAYBE_QK_NORM and bool(values["use_qk_norm"])),
-        "norm_eps": values["rms_norm_eps"],
+        "qk_norm_spans_heads": architecture in WITH_PROJECTION_NORM,
+        "norm_eps": values[NORM_EPS.get(architecture, "rms_norm_eps")],
         "rope_theta": float(rope["rope_theta"]),
         "rope_scaling": _rope_scaling(rope),
         "rotary_fraction": float(rope.get("partial_rotary_factor", 1.0))
@@ -418,11 +482,27 @@ def _read(described: Described) -> dict[str, Any]:
         "rotary_pairs": architecture in ROTATED_IN_PAIRS,
         "layers_without_rope": _layers_without_rope(described),
         "max_positions": values["max_position_embeddings"],
-        "activation": "gelu_tanh" if is_gemma else "silu",
-        "norm_plus_one": is_gemma,
+        "activation": OTHER_ACTIVATION.get(architecture, ("silu", "silu"))[1],
+        "is_gated": architecture not in WITHOUT_GATE,
+        "norm_plus_one": architecture in NORM_PLUS_ONE,
+        "norms_before": architecture not in WITHOUT_NORMS_BEFORE,
         "norms_after": architecture in WITH_NORMS_AFTER,
-        "scale_embeddings": is_gemma,
+        "parallel_layers": architecture in WITH_PARALLEL_LAYERS,
+        **_scales(described),
     }
+    if architecture in WITH_LAYER_NORM:
+        fields["norm"] = "layer"
+    elif architecture in WITH_CENTRED_NORM:
+        fields["norm"] = "centred"
+    if architecture == "Starcoder2ForCausalLM":
+        fields["linear_bias"] = bool(values["use_bias"])
+    if architecture in ROTARY_BY_LAYER:
+        fields |= {
+            "local_rope_theta": float(described.local_rope["rope_theta"]),
+            "local_rope_layers": tuple(
+                kind == SLIDING for kind in values["layer_types"]
+            ),
+        }
     if architecture in EXPERT_KEYS:
         fields["moe"] = _read_experts(described)
     if architecture in WITH_LATENT_ATTENTION:
@@ -444,20 +524,50 @@ def _read(described: Described) -> dict[str, Any]:
     return fields
 
 
+def _scales(described: Described) -> dict[str, float]:
+    """Return the factors on embeddings, scores of attention, outputs of layers and logits, if there are any."""
+    values = described.values
+    architecture = described.architecture
+    if architecture == "GraniteForCausalLM":
+        return {
+            "embedding_scale": float(values["embedding_multiplier"]),
+            "softmax_scale": float(values["attention_multiplier"]),
+            "residual_scale": float(values["residual_multiplier"]),
+            "logit_scale": 1.0 / float(values["logits_scaling"]),
+        }
+    if architecture == "Cohere2ForCausalLM":
+        return {"logit_scale": float(values["logit_scale"])}
+    if architecture not in ("GemmaForCausalLM", "Gemma3ForCausalLM"):
+        return {}
+    scales = {"embedding_scale": values["hidden_size"] ** 0.5}
+    if architecture == "Gemma3ForCausalLM":
+        scales["softmax_scale"] = values["query_pre_attn_scalar"] ** -0.5
+    return scales
+
+
+# Architectures whose key of biases on queries, keys and values is not `attention_bias`.
+QKV_BIAS_KEYS = {
+    "Qwen2MoeForCausalLM": "qkv_bias",
+    "Starcoder2ForCausalLM": "use_bias",
+}
+
+
 def _has_qkv_bias(described: Described) -> bool:
     """Return whether the projections to queries, keys and values have biases."""
     if described.architecture in WITH_ATTENTION_BIAS:
         return True
-    key = (
-        "qkv_bias"
-        if described.architecture == "Qwen2MoeForCausalLM"
-        else "attention_bias"
-    )
+    key = QKV_BIAS_KEYS.get(described.architecture, "attention_bias")
     return bool(described.values.get(key))
 
 
 def _layers_without_rope(described: Described) -> tuple[bool, ...]:
     """Return whether each layer has no rotary embeddings; empty if all have them."""
+    values = described.values
+    if described.architecture in ROTARY_IN_WINDOWS:
+        if values["sliding_window"] is None:
+            return ()
+        without_rope = tuple(kind != SLIDING for kind in values["layer_types"])
+        return without_rope if any(without_rope) else ()
     if described.architecture not in SOMETIMES_ROTARY:
         return ()
     with_rope = described.values["no_rope_layers"][
@@ -498,18 +608,22 @@ def _read_experts(described: Described) -> MoESpec:
         moe = replace(
             moe, shared_ffn_hidden_size=values[keys.shared_width], shared_gate=True
         )
-    if not keys.by_sigmoid:
-        return moe
-    return replace(
-        moe,
-        num_dense_layers=values["first_k_dense_replace"],
-        shared_ffn_hidden_size=values["n_shared_experts"] * width,
-        router="sigmoid",
-        router_bias=True,
-        num_groups=values["n_group"],
-        groups_per_token=values["topk_group"],
-        scaling=float(values["routed_scaling_factor"]),
-    )
+    if keys.has_shared:
+        moe = replace(
+            moe,
+            num_dense_layers=num_dense_layers(values),
+            shared_ffn_hidden_size=values["n_shared_experts"] * width,
+            scaling=float(values["routed_scaling_factor"]),
+        )
+    if keys.by_sigmoid:
+        moe = replace(moe, router="sigmoid", router_bias=True)
+    if keys.has_groups:
+        moe = replace(
+            moe,
+            num_groups=values["n_group"],
+            groups_per_token=values["topk_group"],
+        )
+    return moe
 
 
 class Misfit(NamedTuple):
@@ -545,6 +659,12 @@ def why_not_in_vllm(spec: ModelSpec) -> str:
         return (
             f"vLLM's {spec.architecture} (0.32) has no sliding window, and this model has one of {spec.sliding_window} "
             f"tokens. If no sample is longer, set max_position_embeddings to {spec.sliding_window} in config.json"
+        )
+    if spec.architecture in LONGER_WINDOW_IN_VLLM and spec.sliding_window is not None:
+        return (
+            f"vLLM's {spec.architecture} (0.32, `commandr.py`) attends to {spec.sliding_window + 1} tokens in layers "
+            f"with a window, transformers to {spec.sliding_window}. If no sample is longer, set "
+            f"max_position_embeddings to {spec.sliding_window} in config.json"
         )
     if spec.architecture in NO_WINDOW_BY_LAYER_IN_VLLM and spec.windowed_layers:
         return (

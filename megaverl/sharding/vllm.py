@@ -398,6 +398,12 @@ def _part(weight: Weight, spec: ModelSpec, tp_size: int, tp_rank: int) -> Box:
         head = tp_rank // (tp_size // spec.num_kv_heads)
         run = weight.shape[0] // spec.num_kv_heads
         return cut(weight.shape, 0, head * run, (head + 1) * run)
+    if weight.split is Split.HEADS_IN_VLLM:
+        # Ranks that share a key head have the same part of the norm over keys.
+        num_parts = min(weight.shape[0] // spec.head_dim, tp_size)
+        run = weight.shape[0] // num_parts
+        part = tp_rank * num_parts // tp_size
+        return cut(weight.shape, 0, part * run, (part + 1) * run)
     return even_part(weight, tp_size, tp_rank)
 
 

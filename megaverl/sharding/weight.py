@@ -22,7 +22,8 @@ class Split(Enum):
     split. STACKED weights hold all routed experts of a layer along axis 0, each
     transposed (`[in, out]`) or as a bias: STACKED_OUT is split along the outputs,
     STACKED_IN along the inputs. STACKED_WHOLE, a bias on outputs that are summed over
-    ranks, is not split.
+    ranks, is not split. HEADS_IN_VLLM, a norm over all heads, is whole in Megatron and
+    split by heads in vLLM.
     """
 
     REPLICATED = "replicated"
@@ -39,6 +40,7 @@ class Split(Enum):
     STACKED_OUT = "stacked out"
     STACKED_IN = "stacked in"
     STACKED_WHOLE = "stacked whole"
+    HEADS_IN_VLLM = "heads in vLLM"
 
 
 class Weight(NamedTuple):
@@ -80,11 +82,11 @@ def shapes_of(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
 
 
 def even_part(weight: Weight, tp: int, tp_rank: int) -> Box:
-    """Return the box of one of `tp` equal parts: columns of a ROW weight, all of a REPLICATED one, rows of others.
+    """Return the box of one of `tp` equal parts: columns of a ROW weight, all of a whole one, rows of others.
 
     The size must be divisible by `tp`.
     """
-    if weight.split is Split.REPLICATED:
+    if weight.split in (Split.REPLICATED, Split.HEADS_IN_VLLM):
         return whole(weight.shape)
     axis = 1 if weight.split is Split.ROW else 0
     run = weight.shape[axis] // tp

@@ -133,7 +133,8 @@ def updates(
         # factor, and rotates no pairs in packed rows.
         described = Path(folder, "config.json").read_text()
         fuses = engine.is_used and not any(
-            word in described for word in ("Deepseek", "yarn", "Glm4ForCausalLM")
+            word in described
+            for word in ("Deepseek", "yarn", "Glm4ForCausalLM", "Cohere2")
         )
         options = megatron | {"apply_rope_fusion": fuses}
         if not engine.is_used:  # how Transformer Engine sends keys and values

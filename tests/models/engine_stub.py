@@ -2,10 +2,10 @@
 
 It cannot be installed without CUDA. Names, shapes, marks of parameters and what is
 asserted of arguments are those of Transformer Engine 2.20 (pytorch/module/linear.py,
-layernorm_linear.py, grouped_linear.py, rmsnorm.py,
+layernorm_linear.py, grouped_linear.py, rmsnorm.py, layernorm.py,
 pytorch/attention/dot_product_attention/dot_product_attention.py,
 pytorch/attention/rope.py); what is computed is what their docstrings say, on any
-device, without an operation whose shape depends on data. No FP8, dropout or layer norm.
+device, without an operation whose shape depends on data. No FP8 or dropout.
 Its optimizers and its raw matrix products are not here: megatron-core then takes
 PyTorch's.
 """
@@ -167,11 +167,18 @@ def mark_as_cut(weight: torch.Tensor, dim: int) -> None:
 
 
 def normed(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    zero_centered: bool,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """RMS norm, computed in float32 or wider."""
+    """RMS norm, or layer norm where there is a bias, computed in float32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     factor = weight.to(wide.dtype) + (1.0 if zero_centered else 0.0)
+    if bias is not None:
+        shift = bias.to(wide.dtype)
+        return F.layer_norm(wide, weight.shape, factor, shift, eps).to(x.dtype)
     return (
         wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * factor
     ).to(x.dtype)
@@ -199,7 +206,7 @@ class LayerNormLinear(Linear):
             device=device,
             **options,
         )
-        assert normalization == "RMSNorm", normalization
+        assert normalization in ("RMSNorm", "LayerNorm"), normalization
         self.eps, self.normalization, self.zero_centered_gamma = (
             eps,
             normalization,
@@ -211,12 +218,24 @@ class LayerNormLinear(Linear):
             in_features, value=start, dtype=params_dtype, device=device
         )
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        self.layer_norm_bias: nn.Parameter | None = None
+        if normalization == "LayerNorm":
+            self.layer_norm_bias = parameter(
+                in_features, value=0.0, dtype=params_dtype, device=device
+            )
+            self.layer_norm_bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None
     ) -> Any:
         """Behind the output, and the bias where that is returned, the normed input where that is."""
-        x = normed(inp, self.layer_norm_weight, self.eps, self.zero_centered_gamma)
+        x = normed(
+            inp,
+            self.layer_norm_weight,
+            self.eps,
+            self.zero_centered_gamma,
+            self.layer_norm_bias,
+        )
         out = super().forward(x)
         if not self.return_layernorm_output:
             return out
@@ -302,7 +321,17 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return normed(x, self.weight, self.eps, self.zero_centered_gamma)
+        bias = getattr(self, "bias", None)
+        return normed(x, self.weight, self.eps, self.zero_centered_gamma, bias)
+
+
+class LayerNorm(RMSNorm):
+    """With a bias."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.bias = nn.Parameter(torch.zeros_like(self.weight))
+        self.bias.sequence_parallel = self.weight.sequence_parallel  # type: ignore[attr-defined]
 
 
 class DotProductAttention(nn.Module):
@@ -660,6 +689,7 @@ NAMED = {
         LayerNormLinear,
         GroupedLinear,
         RMSNorm,
+        LayerNorm,
         DotProductAttention,
         apply_rotary_pos_emb,
         _SplitAlongDim,

@@ -29,8 +29,15 @@ KEPT = {
 # enough for them.
 HEADS = {"num_attention_heads", "num_key_value_heads"}
 # Keys without which transformers itself cannot build a tiny model.
-NEEDED = {"MinistralForCausalLM": {"head_dim"}, "CwmForCausalLM": HEADS}
 CHOICE = {"n_group", "topk_group", "num_experts_per_tok"}
+NEEDED = {
+    "MinistralForCausalLM": {"head_dim"},
+    "CwmForCausalLM": HEADS,
+    "NemotronForCausalLM": HEADS,
+    "OlmoeForCausalLM": HEADS,
+    # torch multiplies by no matrix of the default's odd width on a CPU.
+    "DeepseekV2ForCausalLM": {*CHOICE, "moe_intermediate_size"},
+}
 LARGE_ENOUGH = {
     frozenset(CHOICE): dict.fromkeys(
         ("n_routed_experts", "num_experts", "num_local_experts"), 16
@@ -143,6 +150,41 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"sliding_window": 8},
         {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
     ],
+    "GraniteForCausalLM": [{"num_key_value_heads": None}, {"logits_scaling": 8}],
+    "NemotronForCausalLM": [{"partial_rotary_factor": 1.0}, {"norm_eps": 1e-2}],
+    "Starcoder2ForCausalLM": [
+        {"use_bias": False},
+        {"sliding_window": 8},
+        {"norm_epsilon": 1e-2},
+        {"residual_dropout": 0.1},
+    ],
+    "Exaone4ForCausalLM": [
+        # Rotary embeddings in all layers.
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+    ],
+    "Gemma3ForCausalLM": [
+        {"rope_local_base_freq": 300.0},
+        {"layer_types": ["full_attention", "full_attention"]},
+        {"sliding_window": 256},
+    ],
+    "Cohere2ForCausalLM": [
+        {"sliding_window": 8},
+        {"logit_scale": 2.0},
+        {"layer_norm_eps": 1e-2},
+    ],
+    "OlmoeForCausalLM": [{"num_experts_per_tok": 1}, {"num_experts_per_tok": 4}],
+    "MiniMaxM2ForCausalLM": [{"num_experts_per_tok": 3}],
+    "DeepseekV2ForCausalLM": [
+        {"q_lora_rank": None},
+        {"num_experts_per_tok": 1},
+        {"rope_scaling": YARN},
+        {"topk_group": None, "n_group": None},
+    ],
+    "Glm4MoeLiteForCausalLM": [
+        {"mlp_layer_types": ["sparse", "sparse"], "first_k_dense_replace": 0},
+        {"q_lora_rank": None},
+    ],
     "Qwen2MoeForCausalLM": [
         {"qkv_bias": False},
         {"norm_topk_prob": False},
@@ -199,12 +241,24 @@ def is_refused(architecture: str, change: dict[str, Any]) -> bool:
     # megatron-core's YaRN does not rotate pairs.
     if architecture in ("Ernie4_5ForCausalLM", "Glm4ForCausalLM"):
         return "yarn" in rope.values()
+    if architecture == "Cohere2ForCausalLM":
+        # vLLM reads two keys that transformers ignores.
+        unread = {"use_qk_norm", "rms_norm_eps"}
+        return "yarn" in rope.values() or bool(unread & change.keys())
+    if architecture == "Gemma3ForCausalLM":  # has a dictionary for each type of layers
+        return "yarn" in rope.values() or "rope_parameters" in change
+    if architecture in ("OlmoeForCausalLM", "DeepseekV2ForCausalLM"):
+        refused = {"norm_topk_prob", "head_dim"}
+        if architecture == "OlmoeForCausalLM":  # vLLM does not read it
+            refused.add("rms_norm_eps")
+        return change.keys() <= refused or change == {"n_group": 2, "topk_group": 2}
     if architecture == "GptOssForCausalLM":  # vLLM reads neither
         return "rms_norm_eps" in change or bool(
             {"mscale", "mscale_all_dim", "attention_factor"} & rope.keys()
         )
     # Of half of each head.
-    return architecture == "Glm4MoeForCausalLM" and "yarn" in rope.values()
+    half = ("Glm4MoeForCausalLM", "NemotronForCausalLM", "MiniMaxM2ForCausalLM")
+    return architecture in half and "yarn" in rope.values()
 
 
 @pytest.mark.parametrize("variants", [without_a_key, changed])

@@ -226,6 +226,23 @@ def test_what_megatron_core_refuses_is_passed_on() -> None:
         transformer_config(make_spec(), GridShape(), torch.float32, refused)
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+        {"offload_modules": ["attn_norm"]},
+    ],
+)
+def test_a_norm_that_attention_and_mlp_share_is_kept(
+    field: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "_check_needs", lambda overrides: None)
+    with pytest.raises(ModelError, match="read the same norm's output"):
+        transformer_config(
+            make_spec("Cohere2ForCausalLM"), GridShape(), torch.float32, field
+        )
+
+
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
 
 

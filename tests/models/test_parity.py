@@ -219,9 +219,15 @@ def test_critic_from_a_language_model_starts_at_zero(
         assert torch.tensor(result).abs().max() == 0
 
 
-# With biases; with norms of heads; fused in the file.
+# With biases; with norms of heads; fused in the file; with a norm over all heads.
 @pytest.mark.parametrize(
-    "architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"]
+    "architecture",
+    [
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Phi3ForCausalLM",
+        "Olmo2ForCausalLM",
+    ],
 )
 def test_several_ranks_share_a_key_value_head(
     launch: Launcher, architecture: str, tmp_path: Path

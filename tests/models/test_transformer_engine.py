@@ -37,6 +37,10 @@ PACKED: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("Qwen3MoeForCausalLM", SEQUENCE_PARALLEL),
     "no rotary embedding in some layers": ("SmolLM3ForCausalLM", SEQUENCE_PARALLEL),
     "norms after, fused files, rotated pairs": ("Glm4ForCausalLM", SEQUENCE_PARALLEL),
+    "norms after alone, over all heads": ("Olmo2ForCausalLM", SEQUENCE_PARALLEL),
+    "one norm for attention and MLP": ("Cohere2ForCausalLM", SEQUENCE_PARALLEL),
+    "layer norms, no gates": ("Starcoder2ForCausalLM", SEQUENCE_PARALLEL),
+    "two rotary bases": ("Gemma3ForCausalLM", SEQUENCE_PARALLEL),
     "cut": ("Qwen2ForCausalLM", {"shape": {"cp": 2}, "megatron": {}}),
     "latent": (LATENT, SEQUENCE_PARALLEL),
     # experts with biases, gates in turn; a window in every other layer

@@ -9,7 +9,7 @@ import pytest
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.sharding.model_spec import ARCHITECTURES
 from tests.launcher import Launcher
-from tests.sharding.specs import CONFIGS, ROUTED
+from tests.sharding.specs import ALWAYS_TIED, CONFIGS, ROUTED
 
 RANKS = "tests.rollout.tracing_ranks"
 # Plain, transposed (GPT-2, gpt-oss, Llama 4), fused in the file, interleaved,
@@ -41,7 +41,7 @@ def test_the_rules_are_what_vllm_does(launch: Launcher, tmp_path: Path) -> None:
                 "num_hidden_layers": 2,
                 **CONFIGS.get(architecture, {}),
             },
-            tie_embeddings=architecture == "GemmaForCausalLM",
+            tie_embeddings=architecture in ALWAYS_TIED,
         )
         for architecture in ARCHITECTURES
     ]

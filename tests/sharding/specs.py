@@ -21,7 +21,23 @@ ROUTED = (
     "Glm4MoeForCausalLM",
     "GptOssForCausalLM",
     "Qwen2MoeForCausalLM",
+    "OlmoeForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
 )
+# vLLM's models of these architectures are always tied, or never.
+ALWAYS_TIED = ("GemmaForCausalLM", "Gemma3ForCausalLM", "Cohere2ForCausalLM")
+NEVER_TIED = (
+    "DeepseekV3ForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "GptOssForCausalLM",
+    "OlmoeForCausalLM",
+    "MiniMaxM2ForCausalLM",
+)
+LATENT = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM")
 # Whose experts have biases, and so no tensor parallelism of their own.
 UNCUT = "GptOssForCausalLM"
 # Whose weights lie in engines as in files, so that they can be quantised there.
@@ -31,6 +47,22 @@ DENSE = tuple(
 )
 # What a tiny folder of an architecture needs beside the sizes that all share, in
 # Hugging Face's words.
+DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"num_local_experts": 6, "intermediate_size": 16},
     "Qwen3MoeForCausalLM": {
@@ -38,22 +70,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 12,
     },
-    "DeepseekV3ForCausalLM": {
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "q_lora_rank": 20,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 6,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-    },
+    "DeepseekV3ForCausalLM": DEEPSEEK,
+    "Glm4MoeLiteForCausalLM": DEEPSEEK,
+    "DeepseekV2ForCausalLM": DEEPSEEK
+    | {"n_group": 1, "topk_group": 1}
+    | {"topk_method": "greedy", "scoring_func": "softmax"},
+    "OlmoeForCausalLM": {"num_experts": 6, "intermediate_size": 16},
+    "MiniMaxM2ForCausalLM": {"num_local_experts": 6, "intermediate_size": 16},
     "Glm4MoeForCausalLM": {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
@@ -82,16 +105,72 @@ WITH_QKV_BIAS = (
     "GptOssForCausalLM",
     "SeedOssForCausalLM",
     "Qwen2MoeForCausalLM",
+    "Starcoder2ForCausalLM",
 )
+AFTER: dict[str, Any] = {"norms_before": False, "norms_after": True, "qk_norm": True}
+SPANS: dict[str, Any] = {"qk_norm": True, "qk_norm_spans_heads": True}
+GEMMA: dict[str, Any] = {
+    "activation": "gelu_tanh",
+    "norm_plus_one": True,
+    "embedding_scale": 8**0.5,
+}
+# What an architecture has beside Llama's layers.
+FIELDS: dict[str, dict[str, Any]] = {
+    "Qwen3ForCausalLM": {"qk_norm": True},
+    "Qwen3MoeForCausalLM": {"qk_norm": True},
+    "Glm4MoeForCausalLM": {"qk_norm": True},
+    "Ernie4_5ForCausalLM": {"rotary_pairs": True},
+    "Glm4ForCausalLM": {"rotary_pairs": True, "norms_after": True},
+    "GemmaForCausalLM": GEMMA,
+    "GptOssForCausalLM": {
+        "activation": "clamped_swiglu",
+        "sliding_window": 8,
+        "windowed_layers": tuple(layer % 2 == 0 for layer in range(64)),
+        "linear_bias": True,
+        "attention_sinks": True,
+    },
+    "GraniteForCausalLM": {
+        "embedding_scale": 3.0,
+        "softmax_scale": 0.4,
+        "residual_scale": 0.6,
+        "logit_scale": 0.4,
+    },
+    "ArceeForCausalLM": {"activation": "squared_relu", "is_gated": False},
+    "NemotronForCausalLM": {
+        "activation": "squared_relu",
+        "is_gated": False,
+        "norm": "layer",
+        "norm_plus_one": True,
+    },
+    "Starcoder2ForCausalLM": {
+        "activation": "gelu_tanh",
+        "is_gated": False,
+        "norm": "layer",
+        "linear_bias": True,
+    },
+    "Olmo2ForCausalLM": AFTER | SPANS,
+    "Exaone4ForCausalLM": AFTER,
+    "Gemma3ForCausalLM": GEMMA
+    | {
+        "qk_norm": True,
+        "norms_after": True,
+        "local_rope_theta": 1e3,
+        "local_rope_layers": tuple(layer % 2 == 0 for layer in range(64)),
+    },
+    "Cohere2ForCausalLM": {
+        "norm": "centred",
+        "parallel_layers": True,
+        "logit_scale": 0.5,
+        "rotary_pairs": True,
+    },
+    "OlmoeForCausalLM": SPANS,
+    "MiniMaxM2ForCausalLM": SPANS,
+}
 
 
 def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> ModelSpec:
     """A spec small enough to write out every element."""
-    latent = architecture == "DeepseekV3ForCausalLM"
-    gemma, gpt_oss = (
-        architecture == "GemmaForCausalLM",
-        architecture == "GptOssForCausalLM",
-    )
+    latent = architecture in LATENT
     fields = {
         "architecture": architecture,
         "num_layers": 4,
@@ -103,26 +182,14 @@ def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> Mode
         "vocab_size": 50,
         "tie_embeddings": False,
         "qkv_bias": architecture in WITH_QKV_BIAS,
-        "qk_norm": architecture
-        in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"),
+        "qk_norm": False,
         "norm_eps": 1e-5,
         "rope_theta": 1e4,
         "max_positions": 64,
-        "activation": "gelu_tanh" if gemma else "clamped_swiglu" if gpt_oss else "silu",
-        "norm_plus_one": gemma,
-        "scale_embeddings": gemma,
-        "rotary_pairs": architecture in ("Ernie4_5ForCausalLM", "Glm4ForCausalLM"),
-        "norms_after": architecture == "Glm4ForCausalLM",
-        "sliding_window": 8 if gpt_oss else None,
-        "windowed_layers": tuple(layer % 2 == 0 for layer in range(64))
-        if gpt_oss
-        else (),
-        "linear_bias": gpt_oss,
-        "attention_sinks": gpt_oss,
         "moe": make_experts(architecture) if architecture in ROUTED else None,
         "mla": MLASpec(8, 6, 2, 2, 3) if latent else None,
     }
-    return ModelSpec(**(fields | changes))  # type: ignore[arg-type]
+    return ModelSpec(**(fields | FIELDS.get(architecture, {}) | changes))  # type: ignore[arg-type]
 
 
 def expert_tp(architecture: str) -> dict[str, int]:
@@ -138,21 +205,21 @@ def make_experts(
 ) -> MoESpec:
     """Experts as the architecture has them."""
     experts = MoESpec(num_experts, 2, ffn_hidden_size, normalize_weights=True)
-    if EXPERT_KEYS[architecture].shared_width:
+    keys = EXPERT_KEYS[architecture]
+    if keys.shared_width:
         return replace(
             experts, shared_ffn_hidden_size=2 * ffn_hidden_size, shared_gate=True
         )
-    if not EXPERT_KEYS[architecture].by_sigmoid:
-        return experts
-    return replace(
-        experts,
-        num_dense_layers=num_dense_layers,
-        shared_ffn_hidden_size=2 * ffn_hidden_size,
-        router="sigmoid",
-        router_bias=True,
-        num_groups=2,
-        scaling=2.5,
-    )
+    if keys.has_shared:
+        experts = replace(
+            experts,
+            num_dense_layers=num_dense_layers,
+            shared_ffn_hidden_size=2 * ffn_hidden_size,
+            scaling=2.5,
+        )
+    if keys.by_sigmoid:
+        experts = replace(experts, router="sigmoid", router_bias=True)
+    return replace(experts, num_groups=2) if keys.has_groups else experts
 
 
 @st.composite
@@ -187,7 +254,7 @@ def specs(
         sizes["moe"] = make_experts(
             architecture, num_experts, width, draw(st.integers(0, num_layers - 1))
         )
-    if architecture == "DeepseekV3ForCausalLM":
+    if architecture in LATENT:
         mla = MLASpec(
             q_lora_rank=draw(st.sampled_from([None, 3, 4])),
             kv_lora_rank=draw(st.integers(1, 4)),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megaverl.errors import ModelError
+from megaverl.sharding.model_config import NORM_EPS
 from megaverl.sharding.model_spec import (
     ARCHITECTURES,
     MLASpec,
@@ -18,6 +19,7 @@ from megaverl.sharding.model_spec import (
     MoESpec,
     why_not_in_vllm,
 )
+from tests.sharding.specs import LATENT
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -169,20 +171,24 @@ def test_the_installed_transformers_is_read_back() -> None:
     import transformers
 
     for architecture in ARCHITECTURES:
-        config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(
+        by_layer = architecture == "Gemma3ForCausalLM"
+        rope = {"rope_type": "default", "rope_theta": 1e6}
+        both = dict.fromkeys(("full_attention", "sliding_attention"), rope)
+        norm_eps = NORM_EPS.get(architecture, "rms_norm_eps")
+        fixed = architecture in ("GptOssForCausalLM", "OlmoeForCausalLM")
+        needed: dict[str, Any] = {"head_dim": 8}
+        if architecture in LATENT:
+            needed = {"num_experts_per_tok": 8, "first_k_dense_replace": 1}
+        config = getattr(transformers, architecture).config_class(
             **{
                 key: value
                 for key, value in CONFIG.items()
                 if key not in ("architectures", "rms_norm_eps")
             },
             architectures=[architecture],
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-            rms_norm_eps=1e-5 if architecture == "GptOssForCausalLM" else 1e-6,
-            **(
-                {"first_k_dense_replace": 1}
-                if architecture == "DeepseekV3ForCausalLM"
-                else {"head_dim": 8}
-            ),
+            rope_parameters=both if by_layer else rope,
+            **{norm_eps: 1e-5 if fixed else 1e-6},
+            **needed,
         )
         found = ModelSpec.from_config(config.to_dict())
         assert (found.architecture, found.rope_theta, found.rope_scaling) == (
@@ -190,7 +196,7 @@ def test_the_installed_transformers_is_read_back() -> None:
             1e6,
             None,
         )
-        assert found.norm_eps == config.rms_norm_eps
+        assert found.norm_eps == getattr(config, norm_eps)
         if found.mla is None:
             assert (found.head_dim, found.num_kv_heads) == (8, 2)
 
@@ -203,8 +209,8 @@ def test_the_installed_transformers_is_read_back() -> None:
             "'GPT2LMHeadModel' is not supported. Supported: LlamaForCausalLM",
         ),
         (
-            {"architectures": ["Gemma3ForCausalLM"]},
-            "'Gemma3ForCausalLM' is not supported by Megatron: megatron-core's GPTModel (0.16 to 0.19) has one",
+            {"architectures": ["Llama4ForCausalLM"]},
+            "'Llama4ForCausalLM' is not supported by Megatron: megatron-core (0.16 to 0.19) has no attention within",
         ),
         ({"architectures": None}, "None is not supported"),
         ({"architectures": []}, "None is not supported"),
@@ -385,10 +391,10 @@ def test_glm_as_its_folders_write_it() -> None:
 )
 def test_gemma_as_its_folders_write_it(written: dict[str, Any]) -> None:
     found = spec(**GEMMA | written)
-    assert (found.activation, found.norm_plus_one, found.scale_embeddings) == (
+    assert (found.activation, found.norm_plus_one, found.embedding_scale) == (
         "gelu_tanh",
         True,
-        True,
+        found.hidden_size**0.5,
     )
     assert (found.tie_embeddings, found.head_dim) == (True, 16)
 
@@ -405,8 +411,89 @@ SEED_OSS, SMOLLM3, ERNIE, QWEN2_MOE, PHI3, GLM4, MINISTRAL = (
         "MinistralForCausalLM",
     )
 )
+GRANITE, ARCEE, NEMOTRON, STARCODER2, EXAONE4, GEMMA3, COHERE2, OLMOE = (
+    {"architectures": [f"{name}ForCausalLM"]}
+    | ({"rms_norm_eps": None} if name == "Cohere2" else {})
+    for name in (
+        "Granite",
+        "Arcee",
+        "Nemotron",
+        "Starcoder2",
+        "Exaone4",
+        "Gemma3",
+        "Cohere2",
+        "Olmoe",
+    )
+)
+MINIMAX = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "head_dim": 8,
+    "num_local_experts": 8,
+}
+GLM_LITE = {
+    **DEEPSEEK,
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "num_key_value_heads": 6,
+}
+DEEPSEEK_V2 = DEEPSEEK | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "n_group": 1,
+    "topk_group": 1,
+}
 MINISTRAL |= {"sliding_window": 128, "head_dim": 8}
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+def test_what_scales_layers() -> None:
+    granite = spec(
+        **GRANITE,
+        embedding_multiplier=12,
+        attention_multiplier=0.0078125,
+        residual_multiplier=0.22,
+        logits_scaling=16,
+    )
+    assert (granite.embedding_scale, granite.softmax_scale) == (12.0, 0.0078125)
+    assert (granite.residual_scale, granite.logit_scale) == (0.22, 1 / 16)
+    cohere = spec(**COHERE2, logit_scale=0.25)
+    assert (cohere.logit_scale, cohere.norm, cohere.parallel_layers) == (
+        0.25,
+        "centred",
+        True,
+    )
+
+
+def test_gemma_3_as_its_folders_write_it() -> None:
+    """As transformers 4 wrote google/gemma-3-1b-it's."""
+    found = spec(
+        **GEMMA3,
+        num_key_value_heads=1,
+        head_dim=16,
+        query_pre_attn_scalar=256,
+        rope_local_base_freq=10000,
+        rope_theta=1000000,
+        rope_scaling=None,
+        sliding_window=128,
+        sliding_window_pattern=2,
+    )
+    assert (found.rope_theta, found.local_rope_theta) == (1e6, 1e4)
+    assert found.local_rope_layers == found.windowed_layers == (True, False, True)
+    assert (found.softmax_scale, found.embedding_scale) == (1 / 16, 48**0.5)
+    assert found.qk_norm and found.norms_after and found.norm_plus_one
+    linear = spec(**GEMMA3, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert linear.rope_scaling == {"rope_type": "linear", "factor": 8.0}
+
+
+def test_layers_without_rotary_embeddings_beside_windows() -> None:
+    """EXAONE 4's and Cohere 2's layers with full attention, also if no sequence is longer than the window."""
+    for folder in (EXAONE4, COHERE2):
+        found = spec(**folder, sliding_window=512, sliding_window_pattern=2)
+        assert found.layers_without_rope == (False, True, False)
+        assert found.sliding_window is None
+    full = {"sliding_window": None, "layer_types": ["full_attention"] * 3}
+    assert spec(**EXAONE4, **full).layers_without_rope == ()
 
 
 def test_seed_oss() -> None:
@@ -642,6 +729,99 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
         (PHI3 | {"resid_pdrop": 0.1}, "resid_pdrop is 0.1; only 0.0"),
         (PHI3 | {"rope_scaling": LONGROPE}, "rope_type is 'longrope'"),
         (
+            OLMOE | {"clip_qkv": 8.0, "rms_norm_eps": 1e-5},
+            "clip_qkv is 8.0; only None",
+        ),
+        (OLMOE | {"norm_topk_prob": True}, "norm_topk_prob is True; only False"),
+        (
+            OLMOE | {"rms_norm_eps": 1e-5, "head_dim": 16},
+            "head_dim is 16; only 8=hidden_size/num_attention_heads",
+        ),
+        (
+            DEEPSEEK_V2 | {"topk_method": "group_limited_greedy"},
+            "topk_method is 'group_limited_greedy'; only 'greedy'",
+        ),
+        (
+            DEEPSEEK_V2 | {"num_experts_per_tok": None},
+            "num_experts_per_tok is None; expected a whole number",
+        ),
+        (
+            DEEPSEEK_V2 | {"first_k_dense_replace": 3},
+            "first_k_dense_replace is 3, of 3 layers",
+        ),
+        (
+            GLM_LITE | {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+            "only dense layers followed by sparse ones are computed, 3 in all",
+        ),
+        (
+            GLM_LITE | {"mlp_layer_types": ["dense"] * 3},
+            "only dense layers followed by sparse ones",
+        ),
+        (
+            GLM_LITE | {"first_k_dense_replace": 2},
+            "first_k_dense_replace is 2, and mlp_layer_types has 1 dense layers",
+        ),
+        (
+            MINIMAX | {"num_experts_per_tok": 1},
+            "num_experts_per_tok=1 cannot be computed: megatron-core's router",
+        ),
+        (MINIMAX | {"scoring_func": "softmax"}, "only 'sigmoid' is computed"),
+        (
+            COHERE2 | {"sliding_window": None},
+            "transformers computes Cohere2ForCausalLM only with a window",
+        ),
+        (COHERE2 | {"use_qk_norm": True}, "use_qk_norm is True; only False"),
+        (COHERE2 | {"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06; only None"),
+        (
+            COHERE2 | {"rope_scaling": YARN},
+            "only default, linear, llama3 are computed for Cohere2ForCausalLM",
+        ),
+        (COHERE2 | {"logit_scale": 0.0}, "logit_scale is 0.0; expected a number above"),
+        (
+            GEMMA3 | {"rope_scaling": YARN},
+            "only default, linear, llama3 are computed for Gemma3ForCausalLM",
+        ),
+        (
+            GEMMA3
+            | {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "linear", "factor": 2.0},
+                    "full_attention": {"rope_type": "default"},
+                }
+            },
+            "only the rope_type default with a rope_theta above 0 is computed",
+        ),
+        (
+            GEMMA3 | {"hidden_activation": "silu"},
+            "hidden_activation is 'silu'; only gelu_pytorch_tanh",
+        ),
+        (
+            GEMMA3 | {"final_logit_softcapping": 30.0},
+            "final_logit_softcapping is 30.0; only None",
+        ),
+        (
+            GEMMA3 | {"layer_types": ["full_attention"]},
+            "must be equal to the number of `layer_types` (1)",
+        ),
+        (
+            EXAONE4 | {"layer_types": ["full_attention"] * 3},
+            "Set sliding_window to null",
+        ),
+        (
+            NEMOTRON | {"num_key_value_heads": None},
+            "num_key_value_heads is None; transformers needs it",
+        ),
+        (NEMOTRON | {"norm_eps": 0}, "norm_eps is 0; expected a number above 0"),
+        (
+            GRANITE | {"logits_scaling": 0},
+            "logits_scaling is 0; expected a number above 0",
+        ),
+        (ARCEE | {"hidden_act": "silu"}, "hidden_act is 'silu'; only relu2"),
+        (
+            STARCODER2 | {"residual_dropout": 0.2},
+            "residual_dropout is 0.2; only 0.0",
+        ),
+        (
             {"model_type": "mistral"},
             "transformers would build the former, vLLM the latter",
         ),
@@ -719,6 +899,22 @@ def test_windows_are_read(
     found = spec(**changes)
     assert (found.sliding_window, found.windowed_layers) == (window, layers)
     assert bool(why_not_in_vllm(found)) == bool(layers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (COHERE2 | {"sliding_window": 128}, "attends to 129 tokens"),
+        (STARCODER2 | {"sliding_window": 128}, "has no sliding window"),
+        (EXAONE4 | {"sliding_window": 128}, ""),
+        (GEMMA3 | {"sliding_window": 128}, ""),
+    ],
+)
+def test_windows_that_vllm_computes_otherwise(
+    changes: dict[str, Any], said: str
+) -> None:
+    why = why_not_in_vllm(spec(**changes))
+    assert said in why and bool(why) == bool(said)
 
 
 def test_everything_wrong_is_said_at_once() -> None:

@@ -16,8 +16,10 @@ from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
 from megaverl.sharding.vllm import VOCAB_PADDING, vllm_layouts
 from tests.launcher import Launcher
 from tests.sharding.specs import (
+    ALWAYS_TIED,
     CONFIGS,
     DENSE,
+    NEVER_TIED,
     ROUTED,
     element_ids,
     fill,
@@ -25,14 +27,6 @@ from tests.sharding.specs import (
     make_spec,
     separated,
     specs,
-)
-
-# vLLM's Gemma is always tied, its DeepSeek, GLM-4.5 and gpt-oss never.
-VLLM_HAS_NONE = (
-    ("GemmaForCausalLM", False),
-    ("DeepseekV3ForCausalLM", True),
-    ("Glm4MoeForCausalLM", True),
-    ("GptOssForCausalLM", True),
 )
 
 
@@ -67,13 +61,14 @@ def test_fused_parameters_and_the_vocabulary(case: tuple[int, ModelSpec]) -> Non
         assert (
             tensors[f"{layer}self_attn.qkv_proj.weight"] == np.concatenate(shards)
         ).all()
-        shards = [
-            np.split(separate[f"{layer}mlp.{part}_proj.weight"], tp)[rank]
-            for part in ("gate", "up")
-        ]
-        assert (
-            tensors[f"{layer}mlp.gate_up_proj.weight"] == np.concatenate(shards)
-        ).all()
+        if spec.is_gated:
+            shards = [
+                np.split(separate[f"{layer}mlp.{part}_proj.weight"], tp)[rank]
+                for part in ("gate", "up")
+            ]
+            assert (
+                tensors[f"{layer}mlp.gate_up_proj.weight"] == np.concatenate(shards)
+            ).all()
         table = np.pad(
             ids["model.embed_tokens.weight"], ((0, padded - spec.vocab_size), (0, 0))
         )
@@ -195,7 +190,7 @@ def test_vllm_itself_places_the_elements_there(
             ARCHITECTURES, key=lambda architecture: architecture not in ROUTED
         )
         for tied in (False, True)
-        if (architecture, tied) not in VLLM_HAS_NONE
+        if architecture not in (NEVER_TIED if tied else ALWAYS_TIED)
     ]
     folders.append(
         make_tiny_folder(

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megaverl.models.tiny import make_tiny_folder
 from tests.launcher import Launcher
+from tests.sharding.specs import ALWAYS_TIED
 
 # vLLM's CPU attention has no kernel for heads below 32 dimensions
 SIZES = {
@@ -21,6 +22,13 @@ SIZES = {
     "num_hidden_layers": 2,
     "head_dim": 32,
 }
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "head_dim": 64,
+}
 MORE = {
     # not a multiple of the 32 to which vLLM's CPU kernel pads the width of an expert
     "Qwen3MoeForCausalLM": {"moe_intermediate_size": 48},
@@ -28,16 +36,16 @@ MORE = {
     # again and again
     "GemmaForCausalLM": {"initializer_range": 0.3},
     # vLLM's kernel of latent attention knows this size of a latent alone
-    "DeepseekV3ForCausalLM": {
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 64,
-    }
-    | {"head_dim": 64},
+    "DeepseekV3ForCausalLM": LATENT,
     # Of which vLLM's CPU kernel wants multiples of 32 on a rank.
     "GptOssForCausalLM": {"intermediate_size": 128},
-}
+    # Norms after layers make their outputs large beside small embeddings.
+    "Gemma3ForCausalLM": {"initializer_range": 0.01, "sliding_window": 6},
+    "Cohere2ForCausalLM": {"initializer_range": 0.3},
+    "GraniteForCausalLM": {"attention_multiplier": 0.2},
+    "Exaone4ForCausalLM": {"sliding_window": 6},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 16},
+} | dict.fromkeys(("DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"), LATENT)
 DENSE = (
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
@@ -51,6 +59,14 @@ DENSE = (
     "Ernie4_5ForCausalLM",
     "MinistralForCausalLM",
     "CwmForCausalLM",
+    "GraniteForCausalLM",
+    "ArceeForCausalLM",
+    "NemotronForCausalLM",
+    "Starcoder2ForCausalLM",
+    "Olmo2ForCausalLM",
+    "Exaone4ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Cohere2ForCausalLM",
 )
 WITH_EXPERTS = (
     "MixtralForCausalLM",
@@ -58,6 +74,8 @@ WITH_EXPERTS = (
     "Glm4MoeForCausalLM",
     "Qwen2MoeForCausalLM",
 )
+# Their layers differ from those above outside of the experts alone: one engine of each.
+MORE_WITH_EXPERTS = ("OlmoeForCausalLM", "MiniMaxM2ForCausalLM")
 GRIDS: list[dict[str, int]] = [{"tp": 2}, {"pp": 2}, {"dp": 2}]
 EXPERT_GRIDS: list[dict[str, int]] = [
     {"tp": 2},
@@ -70,7 +88,7 @@ PROMPTS = [[2 + i, 7, 5 * i + 3, 11, 4] * (1 + i % 3) for i in range(8)]
 
 def two_folders(path: Path, architecture: str, **config: Any) -> tuple[Path, Path]:
     """The same model with old and with new weights; large ones, so that no two tokens are as likely."""
-    tied = architecture == "GemmaForCausalLM"
+    tied = architecture in ALWAYS_TIED
     sizes = {"initializer_range": 0.1, **SIZES, **MORE.get(architecture, {}), **config}
     old, new = (
         make_tiny_folder(
@@ -229,6 +247,13 @@ def test_with_experts(
     check(launch, tmp_path, architecture, EXPERT_GRIDS, tp)
 
 
+@pytest.mark.parametrize("architecture", MORE_WITH_EXPERTS)
+def test_norms_over_all_heads_beside_experts(
+    launch: Launcher, architecture: str, tmp_path: Path
+) -> None:
+    check(launch, tmp_path, architecture, EXPERT_GRIDS[:3], 2)
+
+
 @pytest.mark.parametrize("architecture", WITH_EXPERTS)
 def test_an_engine_whose_ranks_hold_whole_experts(
     launch: Launcher, architecture: str, tmp_path: Path
@@ -258,7 +283,11 @@ def test_four_ranks(launch: Launcher, tmp_path: Path) -> None:
     check(launch, tmp_path, "Qwen3MoeForCausalLM", grids, 2, num_ranks=4)
 
 
+@pytest.mark.parametrize(
+    "architecture",
+    ["DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"],
+)
 def test_latent_attention_has_its_absorbed_projections_made_anew(
-    launch: Launcher, tmp_path: Path
+    launch: Launcher, architecture: str, tmp_path: Path
 ) -> None:
-    check(launch, tmp_path, "DeepseekV3ForCausalLM", [{"tp": 2}, {"pp": 2}], 2)
+    check(launch, tmp_path, architecture, [{"tp": 2}, {"pp": 2}], 2)

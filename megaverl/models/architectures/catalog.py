@@ -3,13 +3,16 @@
 from megaverl.errors import ModelError
 from megaverl.models.architectures import llama
 from megaverl.models.architectures.deepseek import (
+    DEEPSEEK_V2,
     DEEPSEEK_V3,
     ROUTER_BIAS,
     SHARED_EXPERTS,
+    router_bias,
 )
 from megaverl.models.architectures.gpt_oss import GPT_OSS
 from megaverl.models.architectures.llama import (
     ATTENTION,
+    FC1,
     MLP,
     QK_NORMS,
     QKV_BIAS,
@@ -19,7 +22,7 @@ from megaverl.models.architectures.llama import (
 )
 from megaverl.models.architectures.table import Layers, build
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.weight import Weight
+from megaverl.sharding.weight import Split, Weight
 
 LAYERS = {
     "LlamaForCausalLM": llama.LAYERS,
@@ -58,6 +61,54 @@ LAYERS = {
         + shared_expert("mlp.shared_expert")
         + SHARED_GATE
     ),
+    "GraniteForCausalLM": llama.LAYERS,
+    "ArceeForCausalLM": Layers(dense=ATTENTION + llama.plain_mlp()),
+    "NemotronForCausalLM": Layers(
+        dense=ATTENTION + llama.plain_mlp() + llama.NORM_BIASES,
+        final_norm=llama.FINAL_NORM_WITH_BIAS,
+    ),
+    "Starcoder2ForCausalLM": Layers(
+        dense=ATTENTION
+        + QKV_BIAS
+        + llama.OUT_BIAS
+        + llama.plain_mlp("mlp.c_fc", "mlp.c_proj")
+        + llama.NORM_BIASES,
+        final_norm=llama.FINAL_NORM_WITH_BIAS,
+    ),
+    "Olmo2ForCausalLM": Layers(
+        dense=llama.PROJECTIONS
+        + llama.projection_norms()
+        + llama.MLP_PROJECTIONS
+        + llama.NORMS_AFTER_BOTH
+    ),
+    "Exaone4ForCausalLM": Layers(
+        dense=llama.PROJECTIONS
+        + QK_NORMS
+        + llama.MLP_PROJECTIONS
+        + llama.NORMS_AFTER_BOTH
+    ),
+    "Gemma3ForCausalLM": Layers(
+        dense=ATTENTION
+        + QK_NORMS
+        + (llama.norm("pre_feedforward_layernorm", "pre_mlp_layernorm", FC1[0]),)
+        + llama.MLP_PROJECTIONS
+        + llama.NORMS_AFTER_BOTH
+    ),
+    # Attention and MLP read the output of the same norm.
+    "Cohere2ForCausalLM": Layers(
+        dense=(llama.norm("input_layernorm", "input_layernorm"),)
+        + llama.PROJECTIONS
+        + llama.MLP_PROJECTIONS
+    ),
+    "OlmoeForCausalLM": Layers(routed=ATTENTION + llama.projection_norms() + experts()),
+    "MiniMaxM2ForCausalLM": Layers(
+        routed=ATTENTION
+        + llama.projection_norms(Split.HEADS_IN_VLLM)
+        + experts("block_sparse_moe", "w1", "w3", "w2")
+        + router_bias("block_sparse_moe.e_score_correction_bias")
+    ),
+    "DeepseekV2ForCausalLM": DEEPSEEK_V2,
+    "Glm4MoeLiteForCausalLM": DEEPSEEK_V3,
 }
 WITH_QKV_BIAS = (
     "Qwen2ForCausalLM",
@@ -66,6 +117,7 @@ WITH_QKV_BIAS = (
     "GptOssForCausalLM",
     "SeedOssForCausalLM",
     "Qwen2MoeForCausalLM",
+    "Starcoder2ForCausalLM",
 )
 
 

@@ -73,7 +73,18 @@ LATENT_ATTENTION = (
     attention("o_proj", ("hidden", "values"), COLUMNS, "linear_proj"),
 )
 SHARED_EXPERTS = llama.shared_expert("mlp.shared_experts")
-ROUTER_BIAS = (Rule(BIAS, ("expert_bias",), WHOLE, "mlp.router.expert_bias", BIAS),)
+
+
+def router_bias(name: str) -> tuple[Rule, ...]:
+    """Return the rule of the bias that a router adds to scores before it chooses experts."""
+    return (Rule(name, ("expert_bias",), WHOLE, "mlp.router.expert_bias", name),)
+
+
+ROUTER_BIAS = router_bias(BIAS)
+DEEPSEEK_V2 = Layers(
+    dense=LATENT_ATTENTION + llama.MLP,
+    routed=LATENT_ATTENTION + llama.experts() + SHARED_EXPERTS,
+)
 DEEPSEEK_V3 = Layers(
     dense=LATENT_ATTENTION + llama.MLP,
     routed=LATENT_ATTENTION + llama.experts() + ROUTER_BIAS + SHARED_EXPERTS,

@@ -4,7 +4,9 @@ Gemma stores its norms' weights minus 1, as do Megatron's zero-centered norms an
 Mistral has the same weights as Llama. Mixtral replaces every MLP with routed experts.
 """
 
-from megaverl.models.architectures.table import Layers, Rule
+from dataclasses import replace
+
+from megaverl.models.architectures.table import FINAL_NORM, Layers, Rule
 from megaverl.sharding.weight import Split
 
 HIDDEN = ("hidden",)
@@ -13,19 +15,24 @@ FC1 = ("mlp.linear_fc1", "mlp.gate_up_proj")
 FC2 = ("mlp.linear_fc2", "mlp.down_proj")
 
 
-def norm(name: str, megatron: str, transformer_engine: str | None = None) -> Rule:
-    """Return the rule of a norm over the hidden state.
+def norm(
+    name: str,
+    megatron: str,
+    transformer_engine: str | None = None,
+    kind: str = "weight",
+) -> Rule:
+    """Return the rule of a norm over the hidden state, or of its bias if `kind` is "bias".
 
     Args:
         transformer_engine: linear layer that holds the norm under Transformer Engine, which fuses the two.
     """
-    inside = transformer_engine and f"{transformer_engine}.layer_norm_weight"
+    inside = transformer_engine and f"{transformer_engine}.layer_norm_{kind}"
     return Rule(
-        f"{name}.weight",
+        f"{name}.{kind}",
         HIDDEN,
         Split.REPLICATED,
-        f"{megatron}.weight",
-        f"{name}.weight",
+        f"{megatron}.{kind}",
+        f"{name}.{kind}",
         "layer",
         inside,
     )
@@ -58,20 +65,20 @@ OUT = linear(
 MLP_NORM = norm("post_attention_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1")
 DOWN = linear("mlp.down_proj", ("hidden", "ffn"), Split.ROW, FC2)
 PARTS = (("q", "q", Split.Q), ("k", "kv", Split.K), ("v", "kv", Split.V))
-ATTENTION = (
-    INPUT_NORM,
+PROJECTIONS = (
     *(
         linear(f"self_attn.{part}_proj", (axis, "hidden"), split, QKV)
         for part, axis, split in PARTS
     ),
     OUT,
 )
-MLP = (
-    MLP_NORM,
+ATTENTION = (INPUT_NORM, *PROJECTIONS)
+MLP_PROJECTIONS = (
     linear("mlp.gate_proj", ("ffn", "hidden"), Split.GATE, FC1),
     linear("mlp.up_proj", ("ffn", "hidden"), Split.UP, FC1),
     DOWN,
 )
+MLP = (MLP_NORM, *MLP_PROJECTIONS)
 # Phi-3's files hold q, k and v in one array, and gate and up in another, GLM-4's the
 # latter alone.
 FUSED_ATTENTION = (
@@ -84,12 +91,23 @@ FUSED_MLP = (
     linear("mlp.gate_up_proj", ("gate_and_up", "hidden"), Split.FUSED_GATE_UP, FC1),
     DOWN,
 )
-# GLM-4's norms over the outputs of attention and MLP (`models/build.py` adds them to
-# Megatron's layers).
-NORMS_AFTER = (
-    norm("post_self_attn_layernorm", "post_self_attn_layernorm"),
-    norm("post_mlp_layernorm", "post_mlp_layernorm"),
-)
+
+
+def norms_after(attention: str, mlp: str) -> tuple[Rule, ...]:
+    """Return the rules of the norms over the outputs of attention and MLP, which `models/build.py` adds to layers.
+
+    Args:
+        attention, mlp: Hugging Face names of the two norms.
+    """
+    return (
+        norm(attention, "post_self_attn_layernorm"),
+        norm(mlp, "post_mlp_layernorm"),
+    )
+
+
+NORMS_AFTER = norms_after("post_self_attn_layernorm", "post_mlp_layernorm")
+# OLMo-2, EXAONE 4 and Gemma 3 name them in this way.
+NORMS_AFTER_BOTH = norms_after("post_attention_layernorm", "post_feedforward_layernorm")
 # Qwen2 has biases on the query, key and value projections. Qwen3 has a norm over each
 # query and key head. GLM-4.5 has either, both or none.
 QKV_BIAS = tuple(
@@ -104,6 +122,65 @@ QK_NORMS = tuple(
         (f"self_attention.{part}_layernorm", f"self_attn.{part}_norm"),
     )
     for part in ("q", "k")
+)
+
+
+def projection_norms(split: Split = Split.REPLICATED) -> tuple[Rule, ...]:
+    """Return the rules of norms over all query heads together and over all key heads together (OLMo-2).
+
+    Every rank of Megatron has the whole weight (`models/layers.py`, `ProjectionNorm`).
+    """
+    return tuple(
+        linear(
+            f"self_attn.{part}_norm",
+            (axis,),
+            split,
+            (f"self_attention.{part}_layernorm", f"self_attn.{part}_norm"),
+        )
+        for part, axis in (("q", "q"), ("k", "kv"))
+    )
+
+
+def plain_mlp(up: str = "mlp.up_proj", down: str = "mlp.down_proj") -> tuple[Rule, ...]:
+    """Return the rules of an MLP without gates, and of its norm. `up` and `down` are the names of the projections."""
+    first = ("mlp.linear_fc1", up)
+    second = ("mlp.linear_fc2", down)
+    return (
+        MLP_NORM,
+        linear(up, ("ffn", "hidden"), Split.COLUMN, first),
+        linear(up, ("ffn_bias",), Split.COLUMN, first, "bias"),
+        linear(down, ("hidden", "ffn"), Split.ROW, second),
+        linear(down, ("bias",), Split.REPLICATED, second, "bias"),
+    )
+
+
+OUT_BIAS = (
+    linear(
+        "self_attn.o_proj",
+        ("bias",),
+        Split.REPLICATED,
+        ("self_attention.linear_proj", "self_attn.o_proj"),
+        "bias",
+    ),
+)
+# Biases of LayerNorms over the inputs of attention and MLP.
+NORM_BIASES = (
+    norm(
+        "input_layernorm",
+        "input_layernorm",
+        "self_attention.linear_qkv",
+        "bias",
+    ),
+    norm("post_attention_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1", "bias"),
+)
+FINAL_NORM_WITH_BIAS = (
+    FINAL_NORM,
+    replace(
+        FINAL_NORM,
+        name="model.norm.bias",
+        megatron="decoder.final_layernorm.bias",
+        vllm="model.norm.bias",
+    ),
 )
 
 

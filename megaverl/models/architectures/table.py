@@ -72,11 +72,12 @@ VALUES_BESIDE = replace(VALUE_HEAD, megatron="value_head.weight")
 
 
 class Layers(NamedTuple):
-    """Rules of a decoder layer with a plain MLP, of one with routed experts, and of the embedding."""
+    """Rules of a decoder layer with a plain MLP, of one with routed experts, of the embedding and of the final norm."""
 
     dense: tuple[Rule, ...] = ()
     routed: tuple[Rule, ...] = ()
     embedding: Rule = EMBEDDING
+    final_norm: tuple[Rule, ...] = (FINAL_NORM,)
 
 
 def build(
@@ -99,7 +100,7 @@ def build(
     weights = [_outside(layers.embedding, sizes, tied=tied)]
     for layer in range(spec.num_layers):
         weights += _in_layer(layer, dense if layer < num_dense else routed)
-    weights.append(_outside(FINAL_NORM, sizes))
+    weights += [_outside(rule, sizes) for rule in layers.final_norm]
     if has_logits and not tied:
         weights.append(_outside(LM_HEAD, sizes))
     if value_head:
@@ -125,6 +126,8 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
         "qkv": sizes["q"] + 2 * sizes["kv"],
         "gate_and_up": 2 * spec.ffn_hidden_size,
         "head_norm": spec.head_dim * spec.qk_norm,
+        "bias": spec.hidden_size * spec.linear_bias,
+        "ffn_bias": spec.ffn_hidden_size * spec.linear_bias,
     }
     if spec.moe is not None:
         sizes |= {
