@@ -93,6 +93,7 @@ TINY_MORE: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "sliding_window_pattern": 2,
         "query_pre_attn_scalar": 10,
+        "pad_token_id": None,
     },
     # vLLM's window is one token longer. This one is never exceeded.
     "Cohere2ForCausalLM": {
@@ -100,6 +101,7 @@ TINY_MORE: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "logit_scale": 0.5,
         "pad_token_id": None,
+        "rms_norm_eps": None,
     },
     "Glm4MoeForCausalLM": GROUPED
     | {"attention_bias": True, "use_qk_norm": True, "norm_topk_prob": True},

@@ -221,6 +221,23 @@ def repack_weights(model: torch.nn.Module) -> None:
             repack()
 
 
+@_adapts("sigmoid scores in one group of experts")
+def _route_sigmoid_scores() -> None:
+    """Without groups of experts, the CPU build routes only softmax scores, though one group changes nothing."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    @replaces(CPURouter, "__init__")
+    def in_one_group(create: Any, self: Any, **options: Any) -> None:
+        has_groups = options.get("use_grouped_topk")
+        if options.get("scoring_func") == "sigmoid" and not has_groups:
+            options |= {
+                "use_grouped_topk": True,
+                "num_expert_group": 1,
+                "topk_group": 1,
+            }
+        create(self, **options)
+
+
 @_adapts("quantised products by definition")
 def _multiply_quantised_by_definition() -> None:
     """vLLM's CPU build multiplies 8-bit weights only with AMX, from packed copies that

@@ -259,7 +259,11 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         ("attention_dropout", "residual_dropout", "embedding_dropout"),
         (0.0, 0.1, None),
     ),
-    "Cohere2ForCausalLM": {"use_qk_norm": (False, None)},
+    # transformers ignores these keys, and vLLM (0.32, `commandr.py`) does not.
+    "Cohere2ForCausalLM": {
+        "use_qk_norm": (False, None),
+        "rms_norm_eps": (None,),
+    },
     # vLLM (0.32, `olmoe.py`) always computes these values.
     "OlmoeForCausalLM": {
         "clip_qkv": (None,),

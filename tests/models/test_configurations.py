@@ -242,7 +242,9 @@ def is_refused(architecture: str, change: dict[str, Any]) -> bool:
     if architecture in ("Ernie4_5ForCausalLM", "Glm4ForCausalLM"):
         return "yarn" in rope.values()
     if architecture == "Cohere2ForCausalLM":
-        return "yarn" in rope.values() or "use_qk_norm" in change
+        # vLLM reads two keys that transformers ignores.
+        unread = {"use_qk_norm", "rms_norm_eps"}
+        return "yarn" in rope.values() or bool(unread & change.keys())
     if architecture == "Gemma3ForCausalLM":  # has a dictionary for each type of layers
         return "yarn" in rope.values() or "rope_parameters" in change
     if architecture in ("OlmoeForCausalLM", "DeepseekV2ForCausalLM"):

@@ -39,7 +39,8 @@ MORE = {
     "DeepseekV3ForCausalLM": LATENT,
     # Of which vLLM's CPU kernel wants multiples of 32 on a rank.
     "GptOssForCausalLM": {"intermediate_size": 128},
-    "Gemma3ForCausalLM": {"initializer_range": 0.3, "sliding_window": 6},
+    # Norms after layers make their outputs large beside small embeddings.
+    "Gemma3ForCausalLM": {"initializer_range": 0.01, "sliding_window": 6},
     "Cohere2ForCausalLM": {"initializer_range": 0.3},
     "GraniteForCausalLM": {"attention_multiplier": 0.2},
     "Exaone4ForCausalLM": {"sliding_window": 6},
