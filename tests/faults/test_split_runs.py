@@ -317,19 +317,19 @@ def test_islands_of_the_actor(
     )
 
 
-GLOBAL = "placement={rollout: 0, actor: 1-2, coordinator: 3-4, actor_islands: 2}"
-AGGREGATES = "coordinator={aggregates: gradients, tp: 2}"
+GLOBAL = "placement={rollout: 0, actor: 1-2, coordinator: 3-6, actor_islands: 2}"
+AGGREGATES = "coordinator={aggregates: gradients, tp: 2, pp: 2}"
 
 
 def test_a_global_model_on_the_coordinators_ranks(
     launch: Launcher, inputs: Path, shared: Path, tmp_path: Path
 ) -> None:
-    """Two ranks hold actor and critic with their optimizers, and two islands send them
+    """Four ranks hold actor and critic with their optimizers, and two islands send them
     gradients: the run of one world. Killed on either side, it goes on to the same bits.
     """
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    ended = run(launch, inputs, whole, 5, GLOBAL, AGGREGATES)
-    assert ended.codes == [0] * 5, ended.text
+    ended = run(launch, inputs, whole, 7, GLOBAL, AGGREGATES)
+    assert ended.codes == [0] * 7, ended.text
     numbers_of_bytes: set[float] = set()
     for before, after in zip(measured(shared), measured(whole), strict=True):
         if "actor/grad_norm" in after:
@@ -344,9 +344,9 @@ def test_a_global_model_on_the_coordinators_ranks(
     )
     for rank, name in ((3, "islands"), (2, "critic_update")):
         fault = Fault("kill", rank, name, 4)
-        codes = run(launch, inputs, cut, 5, GLOBAL, AGGREGATES, fault=fault).codes
-        assert codes == [1] * rank + [-9] + [1] * (4 - rank)
-        assert run(launch, inputs, cut, 5, GLOBAL, AGGREGATES).codes == [0] * 5
+        codes = run(launch, inputs, cut, 7, GLOBAL, AGGREGATES, fault=fault).codes
+        assert codes == [1] * rank + [-9] + [1] * (6 - rank)
+        assert run(launch, inputs, cut, 7, GLOBAL, AGGREGATES).codes == [0] * 7
         assert differences(remains(cut / "run"), remains(whole / "run")) == []
         shutil.rmtree(cut)
 
