@@ -27,6 +27,14 @@ from tests.sharding.specs import (
     specs,
 )
 
+NORMS = {
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+}
+NORMS_AFTER = ("post_self_attn_layernorm", "post_mlp_layernorm")
+# Names of an MLP's projections where they are not Llama's.
+UNGATED = {"Starcoder2ForCausalLM": ("mlp.c_fc", "mlp.c_proj")}
+
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Any, ...]:
@@ -69,39 +77,56 @@ def test_every_parameter_holds_what_megatron_would_cut(case: tuple[Any, ...]) ->
                     tensors.pop(f"{here}self_attention.linear_qkv.{kind}")
                     == rows(fused)
                 ).all()
-            gate, up = (
-                rows(separate[f"{layer}mlp.{part}_proj.weight"])
-                for part in ("gate", "up")
+            up_name, down_name = UNGATED.get(
+                spec.architecture, ("mlp.up_proj", "mlp.down_proj")
             )
+            first = [rows(separate[f"{layer}{up_name}.weight"])]
+            if spec.is_gated:
+                first.insert(0, rows(separate[f"{layer}mlp.gate_proj.weight"]))
             assert (
-                tensors.pop(f"{here}mlp.linear_fc1.weight")
-                == np.concatenate([gate, up])
+                tensors.pop(f"{here}mlp.linear_fc1.weight") == np.concatenate(first)
             ).all()
-            for theirs, name in (
-                ("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
-                ("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
-            ):
-                columns = np.split(ids[layer + name], shape.tp, axis=1)[coords.tp]
-                assert (tensors.pop(here + theirs) == columns).all()
-            norms = {
-                "input_layernorm": "input_layernorm",
-                "pre_mlp_layernorm": "post_attention_layernorm",
+            summed = {
+                "self_attention.linear_proj": "self_attn.o_proj",
+                "mlp.linear_fc2": down_name,
             }
+            for theirs, name in summed.items():
+                weight = ids[f"{layer}{name}.weight"]
+                columns = np.split(weight, shape.tp, axis=1)[coords.tp]
+                assert (tensors.pop(f"{here}{theirs}.weight") == columns).all()
+                if spec.linear_bias:
+                    bias = ids[f"{layer}{name}.bias"]
+                    assert (tensors.pop(f"{here}{theirs}.bias") == bias).all()
+            if spec.linear_bias:
+                bias = rows(ids[f"{layer}{up_name}.bias"])
+                assert (tensors.pop(f"{here}mlp.linear_fc1.bias") == bias).all()
+            norms = dict(NORMS)
+            if not spec.norms_before:
+                norms = {}
+            elif spec.parallel_layers:
+                del norms["pre_mlp_layernorm"]
+            elif spec.architecture == "Gemma3ForCausalLM":
+                norms["pre_mlp_layernorm"] = "pre_feedforward_layernorm"
             if spec.qk_norm:
                 norms |= {
                     f"self_attention.{part}_layernorm": f"self_attn.{part}_norm"
                     for part in "qk"
                 }
-            if spec.norms_after:
-                norms |= {
-                    name: name
-                    for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
-                }
+            if spec.architecture == "Glm4ForCausalLM":
+                norms |= dict(zip(NORMS_AFTER, NORMS_AFTER, strict=True))
+            elif spec.norms_after:
+                theirs_after = (
+                    "post_attention_layernorm",
+                    "post_feedforward_layernorm",
+                )
+                norms |= dict(zip(NORMS_AFTER, theirs_after, strict=True))
+            kinds = ("weight", "bias") if spec.norm == "layer" else ("weight",)
             for theirs, name in norms.items():
-                assert (
-                    tensors.pop(f"{here}{theirs}.weight")
-                    == ids[f"{layer}{name}.weight"]
-                ).all()
+                for kind in kinds:
+                    assert (
+                        tensors.pop(f"{here}{theirs}.{kind}")
+                        == ids[f"{layer}{name}.{kind}"]
+                    ).all()
 
         def vocabulary(name: str) -> np.ndarray:
             return rows(np.pad(ids[name], ((0, padded - spec.vocab_size), (0, 0))))
@@ -113,6 +138,9 @@ def test_every_parameter_holds_what_megatron_would_cut(case: tuple[Any, ...]) ->
                 == vocabulary("model.embed_tokens.weight")
             ).all()
         if last:
+            if spec.norm == "layer":
+                bias = tensors.pop("decoder.final_layernorm.bias")
+                assert (bias == ids["model.norm.bias"]).all()
             assert (
                 tensors.pop("decoder.final_layernorm.weight")
                 == ids["model.norm.weight"]
