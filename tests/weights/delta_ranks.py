@@ -27,7 +27,18 @@ from tests.sharding.specs import element_ids, make_spec
 from tests.weights.fan_out_ranks import on_device, placed
 
 # How each version differs from the one before it.
-VERSIONS = ("first", "nothing", "few", "rows", "bits", "some", "most", "few", "lost")
+VERSIONS = (
+    "first",
+    "nothing",
+    "few",
+    "undo",
+    "rows",
+    "bits",
+    "some",
+    "most",
+    "few",
+    "lost",
+)
 SPEC = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "vocab_size": 64}
 
 
@@ -92,7 +103,13 @@ def deltas(
     )
     generator = torch.Generator().manual_seed(7)
     found: dict[str, Any] = {"wrong": [], "versions": []}
+    before: dict[str, torch.Tensor] = {}
     for number, kind in enumerate(VERSIONS):
+        if kind == "undo":
+            # Copies that are not renewed would not see this change.
+            for name, tensor in source.items():
+                tensor.data.copy_(before[name])
+        before = {name: tensor.data.clone() for name, tensor in source.items()}
         change(source, kind, generator)
         if kind == "lost":
             for tensor in sides[0].values():
