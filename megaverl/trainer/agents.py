@@ -24,6 +24,7 @@ from megaverl.controller.references import PendingCall, Ref
 from megaverl.data.batch import RolloutBatch
 from megaverl.trainer.program import send_weights, train_on
 from megaverl.trainer.role_groups import (
+    AGENT,
     ActorGroup,
     CriticGroup,
     ReferenceGroup,
@@ -190,7 +191,7 @@ class AgentsWorker:
         # The training consists of several stages, so no span of the timeline has its
         # duration.
         seconds = time.perf_counter() - self._began
-        measured[f"time/agent_{agent}_ms"] = seconds * 1e3
+        measured[f"time/{AGENT}{agent}_ms"] = seconds * 1e3
         measured |= {f"{agent}/{name}": value for name, value in metrics.items()}
         means: dict[str, float] = {}
         for metrics in self._trained.values():

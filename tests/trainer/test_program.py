@@ -22,9 +22,10 @@ from megaverl.trainer import (
     role_workers,
     rollouts_only,
 )
-from megaverl.trainer.program import policy_step, train
-from megaverl.trainer.role_groups import TrainedGroup, make_run
+from megaverl.trainer.program import flow_step, policy_step, train
+from megaverl.trainer.role_groups import StepProgram, TrainedGroup, make_run
 from megaverl.trainer.served_run import RecorderWorker, SessionWorker
+from megaverl.trainer.step_flow import make_plan
 
 WORKERS: dict[type[WorkerGroup], type] = {
     role_groups.SessionGroup: SessionWorker,
@@ -66,7 +67,7 @@ class Recorder:
 
 
 def make_recorder(
-    group: type[WorkerGroup], role: str, calls: list[str], answers: Mapping[str, Any]
+    group: type, role: str, calls: list[str], answers: Mapping[str, Any]
 ) -> Recorder:
     """Return a recorder with the methods of a group; their parameters have no types, so nothing is converted."""
     methods: dict[str, Any] = {}
@@ -97,13 +98,20 @@ def public_methods(owner: type) -> dict[str, Callable[..., Any]]:
     }
 
 
-def simulate(
-    settings: dict[str, Any], first_step: int = 0, **answers: Callable[..., object]
-) -> list[str]:
-    """Run `train` on one simulated rank; return the calls that it made."""
-    config = Config.model_validate(
+def configuration(settings: dict[str, Any]) -> Config:
+    return Config.model_validate(
         {"model": {"path": "model"}, "trainer": {"steps": 1}, **settings}
     )
+
+
+def simulate(
+    settings: dict[str, Any],
+    first_step: int = 0,
+    step: StepProgram = policy_step,
+    **answers: Callable[..., object],
+) -> list[str]:
+    """Run `train` on one simulated rank; return the calls that it made."""
+    config = configuration(settings)
     calls: list[str] = []
     standard = {
         "save_if_due": lambda done: False,
@@ -119,17 +127,21 @@ def simulate(
             )
             for group in WORKERS
         }
-        return {**workers, "weights": make_sync(calls)}
+        operators = make_recorder(
+            role_workers.OperatorWorker, "operators", calls, standard
+        )
+        return {**workers, "weights": make_sync(calls), "operators": operators}
 
     def program(controller: Controller) -> Coroutine[Any, Any, None]:
         run = make_run(
             config,
             controller,
             PLACEMENT,
-            step=policy_step,
+            step=step,
             has_engines=True,
             restored_steps=frozenset(),
         )
+        run.operators.plan = make_plan(config)
         if asks := answers.get("asks"):
             asks(controller)
         return train(run, first_step)
@@ -221,6 +233,29 @@ def test_with_overlap_the_actor_is_updated_before_the_critic() -> None:
         < calls.index("critic.update")
         < calls.index("weights.sync")
     )
+
+
+@pytest.mark.parametrize("given", [["step"], ["step", "scores"]], ids=str)
+def test_a_flow_runs_its_operators_in_order_but_for_values_that_exist(
+    given: list[str],
+) -> None:
+    """Rewards exist if the run goes on after it has scored a step."""
+    called: list[str] = []
+
+    def call(name: str, inputs: list[object]) -> dict[str, object]:
+        called.append(name)
+        return {}
+
+    settings = {"algorithm": {"name": "ppo", "kl": {"in": "reward", "coef": 0.1}}}
+    calls = simulate(
+        settings, step=flow_step, begin=lambda step, made: given, call=call
+    )
+    assert "rollout.generate" in calls
+    operators = [
+        operator.name for operator in make_plan(configuration(settings)).operators
+    ]
+    assert operators[:2] == ["rollout", "reward"]
+    assert called == operators[1 + ("scores" in given) :]
 
 
 @pytest.mark.parametrize(
