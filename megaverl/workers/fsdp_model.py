@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from megaverl.config.fsdp import FsdpConfig
 from megaverl.config.roles import LoraConfig
@@ -171,18 +172,7 @@ class FSDPModel(TrainingModel):
             options.activation_checkpointing if trained else "none",
             fsdp.compile,
         )
-        mesh, tensor_mesh = shard_meshes(groups, grid, num_shards)
-        if tensor_mesh is not None:
-            cut_over_tensor_ranks(model, self._cuts, tensor_mesh)
-        self._root = shard_module(
-            self.module,
-            mesh,
-            param_dtype=self.dtype if trained and self.dtype != torch.float32 else None,
-            reduce_dtype=getattr(torch, fsdp.reduce_dtype or "float32"),
-            reshard_after_forward=fsdp.sharding_strategy
-            in ("full_shard", "hybrid_shard"),
-            cpu_offload=fsdp.cpu_offload,
-        )
+        self._root = self._shard(model, groups, fsdp)
         # The head is applied outside of the module, to chunks of hidden states.
         if gives_hidden and has_logits:
             self._head = model.get_output_embeddings()
@@ -191,6 +181,24 @@ class FSDPModel(TrainingModel):
         self.files_dtype = self.dtype
         self._syncs_once = fsdp.sharding_strategy in ("shard_grad_op", "no_shard")
         self._describe(everything)
+
+    def _shard(
+        self, model: PreTrainedModel, groups: ProcessGroupManager, fsdp: FsdpConfig
+    ) -> FSDPModule:
+        """Shard the module's parameters over the ranks, and return its root. Collective over the grid."""
+        mesh, tensor_mesh = shard_meshes(groups, self.grid, self.num_shards)
+        if tensor_mesh is not None:
+            cut_over_tensor_ranks(model, self._cuts, tensor_mesh)
+        casts = self.trained and self.dtype != torch.float32
+        return shard_module(
+            self.module,
+            mesh,
+            param_dtype=self.dtype if casts else None,
+            reduce_dtype=getattr(torch, fsdp.reduce_dtype or "float32"),
+            reshard_after_forward=fsdp.sharding_strategy
+            in ("full_shard", "hybrid_shard"),
+            cpu_offload=fsdp.cpu_offload,
+        )
 
     def _logits_are_plain(self, model: PreTrainedModel) -> bool:
         """Return whether logits can be computed from hidden states in chunks; warn on rank 0 if not."""

@@ -42,7 +42,7 @@ def test_nodes_may_take_the_coordinator() -> None:
     }
     placement = resolve({}, 10, grids, nodes, islands=2)
     assert placement.ranks["coordinator"] == (6, 7, 8, 9)
-    assert placement.coordinator == 6 and placement.worlds[-1].size == 4
+    assert placement.coordinator == 6 and placement.role_groups[-1].size == 4
     with pytest.raises(PlacementError, match="all claim it"):
         resolve({}, 10, {**grids, "coordinator": None}, nodes, islands=2)
     nodes = [replace(node, memory=8e10 * (node.name != "d")) for node in nodes]
