@@ -524,10 +524,17 @@ class Controller:
     async def _watch_ranks(self, watch: RankWatch) -> None:
         """Ask all ranks what they do, and note those that stall or are silent, until one is found."""
         interval = max(watch.interval, self.num_ranks / RANKS_A_SECOND)
+        begin, never = self._now(), set(self._present)
         while not self._evidence:
             await asyncio.sleep(interval)
             statuses = await self.ask(sorted(self._present))
             now = self._now()
+            never = (never - statuses.keys()) & self._present
+            if never and now - begin > watch.lost_after:
+                names = ", ".join(map(self._name, sorted(never)))
+                text = f"{names} has not been heard of for {now - begin:.0f} s, since the program began"
+                self._note(StalledRanks(tuple(sorted(never)), text))
+                return
             for rank, status in statuses.items():
                 if status.beat is not None:
                     self._answers[rank] = (status, now)

@@ -95,7 +95,7 @@ def test_a_rank_that_stalls_is_named_within_two_seconds() -> None:
     assert WATCH.stalled_after < seconds < WATCH.stalled_after + 2.0
 
 
-@pytest.mark.parametrize("event", [25, 40])
+@pytest.mark.parametrize("event", [8, 25, 40])
 def test_a_rank_that_is_silent_is_named(event: int) -> None:
     """A frozen process keeps its connection, and answers nothing."""
     outcome, _ = run(Fault("freeze", rank=2, event=event))
