@@ -44,7 +44,8 @@ from megaverl.controller.messages import (
 )
 from megaverl.controller.references import PendingCall
 from megaverl.controller.relay import Relay
-from megaverl.controller.serving import StatusBoard, run_blocking, serve
+from megaverl.controller.serving import run_blocking, serve
+from megaverl.controller.status_board import StatusBoard
 from megaverl.controller.zmq_transport import Address, ZmqController, ZmqRank
 from megaverl.processes import raise_open_files
 

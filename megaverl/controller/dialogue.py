@@ -11,7 +11,7 @@ over, as always.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from megaverl.controller.messages import (
     CallRequest,
@@ -24,10 +24,8 @@ from megaverl.controller.messages import (
     encode,
     encode_value,
 )
+from megaverl.controller.status_board import StatusBoard
 from megaverl.controller.transport import RankTransport
-
-if TYPE_CHECKING:
-    from megaverl.controller.serving import StatusBoard
 
 T = TypeVar("T")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
-import time
 import traceback
 import typing
 from collections.abc import Callable, Coroutine, Mapping
@@ -25,7 +23,6 @@ from megaverl.controller.messages import (
     Left,
     Reply,
     RowTransfer,
-    Status,
     ValueArgument,
     ValuesArgument,
     decode_for_rank,
@@ -33,16 +30,14 @@ from megaverl.controller.messages import (
     encode_value,
 )
 from megaverl.controller.references import Describes, HoldsRows
+from megaverl.controller.status_board import RUN, StatusBoard
 from megaverl.controller.transport import RankTransport
 from megaverl.distributed.failures import says_peer_is_gone
-from megaverl.distributed.heartbeat import Heartbeat
 from megaverl.errors import MegaverlError
 from megaverl.user_code import describe
 
 T = TypeVar("T")
 _NONE = encode_value(None)
-# Stages of every call: before its method runs, and until the method names another.
-_START, _RUN = "start", "run"
 
 
 class Mover(Protocol):
@@ -53,74 +48,6 @@ class Mover(Protocol):
 
     async def receive(self, move: RowTransfer, present: object | None) -> object:
         """Return the value with the received rows; `present` has the rows that this rank holds already."""
-
-
-class StatusBoard:
-    """State of a rank, for `Where`. The main thread writes it, a side thread reads it.
-
-    Args:
-        observe: returns what the main thread does, called by the side thread; None: it is not observed.
-    """
-
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        observe: Callable[[], Heartbeat] | None = None,
-    ) -> None:
-        self._clock = clock
-        self._observe = observe
-        self._lock = threading.Lock()
-        self._call, self._name, self._stage, self._is_idle = 0, "", "", True
-        self._is_asking = False
-        self._since = clock()
-
-    def begin(self, call: int, name: str) -> None:
-        """Note that a call begins."""
-        self._set(call, name, _START, False)
-
-    def enter(self, stage: str) -> None:
-        """Note the stage of the running call. A worker calls it at the start of each part of a long call."""
-        self._set(self._call, self._name, stage, self._is_idle)
-
-    def ask(self, is_asking: bool) -> None:
-        """Note whether the running call waits for the program's answer."""
-        with self._lock:
-            self._is_asking = is_asking
-
-    def end(self) -> None:
-        """Note that the call is over."""
-        self._set(self._call, self._name, "", True)
-
-    @property
-    def stage(self) -> str:
-        """Return the stage that the running call has named last, or "" if it has named none."""
-        return "" if self._stage in (_START, _RUN) else self._stage
-
-    def answer(self, question: int) -> Status:
-        """Return the answer to one question."""
-        beat = None if self._observe is None else self._observe()
-        with self._lock:
-            seconds = self._clock() - self._since
-            return Status(
-                question,
-                self._call,
-                self._name,
-                self._stage,
-                seconds,
-                self._is_idle,
-                self._is_asking,
-                beat,
-            )
-
-    def _set(self, call: int, name: str, stage: str, is_idle: bool) -> None:
-        with self._lock:
-            self._call, self._name, self._stage, self._is_idle = (
-                call,
-                name,
-                stage,
-                is_idle,
-            )
-            self._since = self._clock()
 
 
 @dataclass(frozen=True)
@@ -258,7 +185,7 @@ async def _run_call(
     await _move_rows(rank, call, values, mover, board)
     if not call.method:
         return Reply(call.id, signal=signal())
-    board.enter(_RUN)
+    board.enter(RUN)
     method = _find_method(methods, call.role, call.method)
     arguments = [
         _decode(argument, kind, values)

@@ -32,7 +32,8 @@ from megaverl.controller.messages import (
     decode_for_rank,
     encode,
 )
-from megaverl.controller.serving import StatusBoard, serve
+from megaverl.controller.serving import serve
+from megaverl.controller.status_board import StatusBoard
 from megaverl.controller.transport import Lost, Received
 from megaverl.distributed.heartbeat import Heartbeat
 

@@ -37,7 +37,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megaverl.controller.failures import ControllerLost
 from megaverl.controller.messages import End, Where, decode_for_rank, encode
-from megaverl.controller.serving import StatusBoard
+from megaverl.controller.status_board import StatusBoard
 from megaverl.controller.transport import Lost, Received
 from megaverl.errors import FAILED, TrainingStopped
 

@@ -11,7 +11,7 @@ from typing import Any
 from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.references import PendingCall, Ref
-from megaverl.controller.serving import StatusBoard
+from megaverl.controller.status_board import StatusBoard
 from megaverl.dataflow.job import TIMEOUT, context_for
 from megaverl.dataflow.plan import CompiledFlow, Places
 from megaverl.dataflow.program_runner import run_program

@@ -13,7 +13,8 @@ from megaverl.controller.core import CallTimeouts, Controller, RankWatch
 from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.failures import CallFailed, ControllerLost, default_name
 from megaverl.controller.relay import Relay
-from megaverl.controller.serving import Served, StatusBoard, run_blocking, serve
+from megaverl.controller.serving import Served, run_blocking, serve
+from megaverl.controller.status_board import StatusBoard
 from megaverl.controller.thread import ControllerThread
 from megaverl.controller.zmq_transport import Address, ZmqRank
 from megaverl.dataflow.value_mover import ValueMover

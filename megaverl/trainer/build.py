@@ -35,10 +35,11 @@ from megaverl.platform import platform
 from megaverl.rewards import RowNames, build_reward
 from megaverl.rewards.trl import TrainerState
 from megaverl.rollout.engine import Engine, OnLoad
+from megaverl.rollout.server_engine import ServerEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight, shapes_of
 from megaverl.trainer.job import patience
-from megaverl.trainer.trainer_engines import make_model, make_trainable, server_rollout
+from megaverl.trainer.trainer_engines import make_model, make_trainable
 from megaverl.workers import RemoteWorker
 from megaverl.workers.critic import ActorCritic, Critic
 from megaverl.workers.fsdp_model import count_shards
@@ -65,6 +66,9 @@ from megaverl.workers.weight_sync import (
     layouts_among,
     told_layouts,
 )
+
+# Folder inside the run's folder, for servers that read weights from one.
+WEIGHTS = "rollout_weights"
 
 
 @dataclass
@@ -330,7 +334,7 @@ class Builder:
         """
         world, reshard = default_group(), self.config.reshard
         if self.config.rollout.engine == "server":
-            _, rollout = server_rollout(self, actor)
+            _, rollout = self._server_rollout(actor)
             assert rollout is not None, "the engines are on these ranks"
             return rollout
         if actor is None:
@@ -362,6 +366,56 @@ class Builder:
         )
         return Rollout(engine, world, sync)
 
+    def _server_rollout(
+        self, actor: TrainingModel | None, group: dist.ProcessGroup | None = None
+    ) -> tuple[ServerSync, Rollout | None]:
+        """Create this rank's part in the weight transfer to inference servers, and its client if it has one.
+
+        Collective over the ranks of this role group.
+
+        Args:
+            actor: actor on this rank, whose weights the servers receive. None: the actor is on other ranks, or the
+                servers keep the weights of the model's folder.
+            group: ranks of actor and rollout, if they share none.
+        """
+        config, world = self.config, default_group()
+        servers = config.rollout.servers
+        engine: ServerEngine | None = None
+        # The engines' ranks are clients of the servers: all ranks if actor and rollout
+        # share them, else those without an actor.
+        if group is None or actor is None:
+            with together(world):
+                engine = ServerEngine(
+                    self.folder,
+                    config.rollout,
+                    run_dir=config.run_dir,
+                    max_model_len=config.max_tokens,
+                    stop_token_ids=self.tokenizer.stop_token_ids,
+                    image_token=None
+                    if self.images is None
+                    else self.images.processor.token_id,
+                )
+        sync = ServerSync(
+            actor,
+            engine,
+            world,
+            group or world,
+            # Each run has its own subfolder, because old contents of the folder are
+            # deleted.
+            folder=Path(servers.folder) / config.run.name
+            if servers.folder is not None
+            else config.run_dir / WEIGHTS,
+            source_folder=self.folder,
+            dtype=self.dtype,
+            tolerance=servers.fingerprint_tolerance,
+            max_tokens=config.max_tokens,
+            direct=servers if servers.transfer == "direct" else None,
+            delta=config.reshard.delta,
+        )
+        if group is None and actor is None:
+            sync.use_folder(self.files().wait())
+        return sync, Rollout(engine, world, sync) if engine is not None else None
+
     def remote_rollout(
         self, actor: TrainingModel | None
     ) -> tuple[WeightSync | ServerSync, Rollout | None]:
@@ -386,7 +440,7 @@ class Builder:
         members = tuple(sorted({*source, *dest}))
         group = join_some(context, "weights", members)
         if config.rollout.engine == "server":
-            return server_rollout(self, actor, group)
+            return self._server_rollout(actor, group)
         engine, layouts = None, None
         if actor is None:
             per_node = sum(

@@ -31,7 +31,7 @@ from megaverl.config.grids import (
     role_grids,
     used_roles,
 )
-from megaverl.controller.serving import StatusBoard
+from megaverl.controller.status_board import StatusBoard
 from megaverl.distributed.heartbeat import Heartbeat
 from megaverl.distributed.job_context import JobContext, join, of_default_group
 from megaverl.distributed.liveness import Liveness, Timeouts, write_flight_record

@@ -247,11 +247,8 @@ class Replanning:
         Args:
             metrics: metrics of the first step, which has just ended.
         """
-        return (
-            time.time()
-            - psutil.Process().create_time()
-            - metrics.get("time/step_ms", 0.0) / 1e3
-        )
+        started: float = psutil.Process().create_time()
+        return time.time() - started - metrics.get("time/step_ms", 0.0) / 1e3
 
     def saved(
         self, done: int, group: dist.ProcessGroup | None, settle: Callable[[], bool]

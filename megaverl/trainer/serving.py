@@ -10,7 +10,7 @@ from typing import Any
 from megaverl.config import Config
 from megaverl.controller.core import CallTimeouts, Controller, RankWatch
 from megaverl.controller.dialogue import Dialogue
-from megaverl.controller.serving import StatusBoard
+from megaverl.controller.status_board import StatusBoard
 from megaverl.dataflow.program_runner import FailureHandling, run_program
 from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.liveness import Liveness

@@ -1,20 +1,16 @@
-"""Training engines of a role: Megatron-core, or a Hugging Face model under FSDP2. Rollouts on inference servers."""
+"""Training engines of a role: Megatron-core, or a Hugging Face model under FSDP2."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megaverl.config import Config
 from megaverl.config.roles import GridConfig, TrainedConfig
-from megaverl.distributed.collectives import together
 from megaverl.distributed.groups import Grid, ProcessGroupManager
-from megaverl.distributed.job_context import default_group
 from megaverl.models.folder import read_model
-from megaverl.rollout.server_engine import ServerEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.gradient_replica import GradientReplica
@@ -22,12 +18,7 @@ from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable
-from megaverl.workers.rollout import Rollout
-from megaverl.workers.server_sync import ServerSync
 from megaverl.workers.trainable import TrainableModel
-
-if TYPE_CHECKING:
-    from megaverl.trainer.build import Builder
 
 
 def make_model(
@@ -123,59 +114,3 @@ def make_trainable(
         return FSDPTrainable(model, **options)
     assert isinstance(model, MegatronModel)
     return MegatronTrainable(model, ddp=config.ddp, **options)
-
-
-WEIGHTS = "rollout_weights"  # folder inside the run's folder
-
-
-def server_rollout(
-    builder: Builder,
-    actor: TrainingModel | None,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[ServerSync, Rollout | None]:
-    """Create this rank's part in the weight transfer to inference servers, and its client if it has one.
-
-    Collective over the ranks of this role group.
-
-    Args:
-        actor: actor on this rank, whose weights the servers receive. None: the actor is on other ranks, or the servers
-            keep the weights of the model's folder.
-        group: ranks of actor and rollout, if they share none.
-    """
-    config, world = builder.config, default_group()
-    servers = config.rollout.servers
-    engine: ServerEngine | None = None
-    # The engines' ranks are clients of the servers: all ranks if actor and rollout
-    # share them, else those without an actor.
-    if group is None or actor is None:
-        with together(world):
-            engine = ServerEngine(
-                builder.folder,
-                config.rollout,
-                run_dir=config.run_dir,
-                max_model_len=config.max_tokens,
-                stop_token_ids=builder.tokenizer.stop_token_ids,
-                image_token=None
-                if builder.images is None
-                else builder.images.processor.token_id,
-            )
-    sync = ServerSync(
-        actor,
-        engine,
-        world,
-        group or world,
-        # Each run has its own subfolder, because old contents of the folder are
-        # deleted.
-        folder=Path(servers.folder) / config.run.name
-        if servers.folder is not None
-        else config.run_dir / WEIGHTS,
-        source_folder=builder.folder,
-        dtype=builder.dtype,
-        tolerance=servers.fingerprint_tolerance,
-        max_tokens=config.max_tokens,
-        direct=servers if servers.transfer == "direct" else None,
-        delta=config.reshard.delta,
-    )
-    if group is None and actor is None:
-        sync.use_folder(builder.files().wait())
-    return sync, Rollout(engine, world, sync) if engine is not None else None
