@@ -18,7 +18,8 @@ from megaverl.controller.failures import CallFailed, ControllerLost
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.messages import RowTransfer
 from megaverl.controller.references import PendingCall, Ref
-from megaverl.controller.serving import StatusBoard, run_blocking, serve
+from megaverl.controller.serving import run_blocking, serve
+from megaverl.controller.status_board import StatusBoard
 from megaverl.controller.thread import ControllerThread
 from megaverl.controller.zmq_transport import Address, ZmqRank
 from megaverl.dataflow import program_runner

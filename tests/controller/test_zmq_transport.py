@@ -7,7 +7,8 @@ import asyncio
 import pytest
 import zmq
 
-from megaverl.controller.serving import StatusBoard, run_blocking
+from megaverl.controller.serving import run_blocking
+from megaverl.controller.status_board import StatusBoard
 from megaverl.controller.zmq_transport import Address, ZmqController, ZmqRank
 from megaverl.errors import TrainingStopped
 from tests.launcher import Launcher
