@@ -98,7 +98,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from megaverl.data.batch import RolloutBatch
     from megaverl.distributed.grid import GridShape
     from megaverl.distributed.groups import ProcessGroupManager
-    from megaverl.rollout import make_engine
+    from megaverl.rollout import EngineOptions, make_engine
     from megaverl.rollout.engine import SamplingOptions
     from megaverl.sharding.model_spec import ModelSpec
     from megaverl.workers.megatron_model import MegatronModel
@@ -110,11 +110,13 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     engine = make_engine(
         RolloutConfig(),
         model_folder,
-        seed=0,
-        dtype=dtype,
-        max_model_len=options.tokens + 16,
-        num_sequences=options.prompts,
-        routed_experts=True,
+        EngineOptions(
+            seed=0,
+            dtype=dtype,
+            max_model_len=options.tokens + 16,
+            num_sequences=options.prompts,
+            routed_experts=True,
+        ),
     )
     generator = torch.Generator().manual_seed(options.seed)
     prompts = torch.randint(

@@ -174,7 +174,7 @@ def actor_and_engine(
 ) -> tuple[MegatronModel, WeightSync, Engine]:
     """Return an actor, and an engine beside it that shares the storage it can and waits for the other weights."""
     from megaverl.config.roles import ReshardConfig, RolloutConfig
-    from megaverl.rollout import make_engine
+    from megaverl.rollout import EngineOptions, make_engine
     from megaverl.sharding.weight import shapes_of
     from megaverl.workers.weight_sync import ActorWeights, WeightSync, adopting
 
@@ -187,11 +187,13 @@ def actor_and_engine(
     made = make_engine(
         config,
         path,
-        seed=0,
-        dtype=dtype,
-        max_model_len=64,
-        load_weights=False,
-        num_sequences=8,
+        EngineOptions(
+            seed=0,
+            dtype=dtype,
+            max_model_len=64,
+            load_weights=False,
+            num_sequences=8,
+        ),
         on_load=adopting(model, model.grid.world, None, ReshardConfig()),
     )
     sync = WeightSync(

@@ -6,10 +6,12 @@ between its replicas and derives a seed for each sample.
 
 from megaverl.rollout.engine import Engine, Generation, SamplingOptions
 from megaverl.rollout.engine_factory import make_engine
+from megaverl.rollout.engine_options import EngineOptions
 from megaverl.rollout.sample_seeds import sample_seed, split_prompts, turn_seed
 
 __all__ = [
     "Engine",
+    "EngineOptions",
     "Generation",
     "SamplingOptions",
     "make_engine",

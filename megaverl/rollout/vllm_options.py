@@ -4,34 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+from megaverl.rollout.engine_options import EngineOptions
 
 
 @dataclass(frozen=True)
-class VLLMOptions:
+class VLLMOptions(EngineOptions):
     """Options of a `VLLMEngine` beside `rollout`.
 
     Attributes:
-        seed: seed of the engine; requests have their own seeds.
-        dtype: dtype of weights, activations and cache.
-        max_model_len: most tokens of prompt and response together.
-        stop_token_ids: tokens that end a response.
-        load_weights: False: a reshard must write all of them before the first `generate`.
-        trust_remote_code: run Python code from the model folder.
-        num_sequences: responses that are requested at once, to size the cache; None: unknown.
         images: EngineArgs of a model that takes images (`image_arguments`); None for other models.
-        routed_experts: record which experts each token took.
     """
 
-    seed: int
-    dtype: torch.dtype
-    max_model_len: int
-    stop_token_ids: tuple[int, ...] = ()
-    load_weights: bool = True
-    trust_remote_code: bool = False
-    num_sequences: int | None = None
     images: Mapping[str, Any] | None = None
-    routed_experts: bool = False

@@ -511,7 +511,7 @@ class Builder:
             weights_come: whether the actor sends the weights, so that none are read.
             on_load: called when the engine loads its model, or None.
         """
-        from megaverl.rollout import make_engine
+        from megaverl.rollout import EngineOptions, make_engine
 
         config = self.config
         plays = config.algorithm.opponent_beta is not None
@@ -522,20 +522,23 @@ class Builder:
             self.folder
             if weights_come and config.rollout.engine == "vllm"
             else self.files().wait(),
-            seed=config.run.seed,
-            dtype=self.dtype,
-            max_model_len=config.max_tokens,
-            stop_token_ids=self.tokenizer.stop_token_ids,
-            load_weights=not weights_come,
-            trust_remote_code=config.model.trust_remote_code,
-            # Number of sequences that one engine serves at the same time, rounded up.
-            num_sequences=-(
-                -config.samples_at_once * config.rollout.tp // dist.get_world_size()
+            EngineOptions(
+                seed=config.run.seed,
+                dtype=self.dtype,
+                max_model_len=config.max_tokens,
+                stop_token_ids=tuple(self.tokenizer.stop_token_ids),
+                load_weights=not weights_come,
+                trust_remote_code=config.model.trust_remote_code,
+                # Number of sequences that one engine serves at the same time, rounded
+                # up.
+                num_sequences=-(
+                    -config.samples_at_once * config.rollout.tp // dist.get_world_size()
+                ),
+                routed_experts=config.actor.router_replay != "off",
             ),
             on_load=on_load,
             images=config.data.images if self.images is not None else None,
             tokenizer=config.model.tokenizer,
-            routed_experts=config.actor.router_replay != "off",
             reference_folder=self.files(config.reference.path).wait()
             if plays
             else None,

@@ -15,7 +15,7 @@ from megaverl.data.prompts import PromptEncoder
 from megaverl.data.tokenizers import load_tokenizer
 from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import RolloutError
-from megaverl.rollout import make_engine
+from megaverl.rollout import EngineOptions, make_engine
 from megaverl.rollout.engine import Generation, SamplingOptions
 
 # The last weight of the tower, as vLLM calls it.
@@ -108,11 +108,13 @@ def answers(folder: str, tp: int) -> dict[str, Any]:
     engine: Any = make_engine(
         RolloutConfig(tp=tp),
         folder,
-        seed=0,
-        dtype=torch.float32,
-        max_model_len=128,
-        stop_token_ids=[2],
-        num_sequences=16,
+        EngineOptions(
+            seed=0,
+            dtype=torch.float32,
+            max_model_len=128,
+            stop_token_ids=(2,),
+            num_sequences=16,
+        ),
         images=ImagesConfig(),
     )
     two_pictures = pictures()

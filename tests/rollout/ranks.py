@@ -21,7 +21,7 @@ from megaverl.distributed.job_context import default_group
 from megaverl.errors import RolloutError
 from megaverl.models.architectures import weights_of
 from megaverl.platform import platform
-from megaverl.rollout import make_engine
+from megaverl.rollout import EngineOptions, make_engine
 from megaverl.rollout.engine import (
     Generation,
     InFlight,
@@ -332,9 +332,7 @@ def budgets(folder: str) -> dict[str, Any]:
     engine = make_engine(
         RolloutConfig(engine="hf", use_dynamic_batching=True, max_sequences=3),
         folder,
-        seed=0,
-        dtype=torch.float32,
-        max_model_len=32,
+        EngineOptions(seed=0, dtype=torch.float32, max_model_len=32),
     )
     try:
         rollout = Rollout(engine, default_group())

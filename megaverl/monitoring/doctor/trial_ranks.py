@@ -92,7 +92,7 @@ def draw_token() -> None:
 def generate_one(engine_name: str) -> str:
     """Make a model and an engine, generate a token, and return a sentence with the times. Needs a process group."""
     from megaverl.models.tiny import make_tiny_folder
-    from megaverl.rollout import make_engine
+    from megaverl.rollout import EngineOptions, make_engine
     from megaverl.rollout.engine import SamplingOptions
 
     begin = time.perf_counter()
@@ -103,9 +103,7 @@ def generate_one(engine_name: str) -> str:
         engine = make_engine(
             RolloutConfig.model_validate(options),
             folder,
-            seed=0,
-            dtype=platform.default_dtype,
-            max_model_len=16,
+            EngineOptions(seed=0, dtype=platform.default_dtype, max_model_len=16),
         )
         ready = time.perf_counter()
         generation = engine.generate(
