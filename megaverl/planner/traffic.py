@@ -11,9 +11,9 @@ from operator import attrgetter
 from megaverl.models.lora import adapter_names, with_factors
 from megaverl.planner.job import Machine, PlannedJob
 from megaverl.sharding.boxes import carry, intersect
+from megaverl.sharding.deltas import AUTO_ITEMSIZE
 from megaverl.sharding.layout import EMPTY, Layout, Piece
 from megaverl.sharding.plan import Plans, Volume, make_plans
-from megaverl.weights.transports.sent_weights import AUTO_ITEMSIZE
 
 # Share of bfloat16 weights that one step of Adam changes at learning rates of RL.
 # Published: about 1 % (PULSE, arXiv 2602.03839). tools/bench_delta.py measures a run's.

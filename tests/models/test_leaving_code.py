@@ -21,7 +21,8 @@ LEAVES = "import sys; sys.exit(0)"
 # Where the code leaves: a line of the file, after which it is put with the line's own
 # indentation.
 PLACES = {
-    "configuration": ("configuration_plain.py", "    def __init__(self, vocab_size"),
+    # The end of a signature of several lines.
+    "configuration": ("configuration_plain.py", "    ):"),
     "module": ("modeling_plain.py", "    def __init__(self, config, layer_idx):"),
     "forward": (
         "modeling_plain.py",

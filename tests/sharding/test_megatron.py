@@ -206,7 +206,7 @@ def test_every_element_is_held_by_as_many_ranks_as_replicate_it(
             if weight.expert is not None or weight.is_stacked
             else shape.dp
         )
-        if weight.split is Split.REPLICATED:
+        if weight.split in (Split.REPLICATED, Split.HEADS_IN_VLLM):
             copies *= shape.tp
         if weight.megatron_tied and shape.pp * (shape.vpp or 1) > 1:
             copies *= 2
@@ -228,7 +228,7 @@ def test_experts_are_those_that_megatron_would_cut(case: tuple[Any, ...]) -> Non
         transformer_engine=engine,
     )
     block, parts = "mlp", ("gate_proj", "up_proj", "down_proj")
-    if spec.architecture == "MixtralForCausalLM":
+    if spec.architecture in ("MixtralForCausalLM", "MiniMaxM2ForCausalLM"):
         block, parts = "block_sparse_moe", ("w1", "w3", "w2")
     starts = [0, *np.cumsum(split)]
     num_local = spec.moe.num_experts // shape.ep
@@ -300,9 +300,11 @@ def test_experts_are_those_that_megatron_would_cut(case: tuple[Any, ...]) -> Non
                         tensors.pop(here + "shared_experts.gate_weight") == gate
                     ).all()
                 if spec.moe.router_bias:
+                    bias = "gate.e_score_correction_bias"
+                    if spec.architecture == "MiniMaxM2ForCausalLM":
+                        bias = "e_score_correction_bias"
                     assert (
-                        tensors.pop(here + "router.expert_bias")
-                        == ids[there + "gate.e_score_correction_bias"]
+                        tensors.pop(here + "router.expert_bias") == ids[there + bias]
                     ).all()
         assert not [name for name in tensors if "expert" in name or "router" in name]
 

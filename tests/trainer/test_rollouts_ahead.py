@@ -163,7 +163,7 @@ def run_asynchronously(
         roles = (
             "session",
             "recorder",
-            "world",
+            "receiver",
             "rollout",
             "reward",
             "actor",

@@ -9,13 +9,11 @@ from typing import Literal
 import torch
 
 from megaverl.sharding.boxes import Box
+from megaverl.sharding.deltas import AUTO_ITEMSIZE
 from megaverl.sharding.plan import Transfer
 from megaverl.weights.transports.tensor_views import Tensors, view
 
 DeltaMode = Literal["auto", "on", "off"]
-# reshard.delta=auto compares 16-bit weights only: an optimizer's step changes nearly
-# every float32 weight.
-AUTO_ITEMSIZE = 2
 # With reshard.delta=auto, a sender whose changes take more than this share of its whole
 # messages sends whole ones in the next versions, without comparing.
 PAYS_BELOW = 0.5

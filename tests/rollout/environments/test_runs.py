@@ -158,7 +158,7 @@ def test_two_players(launch: Launcher, tmp_path: Path) -> None:
     arguments = [*SHORT, f"run.dir={tmp_path / 'hit'}", f"run.nproc={RANKS}", *more]
     command = ["train", f"--config={CONFIGS / 'signalling_game'}.yaml", *arguments]
     environment = Fault(
-        "kill", 1, "agent_listener", 2, mark=str(tmp_path / "mark")
+        "kill", 1, "actor_update", 2, mark=str(tmp_path / "mark")
     ).environment()
     launch.command(
         command, ranks=RANKS, logs=tmp_path / "output", environment=environment
