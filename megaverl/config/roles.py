@@ -936,8 +936,8 @@ class FaultsConfig(Section):
     """Share of the last 64 attempts that failed, above which the run pauses and says so. The attempts that follow a
     pause do not count as retries. 1: never."""
     pause_seconds: NonNegativeFloat = 60.0
-    """Length of a pause. run.timeout_minutes does not limit it."""
-    pauses: Annotated[int, Field(ge=0, le=100_000)] = 10
+    """Length of a pause. The pauses of a step count towards run.timeout_minutes, like its generation."""
+    pauses: Annotated[int, Field(ge=0, le=100_000)] = 5
     """Pauses without a finished episode in between, after which the run ends. It can be started again, from its last
     checkpoint."""
 

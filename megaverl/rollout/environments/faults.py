@@ -58,7 +58,7 @@ class FaultLimits:
     replacements: int = 1
     pause_above: float = 0.5
     pause_seconds: float = 60.0
-    pauses: int = 10
+    pauses: int = 5
 
 
 @dataclass(frozen=True)
