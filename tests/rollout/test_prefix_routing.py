@@ -122,3 +122,15 @@ def test_a_server_with_an_empty_cache_is_no_longer_preferred() -> None:
     assert router.choose(prompt, {"a": 0, "b": 0}) == "a"
     router.forget()
     assert router.choose(prompt, {"b": 0, "a": 0}) == "b"
+
+
+def test_what_was_used_last_is_remembered_longest() -> None:
+    """Of four blocks that fit, the new prompt takes the place of the one that was not asked for again."""
+    router = PrefixRouter(most_blocks=4)
+    first, second, third = ([number] * 2 * BLOCK_TOKENS for number in range(3))
+    assert router.choose(first, {"b": 0, "a": 0}) == "b"
+    assert router.choose(second, {"b": 0, "a": 0}) == "b"
+    assert router.choose(first, {"a": 0, "b": 0}) == "b"
+    assert router.choose(third, {"b": 0, "a": 0}) == "b"
+    assert router.choose(first, {"a": 0, "b": 0}) == "b"
+    assert router.choose(second, {"a": 0, "b": 0}) == "a"

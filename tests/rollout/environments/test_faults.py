@@ -192,3 +192,28 @@ def test_an_environment_that_has_never_worked_is_a_mistake(method: str) -> None:
     later.play()
     later.fails = lambda number, call: later.calls[number] < 7
     assert {view.finish_reason for view in later.play()} == {"stop"}
+
+
+def test_a_pause_is_not_followed_by_another_for_the_same_failures() -> None:
+    """After the pause the window is empty: one more failure among episodes that go on is no reason."""
+    limits = FaultLimits(retries=1, backoff_seconds=0.0, pause_seconds=30.0)
+    unreliable = Unreliable(16, never, limits)
+    unreliable.fails = lambda number, call: (
+        (number < 12 and call == 0) or (number == 15 and call == 1)
+    )
+    views = unreliable.play()
+    assert {view.finish_reason for view in views} == {"stop"}
+    assert unreliable.slept.count(30.0) == 1
+
+
+def test_episodes_that_end_well_count_against_a_pause() -> None:
+    limits = FaultLimits(retries=1, backoff_seconds=0.0, pause_seconds=30.0)
+    unreliable = Unreliable(16, never, limits)
+    for _ in range(3):
+        unreliable.play()
+    begun = list(unreliable.calls)
+    unreliable.fails = lambda number, call: number < 9 and call == begun[number]
+    views = unreliable.play()
+    assert {view.finish_reason for view in views} == {"stop"}
+    assert unreliable.faults.metrics()["environment/faults"] == 9
+    assert 30.0 not in unreliable.slept
