@@ -350,7 +350,11 @@ def test_a_rank_of_a_torchrun_that_c_code_ends_is_named_by_the_others(inputs, tm
         "trainer.steps=1",
     )
     assert code != 0, said
-    assert "rank 1 was lost in reward.score: its process ended" in said
+    # The controller, or the rank that waits for it, is the first to notice.
+    assert (
+        "rank 1 was lost in reward.score: its process ended" in said
+        or "rank 1 is gone: it was in step 1: reward" in said
+    )
 
 
 def test_a_good_run_of_a_torchrun_is_not_held_up(monkeypatch):
