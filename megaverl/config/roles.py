@@ -622,7 +622,7 @@ class ServersConfig(Section):
     GPU, sends the folder's weights to one server after the other; vLLM's servers then need not see the folder."""
     max_requests: Positive = 64
     """Maximum number of concurrent requests per server, from all ranks together."""
-    routing: Literal["prefix", "load"] = "prefix"
+    routing: Literal["prefix", "load"] = "load"
     """Which server gets a request. prefix: the one that has read most of the prompt's beginning, among those with few
     requests, so that later turns and the samples of a group find it in its cache. load: the one with the fewest
     requests."""
