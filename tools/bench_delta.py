@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -41,7 +40,7 @@ from megaverl.weights.reshard import Resharder, ReshardStats
 from megaverl.weights.transports import DeltaMode, TransportOptions
 from megaverl.weights.transports.changes import decode, differ, encode
 from tests.faults.networks import Networks, address, enter, networks, why_not
-from tools.bench_fanout import CANNOT_RUN, PATIENCE, shape, why_no_shaping
+from tools.bench_fanout import CANNOT_RUN, PATIENCE, run_on, shape, why_no_shaping
 
 PORT = 29_461
 WAYS: tuple[DeltaMode, DeltaMode] = ("on", "off")
@@ -75,40 +74,11 @@ def main() -> int:
         return CANNOT_RUN
     with networks(1 + options.replicas) as nodes:
         shape(nodes, options.mbit)
-        figures = measure(nodes, options)
+        figures = run_on(nodes, run_rank, options)
     print(table(figures, options))
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return 0
-
-
-def measure(nodes: Networks, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start a rank on each node and return rank 0's figures, one dictionary for each step."""
-    forked = multiprocessing.get_context("fork")
-    receiving, sending = forked.Pipe(duplex=False)
-    parent = os.getpid()
-    ranks = [
-        forked.Process(
-            target=run_rank,
-            args=(rank, nodes, options, sending if rank == 0 else None, parent),
-        )
-        for rank in range(nodes.count)
-    ]
-    for process in ranks:
-        process.start()
-    sending.close()
-    try:
-        figures: list[dict[str, Any]] = receiving.recv()
-        for process in ranks:
-            process.join()
-    except EOFError:
-        raise SystemExit(
-            "bench_delta.py: a rank failed; its traceback is above."
-        ) from None
-    finally:
-        for process in ranks:
-            process.kill()
-    return figures
 
 
 def run_rank(

@@ -89,7 +89,7 @@ def main() -> int:
         return CANNOT_RUN
     with networks(TRAINERS + max(options.replicas)) as nodes:
         shape(nodes, options.mbit)
-        figures = measure(nodes, options)
+        figures = run_on(nodes, run_rank, options)
     print(table(figures, options.mbit))
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
@@ -123,14 +123,25 @@ def shape(nodes: Networks, mbit: float) -> None:
             )
 
 
-def measure(nodes: Networks, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start a rank on each node and return rank 0's figures, one dictionary for each number of replicas."""
+def run_on(
+    nodes: Networks,
+    rank_function: Callable[
+        [int, Networks, argparse.Namespace, Connection | None, int], None
+    ],
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Start a rank on each node and return rank 0's figures.
+
+    Args:
+        rank_function: called with the rank, the nodes, the options, the connection that takes rank 0's figures (None on
+            other ranks) and the id of this process.
+    """
     forked = multiprocessing.get_context("fork")
     receiving, sending = forked.Pipe(duplex=False)
     parent = os.getpid()
     ranks = [
         forked.Process(
-            target=run_rank,
+            target=rank_function,
             args=(rank, nodes, options, sending if rank == 0 else None, parent),
         )
         for rank in range(nodes.count)
@@ -143,9 +154,8 @@ def measure(nodes: Networks, options: argparse.Namespace) -> list[dict[str, Any]
         for process in ranks:
             process.join()
     except EOFError:
-        raise SystemExit(
-            "bench_fanout.py: a rank failed; its traceback is above."
-        ) from None
+        tool = Path(sys.argv[0]).name
+        raise SystemExit(f"{tool}: a rank failed; its traceback is above.") from None
     finally:
         for process in ranks:
             process.kill()
