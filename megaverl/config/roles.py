@@ -142,9 +142,9 @@ class GridConfig(Section):
     """Maximum number of prompt and response tokens in one micro-batch. This is a hard limit and must hold the longest
     sample. Larger values are faster and need more activation memory. The result does not depend on it."""
     pack_samples: bool = True
-    """Concatenate the samples of a micro-batch into one row without padding, and compute a prompt that several samples
-    share only once. Under Transformer Engine, rows are padded with a log message if neither FlashAttention nor cuDNN
-    supports packed rows."""
+    """Concatenate the samples of a micro-batch into one row without padding, and compute once what several samples
+    share: an equal prompt, or the turns that conversations of an agent have in common. Under Transformer Engine, rows
+    are padded with a log message if neither FlashAttention nor cuDNN supports packed rows."""
     chunked_logits: bool = False
     """Compute log-probs from hidden states, some response tokens at a time, so that the logits are never materialised
     as a whole. Saves memory for long samples and large vocabularies. The backward pass computes the logits again."""

@@ -58,7 +58,10 @@ def fetch(
         if connections.ended:
             raise ValueError
     except (OSError, ValueError, http.client.HTTPException) as error:
-        if connections.ended:
+        # The socket's own timeout may expire just before the timer's. urllib gives the
+        # cause of a failed connection as `reason`.
+        is_late = isinstance(getattr(error, "reason", error), TimeoutError)
+        if connections.ended or is_late:
             raise ValueError(f"it was not here within {seconds:g} s") from error
         raise
     finally:

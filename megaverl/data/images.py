@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megaverl.data.messages import Message
+    from megaverl.data.prefix_tree import PrefixTree
     from megaverl.data.tokenizers import Tokenizer
 
 # Column of a batch with a list of `SharedItem` per sample.
@@ -370,23 +371,25 @@ def image_column(
 
 def images_of_rows(
     column: Sequence[Sequence[SharedItem] | None] | None,
-    prompts: Sequence[int] | None = None,
+    tree: PrefixTree | None = None,
 ) -> list[SharedItem]:
     """Return all images of a batch, row after row.
 
     Args:
         column: the batch's column of images, or None if it has none.
-        prompts: number per row that is equal for rows with the same prompt. The images of such rows are returned once,
-            at the first of them.
+        tree: tree of the rows' prompts, if they are packed into one row. A prompt that several rows share has its
+            images once, at the first of them.
     """
     if column is None:
         return []
-    if prompts is not None:
-        first: dict[int, Sequence[SharedItem] | None] = {}
-        for number, row_images in zip(prompts, column, strict=False):
-            first.setdefault(number, row_images)
-        column = list(first.values())
-    return [image for row_images in column for image in row_images or ()]
+    rows = column
+    if tree is not None:
+        rows = [
+            column[row]
+            for row, shared in zip(tree.order, tree.shared, strict=True)
+            if not shared
+        ]
+    return [image for row_images in rows for image in row_images or ()]
 
 
 def _text(prompt: str | list[Message]) -> str:

@@ -1,10 +1,12 @@
-"""Plan micro-batches of packed samples, in which a shared prompt is counted and computed once."""
+"""Plan micro-batches of packed samples, in which tokens that samples share are counted and computed once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
+
+import numpy as np
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import (
@@ -14,6 +16,7 @@ from megaverl.data.batching import (
     plan_micro_batches,
 )
 from megaverl.data.images import COLUMN
+from megaverl.data.prefix_tree import PackedRow, PrefixTree, limits_of
 from megaverl.data.sequence_lengths import SequenceLengths
 
 # Stop refining once the busiest rank has at most this many times the mean tokens.
@@ -21,16 +24,42 @@ GOOD_ENOUGH = 1.02
 
 
 def sequence_lengths(batch: RolloutBatch) -> SequenceLengths:
-    """Return the lengths of a batch. A batch with only some of a step's samples stores which prompts are equal."""
+    """Return the lengths of a batch, and what its samples share.
+
+    The conversations of an agent share all tokens up to their first difference with
+    another one of their group. Other samples share their prompt if it is equal, and so
+    do samples with images, whose equal tokens may stand for different images. A batch
+    with only some of a step's samples stores which prompts are equal.
+    """
     if batch.held is not None:
         return batch.held.lengths
+    prompt_lengths = batch.prompt_lengths.tolist()
+    response_lengths = batch.response_lengths.tolist()
+    are_conversations = "episode_ids" in batch and "group_ids" in batch
+    if are_conversations and COLUMN not in batch.columns:
+        groups = _numbered(batch.group_ids.tolist())
+        tree = PrefixTree.of_tokens(
+            _sequences(batch), limits_of(prompt_lengths), groups
+        )
+        return SequenceLengths(prompt_lengths, response_lengths, groups, tree)
     stored_numbers = batch.tensors.get("prompt_numbers")
     prompts = (
         prompt_numbers(batch) if stored_numbers is None else stored_numbers.tolist()
     )
-    return SequenceLengths(
-        batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), prompts
-    )
+    return SequenceLengths(prompt_lengths, response_lengths, prompts)
+
+
+def _sequences(batch: RolloutBatch) -> list[np.ndarray]:
+    """Return the tokens of each sample, prompt and response joined."""
+    joined = batch.joined().cpu().numpy()
+    lengths = batch.sequence_lengths.tolist()
+    return [row[:length] for row, length in zip(joined, lengths, strict=True)]
+
+
+def _numbered(values: Sequence[int]) -> list[int]:
+    """Return a number per value, counted in the order of their first appearances."""
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]
 
 
 def prompt_numbers(batch: RolloutBatch) -> list[int]:
@@ -49,46 +78,25 @@ def prompt_numbers(batch: RolloutBatch) -> list[int]:
     return number_of_sample
 
 
-def shared_tokens(prompt_lengths: Sequence[int]) -> list[int]:
-    """Return the number of each sample's tokens that others with the same prompt share: all of the prompt but the last.
-
-    The last one predicts the response's first token, so every sample needs its own
-    copy.
-    """
-    return [max(0, length - 1) for length in prompt_lengths]
-
-
-def packed_tokens(
-    samples: Sequence[int],
-    lengths: Sequence[int],
-    shared: Sequence[int],
-    prompts: Sequence[int],
-) -> int:
-    """Return the tokens of the row that these samples are packed into."""
-    beginnings = {prompts[sample]: shared[sample] for sample in samples}
-    return sum(lengths[sample] - shared[sample] for sample in samples) + sum(
-        beginnings.values()
-    )
-
-
 def plan_packed_micro_batches(
     units: Sequence[Sequence[int]],
     lengths: Sequence[int],
-    shared: Sequence[int],
     prompts: Sequence[int],
+    tree: PrefixTree,
     num_ranks: int,
     max_tokens: int,
     rule: MicroBatchRule = ANY_MICRO_BATCHES,
 ) -> list[list[list[int]]]:
-    """Plan micro-batches of packed rows, keeping samples with one prompt together as far as that pays off.
+    """Plan micro-batches of packed rows, keeping samples that share tokens together as far as that pays off.
 
-    Together they share their prompt, apart they balance ranks better. Plans are made
-    with each prompt's samples whole, in two parts, in four and so on. The plan whose
-    busiest rank has the fewest tokens is returned.
+    Together they compute shared tokens once, apart they balance ranks better. Plans are
+    made with each prompt's samples whole, in two parts, in four and so on, cut where the
+    tree orders them. The plan whose busiest rank has the fewest tokens is returned.
 
     Args:
         units: samples that are never separated: [[0], [1], ...], or pairs.
-        lengths, shared, prompts: of EVERY sample of the batch; see `shared_tokens` and `prompt_numbers`.
+        lengths, prompts: of EVERY sample of the batch; see `SequenceLengths`.
+        tree: tree of the tokens that they share.
         num_ranks, max_tokens, rule: see `plan_micro_batches`.
 
     Returns:
@@ -97,12 +105,7 @@ def plan_packed_micro_batches(
     Raises:
         DataError: one unit alone exceeds the cap.
     """
-    costs = [
-        lengths[unit[0]]
-        if len(unit) == 1
-        else packed_tokens(unit, lengths, shared, prompts)
-        for unit in units
-    ]
+    costs = [tree.num_tokens(unit, lengths) for unit in units]
     check_cap(
         costs,
         [unit[0] for unit in units],
@@ -113,9 +116,13 @@ def plan_packed_micro_batches(
     units_by_prompt: dict[int, list[Sequence[int]]] = {}
     for unit in units:
         units_by_prompt.setdefault(prompts[unit[0]], []).append(unit)
+    for alike in units_by_prompt.values():
+        # Neighbours of the tree stay in one part.
+        first_samples = tree.in_order([unit[0] for unit in alike])
+        place = {sample: number for number, sample in enumerate(first_samples)}
+        alike.sort(key=lambda unit: place[unit[0]])
     total = sum(
-        packed_tokens(_samples(alike), lengths, shared, prompts)
-        for alike in units_by_prompt.values()
+        tree.num_tokens(_samples(alike), lengths) for alike in units_by_prompt.values()
     )
     share = -(-total // num_ranks)
     best: list[list[list[int]]] = []
@@ -123,34 +130,33 @@ def plan_packed_micro_batches(
     cap = max_tokens - max_tokens % rule.multiple_of
     most = max(map(len, units_by_prompt.values()), default=1)
     # Keep all samples of a prompt together at first, then split them into 2, 4, 8, ...
-    # parts. Every split computes the prompt once more, but makes the ranks' loads more
-    # even.
+    # parts. Every split computes shared tokens once more, but makes the ranks' loads
+    # more even.
     for parts in (2**power for power in range((most - 1).bit_length() + 1)):
         bundles = [
             bundle
             for alike in units_by_prompt.values()
-            for bundle in _bundles(alike, parts, cap, lengths, shared, prompts)
+            for bundle in _bundles(alike, parts, cap, lengths, tree)
         ]
         plan = plan_micro_batches(
-            [bundle.tokens for bundle in bundles],
+            [bundle.num_tokens for bundle in bundles],
             num_ranks,
             max_tokens,
             rule,
             padded=False,
         )
-        sample_plan = []
-        tokens_by_rank = []
-        for rank_plan in plan:
-            bundles_of_rank = [
-                [bundles[number] for number in micro] for micro in rank_plan
+        sample_plan = [
+            [
+                _samples([bundles[number].samples for number in micro])
+                for micro in micros
             ]
-            sample_plan.append(
-                [
-                    _samples([bundle.samples for bundle in micro])
-                    for micro in bundles_of_rank
-                ]
-            )
-            tokens_by_rank.append(sum(_tokens_of(micro) for micro in bundles_of_rank))
+            for micros in plan
+        ]
+        # Two parts of a prompt in one row share tokens again.
+        tokens_by_rank = [
+            sum(tree.num_tokens(micro, lengths) for micro in micros)
+            for micros in sample_plan
+        ]
         count = len(sample_plan[0])
         has_idle_rank = any(
             not micro for rank_plan in sample_plan for micro in rank_plan
@@ -168,34 +174,6 @@ def plan_packed_micro_batches(
     return best
 
 
-class _Bundle:
-    """Samples that are packed into one row.
-
-    Attributes:
-        samples: the samples.
-        beginnings: prompt -> its shared tokens, which are in the row once.
-        own: all other tokens.
-    """
-
-    def __init__(self) -> None:
-        self.samples: list[int] = []
-        self.beginnings: dict[int, int] = {}
-        self.own = 0
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the row."""
-        return self.own + sum(self.beginnings.values())
-
-
-def _tokens_of(bundles: Sequence[_Bundle]) -> int:
-    """Return the tokens of a row that all these bundles are packed into."""
-    beginnings: dict[int, int] = {}
-    for bundle in bundles:
-        beginnings |= bundle.beginnings
-    return sum(bundle.own for bundle in bundles) + sum(beginnings.values())
-
-
 def _samples(units: Sequence[Sequence[int]]) -> list[int]:
     """Return the samples of several units, ascending."""
     return sorted(chain.from_iterable(units))
@@ -206,38 +184,19 @@ def _bundles(
     parts: int,
     cap: int,
     lengths: Sequence[int],
-    shared: Sequence[int],
-    prompts: Sequence[int],
-) -> list[_Bundle]:
+    tree: PrefixTree,
+) -> list[PackedRow]:
     """Group consecutive units into `parts` parts of similar size, or more if a part exceeds `cap` tokens."""
     size = -(-len(units) // parts)
     result = []
     for start in range(0, len(units), size):
-        part = _Bundle()
-        tokens = 0
+        part = PackedRow(tree, lengths)
         for unit in units[start : start + size]:
-            own_tokens = 0
-            shared_tokens = 0
-            for sample in unit:
-                own_tokens += lengths[sample] - shared[sample]
-            if fresh := {
-                prompts[sample]: shared[sample]
-                for sample in unit
-                if prompts[sample] not in part.beginnings
-            }:
-                shared_tokens = sum(fresh.values())
             # A unit larger than the cap was refused by `check_cap`, so a new part
             # always takes it.
-            if part.samples and tokens + own_tokens + shared_tokens > cap:
+            if part.samples and part.num_tokens + part.growth(unit) > cap:
                 result.append(part)
-                part = _Bundle()
-                tokens = 0
-                fresh = {prompts[sample]: shared[sample] for sample in unit}
-                shared_tokens = sum(fresh.values())
-            part.samples += unit
-            part.own += own_tokens
-            if fresh:
-                part.beginnings |= fresh
-            tokens += own_tokens + shared_tokens
+                part = PackedRow(tree, lengths)
+            part.add(unit)
         result.append(part)
     return result

@@ -6,6 +6,8 @@ from collections.abc import Hashable
 from functools import cached_property
 from typing import NamedTuple
 
+from megaverl.data.prefix_tree import PrefixTree
+
 
 class _Columns(NamedTuple):
     """Fields of `SequenceLengths`."""
@@ -13,6 +15,7 @@ class _Columns(NamedTuple):
     prompt_lengths: list[int]
     response_lengths: list[int]
     prompts: list[int]
+    tree_of_tokens: PrefixTree | None = None
 
 
 class SequenceLengths(_Columns):
@@ -20,8 +23,17 @@ class SequenceLengths(_Columns):
 
     Attributes:
         prompt_lengths, response_lengths: tokens per sample.
-        prompts: number per sample that is equal for samples with identical prompts, token for token.
+        prompts: number per sample that is equal for samples which are planned together: those with identical prompts,
+            token for token, or the conversations of one group of episodes.
+        tree_of_tokens: tree of the samples' tokens. None: samples share equal prompts and nothing else.
     """
+
+    @cached_property
+    def tree(self) -> PrefixTree:
+        """Return the tree of the tokens that samples share in a packed row."""
+        if self.tree_of_tokens is not None:
+            return self.tree_of_tokens
+        return PrefixTree.of_prompts(self.prompts, self.prompt_lengths)
 
     @cached_property
     def plans(self) -> dict[Hashable, list[list[list[int]]]]:

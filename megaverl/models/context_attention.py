@@ -11,10 +11,10 @@ All layers except attention treat tokens independently. Attention gathers the ke
 values of the whole row, and a rank's queries attend to earlier tokens of their
 sequences. In the backward pass each rank receives the sum over all ranks of the
 gradients of its keys and values. A packed row is cut regardless of where sequences
-begin, so a shared prompt stays in the row once.
+begin, so shared tokens stay in the row once.
 
 Transformer Engine's attention exchanges keys and values itself (`engine_attention.py`).
-It needs each sequence of a packed row cut separately, and supports no shared prompts.
+It needs each sequence of a packed row cut separately, and supports no shared tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
+from megaverl.data.prefix_tree import PrefixTree
 from megaverl.models.attention import CausalAttention, attend_packed, attend_rows
 from megaverl.models.packing import (
     DensePacking,
@@ -33,8 +34,10 @@ from megaverl.models.packing import (
     Segment,
     VarlenPacking,
     laid_out,
+    own_keys,
     pack_segments,
-    spans,
+    padded,
+    places_of_sequences,
 )
 from megaverl.platform import platform
 
@@ -193,26 +196,25 @@ class CutPacking(Packing):
         )
 
 
-def _pieces(
-    segments: Sequence[Segment], begin: int, end: int
-) -> tuple[list[Segment], list[int]]:
-    """Return the segments with queries between `begin` and `end`, cut at `end`, and their numbers of queries."""
+def _cut_segments(segments: Sequence[Segment], begin: int, end: int) -> list[Segment]:
+    """Return the segments with queries between `begin` and `end`, without later queries and keys."""
     pieces = []
-    counts = []
-    for beginning, common, place, length in segments:
-        last = min(place + length, end)
+    for segment in segments:
+        first = int(segment.keys[segment.num_shared])
+        last = min(first + segment.num_queries, end)
+        num_queries = last - max(first, begin)
         # A segment without a query in this chunk is not computed here, even if its keys
         # are.
-        if max(place, begin) < last:
-            pieces.append((beginning, common, place, last - place))
-            counts.append(last - max(place, begin))
-    return pieces, counts
+        if num_queries > 0:
+            pieces.append(
+                Segment(segment.keys[: segment.num_shared + last - first], num_queries)
+            )
+    return pieces
 
 
 def pack_part(
     lengths: Sequence[int],
-    shared: Sequence[int],
-    groups: Sequence[int],
+    tree: PrefixTree,
     *,
     width: int,
     multiple_of: int,
@@ -224,30 +226,19 @@ def pack_part(
         multiple_of: divisible by 2 cp.
         part: the rank.
     """
-    tensors, chunks = _cut(lengths, shared, groups, width, multiple_of, part)
+    tensors, chunks = _cut(lengths, tree, width, multiple_of, part)
     longest = int(tensors["positions"].max()) + 1
     halves = []
-    for (begin, end), (pieces, counts) in zip(
-        _halves(len(tensors["source"]), part), chunks, strict=True
-    ):
+    bounds = _halves(len(tensors["source"]), part)
+    for (begin, end), pieces in zip(bounds, chunks, strict=True):
         # Keys come from the whole row, queries only from this chunk.
-        keys, _ = spans([(*piece, False) for piece in pieces], len(tensors["source"]))
-        ends = [place + length - begin for _, _, place, length in pieces]
-        queries, query_mask = spans(
-            [
-                (0, 0, last - count, count, False)
-                for last, count in zip(ends, counts, strict=True)
-            ],
-            end - begin,
-        )
+        keys, _ = padded([piece.keys for piece in pieces])
+        queries, query_mask = padded([own_keys(piece) - begin for piece in pieces])
         # Where each query's output lies among the segments' outputs.
         place = torch.zeros(end - begin, dtype=torch.int64)
         place[queries[query_mask]] = query_mask.flatten().nonzero()[:, 0]
         # Keys before the segment's first query in this chunk.
-        offsets = [
-            common + length - count
-            for (_, common, _, length), count in zip(pieces, counts, strict=True)
-        ]
+        offsets = [piece.num_shared for piece in pieces]
         halves.append(
             DensePacking(
                 wholes=torch.zeros(0, 0, dtype=torch.int64),
@@ -268,45 +259,34 @@ def pack_part(
 
 def pack_part_varlen(
     lengths: Sequence[int],
-    shared: Sequence[int],
-    groups: Sequence[int],
+    tree: PrefixTree,
     *,
     width: int,
     multiple_of: int,
     part: Part,
 ) -> VarlenPacking:
     """Pack sequences like `pack_part`, for kernels that take sequences of any lengths."""
-    tensors, chunks = _cut(lengths, shared, groups, width, multiple_of, part)
-    return pack_segments(
-        tensors, *(first + second for first, second in zip(*chunks, strict=True))
-    )
+    tensors, (first, second) = _cut(lengths, tree, width, multiple_of, part)
+    return pack_segments(tensors, first + second)
 
 
 def _cut(
-    lengths: Sequence[int],
-    shared: Sequence[int],
-    groups: Sequence[int],
-    width: int,
-    multiple_of: int,
-    part: Part,
-) -> tuple[dict[str, torch.Tensor], list[tuple[list[Segment], list[int]]]]:
-    """Return `Packing`'s fields for a rank, and the result of `_pieces` for each of its two chunks."""
-    tensors, segments = laid_out(
-        lengths, shared, groups, width=width, multiple_of=multiple_of
-    )
+    lengths: Sequence[int], tree: PrefixTree, width: int, multiple_of: int, part: Part
+) -> tuple[dict[str, torch.Tensor], list[list[Segment]]]:
+    """Return `Packing`'s fields for a rank, and the segments of each of its two chunks."""
+    tensors, segments = laid_out(lengths, tree, width=width, multiple_of=multiple_of)
     total = len(tensors["source"])
     tensors["local_places"] = own_places(total, part)
     # Rotary embeddings need positions of this rank's tokens alone.
     tensors["positions"] = tensors["positions"][tensors["local_places"]]
     return tensors, [
-        _pieces(segments, begin, end) for begin, end in _halves(total, part)
+        _cut_segments(segments, begin, end) for begin, end in _halves(total, part)
     ]
 
 
 def pack_for_engine(
     lengths: Sequence[int],
-    shared: Sequence[int],
-    groups: Sequence[int],
+    tree: PrefixTree,
     *,
     width: int,
     multiple_of: int,
@@ -314,10 +294,13 @@ def pack_for_engine(
 ) -> VarlenPacking:
     """Pack sequences for Transformer Engine's context parallelism.
 
-    Sequences share nothing. Each is padded to a multiple of 2 cp and cut by itself;
-    lengths are those of the whole row. Padding follows a sequence's own tokens, which
-    therefore never see it.
+    Each sequence is padded to a multiple of 2 cp and cut by itself; lengths are those of
+    the whole row. Padding follows a sequence's own tokens, which therefore never see it.
+
+    Args:
+        tree: tree in which no sequences share tokens (`TrainingModel.sequence_multiple`).
     """
+    assert not any(tree.shared), "sequences that are cut by themselves share nothing"
     multiple = 2 * part.size
     # An empty batch still needs one sequence, because every rank takes part.
     filled = [-(-length // multiple) * multiple for length in lengths if length] or [
@@ -329,11 +312,11 @@ def pack_for_engine(
     begins = [sum(filled[:number]) for number in range(len(filled))]
     source = torch.zeros(sum(filled), dtype=torch.int64)
     sequence_begins = iter(begins)
-    starts = []
+    places = []
     for number, length in enumerate(lengths):
         begin = next(sequence_begins) if length else 0
         source[begin : begin + length] = number * width + torch.arange(length)
-        starts.append(begin + shared[number])
+        places.append(torch.arange(begin, begin + length))
     cumulative = _cumulative(filled)
     return VarlenPacking(
         qkv_format="sbhd",
@@ -344,7 +327,7 @@ def pack_for_engine(
         source=source,
         # Positions count within each sequence, including its padding.
         positions=torch.cat([own_places(length, part) for length in filled]),
-        starts=torch.tensor(starts, dtype=torch.int64),
+        places=places_of_sequences(places, width),
         local_places=torch.cat(
             [
                 begin + own_places(length, part)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from megaverl.data.prefix_tree import PrefixTree
 from megaverl.models.vision import VisionInputs
 from megaverl.platform import platform, to_device
 
@@ -15,8 +16,8 @@ platform.adapt_megatron()
 
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 
-# A shared prompt longer than this times the longest response of its group is attended
-# from once, and looked back at. A shorter one is recomputed with each response.
+# A sequence looks back at shared tokens if they are more than this times its own.
+# Otherwise its attention computes them anew, which the causal kernel does faster.
 LONG_BEGINNING = 1.5
 
 # Kernel: (queries [n, heads, q, d], keys and values [n, kv_heads, k, d], mask [n, 1, q,
@@ -30,8 +31,8 @@ Attend = Callable[
 class Packing(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no complete types
     """Layout of several sequences in one row of `t` tokens.
 
-    All layers except attention treat tokens independently, so a shared prompt costs
-    them once. Attention (arXiv 1706.03762, eq. 1) sees the keys and values that each
+    All layers except attention treat tokens independently, so tokens that several
+    sequences share cost them once. Attention (arXiv 1706.03762, eq. 1) sees the keys and values that each
     sequence would have by itself, and gradients of shared ones add up. The subclass
     decides the kernel: `DensePacking` for PyTorch's, `VarlenPacking` for those of
     FlashAttention and Transformer Engine.
@@ -46,13 +47,13 @@ class Packing(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no co
         source: [t] int64: index of each token in the flattened padded sequences [b, s].
         positions: [t] int64: position of each token in its sequence, for rotary embeddings; only of the tokens in
             `local_places`.
-        starts: [b] int64: place in the row where each sequence's own part begins.
+        places: [b, s] int64: place in the row of each token of the padded sequences; 0 for padding.
         local_places: [t / cp] int64: places of the tokens of this context-parallel rank. None: all.
     """
 
     source: torch.Tensor = None  # type: ignore[assignment]  # the base class has defaults
     positions: torch.Tensor = None  # type: ignore[assignment]
-    starts: torch.Tensor = None  # type: ignore[assignment]
+    places: torch.Tensor = None  # type: ignore[assignment]
     local_places: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
@@ -72,15 +73,15 @@ class Packing(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no co
 class DensePacking(Packing):
     """Packing for a kernel of equally long sequences, causal or with a mask (`scaled_dot_product_attention`).
 
-    A short prompt is recomputed with each of its responses, because the causal kernel
-    is fast and duplicate outputs are dropped. A long one is computed once as a sequence
-    of its own, and its responses look back at it with a mask.
+    A sequence that shares few tokens computes them anew, because the causal kernel is
+    fast and duplicate outputs are dropped. One that shares many (`LONG_BEGINNING`)
+    computes its own tokens alone, which look back at the shared ones with a mask.
 
     Attributes:
-        wholes: [m, a] int64: places of the tokens of whole sequences and of long prompts. Short rows repeat a token.
-        later_queries: [n, q] int64: places of queries of responses after a long prompt.
-        later_keys: [n, k] int64: places of their keys, which begin with the prompt.
-        later_offsets: [n] int64: length of that prompt.
+        wholes: [m, a] int64: places of the tokens of sequences that are computed whole. Short rows repeat a token.
+        later_queries: [n, q] int64: places of the own tokens of sequences that look back.
+        later_keys: [n, k] int64: places of their keys, which begin with the shared tokens.
+        later_offsets: [n] int64: number of the shared tokens.
         place: [t] int64: index of each token in the concatenated outputs [m * a + n * q].
     """
 
@@ -161,18 +162,16 @@ class DensePacking(Packing):
 class VarlenPacking(Packing):
     """Packing for a kernel of sequences of any lengths (FlashAttention's "varlen", Transformer Engine's "thd").
 
-    The row is cut into segments: a shared prompt, then each of its responses. A
-    segment's queries are its tokens as they lie in the row. Its keys are those of the
-    prompt, if there is one, and its own:
+    A segment is one sequence. Its queries are its own tokens, as they lie in the row.
+    Its keys are those of the tokens that it shares with earlier sequences, and its own:
 
-        row:       [ prompt ][ response 1 ][ response 2 ]
-        segment 0: queries prompt,     keys prompt
-        segment 1: queries response 1, keys prompt + response 1
-        segment 2: queries response 2, keys prompt + response 2
+        sequence 0: prompt, response 0     row: [ prompt response 0 ][ response 1 ][ response 2 ]
+        sequence 1: prompt, response 1     segment 0: queries and keys prompt + response 0
+        sequence 2: prompt, response 2     segment 1: queries response 1, keys prompt + response 1
 
-    So a prompt is computed once whatever its length, and only its keys and values are
-    repeated. A segment with more keys than queries needs the causal mask aligned at its
-    last query and key ("bottom right").
+    So shared tokens are computed once, however many they are, and only their keys and
+    values are repeated. A segment with more keys than queries needs the causal mask
+    aligned at its last query and key ("bottom right").
 
     Everything is built on the host, and longest lengths are plain numbers. Kernels
     without them would read lengths from the device, which synchronizes.
@@ -190,60 +189,57 @@ class VarlenPacking(Packing):
         return rows if self.keys is None else rows.index_select(0, self.keys)
 
 
-# Packing function: (lengths, shared, groups, width=..., multiple_of=...) -> layout of
-# the row.
+# Packing function: (lengths, tree, width=..., multiple_of=...) -> layout of the row.
 Pack = Callable[..., Packing]
-# (place of the shared prompt, its length, place of the following part, its length).
-Segment = tuple[int, int, int, int]
+
+
+class Segment(NamedTuple):
+    """Part of a row for attention.
+
+    Attributes:
+        keys: [k] int64: places of the keys.
+        num_queries: number of queries, which are the last keys. They lie next to each other in the row.
+    """
+
+    keys: torch.Tensor
+    num_queries: int
+
+    @property
+    def num_shared(self) -> int:
+        """Number of keys before the first query."""
+        return len(self.keys) - self.num_queries
 
 
 def pack(
-    lengths: Sequence[int],
-    shared: Sequence[int],
-    groups: Sequence[int],
-    *,
-    width: int,
-    multiple_of: int = 1,
+    lengths: Sequence[int], tree: PrefixTree, *, width: int, multiple_of: int = 1
 ) -> DensePacking:
     """Pack sequences into one row.
 
     Args:
         lengths: tokens of each sequence.
-        shared: number of a sequence's first tokens that all sequences of its group share. The rest is its own part.
-        groups: group number of each sequence.
+        tree: tree of the tokens that sequences share.
         width: width of the padded sequences that tokens are taken from.
         multiple_of: the row is padded to a multiple of it.
     """
-    row = _Row(lengths, shared, groups)
-    wholes: list[_Part] = []
-    later: list[_Part] = []
-    # Groups in the order of the row. `parts` holds (place, length) of each sequence's
-    # own tokens.
-    for beginning, common, parts in row.groups:
-        longest_part = max(count for _, count in parts)
-        if common and common > LONG_BEGINNING * longest_part:
-            # The prompt is computed once, as a sequence of its own.
-            wholes.append((beginning, common, 0, 0, True))
-            later += [
-                (beginning, common, place, count, False) for place, count in parts
-            ]
-            continue
-        for number, (place, count) in enumerate(parts):
-            # Each part repeats the prompt; its outputs are taken from the first part
-            # only.
-            if count or common:
-                wholes.append((beginning, common, place, count, number == 0))
-    total = row.total
+    row = _Row(lengths, tree)
+    wholes: list[Segment] = []
+    later: list[Segment] = []
+    for segment in row.segments:
+        looks_back = segment.num_shared > LONG_BEGINNING * segment.num_queries
+        (later if looks_back else wholes).append(segment)
     padding = -row.total % multiple_of
-    # [m, a] places of tokens, padded to the longest sequence.
-    all_wholes, whole_mask = spans(wholes, total)
-    keys, _ = spans(later, total)
-    later_parts = [(0, 0, place, count, False) for _, _, place, count, _ in later]
-    # The same rows as queries: their own tokens alone.
-    queries, query_mask = spans(later_parts, total)
-    # Outputs of whole sequences come first, then those of later parts. Padding takes
-    # the output at 0.
-    place_of = torch.zeros(total + padding, dtype=torch.int64)
+    # [m, a] places of tokens, padded to the longest sequence, and whose outputs count.
+    all_wholes, whole_mask = padded([segment.keys for segment in wholes])
+    offsets = torch.tensor(
+        [segment.num_shared for segment in wholes], dtype=torch.int64
+    )
+    # Outputs of shared tokens are taken from the sequence that they belong to.
+    whole_mask &= torch.arange(whole_mask.shape[1]) >= offsets[:, None]
+    keys, _ = padded([segment.keys for segment in later])
+    queries, query_mask = padded([own_keys(segment) for segment in later])
+    # Outputs of whole sequences come first, then those of later ones. Padding takes the
+    # output at 0.
+    place_of = torch.zeros(row.total + padding, dtype=torch.int64)
     place_of[all_wholes[whole_mask]] = whole_mask.flatten().nonzero()[:, 0]
     place_of[queries[query_mask]] = (
         all_wholes.numel() + query_mask.flatten().nonzero()[:, 0]
@@ -260,46 +256,34 @@ def pack(
         later_queries=queries,
         later_keys=keys,
         later_offsets=torch.tensor(
-            [count for _, count, _, _, _ in later], dtype=torch.int64
+            [segment.num_shared for segment in later], dtype=torch.int64
         ),
         place=place_of,
     )
 
 
 def pack_varlen(
-    lengths: Sequence[int],
-    shared: Sequence[int],
-    groups: Sequence[int],
-    *,
-    width: int,
-    multiple_of: int = 1,
+    lengths: Sequence[int], tree: PrefixTree, *, width: int, multiple_of: int = 1
 ) -> VarlenPacking:
     """Pack sequences like `pack`, for kernels of sequences of any lengths.
 
     Padding at the end of the row is a segment of its own, so that no output or gradient
     is left uninitialized.
     """
-    tensors, segments = laid_out(
-        lengths, shared, groups, width=width, multiple_of=multiple_of
-    )
-    return pack_segments(tensors, segments, [count for *_, count in segments])
+    tensors, segments = laid_out(lengths, tree, width=width, multiple_of=multiple_of)
+    return pack_segments(tensors, segments)
 
 
 def pack_segments(
-    tensors: dict[str, torch.Tensor],
-    segments: Sequence[Segment],
-    counts: Sequence[int],
+    tensors: dict[str, torch.Tensor], segments: Sequence[Segment]
 ) -> VarlenPacking:
-    """Return the packing of these segments, in which only the last `counts` tokens of each are queries."""
-    queries = torch.tensor(counts)
-    keys = torch.tensor([common + count for _, common, _, count in segments])
-    places = []
-    for beginning, common, place, count in segments:
-        # Keys of a segment: the shared prompt, then its own tokens.
-        places.append(torch.arange(beginning, beginning + common))
-        places.append(torch.arange(place, place + count))
+    """Return the packing of these segments, whose queries lie in this order."""
+    queries = torch.tensor([segment.num_queries for segment in segments])
+    keys = torch.tensor([len(segment.keys) for segment in segments])
     zero = torch.zeros(1, dtype=torch.int32)
-    has_shared = any(common for _, common, _, _ in segments)
+    has_shared = any(segment.num_shared for segment in segments)
+    # None saves the copy of keys and values if segments share nothing.
+    repeats = has_shared or "local_places" in tensors
     return VarlenPacking(
         qkv_format="sbhd",
         cu_seqlens_q=torch.cat([zero, queries.cumsum(0, dtype=torch.int32)]),
@@ -307,87 +291,58 @@ def pack_segments(
         max_seqlen_q=int(queries.max()),
         max_seqlen_kv=int(keys.max()),
         **tensors,
-        # None saves the copy of keys and values if segments share nothing.
-        keys=torch.cat(places) if has_shared or "local_places" in tensors else None,
+        keys=torch.cat([segment.keys for segment in segments]) if repeats else None,
     )
 
 
 def laid_out(
-    lengths: Sequence[int],
-    shared: Sequence[int],
-    groups: Sequence[int],
-    *,
-    width: int,
-    multiple_of: int,
+    lengths: Sequence[int], tree: PrefixTree, *, width: int, multiple_of: int
 ) -> tuple[dict[str, torch.Tensor], list[Segment]]:
-    """Return `Packing`'s fields, and the segments of the row in order: shared prompts, own parts, and padding."""
-    row = _Row(lengths, shared, groups)
+    """Return `Packing`'s fields, and the segments of the row in order: sequences, and padding."""
+    row = _Row(lengths, tree)
     padding = -row.total % multiple_of
-    segments: list[Segment] = []
-    for beginning, common, parts in row.groups:
-        # The prompt is a segment itself, with no keys before it.
-        segments.append((0, 0, beginning, common))
-        segments += [(beginning, common, place, count) for place, count in parts]
-    segments.append((0, 0, row.total, padding))
-    # Kernels do not take empty segments.
-    not_empty = [segment for segment in segments if segment[3]]
-    return row.tokens(width, padding), not_empty
-
-
-# (place of the shared prompt, its length, place of the following part, its length,
-# whether outputs of the prompt are taken from this part).
-_Part = tuple[int, int, int, int, bool]
+    segments = list(row.segments)
+    if padding:
+        segments.append(Segment(torch.arange(row.total, row.total + padding), padding))
+    return row.tokens(width, padding), segments
 
 
 class _Row:
-    """Sequences laid end to end, each group after the prompt that it shares. Arguments as in `pack`.
+    """Sequences laid end to end in the order of their tree, each without the tokens that it shares with the one before.
 
     Attributes:
         total: number of tokens.
-        starts: place where each sequence's own part begins. A sequence without companions still starts after `shared`
-            tokens.
-        groups: (place of a prompt, its length, (place, length) of each part that follows it), in the row's order.
+        segments: one for each sequence with tokens of its own, in the row's order. The queries are these tokens.
     """
 
-    def __init__(
-        self, lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int]
-    ) -> None:
+    def __init__(self, lengths: Sequence[int], tree: PrefixTree) -> None:
         self.total = 0
-        self.starts = [0] * len(lengths)
-        self.groups: list[tuple[int, int, list[tuple[int, int]]]] = []
+        self.segments: list[Segment] = []
         # (sequence, first token, number of tokens), in the order of the row.
         self._taken: list[tuple[int, int, int]] = []
-        members: dict[int, list[int]] = {}
-        for sequence, group in enumerate(groups):
-            members.setdefault(group, []).append(sequence)
-        # Dictionaries keep the order of first appearance, so groups stay in the order
-        # of the batch.
-        for sequences in members.values():
-            # A single sequence shares its prompt with nothing, so it stays in one
-            # piece.
-            common = shared[sequences[0]] if len(sequences) > 1 else 0
-            beginning = self._lay(sequences[0], 0, common)
-            parts = []
-            for sequence in sequences:
-                place = self._lay(sequence, common, lengths[sequence] - common)
-                # A sequence alone in its group starts with its prompt, so its own part
-                # begins after it.
-                self.starts[sequence] = place + shared[sequence] - common
-                parts.append((place, lengths[sequence] - common))
-            self.groups.append((beginning, common, parts))
+        # By sequence: places of its tokens.
+        self._places = [torch.zeros(0, dtype=torch.int64)] * len(lengths)
+        before = torch.zeros(0, dtype=torch.int64)
+        for sequence, shared in zip(tree.order, tree.shared, strict=True):
+            count = lengths[sequence] - shared
+            own = torch.arange(self.total, self.total + count)
+            # The first tokens are those of the sequence before, wherever it has them
+            # from.
+            places = torch.cat([before[:shared], own])
+            self._places[sequence] = before = places
+            if count:
+                self.segments.append(Segment(places, count))
+                self._taken.append((sequence, shared, count))
+                self.total += count
         if not self.total:
             # A rank without samples computes one dummy token.
-            self.groups.append((0, 0, [(self._lay(0, 0, 1), 1)]))
-
-    def _lay(self, sequence: int, first: int, count: int) -> int:
-        """Append tokens of a sequence to the row, and return their place."""
-        self._taken.append((sequence, first, count))
-        self.total += count
-        return self.total - count
+            self.segments.append(Segment(torch.zeros(1, dtype=torch.int64), 1))
+            self._taken.append((0, 0, 1))
+            self.total = 1
 
     def tokens(self, width: int, padding: int) -> dict[str, torch.Tensor]:
         """Return `Packing`'s fields for the row with `padding` more tokens."""
-        # Positions restart in every run, and a response continues from its prompt.
+        # Positions restart in every sequence, and continue after the shared tokens.
         positions = torch.cat(
             [torch.arange(first, first + count) for _, first, count in self._taken]
         )
@@ -398,33 +353,33 @@ class _Row:
         return {
             "source": torch.cat([sequences * width + positions, empty]),
             "positions": torch.cat([positions, empty]),
-            "starts": torch.tensor(self.starts, dtype=torch.int64),
+            "places": places_of_sequences(self._places, width),
         }
 
 
-def spans(parts: list[_Part], total: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the places of each part's tokens, [n, longest], and which of their outputs to take.
+def places_of_sequences(places: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """Return `Packing.places`, [b, width], from the places of each sequence's tokens."""
+    padded_places = torch.zeros(len(places), width, dtype=torch.int64)
+    for row, of_sequence in zip(padded_places, places, strict=True):
+        row[: len(of_sequence)] = of_sequence
+    return padded_places
 
-    Short rows repeat a token.
-    """
-    # view: without parts the tensor would have one dimension.
-    # [n, 1] each, to be combined with the steps along the row.
-    numbers = torch.tensor([part[:4] for part in parts], dtype=torch.int64).view(-1, 4)
-    beginning, common, place, count = (
-        column.unsqueeze(1) for column in numbers.unbind(1)
-    )
-    takes_beginning = torch.tensor(
-        [part[4] for part in parts], dtype=torch.bool
-    ).unsqueeze(1)
-    longest = int((common + count).max()) if parts else 0
-    steps = torch.arange(longest)
-    is_shared = steps < common
-    # Beyond its end, a short row repeats its last token.
-    own_place = place + (steps - common).minimum(count - 1)
-    places = torch.where(is_shared, beginning + steps, own_place)
-    is_inside = steps < common + count
-    # An empty part has no last token, so its places are clamped into the row.
-    return places.clamp(0, total - 1), is_inside & (~is_shared | takes_beginning)
+
+def own_keys(segment: Segment) -> torch.Tensor:
+    """Return the places of a segment's queries."""
+    return segment.keys[segment.num_shared :]
+
+
+def padded(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows of places as [n, longest], and a mask of what is no padding. Short rows repeat their last place."""
+    longest = max(map(len, rows), default=0)
+    counts = torch.tensor([len(row) for row in rows], dtype=torch.int64)[:, None]
+    steps = torch.arange(longest).expand(len(rows), longest)
+    # [n, longest]: index into the rows laid end to end.
+    begins = counts.cumsum(0) - counts
+    index = begins + steps.minimum(counts - 1)
+    flat = torch.cat([*rows, torch.zeros(0, dtype=torch.int64)])
+    return flat[index], steps < counts
 
 
 def _gather(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -499,9 +454,7 @@ class MicroBatch:
             )
             self.predicting = self._predicting()
             self.predicted = self.response_mask
-            self.targets = self.tokens[
-                self.predicting.row, self.predicting.position + 1
-            ]
+            self.targets = self._targets()
             self.last = self._last()
 
     @property
@@ -515,17 +468,26 @@ class MicroBatch:
     def _predicting(self) -> Predicting:
         """Return the place that predicts each response token: that of its predecessor."""
         sample, column = self.response_mask.nonzero(as_tuple=True)
+        predecessor = self.prompt_lengths[sample] - 1 + column
         if self.packing is not None:
-            return Predicting(
-                sample, torch.zeros_like(sample), self.packing.starts[sample] + column
-            )
-        return Predicting(sample, sample, self.prompt_lengths[sample] - 1 + column)
+            place = self.packing.places[sample, predecessor]
+            return Predicting(sample, torch.zeros_like(sample), place)
+        return Predicting(sample, sample, predecessor)
+
+    def _targets(self) -> torch.Tensor:
+        """Return the response tokens, [n]."""
+        sample, column = self.response_mask.nonzero(as_tuple=True)
+        position = self.prompt_lengths[sample] + column
+        if self.packing is not None:
+            return self.tokens[0, self.packing.places[sample, position]]
+        return self.tokens[sample, position]
 
     def _last(self) -> torch.Tensor:
         """Return the place of each sequence's last token in its row."""
+        last = (self.prompt_lengths + self.response_lengths - 1).clamp(min=0)
         if self.packing is not None:
-            return self.packing.starts + self.response_lengths
-        return (self.prompt_lengths + self.response_lengths - 1).clamp(min=0)
+            return self.packing.places.gather(1, last[:, None]).squeeze(1)
+        return last
 
     def cut(self, places: torch.Tensor) -> MicroBatch:
         """Return the part of a context-parallel rank: the tokens at `places` of each row, and what they predict."""

@@ -27,7 +27,7 @@ class PackedRow(Protocol):
     """Places of the samples in a packed row, of which `packing.Packing` has more."""
 
     positions: torch.Tensor
-    starts: torch.Tensor
+    places: torch.Tensor
 
 
 @dataclass
@@ -125,12 +125,12 @@ class VisionReader:
         else:
             drawn = torch.zeros_like(tokens, dtype=torch.bool)
             positions = packing.positions.unsqueeze(0)
-            for first, count in zip(
-                packing.starts.tolist(), response_lengths.tolist(), strict=True
-            ):
-                # `starts` is the place before a sequence's own part, whose last prompt
-                # token predicts the first response token.
-                drawn[0, first + 1 : first + 1 + count] = True
+            columns = torch.arange(packing.places.shape[1])
+            prompts = prompt_lengths[:, None]
+            is_response = (columns >= prompts) & (
+                columns < prompts + response_lengths[:, None]
+            )
+            drawn[0, packing.places[is_response]] = True
         # The policy may sample the image token in a response. There it is an ordinary
         # token without an image.
         is_image = (tokens == self.token) & ~drawn

@@ -574,12 +574,16 @@ class MemoryModel:
     def _repeats(self, role: Role, tokens: int) -> float:
         config = self.job.config
         if not role.config.pack_samples or role.grid.cp > 1:
-            # Transformer Engine's context parallelism does not share prompts between
-            # packed samples.
+            # Transformer Engine's context parallelism shares no tokens between packed
+            # samples.
             return 1.0
         shared = config.data.max_prompt_tokens - 1
         return keys_per_token(
-            tokens, shared, config.max_tokens - shared, config.algorithm.group_size
+            tokens,
+            shared,
+            config.max_tokens - shared,
+            config.algorithm.group_size,
+            config.environment.conversations,
         )
 
     def _samples(self, role: Role) -> int:

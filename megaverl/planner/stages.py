@@ -342,21 +342,30 @@ def attention_bytes(
     return held
 
 
-def keys_per_token(tokens: int, shared: int, own: int, group_size: int) -> float:
-    """Return the keys that attention reads per token of a packed row that holds a shared prompt once.
+def keys_per_token(
+    tokens: int, shared: int, own: int, group_size: int, conversations: float = 1.0
+) -> float:
+    """Return the keys that attention reads per token of a packed row that holds shared tokens once.
 
-    Variable-length kernels need the prompt's keys once for the prompt, and again before
-    the keys of each sample's own part (`megaverl.models.packing.VarlenPacking`).
+    Variable-length kernels need the keys of a prompt again before those of each sample
+    but the first (`megaverl.models.packing.VarlenPacking`). If the conversations of an
+    episode continue each other, they need those of all earlier turns again. What such
+    conversations share is not known before a run, so this assumes that each adds as much
+    as the others.
 
     Args:
         tokens: tokens of the row, which holds as many of a group's samples as fit.
         shared: tokens that all samples of a group have in common.
         own: further tokens of each sample.
+        conversations: conversations of an episode.
     """
+    # Conversation i of c has i/c of the longest one's keys, and adds 1/c of its tokens.
+    of_turns = (conversations + 1) / 2
     samples = min(group_size, (tokens - shared) // own)
     if samples < 2:
-        return 1.0
-    return (shared + samples * (shared + own)) / (shared + samples * own)
+        return of_turns
+    of_prompt = samples * (shared + own) / (shared + samples * own)
+    return max(of_prompt, of_turns)
 
 
 def mlp_bytes(shape: LayerShape, width: int, cut: int) -> float:

@@ -23,6 +23,7 @@ from megaverl.data.batch_fields import FIELDS
 from megaverl.data.distributed_batch import RowSelection, as_held
 from megaverl.data.held_rows import HeldRows
 from megaverl.data.prefix_packing import sequence_lengths
+from megaverl.data.prefix_tree import PrefixTree, limits_of
 from megaverl.data.row_transfer import as_ragged
 from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.dataflow.value_mover import ValueMover
@@ -44,19 +45,45 @@ class SampleFacts(msgspec.Struct, frozen=True):
 
     Attributes:
         prompt_lengths, response_lengths: number of tokens of each sample.
-        prompts: number of each sample's prompt, which is equal for identical prompts.
+        prompts: number of each sample, equal for samples that are planned together (`SequenceLengths.prompts`).
         group_ids: group of each sample.
+        tree_order, tree_equal: tree of the tokens that samples share (`PrefixTree`); empty if they share equal prompts
+            alone.
     """
 
     prompt_lengths: list[int]
     response_lengths: list[int]
     prompts: list[int]
     group_ids: list[int]
+    tree_order: list[int] = []
+    tree_equal: list[int] = []
+
+    @classmethod
+    def of(cls, batch: RolloutBatch) -> SampleFacts:
+        """Return the facts of a batch with all samples of a step."""
+        lengths = sequence_lengths(batch)
+        has_groups = "group_ids" in batch
+        groups = batch.group_ids.tolist() if has_groups else list(range(len(batch)))
+        tree = lengths.tree_of_tokens
+        return cls(
+            list(lengths.prompt_lengths),
+            list(lengths.response_lengths),
+            list(lengths.prompts),
+            groups,
+            [] if tree is None else tree.order,
+            [] if tree is None else tree.equal,
+        )
 
     @property
     def lengths(self) -> SequenceLengths:
         """Return the lengths in the form that the roles take."""
-        return SequenceLengths(self.prompt_lengths, self.response_lengths, self.prompts)
+        tree = None
+        if self.tree_order:
+            limits = limits_of(self.prompt_lengths)
+            tree = PrefixTree(self.tree_order, self.tree_equal, limits)
+        return SequenceLengths(
+            self.prompt_lengths, self.response_lengths, self.prompts, tree
+        )
 
 
 class SampleRows:
@@ -180,20 +207,10 @@ class SampleStore:
         """Convert a batch that every rank of this role group holds to a value of the program."""
         if not self._moves:
             return batch
-        lengths = sequence_lengths(batch)
-        groups = (
-            batch.group_ids.tolist()
-            if "group_ids" in batch
-            else list(range(len(batch)))
-        )
-        facts = SampleFacts(
-            list(lengths.prompt_lengths),
-            list(lengths.response_lengths),
-            list(lengths.prompts),
-            groups,
-        )
         ragged = as_ragged(batch.tensors, batch, batch.columns)
-        samples = SampleRows([(tuple(range(len(batch))), ragged)], facts=facts)
+        samples = SampleRows(
+            [(tuple(range(len(batch))), ragged)], facts=SampleFacts.of(batch)
+        )
         samples.batch = batch
         return samples
 

@@ -29,8 +29,8 @@ from megaverl.data.images import COLUMN, images_of_rows
 from megaverl.data.prefix_packing import (
     plan_packed_micro_batches,
     sequence_lengths,
-    shared_tokens,
 )
+from megaverl.data.prefix_tree import PrefixTree
 from megaverl.data.routed_experts import EXPERTS_COLUMN as EXPERTS
 from megaverl.data.routed_experts import padded_experts
 from megaverl.data.sequence_lengths import SequenceLengths
@@ -161,21 +161,20 @@ def _planned(
     whole = [range(number * unit, (number + 1) * unit) for number in units]
     lengths, num_ranks = outline.lengths, shape.dp * parts
     if model.pack:
-        # In a packed row, samples of one prompt share the prompt's tokens.
-        shared, prompts, multiple = (
-            shared_tokens(outline.prompt_lengths),
-            outline.prompts,
-            model.sequence_multiple,
-        )
-        # Context-parallel ranks cut every sample by itself, so samples cannot share a
-        # prompt.
+        prompts = outline.prompts
+        multiple = model.sequence_multiple
         if multiple > 1:
-            lengths, prompts = (
-                [-(-length // multiple) * multiple for length in lengths],
-                list(range(len(outline))),
-            )
+            # Every sample is cut by itself, so that none shares tokens with another.
+            lengths = [-(-length // multiple) * multiple for length in lengths]
+            prompts = list(range(len(outline)))
         return plan_packed_micro_batches(
-            whole, lengths, shared, prompts, num_ranks, max_tokens, rule
+            whole,
+            lengths,
+            prompts,
+            _tree_for(model, outline),
+            num_ranks,
+            max_tokens,
+            rule,
         )
     # All rows of a unit are padded to the longest one.
     costs = [
@@ -193,6 +192,14 @@ def _planned(
             costs, num_ranks, max_tokens, rule, indices=units
         )
     ]
+
+
+def _tree_for(model: TrainingModel, outline: SequenceLengths) -> PrefixTree:
+    """Return the tree of the tokens that samples share in a packed row of this model."""
+    # Context-parallel ranks of Transformer Engine cut every sample by itself.
+    if model.sequence_multiple > 1:
+        return PrefixTree.apart(len(outline))
+    return outline.tree
 
 
 def of_each_rank(
@@ -241,18 +248,17 @@ def micro_batches_of(
         **{name: batch[name].unsqueeze(1) for name in DRAWING if name in batch},
     }
     rank_batches = plan[part * model.grid.shape.dp + model.grid.coords.dp]
-    # The batch is whole on this rank, so that row numbers are those of the step.
-    if batch.held is None:
-        return [
-            _micro_batch(model, bare, rows, fields, outline.prompts, unit)
-            for rows in rank_batches
-        ]
-    # Only some rows are on this rank, and the plan numbers all rows of the step.
-    place, prompts = batch.held.place, [outline.prompts[row] for row in batch.held.rows]
-    return [
-        _micro_batch(model, bare, [place[row] for row in rows], fields, prompts, unit)
-        for rows in rank_batches
-    ]
+    tree = _tree_for(model, outline)
+    micro_batches = []
+    for rows in rank_batches:
+        # The plan numbers all rows of the step, of which this rank may hold some.
+        own_rows = (
+            rows if batch.held is None else [batch.held.place[row] for row in rows]
+        )
+        micro_batches.append(
+            _micro_batch(model, bare, own_rows, fields, tree.subset(rows), unit)
+        )
+    return micro_batches
 
 
 def _micro_batch(
@@ -260,9 +266,10 @@ def _micro_batch(
     batch: RolloutBatch,
     rows: list[int],
     fields: Mapping[str, torch.Tensor],
-    prompts: list[int],
+    tree: PrefixTree,
     unit: int,
 ) -> MicroBatch:
+    """Build a micro-batch of rows of a batch, whose shared tokens are those of `tree`."""
     if rows:
         batch, index = batch.select(rows), torch.tensor(rows, dtype=torch.int64)
     # A rank without samples takes part in collectives with a padding row (or unit): no
@@ -272,6 +279,7 @@ def _micro_batch(
             batch.select([]).pad_to(samples=unit),
             torch.zeros(unit, dtype=torch.int64),
         )
+        tree = PrefixTree.apart(unit)
     packing = None
     # Padded: one row per sample, [samples, longest].
     if model.pack is None:
@@ -285,8 +293,7 @@ def _micro_batch(
         padded = batch.joined()
         packing = model.pack(
             batch.sequence_lengths.tolist(),
-            shared_tokens(batch.prompt_lengths.tolist()),
-            [prompts[row] for row in rows] or list(range(unit)),
+            tree,
             width=padded.shape[1],
             multiple_of=model.token_multiple,
         )
@@ -303,9 +310,9 @@ def _micro_batch(
     width = int(batch.response_lengths.max())
     vision = None
     if model.vision is not None:
-        # In a packed row a shared prompt is stored once, together with its images.
-        shared_prompts = [prompts[row] for row in rows] if packing is not None else None
-        images = images_of_rows(batch.columns.get(COLUMN), shared_prompts)
+        images = images_of_rows(
+            batch.columns.get(COLUMN), tree if packing is not None else None
+        )
         vision = model.vision.read(
             tokens, batch.prompt_lengths, batch.response_lengths, packing, images
         )

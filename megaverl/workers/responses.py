@@ -14,6 +14,7 @@ from megaverl.data.datasets import PromptRecord
 from megaverl.data.distributed_batch import RowSelection, as_held, of_all
 from megaverl.data.held_rows import HeldRows
 from megaverl.data.images import COLUMN, image_column
+from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.errors import RolloutError
 from megaverl.rollout import sample_seed, turn_seed
@@ -483,7 +484,12 @@ def _turn_metrics(batch: RolloutBatch) -> Metrics:
     of_environment = torch.bincount(
         episode, (batch.response_lengths - batch.response_mask.sum(dim=1)).double()
     )
+    lengths = sequence_lengths(batch)
+    num_tokens = sum(lengths.lengths)
+    # Tokens of a packed row with all samples of the step.
+    num_packed = lengths.tree.num_tokens(range(len(batch)), lengths.lengths)
     return {
+        "rollout/shared_tokens_fraction": 1.0 - num_packed / num_tokens,
         "rollout/turns_mean": float(turns.mean()),
         "rollout/turns_max": float(turns.max()),
         "rollout/conversations_mean": float(conversations.mean()),

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaverl.data.prefix_tree import PrefixTree
 from megaverl.models.build import why_not_cut
 from megaverl.models.context_attention import (
     ContextAttention,
@@ -29,6 +30,8 @@ from tests.models.test_packing import (
     attention,
     attention_config,
     drawn,
+    of_prompts,
+    sequences_of,
     varlen,
     with_sinks,
 )
@@ -85,7 +88,7 @@ def test_a_row_of_one_sequence_is_attended_from_by_its_ranks(
 )
 def test_the_ranks_outputs_are_those_of_the_whole_row(
     laid: Pack,
-    groups: list[tuple[int, list[int]]],
+    groups: list[tuple[int, list[list[int]]]],
     window: int | None,
     size: int,
     sinks: bool,
@@ -94,11 +97,10 @@ def test_the_ranks_outputs_are_those_of_the_whole_row(
     torch.manual_seed(seed)
     if sinks:
         laid = pack_part
-    shared = [common for common, own in groups for _ in own]
-    lengths = [common + tokens for common, own in groups for tokens in own]
-    numbers = [number for number, (_, own) in enumerate(groups) for _ in own]
+    sequences, tree = sequences_of(groups)
+    lengths = [len(tokens) for tokens in sequences]
     options = {"width": 20, "multiple_of": 2 * size}
-    whole = pack(lengths, shared, numbers, **options)
+    whole = pack(lengths, tree, **options)
     total = len(whole.source)
     row = [
         drawn(total, heads).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)
@@ -109,13 +111,13 @@ def test_the_ranks_outputs_are_those_of_the_whole_row(
     ).squeeze(1)
     outputs, places = [], []
     for rank in range(size):
-        packing = laid(lengths, shared, numbers, **options, part=Part(rank, size))
+        packing = laid(lengths, tree, **options, part=Part(rank, size))
         own = packing.local_places
         assert own is not None and torch.equal(own, own_places(total, Part(rank, size)))
         assert torch.equal(packing.source, whole.source) and torch.equal(
             packing.positions, whole.positions[own]
         )
-        assert torch.equal(packing.starts, whole.starts)
+        assert torch.equal(packing.places, whole.places)
         with mock.patch.dict(
             sys.modules, {"flash_attn": SimpleNamespace(flash_attn_varlen_func=varlen)}
         ):
@@ -127,9 +129,7 @@ def test_the_ranks_outputs_are_those_of_the_whole_row(
     order = torch.cat(places).argsort()
     found = torch.cat(outputs)[order]
     real = whole.positions > 0
-    real |= torch.arange(total) < sum(
-        common * (len(own) if not common else 1) + sum(own) for common, own in groups
-    )
+    real |= torch.arange(total) < tree.num_tokens(range(len(lengths)), lengths)
     torch.testing.assert_close(found[real], expected[real], rtol=1e-10, atol=1e-10)
     factor = torch.randn_like(found) * real[:, None]
     by_ranks = torch.autograd.grad((found * factor).sum(), row, retain_graph=True)
@@ -145,12 +145,11 @@ def test_transformer_engine_gets_each_sequence_cut_by_itself(
     lengths: list[int], size: int
 ) -> None:
     """As its `attn_forward_func_with_cp` wants it, each a multiple of 2 cp."""
-    shared = [max(0, length - 2) for length in lengths]
+    tree = PrefixTree.apart(len(lengths))
     parts = [
         pack_for_engine(
             lengths,
-            shared,
-            [7] * len(lengths),
+            tree,
             width=20,
             multiple_of=6 * size,
             part=Part(rank, size),
@@ -184,14 +183,18 @@ def test_transformer_engine_gets_each_sequence_cut_by_itself(
         assert first.source[begin : begin + lengths[number]].tolist() == [
             number * 20 + at for at in range(lengths[number])
         ]
-        assert int(first.starts[number]) == begin + shared[number]
+        assert first.places[number, : lengths[number]].tolist() == list(
+            range(begin, begin + lengths[number])
+        )
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_ranks_response_tokens_are_those_of_the_micro_batch(packed: bool) -> None:
     prompts, responses = torch.tensor([3, 4]), torch.tensor([1, 4])
     padded = torch.arange(16).view(2, 8) + 100
-    packing = pack([4, 8], [2, 3], [0, 1], width=8, multiple_of=4) if packed else None
+    packing = (
+        pack([4, 8], PrefixTree.apart(2), width=8, multiple_of=4) if packed else None
+    )
     tokens = (
         padded.flatten()[packing.source].unsqueeze(0) if packing is not None else padded
     )
@@ -225,7 +228,9 @@ def test_the_ranks_response_tokens_are_those_of_the_micro_batch(packed: bool) ->
 
 
 def test_a_part_of_a_row_moves_whole() -> None:
-    packing = pack_part([3, 4], [2, 2], [0, 0], width=6, multiple_of=4, part=Part(1, 2))
+    packing = pack_part(
+        [3, 4], of_prompts([2, 2], [0, 0]), width=6, multiple_of=4, part=Part(1, 2)
+    )
     assert isinstance(packing, CutPacking)
     moved = packing.to(torch.device("meta"))
     assert moved.local_places is not None and moved.local_places.device.type == "meta"

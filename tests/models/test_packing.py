@@ -12,20 +12,47 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaverl.data.prefix_tree import PrefixTree, limits_of
 from megaverl.models import build
 from megaverl.models.attention import CausalAttention
 from megaverl.models.layers import AtPositions, as_one_row
-from megaverl.models.packing import LONG_BEGINNING, Pack, pack, pack_varlen
+from megaverl.models.packing import LONG_BEGINNING, MicroBatch, Pack, pack, pack_varlen
 from megaverl.platform import flash_attention
 from tests.models.engine_stub import attend, within
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
-# groups of sequences: (tokens that all of a group share, [tokens of each one's own])
+# groups of sequences: (tokens that all of a group share, [tokens of each one's own]).
+# Few different tokens, so that sequences also share parts of these.
 GROUPS = st.lists(
-    st.tuples(st.integers(0, 9), st.lists(st.integers(1, 6), min_size=1, max_size=4)),
+    st.tuples(
+        st.integers(0, 9),
+        st.lists(
+            st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=4
+        ),
+    ),
     max_size=4,
 )
+WIDTH = 20
+
+
+def sequences_of(
+    groups: list[tuple[int, list[list[int]]]],
+) -> tuple[list[list[int]], PrefixTree]:
+    """The tokens of each sequence, and their tree."""
+    sequences = [[5] * common + own for common, parts in groups for own in parts]
+    numbers = [number for number, (_, parts) in enumerate(groups) for _ in parts]
+    return sequences, tree_of(sequences, numbers)
+
+
+def tree_of(sequences: list[list[int]], groups: list[int]) -> PrefixTree:
+    """The tree of sequences that share all that is equal."""
+    return PrefixTree.of_tokens(sequences, [len(one) for one in sequences], groups)
+
+
+def of_prompts(shared: list[int], groups: list[int]) -> PrefixTree:
+    """The tree of sequences that share so many tokens with those of the same group."""
+    return PrefixTree.of_prompts(groups, [count + 1 for count in shared])
 
 
 def attention_config(window: int | None, *, sinks: bool) -> SimpleNamespace:
@@ -96,7 +123,7 @@ def varlen(
 )
 def test_attention_over_a_packed_row_is_that_of_each_sequence(
     laid: Pack,
-    groups: list[tuple[int, list[int]]],
+    groups: list[tuple[int, list[list[int]]]],
     window: int | None,
     multiple_of: int,
     sinks: bool,
@@ -105,20 +132,12 @@ def test_attention_over_a_packed_row_is_that_of_each_sequence(
     torch.manual_seed(seed)
     if sinks:
         laid = pack  # FlashAttention 2 has none
-    shared = [common for common, own in groups for _ in own]
-    lengths = [common + tokens for common, own in groups for tokens in own]
-    numbers = [number for number, (_, own) in enumerate(groups) for _ in own]
-    packing = laid(lengths, shared, numbers, width=20, multiple_of=multiple_of)
+    sequences, tree = sequences_of(groups)
+    lengths = [len(tokens) for tokens in sequences]
+    packing = laid(lengths, tree, width=WIDTH, multiple_of=multiple_of)
     total = len(packing.source)
-    assert total % multiple_of == 0
-    real = sum(
-        common * (len(own) if not common else 1) + sum(own) for common, own in groups
-    )
-    assert (
-        total == max(1, -(-max(real, 1) // multiple_of)) * multiple_of
-        if multiple_of > 1
-        else total == max(real, 1)
-    )
+    real = max(1, tree.num_tokens(range(len(lengths)), lengths))
+    assert total == -(-real // multiple_of) * multiple_of
 
     row = [
         drawn(total, heads).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)
@@ -135,21 +154,17 @@ def test_attention_over_a_packed_row_is_that_of_each_sequence(
     )
     weights = torch.zeros(total, HEADS * DIM, dtype=torch.float64)
     expected = torch.zeros((), dtype=torch.float64)
-    places_of: dict[int, int] = {}  # in the padded sequences -> in the row
-    for place, source in enumerate(packing.source.tolist()[:real]):
-        places_of[source] = place
-    first_of = {number: numbers.index(number) for number in numbers}
-    for number, (length, common) in enumerate(zip(lengths, shared, strict=True)):
-        owner = first_of[numbers[number]]
-        # a shared token is taken from the group's first sequence
-        places = [
-            places_of[(owner if at < common else number) * 20 + at]
-            for at in range(length)
-        ]
+    padded = torch.zeros(len(sequences), WIDTH, dtype=torch.int64)
+    for number, tokens in enumerate(sequences):
+        padded[number, : len(tokens)] = torch.tensor(tokens)
+    if sequences:
+        row_tokens = padded.flatten()[packing.source]
+    seen: set[int] = set()
+    for number, (tokens, length) in enumerate(zip(sequences, lengths, strict=True)):
+        places = packing.places[number, :length]
+        seen |= set(places.tolist())
+        assert row_tokens[places].tolist() == tokens
         assert packing.positions[places].tolist() == list(range(length))
-        assert (
-            int(packing.starts[number]) == places[common] if common < length else True
-        )
         alone = attends(*(x[places].unsqueeze(1) for x in row), None).squeeze(1)
         torch.testing.assert_close(out[places], alone, rtol=1e-10, atol=1e-10)
         factor = torch.randn(length, HEADS * DIM, dtype=torch.float64)
@@ -157,6 +172,7 @@ def test_attention_over_a_packed_row_is_that_of_each_sequence(
         expected = expected + (factor * alone).sum()
     if not lengths:
         return
+    assert seen == set(range(real)), "every token is somebody's"
     of_row = torch.autograd.grad((out * weights).sum(), row)
     for mine, theirs in zip(of_row, torch.autograd.grad(expected, row), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
@@ -192,31 +208,77 @@ def test_a_sink_is_one_more_score_of_nothing(window: int | None) -> None:
 
 
 def test_own_parts_look_back_at_a_beginning_that_is_computed_once() -> None:
-    packing = pack_varlen(
-        [7, 5, 3, 4], [4, 4, 2, 3], [0, 0, 1, 2], width=20, multiple_of=8
-    )
+    tree = of_prompts([4, 4, 2, 3], [0, 0, 1, 2])
+    packing = pack_varlen([7, 5, 3, 4], tree, width=20, multiple_of=8)
     assert len(packing.source) == 16  # 4 + 3 + 1, 3, 4, and one that fills up
-    assert packing.cu_seqlens_q.tolist() == [0, 4, 7, 8, 11, 15, 16]
-    assert packing.cu_seqlens_kv.diff().tolist() == [4, 7, 5, 3, 4, 1]
-    assert (packing.max_seqlen_q, packing.max_seqlen_kv) == (4, 7), "on the host"
+    assert packing.cu_seqlens_q.tolist() == [0, 7, 8, 11, 15, 16]
+    assert packing.cu_seqlens_kv.diff().tolist() == [7, 5, 3, 4, 1]
+    assert (packing.max_seqlen_q, packing.max_seqlen_kv) == (7, 7), "on the host"
     assert packing.keys is not None
-    assert packing.keys.tolist() == [
-        *range(4),
-        *range(4),
-        4,
-        5,
-        6,
-        *range(4),
-        7,
-        *range(8, 16),
-    ]
-    unshared = pack_varlen([3, 4], [2, 2], [0, 1], width=20)
+    assert packing.keys.tolist() == [*range(7), *range(4), 7, *range(8, 16)]
+    unshared = pack_varlen([3, 4], of_prompts([2, 2], [0, 1]), width=20)
     assert (
         unshared.keys is None
         and unshared.cu_seqlens_kv.tolist()
         == unshared.cu_seqlens_q.tolist()
         == [0, 3, 7]
     )
+
+
+def test_a_branch_of_a_branch_looks_back_at_both() -> None:
+    """Two branches that part after six tokens, one that goes along for five, and one that is contained in all."""
+    sequences = [
+        [1, 2, 3, 4, 5, 6, 7, 8],
+        [1, 2, 3, 4, 5, 6, 9],
+        [1, 2, 3, 4, 5],
+        [1, 2],
+    ]
+    tree = tree_of(sequences, [0] * 4)
+    packing = pack_varlen([len(tokens) for tokens in sequences], tree, width=8)
+    assert tree.order == [3, 2, 1, 0] and tree.shared == [0, 2, 5, 6]
+    assert packing.places.tolist() == [
+        [0, 1, 2, 3, 4, 5, 7, 8],
+        [0, 1, 2, 3, 4, 5, 6, 0],
+        [0, 1, 2, 3, 4, 0, 0, 0],
+        [0, 1, 0, 0, 0, 0, 0, 0],
+    ]
+    assert packing.cu_seqlens_q.diff().tolist() == [2, 3, 2, 2]
+    assert packing.cu_seqlens_kv.diff().tolist() == [2, 5, 7, 8]
+
+
+@settings(max_examples=200)
+@given(
+    laid=st.sampled_from([pack, pack_varlen]),
+    samples=st.lists(
+        st.tuples(
+            st.integers(1, 5), st.lists(st.integers(0, 1), min_size=5, max_size=8)
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+)
+def test_a_place_predicts_for_one_sample_alone(
+    laid: Pack, samples: list[tuple[int, list[int]]]
+) -> None:
+    """Whatever responses and prompts are equal: gradients of predictions are written, not added up."""
+    prompts = torch.tensor([prompt for prompt, _ in samples])
+    sequences = [tokens for _, tokens in samples]
+    lengths = [len(tokens) for tokens in sequences]
+    tree = PrefixTree.of_tokens(
+        sequences, limits_of(prompts.tolist()), [0] * len(samples)
+    )
+    packing = laid(lengths, tree, width=8)
+    padded = torch.tensor([tokens + [0] * (8 - len(tokens)) for tokens in sequences])
+    tokens = padded.flatten()[packing.source].unsqueeze(0)
+    responses = torch.tensor(lengths) - prompts
+    micro = MicroBatch(
+        torch.arange(len(samples)), tokens, prompts, responses, packing=packing
+    )
+    places = micro.predicting.position.tolist()
+    assert len(set(places)) == len(places) == int(responses.sum())
+    drawn_tokens = [token for prompt, tokens in samples for token in tokens[prompt:]]
+    assert micro.targets.tolist() == drawn_tokens
+    assert tokens[0, micro.last].tolist() == [tokens[-1] for tokens in sequences]
 
 
 def test_flash_attention_packs_where_it_computes(
@@ -255,13 +317,10 @@ def test_flash_attention_packs_where_it_computes(
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
 def test_no_tokens_are_one_that_nobody_asks_for(lengths: list[int]) -> None:
-    packing = pack(
-        lengths, [0] * len(lengths), list(range(len(lengths))), width=4, multiple_of=2
-    )
+    tree = PrefixTree.apart(len(lengths))
+    packing = pack(lengths, tree, width=4, multiple_of=2)
     assert packing.source.tolist() == [0, 0] and packing.place.tolist() == [0, 0]
-    segments = pack_varlen(
-        lengths, [0] * len(lengths), list(range(len(lengths))), width=4, multiple_of=2
-    )
+    segments = pack_varlen(lengths, tree, width=4, multiple_of=2)
     assert segments.source.tolist() == [0, 0] and segments.cu_seqlens_q.tolist() == [
         0,
         1,
@@ -295,30 +354,34 @@ def test_one_row_has_the_strides_of_a_tensor_made_so() -> None:
 
 
 def test_a_beginning_is_computed_once_where_it_is_long() -> None:
-    """Long: more than so many times the longest own part. A short one is attended from anew by each sequence."""
+    """Long: more than so many times a sequence's own part. A short one is attended from anew by the sequence."""
     own = 4
     for common, is_long in (
         (int(own * LONG_BEGINNING), False),
         (int(own * LONG_BEGINNING) + 1, True),
     ):
-        packing = pack([common + own, common + 2], [common] * 2, [5, 5], width=20)
+        tree = of_prompts([common] * 2, [5, 5])
+        packing = pack([common + 2, common + own], tree, width=20)
         assert len(packing.source) == common + own + 2
-        assert packing.starts.tolist() == [common, common + own]
-        assert packing.later_offsets.tolist() == [common] * 2 * is_long
-        assert list(packing.later_queries.shape) == ([2, own] if is_long else [0, 0])
+        assert packing.places[1, common] == common + 2
+        assert packing.later_offsets.tolist() == [common] * is_long
+        assert list(packing.later_queries.shape) == ([1, own] if is_long else [0, 0])
         assert list(packing.later_keys.shape) == (
-            [2, common + own] if is_long else [0, 0]
+            [1, common + own] if is_long else [0, 0]
         )
         assert list(packing.wholes.shape) == (
-            [1, common] if is_long else [2, common + own]
+            [1, common + 2] if is_long else [2, common + own]
         )
         assert packing.max_seqlen_q == packing.max_seqlen_kv == common + own
-        assert packing.positions.tolist() == [*range(common + own), common, common + 1]
+        assert packing.positions.tolist() == [
+            *range(common + 2),
+            *range(common, common + own),
+        ]
 
 
 @pytest.mark.parametrize("laid", [pack, pack_varlen])
 def test_a_packing_moves_whole(laid: Pack) -> None:
-    packing = laid([3, 4], [2, 2], [0, 0], width=6, multiple_of=4)
+    packing = laid([3, 4], of_prompts([2, 2], [0, 0]), width=6, multiple_of=4)
     moved = packing.to(torch.device("meta"))
     for name, held in vars(packing).items():
         found = getattr(moved, name)

@@ -107,15 +107,22 @@ def test_keys_of_a_packed_row(
     group_size: int, shared: int, own: int, tokens: int
 ) -> None:
     """As many as the kernels are given, and kept so for the backward pass."""
+    from megaverl.data.prefix_tree import PrefixTree
     from megaverl.models.packing import pack_varlen
 
     samples = max(1, min(group_size, (tokens - shared) // own))
-    packing = pack_varlen(
-        [shared + own] * samples, [shared] * samples, [0] * samples, width=100
-    )
+    tree = PrefixTree.of_prompts([0] * samples, [shared + 1] * samples)
+    packing = pack_varlen([shared + own] * samples, tree, width=100)
     keys = int(packing.cu_seqlens_kv[-1])
     assert keys_per_token(tokens, shared, own, group_size) == pytest.approx(
         keys / len(packing.source)
+    )
+    # Four conversations of an episode, each with ten tokens more than the one before.
+    turns = [[1] * 10 * (count + 1) for count in range(4)]
+    tree = PrefixTree.of_tokens(turns, [len(tokens) for tokens in turns], [0] * 4)
+    packing = pack_varlen([len(tokens) for tokens in turns], tree, width=40)
+    assert keys_per_token(40, 1, 40, 1, conversations=4.0) == pytest.approx(
+        int(packing.cu_seqlens_kv[-1]) / len(packing.source)
     )
     spec = make_spec(num_heads=8, num_kv_heads=2, head_dim=16)
     once, again = (

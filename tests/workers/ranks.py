@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.fsdp import FsdpConfig
@@ -36,9 +37,18 @@ from tests.models.ranks import manager
 
 
 def experience(
-    num_samples: int = 6, seed: int = 3, *, same_prompts: int = 1
+    num_samples: int = 6,
+    seed: int = 3,
+    *,
+    same_prompts: int = 1,
+    branches: bool = False,
 ) -> RolloutBatch:
-    """A batch with everything that an update needs, responses of 1 to 9 tokens; so many neighbours have one prompt."""
+    """A batch with everything that an update needs, responses of 1 to 9 tokens; so many neighbours have one prompt.
+
+    Args:
+        branches: these neighbours are conversations, of which every second one goes on from the middle of the one
+            before, and the next one begins like that.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale: float) -> torch.Tensor:
@@ -49,7 +59,7 @@ def experience(
     lengths[0] = 9
     first = torch.arange(num_samples) // same_prompts * same_prompts
     prompts = prompts[first]
-    return RolloutBatch(
+    batch = RolloutBatch(
         {
             "input_ids": torch.randint(0, 100, (num_samples, 5), generator=generator)[
                 first
@@ -67,6 +77,31 @@ def experience(
             "returns": normal(1.0),
             "desirable": torch.arange(num_samples) % 3 == 0,
         }
+    )
+    return as_branches(batch, first) if branches else batch
+
+
+def as_branches(batch: RolloutBatch, groups: Tensor) -> RolloutBatch:
+    """The batch with conversations, whose prompts are that of the one before, every second with more tokens.
+
+    These are up to two of its response and another one.
+    """
+    histories: list[list[int]] = []
+    for row, group in enumerate(groups.tolist()):
+        prompt = batch.input_ids[row, : batch.prompt_lengths[row]].tolist()
+        if row > group:
+            prompt = histories[-1]
+        if (row - group) % 2 == 1:
+            answer = batch.generated_ids[row - 1, : batch.response_lengths[row - 1]]
+            prompt = [*prompt, *answer[:2].tolist(), 50 + row]
+        histories.append(prompt)
+    longest = max(map(len, histories))
+    rows = [history + [0] * (longest - len(history)) for history in histories]
+    return batch.with_(
+        input_ids=torch.tensor(rows),
+        prompt_lengths=torch.tensor([len(history) for history in histories]),
+        episode_ids=groups,
+        group_ids=groups,
     )
 
 
@@ -108,6 +143,7 @@ def update(
     pack_samples: bool = True,
     activation_checkpointing: str = "none",
     same_prompts: int = 1,
+    branches: bool = False,
     gradient_accumulation: int = 1,
     fsdp: dict[str, Any] | None = None,
     router_replay: str = "off",
@@ -135,7 +171,7 @@ def update(
     trainable.gradient_accumulation = gradient_accumulation
     model = trainable.model
     config = AlgorithmConfig(**algorithm)
-    batch = experience(same_prompts=same_prompts)
+    batch = experience(same_prompts=same_prompts, branches=branches)
     if critic:
         role = Critic(trainable, config, micro_batch_tokens=micro_batch_tokens, seed=0)
         metrics = role.update(with_own_tokens(role, batch), step=0)
@@ -217,7 +253,12 @@ def trainable_of(
 
 
 def with_own_tokens(role: Updated, batch: RolloutBatch) -> RolloutBatch:
-    """The batch as it comes from elsewhere: of samples that this rank does not train on, the tokens are not there."""
+    """The batch as it comes from elsewhere: of samples that this rank does not train on, the tokens are not there.
+
+    Episodes come whole, so that every rank sees what their conversations share.
+    """
+    if "episode_ids" in batch:
+        return batch
     outline = sequence_lengths(batch)
     own = sorted(rows_of_updates(role, outline, 0, 0)[dist.get_rank()])
     # Each sample is one replica's.

@@ -145,9 +145,9 @@ def value_error(model: torch.nn.Module, batch: RolloutBatch) -> Tensor:
 
 
 def by_transformers(
-    folder: Path, loss_of: Loss, *, same_prompts: int = 1
+    folder: Path, loss_of: Loss, **samples: Any
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """(metrics, weights) after the updates."""
+    """(metrics, weights) after the updates on such samples (`experience`)."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager"
     )
@@ -161,7 +161,7 @@ def by_transformers(
     losses, norms = [], []
     for _ in range(EPOCHS):
         optimizer.zero_grad()
-        loss = loss_of(model, experience(same_prompts=same_prompts))
+        loss = loss_of(model, experience(**samples))
         loss.backward()
         losses.append(float(loss))
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
@@ -282,6 +282,29 @@ def assert_right(
         wrong = float((weights[key] - right).abs().max())
         # float32 has 6e-8 at 1.
         assert moved > 3e-7 and wrong < 2e-3 * moved + 2e-7, (name, key, wrong, moved)
+
+
+@pytest.mark.parametrize(("options", "loss"), [(GRPO, grpo), (CRITIC, value_error)])
+def test_conversations_that_share_turns_are_updated_on_as_if_each_were_alone(
+    launch: Launcher, tmp_path: Path, options: dict[str, Any], loss: Loss
+) -> None:
+    """By both engines, whether tokens of several turns are in the row once or in rows of their own."""
+    folder = make_tiny_folder(tmp_path / "model", "Qwen3ForCausalLM")
+    samples = {"same_prompts": 6, "branches": True}
+    expected = by_transformers(folder, loss, **samples)
+    before = load_file(folder / "model.safetensors")
+    grids: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+        "one": ({}, {}),
+        "ranks": ({"tp": 2, "pp": 2}, {}),
+        "context": ({"cp": 2}, {}),
+        "replicas": ({"dp": 2}, {"micro_batch_tokens": 40}),
+        "padded": ({}, {"pack_samples": False}),
+        "shards": ({"dp": 2}, {"fsdp": {}}),
+    }
+    for name, (shape, changes) in grids.items():
+        given = {**samples, **options, **changes}
+        made = updated(launch, folder, tmp_path / name, shape, **given)
+        assert_right(made, expected, before, name)
 
 
 # (ranks, how they are cut, what else): all strategies, uneven and empty shards,

@@ -244,6 +244,7 @@ def test_a_program_with_several_conversations(launch: Launcher, tmp_path: Path) 
         assert found["rollout/conversations_mean"] == found["rollout/turns_mean"] - 1, (
             "not the same in every episode"
         )
+        assert 0.1 < found["rollout/shared_tokens_fraction"] < 1.0
         assert found["reward/environment"] > 0 and found["rollout/logprob_diff_max"] > 0
         assert (
             found["rollout/logprob_diff_max"] < 1e-3 or found["rollout/staleness"] > 0
