@@ -260,7 +260,7 @@ class Rank:
         name, world = self.context.describe, self.context.role_group.name
         self.liveness = Liveness(
             self.store, self.rank, self.setup.size, coordinator=self.setup.size - 1, timeouts=self.setup.timeouts,
-            name=name, world=world, say=lambda text: None, end=self._end,
+            name=name, world=world, log=lambda text: None, end=self._end,
         )  # fmt: skip
         begun, before = time.monotonic(), replace(self.traffic)
         time.sleep(self.setup.rest)

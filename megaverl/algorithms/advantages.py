@@ -512,10 +512,10 @@ def optimal_token_baseline(
     )
     if handle_zero_tail:
         baseline = baseline * (group_totals(response_mask.double(), group_ids) != 1)
-    alone = group_totals(torch.ones_like(group_ids), group_ids).unsqueeze(1) < 2
+    is_single = group_totals(torch.ones_like(group_ids), group_ids).unsqueeze(1) < 2
     # A product instead of torch.where: a reward that is not finite must show in a group
     # of one too.
-    advantages = torch.where(response_mask, (gains - baseline) * ~alone, 0.0)
+    advantages = torch.where(response_mask, (gains - baseline) * ~is_single, 0.0)
     return Advantages(advantages.to(token_rewards.dtype), None)
 
 

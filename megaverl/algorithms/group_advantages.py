@@ -357,9 +357,11 @@ def nash_md(
     # mask is empty.
     opponents = ~response_mask.any(dim=1)
     pairs = (group_ids.unsqueeze(1) == group_ids) & opponents
-    apart = rewards.double().unsqueeze(1) - rewards.double()
+    differences = rewards.double().unsqueeze(1) - rewards.double()
     # Without a scale the preference is a comparison: 1, 0, or 1/2 for a tie.
-    preferred = torch.sigmoid(apart / scale) if scale else (apart.sign() + 1) / 2
+    preferred = (
+        torch.sigmoid(differences / scale) if scale else (differences.sign() + 1) / 2
+    )
     num_opponents = pairs.sum(dim=1).clamp(min=1)
     mean = torch.where(pairs, preferred - 0.5, 0.0).sum(dim=1) / num_opponents
     return _same_for_all_tokens(mean, rewards, response_mask)

@@ -612,8 +612,12 @@ def _check(
                 if choice is not None
                 and str(choice).removeprefix("torch.") not in built
             ]:
-                why = target.reasons.get(str(wrong[0]))
-                hint = did_you_mean(str(wrong[0]), built) if why is None else f" {why}"
+                reason = target.reasons.get(str(wrong[0]))
+                hint = (
+                    did_you_mean(str(wrong[0]), built)
+                    if reason is None
+                    else f" {reason}"
+                )
                 message = f"found {yaml_text(wrong[0])}, which cannot be built here. Allowed: {listed(built)}.{hint}"
                 yield ConfigIssue(key, message, place(key))
 
@@ -644,8 +648,12 @@ def _suggest(at: str, name: str, target: PassthroughClass) -> str:
             and name in other.settable()
         ):
             return f" Did you mean `{key}.{name}`?"
-    if meant := SAME_FIELD.get(name):
-        return f" Did you mean `{meant}`?" if meant in target.settable() else ""
+    if counterpart := SAME_FIELD.get(name):
+        return (
+            f" Did you mean `{counterpart}`?"
+            if counterpart in target.settable()
+            else ""
+        )
     close = nearest(
         name, [field for field in target.fields() or {} if not field.startswith("_")]
     )

@@ -165,11 +165,11 @@ class GridConfig(Section):
         for name, groups in MEGATRON_SIZES.items():
             size = getattr(self, name)
             if size not in (1, None):
-                why = f"has no {groups} groups: it cuts weights over all ranks"
-                yield unread_by_fsdp(at, name, f"found {size}", why)
+                reason = f"has no {groups} groups: it cuts weights over all ranks"
+                yield unread_by_fsdp(at, name, f"found {size}", reason)
         for name in self.megatron:
-            why = "trains the Hugging Face model, not megatron-core's"
-            yield unread_by_fsdp(at, f"megatron.{name}", "is set", why)
+            reason = "trains the Hugging Face model, not megatron-core's"
+            yield unread_by_fsdp(at, f"megatron.{name}", "is set", reason)
         for size in ("tp", "cp"):
             if self.fsdp.compile and getattr(self, size) > 1:
                 yield _only_without(size, at, "fsdp.compile")
@@ -205,9 +205,9 @@ class GridConfig(Section):
             yield ConfigIssue(f"{at}.megatron.fp8_recipe", text)
 
 
-def unread_by_fsdp(at: str, name: str, what: str, why: str) -> ConfigIssue:
+def unread_by_fsdp(at: str, name: str, setting: str, reason: str) -> ConfigIssue:
     """Return a mistake for a field of the role `at` that FSDP does not read."""
-    text = f"{what}, and {at}.engine is fsdp, which {why}. Leave it out, or set {at}.engine: megatron."
+    text = f"{setting}, and {at}.engine is fsdp, which {reason}. Leave it out, or set {at}.engine: megatron."
     return ConfigIssue(f"{at}.{name}", text, involves=(f"{at}.engine",))
 
 
@@ -294,17 +294,17 @@ class TrainedConfig(GridConfig):
                 yield ConfigIssue(f"{at}.freeze", text, involves=(f"{at}.engine",))
             return
         for name in self.ddp:
-            why = f"reads {at}.fsdp instead of megatron-core's DDP"
-            yield unread_by_fsdp(at, f"ddp.{name}", "is set", why)
+            reason = f"reads {at}.fsdp instead of megatron-core's DDP"
+            yield unread_by_fsdp(at, f"ddp.{name}", "is set", reason)
         for name in self.optimizer:
             if name not in ADAMW_FIELDS:
-                why = f"steps with torch's AdamW, which reads {listed(ADAMW_FIELDS)}"
-                yield unread_by_fsdp(at, f"optimizer.{name}", "is set", why)
+                reason = f"steps with torch's AdamW, which reads {listed(ADAMW_FIELDS)}"
+                yield unread_by_fsdp(at, f"optimizer.{name}", "is set", reason)
         kind = self.optimizer.get("optimizer", "adam")
         if kind != "adam":
-            why = "steps with torch's AdamW: use adam"
+            reason = "steps with torch's AdamW: use adam"
             yield unread_by_fsdp(
-                at, "optimizer.optimizer", f"found {yaml_text(kind)}", why
+                at, "optimizer.optimizer", f"found {yaml_text(kind)}", reason
             )
         if self.lora is not None and self.tp > 1:
             yield _only_without("tp", at, "lora")

@@ -167,13 +167,13 @@ def _environment_issues(config: Config) -> Issues:
         yield ConfigIssue("environment.max_turns", text, involves=involves)
     if environment.agents != "own":
         return
-    why = "each agent has an actor of its own. Use agents: shared"
+    reason = "each agent has an actor of its own. Use agents: shared"
     conflicts = (
-        ("trainer.replay_rollouts", config.trainer.replay_rollouts is not None, why),
-        ("trainer.rollout_only", config.trainer.rollout_only, why),
-        ("actor.lora", config.actor.lora is not None, why),
-        ("mix", bool(config.mix), why),
-        ("algorithm.advantage", config.estimator_reads("implicit_rewards"), why),
+        ("trainer.replay_rollouts", config.trainer.replay_rollouts is not None, reason),
+        ("trainer.rollout_only", config.trainer.rollout_only, reason),
+        ("actor.lora", config.actor.lora is not None, reason),
+        ("mix", bool(config.mix), reason),
+        ("algorithm.advantage", config.estimator_reads("implicit_rewards"), reason),
     )
     yield from conflict_issues("environment.agents", conflicts)
 
@@ -187,7 +187,7 @@ def _router_replay_issues(config: Config, spec: ModelSpec | None) -> Issues:
         return
     is_drafted = bool(rollout.vllm.get("speculative_config"))
     parts = "experts of a response's parts are not put together"
-    for wrong, involved, why in (
+    for wrong, involved, reason in (
         (
             config.actor.engine != "megatron",
             "actor.engine",
@@ -219,7 +219,7 @@ def _router_replay_issues(config: Config, spec: ModelSpec | None) -> Issues:
         if wrong:
             yield ConfigIssue(
                 key,
-                f"found {yaml_text(mode)}, and {why}. Leave it out.",
+                f"found {yaml_text(mode)}, and {reason}. Leave it out.",
                 involves=(involved,),
             )
             return

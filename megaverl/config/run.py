@@ -465,10 +465,10 @@ class LoopConfig(Section):
         """Refuse other changes of the step beside a step of the user's own."""
         if self.program is None:
             return
-        why = "a program is the whole step"
+        reason = "a program is the whole step"
         conflicts = (
-            (f"{at}.operators", bool(self.operators), why),
-            (f"{at}.rollout_only", self.rollout_only, why),
+            (f"{at}.operators", bool(self.operators), reason),
+            (f"{at}.rollout_only", self.rollout_only, reason),
         )
         yield from conflict_issues(f"{at}.program", conflicts)
 

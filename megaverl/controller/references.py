@@ -125,12 +125,12 @@ class PendingCall(Generic[T]):
         """
         values: dict[int, Q] = {}
         while len(values) < len(self._asking):
-            asked = await self._asked.get()
-            if asked is None:
+            question = await self._asked.get()
+            if question is None:
                 self._asked.put_nowait(None)  # for further calls of this method
                 await self
                 return []
-            rank, value = asked
+            rank, value = question
             values[rank] = decode_value(value, kind)
         return [values[rank] for rank in sorted(values)]
 

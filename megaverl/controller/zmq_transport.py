@@ -142,11 +142,11 @@ class ZmqController:
         for rank in ranks:
             if rank not in self._lost and rank in self._routes:
                 by_peer.setdefault(self._routes[rank], []).append(rank)
-        for peer, behind in by_peer.items():
+        for peer, relayed in by_peer.items():
             frames = (
                 [peer, message]
                 if len(peer) == RANK_BYTES
-                else [peer, pack_ranks(behind), message]
+                else [peer, pack_ranks(relayed), message]
             )
             # The send is tried at once, and the future is done unless the socket is
             # full, which it never is here. A plain socket would do, but could swallow

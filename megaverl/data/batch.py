@@ -350,9 +350,10 @@ class RolloutBatch:
             "S": self.input_ids.shape[1],
             "R": self.generated_ids.shape[1],
         }
-        asked = {"B": samples, "S": prompt, "R": response}
+        requested = {"B": samples, "S": prompt, "R": response}
         target = {
-            axis: now[axis] if size is None else size for axis, size in asked.items()
+            axis: now[axis] if size is None else size
+            for axis, size in requested.items()
         }
         if any(target[axis] < now[axis] for axis in now):
             raise DataError(f"a batch of {now} cannot be padded to {target}")
@@ -418,13 +419,13 @@ class RolloutBatch:
             if list(tensor.shape) == shape:
                 resized[name] = tensor
                 continue
-            room = tensor.new_full(shape, field.fill)
+            padded = tensor.new_full(shape, field.fill)
             kept = tuple(
                 slice(0, min(old, new))
                 for old, new in zip(tensor.shape, shape, strict=True)
             )
-            room[kept] = tensor[kept]
-            resized[name] = room
+            padded[kept] = tensor[kept]
+            resized[name] = padded
         return resized
 
 

@@ -31,13 +31,13 @@ def own_names(
             contradicts the tensors.
     """
     renamed = dict(tensors)
-    for theirs, ours in NAMES.items():
-        if theirs in renamed:
-            if ours in renamed:
+    for foreign_name, name in NAMES.items():
+        if foreign_name in renamed:
+            if name in renamed:
                 raise DataError(
-                    f"'{theirs}' and '{ours}' are the same, and both are given. Leave one out."
+                    f"'{foreign_name}' and '{name}' are the same, and both are given. Leave one out."
                 )
-            renamed[ours] = renamed.pop(theirs)
+            renamed[name] = renamed.pop(foreign_name)
     if "input_ids" not in renamed or "generated_ids" not in renamed:
         # The constructor of the batch reports missing fields.
         return renamed

@@ -163,10 +163,12 @@ def _join(first: list[_Part], second: list[_Part], num_ranks: int) -> list[_Part
     # more sums than ranks.
     back = second[::-1]
     meet = max(0, len(first) + len(second) - num_ranks)
-    alone = len(first) - meet
-    pairs = zip(first[alone:], back[:meet], strict=True)
+    num_single = len(first) - meet
+    pairs = zip(first[num_single:], back[:meet], strict=True)
     met = [(a + b, left + right) for (a, left), (b, right) in pairs]
-    return sorted(first[:alone] + met + back[meet:], key=itemgetter(0), reverse=True)
+    return sorted(
+        first[:num_single] + met + back[meet:], key=itemgetter(0), reverse=True
+    )
 
 
 def micro_batch_tokens(

@@ -168,7 +168,7 @@ class CompiledFlow:
 
 def make_plan(
     operators: Sequence[Operator],
-    given: Iterable[str] = (),
+    inputs: Iterable[str] = (),
     *,
     after: Iterable[tuple[str, str]] = (),
     places: Places | None = None,
@@ -176,7 +176,7 @@ def make_plan(
     """Order the operators so that each runs after its inputs are made. Ties keep the order of adding.
 
     Args:
-        given: names of values that the caller passes.
+        inputs: names of values that the caller passes.
         after: pairs of (earlier, later) operators, beyond the order that values imply.
         places: ranks of each role. None: everything is on every rank.
 
@@ -184,10 +184,10 @@ def make_plan(
         ConfigError: lists every unknown input, value with two makers, shape conflict and role without a place, or names
             a cycle.
     """
-    given = frozenset(given)
-    chains, mistakes = _chains(operators, given)
+    inputs = frozenset(inputs)
+    chains, mistakes = _chains(operators, inputs)
     mistakes += (
-        _unknown(operators, chains, given)
+        _unknown(operators, chains, inputs)
         + _shape_mistakes(operators)
         + _without_place(operators, places)
     )
@@ -219,10 +219,10 @@ def make_plan(
 
 
 def _chains(
-    operators: Sequence[Operator], given: frozenset[str]
+    operators: Sequence[Operator], inputs: frozenset[str]
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Return the maker of each value, followed by the operators that change it. Also report values with two makers."""
-    chains: dict[str, list[str]] = {name: [GIVEN] for name in given}
+    chains: dict[str, list[str]] = {name: [GIVEN] for name in inputs}
     mistakes = []
     for op in operators:
         # An operator that changes a value is not its maker.
@@ -247,9 +247,9 @@ def _chains(
 def _unknown(
     operators: Sequence[Operator],
     chains: Mapping[str, list[str]],
-    given: frozenset[str],
+    inputs: frozenset[str],
 ) -> list[str]:
-    known, mistakes = sorted({*chains, *given}), []
+    known, mistakes = sorted({*chains, *inputs}), []
     for op in operators:
         for name in op.takes:
             if name not in chains:
@@ -446,12 +446,12 @@ def as_dict(plan: CompiledFlow) -> dict[str, Any]:
         "stages": [list(stage) for stage in plan.stages],
         "moves": [
             {
-                "value": edge.value,
-                "from": list(edge.source),
-                "to": list(edge.dest),
-                "for": list(edge.takers),
+                "value": transfer.value,
+                "from": list(transfer.source),
+                "to": list(transfer.dest),
+                "for": list(transfer.takers),
             }
-            for edge in plan.edges
+            for transfer in plan.edges
         ],
     }
 
@@ -478,8 +478,9 @@ def as_text(plan: CompiledFlow) -> str:
         for row in rows
     ]
     moves = [
-        f"  {edge.value}: ranks {ranks_text(edge.source)} -> {ranks_text(edge.dest)}, for {', '.join(edge.takers)}"
-        for edge in plan.edges
+        f"  {transfer.value}: ranks {ranks_text(transfer.source)} -> {ranks_text(transfer.dest)}, for "
+        f"{', '.join(transfer.takers)}"
+        for transfer in plan.edges
     ]
     return "\n".join([*lines, *(["", "moves:", *moves] if moves else [])])
 

@@ -65,7 +65,7 @@ def children(place: int, size: int) -> list[int]:
 
 
 def conclude(
-    mine: bytes,
+    report: bytes,
     function: Callable[[list[bytes]], bytes],
     group: dist.ProcessGroup | None = None,
     kind: str = "",
@@ -92,7 +92,7 @@ def conclude(
     # group.
     tag = zlib.crc32(f"megaverl.host_tree {kind}".encode()) & 0x7FFFFFFF
     # The subtrees are contiguous ranges of places, so this concatenates in order.
-    subtrees = [_chunk(mine), *(_receive(ranks, child, tag) for child in below)]
+    subtrees = [_chunk(report), *(_receive(ranks, child, tag) for child in below)]
     if place:
         above = (parent(place) + root) % size
         sent = _send(ranks, above, b"".join(subtrees), tag)
@@ -430,9 +430,9 @@ def _encode(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def _result(outcome: dict[str, Any], who: str, error: Exception | None) -> Any:
+def _result(outcome: dict[str, Any], prefix: str, error: Exception | None) -> Any:
     if "error" in outcome:
-        raise _error(outcome["error"], who) from error
+        raise _error(outcome["error"], prefix) from error
     return outcome["result"]
 
 
@@ -446,7 +446,7 @@ def _report(error: Exception) -> list[str]:
     ]
 
 
-def _error(report: list[str], who: str) -> MegaverlError:
+def _error(report: list[str], prefix: str) -> MegaverlError:
     name, text = report
-    error: MegaverlError = getattr(errors, name, MegaverlError)(who + text)
+    error: MegaverlError = getattr(errors, name, MegaverlError)(prefix + text)
     return error

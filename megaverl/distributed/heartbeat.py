@@ -254,7 +254,7 @@ def place(frame: FrameType | None) -> tuple[str, Wait]:
     if frame is None:
         return "nowhere", ""
     where = _text(frame)
-    reads = any(call in _line(frame) for call in _READS)
+    is_reading = any(call in _line(frame) for call in _READS)
     outer: FrameType | None = frame
     for _ in range(_DEPTH):
         if outer is None:
@@ -264,7 +264,7 @@ def place(frame: FrameType | None) -> tuple[str, Wait]:
         ):
             return _text(outer), "ranks"
         outer = outer.f_back
-    return where, "device" if reads else ""
+    return where, "device" if is_reading else ""
 
 
 def _line(frame: FrameType) -> str:

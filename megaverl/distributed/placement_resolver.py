@@ -310,7 +310,7 @@ class _Resolving:
     def _taken(self) -> set[int]:
         return {rank for ranks in self.ranks.values() for rank in ranks}
 
-    def _settle_counts(self, units: Sequence[range], kind: str, what: str) -> None:
+    def _settle_counts(self, units: Sequence[range], kind: str, noun: str) -> None:
         """Assign the first free ranks, or whole nodes, to roles that ask for a number of them."""
         for role in self.roles:
             count = getattr(self.wanted.get(role), kind, None)
@@ -321,7 +321,7 @@ class _Resolving:
             if len(free) < count:
                 self._refuse(
                     role,
-                    f"asks for {count} {what}, and {len(free)} are left of the job's {self.size} ranks.",
+                    f"asks for {count} {noun}, and {len(free)} are left of the job's {self.size} ranks.",
                 )
             else:
                 self.ranks[role] = tuple(
@@ -338,14 +338,14 @@ class _Resolving:
         if "actor" not in self.wanted and not self.claimed:
             rest.insert(0, "actor")
         if len(rest) > 1:
-            why = (
+            remark = (
                 " (the actor does where it is not placed)"
                 if "actor" not in self.wanted
                 else ""
             )
             self._refuse(
                 rest[1],
-                f"takes the rest, and so does {rest[0]}{why}. Give one of them ranks of its own.",
+                f"takes the rest, and so does {rest[0]}{remark}. Give one of them ranks of its own.",
             )
         elif rest and self.problems:  # the remaining ranks are unknown
             self.ranks[rest[0]] = ()

@@ -290,13 +290,13 @@ def tensor_cuts(model: PreTrainedModel, size: int, role: str) -> TensorCuts:
     }
     other = sorted({style for style in inner.values() if style not in (*AXES, PARTIAL)})
     if not inner or other or VisionReader.of(model.config) is not None:
-        why = (
+        reason = (
             f"has parts that are not tried here ({', '.join(other)})"
             if other
             else "is of no use here"
         )
         raise ConfigError(
-            f"{key}: transformers' tensor-parallel plan for {name} {why}. Set {role}.tp=1."
+            f"{key}: transformers' tensor-parallel plan for {name} {reason}. Set {role}.tp=1."
         )
     config = model.config.get_text_config()
     # transformers would cut a head in two without a word.

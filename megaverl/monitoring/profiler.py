@@ -157,11 +157,11 @@ class Profiler:
             ProfilerActivity.CPU,
             *([ProfilerActivity.CUDA] if _has_gpu() else []),
         ]
-        asked = {
+        options = {
             key: getattr(self._chosen, key)
             for key in ("record_shapes", "with_stack", "profile_memory")
         }
-        profiler = profile(activities=activities, **asked)
+        profiler = profile(activities=activities, **options)
         profiler.start()
         yield
         profiler.stop()

@@ -162,8 +162,8 @@ class Probe:
         measured = self.measured[name]
         # A single rank waits for no other, so its processor time is its time without
         # other programs' disturbance.
-        alone = hardware.cores is not None and len(operator.ranks) == 1
-        return (measured.work if alone else measured.seconds) - operator.seconds
+        is_single = hardware.cores is not None and len(operator.ranks) == 1
+        return (measured.work if is_single else measured.seconds) - operator.seconds
 
 
 def sampling(engine: str, tokens: int) -> list[str]:
@@ -307,18 +307,21 @@ def fit(hardware: Hardware, probes: Sequence[Probe]) -> Hardware:
 
 
 def _settled(
-    hardware: Hardware, field: str, lacking: Callable[[Hardware], float], sign: int = 1
+    hardware: Hardware,
+    field: str,
+    shortfall: Callable[[Hardware], float],
+    sign: int = 1,
 ) -> Hardware:
     """Return the description with `field` set so that the prediction matches the measurement, found by bisection.
 
     Args:
-        lacking: seconds that the prediction lacks; negative if it is too long.
+        shortfall: seconds that the prediction lacks; negative if it is too long.
         sign: 1 if a larger value makes the prediction slower, otherwise -1.
     """
     low, high = (math.log(max(limit, LEAST)) for limit in RANGES[field])
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        too_slow = lacking(_with(hardware, **{field: math.exp(middle)})) < 0
+        too_slow = shortfall(_with(hardware, **{field: math.exp(middle)})) < 0
         low, high = (low, middle) if too_slow == (sign > 0) else (middle, high)
     return _with(hardware, **{field: math.exp(high)})
 

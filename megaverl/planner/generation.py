@@ -129,8 +129,10 @@ class LengthDistribution:
                 low = middle
             else:
                 high = middle
-        found = [max(1.0, length) for length in lengths(high)]
-        return cls(prompt, tuple(found[:BUCKETS]), tuple(found[BUCKETS:]))
+        bucket_lengths = [max(1.0, length) for length in lengths(high)]
+        return cls(
+            prompt, tuple(bucket_lengths[:BUCKETS]), tuple(bucket_lengths[BUCKETS:])
+        )
 
     @classmethod
     def measured(
@@ -385,11 +387,11 @@ class EngineCosts:
         more = rollout.partial.over_sample
         of_group = lengths.longest_of(group)
         running = min(self.most, more * sequences * lengths.response / of_group)
-        one = self.step(max(1.0, running), lengths.prompt + lengths.age)
+        decode_step = self.step(max(1.0, running), lengths.prompt + lengths.age)
         steps = max(of_group / more, sequences * lengths.response / max(1.0, running))
         longest = lengths.longest_of(sequences * job.rollout.num_engines)
         oldest = longest / (rollout.max_staleness + 1)
-        return one * max(steps, oldest)
+        return decode_step * max(steps, oldest)
 
     def _thin(
         self,

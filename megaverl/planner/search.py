@@ -305,10 +305,10 @@ class LayoutSearch:
             # for all others.
             elif self._push(waiting, other) is not None:
                 at_best = other.rungs[other.rung] | other.engine
-                alone = self._job(at_best)
-                if alone is not None:
+                single_job = self._job(at_best)
+                if single_job is not None:
                     self._rollout_seconds[key] = self._predict(
-                        alone, at_best
+                        single_job, at_best
                     ).seconds_of("rollout")
 
     def _push(self, waiting: list[_Entry], candidate: _Candidate) -> _Entry | None:
@@ -442,13 +442,13 @@ class LayoutSearch:
         if missing and self.further and self._only_engine(missing):
             # Only the engine's share is too large: reduce it by what is missing instead
             # of giving up the training settings.
-            over = max(lacking.needed - lacking.available for lacking in missing)
+            over = max(shortage.needed - shortage.available for shortage in missing)
             share = (
                 float(job.config.rollout.vllm.get("gpu_memory_utilization", 0.92))
                 - over / self.machine.memory
             )
             fitting = next(
-                (lacking for lacking in SHARES if lacking <= 100 * share), None
+                (percent for percent in SHARES if percent <= 100 * share), None
             )
             other = self._job(settings | {SHARE: fitting / 100}) if fitting else None
             if other is None:
@@ -468,7 +468,7 @@ class LayoutSearch:
     @staticmethod
     def _only_engine(missing: Sequence[Any]) -> bool:
         return all(
-            shortage.what in ("generate", "engine start", "reshard")
+            shortage.phase in ("generate", "engine start", "reshard")
             for shortage in missing
         )
 

@@ -72,13 +72,13 @@ def layer_split(
     return split
 
 
-def _divide(number: int, parts: int, role: str, things: str) -> None:
+def _divide(number: int, parts: int, role: str, plural: str) -> None:
     if (number % parts if parts else number) or number < 0:
         fits = ", ".join(
             str(size) for size in range(1, max(number, 0) + 1) if number % size == 0
         )
         raise GridError(
-            f"{role}.pp: {number} {things} cannot be divided over {parts}. Sizes that fit: {fits or 'none'}."
+            f"{role}.pp: {number} {plural} cannot be divided over {parts}. Sizes that fit: {fits or 'none'}."
         )
 
 
@@ -342,7 +342,7 @@ def attention_bytes(
     return held
 
 
-def keys_per_token(tokens: int, shared: int, own: int, group_size: int) -> float:
+def keys_per_token(tokens: int, shared: int, own_tokens: int, group_size: int) -> float:
     """Return the keys that attention reads per token of a packed row that holds a shared prompt once.
 
     Variable-length kernels need the prompt's keys once for the prompt, and again before
@@ -351,12 +351,12 @@ def keys_per_token(tokens: int, shared: int, own: int, group_size: int) -> float
     Args:
         tokens: tokens of the row, which holds as many of a group's samples as fit.
         shared: tokens that all samples of a group have in common.
-        own: further tokens of each sample.
+        own_tokens: further tokens of each sample.
     """
-    samples = min(group_size, (tokens - shared) // own)
+    samples = min(group_size, (tokens - shared) // own_tokens)
     if samples < 2:
         return 1.0
-    return (shared + samples * (shared + own)) / (shared + samples * own)
+    return (shared + samples * (shared + own_tokens)) / (shared + samples * own_tokens)
 
 
 def mlp_bytes(shape: LayerShape, width: int, cut: int) -> float:
@@ -426,12 +426,12 @@ def stage_bytes(shape: LayerShape, load: StageLoad, recompute: Recompute) -> flo
         }
         per_token = load.num_dense * kept[False] + load.num_moe * kept[True]
         # The backward pass recomputes one layer at a time, so the largest one counts.
-        again = 0.0
+        recomputed = 0.0
         if load.num_dense:
-            again = max(again, full[False] - kept[False])
+            recomputed = max(recomputed, full[False] - kept[False])
         if load.num_moe:
-            again = max(again, full[True] - kept[True])
-        return load.tokens * (load.micro_batches * per_token + again) + backward
+            recomputed = max(recomputed, full[True] - kept[True])
+        return load.tokens * (load.micro_batches * per_token + recomputed) + backward
     inputs = size * spec.hidden_size / shape.replicated
     largest = full[True] if load.num_moe else full[False]
     if recompute.method == "block":

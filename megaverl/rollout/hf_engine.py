@@ -22,7 +22,7 @@ from megaverl.rollout.engine import (
     Shapes,
     check_generations,
     check_request,
-    of_each,
+    options_by_prompt,
 )
 from megaverl.sharding.tracing import weights_of_module
 from megaverl.sharding.weight import listed
@@ -132,7 +132,7 @@ class HFEngine(Engine):
             max_model_len=self.max_model_len,
             vocab_size=vocab_size,
         )
-        per_prompt = of_each(sampling, len(prompts))
+        per_prompt = options_by_prompt(sampling, len(prompts))
         if extra := {name: None for options in per_prompt for name in options.extra}:
             raise RolloutError(
                 f"rollout.sampling: {', '.join(extra)} cannot be used with rollout.engine=hf. Leave them "

@@ -40,7 +40,7 @@ from megaverl.rollout.engine import (
     Shapes,
     check_generations,
     check_request,
-    of_each,
+    options_by_prompt,
 )
 from megaverl.rollout.vllm_cache import cache_limited
 from megaverl.rollout.vllm_images import prepare_images
@@ -274,7 +274,7 @@ class VLLMEngine:
         self._check_ranks_agree(prompts, sampling, seeds, images)
         if not prompts:
             return []
-        per_prompt = of_each(sampling, len(prompts))
+        per_prompt = options_by_prompt(sampling, len(prompts))
         if self.in_flight is not None:
             self._limit(
                 self.in_flight,
@@ -499,8 +499,8 @@ def engine_arguments(
         **(expert_arguments() if options.routed_experts else {}),
     }
     if not platform.is_cuda:
-        if why := why_no_kernel(spec.head_dim):
-            raise RolloutError(why)
+        if reason := why_no_kernel(spec.head_dim):
+            raise RolloutError(reason)
         check_runs_here(arguments, experts=spec.moe is not None)
     if arguments.get("quantization"):
         arguments |= quantised_arguments(arguments["quantization"])

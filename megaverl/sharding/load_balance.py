@@ -248,7 +248,7 @@ class ShardRange(NamedTuple):
 
 # Class of the destination -> (elements of a box, shard set of a group) for everything
 # it wants.
-Asked = Mapping[int, Sequence[tuple[int, ShardRange]]]
+WantedShards = Mapping[int, Sequence[tuple[int, ShardRange]]]
 
 
 class Deal:
@@ -362,7 +362,7 @@ class Dealer:
 
     Args:
         classes: classes of the holders.
-        asked: everything wanted of what the holders have.
+        wanted_by: everything wanted of what the holders have.
         node_of: node of each rank.
         only_near: leave out ranks without a holder on their node.
     """
@@ -370,7 +370,7 @@ class Dealer:
     def __init__(
         self,
         classes: Iterable[int],
-        asked: Asked,
+        wanted_by: WantedShards,
         source: RankLayouts,
         dest: RankLayouts,
         node_of: Sequence[int],
@@ -388,7 +388,7 @@ class Dealer:
         by_size: dict[int, dict[int, list[ShardRange]]] = {}
         # Requests are dealt size by size, since equal numbers of requests are equal
         # loads only among equal sizes.
-        for number, requests in asked.items():
+        for number, requests in wanted_by.items():
             for size, part in requests:
                 by_size.setdefault(size, {}).setdefault(number, []).append(part)
         # Large boxes first, so that smaller ones even out the remainder.

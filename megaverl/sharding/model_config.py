@@ -700,9 +700,9 @@ def _yarn(described: Described, fraction: float) -> Iterator[str]:
             f"always. Remove the key, or use another model."
         )
     if described.architecture in (*WITH_LATENT_ATTENTION, "GptOssForCausalLM"):
-        ours = yarn_attention_factor(rope)
+        factor = yarn_attention_factor(rope)
         engines = _yarn_attention_factor_in_vllm(described)
-        if not math.isclose(ours, engines, rel_tol=1e-6):
+        if not math.isclose(factor, engines, rel_tol=1e-6):
             settings = {
                 key: rope[key]
                 for key in ("attention_factor", "mscale", "mscale_all_dim")
@@ -710,7 +710,7 @@ def _yarn(described: Described, fraction: float) -> Iterator[str]:
             }
             yield (
                 f"{settings} in the rotary embedding of {described.architecture}: transformers multiplies queries and "
-                f"keys by {ours:.4g}, vLLM (0.32) by {engines:.4g}. Remove these keys, or use another model."
+                f"keys by {factor:.4g}, vLLM (0.32) by {engines:.4g}. Remove these keys, or use another model."
             )
 
 

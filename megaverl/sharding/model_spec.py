@@ -328,9 +328,9 @@ class ModelSpec:
             reason = NO_TABLE.get(architecture)
             if config.get("vision_config") is not None:
                 reason = NO_TOWER
-            why = "" if reason is None else f" by Megatron: {reason}"
+            remark = "" if reason is None else f" by Megatron: {reason}"
             raise ModelError(
-                f"{source}: architecture {architecture!r} is not supported{why}. Supported: "
+                f"{source}: architecture {architecture!r} is not supported{remark}. Supported: "
                 f"{', '.join(ARCHITECTURES)}. {_under_fsdp(config)}"
             )
         written_type = config.get("model_type")
@@ -662,8 +662,8 @@ class Misfit(NamedTuple):
 
 def why_not_in_vllm(spec: ModelSpec) -> str:
     """Return why vLLM computes this model differently from the trainer, or "" if it does not."""
-    if why := NOT_IN_VLLM.get(spec.architecture):
-        return why
+    if reason := NOT_IN_VLLM.get(spec.architecture):
+        return reason
     if spec.architecture in NO_WINDOW_IN_VLLM and spec.sliding_window is not None:
         return (
             f"vLLM's {spec.architecture} (0.32) has no sliding window, and this model has one of {spec.sliding_window} "

@@ -298,8 +298,10 @@ class Plans(Sequence[Plan]):
             for dest_class, amounts in group.wanted.items():
                 for shards, size in amounts.items():
                     part = ShardRange(number, 0, len(group.tensors), shards)
-                    asked = self._asked.setdefault(group.shards[shards].classes, {})
-                    asked.setdefault(dest_class, []).append((size, part))
+                    amounts_by_dest = self._asked.setdefault(
+                        group.shards[shards].classes, {}
+                    )
+                    amounts_by_dest.setdefault(dest_class, []).append((size, part))
         self.direct: Loads | None = None
         # On a single node there are no links that fan-out could relieve.
         self.fan_out = self._make_fan_out() if fan_out and len(nodes) > 1 else None
@@ -307,10 +309,10 @@ class Plans(Sequence[Plan]):
         # holders that concern it.
         self._gives: list[list[tuple[int, ...]]] = [[] for _ in self._source.layouts]
         self._takes: list[list[tuple[int, ...]]] = [[] for _ in self._dest.layouts]
-        for classes, asked in self._asked.items():
+        for classes, amounts_by_dest in self._asked.items():
             for source_class in classes:
                 self._gives[source_class].append(classes)
-            for dest_class in asked:
+            for dest_class in amounts_by_dest:
                 self._takes[dest_class].append(classes)
         # The following tables are filled on access. A rank that asks only for its own
         # plan computes only its part of them.

@@ -292,18 +292,20 @@ def _offset(tensor: torch.Tensor) -> int:
 
 def _once(copy: Copy) -> Iterator[Copy]:
     """Yield the copy without loops that repeat one element of the source, unrolled."""
-    still = next(
+    repeating = next(
         (loop for loop in copy.loops if loop.turns > 1 and not loop.source), None
     )
-    if still is None:
+    if repeating is None:
         yield copy
         return
-    if still.turns > MOST_REPEATS:
-        raise NotStrided(f"{still.turns} copies of each element")
-    rest = copy._replace(loops=tuple(loop for loop in copy.loops if loop is not still))
+    if repeating.turns > MOST_REPEATS:
+        raise NotStrided(f"{repeating.turns} copies of each element")
+    rest = copy._replace(
+        loops=tuple(loop for loop in copy.loops if loop is not repeating)
+    )
     # Each repetition writes to another place, from the same element.
-    for turn in range(still.turns):
-        yield from _once(rest.shifted(still, turn))
+    for turn in range(repeating.turns):
+        yield from _once(rest.shifted(repeating, turn))
 
 
 @dataclass(frozen=True)

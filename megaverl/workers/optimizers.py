@@ -353,13 +353,13 @@ def _stepped_on(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
 
 
 def scheduler_options(
-    config: OptimizerConfig, given: Mapping[str, Any], total_updates: int
+    config: OptimizerConfig, overrides: Mapping[str, Any], total_updates: int
 ) -> dict[str, Any]:
-    """Return arguments of megatron-core's OptimizerParamScheduler; `given` overrides a constant learning rate."""
+    """Return arguments of megatron-core's OptimizerParamScheduler; `overrides` overrides a constant learning rate."""
     peak = config.lr if config.lr is not None else 1e-6
     weight_decay = config.weight_decay
     return {
-        "init_lr": 0.0 if given.get("lr_warmup_steps") else peak,
+        "init_lr": 0.0 if overrides.get("lr_warmup_steps") else peak,
         "max_lr": peak,
         "min_lr": config.min_lr,
         "lr_warmup_steps": 0,
@@ -370,7 +370,7 @@ def scheduler_options(
         "wd_incr_steps": max(total_updates, 1),
         "wd_incr_style": "constant",
         "use_checkpoint_opt_param_scheduler": True,
-    } | dict(given)
+    } | dict(overrides)
 
 
 def _finalize(chunks: list[Any], num_tokens: Any, **groups: Any) -> None:

@@ -377,15 +377,19 @@ class Actor(Policy):
         ]
         # Factors of single tokens are passed on separately if the loss applies them
         # itself.
-        apart = OF_SINGLE_TOKENS if self._reads("importance_weights") else ()
-        weighing = [part for name, part in parts if name in apart]
-        others = [part for name, part in parts if name not in apart]
+        passed_separately = (
+            OF_SINGLE_TOKENS if self._reads("importance_weights") else ()
+        )
+        weighing = [part for name, part in parts if name in passed_separately]
+        multiplied = [part for name, part in parts if name not in passed_separately]
         if weighing:
             inputs["importance_weights"] = _product(weighing, mask).factors
-        if others and self._reads("correction_factors"):
-            inputs["correction_factors"] = _product(others, mask).factors
-        elif others:
-            inputs["advantages"] = inputs["advantages"] * _product(others, mask).factors
+        if multiplied and self._reads("correction_factors"):
+            inputs["correction_factors"] = _product(multiplied, mask).factors
+        elif multiplied:
+            inputs["advantages"] = (
+                inputs["advantages"] * _product(multiplied, mask).factors
+            )
         return _product([part for _, part in parts], mask).metrics
 
     def _train_only(
@@ -558,7 +562,7 @@ def rounding_of(spec: ModelSpec, rollout: RolloutConfig) -> Rounding:
 
 
 def check_first_comparison(
-    found: DifferenceStats, config: Config, dtype: torch.dtype, spec: ModelSpec
+    differences: DifferenceStats, config: Config, dtype: torch.dtype, spec: ModelSpec
 ) -> str | None:
     """Compare the difference of engine and actor with what the rounding of `dtype` explains.
 
@@ -575,11 +579,11 @@ def check_first_comparison(
     if tolerance is None and dtype == torch.float32 and not platform.is_cuda:
         tolerance = STRICT
     if tolerance is not None:
-        if found.largest <= tolerance:
+        if differences.largest <= tolerance:
             return None
         raise TrainingStopped(
             _difference_text(
-                found, config, f"allowed are {tolerance:.3g} for any token"
+                differences, config, f"allowed are {tolerance:.3g} for any token"
             )
         )
     rounding = rounding_of(spec, config.rollout)
@@ -593,16 +597,19 @@ def check_first_comparison(
         f"of the tokens of {rounding.model}"
     )
     # Written with `not`, so that a NaN counts as too large.
-    if not found.mean <= rounding.most * unit:
+    if not differences.mean <= rounding.most * unit:
         limit = f"allowed are {rounding.most * unit:.2g} in the mean, for {usual}"
-        raise TrainingStopped(_difference_text(found, config, limit))
-    if found.mean <= rounding.mean * unit and found.p999 <= rounding.p999 * unit:
+        raise TrainingStopped(_difference_text(differences, config, limit))
+    if (
+        differences.mean <= rounding.mean * unit
+        and differences.p999 <= rounding.p999 * unit
+    ):
         return None
     loud = f"{usual}. ROUNDING DOES NOT EXPLAIN THIS: the engine samples from another policy than is trained"
-    return _difference_text(found, config, loud)
+    return _difference_text(differences, config, loud)
 
 
-def _difference_text(found: DifferenceStats, config: Config, limit: str) -> str:
+def _difference_text(differences: DifferenceStats, config: Config, limit: str) -> str:
     engine = config.rollout.engine
     is_compared = config.reshard.check_every >= 0
     weights = (
@@ -612,8 +619,9 @@ def _difference_text(found: DifferenceStats, config: Config, limit: str) -> str:
     )
     return (
         f"the log-probs that {engine} reports and those that the actor computes for the same tokens differ by "
-        f"{found.mean:.3g} in the mean, for 99.9 % of the tokens by up to {found.p999:.3g}, at most by "
-        f"{found.largest:.3g}; {limit}. Both {weights}. Likely causes: sampling fields that only the engine applies "
+        f"{differences.mean:.3g} in the mean, for 99.9 % of the tokens by up to {differences.p999:.3g}, at most by "
+        f"{differences.largest:.3g}; {limit}. Both {weights}. Likely causes: sampling fields that only "
+        "the engine applies "
         "(top_p, top_k, penalties); keys of config.json that the two compute differently (rotary embedding, sliding "
         "window, norms' epsilon, router); rollout.vllm fields that make the engine round more (quantization, "
         "kv_cache_dtype, attention kernels). Compare both with transformers: rollout.engine=hf samples with it. If the "

@@ -192,10 +192,10 @@ class ServerSync:
             # below.
             if self._speaks and engine is not None:
                 stack.enter_context(engine.pool.only_reshard_delivers())
-            own: dict[str, Any] | None = None
+            fingerprint: dict[str, Any] | None = None
             error: Exception | None = None
             try:
-                own = self._fingerprint()
+                fingerprint = self._fingerprint()
             except Exception as caught:  # raised on every rank below
                 error = caught
             # Every rank raises if one of the actor's ranks could not compute its
@@ -203,7 +203,7 @@ class ServerSync:
             raise_together(error, self._group)
             # The rollout's first rank lives elsewhere and needs the actor's tokens and
             # log-probs.
-            known = reduce_json(own, _first_given, self._group)
+            known = reduce_json(fingerprint, _first_given, self._group)
             weights = PublishedWeights(
                 None,
                 name,

@@ -71,10 +71,10 @@ class ShardReceiver:
         # vLLM mixes this class into its worker, of which the type checker knows
         # nothing.
         worker: Any = self
-        told = json.loads(task)
-        address = LinkAddress(**told["link"])
+        description = json.loads(task)
+        address = LinkAddress(**description["link"])
         try:
-            stats = _receive(worker, address, int(told["first_rank"]))
+            stats = _receive(worker, address, int(description["first_rank"]))
             return {
                 "bytes": stats.bytes_received,
                 "changed_fraction": stats.changed_fraction,

@@ -358,9 +358,9 @@ def _load(adapters: AdapterSet, folder: Path) -> None:
         if (config.get(name) or plain) != plain
     ]
     if config.get("peft_type") != "LORA" or wrong:
-        what = "; ".join([f"peft_type is {config.get('peft_type')!r}", *wrong])
+        differences = "; ".join([f"peft_type is {config.get('peft_type')!r}", *wrong])
         raise ModelError(
-            f"{folder / CONFIG_FILE}: {what}. Only plain LoRA adapters can be trained on."
+            f"{folder / CONFIG_FILE}: {differences}. Only plain LoRA adapters can be trained on."
         )
     if (sizes := (config.get("r"), config.get("lora_alpha"))) != (
         lora.rank,

@@ -373,8 +373,10 @@ def enter(mechanism: str, packages: Sequence[str] = ()) -> Boundary:
     # Read before the user changes.
     user, group, number = os.getuid(), os.getgid(), os.getpid()
     as_root = mechanism == "namespaces"
-    apart = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
-    _checked("unshare", _libc.unshare(apart if as_root else apart | CLONE_NEWUSER))
+    namespaces = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
+    _checked(
+        "unshare", _libc.unshare(namespaces if as_root else namespaces | CLONE_NEWUSER)
+    )
     if not as_root:
         # The order is the kernel's: groups cannot be mapped before setgroups is denied.
         for name, text in (

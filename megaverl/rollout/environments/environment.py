@@ -165,7 +165,7 @@ class Game(ABC):
         self, turns: Mapping[str, Sequence[Sequence[int]]]
     ) -> Mapping[str, Outcome]:
         """Answer several turns of each agent, one for each of its conversations."""
-        return self.step({agent: one for agent, [one] in turns.items()})
+        return self.step({agent: turn for agent, [turn] in turns.items()})
 
     def close(self) -> None:  # noqa: B027
         """Free resources when the episode is over, whether it came to its end or not."""

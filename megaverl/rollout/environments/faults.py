@@ -174,13 +174,13 @@ class Faults:
         self._metrics["faults"] += len(faults)
         self._recent.extend([False] * len(faults))
         paused = self._pause(first) if self._fails_often() else False
-        again = {
+        retried = {
             number: attempt
             for number in sorted(faults)
             if (attempt := self._next(number, paused=paused)) is not None
         }
-        self._attempts |= again
-        return again
+        self._attempts |= retried
+        return retried
 
     def _next(self, number: int, *, paused: bool) -> Attempt | None:
         """Return the attempt that follows a fault of an episode, or None if it is lost."""
