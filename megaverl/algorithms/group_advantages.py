@@ -77,8 +77,8 @@ def _next_to_the_others(stats: GroupStats, group_ids: Tensor) -> tuple[Tensor, T
     Returns:
         The reward minus the others' mean, and the others' sample standard deviation, each `[batch]`.
     """
-    others = (stats.size - 1).clamp(min=1)
-    gains = stats.centered * (stats.size / others)
+    num_others = (stats.size - 1).clamp(min=1)
+    gains = stats.centered * (stats.size / num_others)
     # A group's sum of squares around its mean, minus this sample's part, is that of the
     # others around theirs.
     squares = group_totals(stats.centered.square(), group_ids) - stats.centered * gains
@@ -87,7 +87,7 @@ def _next_to_the_others(stats: GroupStats, group_ids: Tensor) -> tuple[Tensor, T
     squares = squares.where(
         squares > 1e-12 * group_totals(stats.centered.square(), group_ids), 0.0
     )
-    return gains, (squares / (others - 1).clamp(min=1)).sqrt()
+    return gains, (squares / (num_others - 1).clamp(min=1)).sqrt()
 
 
 @advantage_estimators.register("dr_grpo", of_groups=True)

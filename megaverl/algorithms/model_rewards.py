@@ -74,8 +74,8 @@ def prime(
     means = process.sum(dim=1) / response_mask.sum(dim=1).clamp(min=1)
     # [batch]: number of other responses in the group, and the mean of their token
     # rewards.
-    others = group_totals(torch.ones_like(means), group_ids) - 1
-    baseline = (group_totals(means, group_ids) - means) / others.clamp(min=1)
+    num_others = group_totals(torch.ones_like(means), group_ids) - 1
+    baseline = (group_totals(means, group_ids) - means) / num_others.clamp(min=1)
     gains = rewards_to_go(process - baseline.unsqueeze(1), response_mask, gamma)
     outcome = rloo(rewards, group_ids, response_mask).advantages
     return Advantages(

@@ -425,8 +425,8 @@ def vespo(
     (of tokens), `kernel`.
     """
     if importance_weights is not None and correction_in == "advantages":
-        others = 1.0 if correction_factors is None else correction_factors
-        correction_factors = importance_weights * others
+        further_factors = 1.0 if correction_factors is None else correction_factors
+        correction_factors = importance_weights * further_factors
         # The correction then multiplies the advantages, like any other loss's, and no
         # longer enters the kernel.
         importance_weights = None

@@ -519,12 +519,14 @@ def mean_log_ratio(log_ratios: Tensor, desirable: Tensor) -> Tensor:
     return torch.stack(means).mean() if means else kept.new_zeros(())
 
 
-def matched(values: Tensor, others: Tensor) -> Tensor:
-    """Return for each of `values` the one of `others` with the same rank. Of equal values the first has the lower rank.
+def matched(values: Tensor, candidates: Tensor) -> Tensor:
+    """Return for each of `values` the candidate with the same rank.
+
+    Of equal values the first has the lower rank.
 
     Args:
-        values, others: `[pairs]` float, of the WHOLE mini-batch.
+        values, candidates: `[pairs]` float, of the WHOLE mini-batch.
     """
     # Sorting twice gives ranks: the second sort inverts the permutation of the first.
     ranks = values.argsort(stable=True).argsort(stable=True)
-    return others.sort(stable=True).values[ranks]
+    return candidates.sort(stable=True).values[ranks]

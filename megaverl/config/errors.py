@@ -58,8 +58,6 @@ def conflict_issues(
     """
     for key, is_set, reason in conflicts:
         if is_set:
-            reported, other = (switch, key) if at_switch else (key, switch)
-            text = (
-                f"cannot be combined with {other}: {reason}. Leave one of the two out."
-            )
-            yield ConfigIssue(reported, text, involves=(other,))
+            reported, conflicting = (switch, key) if at_switch else (key, switch)
+            text = f"cannot be combined with {conflicting}: {reason}. Leave one of the two out."
+            yield ConfigIssue(reported, text, involves=(conflicting,))

@@ -641,11 +641,11 @@ SAME_FIELD = {
 def _suggest(at: str, name: str, target: PassthroughClass) -> str:
     """Return a suggestion for an unknown field: the same name in a sister mapping, or the closest field here."""
     section = at.split(".")[0]
-    for key, other in PLACES.items():
+    for key, sister in PLACES.items():
         if (
             key.split(".")[0] == section
-            and other is not target
-            and name in other.settable()
+            and sister is not target
+            and name in sister.settable()
         ):
             return f" Did you mean `{key}.{name}`?"
     if counterpart := SAME_FIELD.get(name):

@@ -399,8 +399,8 @@ def _with_name(entry: Any) -> Any:
     ]
     if len(named) != 1:
         return entry
-    others = {key: value for key, value in entry.items() if key != named[0]}
-    return {"name": named[0], "options": entry[named[0]], **others}
+    remaining = {key: value for key, value in entry.items() if key != named[0]}
+    return {"name": named[0], "options": entry[named[0]], **remaining}
 
 
 def named_reward(name: str) -> dict[str, str]:

@@ -53,10 +53,10 @@ def _copy_whole(
     missing = [rank for rank in sorted(wanted) if rank not in holders]
     nodes = {node_of(rank) for rank in holders}
     first_of_nodes: list[int] = []
-    others: list[int] = []
+    rest_of_nodes: list[int] = []
     for rank in missing:
         if node_of(rank) in nodes:
-            others.append(rank)
+            rest_of_nodes.append(rank)
         else:
             nodes.add(node_of(rank))
             first_of_nodes.append(rank)
@@ -65,7 +65,7 @@ def _copy_whole(
     # hold it serve.
     _spread(value, holders, first_of_nodes, moves)
     by_node: dict[int, list[int]] = {}
-    for rank in others:
+    for rank in rest_of_nodes:
         by_node.setdefault(node_of(rank), []).append(rank)
     for node, ranks in by_node.items():
         _spread(

@@ -308,9 +308,9 @@ class RolloutBatch:
         if not batches:
             raise DataError("there are no batches to put together")
         first = batches[0]
-        for i, other in enumerate(batches):
-            if (different := other.tensors.keys() ^ first.tensors.keys()) or (
-                different := other.columns.keys() ^ first.columns.keys()
+        for i, compared in enumerate(batches):
+            if (different := compared.tensors.keys() ^ first.tensors.keys()) or (
+                different := compared.columns.keys() ^ first.columns.keys()
             ):
                 raise DataError(
                     f"batch 0 and batch {i} differ in what they hold: {', '.join(sorted(different))}"

@@ -54,7 +54,7 @@ class DataFlow:
             raise ConfigError(
                 f"found {operator!r}; expected an Operator(name=..., func=...)"
             )
-        names = [other.name for other in self._operators]
+        names = [earlier_operator.name for earlier_operator in self._operators]
         if operator.name in names:
             raise ConfigError(
                 f"two operators are named '{operator.name}'; give one of them another name"

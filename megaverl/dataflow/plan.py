@@ -131,7 +131,7 @@ class Operator:
         return dict(result)
 
 
-class Edge(NamedTuple):
+class ValueTransfer(NamedTuple):
     """Value that must be transferred.
 
     Attributes:
@@ -155,14 +155,14 @@ class CompiledFlow:
         operators: operators in the order in which a rank runs those of its roles.
         makers: by operator and input value, the operator whose output it takes.
         ranks: ranks of each operator, or None for every rank.
-        edges: transfers, in the order of their makers.
+        transfers: transfers, in the order of their makers.
         stages: groups of operators that do not depend on each other, in order.
     """
 
     operators: tuple[Operator, ...]
     makers: Mapping[str, Mapping[str, str]]
     ranks: Mapping[str, tuple[int, ...] | None]
-    edges: tuple[Edge, ...]
+    transfers: tuple[ValueTransfer, ...]
     stages: tuple[tuple[str, ...], ...]
 
 
@@ -276,10 +276,11 @@ def _shape_mistakes(operators: Sequence[Operator]) -> list[str]:
                     f"operator '{op.name}' declares the shape of '{value}', which it neither takes nor gives"
                 )
                 continue
-            name, other = first.setdefault(value, (op.name, tuple(shape)))
-            if tuple(shape) != other:
+            name, first_shape = first.setdefault(value, (op.name, tuple(shape)))
+            if tuple(shape) != first_shape:
                 mistakes.append(
-                    f"'{value}' has the shape {list(other)} for operator '{name}', and {list(shape)} for '{op.name}'"
+                    f"'{value}' has the shape {list(first_shape)} for operator '{name}', and {list(shape)} for "
+                    f"'{op.name}'"
                 )
     return mistakes
 
@@ -313,8 +314,8 @@ def _maker_for(
     return chain[0]
 
 
-def _rests_on(op: Operator, other: Operator, operators: Sequence[Operator]) -> bool:
-    """Return whether `op` depends, directly or indirectly, on an output that only `other` makes."""
+def _rests_on(op: Operator, earlier: Operator, operators: Sequence[Operator]) -> bool:
+    """Return whether `op` depends, directly or indirectly, on an output that only `earlier` makes."""
     seen, waiting = {op.name}, [op]
     while waiting:
         taken = waiting.pop().takes
@@ -325,7 +326,7 @@ def _rests_on(op: Operator, other: Operator, operators: Sequence[Operator]) -> b
         ]
         waiting += [maker for maker in makers if maker.name not in seen]
         seen |= {maker.name for maker in makers}
-        if other in makers and other != op:
+        if earlier in makers and earlier != op:
             return True
     return False
 
@@ -362,10 +363,10 @@ def _missing(
     values = {
         value for value, maker in makers[op.name].items() if maker and maker not in done
     }
-    others = {
+    ordered_before = {
         name for name in before[op.name] - done if name not in makers[op.name].values()
     }
-    return sorted(values | others)
+    return sorted(values | ordered_before)
 
 
 def _ranks(
@@ -395,7 +396,7 @@ def _edges(
     order: Sequence[Operator],
     makers: Mapping[str, Mapping[str, str]],
     ranks: Mapping[str, tuple[int, ...] | None],
-) -> list[Edge]:
+) -> list[ValueTransfer]:
     """Return a transfer for every value that a rank needs and does not make. Each rank receives a value once."""
     place = {op.name: number for number, op in enumerate(order)}
     takers_of: dict[tuple[str, str], dict[tuple[int, ...], list[str]]] = {}
@@ -419,13 +420,13 @@ def _edges(
                     takers.append(op.name)
             if missing:
                 sent[missing] = [op.name]
-    edges: list[Edge] = []
+    transfers: list[ValueTransfer] = []
     for value, maker in sorted(takers_of, key=lambda key: (place[key[1]], key[0])):
         for dest, takers in takers_of[value, maker].items():
             source = ranks[maker]
             assert source is not None
-            edges.append(Edge(value, maker, tuple(takers), source, dest))
-    return edges
+            transfers.append(ValueTransfer(value, maker, tuple(takers), source, dest))
+    return transfers
 
 
 def as_dict(plan: CompiledFlow) -> dict[str, Any]:
@@ -451,7 +452,7 @@ def as_dict(plan: CompiledFlow) -> dict[str, Any]:
                 "to": list(transfer.dest),
                 "for": list(transfer.takers),
             }
-            for transfer in plan.edges
+            for transfer in plan.transfers
         ],
     }
 
@@ -480,7 +481,7 @@ def as_text(plan: CompiledFlow) -> str:
     moves = [
         f"  {transfer.value}: ranks {ranks_text(transfer.source)} -> {ranks_text(transfer.dest)}, for "
         f"{', '.join(transfer.takers)}"
-        for transfer in plan.edges
+        for transfer in plan.transfers
     ]
     return "\n".join([*lines, *(["", "moves:", *moves] if moves else [])])
 

@@ -165,7 +165,7 @@ def node_address(
         return
     node = placement.node_of(rank)
     node_ranks = [
-        other for other in range(placement.size) if placement.node_of(other) == node
+        member for member in range(placement.size) if placement.node_of(member) == node
     ]
     relay = (
         Relay(controller, own_address(), node, node_ranks)

@@ -213,7 +213,7 @@ def blame(
     # A rank that is ahead of a blamed rank counts as waiting, even if its call does not
     # show it.
     for rank in waited:
-        if any(is_behind(present[other], present[rank]) for other in to_blame):
+        if any(is_behind(present[blamed], present[rank]) for blamed in to_blame):
             waited[rank] = present[rank].seconds
     longest = max(waited, key=waited.__getitem__, default=-1)
     return (to_blame, longest) if waited.get(longest, 0.0) > stalled_after else None

@@ -125,7 +125,7 @@ def join(
     # Megatron and vLLM read these, and must see only this role group.
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group_rank), str(role_group.size)
     os.environ["LOCAL_WORLD_SIZE"] = str(
-        sum(placement.node_of(other) == here for other in role_group.ranks)
+        sum(placement.node_of(member) == here for member in role_group.ranks)
     )
     with _deadline(f"the role group {role_group.name}", timeout):
         dist.init_process_group(

@@ -194,7 +194,7 @@ class _Resolving:
         names = [node.name for node in self.nodes]
         for name in sorted({name for name in names if names.count(name) > 1}):
             numbers = [
-                str(number) for number, other in enumerate(names) if other == name
+                str(number) for number, repeated in enumerate(names) if repeated == name
             ]
             self._refuse(
                 "",
@@ -363,22 +363,22 @@ class _Resolving:
             chain = [role]
             while chain[-1] not in self.ranks:
                 place = self.wanted.get(chain[-1])
-                other = DEFAULTS.get(chain[-1]) if place is None else place.role
-                if other is None:  # already reported above
+                default_role = DEFAULTS.get(chain[-1]) if place is None else place.role
+                if default_role is None:  # already reported above
                     break
-                if other in chain:
+                if default_role in chain:
                     self._refuse(
                         role,
-                        f"{' -> '.join([*chain, other])}: these share each other's ranks; place one.",
+                        f"{' -> '.join([*chain, default_role])}: these share each other's ranks; place one.",
                     )
                     break
-                if other not in self.roles:
+                if default_role not in self.roles:
                     self._refuse(
                         role,
-                        f"shares the ranks of {other}, and the run has no such role.",
+                        f"shares the ranks of {default_role}, and the run has no such role.",
                     )
                     break
-                chain.append(other)
+                chain.append(default_role)
             # The chain ends at a role with ranks, which all of it get.
             else:
                 shared = self.ranks[chain[-1]]
@@ -484,7 +484,7 @@ class _Resolving:
         Ranks with a device are then numbered without gaps.
         """
         for number, node in enumerate(self.nodes):
-            if node.memory or not any(other.memory for other in self.nodes):
+            if node.memory or not any(described.memory for described in self.nodes):
                 continue
             roles = [
                 role

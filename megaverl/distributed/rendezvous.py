@@ -388,7 +388,7 @@ def _nodes_of(
                     f"node {key[0]}: rank {rank} claims {claims}, and the ranks before it {nodes[-1][2]}."
                 )
             nodes[-1] = (key, nodes[-1][1] + 1, nodes[-1][2], min(nodes[-1][3], memory))
-        elif any(key == other[0] for other in nodes):
+        elif any(key == earlier[0] for earlier in nodes):
             mistakes.append(
                 f"node {key[0]}: rank {rank} is on it, and so are earlier ranks, with another node's between them. "
                 "Names of nodes must differ, and a node's ranks be neighbours."
@@ -407,10 +407,10 @@ def _differences(records: Sequence[Mapping[str, Any]], store: dist.Store) -> lis
     first = records[0]["agreed"]
     mistakes = []
     for name in sorted({name for facts in records for name in facts["agreed"]}):
-        others: dict[str | None, list[int]] = {}
+        ranks_by_value: dict[str | None, list[int]] = {}
         for rank, facts in enumerate(records):
-            others.setdefault(facts["agreed"].get(name), []).append(rank)
-        for value, ranks in others.items():
+            ranks_by_value.setdefault(facts["agreed"].get(name), []).append(rank)
+        for value, ranks in ranks_by_value.items():
             if value != first.get(name):
                 on = ", ".join(dict.fromkeys(records[rank]["node"] for rank in ranks))
                 for setting, other_value, firsts in _inside(

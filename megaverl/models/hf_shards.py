@@ -288,11 +288,13 @@ def tensor_cuts(model: PreTrainedModel, size: int, role: str) -> TensorCuts:
         for part, style in (getattr(model, "tp_plan", None) or {}).items()
         if ".*." in part
     }
-    other = sorted({style for style in inner.values() if style not in (*AXES, PARTIAL)})
-    if not inner or other or VisionReader.of(model.config) is not None:
+    unknown_styles = sorted(
+        {style for style in inner.values() if style not in (*AXES, PARTIAL)}
+    )
+    if not inner or unknown_styles or VisionReader.of(model.config) is not None:
         reason = (
-            f"has parts that are not tried here ({', '.join(other)})"
-            if other
+            f"has parts that are not tried here ({', '.join(unknown_styles)})"
+            if unknown_styles
             else "is of no use here"
         )
         raise ConfigError(

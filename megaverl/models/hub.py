@@ -254,9 +254,12 @@ def _shards(path: str, folder: Path, names: Sequence[str]) -> list[str]:
         return sorted(shards)
     if SINGLE_FILE in names:
         return [SINGLE_FILE]
-    others = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
+    other_files = [
+        name for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf"))
+    ]
     raise ModelError(
-        f"model.path: {path}: has no safetensors weights{', only ' + ', '.join(others[:3]) if others else ''}. "
+        f"model.path: {path}: has no safetensors "
+        f"weights{', only ' + ', '.join(other_files[:3]) if other_files else ''}. "
         "Pickled weights can run code and are not loaded; choose a revision with safetensors, or convert the model."
     )
 

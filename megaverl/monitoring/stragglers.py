@@ -218,15 +218,15 @@ def _compare_alike(works: Mapping[int, Work]) -> Iterator[Slow]:
         worst = max(lost, key=lambda stage: lost[stage], default=None)
         if worst is None:
             continue
-        rank_seconds, others = seconds[worst][rank], usual[worst]
+        rank_seconds, usual_seconds = seconds[worst][rank], usual[worst]
         # A short stage varies much by chance; a rank only counts as slow if it loses a
         # noticeable share of the whole work.
         score = (
-            min(1.0, others / rank_seconds)
+            min(1.0, usual_seconds / rank_seconds)
             if rank_seconds > 0 and lost[worst] > least
             else 1.0
         )
-        yield Slow(rank, score, worst, rank_seconds, others)
+        yield Slow(rank, score, worst, rank_seconds, usual_seconds)
 
 
 def _seconds(

@@ -131,13 +131,13 @@ def advise(job: PlannedJob) -> Advice:
             tried += 1
             settings = tuple(setting for _, setting in choice)
             try:
-                other = with_settings(job, settings)
-                memory = MemoryModel(other).ranks(other.stage_ranks())
+                changed_job = with_settings(job, settings)
+                memory = MemoryModel(changed_job).ranks(changed_job.stage_ranks())
             except (ConfigError, RolloutError):
                 # The grid does not divide the world or the model, or vLLM cannot build
                 # this engine.
                 continue
-            if not shortages(other, memory):
+            if not shortages(changed_job, memory):
                 return Advice(settings, tried, max(rank.peak for rank in memory))
     return Advice((), tried)
 
@@ -152,11 +152,11 @@ def _candidates(job: PlannedJob) -> Iterator[tuple[float, Setting]]:
     share = round(
         float(config.rollout.vllm.get("gpu_memory_utilization", UTILIZATION)) * 100
     )
-    for other in range(20, 96, 5):
-        if other != share:
+    for percent in range(20, 96, 5):
+        if percent != share:
             yield (
-                1.0 + abs(other - share) / 20,
-                ("rollout.vllm.gpu_memory_utilization", other / 100),
+                1.0 + abs(percent - share) / 20,
+                ("rollout.vllm.gpu_memory_utilization", percent / 100),
             )
     tokens, steps = actor.micro_batch_tokens, 0
     while tokens > config.max_tokens:

@@ -350,11 +350,12 @@ def main() -> None:
     }
     best = max(flops / seconds for flops, seconds in rates["products"])
     rates["dtypes"] = {str(dtype).removeprefix("torch."): 1.0}
-    for other in (torch.float32, torch.bfloat16):
-        name = str(other).removeprefix("torch.")
+    for further_dtype in (torch.float32, torch.bfloat16):
+        name = str(further_dtype).removeprefix("torch.")
         if name not in rates["dtypes"]:
             rates["dtypes"][name] = (
-                max(f / s for f, s in _products(device, other, large=True)) / best
+                max(f / s for f, s in _products(device, further_dtype, large=True))
+                / best
             )
     size = 64 * 2**20 if device.type == "cuda" else 8 * 2**20
     whole = torch.ones(size, device=device)
@@ -429,7 +430,7 @@ def _messages(device: Any) -> dict[str, float]:
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     small, large = torch.ones(2**13, device=device), torch.ones(2**21, device=device)
-    reduce, other = torch.distributed.all_reduce, rank ^ 1
+    reduce, peer = torch.distributed.all_reduce, rank ^ 1
     rows = torch.randn(128, 256, device=device)
 
     def work() -> None:
@@ -437,11 +438,11 @@ def _messages(device: Any) -> dict[str, float]:
             rows @ rows.T
 
     def there_and_back() -> None:
-        for sends in (rank < other, rank > other):
-            if other < world:
+        for sends in (rank < peer, rank > peer):
+            if peer < world:
                 torch.distributed.send(
-                    small, other
-                ) if sends else torch.distributed.recv(small, other)
+                    small, peer
+                ) if sends else torch.distributed.recv(small, peer)
 
     def together() -> None:
         work()

@@ -73,7 +73,7 @@ class Choice:
     def grid(self) -> str:
         """The grids of the actor, of roles with a grid of their own, and of the engines."""
         job = self.job
-        others = [
+        grids = [
             f"{role.name} {role.grid}"
             for role in job.roles[1:]
             if role.grid != job.actor.grid
@@ -84,7 +84,7 @@ class Choice:
             else f" on {len(job.rollout.ranks)} ranks of their own"
         )
         return ", ".join(
-            [str(job.actor.grid), *others, f"engines tp{job.rollout.tp}{away}"]
+            [str(job.actor.grid), *grids, f"engines tp{job.rollout.tp}{away}"]
         )
 
     def worse_than(self, best: Choice) -> str:
@@ -273,7 +273,7 @@ class LayoutSearch:
         least that engine's best rollout and the rest of the step; this bound orders the
         heap until the step itself is predicted.
         """
-        first, *others = group
+        first, *variants = group
         base = self._push(waiting, first)
         if base is None:
             return
@@ -284,27 +284,27 @@ class LayoutSearch:
             - prediction.seconds_of("rollout")
             - prediction.seconds_of("reshard")
         )
-        for other in others:
-            other.rung = first.rung
+        for variant in variants:
+            variant.rung = first.rung
             if not job.placement.is_colocated:
-                self._push(waiting, other)
+                self._push(waiting, variant)
                 continue
-            key = key_of(other.engine)
+            key = key_of(variant.engine)
             if key in self._rollout_seconds:
                 heapq.heappush(
                     waiting,
                     (
                         rest + self._rollout_seconds[key],
-                        key_of(other.settings),
-                        other,
+                        key_of(variant.settings),
+                        variant,
                         job,
                         None,
                     ),
                 )
             # The first training layout that works with an engine gives its rollout time
             # for all others.
-            elif self._push(waiting, other) is not None:
-                at_best = other.rungs[other.rung] | other.engine
+            elif self._push(waiting, variant) is not None:
+                at_best = variant.rungs[variant.rung] | variant.engine
                 single_job = self._job(at_best)
                 if single_job is not None:
                     self._rollout_seconds[key] = self._predict(
@@ -391,9 +391,11 @@ class LayoutSearch:
             for _, _, settings, job, prediction in sorted(
                 tried, key=lambda entry: entry[:2]
             )[:4]:
-                other, _ = self._counted(_Candidate([settings], {}), job, prediction)
-                if other is not None:
-                    choice = other
+                candidate, _ = self._counted(
+                    _Candidate([settings], {}), job, prediction
+                )
+                if candidate is not None:
+                    choice = candidate
                     break
         return choice
 
@@ -450,10 +452,10 @@ class LayoutSearch:
             fitting = next(
                 (percent for percent in SHARES if percent <= 100 * share), None
             )
-            other = self._job(settings | {SHARE: fitting / 100}) if fitting else None
-            if other is None:
+            reduced = self._job(settings | {SHARE: fitting / 100}) if fitting else None
+            if reduced is None:
                 return None, False
-            settings, job = settings | {SHARE: (fitting or 0) / 100}, other
+            settings, job = settings | {SHARE: (fitting or 0) / 100}, reduced
             memory = MemoryModel(job).ranks(job.stage_ranks())
             missing, prediction = (
                 shortages(job, memory, ROOM),

@@ -163,12 +163,12 @@ def _one_forward_one_backward(
         for stage in range(size):
             while place[stage] < len(orders[stage]):
                 forward, n = orders[stage][place[stage]]
-                other = stage - 1 if forward else stage + 1
+                neighbour = stage - 1 if forward else stage + 1
                 ready = 0.0
-                if 0 <= other < size:
-                    if (forward, n, other) not in done:
+                if 0 <= neighbour < size:
+                    if (forward, n, neighbour) not in done:
                         break
-                    ready = done[forward, n, other] + hop
+                    ready = done[forward, n, neighbour] + hop
                 begin = max(free[stage], ready)
                 free[stage] = done[forward, n, stage] = (
                     begin + stages[stage][0 if forward else 1]

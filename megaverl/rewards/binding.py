@@ -393,10 +393,10 @@ def _value(name: str, row: RowNames, *, batched: bool) -> str | None:
 def _prefer_columns(chosen: dict[str, str], row: RowNames) -> None:
     """Bind a fixed name to its column if another name means the same: `completions` beside a column `response`."""
     for name, value in list(chosen.items()):
-        others = [
+        synonyms = [
             other for other, same in chosen.items() if other != name and same == value
         ]
-        if others and name in (row.extra or ()) and not name.startswith("completion"):
+        if synonyms and name in (row.extra or ()) and not name.startswith("completion"):
             chosen[name] = f"{COLUMN}{name}"
 
 

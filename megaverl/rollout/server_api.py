@@ -337,12 +337,14 @@ class VLLMShardServer(VLLMServer):
                 "its workers take no weights from the actor's ranks. Start it with megaverl serve rollout, or with "
                 f"--worker-extension-cls {RECEIVER}, or use rollout.servers.transfer=folder"
             )
-        others = {
+        other_sizes = {
             name: parallel.get(f"{name}_parallel_size", 1)
             for name in ("pipeline", "data")
         }
         if split := [
-            f"{name}-parallel size {size}" for name, size in others.items() if size != 1
+            f"{name}-parallel size {size}"
+            for name, size in other_sizes.items()
+            if size != 1
         ]:
             problems.append(
                 f"it has {' and '.join(split)}, and weights go to tensor-parallel servers only. Start one server for "

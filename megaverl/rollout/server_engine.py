@@ -279,9 +279,9 @@ class ServerEngine(Engine):
             prompt, sampling, sampling.stop_tokens(self._stop_token_ids), seed, features
         )
         # Weights may change between choosing the server and its answer.
-        if others := set(versions) - {weights.name}:
+        if other_versions := set(versions) - {weights.name}:
             raise ServerLost(
-                f"{server.url}: answered with weights {', '.join(others)}, not with {weights.name}."
+                f"{server.url}: answered with weights {', '.join(other_versions)}, not with {weights.name}."
             )
         if generation.finish_reason not in ("stop", "length"):
             raise ServerLost(

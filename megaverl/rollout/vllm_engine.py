@@ -366,7 +366,9 @@ class VLLMEngine:
         # Collective over the ranks of the replica, on the host.
         dist.all_gather(digests, own_digest, group=get_tp_group().cpu_group)
         different = [
-            rank for rank, other in enumerate(digests) if int(other) != int(digests[0])
+            rank
+            for rank, digest in enumerate(digests)
+            if int(digest) != int(digests[0])
         ]
         if different:
             first = self.replica * self.tp_size

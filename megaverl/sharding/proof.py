@@ -73,10 +73,10 @@ def check_plans(plans: Sequence[Plan]) -> None:
                 # Hashes of strings differ between processes. Both sides are hashed in
                 # this one.
                 digest = hash(transfers)
-                other = digests.pop(pair, None)
-                if other is None:
+                earlier = digests.pop(pair, None)
+                if earlier is None:
                     digests[pair] = digest
-                elif other != digest:
+                elif earlier != digest:
                     _refuse_difference(plans, *pair)
     # Entries that are left have only one side.
     for pair in digests:

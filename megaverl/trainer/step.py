@@ -535,9 +535,9 @@ class RLStep:
         metrics = self.roles.actor.update(
             experience, step=step, kl_coef=self.roles.kl.coef
         )
-        others = (VALUES, "rollout/")
+        prefixes = (VALUES, "rollout/")
         self.metrics |= {
-            name if name.startswith(others) else f"actor/{name}": v
+            name if name.startswith(prefixes) else f"actor/{name}": v
             for name, v in metrics.items()
         }
         return True

@@ -487,13 +487,13 @@ class Resharder:
             raise self._failures.blame(self.version + 1, -1, state, error) from error
         by_number = reports.view(self._plan.world, len(own_numbers)).T.tolist()
         versions, sent, whole, compared, changed = by_number
-        if other := {
+        if outdated := {
             rank: version
             for rank, version in enumerate(versions)
             if version != self.version + 1
         }:
             raise ReshardError(
-                f"this rank brought the weights to version {self.version + 1}, others to {other}."
+                f"this rank brought the weights to version {self.version + 1}, others to {outdated}."
             )
         fraction = sum(changed) / sum(compared) if any(compared) else None
         return RankTotals(max(sent), max(whole), fraction)

@@ -206,11 +206,11 @@ def other_tokenizer(
 
 
 def chunks_of(
-    ends: Sequence[int], others: Sequence[int]
+    ends: Sequence[int], other_ends: Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """Return the chunk index of each token, for two tokenizations of one text given by their tokens' ends."""
     # A chunk ends where both tokenizations have an end.
-    cuts = sorted({*ends} & {*others} - {INSIDE})
+    cuts = sorted({*ends} & {*other_ends} - {INSIDE})
 
     def numbers(of: Sequence[int]) -> list[int]:
         # From the back, so that tokens inside a character take the end of the next one.
@@ -221,7 +221,7 @@ def chunks_of(
             chunk_numbers.append(bisect_left(cuts, reached))
         return chunk_numbers[::-1]
 
-    return numbers(ends), numbers(others)
+    return numbers(ends), numbers(other_ends)
 
 
 def compared(

@@ -101,10 +101,10 @@ def compare_bytes(
                 slabs(written_reader, item.shape, item.dtype, after[item.name]),
                 strict=True,
             )
-            for before, other in pairs:
-                if not torch.equal(_bits(before), _bits(other)):
+            for before, rewritten in pairs:
+                if not torch.equal(_bits(before), _bits(rewritten)):
                     # [elements]: whether any byte of the element differs.
-                    number = int((_bits(before) != _bits(other)).any(dim=-1).sum())
+                    number = int((_bits(before) != _bits(rewritten)).any(dim=-1).sum())
                     differing[item.name] = differing.get(item.name, 0) + number
                 count(before.numel() * before.itemsize)
 

@@ -270,7 +270,7 @@ def save_adapters(adapters: AdapterSet, folder: str | Path, *, base: str) -> Non
     # Everything goes to the first rank. The plan is computed alike on all ranks.
     plan = make_plan(
         adapters.layout_of,
-        lambda other: everything if other == 0 else EMPTY,
+        lambda dest: everything if dest == 0 else EMPTY,
         adapters.grid.shape.world_size,
         rank,
     )

@@ -111,9 +111,10 @@ def _settings(interfaces: set[str]) -> Iterator[Finding]:
             continue
         # NCCL accepts prefixes of interface names, gloo only whole names.
         fits = any(
-            other == prefix or (name.startswith("NCCL") and other.startswith(prefix))
+            interface == prefix
+            or (name.startswith("NCCL") and interface.startswith(prefix))
             for prefix in wanted
-            for other in interfaces
+            for interface in interfaces
         )
         if not fits:
             fix = f"set {name} to one of {', '.join(sorted(interfaces))}, or unset it"

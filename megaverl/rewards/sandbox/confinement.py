@@ -346,7 +346,7 @@ def readable_paths(packages: Sequence[str]) -> list[str]:
     return sorted(
         path
         for path in real_paths
-        if not any(Path(path).is_relative_to(other) for other in real_paths - {path})
+        if not any(Path(path).is_relative_to(parent) for parent in real_paths - {path})
     )
 
 

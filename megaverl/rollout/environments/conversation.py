@@ -236,12 +236,15 @@ class Conversation:
     def branch(self, call: Call) -> Conversation | None:
         """Return a new conversation that continues an earlier turn of this one, with the same tokens up to there."""
         for count in range(len(self.turns), 0, -1):
-            other = Conversation(self.codec, self.kind)
-            other.turns = self.turns[:count]
-            num_messages, _, end = other.turns[-1]
-            other.said, other.token_ids = self.said[:num_messages], self.token_ids[:end]
-            if other.go_on(call) is not None:
-                return other
+            branch = Conversation(self.codec, self.kind)
+            branch.turns = self.turns[:count]
+            num_messages, _, end = branch.turns[-1]
+            branch.said, branch.token_ids = (
+                self.said[:num_messages],
+                self.token_ids[:end],
+            )
+            if branch.go_on(call) is not None:
+                return branch
         return None
 
     def take(self, call: Call) -> None:
