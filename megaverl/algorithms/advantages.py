@@ -131,7 +131,7 @@ def policy_filtration(
     Args:
         rewards: `[batch]` float. A response with an unknown reward (NaN) is left out.
         group_ids: `[batch]` int64.
-        draws: `[batch]` uniform random numbers. Of equal rewards the first counts as the higher one.
+        draws: `[batch]` uniform random numbers. Among equal rewards, the first counts as the highest.
 
     Returns:
         `[batch]` bool.

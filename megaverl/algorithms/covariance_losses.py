@@ -166,9 +166,9 @@ def clip_cov(
 
     Args:
         selected: bool, from `some_large_covariances`.
-        The others are those of `ppo_clip`.
+        For the others, see `ppo_clip`.
 
-    Metrics: those of `ppo_clip`, and `selected_fraction`.
+    Metrics: the metrics of `ppo_clip`, and `selected_fraction`.
     """
     # A product instead of torch.where: an advantage that is not finite must reach the
     # loss, selected or not.

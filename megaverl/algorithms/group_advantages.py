@@ -79,8 +79,8 @@ def _next_to_the_others(stats: GroupStats, group_ids: Tensor) -> tuple[Tensor, T
     """
     num_others = (stats.size - 1).clamp(min=1)
     gains = stats.centered * (stats.size / num_others)
-    # A group's sum of squares around its mean, minus this sample's part, is that of the
-    # others around theirs.
+    # Subtracting this sample's part from the group's sum of squares leaves the sum of
+    # squares of the other samples around their mean.
     squares = group_totals(stats.centered.square(), group_ids) - stats.centered * gains
     # If the others are all equal, rounding leaves a residue. Up to 1e-12 of the group's
     # own sum of squares counts as 0.
@@ -311,7 +311,7 @@ def raft(
     are kept), and 0 elsewhere.
 
     Args:
-        keep: number of best responses to keep of each group. Of equal ones the first are kept.
+        keep: number of best responses to keep of each group. Among equal ones, the first are kept.
         right_from: keep none below this reward.
         For the others see the module.
     """

@@ -100,7 +100,7 @@ def outcome_cross_entropy(
 
     Args:
         log_probs: `[batch, response]` float, of the reward model. Gets the gradient.
-        ref_log_probs: `[batch, response]` float. Of both only values under the mask are read.
+        ref_log_probs: `[batch, response]` float. Only values under the mask are read.
         correct: `[batch]`, o_i: bool, or a float from 0 to 1.
         response_mask: `[batch, response]` bool.
         weights: `[batch]` float, one over the number of responses in the mini-batch, or 0.

@@ -157,7 +157,7 @@ def dual_clip(
         clip_dual: c of the paper, above 1 + clip_high.
         For the others see `ppo_clip`.
 
-    Metrics: those of `ppo_clip`, and `dual_clip_fraction`, the share of tokens on the
+    Metrics: the metrics of `ppo_clip`, and `dual_clip_fraction`, the share of tokens on the
     floor.
     """
     log_ratio, advantages, active = tokens_of(
@@ -185,7 +185,7 @@ def policy_gradient(
     GPG (arXiv 2504.02546) uses the same with its own advantages. It is correct only for
     samples of the very policy being trained, that is, one update per batch.
 
-    Arguments are those of the module.
+    For arguments, see the module's docstring.
 
     Metrics: `log_prob`, the token mean.
     """
@@ -201,7 +201,7 @@ def importance_sampling(
 ) -> LossOutput:
     """Compute the unclipped surrogate: loss = - sum_t weight_t r_t A_t, arXiv 1707.06347, eq. 6 ("CPI").
 
-    Arguments are those of the module.
+    For arguments, see the module's docstring.
 
     Metrics: `clip_fraction` (always 0), `approx_kl`, `ratio`.
     """

@@ -248,7 +248,7 @@ def placed_mistakes(
         ("actor_islands", islands > 1, "each train on a part of every update"),
     ):
         if config.mix and refused:
-            message = f"is set, and so is mix, whose updates are the actor's own; what is placed there {reason}."
+            message = f"is set, and so is mix, whose updates run on the actor's ranks; what is placed there {reason}."
             yield ConfigIssue(
                 f"placement.{key}",
                 f"{message} Leave one of the two out.",
@@ -266,7 +266,7 @@ def _island_mistakes(
     if placement.colocated("rollout", "actor"):
         yield ConfigIssue(
             "placement.rollout",
-            f"is the actor's, which has {count} islands. Give the engines ranks of their own.",
+            f"names the actor's ranks, and the actor has {count} islands. Give the engines ranks of their own.",
             involves=("placement.actor_islands",),
         )
     if others := [

@@ -241,7 +241,7 @@ def _read(
     Returns:
         The source, and a sentence about the chosen lengths, empty if none were chosen.
     """
-    # Inherited sections have no defaults of their own: their values may be the actor's.
+    # Inherited sections have no defaults of their own: their values may come from the actor.
     defaults = {
         section: value
         for section, value in Config().to_dict().items()

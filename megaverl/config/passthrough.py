@@ -348,7 +348,7 @@ VLLM: dict[str, str] = {
 }
 
 
-_OF_ENGINE = "It is the engine's own."
+_OF_ENGINE = "The engine sets it itself."
 _OTHER_DRAWS = "Responses are drawn from the model's own distribution."
 SPECULATIVE: dict[str, str] = {
     **dict.fromkeys(

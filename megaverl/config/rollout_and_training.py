@@ -196,7 +196,7 @@ def _router_replay_issues(config: Config, spec: ModelSpec | None) -> Issues:
         (
             rollout.engine != "vllm",
             "rollout.engine",
-            "vLLM in the run's own processes alone says what it took",
+            "only vLLM in the run's own processes reports the experts that tokens took",
         ),
         (
             config.environment.name is not None,

@@ -91,7 +91,7 @@ def default_name(rank: int) -> str:
 
 
 def is_secondary(evidence: Evidence) -> bool:
-    """Return whether the evidence is an error which says that another rank is gone."""
+    """Return whether the evidence is an error that reports the loss of another rank."""
     return isinstance(evidence, RaisedError) and evidence.error.is_secondary
 
 

@@ -24,7 +24,7 @@ class Describes(Protocol):
 
 @runtime_checkable
 class HoldsRows(Protocol):
-    """Value of which a rank holds some rows, numbered over all ranks."""
+    """Value whose rows are distributed over ranks. Row numbers are global."""
 
     def held_rows(self) -> tuple[int, ...]:
         """Return the numbers of the rows on this rank, ascending."""
@@ -60,7 +60,7 @@ class Ref(Generic[T_co]):
         return tuple(self.rows)
 
     def describe(self, kind: type[T]) -> T:
-        """Return what the value says of itself (`Describes`), as a value of this type.
+        """Return the value's description (`Describes`), as this type.
 
         Raises:
             TypeError: the value describes nothing.

@@ -54,7 +54,7 @@ _CONNECTION_EVENTS = (
 )
 HELLO = b"hello"
 _CLOSE = b"close"
-# Of a rank's number, which is its identity as a peer; a relay's identity is longer.
+# A rank's ZeroMQ identity is its number. A relay's identity is longer.
 RANK_BYTES = 4
 
 

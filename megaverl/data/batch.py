@@ -63,7 +63,7 @@ class RolloutBatch:
     __slots__ = ("columns", "held", "tensors")
     tensors: dict[str, Tensor]
     columns: dict[str, list[Any]]
-    # Which of a step's samples these are, where this rank has not all of them.
+    # The rows of the step's batch that this rank holds; None if it holds all of them.
     held: HeldRows | None
 
     def __init__(

@@ -64,7 +64,7 @@ def mini_batches(
     order: list[int] = []
     for members in sorted(groups.values(), key=lambda members: draw(members[0])):
         stop = len(order) + len(members)
-        # Groups stay in one mini-batch where possible. Of a group that a bound splits,
+        # Groups stay in one mini-batch where possible. If a bound splits a group,
         # a random part goes to each side.
         is_cut = bounds[bisect_right(bounds, len(order))] < stop
         order += sorted(members, key=draw) if is_cut else members

@@ -230,7 +230,7 @@ class Images:
 
         if isinstance(value, pil.Image):
             self._check_pixels(value.size, name)
-            # An image that is decoded already has no bytes to hash. Its pixels stand
+            # An already decoded image has no encoded bytes to hash. Its pixels stand
             # for them.
             image: Image = value
             head = f"{value.mode} {value.size}".encode()

@@ -84,8 +84,8 @@ def conclude(
     assert group is not None, "torch.distributed is not initialised"
     ranks = _hosts_of(group)
     size = ranks.size()
-    # So that the tree is rooted at any rank, and stays the same tree for the others.
-    # Places are ranks rotated so that the root has place 0.
+    # Rotate the ranks so that the root has place 0. Any rank can then be the root of the
+    # same tree.
     place = (ranks.rank() - root) % size
     below = [(child + root) % size for child in children(place, size)]
     # A tag of its own separates these messages from point-to-point ones of the same

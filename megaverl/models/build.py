@@ -374,8 +374,8 @@ def _take_gates_in_turn(model: torch.nn.Module) -> None:
     gpt-oss's files store them this way.
     """
 
-    # A hook on the output needs no other weights: exports and layouts keep the order of
-    # the files.
+    # A hook reorders the output instead of the weights, so that exports and layouts keep
+    # the order of the files.
     def gates_first(
         module: Any, args: Any, output: tuple[torch.Tensor, Any]
     ) -> tuple[torch.Tensor, Any]:

@@ -223,7 +223,7 @@ def _weights(
 
 
 def _described(name: str, shape: tuple[int, ...]) -> Weight:
-    """Return a weight without a table: replicated, in the layer that its name says."""
+    """Return a replicated weight, without a table. Its name contains the layer."""
     layer = LAYER_NUMBER.search(f".{name}")
     return Weight(
         name,

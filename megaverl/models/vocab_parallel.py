@@ -480,7 +480,7 @@ def vocab_parallel_squared_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log_probs [n] and sum of p^2 over the vocabulary [n], in float32 without gradient.
 
-    Arguments are those of `vocab_parallel_log_probs`.
+    For arguments, see `vocab_parallel_log_probs`.
     """
     distributions = Distributions(rows, index, weight)
     shard = Shard.of(distributions.columns, vocab_size, group)

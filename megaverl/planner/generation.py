@@ -219,7 +219,7 @@ def _quantile(
     if share >= 1 - at_limit:
         return longest
     normal = NormalDist()
-    # Of the log-normal distribution, only the part below the limit is left.
+    # The limit cuts the log-normal distribution off: only the part below it is left.
     kept = normal.cdf(math.log(longest / median) / spread)
     place = share / (1 - at_limit) * kept
     if place <= 0:

@@ -114,7 +114,7 @@ def _step(axes: Axes, capacity: Capacity) -> list[int]:
     } | {MORE: PALE}
     for number, bars in enumerate(list(rows.values())[:MOST_LANES]):
         for label, begin, end in bars:
-            # Points, as these may take no time.
+            # An outline keeps phases visible that take almost no time.
             width = 1.5 if label in ("sleep", "wake") else 0
             paint: dict[str, Any] = {
                 "color": colours[label],

@@ -163,7 +163,7 @@ def nccl_bytes(job: PlannedJob, rank: int, peers: Collection[int]) -> int:
     if rank in job.rollout.ranks:
         first = job.rollout.ranks.index(rank) // job.rollout.tp * job.rollout.tp
         engine = job.rollout.ranks[first : first + job.rollout.tp]
-        # Of vLLM's own: tensor parallelism, and experts.
+        # vLLM has groups of its own: one for tensor parallelism and one for experts.
         groups = 2 if job.spec.moe is not None else 1
         total += groups * collective_bytes(engine, rank, job)
     if peers:

@@ -383,14 +383,14 @@ class ServerPool:
                     self._bring(member, weights, member.server.load)
 
     def _deliver(self, members: Sequence[Member], *, live: bool) -> None:
-        """Bring the current weights to those of the members that lack them, all at once.
+        """Bring the current weights to all members that lack them, in parallel.
 
         Args:
             live: see `use`.
         """
         outdated = [member for member in members if member.lacks is not None]
-        # Those that were asked before newer weights were published, or by a rank that
-        # brings none, are asked again.
+        # A server that was asked before newer weights were published, or by a rank that
+        # brings none, is asked again.
         current = [
             member
             for member in outdated
@@ -462,11 +462,11 @@ class ServerPool:
             server.name_weights(weights.name)
             if (name := server.weight_version()) != weights.name:
                 raise ServerRefused(
-                    f"{server.url}: was given weights {weights.name}, and says that it has {name}."
+                    f"{server.url}: was given weights {weights.name}, and reports {name}."
                 )
         except ServerLost as error:
             member.failed_loads += 1
-            # A single failure may be the network's. Repeated ones are the server's.
+            # A single failure may come from the network. Repeated ones come from the server.
             if member.failed_loads < MOST_LOADS:
                 raise
             raise ServerRefused(
@@ -502,7 +502,8 @@ class ServerPool:
             changed = _mean_difference(weights.log_probs, before[0])
             if changed > weights.tolerance / 5:
                 raise ServerRefused(
-                    f"{url}: says that it has read {weights.source}, and its log-probs of {len(log_probs)} tokens are "
+                    f"{url}: reports that it has read {weights.source}, and its log-probs of {len(log_probs)} tokens "
+                    "are "
                     f"what they were before, to the bit; the trainer's have changed by {changed:.3g} in the mean."
                 )
 

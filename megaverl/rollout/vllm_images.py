@@ -94,7 +94,7 @@ def image_features(
 ) -> dict[str, Any]:
     """Return the field `features` of a server's request for a prompt with images.
 
-    The arguments and errors are those of `image_input`.
+    For arguments and errors, see `image_input`.
     """
     platform.adapt_vllm()
     from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import (

@@ -300,7 +300,7 @@ def planned_layouts(
     Raises:
         RolloutError: vLLM is not installed, or cannot build the model.
     """
-    # As in a run; read when vLLM is imported.
+    # A run sets the same level. vLLM reads it when it is imported.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         from megaverl.rollout.vllm_tracing import engine_config
@@ -440,8 +440,8 @@ def _tried(
                 numbered[piece.box.slices].reshape(target.shape).to(target.dtype),
             ):
                 yield f"{piece.tensor} {piece.box} is not in {piece.local} {piece.local_box}"
-    # Only one layer of each kind was loaded. A parameter without pieces counts as
-    # loaded if one of its kind was.
+    # Only one layer of each kind was loaded. A parameter without pieces therefore counts
+    # as loaded if the same parameter of any layer was.
     alike: dict[str, bool] = {}
     for name in tried:
         unset = int(held[name].isnan().sum())

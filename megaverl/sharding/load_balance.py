@@ -227,7 +227,7 @@ def _disjoint(holders: list[tuple[Box, set[int]]]) -> list[tuple[Box, set[int]]]
                 cut.append((cell, others))
                 continue
             cut.append((common, others | classes))
-            # What the box does not cover keeps its holders.
+            # The part outside the box keeps its holders.
             cut += [(part, others) for part in subtract(cell, box)]
         # Elements that no earlier cell covers are held by the classes of this box
         # alone.

@@ -607,8 +607,7 @@ def _read_experts(described: Described) -> MoESpec:
         normalize_weights=bool(values["norm_topk_prob"])
         if described.architecture in MAYBE_NORMALIZED
         else True,
-        # As in transformers, the coefficient applies only if the router's outputs are
-        # requested.
+        # transformers applies the coefficient only if the router's outputs are requested.
         aux_loss_coef=float(values["router_aux_loss_coef"])
         if keys.has_aux_loss and values["output_router_logits"]
         else 0.0,
@@ -716,7 +715,7 @@ def misfits(
         tp: tensor-parallel size.
         etp: tensor-parallel size inside routed experts.
         ep: expert-parallel size.
-        engine: the sizes are vLLM's, which can split experts that have biases. megatron-core (0.16 to 0.19) cannot.
+        engine: check vLLM's sizes instead: vLLM can split experts with biases, megatron-core (0.16 to 0.19) cannot.
     """
     moe = spec.moe
     kv_heads = spec.num_kv_heads

@@ -197,7 +197,7 @@ def make_plans(
 ) -> Plans:
     """Return the plans of all ranks, each computed when it is accessed and not kept.
 
-    Arguments and errors are those of `make_plan`.
+    For arguments and errors, see `make_plan`.
     """
     # Plans consist of millions of small tuples without cycles, which the collector
     # would scan again and again.
@@ -343,8 +343,8 @@ class Plans(Sequence[Plan]):
         """Return the fan-out, or None if the busiest link has about as much to carry without it."""
         sides = self._source, self._dest, self._node_of
         self.direct = direct = direct_loads(self._asked, *sides)
-        # What a rank needs comes over links between nodes or over those inside its
-        # node, which are faster.
+        # A rank receives its shards over links between nodes or over faster links inside
+        # its node.
         least = max(direct.received) / NODE_SPEED
         if direct.busiest <= PAYS * least:
             return None
@@ -539,7 +539,7 @@ class Plans(Sequence[Plan]):
     ) -> list[list[_Row]]:
         """Return for each tensor of a group what these shard sets transfer from one class to another.
 
-        Arguments are those of `_listed`.
+        For arguments, see `_listed`.
         """
         key = (in_units, relayed, number, shards, source_class, dest_class)
         if key not in self._rows:

@@ -441,13 +441,13 @@ def traced_layout(
 
 
 def layout_of_sources(tracer: Tracer, created: Mapping[str, torch.Tensor]) -> Layout:
-    """Return where tensors that a program created lie in its sources. Local tensors are the sources.
+    """Return the layout of a program's outputs in its sources: global tensors are the outputs, local ones the sources.
 
     Args:
         created: created tensors, by their global names.
 
     Raises:
-        NotStrided: names a tensor that is not a copy of sources, or not all of it.
+        NotStrided: a tensor, which is named, is not a copy of sources, or only partly.
     """
     pieces: list[Piece] = []
     local_shapes: dict[str, tuple[int, ...]] = {}

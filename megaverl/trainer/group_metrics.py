@@ -63,7 +63,7 @@ class SharedMetrics:
         }
 
     def collect(self, own_metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of this rank, on every rank."""
+        """Return the metrics unchanged: every rank reports its own."""
         return dict(own_metrics)
 
     def book(self, step: int) -> None:

@@ -276,8 +276,8 @@ class RLStep:
         """Return the rewards of all responses. A replay returns the stored rewards of the original run.
 
         Args:
-            is_round: these are the responses of one round of dynamic sampling. Only their time is measured here, and
-                added up; the engines' ranks measure the rewards of all rounds together.
+            is_round: the responses are one round of dynamic sampling. Then only the time of scoring is recorded here,
+                summed over rounds; the engines' ranks record the rewards of all rounds.
         """
         if self.stored is not None and self.stored.scores is not None:
             return self.stored.scores

@@ -305,7 +305,7 @@ def dealt(layout_of: LayoutOf, num_ranks: int) -> LayoutOf:
     def shared_out(rank: int) -> Layout:
         layout = held.layouts[held.class_of[rank]]
         holders = held.ranks[held.class_of[rank]]
-        # weight -> the local tensor that it lies in; those of one tensor stay together.
+        # weight -> its local tensor; weights of one tensor stay together.
         home: dict[str, str] = {}
         for piece in layout.pieces:
             home.setdefault(piece.tensor, layout.stored_in(piece.local))

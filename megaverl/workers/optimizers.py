@@ -59,8 +59,8 @@ class MegatronGradients(TrainableModel):
                 config=model.config,
                 ddp_config=ddp_config,
                 module=chunk,
-                # As in Megatron-LM's training loop: later chunks communicate while
-                # others compute, without buckets.
+                # Later chunks communicate while others compute, so they need no buckets.
+                # Megatron-LM's training loop sets the same.
                 disable_bucketing=index > 0,
                 pg_collection=model.grid.pg_collection,
             )
@@ -316,7 +316,7 @@ def ddp_config_of(
 ) -> DistributedDataParallelConfig:
     """Build megatron-core's DistributedDataParallel configuration from a role's mapping.
 
-    Arguments and errors are those of `optimizer_configs`.
+    For arguments and errors, see `optimizer_configs`.
     """
     try:
         given_ddp = coerce(DistributedDataParallelConfig, ddp, f"{role}.ddp")
@@ -386,7 +386,7 @@ class FSDPTrainable(TrainableModel):
             with one axis (biases, norms) have no weight decay.
         scheduler: arguments of megatron-core's OptimizerParamScheduler.
 
-    The remaining arguments are those of `MegatronTrainable`.
+    For the other arguments, see `MegatronTrainable`.
 
     Raises:
         ConfigError: a value is refused, or the model computes in float16.
@@ -428,7 +428,7 @@ class FSDPTrainable(TrainableModel):
         ]
         # A rank may hold no row of a small parameter.
         self.parameters = [p for p in parameters if local(p).numel()]
-        # As in megatron-core: biases and norms, which have one axis, do not decay.
+        # Biases and norms have one axis. They do not decay, which is megatron-core's rule.
         self.optimizer = torch.optim.AdamW(
             [
                 {

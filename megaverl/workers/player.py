@@ -192,7 +192,7 @@ class Player:
             try:
                 return {"result": call(number)}
             except EnvironmentFault as fault:
-                # What is left of the episode may hold processes and connections.
+                # Close the failed episode: it may hold processes and connections.
                 self._abandon(games, number)
                 return {"fault": str(fault)}
 

@@ -113,7 +113,7 @@ class Rollout:
     ) -> list[Generation]:
         """Generate one response per prompt, in order, and return the same list on every rank. Collective.
 
-        Arguments and errors are those of `write`.
+        For arguments and errors, see `write`.
         """
         numbers, generations = self.write(
             prompts,
@@ -149,7 +149,7 @@ class Rollout:
         Args:
             hold: number of tokens of each response -> the samples that each rank holds.
 
-        The remaining arguments and the errors are those of `write`.
+        For the other arguments and the errors, see `write`.
 
         Returns:
             The result of `hold`, and this rank's responses in the order of its samples.

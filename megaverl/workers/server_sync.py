@@ -231,7 +231,7 @@ class ServerSync:
         sent, messages = (
             (0, 0) if sender is None else (sender.bytes_sent, sender.num_messages)
         )
-        # Those of servers that came late since the last reshard are among them.
+        # The total includes servers that joined since the last reshard.
         counted, self._counted = (
             self._counted,
             0 if self._transfer is None else self._transfer.bytes_received,
@@ -344,7 +344,7 @@ class ServerSync:
         except OSError as error:
             raise ReshardError(
                 f"{folder}: the actor's first rank has written the weights there, and this rank cannot read them "
-                f"({error}). Name a folder that both and all servers see: rollout.servers.folder."
+                f"({error}). Set rollout.servers.folder to a folder that all ranks and servers share."
             ) from error
         tokens, log_probs = tuple(published["tokens"]), tuple(published["log_probs"])
         return PublishedWeights(

@@ -88,8 +88,8 @@ class ShardReceiver:
             # A link that failed is not used again. Its other members learn the reason.
             if (end := worker.__dict__.pop("_megaverl_end", None)) is not None:
                 end.link.fail(text)
-            # There is no link yet: the members that wait in its store must not wait for
-            # the time limit.
+            # Without a link, report the failure through its store, or the members that
+            # wait there would wait until the time limit.
             elif is_own:
                 with suppress(TimeoutError, TrainingStopped, dist.DistError):
                     report_failure(address.reach(), text)

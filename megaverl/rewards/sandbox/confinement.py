@@ -196,7 +196,7 @@ def machine() -> str:
     name = platform.machine()
     if name not in AUDIT_ARCH or ctypes.sizeof(ctypes.c_void_p) != 8:
         raise OSError(
-            f"system calls of {name} are not known, only those of {', '.join(AUDIT_ARCH)}"
+            f"system call numbers are not known for {name}, only for {', '.join(AUDIT_ARCH)}"
         )
     return name
 
@@ -378,7 +378,7 @@ def enter(mechanism: str, packages: Sequence[str] = ()) -> Boundary:
         "unshare", _libc.unshare(namespaces if as_root else namespaces | CLONE_NEWUSER)
     )
     if not as_root:
-        # The order is the kernel's: groups cannot be mapped before setgroups is denied.
+        # The kernel demands this order: groups cannot be mapped before setgroups is denied.
         for name, text in (
             ("setgroups", "deny"),
             ("uid_map", f"{user} {user} 1"),

@@ -275,7 +275,7 @@ class Codec:
         ]
         role = messages[0]["role"]
         # The template renders a whole conversation with a marker as the model's turn.
-        # What follows the marker is the answer.
+        # The text after the marker is the answer.
         rendered = self.tokenizer.render_chat(
             [*before, *messages], where=f"an environment's answer in the role '{role}'"
         )

@@ -186,7 +186,7 @@ class Faults:
         """Return the attempt that follows a fault of an episode, or None if it is lost."""
         attempt = self._attempts[number]
         if paused:
-            # What failed before a pause says nothing about this episode.
+            # Faults before a pause say nothing about this episode, so they do not count.
             self._metrics["retries"] += 1
             return Attempt(attempt.retry, attempt.replacement)
         if attempt.retry < self.limits.retries:
