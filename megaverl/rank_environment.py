@@ -190,8 +190,9 @@ def cache_variables(environment: Mapping[str, str]) -> Iterator[Variable]:
 
 
 def _is_own_folder(folder: Path) -> bool:
-    """Return whether a folder belongs to this user alone, creating it if needed. Others
-    could put code into any other folder.
+    """Return whether a folder belongs to this user alone, creating it if needed.
+
+    Other users could put code into any other folder.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -106,9 +106,9 @@ def some_large_covariances(
 ) -> Tensor:
     """Select random tokens among those with a large covariance, arXiv 2505.22617, eq. 11 (Clip-Cov).
 
-    Candidates have a covariance between `covariance_low` and `covariance_high`. Those
-    with the smallest `draws` are selected, as many as `fraction` of all tokens, at
-    least one.
+    Candidates have a covariance between `covariance_low` and `covariance_high`. The
+    candidates with the smallest `draws` are selected: `fraction` of all tokens, at least
+    one.
 
     Args:
         log_probs, advantages, response_mask: as in `covariances`.

@@ -559,7 +559,7 @@ def binary_tv(log_probs: Tensor, sampled_log_probs: Tensor) -> Tensor:
 
 
 def binary_kl(log_probs: Tensor, sampled_log_probs: Tensor) -> Tensor:
-    """Return KL(mu || pi) of "the sampled token, or another", in nats. Any shape; log-probs are at most 0."""
+    """Return KL(mu || pi) of the event "the sampled token", in nats. Any shape; log-probs are at most 0."""
     mu = sampled_log_probs.exp()
     # expm1 computes 1 - p accurately for small p. If p is 1 up to rounding, the other
     # tokens still have some probability.

@@ -345,7 +345,7 @@ class DynamicSamplingConfig(Section):
     prompts_per_round: Positive | None = None
     """Prompts in each round. null: data.prompts_per_step in the first round, then as many as are still missing."""
     if_short: Literal["fill", "stop"] = "fill"
-    """What happens if max_rounds did not give enough groups. fill: use some groups whose responses do not differ. stop:
+    """Action if max_rounds did not give enough groups. fill: use some groups whose responses do not differ. stop:
     end the run."""
 
     @rule

@@ -364,7 +364,7 @@ SPECULATIVE: dict[str, str] = {
     **dict.fromkeys(
         ("synthetic_acceptance_rates", "synthetic_acceptance_length"), _OTHER_DRAWS
     ),
-    "num_speculative_tokens_per_batch_size": "What is drawn depends on no other response that is written beside it.",
+    "num_speculative_tokens_per_batch_size": "Draws do not depend on other responses in the batch.",
     "suffix_decoding_max_cached_requests": "It is 0: what is drawn depends on no response before it.",
 }
 
@@ -722,8 +722,8 @@ def _coerce(value: Any, hint: Any, key: str) -> Any:
     """Convert one value to the type that `hint` asks for."""
     options = (hint, *get_args(hint))
     if isinstance(value, str):
-        # Configuration is read without torch. Whoever builds a class that has dtypes
-        # has imported it.
+        # Configuration is read without torch. A class with dtypes can only be built
+        # after importing torch.
         torch = sys.modules.get("torch")
         if torch is not None and torch.dtype in options:
             name = value.removeprefix("torch.")

@@ -267,7 +267,7 @@ class DataConfig(Section):
     """Maximum prompt length. Prompt and response must fit the model's context together: if this or
     rollout.sampling.max_tokens is not set and the context is smaller, it is chosen to fit and logged."""
     too_long: Literal["error", "drop", "truncate_left"] = "error"
-    """What happens to a longer prompt. error: end with an error that names the row. drop: leave the row out.
+    """Treatment of a longer prompt. error: end with an error that names the row. drop: leave the row out.
     truncate_left: keep the last tokens. Dropped and truncated rows are counted."""
     prompts_per_step: Annotated[int, Field(ge=1, le=10_000_000)] = 64
     """Prompts in one training step. Samples per step are this times algorithm.group_size, whatever the number of ranks.
@@ -531,7 +531,7 @@ class CheckpointConfig(Section):
     """Write checkpoints in the background. The next update waits for a copy, in host memory, of what is not written
     yet. false: needs no such copy, and the step waits for the write."""
     on_write_error: Literal["stop", "continue"] = "stop"
-    """What happens if a checkpoint cannot be written. stop: end the run. continue: log it and continue. Earlier
+    """Action if a checkpoint cannot be written. stop: end the run. continue: log it and continue. Earlier
     checkpoints are kept in either case."""
     resume: Text = "auto"
     """Where to resume from. auto: the newest checkpoint of this run folder, if any. latest: the same, and it must

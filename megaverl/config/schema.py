@@ -98,7 +98,7 @@ class Config(Section):
     reshard: ReshardConfig = ReshardConfig()
     """Transfer of weights from the actor to the engines."""
     placement: PlacementConfig = PlacementConfig()
-    """Which role runs on which ranks. Empty: every role runs on all ranks."""
+    """Assignment of roles to ranks. Empty: every role runs on all ranks."""
     coordinator: CoordinatorConfig = CoordinatorConfig()
     """When an update is applied, skipped, or ends the run."""
     data: DataConfig = DataConfig()

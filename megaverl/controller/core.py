@@ -228,8 +228,8 @@ class Controller:
         while self._present and self._now() < deadline:
             await asyncio.sleep(min(0.01, self.timeouts.leave))
             if self._failure is not None and not reason:
-                # A rank was lost on the way out: what the program returned is whole,
-                # and the others are told.
+                # A rank was lost while ranks were leaving. The program's result is
+                # complete, and the other ranks have been notified.
                 break
         for running in self._running.values():
             _cancel_timers(running)
@@ -465,7 +465,7 @@ class Controller:
         self._end_program(self._failure)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task of the controller's own. What it raises ends the program: nothing may fail in silence."""
+        """Start a task of the controller's own. Its exceptions end the program, so that nothing fails silently."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._note_task_end)

@@ -75,7 +75,7 @@ def own_names(
 def _begins(prompts: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return where the response begins in each row of `generated_ids` [B, W], or -1 without a prompt before it.
 
-    What precedes the response is either `prompts` [B, S] as given, padding included, in
+    The part before the response is either `prompts` [B, S] as given, padding included, in
     every row, or each prompt without padding.
     """
     generated = tensors["generated_ids"]

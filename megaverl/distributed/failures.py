@@ -181,7 +181,7 @@ class Failures:
         while time.monotonic() < end:
             if store.check(["reporter"]):
                 return _follow(store, _report_of(store, store.get("reporter").decode()))
-            # All but one have arrived. Who is missing can be read off.
+            # All but one have arrived. The answer names the missing rank.
             if store.add("num_present", 0) >= self._world - 1:
                 break
             time.sleep(POLL_SECONDS)

@@ -269,7 +269,7 @@ def store_at(host: str, port: int) -> dist.Store:
         if store := _greeted(host, port):
             return store
     raise TrainingStopped(
-        f"at {host}:{port} (MASTER_ADDR, MASTER_PORT) another program {_what_answers(host, port)}, and no job's store. "
+        f"{host}:{port} (MASTER_ADDR, MASTER_PORT) is not a job's store: another program {_what_answers(host, port)}. "
         "Give all nodes another MASTER_PORT, or correct MASTER_ADDR."
     )
 

@@ -83,7 +83,7 @@ class Drawn(NamedTuple):
         """
         if self.floor is None:
             return z
-        # [m, columns] bool: what the sampler could not have drawn.
+        # [m, columns] bool: tokens that the sampler could not have drawn.
         out = z < self.floor[:, None]
         # Only where the target is in this shard. Elsewhere `local` points to some other
         # token.

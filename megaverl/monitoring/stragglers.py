@@ -180,7 +180,7 @@ class Stragglers:
 
 
 def _slowest(reports: Sequence[tuple[str, Work]]) -> list[Slow]:
-    """Return the slow ranks and in any case the slowest one first, from all ranks' reports."""
+    """Return the slow ranks, slowest first; if none is slow, only the slowest rank."""
     ranks = slowness([like for like, _ in reports], [work for _, work in reports])
     return [
         rank for number, rank in enumerate(ranks) if not number or rank.score < SCORE

@@ -264,7 +264,7 @@ def fit(hardware: Hardware, probes: Sequence[Probe]) -> Hardware:
     """Fit the overheads of a description to the steps of three probes: few layers, many layers, tensor-parallel.
 
     Elementwise work is fitted to scoring passes. The cost of a kernel is fitted to the
-    difference between few and many layers in decoding. What remains becomes overheads
+    difference between few and many layers in decoding. The remainder becomes overheads
     of a sample, a token, an update and a step. The latency of a message is fitted to
     the tensor-parallel steps.
     """

@@ -93,7 +93,7 @@ class LengthDistribution:
             longest: the limit, `rollout.sampling.max_tokens`.
             spread: standard deviation of the logarithm of the others.
             at_limit: share of the responses that run to the limit: 1 - `rollout/finished_fraction` of a run. None:
-                what a log-normal distribution of this mean has above the limit, and at least `SHARE_AT_LIMIT`.
+                the part of a log-normal distribution of this mean above the limit, and at least `SHARE_AT_LIMIT`.
 
         Raises:
             ConfigError: responses at the limit alone would have a larger mean.

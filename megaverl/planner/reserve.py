@@ -3,7 +3,7 @@ workspaces of matrix products, graphs.
 
 Sizes are those of Hopper GPUs with NVSwitch, and of the versions of
 `requirements/cuda-py312.lock`: NCCL 2.29.7, Transformer Engine 2.20 (read at 2.18),
-torch 2.13, vLLM 0.32. Each constant names its source. Those marked "measured" are
+torch 2.13, vLLM 0.32. Each constant names its source. Sizes marked "measured" are
 published measurements; the others follow from source code.
 """
 

@@ -476,7 +476,7 @@ def engine_arguments(
     Raises:
         RolloutError: this engine or machine cannot run the model, or cannot train with a setting.
     """
-    # The user's fields come after the defaults, and what training needs comes last.
+    # The user's fields override the defaults, and fields that training needs override both.
     arguments: dict[str, Any] = {
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": config.tp,

@@ -386,8 +386,8 @@ class Dealer:
         }
         self._deals: dict[int, list[Deal]] = {key: [] for key in self._pools}
         by_size: dict[int, dict[int, list[ShardRange]]] = {}
-        # Requests are dealt size by size, since equal numbers of requests are equal
-        # loads only among equal sizes.
+        # Requests are assigned size by size: an equal number of requests is an equal load
+        # only if all have the same size.
         for number, requests in wanted_by.items():
             for size, part in requests:
                 by_size.setdefault(size, {}).setdefault(number, []).append(part)

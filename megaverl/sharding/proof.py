@@ -78,7 +78,7 @@ def check_plans(plans: Sequence[Plan]) -> None:
                     digests[pair] = digest
                 elif earlier != digest:
                     _refuse_difference(plans, *pair)
-    # Entries that are left have only one side.
+    # For the remaining pairs, only the sender or only the receiver expects a message.
     for pair in digests:
         _refuse_difference(plans, *pair)
 

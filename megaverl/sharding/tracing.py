@@ -481,7 +481,7 @@ def layout_of_sources(tracer: Tracer, created: Mapping[str, torch.Tensor]) -> La
         # A folder written from this layout would otherwise have holes.
         if num_copied != math.prod(shapes[name]):
             raise NotStrided(
-                f"{name}: {num_copied} of {math.prod(shapes[name])} elements are copies of what is known"
+                f"{name}: {num_copied} of {math.prod(shapes[name])} elements are copies of known sources"
             )
     return Layout(tuple(pieces), local_shapes, shapes, views=views)
 

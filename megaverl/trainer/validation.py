@@ -27,7 +27,7 @@ class Best:
     """Best validation so far.
 
     Attributes:
-        tie: decides between equal values. It is the reward while no response was correct, else 0.
+        tie: decides between equal values: the reward as long as no response was correct, afterwards 0.
     """
 
     step: int = -1

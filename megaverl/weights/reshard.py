@@ -424,8 +424,8 @@ class Resharder:
             *(left.only(part.__contains__) for part in first),
             left.only(lambda tensor: tensor not in named),
         ]
-        # The aliases above have taken what shares storage; what is left must be copied,
-        # however its storage lies.
+        # The aliases above cover all tensors that share storage. The others must be
+        # copied, however their storage lies.
         job = replace(job, group=background, options=replace(job.options, alias=False))
         self._parts = [assign(replace(job, plan=plan)) for plan in plans]
         return [] if aliases is None else [aliases]

@@ -265,7 +265,8 @@ class ShardTransfer:
     ) -> LinkAddress:
         """Return the address of the link to these servers: the last one, or one whose store is opened here."""
         urls = [server.url for server in servers]
-        # Links of both kinds have other tensors at the senders' end.
+        # A link is reused only for the same kind of delivery, because live deliveries and
+        # copies send different tensors.
         if self._link is not None and urls == self._urls and self._link_is_live == live:
             return self._link
         backend = self._live_backend if live else "gloo"

@@ -1,8 +1,8 @@
 """Faults of environments: which attempts follow them, and when a run pauses or ends.
 
 A fault is not the policy's: a lost connection, a time-out, a process that died, an
-exception in an environment's code. Training on it would teach the policy that whatever
-it wrote before was wrong.
+exception in an environment's code. Training on it would teach the policy that its last
+tokens were wrong.
 
     an attempt at an episode fails
       -> another attempt with the same draws, after a wait           (retries)
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 FAILED = "failed"
 # Episodes that a group needs for a baseline from the others.
 SMALLEST_GROUP = 2
-# The share of failed attempts is that of the last ones, once there are enough of them.
+# The share of failures is computed over the last RECENT attempts, from ENOUGH on.
 RECENT, ENOUGH = 64, 8
 LONGEST_WAIT = 60.0
-# Rounds in which every episode may fail before anything has worked. A second one shows
-# that it was no passing fault.
+# Rounds in which every episode may fail before any has succeeded. A single failed round
+# may be a passing fault.
 ROUNDS_WITHOUT_SUCCESS = 2
 
 
