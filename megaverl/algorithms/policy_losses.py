@@ -470,7 +470,7 @@ def dro(
 
     Equation numbers not checked. It works on samples of any policy, without a ratio:
     loss = - sum_i weight_i (A_i log pi(y_i) - beta / 2 (log pi(y_i) / pi_old(y_i))^2),
-    with weight_i that of a token. Up to a constant that is the square of A_i - beta log
+    with weight_i that of a token. Up to a constant, this is the square of A_i - beta log
     pi(y_i) / pi_old(y_i), divided by 2 beta. With `seq_mean_token_sum` it is the mean
     over responses. The paper's A_i is a reward minus a value: use `dr_grpo`'s.
 

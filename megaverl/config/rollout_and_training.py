@@ -10,7 +10,7 @@ from megaverl.sharding.model_spec import ModelSpec
 
 
 def rollout_and_training_issues(config: Config, spec: ModelSpec | None) -> Issues:
-    """Yield mistakes in what the rollouts of a training step are combined with.
+    """Yield mistakes in combinations of rollout settings with other sections.
 
     Args:
         spec: the model's sizes, or None if they are not known.

@@ -272,7 +272,11 @@ class Controller:
             return PendingCall(name, future)
         id = self._next_call
         self._next_call += 1
+        # Plan before sending: the references then already list the new holders, so a
+        # later call in this turn of the loop does not move the same rows twice.
         moves = self._plan_moves(ranks, arguments, wanted or {})
+        # Ranks that only send or receive rows take part too, since a transfer is part
+        # of the call that needs it.
         involved = sorted(
             {*ranks, *(move.source for move in moves), *(move.dest for move in moves)}
         )
@@ -331,6 +335,9 @@ class Controller:
             if needs is None:
                 needs = {rank: ref.rows.get(rank) for rank in ranks}
             moves += plan_moves(ref.id, ref.rows, needs, self._node_of)
+            # From now on the ranks in `needs` hold what they receive. Messages to one
+            # rank stay in order, so the rows are there before any later call reads
+            # them.
             everything = _all_rows(ref)
             for rank, needed in needs.items():
                 rows = everything if needed is None else needed
@@ -350,6 +357,8 @@ class Controller:
         involved: Sequence[int],
     ) -> None:
         """Send one message to all ranks that need the same one, and a message of its own to each of the others."""
+        # Only ranks with moves or releases need a message of their own. For all others
+        # the call is encoded once, however many ranks there are.
         special = {
             rank for move in moves for rank in (move.source, move.dest)
         } | self._released.keys()
@@ -363,6 +372,8 @@ class Controller:
             own_moves = tuple(
                 move for move in moves if rank in (move.source, move.dest)
             )
+            # Releases ride on the next call instead of costing a message. In call
+            # order, a rank cannot drop a value that an earlier call still reads.
             releases = tuple(self._released.pop(rank, ()))
             runs = rank in running.ranks
             message = CallRequest(
@@ -378,6 +389,8 @@ class Controller:
 
     def _release(self, value: int, ranks: tuple[int, ...]) -> None:
         for rank in ranks:
+            # The program may drop a reference anywhere, even while a call is being
+            # sent. So only note it here.
             self._released.setdefault(rank, []).append(value)
 
     # --- what comes back --------------------------------------------------------------------------------------------
@@ -410,6 +423,7 @@ class Controller:
     def _take_reply(self, rank: int, reply: Reply) -> None:
         running = self._running.get(reply.call)
         self.signal = max(self.signal, reply.signal)
+        # A late reply to a call that has failed, or a second one.
         if running is None or rank not in running.waiting:
             return
         if reply.error is not None:
@@ -485,6 +499,8 @@ class Controller:
         self._start(self._explain_deadline(running))
 
     async def _explain_deadline(self, running: _Running) -> None:
+        # The call that passed its deadline need not be the slow one, so all ranks with
+        # unfinished calls are asked, and `explain` compares them.
         statuses = await self.ask(sorted(self._unfinished()))
         if running.id in self._running:
             self._note(
@@ -508,6 +524,7 @@ class Controller:
     async def _describe_slow(self, running: _Running) -> None:
         waiting = sorted(running.waiting & self._present)
         statuses = await self.ask(waiting)
+        # The call may have ended while the ranks were asked.
         if not running.waiting or running.future.done():
             return
         lines = [
@@ -523,12 +540,16 @@ class Controller:
 
     async def _watch_ranks(self, watch: RankWatch) -> None:
         """Ask all ranks what they do, and note those that stall or are silent, until one is found."""
+        # With many ranks ask less often, so that answers take a bounded share of the
+        # controller's time.
         interval = max(watch.interval, self.num_ranks / RANKS_A_SECOND)
         begin, never = self._now(), set(self._present)
         while not self._evidence:
             await asyncio.sleep(interval)
             statuses = await self.ask(sorted(self._present))
             now = self._now()
+            # A rank that has never answered has no heartbeat, so `who_is_gone` below
+            # cannot report it.
             never = (never - statuses.keys()) & self._present
             if never and now - begin > watch.lost_after:
                 names = ", ".join(map(self._name, sorted(never)))
@@ -572,8 +593,11 @@ class Controller:
         self._questions[question] = answers
         self._transport.send(ranks, encode(Where(question)))
         deadline = self._now() + self.timeouts.answer
+        # `_read` fills `answers`. Polling is enough here: nobody waits for this result
+        # in the time-critical path.
         while len(answers) < len(ranks) and self._now() < deadline:
             await asyncio.sleep(self.timeouts.answer / 20)
+        # A later answer would only grow the dictionary.
         del self._questions[question]
         return answers
 

@@ -134,6 +134,8 @@ class ZmqController:
             raise TrainingStopped(
                 f"ranks {shown} did not connect to the controller within {timeout:g} s."
             ) from error
+        # Probing starts only now: an empty message to a rank that has not joined yet
+        # would count as a loss.
         self._tasks.append(asyncio.ensure_future(self._probe()))
 
     def send(self, ranks: Sequence[int], message: bytes) -> None:
@@ -245,12 +247,16 @@ class ZmqRank:
         self._board = board
         self._leave_after = leave_after
         self._end_process = end_process or self._print_and_end
+        # None marks a broken connection. The side thread fills it while the main thread
+        # is inside a collective, where it cannot poll a socket.
         self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._leave_at: float | None = None
         self._leave_reason = ""
         self._is_connected = False
         self._owns_context = context is None
         self._context = zmq.Context() if context is None else context
+        # ZeroMQ sockets belong to one thread. The main thread therefore hands its
+        # messages to the side thread through an in-process pair.
         self._to_side = self._context.socket(zmq.PAIR)
         self._to_side.linger = LINGER
         self._side_endpoint = f"inproc://rank{rank}"

@@ -81,6 +81,8 @@ async def run_flow(
     Args:
         input_names: names of values that every rank has from the start.
     """
+    # Values that the caller passes are on every rank already. A call without transfers
+    # makes them known to the controller.
     everyone = range(controller.num_ranks)
     values = {
         name: await FlowGroup("flow", everyone, controller).given(name)

@@ -185,6 +185,8 @@ def make_plan(
             a cycle.
     """
     inputs = frozenset(inputs)
+    # All mistakes are collected before one error is raised, so that a user fixes them
+    # in one go.
     chains, mistakes = _chains(operators, inputs)
     mistakes += (
         _unknown(operators, chains, inputs)
@@ -214,7 +216,11 @@ def make_plan(
         for n in range(max(level.values(), default=-1) + 1)
     ]
     return CompiledFlow(
-        tuple(order), makers, ranks, tuple(_edges(order, makers, ranks)), tuple(stages)
+        tuple(order),
+        makers,
+        ranks,
+        tuple(_transfers(order, makers, ranks)),
+        tuple(stages),
     )
 
 
@@ -239,6 +245,8 @@ def _chains(
             chains.setdefault(value, [op.name])
     # Operators that change a value follow its maker, in the order of adding.
     for op in operators:
+        # A second pass, because the maker may be added after the operator that changes
+        # its value.
         for value in chains.keys() & set(op.changes):
             chains[value].append(op.name)
     return chains, mistakes
@@ -305,9 +313,12 @@ def _maker_for(
     taker: Operator, chain: Sequence[str], operators: Sequence[Operator]
 ) -> str:
     """Return the last operator that makes or changes a value and does not itself depend on `taker`."""
+    # An operator that changes a value takes it from its predecessor in the chain.
     if taker.name in chain:
         return chain[chain.index(taker.name) - 1]
     needs = {op.name: op for op in operators}
+    # Others want the value with all changes. An operator whose output a change needs
+    # must take an earlier version, or the two would wait for each other.
     for name in reversed(chain[1:]):
         if not _rests_on(needs[name], taker, operators):
             return name
@@ -340,6 +351,8 @@ def _sorted(
     done: set[str] = set()
     waiting = list(operators)
     while waiting:
+        # The first operator that is ready, in the order of adding: all ranks then
+        # compute the same order.
         ready = next((op for op in waiting if done.issuperset(before[op.name])), None)
         if ready is None:
             waits = ", ".join(
@@ -388,11 +401,13 @@ def _ranks(
                 sorted({rank for role in op.roles for rank in places[role]})
             )
         else:
+            # Without a role the operator runs where its last input was made, which
+            # saves a transfer.
             ranks[op.name] = ranks[input_makers[-1]] if input_makers else None
     return ranks
 
 
-def _edges(
+def _transfers(
     order: Sequence[Operator],
     makers: Mapping[str, Mapping[str, str]],
     ranks: Mapping[str, tuple[int, ...] | None],
@@ -421,6 +436,7 @@ def _edges(
             if missing:
                 sent[missing] = [op.name]
     transfers: list[ValueTransfer] = []
+    # Sorted, because every rank must list the transfers in the same order.
     for value, maker in sorted(takers_of, key=lambda key: (place[key[1]], key[0])):
         for dest, takers in takers_of[value, maker].items():
             source = ranks[maker]

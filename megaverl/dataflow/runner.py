@@ -50,6 +50,7 @@ class OperatorRunner:
         self.given = dict(inputs)
         self.result = Result({**inputs, **done}, [])
         self._done, self._span = dict(done), span
+        # One checker per run: a dimension name must keep its size across operators.
         self._shapes = ShapeChecker()
 
     def run(self, operator: Operator) -> dict[str, Any]:

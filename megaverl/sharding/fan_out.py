@@ -355,7 +355,8 @@ class FanOut:
         for (classes, _), line in self._lines.items():
             for number in classes:
                 self._lines_of_class.setdefault(number, []).append(line)
-        # Identity of an item, which a line keeps, first unit, end -> ranges of tensors.
+        # (id of an item, first unit, end) -> ranges of tensors. Lines keep their items
+        # alive, so the ids stay unique.
         self._ranges: dict[tuple[int, int, int], tuple[ShardRange, ...]] = {}
         # Elements of the shard sets of a group before each of them, and of all at the
         # end.

@@ -374,8 +374,8 @@ class PartialRollouts(GroupsInProgress):
             return None
         taken = finished[: self.wanted]
         if self.settings.when_stale == "finish" and len(finished) < len(self.groups):
-            # Every later step takes `wanted` groups. The groups that become due up to
-            # each later step must fit into these.
+            # Every later step takes `wanted` groups, so no more groups than these may
+            # become due by that step.
             ages = [
                 version - group.oldest(version)
                 for group in _without(self.groups, taken)
