@@ -951,8 +951,9 @@ class EnvironmentConfig(Section):
     options: Passthrough = {}
     """Keyword arguments of the environment."""
     agents: Literal["shared", "own"] = "shared"
-    """Actors that play the agents of a game. shared: one actor plays all, and the critic has a value head for each. own:
-    each agent has its own actor and critic (IPPO), which take turns on one engine; this multiplies the models' memory."""
+    """Actors that play the agents of a game. shared: one actor plays all, and the critic has a value head for each.
+    own: each agent has its own actor and critic (IPPO), which take turns on one engine; this multiplies the models'
+    memory."""
     max_turns: Several = 8
     """Maximum number of turns of an agent in one episode."""
     conversations: Annotated[float, Field(ge=1, le=65_536)] = 1.0
