@@ -37,7 +37,7 @@ from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.workers import local
 from megaverl.workers.advantage_computer import AdvantageComputer, kept_by
 from megaverl.workers.critic import VALUES, ActorCritic
-from megaverl.workers.policy import LogProbDifference, check_first_comparison
+from megaverl.workers.log_prob_check import LogProbDifference, check_first_comparison
 from megaverl.workers.responses import (
     Draws,
     expand_to_samples,
