@@ -107,7 +107,8 @@ def table(job: Job, pair: str, summary: Mapping[str, Any]) -> str:
         lines.append(
             f"  {name:14}{figures['seconds']:>9.3f}{figures['seconds'] / max(ours['seconds'], 1e-9):>8.2f}x"
             f"  {_megabytes(figures['received']):32}{_span(figures['messages']):>20}"
-            f"{max(figures['objects']):>4} +{max(figures['first_objects']):<3}{max(figures['peak']) / MB:>10.0f} {buckets}"
+            f"{max(figures['objects']):>4} +{max(figures['first_objects']):<3}"
+            f"{max(figures['peak']) / MB:>10.0f} {buckets}"
         )
     lines.append(
         f"  ours: {rates[0]} of the plain exchange's rate ({rates[1]} over the network), within the ranks "
