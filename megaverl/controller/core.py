@@ -11,7 +11,7 @@ in the simulation.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar
 
@@ -285,8 +285,11 @@ class Controller:
             id, name, tuple(ranks), set(involved), finish, future, seconds
         )
         self._running[id] = running
+        # The handle must not refer to `running`, which refers to it: a cycle would keep
+        # the result, and with it a value on the ranks, until the garbage collector runs.
+        answered = tuple(ranks)
         pending = PendingCall(
-            name, future, asking, lambda value: self._answer(running, value)
+            name, future, asking, lambda value: self._answer(id, answered, value)
         )
         running.ask = pending.take_question
         self._send_call(
@@ -305,11 +308,9 @@ class Controller:
             )
         return pending
 
-    def _answer(self, running: _Running, value: object) -> None:
-        if running.id in self._running:
-            self._transport.send(
-                running.ranks, encode(ProgramAnswer(running.id, encode_value(value)))
-            )
+    def _answer(self, id: int, ranks: tuple[int, ...], value: object) -> None:
+        if id in self._running:
+            self._transport.send(ranks, encode(ProgramAnswer(id, encode_value(value))))
 
     def make_reference(self, id: int, replies: Mapping[int, Reply]) -> Ref[Any]:
         """Return a reference to the value that the ranks kept for call `id`."""
@@ -387,7 +388,7 @@ class Controller:
             )
             self._transport.send([rank], encode(message))
 
-    def _release(self, value: int, ranks: tuple[int, ...]) -> None:
+    def _release(self, value: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
             # The program may drop a reference anywhere, even while a call is being
             # sent. So only note it here.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from megaverl.controller.messages import decode_value
@@ -47,12 +47,14 @@ class Ref(Generic[T_co]):
         id: int,
         rows: Mapping[int, tuple[int, ...] | None],
         description: bytes,
-        release: Callable[[int, tuple[int, ...]], None],
+        release: Callable[[int, Iterable[int]], None],
     ) -> None:
         self.id = id
         self.rows = dict(rows)
         self._description = description
-        weakref.finalize(self, release, id, tuple(self.rows)).atexit = False
+        # The mapping itself, not a copy: it also lists ranks that receive the value later,
+        # and they must drop it as well.
+        weakref.finalize(self, release, id, self.rows).atexit = False
 
     @property
     def holders(self) -> tuple[int, ...]:
