@@ -269,11 +269,11 @@ def _check_needed(needed: Sequence[Parameter], row: RowNames, *, batched: bool) 
         ]
         if lists:
             raise ValueError(
-                f"{', '.join(lists)} is of whole lists, which needs batched: true"
+                f"{', '.join(lists)} holds whole lists, which needs batched: true"
             )
         if any(parameter.name == LOG_EXTRA for parameter in needed):
             raise ValueError(
-                f"{LOG_EXTRA} is of whole lists, which needs batched: true"
+                f"{LOG_EXTRA} holds whole lists, which needs batched: true"
             )
     for parameter in needed:
         # A function whose first parameter is the sample is called without a binding, so

@@ -203,8 +203,8 @@ def group_by_classes(boxes_of: Iterable[tuple[int, Boxes]]) -> tuple[ShardSet, .
         for box in boxes:
             holders.setdefault(box, set()).add(number)
     cells = list(holders.items())
-    # Replicas hold equal boxes, which are one key above. Boxes that overlap only partly
-    # are rare.
+    # Equal boxes of replicas are already grouped, under one key of `holders`. Boxes that
+    # overlap only in part are rare.
     if first_overlap(list(holders)) is not None:
         cells = _disjoint(cells)
     by_classes: dict[tuple[int, ...], list[Box]] = {}

@@ -138,8 +138,8 @@ class Tracer(TorchDispatchMode):
             )
         if not steps:
             raise NotStrided(f"it was copied more than {MOST_STEPS} times")
-        # The source was itself written by copies. Their composition with this one leads
-        # to the sources.
+        # The source was itself written by copies. Composing each of them with this copy
+        # gives a copy from an earlier tensor, and finally from a source.
         for earlier in self._writes.get(write.source, ()):
             for copy in compose(write.copy, earlier.copy):
                 yield from self._followed(_Write(earlier.source, copy), steps - 1)
