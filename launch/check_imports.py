@@ -68,14 +68,14 @@ def main(arguments: list[str]) -> int:
     # One process for all is quicker; if something fails, one process for each finds out
     # what.
     failures = (
-        {module: why for module in modules if (why := why_not(module))}
+        {module: reason for module in modules if (reason := why_not(module))}
         if why_not(*modules)
         else {}
     )
-    for module, why in failures.items():
-        known = " (no driver on this machine: not checked)" if DRIVER in why else ""
-        print(f"import {module} fails: {why}{known}")
-    return int(any(DRIVER not in why for why in failures.values()))
+    for module, reason in failures.items():
+        known = " (no driver on this machine: not checked)" if DRIVER in reason else ""
+        print(f"import {module} fails: {reason}{known}")
+    return int(any(DRIVER not in reason for reason in failures.values()))
 
 
 if __name__ == "__main__":

@@ -30,9 +30,11 @@ VARIABLES = {
 def uv_settings(lines: Iterable[str]) -> Iterator[str]:
     """What uv needs to find packages where pip does, from the lines of `pip config list`."""
     settings: dict[str, str] = {}
-    found = [_parsed(line) for line in lines if "=" in line]
+    parsed = [_parsed(line) for line in lines if "=" in line]
     for section in SECTIONS:
-        settings |= {key: value for each, key, value in found if each == section}
+        settings |= {
+            key: value for line_section, key, value in parsed if line_section == section
+        }
     for key, variable in VARIABLES.items():
         if key in settings:
             yield f"{variable}={settings[key]}"

@@ -1,8 +1,8 @@
 """Text, JSON and numbers from outside: from models, tools, programs, services and servers.
 
 Their contents must not end the run. Text is cleaned where it enters, JSON is read with
-bounds, and a number is a finite float. What cannot be read raises ValueError, as an
-error of that single answer.
+bounds, and a number is a finite float. An unreadable answer raises ValueError, which
+concerns that answer only.
 """
 
 from __future__ import annotations

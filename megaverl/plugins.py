@@ -51,15 +51,15 @@ def load_object(name: str, key: str) -> Any:
         # A module may define __getattr__, which may raise.
         is_there = hasattr(module, attribute)
     if not is_there:
-        there = sorted(
-            one
-            for one in vars(module)
-            if one.isidentifier() and not one.startswith("_")
+        names = sorted(
+            name
+            for name in vars(module)
+            if name.isidentifier() and not name.startswith("_")
         )
-        near = difflib.get_close_matches(attribute, there, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(attribute, names, n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ConfigError(
-            f"{key}: {place} has no {attribute!r}{hint}; it has {', '.join(there[:12]) or 'nothing'}."
+            f"{key}: {place} has no {attribute!r}{hint}; it has {', '.join(names[:12]) or 'nothing'}."
         )
     return getattr(module, attribute)
 

@@ -45,12 +45,12 @@ class Variable(NamedTuple):
     """A variable that a process gets unless it is set.
 
     Attributes:
-        why: the reason, with its source if there is one.
+        reason: the reason, with its source if there is one.
     """
 
     name: str
     value: str
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -183,15 +183,16 @@ def cache_variables(environment: Mapping[str, str]) -> Iterator[Variable]:
     folder = Path(environment.get(CACHES) or f"/tmp/megaverl_cache_{os.getuid()}")
     if not _is_own_folder(folder):
         return
-    why = "compiled code lies on the node's own disk, not in a home folder that all ranks of a cluster share"
-    yield Variable("VLLM_CACHE_ROOT", str(folder / "vllm"), why)
-    yield Variable("TRITON_CACHE_DIR", str(folder / "triton"), why)
-    yield Variable("FLASHINFER_WORKSPACE_BASE", str(folder), why)
+    reason = "compiled code lies on the node's own disk, not in a home folder that all ranks of a cluster share"
+    yield Variable("VLLM_CACHE_ROOT", str(folder / "vllm"), reason)
+    yield Variable("TRITON_CACHE_DIR", str(folder / "triton"), reason)
+    yield Variable("FLASHINFER_WORKSPACE_BASE", str(folder), reason)
 
 
 def _is_own_folder(folder: Path) -> bool:
-    """Return whether a folder belongs to this user alone, creating it if needed. Others
-    could put code into any other folder.
+    """Return whether a folder belongs to this user alone, creating it if needed.
+
+    Other users could put code into any other folder.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

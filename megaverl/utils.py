@@ -16,7 +16,7 @@ __getattr__ = lazy_getattr(
     __name__,
     {
         "get_ppo_config": "megaverl.trainer.api.settings",
-        # Which loads torch.
+        # Importing this module loads torch.
         "is_flash_attn_available": "megaverl.platform.flash_attention",
         "set_device_map": "megaverl.trainer.api",
     },

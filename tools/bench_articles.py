@@ -112,7 +112,7 @@ class Figures:
     memory: Mapping[int, int]
 
 
-def settings(job: Job, folder: Path, way: str) -> list[str]:
+def settings(job: Job, folder: Path, system: str) -> list[str]:
     """Return the command-line settings of megaverl's run for one way."""
     sampling = {
         "temperature": 1.0,
@@ -121,7 +121,7 @@ def settings(job: Job, folder: Path, way: str) -> list[str]:
     }
     reward = f"{ROOT / 'tools' / 'step_sides.py'}:unique_words"
     values: dict[str, Any] = {
-        "run": {"name": way, "dir": str(folder / "runs"), "nproc": NUM_RANKS},
+        "run": {"name": system, "dir": str(folder / "runs"), "nproc": NUM_RANKS},
         "model": {"path": str(folder / "model"), "dtype": job.dtype},
         "algorithm": {
             "name": "ppo",
@@ -150,18 +150,18 @@ def settings(job: Job, folder: Path, way: str) -> list[str]:
         "trainer": {"steps": job.warmup + job.steps, "validate_every": 0},
         "checkpoint": {"resume": "never", "export_hf": False, "save_interval": 0},
     }
-    if way != "shared":
+    if system != "shared":
         values["placement"] = SPLIT
-    if way == "asynchronous":
+    if system == "asynchronous":
         values["rollout"] |= {"async_rollout": True, "max_staleness": 1}
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-def megaverl_command(job: Job, folder: Path, way: str) -> list[str]:
-    return ["-m", "megaverl", "train", *settings(job, folder, way)]
+def megaverl_command(job: Job, folder: Path, system: str) -> list[str]:
+    return ["-m", "megaverl", "train", *settings(job, folder, system)]
 
 
-def plain_command(job: Job, folder: Path, way: str) -> list[str]:
+def plain_command(job: Job, folder: Path, system: str) -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone"]
     program = [str(ROOT / "tools" / "plain_ppo.py"), str(folder)]
     return [*torchrun, "--nproc-per-node", str(NUM_RANKS), *program]
@@ -358,13 +358,13 @@ def bytes_of_reshards(run_dir: Path, warmup: int) -> float:
     return statistics.median(received)
 
 
-def measure(job: Job, folder: Path, way: str, counts_bytes: bool) -> Figures:
+def measure(job: Job, folder: Path, system: str, counts_bytes: bool) -> Figures:
     """Run one way from its start to its end."""
-    log = folder / f"{way}.log"
-    samples = run(WAYS[way](job, folder, way), log, counts_bytes)
-    if way == "plain":
+    log = folder / f"{system}.log"
+    samples = run(WAYS[system](job, folder, system), log, counts_bytes)
+    if system == "plain":
         return summarise(plain_spans(folder), samples, job, reshards=0.0)
-    run_dir = folder / "runs" / way
+    run_dir = folder / "runs" / system
     reshards = bytes_of_reshards(run_dir, job.warmup)
     return summarise(megaverl_spans(run_dir), samples, job, reshards)
 
@@ -481,24 +481,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     job: Job = options.job
     counts_bytes = can_isolate()
-    turns: dict[str, list[Figures]] = {way: [] for way in options.ways}
+    turns: dict[str, list[Figures]] = {system: [] for system in options.ways}
     for turn in range(options.turns):
-        for way in options.ways:
+        for current_system in options.ways:
             with tempfile.TemporaryDirectory(prefix="megaverl_bench_") as temporary:
                 prepare(job, Path(temporary))
-                figures = measure(job, Path(temporary), way, counts_bytes)
-            turns[way].append(figures)
+                figures = measure(job, Path(temporary), current_system, counts_bytes)
+            turns[current_system].append(figures)
             print(
-                f"turn {turn + 1}: {way}: {figures.step:.2f} s a step",
+                f"turn {turn + 1}: {current_system}: {figures.step:.2f} s a step",
                 file=sys.stderr,
                 flush=True,
             )
-    medians = {way: fastest(of_way) for way, of_way in turns.items()}
+    medians = {system: fastest(of_way) for system, of_way in turns.items()}
     print(describe(job), table(job, medians), sep="\n\n")
     if options.json:
         content = {
-            way: [dataclasses.asdict(figures) for figures in of_way]
-            for way, of_way in turns.items()
+            system: [dataclasses.asdict(figures) for figures in of_way]
+            for system, of_way in turns.items()
         }
         options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return 0

@@ -169,7 +169,7 @@ def measure(
                 name
                 for name in every
                 if not start
-                or here[name][0] < AGAIN * min(took[0] for took in here.values())
+                or here[name][0] < AGAIN * min(seconds[0] for seconds in here.values())
             ]
             for name in near:
                 if len(here.get(name, ())) > start:
@@ -240,20 +240,23 @@ def main() -> None:
             every = layouts(search)
             if set(every) - set(measured.get(setting.name, {})):
                 continue
-            took = {
+            median_seconds = {
                 name: statistics.median(measured[setting.name][name]) for name in every
             }
             chosen = name_of(search.best(1).choices[0].settings)
-            best = min(took, key=lambda name: took[name])
-            whole, near = whole + 1, near + (took[chosen] <= NEAR * took[best])
-            above = took[chosen] / took[best] - 1
+            best = min(median_seconds, key=lambda name: median_seconds[name])
+            whole, near = (
+                whole + 1,
+                near + (median_seconds[chosen] <= NEAR * median_seconds[best]),
+            )
+            above = median_seconds[chosen] / median_seconds[best] - 1
             row = [
                 setting.name,
                 str(len(every)),
                 chosen,
-                f"{took[chosen]:.3g}",
+                f"{median_seconds[chosen]:.3g}",
                 best,
-                f"{took[best]:.3g}",
+                f"{median_seconds[best]:.3g}",
                 f"{above:.0%}",
             ]
             print(f"| {' | '.join(row)} |")
@@ -261,7 +264,7 @@ def main() -> None:
                 job = search._job(settings)
                 assert job is not None
                 print(
-                    f"    {name:16}{search._predict(job, settings).step_seconds:8.3f}{took[name]:8.3f}"
+                    f"    {name:16}{search._predict(job, settings).step_seconds:8.3f}{median_seconds[name]:8.3f}"
                 )
     print(f"\nwithin {NEAR - 1:.0%} of the best: {near} of {whole} settings")
 

@@ -155,7 +155,7 @@ def _jobs() -> list[tuple[str, PlannedJob]]:
         jobs.append(
             (
                 f"llama3_70b/{name}, {world:,} ranks",
-                make_job(config, find_spec(config, beside=str(path)), world),
+                make_job(config, find_spec(config, fallback=str(path)), world),
             )
         )
     return jobs

@@ -188,15 +188,15 @@ def measure(size: int, function: Callable[..., None]) -> Ranks:
     copies = multiprocessing.get_context("fork")
     pipes, processes = [], []
     for rank in range(size):
-        here, there = copies.Pipe(duplex=False)
+        own_end, child_end = copies.Pipe(duplex=False)
         processes.append(
             copies.Process(
-                target=function, args=(rank, size, keeper.port, there), daemon=True
+                target=function, args=(rank, size, keeper.port, child_end), daemon=True
             )
         )
         processes[-1].start()
-        there.close()
-        pipes.append(here)
+        child_end.close()
+        pipes.append(own_end)
     measured = [json.loads(pipe.recv_bytes()) for pipe in pipes]
     for process in processes:
         process.join()
@@ -235,16 +235,16 @@ def do_groups(rank: int, size: int, port: int, result: Connection) -> None:
         "127.0.0.1", port, None, False, PATIENCE, wait_for_workers=False
     )
     counts = {}
-    for kind, (apart, nccl) in KINDS.items():
+    for kind, (is_apart, nccl) in KINDS.items():
         before = num_sockets()
-        placement = placement_of(size, apart=apart)
+        placement = placement_of(size, apart=is_apart)
         groups = groups_over_nccl if nccl else groups_over_gloo
         every, messages = groups(placement, dist.PrefixStore(kind, store), rank)
         for group in every:
             barrier(group)
-        beside = [(rank + 1) % size, (rank - 1) % size]
-        sent = [messages.send(other, "rows", [b"1"]) for other in beside]
-        for other in beside:
+        neighbours = [(rank + 1) % size, (rank - 1) % size]
+        sent = [messages.send(other, "rows", [b"1"]) for other in neighbours]
+        for other in neighbours:
             messages.receive(other, "rows", PATIENCE)
         for taken in sent:
             taken.result()
@@ -430,10 +430,10 @@ class CountedStore(dist.Store):
             self._traffic.add(
                 1,
                 sum(
-                    len(one)
+                    len(text)
                     for value in lists
-                    for one in value
-                    if isinstance(one, str | bytes)
+                    for text in value
+                    if isinstance(text, str | bytes)
                 ),
             )
             return answer

@@ -184,9 +184,9 @@ async def _steps(group: Group, steps: int) -> Measured:
     await group.run("generate", 0)
     sockets = len(
         [
-            one
-            for one in psutil.Process().net_connections("tcp")
-            if one.status == psutil.CONN_ESTABLISHED
+            connection
+            for connection in psutil.Process().net_connections("tcp")
+            if connection.status == psutil.CONN_ESTABLISHED
         ]
     )
     processor = time.process_time()
@@ -241,9 +241,9 @@ def main() -> None:
             if relays and num_ranks <= RANKS_PER_NODE:
                 continue
             cost = asyncio.run(measure(num_ranks, options.calls, relays))
-            way = "relay" if relays else "direct"
+            route = "relay" if relays else "direct"
             print(
-                f"{num_ranks:6} {way:>7} {cost.milliseconds:10.2f} {cost.processor:13.2f} {cost.sockets:12} "
+                f"{num_ranks:6} {route:>7} {cost.milliseconds:10.2f} {cost.processor:13.2f} {cost.sockets:12} "
                 f"{cost.decision:14.2f}",
                 flush=True,
             )

@@ -157,8 +157,10 @@ def main() -> int:
                 copied.append(seconds_of(copy_request, work / "copy"))
                 convert_request = functools.partial(convert, request)
                 converted.append(seconds_of(convert_request, request.output))
-            one, other = min(copied), min(converted)
-            print(f"{label:24}{one:8.2f}s{other:9.2f}s{one / other:19.0%}")
+            copy_seconds, convert_seconds = min(copied), min(converted)
+            print(
+                f"{label:24}{copy_seconds:8.2f}s{convert_seconds:9.2f}s{copy_seconds / convert_seconds:19.0%}"
+            )
         same = all(
             (work / "back" / file.name).read_bytes() == file.read_bytes()
             for file in (work / "hf").iterdir()

@@ -47,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         print(
             f"{kib:8} {count:8} "
-            + " ".join(f"{together:7.0f}/{alone:7.0f}" for together, alone in columns)
+            + " ".join(
+                f"{batched_rate:7.0f}/{single_rate:7.0f}"
+                for batched_rate, single_rate in columns
+            )
         )
     return 0
 
@@ -67,8 +70,8 @@ def _both_rates(
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
 
-    together = partial(torch._foreach_copy_, targets, sources)
-    return num_bytes / _median_ms(together) / 1e6, num_bytes / _median_ms(
+    copy_batched = partial(torch._foreach_copy_, targets, sources)
+    return num_bytes / _median_ms(copy_batched) / 1e6, num_bytes / _median_ms(
         one_by_one
     ) / 1e6
 

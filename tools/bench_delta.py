@@ -107,12 +107,12 @@ def run_rank(
     engine = vllm_layouts(weights, spec, 1)(0)
     trainer = Trainer(options, spec) if rank == 0 else None
     source = {} if trainer is None else trainer.tensors(held)
-    sides = {way: Side(way, rank, nodes.count, held, engine, source) for way in WAYS}
+    sides = {mode: Side(mode, rank, nodes.count, held, engine, source) for mode in WAYS}
     figures = []
     for step in range(options.steps + 1):
         if trainer is not None and step:
             trainer.step()
-        figures.append({"step": step} | {way: sides[way].move() for way in WAYS})
+        figures.append({"step": step} | {mode: sides[mode].move() for mode in WAYS})
         sides["on"].compare(sides["off"])
     if results is not None:
         results.send(figures)
@@ -124,7 +124,7 @@ class Side:
 
     def __init__(
         self,
-        way: DeltaMode,
+        mode: DeltaMode,
         rank: int,
         world: int,
         held: Layout,
@@ -144,7 +144,7 @@ class Side:
             for name, local_shape in plan.dest_layout.local_shapes.items()
         }
         options = TransportOptions(
-            node_of=lambda place: place, timeout=PATIENCE, delta=way
+            node_of=lambda place: place, timeout=PATIENCE, delta=mode
         )
         self._resharder = Resharder(plan, source, self.dest, None, options)
 
@@ -165,7 +165,8 @@ class Side:
         """Check that both ways left the same bits in this rank's engine."""
         for name, tensor in self.dest.items():
             bits, expected = (
-                each.view(torch.int16) for each in (tensor, other.dest[name])
+                tensor_bits.view(torch.int16)
+                for tensor_bits in (tensor, other.dest[name])
             )
             assert torch.equal(bits, expected), f"{name} differs"
 

@@ -243,18 +243,18 @@ class Measurement:
 
     def figures(self) -> dict[str, Any]:
         """Return seconds of every way and bytes of the busiest sender. Collective over the group."""
-        ways: dict[str, Run] = {}
+        runs: dict[str, Run] = {}
         for name in self.options.ways:
-            ways[name] = {
+            runs[name] = {
                 "fan-out": lambda: self.reshard_by(fan_out=True),
                 "direct": lambda: self.reshard_by(fan_out=False),
                 "broadcast": lambda: self.broadcast,
                 "ring": lambda: self.ring,
             }[name]()
-        self.check(ways)
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        self.check(runs)
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(self.options.turns):
-            for name, run in ways.items():
+            for name, run in runs.items():
                 seconds[name].append(self.seconds_of(run))
         return {
             "replicas": self.count,
@@ -290,10 +290,10 @@ class Measurement:
 
         return run
 
-    def check(self, ways: dict[str, Run]) -> None:
+    def check(self, runs: dict[str, Run]) -> None:
         """Run every way once, and compare the engines' bytes with the trainers' and between ways."""
         arrived: list[dict[str, torch.Tensor]] = []
-        for name, run in ways.items():
+        for name, run in runs.items():
             for tensor in self.dest.values():
                 tensor.zero_()
             run()
@@ -322,9 +322,11 @@ class Measurement:
         engines = list(range(TRAINERS, TRAINERS + self.count))
         pieces = self.buffer.split(PIECE)
         chains = [[trainer, *engines] for trainer in range(TRAINERS)]
-        own = [(tag, chain) for tag, chain in enumerate(chains) if self.rank in chain]
+        own_chains = [
+            (tag, chain) for tag, chain in enumerate(chains) if self.rank in chain
+        ]
         arrivals: dict[int, list[dist.Work]] = {}
-        for tag, chain in own:
+        for tag, chain in own_chains:
             place = chain.index(self.rank)
             if place:
                 arrivals[tag] = [
@@ -333,7 +335,7 @@ class Measurement:
                 ]
         sends = []
         for number, piece in enumerate(pieces):
-            for tag, chain in own:
+            for tag, chain in own_chains:
                 if tag in arrivals:
                     arrivals[tag][number].wait()
                 place = chain.index(self.rank)
@@ -378,16 +380,16 @@ def make_spec(num_layers: int, hidden: int) -> ModelSpec:
 
 def table(figures: Sequence[dict[str, Any]], mbit: float) -> str:
     """Format the figures as a table in Markdown, with the multiple of the receive bound in brackets."""
-    ways = list(figures[0]["seconds"])
+    methods = list(figures[0]["seconds"])
     megabytes = figures[0]["model_bytes"] / 1e6
     bound = figures[0]["model_bytes"] * 8 / (mbit * 1e6)
     lines = [
         f"{megabytes:.1f} MB a replica, links of {mbit:g} Mbit/s: receive bound {bound:.2f} s",
         "",
         "| "
-        + " | ".join(["replicas", *(f"{way}, s (x bound)" for way in ways)])
+        + " | ".join(["replicas", *(f"{method}, s (x bound)" for method in methods)])
         + " |",
-        "| " + " | ".join(["---"] * (1 + len(ways))) + " |",
+        "| " + " | ".join(["---"] * (1 + len(methods))) + " |",
     ]
     for of_count in figures:
         cells = [

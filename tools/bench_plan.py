@@ -280,7 +280,7 @@ def one_rank_each(name: str, ranks: Sequence[int]) -> dict[str, Any]:
                 ).stdout
             )
         )
-    worst = {key: max(one[key] for one in measured) for key in measured[0]}
+    worst = {key: max(figures[key] for figures in measured) for key in measured[0]}
     print(
         f"  one rank's layouts and plan (most of {len(ranks)}, each in a fresh process): {worst['seconds']:.2f} s "
         f"({worst['cpu_seconds']:.2f} s of CPU) and {worst['peak_mb']:.0f} MB; "

@@ -49,14 +49,16 @@ def summarise(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         by_rank = [rank["ways"][name] for rank in ranks]
         turns = [
             max(seconds)
-            for seconds in zip(*(way["seconds"] for way in by_rank), strict=True)
+            for seconds in zip(
+                *(measured["seconds"] for measured in by_rank), strict=True
+            )
         ]
         summaries[name] = {
             "seconds": statistics.median(turns),
             "turns": turns,
-            "first_seconds": max(way["first_seconds"] for way in by_rank),
+            "first_seconds": max(measured["first_seconds"] for measured in by_rank),
             **{
-                key: [way[key] for way in by_rank]
+                key: [measured[key] for measured in by_rank]
                 for key in ("received", "messages", "peak", "objects", "first_objects")
             },
         }
@@ -86,7 +88,8 @@ def table(job: Job, pair: str, summary: Mapping[str, Any]) -> str:
         summary["ways"][name] for name in ("ours", "ours, network", "plain")
     )
     rates = [
-        f"{plain['seconds'] / max(way['seconds'], 1e-9):.0%}" for way in (ours, network)
+        f"{plain['seconds'] / max(measured['seconds'], 1e-9):.0%}"
+        for measured in (ours, network)
     ]
     lines = [
         f"{source} -> {dest}: {sized}: {summary['parameters']:,} parameters",
@@ -95,16 +98,17 @@ def table(job: Job, pair: str, summary: Mapping[str, Any]) -> str:
         f"  {'':14}{'seconds':>9}{'/ ours':>9}  {'MB received by rank':32}{'messages':>20}{'objects':>9}"
         f"{'extra memory MB':>17}",
     ]
-    for name, way in summary["ways"].items():
+    for name, figures in summary["ways"].items():
         buckets = (
-            f"({max(way['peak']) / MB / job.bucket_mb:.1f})"
+            f"({max(figures['peak']) / MB / job.bucket_mb:.1f})"
             if name.startswith("ours")
             else ""
         )
         lines.append(
-            f"  {name:14}{way['seconds']:>9.3f}{way['seconds'] / max(ours['seconds'], 1e-9):>8.2f}x"
-            f"  {_megabytes(way['received']):32}{_span(way['messages']):>20}"
-            f"{max(way['objects']):>4} +{max(way['first_objects']):<3}{max(way['peak']) / MB:>10.0f} {buckets}"
+            f"  {name:14}{figures['seconds']:>9.3f}{figures['seconds'] / max(ours['seconds'], 1e-9):>8.2f}x"
+            f"  {_megabytes(figures['received']):32}{_span(figures['messages']):>20}"
+            f"{max(figures['objects']):>4} +{max(figures['first_objects']):<3}"
+            f"{max(figures['peak']) / MB:>10.0f} {buckets}"
         )
     lines.append(
         f"  ours: {rates[0]} of the plain exchange's rate ({rates[1]} over the network), within the ranks "
@@ -118,8 +122,8 @@ def table(job: Job, pair: str, summary: Mapping[str, Any]) -> str:
         f"{summary['fingerprint_rate'] / 1e9:.2f} GB/s on one alone"
     )
     turns = {
-        name: " ".join(f"{seconds:.3f}" for seconds in way["turns"])
-        for name, way in summary["ways"].items()
+        name: " ".join(f"{seconds:.3f}" for seconds in measured["turns"])
+        for name, measured in summary["ways"].items()
     }
     lines.append(
         "  turns: " + "; ".join(f"{name} {times}" for name, times in turns.items())

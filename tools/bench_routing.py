@@ -92,10 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     rounds[name].append(play(servers, make(), options, seed=seed))
     print(f"{'':10}{'found in caches':>17}{'tokens/s':>10}{'processor s':>13}")
     for name, played in rounds.items():
-        found, speed, seconds = (
+        cached_share, speed, seconds = (
             statistics.median(column) for column in zip(*played, strict=True)
         )
-        print(f"{name:10}{found:>17.1%}{speed:>10.1f}{seconds:>13.1f}")
+        print(f"{name:10}{cached_share:>17.1%}{speed:>10.1f}{seconds:>13.1f}")
     return 0
 
 
@@ -255,11 +255,11 @@ def play(
                 tokens += [draw.randrange(1000) for _ in range(options.read)]
     seconds = time.monotonic() - start
     after = [server.cached() for server in servers]
-    asked = sum(a[0] - b[0] for a, b in zip(after, before, strict=True))
-    found = sum(a[1] - b[1] for a, b in zip(after, before, strict=True))
+    asked_tokens = sum(a[0] - b[0] for a, b in zip(after, before, strict=True))
+    cached_tokens = sum(a[1] - b[1] for a, b in zip(after, before, strict=True))
     spent = sum(server.processor_seconds() for server in servers) - spent
     generated = options.sessions * options.turns * options.write
-    return Round(found / asked, generated / seconds, spent)
+    return Round(cached_tokens / asked_tokens, generated / seconds, spent)
 
 
 if __name__ == "__main__":

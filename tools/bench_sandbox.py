@@ -69,11 +69,11 @@ def measure(
     """Return the programs a second and the processor milliseconds of one; all outputs must be right."""
     numbers, work, start = range(count), processor_seconds(), time.perf_counter()
     outputs = run(numbers)
-    took = time.perf_counter() - start
+    elapsed = time.perf_counter() - start
     assert outputs == [f"{number * number}\n" for number in numbers], (
         "an output is wrong"
     )
-    return count / took, 1e3 * (processor_seconds() - work) / count
+    return count / elapsed, 1e3 * (processor_seconds() - work) / count
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

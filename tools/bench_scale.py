@@ -40,7 +40,7 @@ from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.data.row_transfer import Moving
 from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.distributed.grid import GridShape
-from megaverl.distributed.job_context import of_default_group
+from megaverl.distributed.job_context import default_group_context
 from megaverl.distributed.ragged import RaggedBatch, merge
 from megaverl.models.packing import pack
 from megaverl.rollout.engine import Generation
@@ -269,7 +269,7 @@ def routing_of(size: int, roles: Any) -> SampleRouting:
     steps: Any = SimpleNamespace(
         config=CONFIG, roles=roles, needs_log_probs=lambda step: True
     )
-    return SampleRouting(steps, of_default_group(ROLES, MINUTE), reporter=0)
+    return SampleRouting(steps, default_group_context(ROLES, MINUTE), reporting_rank=0)
 
 
 def written_by(size: int, count: int) -> dict[int, range]:

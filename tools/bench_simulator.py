@@ -156,15 +156,15 @@ def measure(
             if before["others"] <= QUIET or time.monotonic() > end:
                 break
             with tempfile.TemporaryDirectory() as runs:
-                one = real_steps(
+                measured_steps = real_steps(
                     Path(runs), keys_of(layout, inputs), layout.ranks, STEPS
                 )
             print(
-                f"{layout.name}: {one.operators['step'].seconds:.3f} s, others {one.others:.2f}",
+                f"{layout.name}: {measured_steps.operators['step'].seconds:.3f} s, others {measured_steps.others:.2f}",
                 file=sys.stderr,
             )
-            if one.others < before["others"]:
-                measured[layout.name] = asdict(one)
+            if measured_steps.others < before["others"]:
+                measured[layout.name] = asdict(measured_steps)
             if kept is not None:
                 kept.write_text(json.dumps(measured, indent=1), encoding="utf-8")
     return measured
@@ -232,7 +232,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     `prompt_len`, `response_len`, `longest_response`, `megaverl_keys`, `megaverl_hardware` and, optionally, `half`. An
     update in seconds a micro-batch also has `batch_prompts`, `n` and `dp`. Rows of other kinds are left out.
     """
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     kinds = {"step": "seconds", "rate": "tflops", "update": "update_seconds"}
     for row in json.loads(path.read_text(encoding="utf-8")):
         if row["kind"] not in kinds:
@@ -241,7 +241,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         # A rank has one sample in a micro-batch of these sources.
         per_micro_batch = "micro-batch" in row.get("unit", "")
         samples = row["batch_prompts"] * row["n"] if per_micro_batch else 1
-        found.append(
+        rows.append(
             {
                 "name": row["name"],
                 "model": row["model"],
@@ -258,7 +258,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                 "half": row.get("half", "fit"),
             }
         )
-    return found
+    return rows
 
 
 def _print_phases(predictions: dict[str, Prediction]) -> None:
@@ -373,12 +373,12 @@ def published(entry: dict[str, Any], entries: dict[str, Any]) -> Prediction:
     return simulate(job, hardware, lengths=spread, factors=absent)
 
 
-def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Return Spearman's rank correlation; nan for fewer than two values. Assumes that no two values are equal."""
-    if len(one) < 2:
+    if len(first) < 2:
         return float("nan")
     places = [
-        [sorted(values).index(value) for value in values] for values in (one, other)
+        [sorted(values).index(value) for value in values] for values in (first, second)
     ]
     return statistics.correlation(*places)
 
@@ -431,14 +431,14 @@ def against_measured(
             steps.append((layout.name, predicted.step_seconds, real["step"]["seconds"]))
             used = 0.0
             for phase in predicted.phases:
-                one = real.get(phase.name, {"seconds": 0.0, "work": 0.0})
-                used += one["work"] * len(phase.ranks)
+                real_phase = real.get(phase.name, {"seconds": 0.0, "work": 0.0})
+                used += real_phase["work"] * len(phase.ranks)
                 if phases:
                     print(
-                        f"  {layout.name:24}{phase.name:16}{phase.seconds:8.3f} {one['seconds']:8.3f} s",
+                        f"  {layout.name:24}{phase.name:16}{phase.seconds:8.3f} {real_phase['seconds']:8.3f} s",
                         end="",
                     )
-                    print(f"{one['work']:8.3f} s of a processor")
+                    print(f"{real_phase['work']:8.3f} s of a processor")
             work.append((layout.name, predicted.processor_seconds, used))
     disturbed = max(measurement["others"] for measurement in measured.values())
     print("\n".join(table({"seconds of a step": steps, "processor seconds": work})))

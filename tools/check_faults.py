@@ -123,9 +123,11 @@ def watch_over(
     while not over.wait(SAMPLE_SECONDS):
         try:
             children = root.children(recursive=True)
-            ranks = [one for one in children if "LOCAL_RANK" in one.environ()]
-            memory = sum(one.memory_info().rss for one in ranks)
-            files = sum(one.num_fds() for one in ranks)
+            ranks = [
+                process for process in children if "LOCAL_RANK" in process.environ()
+            ]
+            memory = sum(process.memory_info().rss for process in ranks)
+            files = sum(process.num_fds() for process in ranks)
         except psutil.Error:
             # A process has ended meanwhile.
             continue
@@ -143,14 +145,14 @@ def read_records(metrics: Path) -> list[dict[str, float]]:
 
 def is_within(curves: Sequence[Sequence[Mapping[str, float]]]) -> bool:
     """Print and return whether the last curve ends where the others do, within their spread."""
-    *others, last = [
+    *earlier, last = [
         [record[ACCURACY] for record in curve if ACCURACY in record][-1]
         for curve in curves
     ]
-    width = max(others) - min(others)
-    right = min(others) - width <= last <= max(others) + width
+    width = max(earlier) - min(earlier)
+    right = min(earlier) - width <= last <= max(earlier) + width
     print(
-        f"last accuracy {last:.1%}; of the others {min(others):.1%} to {max(others):.1%}: "
+        f"last accuracy {last:.1%}; of the others {min(earlier):.1%} to {max(earlier):.1%}: "
         f"{'within' if right else 'OUTSIDE OF'} their spread"
     )
     return right
@@ -165,14 +167,14 @@ def is_flat(records: Sequence[Mapping[str, float]], held: Sequence[Held]) -> boo
         r["environment/failed_fraction"] for r in records if "environment/faults" in r
     ]
     print(f"left out{sum(lost) / len(lost):22.2%} of the episodes")
-    last_step = max(one.step for one in held)
-    early = [one for one in held if last_step / 10 <= one.step < last_step / 5]
-    late = [one for one in held if last_step * 0.9 <= one.step < last_step]
+    last_step = max(look.step for look in held)
+    early = [look for look in held if last_step / 10 <= look.step < last_step / 5]
+    late = [look for look in held if last_step * 0.9 <= look.step < last_step]
     flat = True
     for name, tolerance in (("ranks", FLAT), ("processes", 0.0), ("files", FLAT)):
         # The largest of many samples, since tools start and end all the time.
-        before = max(getattr(one, name) for one in early)
-        after = max(getattr(one, name) for one in late)
+        before = max(getattr(look, name) for look in early)
+        after = max(getattr(look, name) for look in late)
         is_leak = after > before * (1 + tolerance) + (name == "processes")
         flat &= not is_leak
         unit = 2**20 if name == "ranks" else 1

@@ -279,10 +279,10 @@ def _try(
 ) -> bool:
     """Hit the run at one point, finish it, and print the line."""
     remains = hit(launch, inputs, runs, fault, *more, nodes=nodes)
-    again, wrong = finish(launch, inputs, runs, expected, *more, nodes=nodes)
+    resumed, wrong = finish(launch, inputs, runs, expected, *more, nodes=nodes)
     wrong = remains.wrong + wrong
     codes = " ".join(map(str, remains.ended.codes))
-    source = resumed_from(again) or "the start"
+    source = resumed_from(resumed) or "the start"
     step = fault.step or "-"
     spread = f"{remains.ended.spread:.1f} s"
     verdict = "bit-identical" if not wrong else "NO: " + "; ".join(wrong)
@@ -294,7 +294,7 @@ def _try(
             codes,
             spread,
             source,
-            f"{max(again.seconds):.1f}",
+            f"{max(resumed.seconds):.1f}",
             verdict,
         ),
         flush=True,

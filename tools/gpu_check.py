@@ -105,8 +105,11 @@ def main(argv: list[str] | None = None) -> int:
         for name in arguments.only or CHECKS:
             spent = time.monotonic() - begin
             if spent > 60 * arguments.budget:
-                why = f"not checked: the budget of {arguments.budget:g} minutes is spent (--budget, or --only {name})"
-                findings.append(Finding(CHECKS[name].section, name, "note", why))
+                reason = (
+                    f"not checked: the budget of {arguments.budget:g} minutes is spent (--budget, or --only "
+                    f"{name})"
+                )
+                findings.append(Finding(CHECKS[name].section, name, "note", reason))
                 continue
             findings.append(
                 run(name, CHECKS[name], arguments.device, gpus, arguments.timeout)
@@ -209,8 +212,8 @@ def run(name: str, check: Check, device: str, gpus: int, timeout: float) -> Find
             section=check.section,
         )
         finding = trial.finish(begin + timeout)
-    took = f"{finding.found}\n({ranks} rank{'s' * (ranks > 1)}, {time.monotonic() - begin:.0f} s)"
-    return Finding(check.section, name, finding.status, took, finding.fix)
+    report = f"{finding.found}\n({ranks} rank{'s' * (ranks > 1)}, {time.monotonic() - begin:.0f} s)"
+    return Finding(check.section, name, finding.status, report, finding.fix)
 
 
 if __name__ == "__main__":

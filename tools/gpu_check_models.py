@@ -309,26 +309,29 @@ def resumed(folder: Path) -> Outcome:
         # the state of a run that was killed after its first checkpoint
         shutil.rmtree(run / "checkpoints" / f"step_{STEPS:08d}")
         output = _run_command([*command, "checkpoint.resume=latest"])
-        again = read_steps(run / "metrics.jsonl")
+        resumed = read_steps(run / "metrics.jsonl")
 
-        complete = sorted(whole) == sorted(again) == list(range(1, STEPS + 1))
+        complete = sorted(whole) == sorted(resumed) == list(range(1, STEPS + 1))
         resumes = f"{MIDDLE} of {STEPS} steps are done" in output
-        apart = differences(whole, again) if complete else {}
+        deviations = differences(whole, resumed) if complete else {}
         exact = all(
-            value == 0 for metric, value in apart.items() if _must_be_equal(*metric)
+            value == 0
+            for metric, value in deviations.items()
+            if _must_be_equal(*metric)
         )
         close = all(
             value <= AFTER_UPDATES
-            for (step, _), value in apart.items()
+            for (step, _), value in deviations.items()
             if step == MIDDLE + 1
         )
         passed &= complete and resumes and exact and (close or not on_cuda())
         largest, where = max(
-            ((value, metric) for metric, value in apart.items()), default=(0.0, (0, ""))
+            ((value, metric) for metric, value in deviations.items()),
+            default=(0.0, (0, "")),
         )
         at = f" (step {where[0]}, {where[1]})" if largest else ""
         reports.append(
-            f"{name}: steps {sorted(again)}, {'' if resumes else 'not resumed, '}{largest:.1e} apart{at}"
+            f"{name}: steps {sorted(resumed)}, {'' if resumes else 'not resumed, '}{largest:.1e} apart{at}"
         )
         # only a run on CUDA counts what torch has reserved there
         ran_there &= (
@@ -386,15 +389,17 @@ def _run_command(command: list[str]) -> str:
     return done.stdout + done.stderr
 
 
-def differences(whole: Steps, again: Steps) -> dict[tuple[int, str], float]:
+def differences(whole: Steps, resumed: Steps) -> dict[tuple[int, str], float]:
     """Return by (step, metric) how far two runs are apart; infinity where only one of them has the metric."""
-    apart = {}
-    for step in whole.keys() | again.keys():
-        ours, theirs = whole.get(step, {}), again.get(step, {})
+    deviations = {}
+    for step in whole.keys() | resumed.keys():
+        ours, theirs = whole.get(step, {}), resumed.get(step, {})
         for name in ours.keys() | theirs.keys():
             both = name in ours and name in theirs
-            apart[step, name] = abs(ours[name] - theirs[name]) if both else float("inf")
-    return apart
+            deviations[step, name] = (
+                abs(ours[name] - theirs[name]) if both else float("inf")
+            )
+    return deviations
 
 
 def read_steps(path: Path) -> Steps:

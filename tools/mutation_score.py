@@ -222,20 +222,25 @@ def _unread(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         if isinstance(node, ast.FunctionDef):
             silent += [
                 node.returns,
-                *(one for one in node.decorator_list if ast.unparse(one) == "overload"),
+                *(
+                    decorator
+                    for decorator in node.decorator_list
+                    if ast.unparse(decorator) == "overload"
+                ),
             ]
         elif isinstance(node, ast.AnnAssign | ast.arg):
             silent += [node.annotation]
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             silent += [node]
-        for one in silent:
-            if one is not None:
+        for annotation in silent:
+            if annotation is not None:
                 decorated = (
                     1
-                    if isinstance(node, ast.FunctionDef) and one is not node.returns
+                    if isinstance(node, ast.FunctionDef)
+                    and annotation is not node.returns
                     else 0
                 )
-                place: Any = one
+                place: Any = annotation
                 yield (
                     (place.lineno, place.col_offset - decorated),
                     (place.end_lineno, place.end_col_offset),

@@ -446,21 +446,21 @@ def measure_ways(
     measured: dict[str, Any] = {"ways": {}}
     check = ReshardCheck(source.layout_of, dest_of, source.parameters, dest)
 
-    def first_run(name: str, way: Any) -> None:
+    def first_run(name: str, reshard: Any) -> None:
         dist.barrier()
         with object_collectives() as called:
             start = time.perf_counter()
-            peak = peak_memory(way.run)
+            peak = peak_memory(reshard.run)
             seconds = time.perf_counter() - start
         measured["ways"][name] = {
             "peak": peak,
             "first_seconds": seconds,
-            "received": way.bytes_received,
-            "messages": way.num_messages,
+            "received": reshard.bytes_received,
+            "messages": reshard.num_messages,
             "first_objects": len(called),
             "seconds": [],
         }
-        if not isinstance(way, PlainExchange):
+        if not isinstance(reshard, PlainExchange):
             checked = check.compare()
             measured["check"] = {
                 "bytes": checked.bytes_read,
@@ -498,11 +498,11 @@ def measure_ways(
     )
     first_run("plain", by_name["plain"])
     for _ in range(job.repeats):
-        for name, way in by_name.items():
+        for name, timed_reshard in by_name.items():
             dist.barrier()
             with object_collectives() as called:
                 start = time.perf_counter()
-                way.run()
+                timed_reshard.run()
                 measured["ways"][name]["seconds"].append(time.perf_counter() - start)
             measured["ways"][name]["objects"] = len(called)
     check.compare()

@@ -260,7 +260,7 @@ class Rank:
         name, world = self.context.describe, self.context.role_group.name
         self.liveness = Liveness(
             self.store, self.rank, self.setup.size, coordinator=self.setup.size - 1, timeouts=self.setup.timeouts,
-            name=name, world=world, say=lambda text: None, end=self._end,
+            name=name, world=world, log=lambda text: None, end=self._end,
         )  # fmt: skip
         begun, before = time.monotonic(), replace(self.traffic)
         time.sleep(self.setup.rest)
@@ -327,10 +327,10 @@ def watch(members: list[Rank], pipe: Connection) -> dict[int, tuple[str, float, 
             ):
                 member.heard = time.time()
         if pipe.poll(0.05):
-            asked = pipe.recv()
+            order = pipe.recv()
             for member in members:
                 member.sleeps, member.stops = (
-                    (asked, False) if isinstance(asked, float) else (0.0, True)
+                    (order, False) if isinstance(order, float) else (0.0, True)
                 )
     return {
         rank.rank: (
@@ -361,22 +361,22 @@ class Cluster:
         plans(size)  # once for all, who are copies of this process
         port = self._start(-1, keep).recv()
         self.setup = Setup(size, port, folder, timeouts, rest)
-        alone = [0, self.setup.hit, size - 1]
-        others = [rank for rank in range(size) if rank not in alone]
+        own_process = [0, self.setup.hit, size - 1]
+        others = [rank for rank in range(size) if rank not in own_process]
         many = [
             others[begin : begin + PER_PROCESS]
             for begin in range(0, len(others), PER_PROCESS)
         ]
-        for ranks in [*([rank] for rank in alone), *many]:
+        for ranks in [*([rank] for rank in own_process), *many]:
             self._start(ranks[0], functools.partial(host, ranks, self.setup))
 
     def _start(self, name: int, target: Callable[..., None]) -> Connection:
         copies = multiprocessing.get_context("fork")
-        here, there = copies.Pipe()
-        arguments = {"parent": os.getpid(), "pipe": there}
+        here, child_end = copies.Pipe()
+        arguments = {"parent": os.getpid(), "pipe": child_end}
         process = copies.Process(target=target, kwargs=arguments, daemon=True)
         process.start()
-        there.close()
+        child_end.close()
         self._processes[name] = process, here
         return here
 
@@ -391,8 +391,8 @@ class Cluster:
         self._hear(phase)
         return [cost for answer in self._hear("count") for cost in answer.values()]
 
-    def _hear(self, asked: str) -> list[Any]:
-        self._tell(asked)
+    def _hear(self, phase: str) -> list[Any]:
+        self._tell(phase)
         return [pipe.recv() for name, (_, pipe) in self._processes.items() if name >= 0]
 
     def suffer(self, fault: str) -> dict[str, Any]:

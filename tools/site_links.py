@@ -12,7 +12,7 @@ from typing import Any
 LINK = re.compile(r'(<a\b[^>]*\bhref=")(?!\w+:)([^"#]+)\.(?:md|ipynb)(#[^"]*)?"')
 
 
-def on_page_content(html: str, page: Any, **others: Any) -> str:
+def on_page_content(html: str, page: Any, **arguments: Any) -> str:
     """Replace a notebook's links to page sources by links to the pages. MkDocs calls this for every page."""
     if not page.file.src_uri.endswith(".ipynb"):
         return html

@@ -269,8 +269,8 @@ def compile_for(
     target: Target, roots: Iterable[str], constraints: dict[str, str], *arguments: str
 ) -> list[dict[str, Any]]:
     """Return the packages of uv's `pylock.toml` for a target: names, versions, and wheels that fit it."""
-    beside = Path(sys.executable).with_name("uv")
-    uv = str(beside) if beside.exists() else shutil.which("uv")
+    installed = Path(sys.executable).with_name("uv")
+    uv = str(installed) if installed.exists() else shutil.which("uv")
     if uv is None:
         raise SystemExit(
             "uv is not here: pip install uv, or run ./launch/bootstrap.sh, which does it"
@@ -441,7 +441,7 @@ def header(lock: Lock) -> str:
         )
     elif lock.core:
         lines += ["Left out, though a package's metadata asks for it:"]
-        lines += [f"  {name}: {why}" for name, why in LEFT_OUT.items()]
+        lines += [f"  {name}: {reason}" for name, reason in LEFT_OUT.items()]
     if lock.on_top_of:
         lines.append(f"On top of {lock.on_top_of}.lock.")
     elif lock.target is None:

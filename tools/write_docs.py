@@ -313,8 +313,8 @@ def articles_page(text: str) -> str:
     _, after = rest.split(RULES_END.lstrip("\n"))
     lines = ["| Elsewhere | Here | |", "| --- | --- | --- |"]
     lines += [
-        f"| `{each.pattern}` | `{each.line}` | {_cell(each.note)} |"
-        for each in SUCCESSORS
+        f"| `{successor.pattern}` | `{successor.line}` | {_cell(successor.note)} |"
+        for successor in SUCCESSORS
     ]
     return (
         before + SUCCESSORS_BEGIN + "\n" + "\n".join(lines) + "\n" + RULES_END + after

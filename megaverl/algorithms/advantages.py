@@ -131,7 +131,7 @@ def policy_filtration(
     Args:
         rewards: `[batch]` float. A response with an unknown reward (NaN) is left out.
         group_ids: `[batch]` int64.
-        draws: `[batch]` uniform random numbers. Of equal rewards the first counts as the higher one.
+        draws: `[batch]` uniform random numbers. Among equal rewards, the first counts as the highest.
 
     Returns:
         `[batch]` bool.
@@ -512,10 +512,10 @@ def optimal_token_baseline(
     )
     if handle_zero_tail:
         baseline = baseline * (group_totals(response_mask.double(), group_ids) != 1)
-    alone = group_totals(torch.ones_like(group_ids), group_ids).unsqueeze(1) < 2
+    is_single = group_totals(torch.ones_like(group_ids), group_ids).unsqueeze(1) < 2
     # A product instead of torch.where: a reward that is not finite must show in a group
     # of one too.
-    advantages = torch.where(response_mask, (gains - baseline) * ~alone, 0.0)
+    advantages = torch.where(response_mask, (gains - baseline) * ~is_single, 0.0)
     return Advantages(advantages.to(token_rewards.dtype), None)
 
 

@@ -106,9 +106,9 @@ def some_large_covariances(
 ) -> Tensor:
     """Select random tokens among those with a large covariance, arXiv 2505.22617, eq. 11 (Clip-Cov).
 
-    Candidates have a covariance between `covariance_low` and `covariance_high`. Those
-    with the smallest `draws` are selected, as many as `fraction` of all tokens, at
-    least one.
+    Candidates have a covariance between `covariance_low` and `covariance_high`. The
+    candidates with the smallest `draws` are selected: `fraction` of all tokens, at least
+    one.
 
     Args:
         log_probs, advantages, response_mask: as in `covariances`.
@@ -166,9 +166,9 @@ def clip_cov(
 
     Args:
         selected: bool, from `some_large_covariances`.
-        The others are those of `ppo_clip`.
+        For the others, see `ppo_clip`.
 
-    Metrics: those of `ppo_clip`, and `selected_fraction`.
+    Metrics: the metrics of `ppo_clip`, and `selected_fraction`.
     """
     # A product instead of torch.where: an advantage that is not finite must reach the
     # loss, selected or not.

@@ -3,7 +3,7 @@
 Every score is first computed per prompt and then averaged over prompts. Prompts are independent draws from a
 population of questions, the samples of one prompt are not. So the standard error of a mean is the deviation of the
 per-prompt scores over the square root of the number of prompts (Miller 2024, arXiv 2411.00640).
-Intervals and p-values are Student's.
+Intervals and p-values follow Student's t-distribution.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def mean_with_interval(
 ) -> Estimate:
     """Return the mean of scores between 0 and 1, one of each prompt, with its interval.
 
-    If all scores are 0, or all are 1, the deviation is 0 and says nothing. The interval
+    If all scores are 0, or all are 1, the deviation is 0 and bounds nothing. The interval
     is then the exact one of a binomial proportion (Clopper and Pearson 1934).
 
     Raises:

@@ -77,17 +77,17 @@ def _next_to_the_others(stats: GroupStats, group_ids: Tensor) -> tuple[Tensor, T
     Returns:
         The reward minus the others' mean, and the others' sample standard deviation, each `[batch]`.
     """
-    others = (stats.size - 1).clamp(min=1)
-    gains = stats.centered * (stats.size / others)
-    # A group's sum of squares around its mean, minus this sample's part, is that of the
-    # others around theirs.
+    num_others = (stats.size - 1).clamp(min=1)
+    gains = stats.centered * (stats.size / num_others)
+    # Subtracting this sample's part from the group's sum of squares leaves the sum of
+    # squares of the other samples around their mean.
     squares = group_totals(stats.centered.square(), group_ids) - stats.centered * gains
     # If the others are all equal, rounding leaves a residue. Up to 1e-12 of the group's
     # own sum of squares counts as 0.
     squares = squares.where(
         squares > 1e-12 * group_totals(stats.centered.square(), group_ids), 0.0
     )
-    return gains, (squares / (others - 1).clamp(min=1)).sqrt()
+    return gains, (squares / (num_others - 1).clamp(min=1)).sqrt()
 
 
 @advantage_estimators.register("dr_grpo", of_groups=True)
@@ -311,7 +311,7 @@ def raft(
     are kept), and 0 elsewhere.
 
     Args:
-        keep: number of best responses to keep of each group. Of equal ones the first are kept.
+        keep: number of best responses to keep of each group. Among equal ones, the first are kept.
         right_from: keep none below this reward.
         For the others see the module.
     """
@@ -357,9 +357,11 @@ def nash_md(
     # mask is empty.
     opponents = ~response_mask.any(dim=1)
     pairs = (group_ids.unsqueeze(1) == group_ids) & opponents
-    apart = rewards.double().unsqueeze(1) - rewards.double()
+    differences = rewards.double().unsqueeze(1) - rewards.double()
     # Without a scale the preference is a comparison: 1, 0, or 1/2 for a tie.
-    preferred = torch.sigmoid(apart / scale) if scale else (apart.sign() + 1) / 2
+    preferred = (
+        torch.sigmoid(differences / scale) if scale else (differences.sign() + 1) / 2
+    )
     num_opponents = pairs.sum(dim=1).clamp(min=1)
     mean = torch.where(pairs, preferred - 0.5, 0.0).sum(dim=1) / num_opponents
     return _same_for_all_tokens(mean, rewards, response_mask)

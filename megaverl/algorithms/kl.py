@@ -79,15 +79,17 @@ def kl_loss(
     """Compute the KL penalty as a loss, sum_t weight_t KL_t, arXiv 2402.03300, eq. 3 and 4 (there with k3).
 
     An estimator that is unbiased in value is not unbiased in gradient. On samples of the policy itself, the gradient of
-    k1 is 0 on average, that of k3 is the one of KL(reference || policy) near the reference, and that of k2 is exactly
-    that of KL(policy || reference) at each token. The value is the estimate's. `gradient` chooses the gradient:
+    k1 is 0 on average, the gradient of k3 is that of KL(reference || policy) near the reference, and the gradient of k2
+    is exactly that of KL(policy || reference) at each token. `kind` chooses the value, and `gradient` the gradient:
 
-    - value: the estimate's own.
-    - straight_through: that of k2 (arXiv 2510.01555, which compares the two places of the penalty; verl's "k3+").
-    - importance: that of r_t x the estimate, r_t = pi(t) / pi_old(t), which is its value too. Unbiased with k1 and k3,
-      for samples of the old policy as well (DeepSeek-V3.2, arXiv 2512.02556; equation number not checked).
-    - score: that of sum_t log pi(t) stop_gradient(sum over s >= t of weight_s x estimate_s), for k1 only. It is the
-      policy gradient of the KL of whole responses, in which a token is credited with those after it too (arXiv
+    - value: the gradient of the estimate itself.
+    - straight_through: the gradient of k2 (arXiv 2510.01555, which compares the penalty in the reward and in the loss;
+      verl's "k3+").
+    - importance: the gradient of r_t x the estimate, r_t = pi(t) / pi_old(t), which also becomes the value. Unbiased
+      with k1 and k3, for samples of the old policy as well (DeepSeek-V3.2, arXiv 2512.02556; equation number not
+      checked).
+    - score: the gradient of sum_t log pi(t) stop_gradient(sum over s >= t of weight_s x estimate_s), for k1 only. This
+      is the policy gradient of the KL of whole responses: a token is also credited with the tokens after it (arXiv
       2506.09477, from memory).
 
     Args:
@@ -147,7 +149,7 @@ class FixedKL:
         return {"kind": "fixed", "coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check the controller's kind. The coefficient is always the configuration's, also in a resumed run."""
+        """Check the controller's kind. The coefficient always comes from the configuration, also in a resumed run."""
         _check_kind(state, "fixed")
 
 
@@ -189,7 +191,7 @@ class AdaptiveKL:
         return {"kind": "adaptive", "coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the coefficient. Target and gain are the configuration's."""
+        """Restore the coefficient. Target and gain come from the configuration."""
         _check_kind(state, "adaptive")
         self.coef = float(state["coef"])
 

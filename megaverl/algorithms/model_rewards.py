@@ -74,8 +74,8 @@ def prime(
     means = process.sum(dim=1) / response_mask.sum(dim=1).clamp(min=1)
     # [batch]: number of other responses in the group, and the mean of their token
     # rewards.
-    others = group_totals(torch.ones_like(means), group_ids) - 1
-    baseline = (group_totals(means, group_ids) - means) / others.clamp(min=1)
+    num_others = group_totals(torch.ones_like(means), group_ids) - 1
+    baseline = (group_totals(means, group_ids) - means) / num_others.clamp(min=1)
     gains = rewards_to_go(process - baseline.unsqueeze(1), response_mask, gamma)
     outcome = rloo(rewards, group_ids, response_mask).advantages
     return Advantages(
@@ -100,7 +100,7 @@ def outcome_cross_entropy(
 
     Args:
         log_probs: `[batch, response]` float, of the reward model. Gets the gradient.
-        ref_log_probs: `[batch, response]` float. Of both only values under the mask are read.
+        ref_log_probs: `[batch, response]` float. Only values under the mask are read.
         correct: `[batch]`, o_i: bool, or a float from 0 to 1.
         response_mask: `[batch, response]` bool.
         weights: `[batch]` float, one over the number of responses in the mini-batch, or 0.

@@ -157,7 +157,7 @@ def dual_clip(
         clip_dual: c of the paper, above 1 + clip_high.
         For the others see `ppo_clip`.
 
-    Metrics: those of `ppo_clip`, and `dual_clip_fraction`, the share of tokens on the
+    Metrics: the metrics of `ppo_clip`, and `dual_clip_fraction`, the share of tokens on the
     floor.
     """
     log_ratio, advantages, active = tokens_of(
@@ -185,7 +185,7 @@ def policy_gradient(
     GPG (arXiv 2504.02546) uses the same with its own advantages. It is correct only for
     samples of the very policy being trained, that is, one update per batch.
 
-    Arguments are those of the module.
+    For arguments, see the module's docstring.
 
     Metrics: `log_prob`, the token mean.
     """
@@ -201,7 +201,7 @@ def importance_sampling(
 ) -> LossOutput:
     """Compute the unclipped surrogate: loss = - sum_t weight_t r_t A_t, arXiv 1707.06347, eq. 6 ("CPI").
 
-    Arguments are those of the module.
+    For arguments, see the module's docstring.
 
     Metrics: `clip_fraction` (always 0), `approx_kl`, `ratio`.
     """
@@ -425,8 +425,8 @@ def vespo(
     (of tokens), `kernel`.
     """
     if importance_weights is not None and correction_in == "advantages":
-        others = 1.0 if correction_factors is None else correction_factors
-        correction_factors = importance_weights * others
+        further_factors = 1.0 if correction_factors is None else correction_factors
+        correction_factors = importance_weights * further_factors
         # The correction then multiplies the advantages, like any other loss's, and no
         # longer enters the kernel.
         importance_weights = None
@@ -470,7 +470,7 @@ def dro(
 
     Equation numbers not checked. It works on samples of any policy, without a ratio:
     loss = - sum_i weight_i (A_i log pi(y_i) - beta / 2 (log pi(y_i) / pi_old(y_i))^2),
-    with weight_i that of a token. Up to a constant that is the square of A_i - beta log
+    with weight_i that of a token. Up to a constant, this is the square of A_i - beta log
     pi(y_i) / pi_old(y_i), divided by 2 beta. With `seq_mean_token_sum` it is the mean
     over responses. The paper's A_i is a reward minus a value: use `dr_grpo`'s.
 
@@ -559,7 +559,7 @@ def binary_tv(log_probs: Tensor, sampled_log_probs: Tensor) -> Tensor:
 
 
 def binary_kl(log_probs: Tensor, sampled_log_probs: Tensor) -> Tensor:
-    """Return KL(mu || pi) of "the sampled token, or another", in nats. Any shape; log-probs are at most 0."""
+    """Return KL(mu || pi) of the event "the sampled token", in nats. Any shape; log-probs are at most 0."""
     mu = sampled_log_probs.exp()
     # expm1 computes 1 - p accurately for small p. If p is 1 up to rounding, the other
     # tokens still have some probability.

@@ -95,7 +95,7 @@ def ipo(
             (huggingface.co/blog/pref-tuning). False: of whole responses, as in eq. 17.
         For the others see the module.
 
-    Metrics: those of the module, with rewards beta log(pi / pi_ref), averaged likewise.
+    Metrics: the metrics of the module, with rewards beta log(pi / pi_ref), averaged likewise.
     """
     active = weights != 0
     chosen = _difference(chosen_log_probs, ref_chosen_log_probs, active)
@@ -154,7 +154,7 @@ def orpo(
         lam: the paper's lambda.
         For the others see the module.
 
-    Metrics: those of the module, with rewards lam log P, and `log_odds_ratio`,
+    Metrics: the metrics of the module, with rewards lam log P, and `log_odds_ratio`,
     `sft_loss`.
     """
     active = weights != 0

@@ -299,7 +299,7 @@ def wpo(
             `use_weighting`.
         For the others see the module.
 
-    Metrics: those of the module, and `pair_weight`.
+    Metrics: the metrics of the module, and `pair_weight`.
     """
     active = weights != 0
     chosen, rejected = _rewards(beta, weights, chosen_log_ratios, rejected_log_ratios)
@@ -338,8 +338,8 @@ def aot(
     """
     active = weights != 0
     margins = finite_where(
-        # h_w - h_l, with the reference's margin of this pair exchanged for that of
-        # equal rank.
+        # h_w - h_l, with this pair's reference margin replaced by the reference margin
+        # of equal rank.
         active,
         chosen_log_ratios - rejected_log_ratios + margin_shifts.detach(),
     )
@@ -406,7 +406,7 @@ def cpo(
             all tokens of the mini-batch's chosen responses, as in TRL, whose `cpo_alpha` is lam. That is smaller by the
             factor `mean_chosen_length`.
 
-    Metrics: those of the module, with rewards beta log pi, and `sft_loss`, averaged as
+    Metrics: the metrics of the module, with rewards beta log pi, and `sft_loss`, averaged as
     `sft_over` says.
     """
     active = weights != 0
@@ -445,7 +445,7 @@ def alphapo(
     r = beta (1 - p^-alpha) / alpha, p = pi^(1 / length).
 
     Args:
-        alpha: shape of the reward, of either sign. At 0 the loss is SimPO's.
+        alpha: shape of the reward, of either sign. At 0 this is SimPO's loss.
         For the others see `simpo`.
     """
     active = weights != 0
@@ -519,12 +519,14 @@ def mean_log_ratio(log_ratios: Tensor, desirable: Tensor) -> Tensor:
     return torch.stack(means).mean() if means else kept.new_zeros(())
 
 
-def matched(values: Tensor, others: Tensor) -> Tensor:
-    """Return for each of `values` the one of `others` with the same rank. Of equal values the first has the lower rank.
+def matched(values: Tensor, candidates: Tensor) -> Tensor:
+    """Return for each of `values` the candidate with the same rank.
+
+    Among equal values, the first has the lower rank.
 
     Args:
-        values, others: `[pairs]` float, of the WHOLE mini-batch.
+        values, candidates: `[pairs]` float, of the WHOLE mini-batch.
     """
     # Sorting twice gives ranks: the second sort inverts the permutation of the first.
     ranks = values.argsort(stable=True).argsort(stable=True)
-    return others.sort(stable=True).values[ranks]
+    return candidates.sort(stable=True).values[ranks]

@@ -240,7 +240,9 @@ def _hint(name: str, known: list[str]) -> str:
     """Return a suggestion of similar names, or ""."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return (
-        f" (did you mean {' or '.join(repr(other) for other in near)}?)" if near else ""
+        f" (did you mean {' or '.join(repr(similar) for similar in near)}?)"
+        if near
+        else ""
     )
 
 

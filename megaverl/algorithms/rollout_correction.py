@@ -228,7 +228,7 @@ def off_policy_mask(
 def combined(parts: Sequence[Correction], response_mask: Tensor) -> Correction:
     """Return the product of several corrections. A token rejected by one is rejected; others have all weights.
 
-    Metrics: those of the first correction, with the `correction_factor` of the product,
+    Metrics: the metrics of the first correction, with the `correction_factor` of the product,
     and `rejected_fraction`, its share of zeros.
     """
     factors = torch.stack([part.factors for part in parts]).prod(dim=0)

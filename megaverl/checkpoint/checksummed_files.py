@@ -148,7 +148,8 @@ def read_json(path: Path) -> Any:
 
 def sync_folder(folder: Path) -> None:
     """Flush the folder's entries (new names, renames) to the disk."""
-    # Renames are entries of a folder, which has its own cache.
+    # Flushing a file does not flush its name: the folder that lists it is cached
+    # separately.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

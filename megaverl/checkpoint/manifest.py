@@ -107,7 +107,7 @@ class Manifest:
     def wrong_bytes(
         self, folder: Path, share: int = 0, shares: int = 1, *, tensors: bool = True
     ) -> list[str]:
-        """List every file whose checksum differs from the recorded one, in words, in one of `shares` shares.
+        """Describe every file in one of `shares` shares whose checksum differs from the recorded one.
 
         Shares have about the same number of bytes, so that several ranks can check a
         checkpoint together.

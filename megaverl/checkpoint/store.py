@@ -436,9 +436,9 @@ class CheckpointStore:
     def _commit(self, pending: _Pending, reports: list[Any]) -> None:
         partial = partial_name(pending.folder)
         failures = [
-            f"rank {rank}: {why}"
-            for rank, (_, why) in enumerate(reports)
-            if why is not None
+            f"rank {rank}: {failure}"
+            for rank, (_, failure) in enumerate(reports)
+            if failure is not None
         ]
         if failures:
             # Free its space.

@@ -62,7 +62,7 @@ def sharded_state(
 ) -> dict[str, Any]:
     """Return the state of all roles, each tensor wrapped with its global name and place. Names begin with the role.
 
-    Tensors are the roles' own, or views of them: nothing is sent or copied.
+    Tensors belong to the roles or are views of theirs: nothing is sent or copied.
 
     Args:
         loading: describe everything that this rank must load; otherwise what it must write.
@@ -132,7 +132,7 @@ def seed_generators(seed: int) -> None:
 
 def capture_random_state() -> dict[str, Any]:
     """Return the states of Python's, numpy's and torch's generators (CPU and device) and of megatron-core's tracker."""
-    # As plain values: numpy's arrays and tuples are no JSON.
+    # JSON holds neither numpy arrays nor tuples, so store plain values.
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     return {

@@ -153,7 +153,7 @@ def _models(arguments: argparse.Namespace) -> int:
         print("\n".join(map(_support, supports)))
         return 0
     width = max(map(len, ARCHITECTURES))
-    heads = [support.what for support in NAMED]
+    heads = [support.feature for support in NAMED]
     print(f"{'':{width}}  " + "".join(f"{head:<10}" for head in heads).rstrip())
     for architecture in ARCHITECTURES:
         cells = "".join(f"{'yes' if support.works else '-':<10}" for support in NAMED)
@@ -165,7 +165,9 @@ def _models(arguments: argparse.Namespace) -> int:
 
 def _support(support: Support) -> str:
     """Format one kind of support, such as training or export, as a line: name, yes or no, reason."""
-    return f"{support.what:<9} {'yes' if support.works else 'no':<4} {support.why}"
+    return (
+        f"{support.feature:<9} {'yes' if support.works else 'no':<4} {support.reason}"
+    )
 
 
 def _completion_options(parser: argparse.ArgumentParser) -> None:

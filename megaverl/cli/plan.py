@@ -223,7 +223,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         config = read_config(arguments)
         if hardware is not None:
             _check_fields(config, hardware)
-        spec = find_spec(config, arguments.model_config, beside=arguments.config)
+        spec = find_spec(config, arguments.model_config, fallback=arguments.config)
         world = (
             (arguments.nodes or 0) * machine.gpus_per_node
             or config.run.nproc
@@ -316,7 +316,7 @@ def _auto(arguments: argparse.Namespace, machine_fields: dict[str, Any]) -> int:
     make = layered(arguments.config, arguments.overrides)
     config = make({})
     _check_fields(config, hardware)
-    spec = find_spec(config, arguments.model_config, beside=arguments.config)
+    spec = find_spec(config, arguments.model_config, fallback=arguments.config)
     world = (arguments.nodes or 1) * machine.gpus_per_node
     lengths = likely_lengths(
         config,
@@ -568,7 +568,7 @@ def _check_data(arguments: argparse.Namespace) -> int:
 
 _WIDTH = max(map(len, KINDS))
 _KINDS = "\n".join(
-    f"  {name:<{_WIDTH}}  {kind.key}: {kind.what}" for name, kind in KINDS.items()
+    f"  {name:<{_WIDTH}}  {kind.key}: {kind.summary}" for name, kind in KINDS.items()
 )
 COMMANDS = {
     "plan": Subcommand(PLAN, _plan_options, _plan, PLAN_EXAMPLES),

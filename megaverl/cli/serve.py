@@ -268,11 +268,13 @@ class TokenGuard:
 
     @staticmethod
     async def _refuse(
-        scope: Mapping[str, Any], send: Send, status: int, why: str
+        scope: Mapping[str, Any], send: Send, status: int, message: str
     ) -> None:
         """Answer a request with an error in the form of the OpenAI API, or close its websocket."""
         if scope["type"] == "websocket":
-            return await send({"type": "websocket.close", "code": 1008, "reason": why})
+            return await send(
+                {"type": "websocket.close", "code": 1008, "reason": message}
+            )
         headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
         await send(
             {"type": "http.response.start", "status": status, "headers": headers}
@@ -280,7 +282,7 @@ class TokenGuard:
         await send(
             {
                 "type": "http.response.body",
-                "body": json.dumps({"error": {"message": why}}).encode(),
+                "body": json.dumps({"error": {"message": message}}).encode(),
             }
         )
 

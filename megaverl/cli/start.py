@@ -185,9 +185,9 @@ def _init(arguments: argparse.Namespace) -> int:
         "checkpoint.save_interval": 20,
         "checkpoint.keep_last_k": 2,
     }
-    layout, why = _choose_layout(values, int(nproc))
+    layout, reason = _choose_layout(values, int(nproc))
     values |= layout
-    text = _format_recipe(values, why)
+    text = _format_recipe(values, reason)
     folder.mkdir(parents=True, exist_ok=True)
     if judge == "function" and not rewards_file.exists():
         rewards_file.write_text(FUNCTION.format(path=rewards_file), encoding="utf-8")
@@ -195,7 +195,7 @@ def _init(arguments: argparse.Namespace) -> int:
             f"{rewards_file}: the reward; change it, and try it with megaverl check-plugin reward {rewards_file}:score"
         )
     recipe_file.write_text(text, encoding="utf-8")
-    print(f"{recipe_file}: {algorithm} on {nproc} processes. {why}".rstrip())
+    print(f"{recipe_file}: {algorithm} on {nproc} processes. {reason}".rstrip())
     # A recipe that cannot be loaded would be an error of this command, so it is
     # reported now.
     load_config(str(recipe_file), [], check_paths=False)
@@ -395,19 +395,19 @@ def _choose_layout(values: Mapping[str, Any], world: int) -> tuple[dict[str, Any
     }, f"{best.grid}: of what fits the fastest, as predicted for {hardware.name}."
 
 
-def _format_recipe(values: Mapping[str, Any], why: str) -> str:
+def _format_recipe(values: Mapping[str, Any], reason: str) -> str:
     """Format the keys as YAML sections, each key with the first sentence of its description as a comment.
 
     Args:
-        why: sentence about the layout, for the comment at the top.
+        reason: sentence about the layout, for the comment at the top.
     """
     meanings = {entry.key: entry.meaning for entry in described_keys(Config)} | MEANINGS
     lines = [
         "# Written by `megaverl init`. `megaverl keys SECTION` explains what else can be set; any key can also be",
         "# laid over this file on the command line: trainer.steps=5.",
     ]
-    if why:
-        lines.append(f"# {why}")
+    if reason:
+        lines.append(f"# {reason}")
     open_sections: list[str] = []
     order = list(dict.fromkeys(key.partition(".")[0] for key in values))
     # `sorted` is stable: keys of one section are brought together, and otherwise keep

@@ -246,7 +246,7 @@ def planned_memory(config: Config, command: str, ranks: int) -> list[str]:
     # driver's.
     moments = [used for rank in memory for used in rank.moments.values()]
     # The KV cache fills whatever its share of the GPU leaves free, and the reserve
-    # belongs to the driver. Neither says anything about the configuration.
+    # belongs to the driver. Neither is a mistake in the configuration.
     peak = max(
         sum(size for part, size in used.items() if part not in ("KV cache", "reserve"))
         for used in moments

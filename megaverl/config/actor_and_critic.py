@@ -29,7 +29,7 @@ def shared_backbone_issues(config: Config) -> Issues:
     if critic.path is not None:
         yield ConfigIssue(
             "critic.path",
-            f"is set, and so is {KEY}: the backbone is the actor's. Use one of the two.",
+            f"is set, and so is {KEY}: the critic uses the actor's backbone. Use one of the two.",
         )
     for name in SHARED_BY_CRITIC:
         value = getattr(critic, name)

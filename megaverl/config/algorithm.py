@@ -345,7 +345,7 @@ class DynamicSamplingConfig(Section):
     prompts_per_round: Positive | None = None
     """Prompts in each round. null: data.prompts_per_step in the first round, then as many as are still missing."""
     if_short: Literal["fill", "stop"] = "fill"
-    """What happens if max_rounds did not give enough groups. fill: use some groups whose responses do not differ. stop:
+    """Action if max_rounds did not give enough groups. fill: use some groups whose responses do not differ. stop:
     end the run."""
 
     @rule
@@ -530,16 +530,16 @@ class AlgorithmConfig(Section):
         """Yield keys that this estimator does not read, and options that are set by a key of the section too."""
         name = self.advantage_name
         # Key -> whether the estimator reads it.
-        readers = {
+        is_read = {
             "gamma": "gamma" in estimator.options,
             "lam": "lam" in estimator.options,
             "normalize_by_std": "normalize_std" in estimator.options,
             "normalize_advantages": "values" in estimator.inputs,
             "bootstrap_truncated": "last_values" in estimator.optional_inputs,
         }
-        for key, value in self.changed(*readers).items():
+        for key, value in self.changed(*is_read).items():
             option = "normalize_std" if key == "normalize_by_std" else key
-            if not readers[key]:
+            if not is_read[key]:
                 text = f"found {yaml_text(value)}, which {name} does not read. Leave it out, or use another estimator."
                 yield ConfigIssue(f"{at}.{key}", text, involves=BY_NAME)
             elif option in self.advantage_options:

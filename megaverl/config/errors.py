@@ -56,8 +56,8 @@ def conflict_issues(
         conflicts: keys of the other settings, whether each is set, and why the two exclude each other.
         at_switch: report the mistake at `switch`, not at the other key.
     """
-    for key, is_set, why in conflicts:
+    for key, is_set, reason in conflicts:
         if is_set:
-            reported, other = (switch, key) if at_switch else (key, switch)
-            text = f"cannot be combined with {other}: {why}. Leave one of the two out."
-            yield ConfigIssue(reported, text, involves=(other,))
+            reported, conflicting = (switch, key) if at_switch else (key, switch)
+            text = f"cannot be combined with {conflicting}: {reason}. Leave one of the two out."
+            yield ConfigIssue(reported, text, involves=(conflicting,))

@@ -131,8 +131,8 @@ def why_not_there(
     names = " or ".join(SOURCES.get(package, package) for package in need.packages)
     instead = need.but.format(role=role)
     if not machine.has_gpu:
-        what = f"needs {names}, which needs a GPU" if names else "needs a GPU"
-        return f"{what} and is not here. {instead}"
+        shortage = f"needs {names}, which needs a GPU" if names else "needs a GPU"
+        return f"{shortage} and is not here. {instead}"
     if name in ("fp8", "fp4") and not machine.has_fp8:
         return (
             f"needs a GPU that multiplies in 8 bits, which this one does not. {instead}"
@@ -154,9 +154,9 @@ def need_mistakes(
     """
     for part in NEEDS:
         for name, value in parts.get(part, {}).items():
-            if why := why_not_there(part, name, value, machine, role):
+            if reason := why_not_there(part, name, value, machine, role):
                 yield ConfigIssue(
-                    f"{role}.{part}.{name}", f"found {yaml_text(value)}, which {why}"
+                    f"{role}.{part}.{name}", f"found {yaml_text(value)}, which {reason}"
                 )
 
 

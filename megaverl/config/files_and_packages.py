@@ -157,25 +157,28 @@ def suite_problem(path: str) -> str:
 
 def run_folder_issues(config: Config) -> Issues:
     """Yield a mistake if the run folder cannot be created, judged by its nearest existing parent."""
-    there = next(
+    nearest = next(
         path
         for path in (config.run_dir, *config.run_dir.absolute().parents)
         if path.exists()
     )
-    if not there.is_dir():
+    if not nearest.is_dir():
         yield ConfigIssue(
             "run.dir",
-            f"found {yaml_text(config.run.dir)}, but {there} is a file. Name another folder.",
+            f"found {yaml_text(config.run.dir)}, but {nearest} is a file. Name another folder.",
         )
         return
     # Create something for real: os.access returns true for root everywhere, /proc
     # included.
     try:
-        with tempfile.TemporaryDirectory(prefix=".megaverl-", dir=there):
+        with tempfile.TemporaryDirectory(prefix=".megaverl-", dir=nearest):
             pass
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        text = f"found {yaml_text(config.run.dir)}, but nothing can be made in {there} ({reason}). Name another folder."
+        text = (
+            f"found {yaml_text(config.run.dir)}, but nothing can be made in {nearest} ({reason}). Name "
+            "another folder."
+        )
         yield ConfigIssue("run.dir", text)
 
 

@@ -17,7 +17,7 @@ class FsdpConfig(Section):
     sharding_strategy: Literal[
         "full_shard", "shard_grad_op", "hybrid_shard", "no_shard"
     ] = "full_shard"
-    """What is sharded over the ranks. full_shard: weights, gradients and optimizer state; a block's weights are
+    """State that is sharded over the ranks. full_shard: weights, gradients and optimizer state; a block's weights are
     gathered for its forward and again for its backward pass (ZeRO-3). shard_grad_op: weights stay gathered from forward
     to backward, and gradients stay whole until the last micro-batch of a step (ZeRO-2); more memory, less
     communication. hybrid_shard: full_shard inside groups of shard_size ranks, which are replicas of each other.

@@ -93,26 +93,26 @@ def replica_issues(config: Config, placement: ResolvedPlacement) -> Issues:
         replicated.append("critic")
     for role in replicated:
         section: TrainedConfig = getattr(config, role)
-        found: dict[str, str] = {}
+        messages: dict[str, str] = {}
         if section.engine == "fsdp":
-            found["engine"] = (
+            messages["engine"] = (
                 "is fsdp, and the global model is a Megatron-core model. Use megatron"
             )
         if section.lora is not None:
-            found["lora"] = (
+            messages["lora"] = (
                 "is set; gradients of adapters are small, and islands can sum them. Leave it out"
             )
         for name in ("use_distributed_optimizer", "overlap_param_gather"):
             if name in section.ddp:
-                found[f"ddp.{name}"] = (
+                messages[f"ddp.{name}"] = (
                     "is set, and the islands have no optimizer. Leave it out"
                 )
         for name in section.megatron:
             if name.startswith(("fp8", "fp4")):
-                found[f"megatron.{name}"] = (
+                messages[f"megatron.{name}"] = (
                     "is set, and weights are sent in model.dtype. Leave it out"
                 )
-        for key, text in found.items():
+        for key, text in messages.items():
             yield ConfigIssue(
                 f"{role}.{key}", f"{text}{_OR_STATISTICS}", involves=(KEY,)
             )

@@ -171,8 +171,8 @@ def grid_mistakes(
     if config.aggregates_gradients and spec:
         section = global_section(config.actor, config.coordinator)
         yield from _against_model("coordinator", section, spec)
-    if spec and config.rollout.engine == "vllm" and (why := why_not_in_vllm(spec)):
-        text = f"found 'vllm'; of {spec.architecture}, {why}. Use rollout.engine=hf."
+    if spec and config.rollout.engine == "vllm" and (reason := why_not_in_vllm(spec)):
+        text = f"found 'vllm'; of {spec.architecture}, {reason}. Use rollout.engine=hf."
         yield ConfigIssue("rollout.engine", text, involves=("model.path",))
     if spec and spec.is_tabled and config.rollout.engine == "vllm":
         yield from _engine_against_model(config.rollout, spec)
@@ -225,11 +225,11 @@ def placed_mistakes(
             f"{message} Leave it out.",
             involves=("algorithm.distillation.divergence",),
         )
-    beside = config.mixes_reward_model and not shares("reward")
-    if beside:
+    is_apart = config.mixes_reward_model and not shares("reward")
+    if is_apart:
         message = "are not the actor's ranks, where `mix` trains the reward model. Set placement.reward: actor."
         yield ConfigIssue("placement.reward", message, involves=("mix",))
-    reads = config.preference_needs_reference and any(
+    needs_reference = config.preference_needs_reference and any(
         entry.update == "preference" for entry in config.mix
     )
     # Updates of `mix` run inside the actor's own step, so every role that they involve
@@ -242,13 +242,13 @@ def placed_mistakes(
         ),
         (
             "reference",
-            reads and not shares("reference"),
+            needs_reference and not shares("reference"),
             "is read by the loss of pairs beside the actor",
         ),
         ("actor_islands", islands > 1, "each train on a part of every update"),
     ):
         if config.mix and refused:
-            message = f"is set, and so is mix, whose updates are the actor's own; what is placed there {reason}."
+            message = f"is set, and so is mix, whose updates run on the actor's ranks; what is placed there {reason}."
             yield ConfigIssue(
                 f"placement.{key}",
                 f"{message} Leave one of the two out.",
@@ -266,7 +266,7 @@ def _island_mistakes(
     if placement.colocated("rollout", "actor"):
         yield ConfigIssue(
             "placement.rollout",
-            f"is the actor's, which has {count} islands. Give the engines ranks of their own.",
+            f"names the actor's ranks, and the actor has {count} islands. Give the engines ranks of their own.",
             involves=("placement.actor_islands",),
         )
     if others := [
@@ -286,8 +286,8 @@ def _island_mistakes(
         yield ConfigIssue(
             "reward_model", message, involves=("placement.actor_islands",)
         )
-    alone = ["actor", "critic"] if config.coordinator.islands_every > 1 else []
-    for role in alone:
+    replicated = ["actor", "critic"] if config.coordinator.islands_every > 1 else []
+    for role in replicated:
         for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
             set_here = role in placement.ranks and placement.colocated(role, "actor")
             if set_here and getattr(config, role).optimizer.get(key):

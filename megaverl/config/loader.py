@@ -241,7 +241,7 @@ def _read(
     Returns:
         The source, and a sentence about the chosen lengths, empty if none were chosen.
     """
-    # Inherited sections have no defaults of their own: their values may be the actor's.
+    # Inherited sections have no defaults of their own: their values may come from the actor.
     defaults = {
         section: value
         for section, value in Config().to_dict().items()
@@ -301,9 +301,9 @@ def _not_moot(
         )
         for mistake in mistakes
         if not any(
-            _overlap(key, bad)
+            _overlap(key, faulty)
             for key in (mistake.key, *mistake.involves)
-            for bad in wrong
+            for faulty in wrong
         )
     ]
 
@@ -503,8 +503,8 @@ def _suggest(path: Key) -> str:
     hint = did_you_mean(name, siblings)
     # A name from another trainer is no typing error of ours, so it comes before similar
     # spellings.
-    if meant := PEERS_NAMES.get(name.lower()):
-        return f" Did you mean `{_placed(meant, parents)}`?"
+    if candidates := PEERS_NAMES.get(name.lower()):
+        return f" Did you mean `{_placed(candidates, parents)}`?"
     exact = [key for key in all_keys(Config) if key.rsplit(".", 1)[-1] == name]
     exact += [
         f"{place}.{name}"
@@ -519,10 +519,11 @@ def _suggest(path: Key) -> str:
     return hint or (f" Known here: {', '.join(siblings)}." if siblings else "")
 
 
-def _placed(meant: tuple[str, ...], parents: Sequence[str]) -> str:
-    """Return the first of the keys `meant` that lies in the section of `parents`, else the first of all."""
+def _placed(candidates: tuple[str, ...], parents: Sequence[str]) -> str:
+    """Return the first of the keys `candidates` that lies in the section of `parents`, else the first of all."""
     return next(
-        (key for key in meant if parents and key.startswith(f"{parents[0]}.")), meant[0]
+        (key for key in candidates if parents and key.startswith(f"{parents[0]}.")),
+        candidates[0],
     )
 
 

@@ -348,7 +348,7 @@ VLLM: dict[str, str] = {
 }
 
 
-_OF_ENGINE = "It is the engine's own."
+_OF_ENGINE = "The engine sets it itself."
 _OTHER_DRAWS = "Responses are drawn from the model's own distribution."
 SPECULATIVE: dict[str, str] = {
     **dict.fromkeys(
@@ -364,7 +364,7 @@ SPECULATIVE: dict[str, str] = {
     **dict.fromkeys(
         ("synthetic_acceptance_rates", "synthetic_acceptance_length"), _OTHER_DRAWS
     ),
-    "num_speculative_tokens_per_batch_size": "What is drawn depends on no other response that is written beside it.",
+    "num_speculative_tokens_per_batch_size": "Draws do not depend on other responses in the batch.",
     "suffix_decoding_max_cached_requests": "It is 0: what is drawn depends on no response before it.",
 }
 
@@ -612,8 +612,12 @@ def _check(
                 if choice is not None
                 and str(choice).removeprefix("torch.") not in built
             ]:
-                why = target.reasons.get(str(wrong[0]))
-                hint = did_you_mean(str(wrong[0]), built) if why is None else f" {why}"
+                reason = target.reasons.get(str(wrong[0]))
+                hint = (
+                    did_you_mean(str(wrong[0]), built)
+                    if reason is None
+                    else f" {reason}"
+                )
                 message = f"found {yaml_text(wrong[0])}, which cannot be built here. Allowed: {listed(built)}.{hint}"
                 yield ConfigIssue(key, message, place(key))
 
@@ -637,15 +641,19 @@ SAME_FIELD = {
 def _suggest(at: str, name: str, target: PassthroughClass) -> str:
     """Return a suggestion for an unknown field: the same name in a sister mapping, or the closest field here."""
     section = at.split(".")[0]
-    for key, other in PLACES.items():
+    for key, sister in PLACES.items():
         if (
             key.split(".")[0] == section
-            and other is not target
-            and name in other.settable()
+            and sister is not target
+            and name in sister.settable()
         ):
             return f" Did you mean `{key}.{name}`?"
-    if meant := SAME_FIELD.get(name):
-        return f" Did you mean `{meant}`?" if meant in target.settable() else ""
+    if counterpart := SAME_FIELD.get(name):
+        return (
+            f" Did you mean `{counterpart}`?"
+            if counterpart in target.settable()
+            else ""
+        )
     close = nearest(
         name, [field for field in target.fields() or {} if not field.startswith("_")]
     )
@@ -714,8 +722,8 @@ def _coerce(value: Any, hint: Any, key: str) -> Any:
     """Convert one value to the type that `hint` asks for."""
     options = (hint, *get_args(hint))
     if isinstance(value, str):
-        # Configuration is read without torch. Whoever builds a class that has dtypes
-        # has imported it.
+        # Configuration is read without torch. A class with dtypes can only be built
+        # after importing torch.
         torch = sys.modules.get("torch")
         if torch is not None and torch.dtype in options:
             name = value.removeprefix("torch.")

@@ -46,7 +46,7 @@ class ResumeRule:
     Attributes:
         keys: patterns of dotted keys.
         outcome: "used", "kept" (the checkpoint's value stays) or "refused".
-        why: one or two sentences for the person who made the change.
+        reason: one or two sentences for the person who made the change.
         stages: stages in which the rule applies.
         when: the condition in words, for the documentation. Empty: always.
         holds: the same condition, as a function of the new configuration, the old value and the new value.
@@ -54,7 +54,7 @@ class ResumeRule:
 
     keys: tuple[str, ...]
     outcome: Outcome
-    why: str
+    reason: str
     stages: tuple[str, ...] = STAGES
     when: str = ""
     holds: Callable[[Config, Any, Any], bool] = lambda config, before, now: True
@@ -207,14 +207,14 @@ class Change:
         before: value in the checkpoint. None also if the key was not set.
         now: value in this configuration. None also if the key is not set.
         outcome: "used", "kept" or "refused".
-        why: reason, unless the outcome is "used".
+        reason: reason, unless the outcome is "used".
     """
 
     key: str
     before: Any
     now: Any
     outcome: Outcome
-    why: str = ""
+    reason: str = ""
 
     def __str__(self) -> str:
         return f"{self.key}: {yaml_text(self.before)} -> {yaml_text(self.now)}"
@@ -247,7 +247,7 @@ def changes(before: Mapping[str, Any], config: Config, stage: str) -> list[Chang
             continue
         rule = _rule_for(key, old, new, config, stage)
         if rule:
-            result.append(Change(key, old, new, rule.outcome, rule.why))
+            result.append(Change(key, old, new, rule.outcome, rule.reason))
         else:
             result.append(Change(key, old, new, "used"))
     return result
@@ -263,7 +263,7 @@ def refusals(differences: list[Change], checkpoint: str) -> list[ConfigIssue]:
     return [
         ConfigIssue(
             change.key,
-            f"was {yaml_text(change.before)} in {checkpoint}, is {yaml_text(change.now)}. {change.why} {fix}",
+            f"was {yaml_text(change.before)} in {checkpoint}, is {yaml_text(change.now)}. {change.reason} {fix}",
         )
         for change in differences
         if change.outcome == "refused"
@@ -337,7 +337,9 @@ def table() -> str:
             if rule.stages == STAGES
             else f" ({', '.join(commands[stage] for stage in rule.stages)})"
         )
-        when = f", {rule.when}" if rule.when else ""
-        rows.append(f"| {keys}{when}{of} | {titles[rule.outcome]} | {rule.why} |")
+        condition = f", {rule.when}" if rule.when else ""
+        rows.append(
+            f"| {keys}{condition}{of} | {titles[rule.outcome]} | {rule.reason} |"
+        )
     rows.append("| every other key | used from the next step on, announced | |")
     return "\n".join(rows)

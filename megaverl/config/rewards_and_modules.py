@@ -68,7 +68,11 @@ def _label_issues(config: Config) -> Issues:
             first = labels.index(entry.label)
             text = f"is {entry.label!r}, and so is reward.{first}'s. Give each a name of its own."
             yield ConfigIssue(f"reward.{index}.name", text)
-        earlier = [other.label for other in config.reward[:index] if other.path is None]
+        earlier = [
+            preceding.label
+            for preceding in config.reward[:index]
+            if preceding.path is None
+        ]
         if (
             entry.only_if is not None
             and entry.path is None

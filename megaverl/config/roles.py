@@ -165,11 +165,11 @@ class GridConfig(Section):
         for name, groups in MEGATRON_SIZES.items():
             size = getattr(self, name)
             if size not in (1, None):
-                why = f"has no {groups} groups: it cuts weights over all ranks"
-                yield unread_by_fsdp(at, name, f"found {size}", why)
+                reason = f"has no {groups} groups: it cuts weights over all ranks"
+                yield unread_by_fsdp(at, name, f"found {size}", reason)
         for name in self.megatron:
-            why = "trains the Hugging Face model, not megatron-core's"
-            yield unread_by_fsdp(at, f"megatron.{name}", "is set", why)
+            reason = "trains the Hugging Face model, not megatron-core's"
+            yield unread_by_fsdp(at, f"megatron.{name}", "is set", reason)
         for size in ("tp", "cp"):
             if self.fsdp.compile and getattr(self, size) > 1:
                 yield _only_without(size, at, "fsdp.compile")
@@ -205,9 +205,9 @@ class GridConfig(Section):
             yield ConfigIssue(f"{at}.megatron.fp8_recipe", text)
 
 
-def unread_by_fsdp(at: str, name: str, what: str, why: str) -> ConfigIssue:
+def unread_by_fsdp(at: str, name: str, setting: str, reason: str) -> ConfigIssue:
     """Return a mistake for a field of the role `at` that FSDP does not read."""
-    text = f"{what}, and {at}.engine is fsdp, which {why}. Leave it out, or set {at}.engine: megatron."
+    text = f"{setting}, and {at}.engine is fsdp, which {reason}. Leave it out, or set {at}.engine: megatron."
     return ConfigIssue(f"{at}.{name}", text, involves=(f"{at}.engine",))
 
 
@@ -267,15 +267,15 @@ class TrainedConfig(GridConfig):
     """Patterns of weights that are not trained, such as visual.*. They match names in the model's folder, with or
     without a leading model. Requires engine: fsdp. A resumed run may add patterns but not remove any."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the forward pass keeps for the backward pass. none: everything. selective: not the insides of the attention
-    core and of the MLP or experts. full: only the inputs of layers; costs about a third more time. Fields of `megatron`
-    (recompute_*) take precedence."""
+    """Activations that the forward pass keeps for the backward pass. none: everything. selective: not the insides of
+    the attention core and of the MLP or experts. full: only the inputs of layers; costs about a third more time. Fields
+    of `megatron` (recompute_*) take precedence."""
     gradient_accumulation: Positive = 1
     """Minimum number of micro-batches per optimizer step. micro_batch_tokens may require more. The result does not
     depend on it."""
     offload: Annotated[OffloadConfig, BeforeValidator(_all_or_some)] = OffloadConfig()
-    """What is moved out of device memory while the role does not need it. true: parameters, optimizer and gradients.
-    Saves memory between stages and costs transfer time in every step."""
+    """State that is moved out of device memory while the role does not need it. true: parameters, optimizer and
+    gradients. Saves memory between stages and costs transfer time in every step."""
     scheduler: Annotated[Passthrough, over(SCHEDULER)] = SCHEDULER
     """Arguments of megatron-core's OptimizerParamScheduler. Their unit is the optimizer step, not the training step."""
     ddp: Passthrough = {}
@@ -294,17 +294,17 @@ class TrainedConfig(GridConfig):
                 yield ConfigIssue(f"{at}.freeze", text, involves=(f"{at}.engine",))
             return
         for name in self.ddp:
-            why = f"reads {at}.fsdp instead of megatron-core's DDP"
-            yield unread_by_fsdp(at, f"ddp.{name}", "is set", why)
+            reason = f"reads {at}.fsdp instead of megatron-core's DDP"
+            yield unread_by_fsdp(at, f"ddp.{name}", "is set", reason)
         for name in self.optimizer:
             if name not in ADAMW_FIELDS:
-                why = f"steps with torch's AdamW, which reads {listed(ADAMW_FIELDS)}"
-                yield unread_by_fsdp(at, f"optimizer.{name}", "is set", why)
+                reason = f"steps with torch's AdamW, which reads {listed(ADAMW_FIELDS)}"
+                yield unread_by_fsdp(at, f"optimizer.{name}", "is set", reason)
         kind = self.optimizer.get("optimizer", "adam")
         if kind != "adam":
-            why = "steps with torch's AdamW: use adam"
+            reason = "steps with torch's AdamW: use adam"
             yield unread_by_fsdp(
-                at, "optimizer.optimizer", f"found {yaml_text(kind)}", why
+                at, "optimizer.optimizer", f"found {yaml_text(kind)}", reason
             )
         if self.lora is not None and self.tp > 1:
             yield _only_without("tp", at, "lora")
@@ -526,7 +526,7 @@ class CoordinatorConfig(Section):
     """
 
     aggregates: Literal["statistics", "gradients"] = "statistics"
-    """What the coordinator receives of a gradient. statistics: its norm; islands also send their gradients to be
+    """Form in which the coordinator receives a gradient. statistics: its norm; islands also send their gradients to be
     summed, and each holds an optimizer. gradients: the islands (placement.actor_islands) have no optimizer. The
     coordinator's ranks hold the global model and its optimizer, sum the islands' gradients, take the step, and send the
     weights to islands and engines. For dense Megatron-core models in float32 or bfloat16."""
@@ -536,7 +536,7 @@ class CoordinatorConfig(Section):
     """With aggregates: gradients, the pipeline-parallel size of the global model, which splits its layers."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What happens if a loss or gradient is NaN or infinite. stop: end the run before any optimizer steps. skip: skip
+    """Action if a loss or gradient is NaN or infinite. stop: end the run before any optimizer steps. skip: skip
     the update; see max_skips."""
     skip_above: dict[str, PositiveFloat] = {}
     """Gradient norm per role above which an update is skipped, such as {actor: 10.0}. Unlike clipping, a skipped update
@@ -623,9 +623,9 @@ class ServersConfig(Section):
     max_requests: Positive = 64
     """Maximum number of concurrent requests per server, from all ranks together."""
     routing: Literal["prefix", "load"] = "load"
-    """Which server gets a request. prefix: the one that has read most of the prompt's beginning, among those with few
-    requests, so that later turns and the samples of a group find it in its cache. load: the one with the fewest
-    requests."""
+    """Rule that assigns requests to servers. prefix: the server that has read most of the prompt's beginning, among
+    servers with few requests, so that later turns and the samples of a group find it in its cache. load: the server
+    with the fewest requests."""
     timeout_seconds: Seconds = 600.0
     """Maximum time for one response. After that the server counts as lost and another one is asked."""
     load_timeout_seconds: Seconds = 600.0
@@ -675,7 +675,7 @@ class PartialConfig(Section):
     """Maximum number of tokens by which every unfinished response grows in one round. Groups are checked for completion
     after each round. The order is counted in rounds, not in time, so runs are reproducible."""
     when_stale: Literal["finish", "restart"] = "finish"
-    """What happens to a response that max_staleness does not allow to wait any longer. finish: the step waits for its
+    """Treatment of a response that max_staleness does not allow to wait any longer. finish: the step waits for its
     group and trains on it. restart: its tokens are discarded and the prompt is answered again, which long responses may
     never survive."""
 
@@ -951,9 +951,9 @@ class EnvironmentConfig(Section):
     options: Passthrough = {}
     """Keyword arguments of the environment."""
     agents: Literal["shared", "own"] = "shared"
-    """Who plays the agents of a game. shared: one actor plays all, and the critic has a value head for each. own: each
-    agent has its own actor and critic (IPPO), which take turns on one engine; this multiplies the memory of the
-    models."""
+    """Actors that play the agents of a game. shared: one actor plays all, and the critic has a value head for each.
+    own: each agent has its own actor and critic (IPPO), which take turns on one engine; this multiplies the models'
+    memory."""
     max_turns: Several = 8
     """Maximum number of turns of an agent in one episode."""
     conversations: Annotated[float, Field(ge=1, le=65_536)] = 1.0

@@ -10,7 +10,7 @@ from megaverl.sharding.model_spec import ModelSpec
 
 
 def rollout_and_training_issues(config: Config, spec: ModelSpec | None) -> Issues:
-    """Yield mistakes in what the rollouts of a training step are combined with.
+    """Yield mistakes in combinations of rollout settings with other sections.
 
     Args:
         spec: the model's sizes, or None if they are not known.
@@ -167,13 +167,13 @@ def _environment_issues(config: Config) -> Issues:
         yield ConfigIssue("environment.max_turns", text, involves=involves)
     if environment.agents != "own":
         return
-    why = "each agent has an actor of its own. Use agents: shared"
+    reason = "each agent has an actor of its own. Use agents: shared"
     conflicts = (
-        ("trainer.replay_rollouts", config.trainer.replay_rollouts is not None, why),
-        ("trainer.rollout_only", config.trainer.rollout_only, why),
-        ("actor.lora", config.actor.lora is not None, why),
-        ("mix", bool(config.mix), why),
-        ("algorithm.advantage", config.estimator_reads("implicit_rewards"), why),
+        ("trainer.replay_rollouts", config.trainer.replay_rollouts is not None, reason),
+        ("trainer.rollout_only", config.trainer.rollout_only, reason),
+        ("actor.lora", config.actor.lora is not None, reason),
+        ("mix", bool(config.mix), reason),
+        ("algorithm.advantage", config.estimator_reads("implicit_rewards"), reason),
     )
     yield from conflict_issues("environment.agents", conflicts)
 
@@ -187,7 +187,7 @@ def _router_replay_issues(config: Config, spec: ModelSpec | None) -> Issues:
         return
     is_drafted = bool(rollout.vllm.get("speculative_config"))
     parts = "experts of a response's parts are not put together"
-    for wrong, involved, why in (
+    for wrong, involved, reason in (
         (
             config.actor.engine != "megatron",
             "actor.engine",
@@ -196,7 +196,7 @@ def _router_replay_issues(config: Config, spec: ModelSpec | None) -> Issues:
         (
             rollout.engine != "vllm",
             "rollout.engine",
-            "vLLM in the run's own processes alone says what it took",
+            "only vLLM in the run's own processes reports the experts that tokens took",
         ),
         (
             config.environment.name is not None,
@@ -219,7 +219,7 @@ def _router_replay_issues(config: Config, spec: ModelSpec | None) -> Issues:
         if wrong:
             yield ConfigIssue(
                 key,
-                f"found {yaml_text(mode)}, and {why}. Leave it out.",
+                f"found {yaml_text(mode)}, and {reason}. Leave it out.",
                 involves=(involved,),
             )
             return

@@ -267,7 +267,7 @@ class DataConfig(Section):
     """Maximum prompt length. Prompt and response must fit the model's context together: if this or
     rollout.sampling.max_tokens is not set and the context is smaller, it is chosen to fit and logged."""
     too_long: Literal["error", "drop", "truncate_left"] = "error"
-    """What happens to a longer prompt. error: end with an error that names the row. drop: leave the row out.
+    """Treatment of a longer prompt. error: end with an error that names the row. drop: leave the row out.
     truncate_left: keep the last tokens. Dropped and truncated rows are counted."""
     prompts_per_step: Annotated[int, Field(ge=1, le=10_000_000)] = 64
     """Prompts in one training step. Samples per step are this times algorithm.group_size, whatever the number of ranks.
@@ -399,8 +399,8 @@ def _with_name(entry: Any) -> Any:
     ]
     if len(named) != 1:
         return entry
-    others = {key: value for key, value in entry.items() if key != named[0]}
-    return {"name": named[0], "options": entry[named[0]], **others}
+    remaining = {key: value for key, value in entry.items() if key != named[0]}
+    return {"name": named[0], "options": entry[named[0]], **remaining}
 
 
 def named_reward(name: str) -> dict[str, str]:
@@ -465,10 +465,10 @@ class LoopConfig(Section):
         """Refuse other changes of the step beside a step of the user's own."""
         if self.program is None:
             return
-        why = "a program is the whole step"
+        reason = "a program is the whole step"
         conflicts = (
-            (f"{at}.operators", bool(self.operators), why),
-            (f"{at}.rollout_only", self.rollout_only, why),
+            (f"{at}.operators", bool(self.operators), reason),
+            (f"{at}.rollout_only", self.rollout_only, reason),
         )
         yield from conflict_issues(f"{at}.program", conflicts)
 
@@ -531,7 +531,7 @@ class CheckpointConfig(Section):
     """Write checkpoints in the background. The next update waits for a copy, in host memory, of what is not written
     yet. false: needs no such copy, and the step waits for the write."""
     on_write_error: Literal["stop", "continue"] = "stop"
-    """What happens if a checkpoint cannot be written. stop: end the run. continue: log it and continue. Earlier
+    """Action if a checkpoint cannot be written. stop: end the run. continue: log it and continue. Earlier
     checkpoints are kept in either case."""
     resume: Text = "auto"
     """Where to resume from. auto: the newest checkpoint of this run folder, if any. latest: the same, and it must

@@ -98,7 +98,7 @@ class Config(Section):
     reshard: ReshardConfig = ReshardConfig()
     """Transfer of weights from the actor to the engines."""
     placement: PlacementConfig = PlacementConfig()
-    """Which role runs on which ranks. Empty: every role runs on all ranks."""
+    """Assignment of roles to ranks. Empty: every role runs on all ranks."""
     coordinator: CoordinatorConfig = CoordinatorConfig()
     """When an update is applied, skipped, or ends the run."""
     data: DataConfig = DataConfig()
@@ -203,13 +203,13 @@ class Config(Section):
         self._chosen = chosen or {}
         self._made_by = MadeBy(make, place)
 
-    def with_vllm(self, fields: Mapping[str, Any], why: str) -> Config:
+    def with_vllm(self, fields: Mapping[str, Any], reason: str) -> Config:
         """Return a copy with further fields in `rollout.vllm`, and the reason among `choices`."""
         rollout = self.rollout.model_copy(
             update={"vllm": {**self.rollout.vllm, **fields}}
         )
         copied = self.model_copy(update={"rollout": rollout})
-        copied._choices = (*self._choices, why)
+        copied._choices = (*self._choices, reason)
         return copied
 
     def place(self, key: str) -> str:

@@ -81,8 +81,8 @@ class Section(BaseModel):
         }
         return {
             name: value
-            for name, other in defaults.items()
-            if (value := getattr(self, name)) != other
+            for name, default in defaults.items()
+            if (value := getattr(self, name)) != default
         }
 
     def issues(self, at: str) -> Issues:

@@ -189,9 +189,9 @@ def read_condition(text: str) -> Condition:
     )
 
 
-def post_address(post: str) -> str:
-    """Return the URL for an alert's `post`. `$NAME` is read from the environment and gives "" if it is not set."""
-    return os.environ.get(post[1:], "") if post.startswith("$") else post
+def post_address(setting: str) -> str:
+    """Return the URL for an alert's `setting`. `$NAME` is read from the environment and gives "" if it is not set."""
+    return os.environ.get(setting[1:], "") if setting.startswith("$") else setting
 
 
 def py_spy() -> str | None:

@@ -39,7 +39,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """
     # Sorted, so that the suggestion does not depend on the order of a set.
     known = sorted(set(known))
-    alike = [other for other in known if _shortens(name, other)]
+    alike = [candidate for candidate in known if _shortens(name, candidate)]
     if alike:
         return min(alike, key=len)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
@@ -50,24 +50,24 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     # Names of one or two letters occur in many others by chance.
     if len(folded) > 2:
         containing = [
-            other
-            for other in known
-            if len(other) > 2 and (folded in other or other in folded)
+            candidate
+            for candidate in known
+            if len(candidate) > 2 and (folded in candidate or candidate in folded)
         ]
     if containing:
-        return min(containing, key=lambda other: abs(len(other) - len(folded)))
+        return min(containing, key=lambda candidate: abs(len(candidate) - len(folded)))
     loose = difflib.get_close_matches(folded, known, n=1, cutoff=0.55)
     return loose[0] if loose else None
 
 
-def _shortens(name: str, other: str) -> bool:
-    """Return whether `name` abbreviates `other` part by part, as gpu_mem does gpu_memory_utilization."""
+def _shortens(name: str, full_name: str) -> bool:
+    """Return whether `name` abbreviates `full_name` part by part, as gpu_mem does gpu_memory_utilization."""
     parts = name.lower().replace("-", "_").split("_")
-    others = other.lower().replace("-", "_").split("_")
-    if len(name) <= 2 or len(parts) > len(others):
+    full_parts = full_name.lower().replace("-", "_").split("_")
+    if len(name) <= 2 or len(parts) > len(full_parts):
         return False
     return all(
-        whole.startswith(part) for part, whole in zip(parts, others, strict=False)
+        whole.startswith(part) for part, whole in zip(parts, full_parts, strict=False)
     )
 
 

@@ -131,7 +131,7 @@ def read_source(
     if path and overrides:
         source.name += " and the command line"
     if isinstance(path, Mapping):
-        # Overrides and defaults are written into the values, which are the caller's.
+        # Overrides and defaults are written into the caller's values.
         source.values = copy.deepcopy(dict(path))
         _write_out_short(source.values, source.places)
         if source.values.pop(BASE, None) is not None:

@@ -11,7 +11,7 @@ in the simulation.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar
 
@@ -228,8 +228,8 @@ class Controller:
         while self._present and self._now() < deadline:
             await asyncio.sleep(min(0.01, self.timeouts.leave))
             if self._failure is not None and not reason:
-                # A rank was lost on the way out: what the program returned is whole,
-                # and the others are told.
+                # A rank was lost while ranks were leaving. The program's result is
+                # complete, and the other ranks have been notified.
                 break
         for running in self._running.values():
             _cancel_timers(running)
@@ -272,7 +272,11 @@ class Controller:
             return PendingCall(name, future)
         id = self._next_call
         self._next_call += 1
+        # Plan before sending: the references then already list the new holders, so a
+        # later call in this turn of the loop does not move the same rows twice.
         moves = self._plan_moves(ranks, arguments, wanted or {})
+        # Ranks that only send or receive rows take part too, since a transfer is part
+        # of the call that needs it.
         involved = sorted(
             {*ranks, *(move.source for move in moves), *(move.dest for move in moves)}
         )
@@ -281,8 +285,11 @@ class Controller:
             id, name, tuple(ranks), set(involved), finish, future, seconds
         )
         self._running[id] = running
+        # The handle must not refer to `running`, which refers to it: a cycle would keep
+        # the result, and with it a value on the ranks, until the garbage collector runs.
+        answered = tuple(ranks)
         pending = PendingCall(
-            name, future, asking, lambda value: self._answer(running, value)
+            name, future, asking, lambda value: self._answer(id, answered, value)
         )
         running.ask = pending.take_question
         self._send_call(
@@ -301,11 +308,9 @@ class Controller:
             )
         return pending
 
-    def _answer(self, running: _Running, value: object) -> None:
-        if running.id in self._running:
-            self._transport.send(
-                running.ranks, encode(ProgramAnswer(running.id, encode_value(value)))
-            )
+    def _answer(self, id: int, ranks: tuple[int, ...], value: object) -> None:
+        if id in self._running:
+            self._transport.send(ranks, encode(ProgramAnswer(id, encode_value(value))))
 
     def make_reference(self, id: int, replies: Mapping[int, Reply]) -> Ref[Any]:
         """Return a reference to the value that the ranks kept for call `id`."""
@@ -331,6 +336,9 @@ class Controller:
             if needs is None:
                 needs = {rank: ref.rows.get(rank) for rank in ranks}
             moves += plan_moves(ref.id, ref.rows, needs, self._node_of)
+            # From now on the ranks in `needs` hold what they receive. Messages to one
+            # rank stay in order, so the rows are there before any later call reads
+            # them.
             everything = _all_rows(ref)
             for rank, needed in needs.items():
                 rows = everything if needed is None else needed
@@ -350,6 +358,8 @@ class Controller:
         involved: Sequence[int],
     ) -> None:
         """Send one message to all ranks that need the same one, and a message of its own to each of the others."""
+        # Only ranks with moves or releases need a message of their own. For all others
+        # the call is encoded once, however many ranks there are.
         special = {
             rank for move in moves for rank in (move.source, move.dest)
         } | self._released.keys()
@@ -363,6 +373,8 @@ class Controller:
             own_moves = tuple(
                 move for move in moves if rank in (move.source, move.dest)
             )
+            # Releases ride on the next call instead of costing a message. In call
+            # order, a rank cannot drop a value that an earlier call still reads.
             releases = tuple(self._released.pop(rank, ()))
             runs = rank in running.ranks
             message = CallRequest(
@@ -376,8 +388,10 @@ class Controller:
             )
             self._transport.send([rank], encode(message))
 
-    def _release(self, value: int, ranks: tuple[int, ...]) -> None:
+    def _release(self, value: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
+            # The program may drop a reference anywhere, even while a call is being
+            # sent. So only note it here.
             self._released.setdefault(rank, []).append(value)
 
     # --- what comes back --------------------------------------------------------------------------------------------
@@ -410,6 +424,7 @@ class Controller:
     def _take_reply(self, rank: int, reply: Reply) -> None:
         running = self._running.get(reply.call)
         self.signal = max(self.signal, reply.signal)
+        # A late reply to a call that has failed, or a second one.
         if running is None or rank not in running.waiting:
             return
         if reply.error is not None:
@@ -465,7 +480,7 @@ class Controller:
         self._end_program(self._failure)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task of the controller's own. What it raises ends the program: nothing may fail in silence."""
+        """Start a task of the controller's own. Its exceptions end the program, so that nothing fails silently."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._note_task_end)
@@ -485,6 +500,8 @@ class Controller:
         self._start(self._explain_deadline(running))
 
     async def _explain_deadline(self, running: _Running) -> None:
+        # The call that passed its deadline need not be the slow one, so all ranks with
+        # unfinished calls are asked, and `explain` compares them.
         statuses = await self.ask(sorted(self._unfinished()))
         if running.id in self._running:
             self._note(
@@ -508,6 +525,7 @@ class Controller:
     async def _describe_slow(self, running: _Running) -> None:
         waiting = sorted(running.waiting & self._present)
         statuses = await self.ask(waiting)
+        # The call may have ended while the ranks were asked.
         if not running.waiting or running.future.done():
             return
         lines = [
@@ -523,12 +541,16 @@ class Controller:
 
     async def _watch_ranks(self, watch: RankWatch) -> None:
         """Ask all ranks what they do, and note those that stall or are silent, until one is found."""
+        # With many ranks ask less often, so that answers take a bounded share of the
+        # controller's time.
         interval = max(watch.interval, self.num_ranks / RANKS_A_SECOND)
         begin, never = self._now(), set(self._present)
         while not self._evidence:
             await asyncio.sleep(interval)
             statuses = await self.ask(sorted(self._present))
             now = self._now()
+            # A rank that has never answered has no heartbeat, so `who_is_gone` below
+            # cannot report it.
             never = (never - statuses.keys()) & self._present
             if never and now - begin > watch.lost_after:
                 names = ", ".join(map(self._name, sorted(never)))
@@ -572,8 +594,11 @@ class Controller:
         self._questions[question] = answers
         self._transport.send(ranks, encode(Where(question)))
         deadline = self._now() + self.timeouts.answer
+        # `_read` fills `answers`. Polling is enough here: nobody waits for this result
+        # in the time-critical path.
         while len(answers) < len(ranks) and self._now() < deadline:
             await asyncio.sleep(self.timeouts.answer / 20)
+        # A later answer would only grow the dictionary.
         del self._questions[question]
         return answers
 

@@ -91,7 +91,7 @@ def default_name(rank: int) -> str:
 
 
 def is_secondary(evidence: Evidence) -> bool:
-    """Return whether the evidence is an error which says that another rank is gone."""
+    """Return whether the evidence is an error that reports the loss of another rank."""
     return isinstance(evidence, RaisedError) and evidence.error.is_secondary
 
 
@@ -106,6 +106,8 @@ def find_cause(evidence: Sequence[Evidence]) -> Evidence:
     lost = [item for item in evidence if isinstance(item, LostRank)]
     errors = [item for item in evidence if isinstance(item, RaisedError)]
     own_errors = [item for item in errors if not is_secondary(item)]
+    # A rank that raises and then exits is lost, too. Its error arrived first and
+    # explains more.
     if own_errors and (
         not lost or evidence.index(own_errors[0]) < evidence.index(lost[0])
     ):
@@ -132,6 +134,7 @@ def find_blocking_ranks(missed: PassedDeadline) -> tuple[int, ...]:
     busy = [
         rank for rank in missed.unfinished if not missed.statuses[rank].is_asking
     ] or list(missed.unfinished)
+    # Ranks run calls in one total order, so the smallest number is furthest behind.
     earliest = min(missed.statuses[rank].call for rank in busy)
     return tuple(rank for rank in busy if missed.statuses[rank].call == earliest)
 
@@ -154,6 +157,8 @@ def explain(
         text = f"{name(cause.rank)} failed in {place}: {cause.error.kind}"
         if cause.error.text:
             text += f": {cause.error.text}"
+        # A MegaverlError's message is written for the user. Any other exception needs
+        # its traceback.
         if not cause.error.is_expected:
             text += f"\n{cause.error.traceback.rstrip()}"
         return CallFailed(text, [cause.rank], cause.call)

@@ -137,7 +137,7 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
     Attributes:
         value: the returned value, encoded; empty where the rank keeps it.
         rows: row numbers of the kept value that are on this rank; None: the whole value.
-        description: what the value says of itself to the program (`references.Describes`), encoded; or empty.
+        description: the value's description for the program (`references.Describes`), encoded; or empty.
         signal: number of the signal that asked this rank to leave the run, such as SIGTERM; 0: none has.
     """
 

@@ -53,10 +53,10 @@ def _copy_whole(
     missing = [rank for rank in sorted(wanted) if rank not in holders]
     nodes = {node_of(rank) for rank in holders}
     first_of_nodes: list[int] = []
-    others: list[int] = []
+    rest_of_nodes: list[int] = []
     for rank in missing:
         if node_of(rank) in nodes:
-            others.append(rank)
+            rest_of_nodes.append(rank)
         else:
             nodes.add(node_of(rank))
             first_of_nodes.append(rank)
@@ -64,8 +64,10 @@ def _copy_whole(
     # A value enters each node once. Rounds: every holder serves one rank, then all that
     # hold it serve.
     _spread(value, holders, first_of_nodes, moves)
+    # Inside a node, only its own holders serve, over links that do not load the
+    # network.
     by_node: dict[int, list[int]] = {}
-    for rank in others:
+    for rank in rest_of_nodes:
         by_node.setdefault(node_of(rank), []).append(rank)
     for node, ranks in by_node.items():
         _spread(
@@ -80,6 +82,7 @@ def _spread(
     """Add transfers in rounds to `moves`; ranks that have received the value join `holders`."""
     rest = list(missing)
     while rest:
+        # A copy: ranks that receive the value in this round serve from the next one on.
         sources = list(holders)
         for source in sources[: len(rest)]:
             dest = rest.pop(0)
@@ -110,6 +113,8 @@ def _move_rows(
                 raise DataError(
                     f"rank {dest} needs row {row} of the value of call {value}, which no rank holds"
                 )
+            # Prefer a holder on the same node, then the holder that sends least. The
+            # rank number breaks ties, so that all runs plan alike.
             near = [rank for rank in holders_of[row] if node_of(rank) == node_of(dest)]
             source = min(near or holders_of[row], key=lambda rank: (sent[rank], rank))
             sent[source] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from megaverl.controller.messages import decode_value
@@ -24,7 +24,7 @@ class Describes(Protocol):
 
 @runtime_checkable
 class HoldsRows(Protocol):
-    """Value of which a rank holds some rows, numbered over all ranks."""
+    """Value whose rows are distributed over ranks. Row numbers are global."""
 
     def held_rows(self) -> tuple[int, ...]:
         """Return the numbers of the rows on this rank, ascending."""
@@ -47,12 +47,14 @@ class Ref(Generic[T_co]):
         id: int,
         rows: Mapping[int, tuple[int, ...] | None],
         description: bytes,
-        release: Callable[[int, tuple[int, ...]], None],
+        release: Callable[[int, Iterable[int]], None],
     ) -> None:
         self.id = id
         self.rows = dict(rows)
         self._description = description
-        weakref.finalize(self, release, id, tuple(self.rows)).atexit = False
+        # The mapping itself, not a copy: it also lists ranks that receive the value later,
+        # and they must drop it as well.
+        weakref.finalize(self, release, id, self.rows).atexit = False
 
     @property
     def holders(self) -> tuple[int, ...]:
@@ -60,7 +62,7 @@ class Ref(Generic[T_co]):
         return tuple(self.rows)
 
     def describe(self, kind: type[T]) -> T:
-        """Return what the value says of itself (`Describes`), as a value of this type.
+        """Return the value's description (`Describes`), as this type.
 
         Raises:
             TypeError: the value describes nothing.
@@ -125,12 +127,12 @@ class PendingCall(Generic[T]):
         """
         values: dict[int, Q] = {}
         while len(values) < len(self._asking):
-            asked = await self._asked.get()
-            if asked is None:
+            question = await self._asked.get()
+            if question is None:
                 self._asked.put_nowait(None)  # for further calls of this method
                 await self
                 return []
-            rank, value = asked
+            rank, value = question
             values[rank] = decode_value(value, kind)
         return [values[rank] for rank in sorted(values)]
 

@@ -132,6 +132,8 @@ async def serve(
     methods = {role: bind_methods(worker) for role, worker in workers.items()}
     values: dict[int, object] = {}
     while True:
+        # A method that asked the program may have received later calls while it waited
+        # for the answer. They come first, to keep the order.
         message = dialogue.take_postponed()
         if message is None:
             with waiting():
@@ -141,6 +143,7 @@ async def serve(
             return Served(message.reason, first_error)
         if not isinstance(message, CallRequest):
             continue
+        # Free memory before the call allocates.
         for value in message.releases:
             values.pop(value, None)
         board.begin(
@@ -149,8 +152,11 @@ async def serve(
             if message.method
             else f"rows for {message.role}",
         )
+        # Questions that the method asks carry the id of this call.
         dialogue.begin(message.id)
         if has_failed:
+            # The first error is reported already. A transfer that fails now is a
+            # consequence.
             with suppress(Exception):
                 await _move_rows(rank, message, values, mover, board)
             continue
@@ -158,6 +164,8 @@ async def serve(
             reply = await _run_call(
                 rank, message, methods, values, mover, board, signal
             )
+        # Neither can be reported to the controller: the first ends the process, the
+        # second means that nobody listens.
         except (KeyboardInterrupt, ControllerLost):
             raise
         except ProgramEnded:
@@ -196,7 +204,10 @@ async def _run_call(
         result = await result
     if not call.keeps:
         return Reply(call.id, value=encode_value(result), signal=signal())
+    # The controller knows a value by the id of the call that made it, so every rank
+    # stores it under this id.
     values[call.id] = result
+    # Only the row numbers travel. The controller plans later moves with them.
     rows = result.held_rows() if isinstance(result, HoldsRows) else None
     description = (
         encode_value(result.describe()) if isinstance(result, Describes) else b""

@@ -354,10 +354,10 @@ class SimulatedCluster:
         """Fail every transfer whose other end's process has ended."""
         for (source, dest), waiting in self._transfers.items():
             for end in list(waiting):
-                other = self._ranks[dest if end.rank == source else source]
-                if other.is_gone and not end.future.done():
+                peer = self._ranks[dest if end.rank == source else source]
+                if peer.is_gone and not end.future.done():
                     end.future.set_exception(
-                        ConnectionError(f"rank {other.number} closed the connection")
+                        ConnectionError(f"rank {peer.number} closed the connection")
                     )
                     waiting.remove(end)
 
@@ -438,9 +438,9 @@ class SimulatedCluster:
     async def _meet(self, rank: _Rank, source: int, dest: int, value: object) -> object:
         """Wait at one end of a transfer for the other end; return the value. A send blocks until it is received."""
         await self._stay_if_frozen(rank)
-        other = self._ranks[dest if rank.number == source else source]
-        if other.is_gone:
-            raise ConnectionError(f"rank {other.number} closed the connection")
+        peer = self._ranks[dest if rank.number == source else source]
+        if peer.is_gone:
+            raise ConnectionError(f"rank {peer.number} closed the connection")
         waiting = self._transfers.setdefault((source, dest), deque())
         if waiting and waiting[0].rank != rank.number:
             end = waiting.popleft()

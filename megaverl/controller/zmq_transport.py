@@ -54,7 +54,7 @@ _CONNECTION_EVENTS = (
 )
 HELLO = b"hello"
 _CLOSE = b"close"
-# Of a rank's number, which is its identity as a peer; a relay's identity is longer.
+# A rank's ZeroMQ identity is its number. A relay's identity is longer.
 RANK_BYTES = 4
 
 
@@ -134,6 +134,8 @@ class ZmqController:
             raise TrainingStopped(
                 f"ranks {shown} did not connect to the controller within {timeout:g} s."
             ) from error
+        # Probing starts only now: an empty message to a rank that has not joined yet
+        # would count as a loss.
         self._tasks.append(asyncio.ensure_future(self._probe()))
 
     def send(self, ranks: Sequence[int], message: bytes) -> None:
@@ -142,11 +144,11 @@ class ZmqController:
         for rank in ranks:
             if rank not in self._lost and rank in self._routes:
                 by_peer.setdefault(self._routes[rank], []).append(rank)
-        for peer, behind in by_peer.items():
+        for peer, relayed in by_peer.items():
             frames = (
                 [peer, message]
                 if len(peer) == RANK_BYTES
-                else [peer, pack_ranks(behind), message]
+                else [peer, pack_ranks(relayed), message]
             )
             # The send is tried at once, and the future is done unless the socket is
             # full, which it never is here. A plain socket would do, but could swallow
@@ -245,12 +247,16 @@ class ZmqRank:
         self._board = board
         self._leave_after = leave_after
         self._end_process = end_process or self._print_and_end
+        # None marks a broken connection. The side thread fills it while the main thread
+        # is inside a collective, where it cannot poll a socket.
         self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._leave_at: float | None = None
         self._leave_reason = ""
         self._is_connected = False
         self._owns_context = context is None
         self._context = zmq.Context() if context is None else context
+        # ZeroMQ sockets belong to one thread. The main thread therefore hands its
+        # messages to the side thread through an in-process pair.
         self._to_side = self._context.socket(zmq.PAIR)
         self._to_side.linger = LINGER
         self._side_endpoint = f"inproc://rank{rank}"

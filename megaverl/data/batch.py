@@ -63,7 +63,7 @@ class RolloutBatch:
     __slots__ = ("columns", "held", "tensors")
     tensors: dict[str, Tensor]
     columns: dict[str, list[Any]]
-    # Which of a step's samples these are, where this rank has not all of them.
+    # The rows of the step's batch that this rank holds; None if it holds all of them.
     held: HeldRows | None
 
     def __init__(
@@ -308,9 +308,9 @@ class RolloutBatch:
         if not batches:
             raise DataError("there are no batches to put together")
         first = batches[0]
-        for i, other in enumerate(batches):
-            if (different := other.tensors.keys() ^ first.tensors.keys()) or (
-                different := other.columns.keys() ^ first.columns.keys()
+        for i, compared in enumerate(batches):
+            if (different := compared.tensors.keys() ^ first.tensors.keys()) or (
+                different := compared.columns.keys() ^ first.columns.keys()
             ):
                 raise DataError(
                     f"batch 0 and batch {i} differ in what they hold: {', '.join(sorted(different))}"
@@ -350,9 +350,10 @@ class RolloutBatch:
             "S": self.input_ids.shape[1],
             "R": self.generated_ids.shape[1],
         }
-        asked = {"B": samples, "S": prompt, "R": response}
+        requested = {"B": samples, "S": prompt, "R": response}
         target = {
-            axis: now[axis] if size is None else size for axis, size in asked.items()
+            axis: now[axis] if size is None else size
+            for axis, size in requested.items()
         }
         if any(target[axis] < now[axis] for axis in now):
             raise DataError(f"a batch of {now} cannot be padded to {target}")
@@ -418,13 +419,13 @@ class RolloutBatch:
             if list(tensor.shape) == shape:
                 resized[name] = tensor
                 continue
-            room = tensor.new_full(shape, field.fill)
+            padded = tensor.new_full(shape, field.fill)
             kept = tuple(
                 slice(0, min(old, new))
                 for old, new in zip(tensor.shape, shape, strict=True)
             )
-            room[kept] = tensor[kept]
-            resized[name] = room
+            padded[kept] = tensor[kept]
+            resized[name] = padded
         return resized
 
 

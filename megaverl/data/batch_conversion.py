@@ -31,13 +31,13 @@ def own_names(
             contradicts the tensors.
     """
     renamed = dict(tensors)
-    for theirs, ours in NAMES.items():
-        if theirs in renamed:
-            if ours in renamed:
+    for foreign_name, name in NAMES.items():
+        if foreign_name in renamed:
+            if name in renamed:
                 raise DataError(
-                    f"'{theirs}' and '{ours}' are the same, and both are given. Leave one out."
+                    f"'{foreign_name}' and '{name}' are the same, and both are given. Leave one out."
                 )
-            renamed[ours] = renamed.pop(theirs)
+            renamed[name] = renamed.pop(foreign_name)
     if "input_ids" not in renamed or "generated_ids" not in renamed:
         # The constructor of the batch reports missing fields.
         return renamed
@@ -75,7 +75,7 @@ def own_names(
 def _begins(prompts: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return where the response begins in each row of `generated_ids` [B, W], or -1 without a prompt before it.
 
-    What precedes the response is either `prompts` [B, S] as given, padding included, in
+    The part before the response is either `prompts` [B, S] as given, padding included, in
     every row, or each prompt without padding.
     """
     generated = tensors["generated_ids"]

@@ -64,7 +64,7 @@ def mini_batches(
     order: list[int] = []
     for members in sorted(groups.values(), key=lambda members: draw(members[0])):
         stop = len(order) + len(members)
-        # Groups stay in one mini-batch where possible. Of a group that a bound splits,
+        # Groups stay in one mini-batch where possible. If a bound splits a group,
         # a random part goes to each side.
         is_cut = bounds[bisect_right(bounds, len(order))] < stop
         order += sorted(members, key=draw) if is_cut else members
@@ -163,10 +163,12 @@ def _join(first: list[_Part], second: list[_Part], num_ranks: int) -> list[_Part
     # more sums than ranks.
     back = second[::-1]
     meet = max(0, len(first) + len(second) - num_ranks)
-    alone = len(first) - meet
-    pairs = zip(first[alone:], back[:meet], strict=True)
+    num_single = len(first) - meet
+    pairs = zip(first[num_single:], back[:meet], strict=True)
     met = [(a + b, left + right) for (a, left), (b, right) in pairs]
-    return sorted(first[:alone] + met + back[meet:], key=itemgetter(0), reverse=True)
+    return sorted(
+        first[:num_single] + met + back[meet:], key=itemgetter(0), reverse=True
+    )
 
 
 def micro_batch_tokens(

@@ -179,7 +179,7 @@ class MixedSampler(PromptSampler):
     Args:
         sizes: rows of each source. Row numbers run through the sources one after the other.
         weights: one per source.
-        The others are those of `PromptSampler`.
+        For the others, see `PromptSampler`.
     """
 
     def __init__(

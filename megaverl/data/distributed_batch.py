@@ -77,7 +77,7 @@ class RowSelection:
             groups,
         )
 
-    def of_whole(self, batch: RolloutBatch) -> RolloutBatch:
+    def select(self, batch: RolloutBatch) -> RolloutBatch:
         """Return this rank's samples of a batch that every rank has. With several agents, all samples."""
         if "agent_ids" in batch:
             return batch
@@ -106,11 +106,11 @@ def as_held(batch: RolloutBatch, held: HeldRows) -> RolloutBatch:
     return RolloutBatch(wide.tensors, wide.columns, held=held)
 
 
-def of_all(batch: RolloutBatch, values: Tensor) -> Tensor:
+def gather_samples(batch: RolloutBatch, values: Tensor) -> Tensor:
     """Gather values of all samples of a step on every rank: [n, ...] of a batch's samples -> [B, ...]."""
-    return values if batch.held is None else batch.held.of_all(values)
+    return values if batch.held is None else batch.held.gather_samples(values)
 
 
-def of_held(batch: RolloutBatch, values: Tensor) -> Tensor:
+def select_samples(batch: RolloutBatch, values: Tensor) -> Tensor:
     """Select the samples in this batch: [B, ...] of all samples of a step -> [n, ...]."""
     return values if batch.held is None else batch.held.pick(values)

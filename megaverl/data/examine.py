@@ -37,15 +37,17 @@ class DataProblem:
     Attributes:
         where: file and line. Empty for the whole data set.
         severity: error: a run would fail there, or cannot learn from it. warning: a person should look at it.
-        what: the problem in words.
+        message: the problem in words.
     """
 
     where: str
     severity: str
-    what: str
+    message: str
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.where}{': ' if self.where else ''}{self.what}"
+        return (
+            f"{self.severity}: {self.where}{': ' if self.where else ''}{self.message}"
+        )
 
 
 @dataclass
@@ -119,7 +121,7 @@ class Examined:
             lines.append(
                 f"  single responses: {self.num_desirable} desirable, {self.num_undesirable} undesirable"
             )
-        for what, values in (
+        for label, values in (
             ("prompt tokens", self.lengths),
             ("answer characters", self.answer_lengths),
         ):
@@ -127,7 +129,7 @@ class Examined:
                 numbers = "   ".join(
                     f"{word} {value}" for word, value in quantiles(values).items()
                 )
-                lines.append(f"  {what}: {numbers}")
+                lines.append(f"  {label}: {numbers}")
         lines.append(
             f"  columns: {', '.join(f'{key} ({count})' for key, count in self.keys.items())}"
         )
@@ -292,8 +294,8 @@ def overlap(training: Examined, held_out: Examined) -> list[DataProblem]:
     first = training.prompts[
         next(d for d, where in held_out.prompts.items() if where == both[0])
     ]
-    what = f"this held-out prompt is a training prompt too ({first}){more}. Leave it out of one of the two."
-    return [DataProblem(both[0], "warning", what)]
+    message = f"this held-out prompt is a training prompt too ({first}){more}. Leave it out of one of the two."
+    return [DataProblem(both[0], "warning", message)]
 
 
 def quantiles(values: Sequence[int]) -> dict[str, int]:

@@ -69,7 +69,7 @@ class HeldRows:
         """Select this rank's samples: [B, ...] of all samples -> [n, ...]."""
         return values[torch.tensor(self.rows, dtype=torch.int64)]
 
-    def of_all(self, values: Tensor) -> Tensor:
+    def gather_samples(self, values: Tensor) -> Tensor:
         """Gather values of all samples on every host: [n, ...] of this rank's samples -> [B, ...].
 
         Meant for a few numbers per sample.

@@ -216,12 +216,12 @@ class Images:
             for n, value in enumerate(values, 1)
         ]
 
-    def read(self, value: Any, what: str, where: str) -> SharedItem:
+    def read(self, value: Any, name: str, where: str) -> SharedItem:
         """Read one image. Only its header is parsed until its pixels are needed.
 
         Args:
             value: a path, a URL, bytes, a PIL image, or a mapping with one of these.
-            what: name of the image in messages.
+            name: name of the image in messages.
             where: the row. Paths are relative to the folder of its file.
 
         Raises:
@@ -230,36 +230,36 @@ class Images:
         from PIL import Image as pil
 
         if isinstance(value, pil.Image):
-            self._check_pixels(value.size, what)
-            # An image that is decoded already has no bytes to hash. Its pixels stand
+            self._check_pixels(value.size, name)
+            # An already decoded image has no encoded bytes to hash. Its pixels stand
             # for them.
             image: Image = value
             head = f"{value.mode} {value.size}".encode()
             return self.processor.item(
-                head + value.tobytes(), value.size, lambda: image.convert("RGB"), what
+                head + value.tobytes(), value.size, lambda: image.convert("RGB"), name
             )
-        data = self._bytes(value, what, where)
+        data = self._bytes(value, name, where)
         if len(data) > self.config.max_bytes:
             raise DataError(
-                f"{what} has {len(data)} bytes, and at most {self.config.max_bytes} are allowed. Make it smaller, or "
+                f"{name} has {len(data)} bytes, and at most {self.config.max_bytes} are allowed. Make it smaller, or "
                 "raise data.images.max_bytes."
             )
-        with _opened(data, what) as opened:
-            self._check_pixels(opened.size, what)
+        with _opened(data, name) as opened:
+            self._check_pixels(opened.size, name)
             # Pixels are decoded upright, and the number of tokens depends on the size
             # after that.
             size = opened.size[::-1] if _orientation(opened) >= TURNED else opened.size
-        return self.processor.item(data, size, lambda: _pixels(data, what), what)
+        return self.processor.item(data, size, lambda: _pixels(data, name), name)
 
-    def _check_pixels(self, size: tuple[int, int], what: str) -> None:
+    def _check_pixels(self, size: tuple[int, int], name: str) -> None:
         """Raise DataError if an image has too many pixels."""
         if size[0] * size[1] > self.config.max_pixels:
             raise DataError(
-                f"{what} is {size[0]} x {size[1]} pixels, and at most {self.config.max_pixels} in all are allowed: it "
+                f"{name} is {size[0]} x {size[1]} pixels, and at most {self.config.max_pixels} in all are allowed: it "
                 "was not decoded. Make it smaller, or raise data.images.max_pixels."
             )
 
-    def _bytes(self, value: Any, what: str, where: str) -> bytes:
+    def _bytes(self, value: Any, name: str, where: str) -> bytes:
         """Return the encoded bytes of an image."""
         if isinstance(value, bytes | bytearray):
             return bytes(value)
@@ -269,13 +269,13 @@ class Images:
                     inner = value[key]
                     is_encoded = key in ("bytes", "base64") and isinstance(inner, str)
                     return (
-                        _decoded(inner, what)
+                        _decoded(inner, name)
                         if is_encoded
-                        else self._bytes(inner, what, where)
+                        else self._bytes(inner, name, where)
                     )
         if not isinstance(value, str):
             raise DataError(
-                f"{what} is {type(value).__name__}; expected a path, a data: URL, bytes, or a mapping with one of them "
+                f"{name} is {type(value).__name__}; expected a path, a data: URL, bytes, or a mapping with one of them "
                 "under path, url, bytes or base64."
             )
         scheme = value[:8].lower()
@@ -283,16 +283,16 @@ class Images:
             header, comma, body = value.partition(",")
             if not comma or not header.endswith(";base64"):
                 raise DataError(
-                    f"{what}: a data: URL must be like data:image/png;base64,...; found {value!r:.40}."
+                    f"{name}: a data: URL must be like data:image/png;base64,...; found {value!r:.40}."
                 )
-            return _decoded(body, what)
+            return _decoded(body, name)
         if scheme.startswith(("http://", "https://")):
             if not self.config.allow_urls:
                 raise DataError(
-                    f"{what} is {value!r:.80}: nothing is fetched unless data.images.allow_urls is true or names its "
+                    f"{name} is {value!r:.80}: nothing is fetched unless data.images.allow_urls is true or names its "
                     "host. Download it, and name the file."
                 )
-            return self._download(value, what)
+            return self._download(value, name)
         path = Path(value.removeprefix("file://"))
         base = getattr(where, "folder", Path())
         try:
@@ -302,22 +302,22 @@ class Images:
             # A longer text that is no path may be base64, which is tried below.
             if path.is_absolute() or len(value) < 256:
                 raise DataError(
-                    f"{what}: {value!r:.200} cannot be read ({error.strerror or error})."
+                    f"{name}: {value!r:.200} cannot be read ({error.strerror or error})."
                 ) from error
         # Too long for a file's name, and made of base64's characters.
         if len(value) >= 64 and re.fullmatch(r"[A-Za-z0-9+/\s]+={0,2}\s*", value):
-            return _decoded(value, what)
+            return _decoded(value, name)
         raise DataError(
-            f"{what}: {value!r:.200} is not there (looked in {base.resolve()}). Correct the path."
+            f"{name}: {value!r:.200} is not there (looked in {base.resolve()}). Correct the path."
         )
 
-    def _download(self, url: str, what: str) -> bytes:
+    def _download(self, url: str, name: str) -> bytes:
         """Return the bytes at a URL, within the limits."""
         try:
             return fetch(url, self.config.max_bytes, self.config.allow_urls, SECONDS)
         except (OSError, ValueError, HTTPException) as error:
             raise DataError(
-                f"{what}: {url!r:.120} cannot be fetched ({error or type(error).__name__})."
+                f"{name}: {url!r:.120} cannot be fetched ({error or type(error).__name__})."
             ) from error
 
 
@@ -412,15 +412,15 @@ def _before(prompt: str | list[Message], text: str) -> str | list[Message]:
     return [*prompt[:first], changed, *prompt[first + 1 :]]
 
 
-def _decoded(text: Any, what: str) -> bytes:
+def _decoded(text: Any, name: str) -> bytes:
     """Return the bytes of base64 text."""
     try:
         return base64.b64decode(re.sub(r"\s", "", text), validate=True)
     except (binascii.Error, ValueError, TypeError) as error:
-        raise DataError(f"{what}: not valid base64 ({error}).") from error
+        raise DataError(f"{name}: not valid base64 ({error}).") from error
 
 
-def _opened(data: bytes, what: str) -> Image:
+def _opened(data: bytes, name: str) -> Image:
     """Open an image and read its header."""
     from PIL import Image as pil
 
@@ -431,11 +431,11 @@ def _opened(data: bytes, what: str) -> Image:
             return pil.open(io.BytesIO(data), formats=FORMATS)
     except pil.DecompressionBombError as error:
         raise DataError(
-            f"{what} is too large to be decoded: {error} Make it smaller."
+            f"{name} is too large to be decoded: {error} Make it smaller."
         ) from error
     except (OSError, ValueError, SyntaxError) as error:
         raise DataError(
-            f"{what} is no image that is read here ({', '.join(FORMATS)}); it begins with {data[:16]!r}. Fix the row."
+            f"{name} is no image that is read here ({', '.join(FORMATS)}); it begins with {data[:16]!r}. Fix the row."
         ) from error
 
 
@@ -449,18 +449,18 @@ def _orientation(opened: Image) -> int:
     return int(pil.Image.getexif(opened).get(ORIENTATION, 1))
 
 
-def _pixels(data: bytes, what: str) -> Image:
+def _pixels(data: bytes, name: str) -> Image:
     """Decode an image, upright, as RGB."""
     from PIL import ImageOps
 
-    with _opened(data, what) as opened:
+    with _opened(data, name) as opened:
         try:
             return (
                 ImageOps.exif_transpose(opened) if _orientation(opened) > 1 else opened
             ).convert("RGB")
         except (OSError, ValueError, SyntaxError, IndexError) as error:
             raise DataError(
-                f"{what} is damaged or cut off ({error}). Copy the file again from its source."
+                f"{name} is damaged or cut off ({error}). Copy the file again from its source."
             ) from error
 
 

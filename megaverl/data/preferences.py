@@ -25,7 +25,7 @@ class Judged(NamedTuple):
     Attributes:
         which: name of the response in messages.
         value: its text, or the column's value before it was checked.
-        desirable: whether more of such responses is wanted.
+        desirable: whether such responses should become more likely.
     """
 
     which: str

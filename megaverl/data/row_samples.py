@@ -3,8 +3,8 @@
 Small sources are sampled by row number: the first rows, and some spread over the
 others. Counting the rows of large files would take as long as starting the run, so
 these are sampled by position: the front of the first file, then rows after some byte
-positions (JSONL) or at the beginning of some row groups (Parquet). Of a data set on the
-hub the first rows are streamed.
+positions (JSONL) or at the beginning of some row groups (Parquet). For a data set on the
+hub, the first rows are streamed.
 """
 
 from __future__ import annotations

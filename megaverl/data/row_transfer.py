@@ -120,14 +120,14 @@ def move_ragged(
     # All host messages are sent before any is awaited, so two ranks that send to each
     # other do not deadlock.
     sent, device_data = _send_from_host(context, moving, ragged)
-    heard, device_buffers = _hear(context, moving)
+    received, device_buffers = _hear(context, moving)
     if context.rows is not None:
         Channel(context, moving.name).exchange(
             context.rows, device_data, device_buffers
         )
     # After the receives: a sender's memory is free once the message is taken.
     sent.wait()
-    return _merged(context, moving, ragged, heard, device_buffers)
+    return _merged(context, moving, ragged, received, device_buffers)
 
 
 def send_whole(
@@ -211,7 +211,7 @@ def _merged(
     context: JobContext,
     moving: Moving,
     ragged: RaggedBatch | None,
-    heard: Mapping[int, Heard],
+    heard_by_source: Mapping[int, Heard],
     on_device: Mapping[int, Tensor],
 ) -> RaggedBatch | None:
     """Return this rank's rows from its own and all received ones."""
@@ -233,7 +233,7 @@ def _merged(
         )
     for move in moving.moves:
         if move.dest == context.rank:
-            message = heard[move.source]
+            message = heard_by_source[move.source]
             received = RaggedBatch.unpack(
                 message.header, message.payload, _fills(), on_device.get(move.source)
             )
@@ -286,7 +286,7 @@ def _hear(
 ) -> tuple[dict[int, Heard], dict[int, Tensor]]:
     """Receive headers and host data from every sender. Returns them, and buffers for the device data that follows."""
     channel = Channel(context, moving.name)
-    heard: dict[int, Heard] = {}
+    received: dict[int, Heard] = {}
     device_buffers: dict[int, Tensor] = {}
     for move in moving.moves:
         if move.dest != context.rank:
@@ -300,7 +300,7 @@ def _hear(
             )
         header, payload = parts
         message = Heard(header.numpy().tobytes(), payload)
-        heard[source] = message
+        received[source] = message
         context.traffic.received += payload.numel()
         num_device_bytes = num_bytes_on_device(message.header)
         if num_device_bytes is not None:
@@ -309,4 +309,4 @@ def _hear(
                 num_device_bytes, dtype=torch.uint8, device=device
             )
             context.traffic.received += num_device_bytes
-    return heard, device_buffers
+    return received, device_buffers

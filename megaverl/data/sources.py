@@ -487,8 +487,8 @@ class ParquetFile:
         metadata = self._file.metadata.row_group(group)
         columns = [metadata.column(number) for number in range(metadata.num_columns)]
         bound = GroupBound(sum(column.total_compressed_size for column in columns))
-        # A page is decompressed whole. The footer says how large pages are; what values
-        # repeat only batches show.
+        # A page is decompressed whole, and the footer holds its size. Only reading batches
+        # shows how far repeated values expand.
         bound.check(sum(column.total_uncompressed_size for column in columns))
         # The file may claim less than it holds, so every batch is counted.
         for batch in self._file.iter_batches(num_rows, row_groups=[group]):

@@ -241,10 +241,12 @@ def _livecodebench(row: Mapping[str, Any], where: str) -> Row:
             f"{where}: it has no tests in public_test_cases and private_test_cases."
         )
     question = str(_column(row, where, "question_content"))
-    how = "Read the input from standard input and write the answer to standard output."
+    instruction = (
+        "Read the input from standard input and write the answer to standard output."
+    )
     if starter:
-        how = f"Complete this code:\n\n```python\n{starter}\n```"
-    return {"prompt": "\n\n".join([question, how, FENCED]), "answer": tests}
+        instruction = f"Complete this code:\n\n```python\n{starter}\n```"
+    return {"prompt": "\n\n".join([question, instruction, FENCED]), "answer": tests}
 
 
 def _livecodebench_test(

@@ -511,10 +511,10 @@ def load_tokenizer(
     source = str(path)
     if source.endswith(".model"):
         backend: Any = load_sentencepiece(path)
-        beside = Path(path).with_name("chat_template.jinja")
-        if chat_template is None and beside.is_file():
-            _check_sizes([beside])
-            chat_template = beside.read_text(encoding="utf-8")
+        template_file = Path(path).with_name("chat_template.jinja")
+        if chat_template is None and template_file.is_file():
+            _check_sizes([template_file])
+            chat_template = template_file.read_text(encoding="utf-8")
         stops: list[int] = []
     else:
         folder = _tokenizer_folder(source, trust_remote_code)

@@ -54,7 +54,7 @@ class DataFlow:
             raise ConfigError(
                 f"found {operator!r}; expected an Operator(name=..., func=...)"
             )
-        names = [other.name for other in self._operators]
+        names = [earlier_operator.name for earlier_operator in self._operators]
         if operator.name in names:
             raise ConfigError(
                 f"two operators are named '{operator.name}'; give one of them another name"
@@ -114,7 +114,7 @@ class DataFlow:
         self,
         span: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
         done: Mapping[str, Any] | None = None,
-        **given: Any,
+        **inputs: Any,
     ) -> Result:
         """Run every operator of this rank. Return all values on this rank, by name.
 
@@ -127,18 +127,18 @@ class DataFlow:
             span: opens a named context around every operator, for a timeline, and "wait" around waits for values.
             done: values from an interrupted run, on all ranks of their makers. An operator is skipped if all of its
                 outputs are among them.
-            given: the values named in `compile`.
+            inputs: the values named in `compile`.
 
         Raises:
             ConfigError: values are missing, or an operator's outputs differ from its declaration.
             TrainingStopped: another rank failed or was lost. The message names it.
         """
         plan = self.plan
-        if set(given) != self._given:
+        if set(inputs) != self._given:
             raise ConfigError(
-                f"the flow was compiled for {sorted(self._given)}, and is given {sorted(given)}"
+                f"the flow was compiled for {sorted(self._given)}, and is given {sorted(inputs)}"
             )
-        runner = OperatorRunner(plan, given, done or {}, span)
+        runner = OperatorRunner(plan, inputs, done or {}, span)
         if self._places is not None:
             # Imports torch, which a flow in a single process may not need.
             from megaverl.dataflow.on_ranks import run_on_ranks

@@ -71,7 +71,7 @@ class FlowWorker:
 
 
 async def run_flow(
-    plan: CompiledFlow, given: Sequence[str], controller: Controller
+    plan: CompiledFlow, input_names: Sequence[str], controller: Controller
 ) -> None:
     """Run the operators of a flow in order, each on its ranks.
 
@@ -79,12 +79,14 @@ async def run_flow(
     in parallel with it.
 
     Args:
-        given: names of values that every rank has from the start.
+        input_names: names of values that every rank has from the start.
     """
+    # Values that the caller passes are on every rank already. A call without transfers
+    # makes them known to the controller.
     everyone = range(controller.num_ranks)
     values = {
         name: await FlowGroup("flow", everyone, controller).given(name)
-        for name in given
+        for name in input_names
     }
     for operator in plan.operators:
         ranks = plan.ranks[operator.name]

@@ -131,7 +131,7 @@ class Operator:
         return dict(result)
 
 
-class Edge(NamedTuple):
+class ValueTransfer(NamedTuple):
     """Value that must be transferred.
 
     Attributes:
@@ -155,20 +155,20 @@ class CompiledFlow:
         operators: operators in the order in which a rank runs those of its roles.
         makers: by operator and input value, the operator whose output it takes.
         ranks: ranks of each operator, or None for every rank.
-        edges: transfers, in the order of their makers.
+        transfers: transfers, in the order of their makers.
         stages: groups of operators that do not depend on each other, in order.
     """
 
     operators: tuple[Operator, ...]
     makers: Mapping[str, Mapping[str, str]]
     ranks: Mapping[str, tuple[int, ...] | None]
-    edges: tuple[Edge, ...]
+    transfers: tuple[ValueTransfer, ...]
     stages: tuple[tuple[str, ...], ...]
 
 
 def make_plan(
     operators: Sequence[Operator],
-    given: Iterable[str] = (),
+    inputs: Iterable[str] = (),
     *,
     after: Iterable[tuple[str, str]] = (),
     places: Places | None = None,
@@ -176,7 +176,7 @@ def make_plan(
     """Order the operators so that each runs after its inputs are made. Ties keep the order of adding.
 
     Args:
-        given: names of values that the caller passes.
+        inputs: names of values that the caller passes.
         after: pairs of (earlier, later) operators, beyond the order that values imply.
         places: ranks of each role. None: everything is on every rank.
 
@@ -184,10 +184,12 @@ def make_plan(
         ConfigError: lists every unknown input, value with two makers, shape conflict and role without a place, or names
             a cycle.
     """
-    given = frozenset(given)
-    chains, mistakes = _chains(operators, given)
+    inputs = frozenset(inputs)
+    # All mistakes are collected before one error is raised, so that a user fixes them
+    # in one go.
+    chains, mistakes = _chains(operators, inputs)
     mistakes += (
-        _unknown(operators, chains, given)
+        _unknown(operators, chains, inputs)
         + _shape_mistakes(operators)
         + _without_place(operators, places)
     )
@@ -214,15 +216,19 @@ def make_plan(
         for n in range(max(level.values(), default=-1) + 1)
     ]
     return CompiledFlow(
-        tuple(order), makers, ranks, tuple(_edges(order, makers, ranks)), tuple(stages)
+        tuple(order),
+        makers,
+        ranks,
+        tuple(_transfers(order, makers, ranks)),
+        tuple(stages),
     )
 
 
 def _chains(
-    operators: Sequence[Operator], given: frozenset[str]
+    operators: Sequence[Operator], inputs: frozenset[str]
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Return the maker of each value, followed by the operators that change it. Also report values with two makers."""
-    chains: dict[str, list[str]] = {name: [GIVEN] for name in given}
+    chains: dict[str, list[str]] = {name: [GIVEN] for name in inputs}
     mistakes = []
     for op in operators:
         # An operator that changes a value is not its maker.
@@ -239,6 +245,8 @@ def _chains(
             chains.setdefault(value, [op.name])
     # Operators that change a value follow its maker, in the order of adding.
     for op in operators:
+        # A second pass, because the maker may be added after the operator that changes
+        # its value.
         for value in chains.keys() & set(op.changes):
             chains[value].append(op.name)
     return chains, mistakes
@@ -247,9 +255,9 @@ def _chains(
 def _unknown(
     operators: Sequence[Operator],
     chains: Mapping[str, list[str]],
-    given: frozenset[str],
+    inputs: frozenset[str],
 ) -> list[str]:
-    known, mistakes = sorted({*chains, *given}), []
+    known, mistakes = sorted({*chains, *inputs}), []
     for op in operators:
         for name in op.takes:
             if name not in chains:
@@ -276,10 +284,11 @@ def _shape_mistakes(operators: Sequence[Operator]) -> list[str]:
                     f"operator '{op.name}' declares the shape of '{value}', which it neither takes nor gives"
                 )
                 continue
-            name, other = first.setdefault(value, (op.name, tuple(shape)))
-            if tuple(shape) != other:
+            name, first_shape = first.setdefault(value, (op.name, tuple(shape)))
+            if tuple(shape) != first_shape:
                 mistakes.append(
-                    f"'{value}' has the shape {list(other)} for operator '{name}', and {list(shape)} for '{op.name}'"
+                    f"'{value}' has the shape {list(first_shape)} for operator '{name}', and {list(shape)} for "
+                    f"'{op.name}'"
                 )
     return mistakes
 
@@ -304,17 +313,20 @@ def _maker_for(
     taker: Operator, chain: Sequence[str], operators: Sequence[Operator]
 ) -> str:
     """Return the last operator that makes or changes a value and does not itself depend on `taker`."""
+    # An operator that changes a value takes it from its predecessor in the chain.
     if taker.name in chain:
         return chain[chain.index(taker.name) - 1]
     needs = {op.name: op for op in operators}
+    # Others want the value with all changes. An operator whose output a change needs
+    # must take an earlier version, or the two would wait for each other.
     for name in reversed(chain[1:]):
         if not _rests_on(needs[name], taker, operators):
             return name
     return chain[0]
 
 
-def _rests_on(op: Operator, other: Operator, operators: Sequence[Operator]) -> bool:
-    """Return whether `op` depends, directly or indirectly, on an output that only `other` makes."""
+def _rests_on(op: Operator, earlier: Operator, operators: Sequence[Operator]) -> bool:
+    """Return whether `op` depends, directly or indirectly, on an output that only `earlier` makes."""
     seen, waiting = {op.name}, [op]
     while waiting:
         taken = waiting.pop().takes
@@ -325,7 +337,7 @@ def _rests_on(op: Operator, other: Operator, operators: Sequence[Operator]) -> b
         ]
         waiting += [maker for maker in makers if maker.name not in seen]
         seen |= {maker.name for maker in makers}
-        if other in makers and other != op:
+        if earlier in makers and earlier != op:
             return True
     return False
 
@@ -339,6 +351,8 @@ def _sorted(
     done: set[str] = set()
     waiting = list(operators)
     while waiting:
+        # The first operator that is ready, in the order of adding: all ranks then
+        # compute the same order.
         ready = next((op for op in waiting if done.issuperset(before[op.name])), None)
         if ready is None:
             waits = ", ".join(
@@ -362,10 +376,10 @@ def _missing(
     values = {
         value for value, maker in makers[op.name].items() if maker and maker not in done
     }
-    others = {
+    ordered_before = {
         name for name in before[op.name] - done if name not in makers[op.name].values()
     }
-    return sorted(values | others)
+    return sorted(values | ordered_before)
 
 
 def _ranks(
@@ -387,15 +401,17 @@ def _ranks(
                 sorted({rank for role in op.roles for rank in places[role]})
             )
         else:
+            # Without a role the operator runs where its last input was made, which
+            # saves a transfer.
             ranks[op.name] = ranks[input_makers[-1]] if input_makers else None
     return ranks
 
 
-def _edges(
+def _transfers(
     order: Sequence[Operator],
     makers: Mapping[str, Mapping[str, str]],
     ranks: Mapping[str, tuple[int, ...] | None],
-) -> list[Edge]:
+) -> list[ValueTransfer]:
     """Return a transfer for every value that a rank needs and does not make. Each rank receives a value once."""
     place = {op.name: number for number, op in enumerate(order)}
     takers_of: dict[tuple[str, str], dict[tuple[int, ...], list[str]]] = {}
@@ -419,13 +435,14 @@ def _edges(
                     takers.append(op.name)
             if missing:
                 sent[missing] = [op.name]
-    edges: list[Edge] = []
+    transfers: list[ValueTransfer] = []
+    # Sorted, because every rank must list the transfers in the same order.
     for value, maker in sorted(takers_of, key=lambda key: (place[key[1]], key[0])):
         for dest, takers in takers_of[value, maker].items():
             source = ranks[maker]
             assert source is not None
-            edges.append(Edge(value, maker, tuple(takers), source, dest))
-    return edges
+            transfers.append(ValueTransfer(value, maker, tuple(takers), source, dest))
+    return transfers
 
 
 def as_dict(plan: CompiledFlow) -> dict[str, Any]:
@@ -446,12 +463,12 @@ def as_dict(plan: CompiledFlow) -> dict[str, Any]:
         "stages": [list(stage) for stage in plan.stages],
         "moves": [
             {
-                "value": edge.value,
-                "from": list(edge.source),
-                "to": list(edge.dest),
-                "for": list(edge.takers),
+                "value": transfer.value,
+                "from": list(transfer.source),
+                "to": list(transfer.dest),
+                "for": list(transfer.takers),
             }
-            for edge in plan.edges
+            for transfer in plan.transfers
         ],
     }
 
@@ -478,8 +495,9 @@ def as_text(plan: CompiledFlow) -> str:
         for row in rows
     ]
     moves = [
-        f"  {edge.value}: ranks {ranks_text(edge.source)} -> {ranks_text(edge.dest)}, for {', '.join(edge.takers)}"
-        for edge in plan.edges
+        f"  {transfer.value}: ranks {ranks_text(transfer.source)} -> {ranks_text(transfer.dest)}, for "
+        f"{', '.join(transfer.takers)}"
+        for transfer in plan.transfers
     ]
     return "\n".join([*lines, *(["", "moves:", *moves] if moves else [])])
 

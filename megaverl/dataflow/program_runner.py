@@ -133,6 +133,8 @@ def _finish(
     """Raise the error that is closest to the cause on this rank, if the program failed."""
     # Every rank reports the same reason, so that it stands in all logs.
     reason = agree(served.reason) if served.reason else ""
+    # This rank's own error has a traceback into the user's code, so it goes before the
+    # reason that all ranks share.
     if served.error is not None:
         raise served.error
     if thread is not None:
@@ -165,7 +167,7 @@ def node_address(
         return
     node = placement.node_of(rank)
     node_ranks = [
-        other for other in range(placement.size) if placement.node_of(other) == node
+        member for member in range(placement.size) if placement.node_of(member) == node
     ]
     relay = (
         Relay(controller, own_address(), node, node_ranks)
@@ -176,6 +178,7 @@ def node_address(
         of_this_rank = (
             {} if relay is None else {str(node): relay.address.encode().hex()}
         )
+        # Collective: the relays listen before any rank learns their address.
         addresses = reduce_json(of_this_rank, _merge, group)
         yield Address.decode(bytes.fromhex(addresses[str(node)]))
     finally:

@@ -31,7 +31,7 @@ class OperatorRunner:
     """Runner of a flow's operators on this rank, for one run. It stores all values.
 
     Args:
-        given: values that the caller passed.
+        inputs: values that the caller passed.
         done: values that were made before.
         span: opens a named context around every operator.
 
@@ -42,14 +42,15 @@ class OperatorRunner:
     def __init__(
         self,
         plan: CompiledFlow,
-        given: Mapping[str, Any],
+        inputs: Mapping[str, Any],
         done: Mapping[str, Any],
         span: Callable[[str], AbstractContextManager[Any]],
     ) -> None:
         self.plan = plan
-        self.given = dict(given)
-        self.result = Result({**given, **done}, [])
+        self.given = dict(inputs)
+        self.result = Result({**inputs, **done}, [])
         self._done, self._span = dict(done), span
+        # One checker per run: a dimension name must keep its size across operators.
         self._shapes = ShapeChecker()
 
     def run(self, operator: Operator) -> dict[str, Any]:

@@ -84,10 +84,14 @@ class ValueMover:
     ) -> None:
         context = self._context
         device = context.device_between(move.source, move.dest)
+        # The ranks are not connected by devices, so all tensors take the path through
+        # host memory.
         if device is None:
             ragged = ragged.on_host()
         header, payload, on_device = ragged.pack(places, device)
         channel = Channel(context, name_of(move))
+        # The header goes first: the receiver allocates its device buffer from the size
+        # in it.
         self._sent.add(channel.send_to([move.dest], header, payload))
         if context.rows is not None:
             self._sent.add(channel.send(context.rows, {move.dest: on_device}))
@@ -97,6 +101,8 @@ class ValueMover:
         context = self._context
         channel = Channel(context, name_of(move))
         header_bytes, payload = channel.receive_from(move.source)
+        # Without device data the header has no size for it, and no second receive
+        # follows.
         header = header_bytes.numpy().tobytes()
         num_bytes = payload.numel()
         on_device: Tensor | None = None

@@ -54,7 +54,9 @@ class PendingSends:
 
     def forget_done(self) -> None:
         """Drop messages that have been sent."""
-        self._under_way = [one for one in self._under_way if not one.is_completed()]
+        self._under_way = [
+            batch for batch in self._under_way if not batch.is_completed()
+        ]
 
     def wait(self) -> None:
         """Wait until all messages are sent.

@@ -65,7 +65,7 @@ def children(place: int, size: int) -> list[int]:
 
 
 def conclude(
-    mine: bytes,
+    report: bytes,
     function: Callable[[list[bytes]], bytes],
     group: dist.ProcessGroup | None = None,
     kind: str = "",
@@ -84,15 +84,15 @@ def conclude(
     assert group is not None, "torch.distributed is not initialised"
     ranks = _hosts_of(group)
     size = ranks.size()
-    # So that the tree is rooted at any rank, and stays the same tree for the others.
-    # Places are ranks rotated so that the root has place 0.
+    # Rotate the ranks so that the root has place 0. Any rank can then be the root of the
+    # same tree.
     place = (ranks.rank() - root) % size
     below = [(child + root) % size for child in children(place, size)]
     # A tag of its own separates these messages from point-to-point ones of the same
     # group.
     tag = zlib.crc32(f"megaverl.host_tree {kind}".encode()) & 0x7FFFFFFF
     # The subtrees are contiguous ranges of places, so this concatenates in order.
-    subtrees = [_chunk(mine), *(_receive(ranks, child, tag) for child in below)]
+    subtrees = [_chunk(report), *(_receive(ranks, child, tag) for child in below)]
     if place:
         above = (parent(place) + root) % size
         sent = _send(ranks, above, b"".join(subtrees), tag)
@@ -430,9 +430,9 @@ def _encode(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def _result(outcome: dict[str, Any], who: str, error: Exception | None) -> Any:
+def _result(outcome: dict[str, Any], prefix: str, error: Exception | None) -> Any:
     if "error" in outcome:
-        raise _error(outcome["error"], who) from error
+        raise _error(outcome["error"], prefix) from error
     return outcome["result"]
 
 
@@ -446,7 +446,7 @@ def _report(error: Exception) -> list[str]:
     ]
 
 
-def _error(report: list[str], who: str) -> MegaverlError:
+def _error(report: list[str], prefix: str) -> MegaverlError:
     name, text = report
-    error: MegaverlError = getattr(errors, name, MegaverlError)(who + text)
+    error: MegaverlError = getattr(errors, name, MegaverlError)(prefix + text)
     return error

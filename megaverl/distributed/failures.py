@@ -126,17 +126,17 @@ class Failures:
         self._seconds = None if timeout is None else timeout.total_seconds()
 
     def blame(
-        self, version: int, peer: int, what: str, error: Exception
+        self, version: int, peer: int, action: str, error: Exception
     ) -> ReshardError:
         """Return an error that names the rank at the root of this rank's failure.
 
         Args:
             version: version of the weights that were moving.
             peer: the rank that this one waited for; -1: all.
-            what: what this rank was doing, with the affected boxes.
+            action: what this rank was doing, with the affected boxes.
             error: the transport's error.
         """
-        reports = [Report(peer, what, self._rank)]
+        reports = [Report(peer, action, self._rank)]
 
         def ask() -> None:
             # Use the group's store, because a group over several role groups has ranks that
@@ -150,7 +150,7 @@ class Failures:
                 store.set(f"report/{self._rank}", json.dumps(reports[0]))
                 store.set("reporter", str(self._rank))
                 reports[0] = _follow(store, reports[0])
-            elif culprit := self._missing(store, what):
+            elif culprit := self._missing(store, action):
                 reports[0] = culprit
 
         # A rank that waited for all ranks waits once more for their timeouts, after
@@ -161,14 +161,14 @@ class Failures:
         culprit_name = f"rank {root.culprit}" if root.culprit >= 0 else "some rank"
         waited = "in time" if self._seconds is None else f"within {self._seconds:g} s"
         own_part = (
-            "" if root.reporter == self._rank else f" Rank {self._rank} was {what}."
+            "" if root.reporter == self._rank else f" Rank {self._rank} was {action}."
         )
         return ReshardError(
             f"{culprit_name} died or stalled while the weights of version {version} moved: rank {root.reporter}, "
             f"{root.doing}, got no answer {waited}.{own_part} ({type(error).__name__}: {cause_of(error)})"
         )
 
-    def _missing(self, store: dist.Store, what: str) -> Report | None:
+    def _missing(self, store: dist.Store, action: str) -> Report | None:
         """Find the root of a failure if this rank knows only that some rank is missing.
 
         Either another rank's report leads to it, or exactly one rank is silent.
@@ -181,14 +181,14 @@ class Failures:
         while time.monotonic() < end:
             if store.check(["reporter"]):
                 return _follow(store, _report_of(store, store.get("reporter").decode()))
-            # All but one have arrived. Who is missing can be read off.
+            # All but one have arrived. The answer names the missing rank.
             if store.add("num_present", 0) >= self._world - 1:
                 break
             time.sleep(POLL_SECONDS)
         silent = [
             rank for rank in range(self._world) if not store.check([f"present/{rank}"])
         ]
-        return Report(silent[0], what, self._rank) if len(silent) == 1 else None
+        return Report(silent[0], action, self._rank) if len(silent) == 1 else None
 
 
 def _report_of(store: dist.Store, rank: int | str) -> Report:

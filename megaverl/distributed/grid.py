@@ -146,8 +146,8 @@ class GridShape:
                 place = [getattr(every[rank], name) for name in other_dims]
                 alike = [
                     n
-                    for n, it in enumerate(every)
-                    if [getattr(it, name) for name in other_dims] == place
+                    for n, coords in enumerate(every)
+                    if [getattr(coords, name) for name in other_dims] == place
                 ]
                 if len(alike) > 1:
                     groups.setdefault(dim, tuple(alike))

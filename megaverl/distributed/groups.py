@@ -107,12 +107,12 @@ class Grid:
     @property
     def dimensions(self) -> dict[str, str]:
         """Return name of a group of this rank -> its dimension. Groups of one rank are left out."""
-        found: dict[str, str] = {}
+        dimensions: dict[str, str] = {}
         for dimension, field in COUNTED_GROUPS:
             group = getattr(self.pg_collection, field)
             if group is not None and group.size() > 1:
-                found.setdefault(group.group_name, dimension)
-        return found
+                dimensions.setdefault(group.group_name, dimension)
+        return dimensions
 
     @property
     def is_first_stage(self) -> bool:

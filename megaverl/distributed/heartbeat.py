@@ -213,7 +213,7 @@ def blame(
     # A rank that is ahead of a blamed rank counts as waiting, even if its call does not
     # show it.
     for rank in waited:
-        if any(is_behind(present[other], present[rank]) for other in to_blame):
+        if any(is_behind(present[blamed], present[rank]) for blamed in to_blame):
             waited[rank] = present[rank].seconds
     longest = max(waited, key=waited.__getitem__, default=-1)
     return (to_blame, longest) if waited.get(longest, 0.0) > stalled_after else None
@@ -254,7 +254,7 @@ def place(frame: FrameType | None) -> tuple[str, Wait]:
     if frame is None:
         return "nowhere", ""
     where = _text(frame)
-    reads = any(call in _line(frame) for call in _READS)
+    is_reading = any(call in _line(frame) for call in _READS)
     outer: FrameType | None = frame
     for _ in range(_DEPTH):
         if outer is None:
@@ -264,7 +264,7 @@ def place(frame: FrameType | None) -> tuple[str, Wait]:
         ):
             return _text(outer), "ranks"
         outer = outer.f_back
-    return where, "device" if reads else ""
+    return where, "device" if is_reading else ""
 
 
 def _line(frame: FrameType) -> str:

@@ -119,25 +119,25 @@ def join(
         TrainingStopped: a rank did not arrive in time.
     """
     role_group = placement.role_group_of(rank)
-    own = role_group.ranks.index(rank)
+    group_rank = role_group.ranks.index(rank)
     messages = HostMessages(store, rank, placement.size)
     here = placement.node_of(rank)
     # Megatron and vLLM read these, and must see only this role group.
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(own), str(role_group.size)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group_rank), str(role_group.size)
     os.environ["LOCAL_WORLD_SIZE"] = str(
-        sum(placement.node_of(other) == here for other in role_group.ranks)
+        sum(placement.node_of(member) == here for member in role_group.ranks)
     )
     with _deadline(f"the role group {role_group.name}", timeout):
         dist.init_process_group(
             platform.backend,
             store=dist.PrefixStore(f"role_group/{role_group.name}", store),
-            rank=own,
+            rank=group_rank,
             world_size=role_group.size,
             timeout=timeout,
         )
 
     def joined(backend: str, name: str, size: int) -> dist.ProcessGroup:
-        return _joined(backend, name, store, (rank, size, own), timeout)
+        return _joined(backend, name, store, (rank, size, group_rank), timeout)
 
     group = control = default_group()
     if not placement.is_colocated:
@@ -172,7 +172,7 @@ def join(
     )
 
 
-def of_default_group(roles: Sequence[str], timeout: timedelta) -> JobContext:
+def default_group_context(roles: Sequence[str], timeout: timedelta) -> JobContext:
     """Return the context of a role group with all of these roles, if a program has created the default group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     every, group = tuple(range(size)), default_group()
@@ -279,14 +279,14 @@ def default_group() -> dist.ProcessGroup:
 
 @contextmanager
 def _deadline(
-    what: str, timeout: timedelta, key: str = "run.timeout_minutes"
+    action: str, timeout: timedelta, key: str = "run.timeout_minutes"
 ) -> Iterator[None]:
     """Return a context that turns torch's errors about missing ranks into `TrainingStopped`."""
     try:
         yield
     except (dist.DistError, RuntimeError, TrainingStopped) as error:
         raise TrainingStopped(
-            f"{what} did not come together within {timeout.total_seconds():g} s ({key}): {cause_of(error)}"
+            f"{action} did not come together within {timeout.total_seconds():g} s ({key}): {cause_of(error)}"
         ) from error
 
 
@@ -308,7 +308,7 @@ def _joined(
     Args:
         ranks: this rank's number in the new group, the size of that group, and this rank's number in its role group.
     """
-    rank, size, own = ranks
+    rank, size, group_rank = ranks
     # Newer versions of torch have a type for it.
     name_of_group: Any = f"megaverl_{name}"
     with _deadline(f"the group '{name}'", timeout, key):
@@ -327,9 +327,9 @@ def _joined(
         # torch translates numbers of the default group to numbers in this group by this
         # table.
         names = list(range(size))
-        if own < size:
-            names[own] = rank
-        names[rank] = own
+        if group_rank < size:
+            names[group_rank] = rank
+        names[rank] = group_rank
         distributed_c10d._world.pg_group_ranks[group] = {
             called: number for number, called in enumerate(names)
         }

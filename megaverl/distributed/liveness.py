@@ -244,7 +244,7 @@ class Liveness:
         timeouts: time limits.
         name: returns the name of a rank in messages.
         world: name of this rank's world; ranks with the same name run the same stages.
-        say: shows the failure reason before this rank ends.
+        log: shows the failure reason before this rank ends.
         end: ends this rank with an exit code.
         show: gets all heartbeats on the coordinator whenever they are read.
 
@@ -265,12 +265,12 @@ class Liveness:
         timeouts: Timeouts,
         name: Callable[[int], str] = lambda rank: f"rank {rank}",
         world: str = "",
-        say: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+        log: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
         end: Callable[[int], object] = os._exit,
         show: Callable[[Mapping[int, Heartbeat]], object] = lambda beats: None,
     ) -> None:
         self.rank, self.size, self.coordinator = rank, size, coordinator
-        self.timeouts, self.name, self._say, self._end_rank = timeouts, name, say, end
+        self.timeouts, self.name, self._say, self._end_rank = timeouts, name, log, end
         self._show = show
         self.failure_reason: str | None = None
         self._found = threading.Event()

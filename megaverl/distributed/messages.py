@@ -61,19 +61,19 @@ class _Message(NamedTuple):
         parts: [n] uint8 each.
         number: number that acknowledges it.
         link: socket of the connection.
-        one: lock for writes to the socket.
+        write_lock: lock for writes to the socket.
     """
 
     parts: list[Tensor]
     number: int
     link: socket.socket
-    one: threading.Lock  # speaks on it
+    write_lock: threading.Lock
 
     def say_taken(self) -> None:
         """Acknowledge the message at once, because this process may end next."""
         data, ready = _NUMBER.pack(self.number), select.poll()
         # A rank that is gone needs no acknowledgement.
-        with suppress(OSError, ValueError), self.one:
+        with suppress(OSError, ValueError), self.write_lock:
             ready.register(self.link, select.POLLOUT)
             while data:
                 ready.poll()
@@ -288,17 +288,17 @@ class HostMessages:
                     both.create_task(self._write(link, connection))
                     both.create_task(self._note_taken(link, connection))
         except* OSError as errors:
-            why = f"Connection closed by peer {host}:{port} ({errors.exceptions[0]})".removesuffix(
+            reason = f"Connection closed by peer {host}:{port} ({errors.exceptions[0]})".removesuffix(
                 " ()"
             )
             if reading := self._reading.get(rank):
                 await asyncio.wait(reading, timeout=_LAST_WORDS)
             with self._changed:
-                self._gone[rank] = why
+                self._gone[rank] = reason
                 self._connections.pop(rank, None)
                 self._changed.notify_all()
             for sent in connection.under_way.values():
-                sent.set_exception(ConnectionError(why))
+                sent.set_exception(ConnectionError(reason))
 
     async def _note_taken(self, link: socket.socket, connection: _Connection) -> None:
         while True:

@@ -343,11 +343,11 @@ class ResolvedPlacement:
 
 
 def ranks_named(
-    ranks: Iterable[int], one: str = "", several: str = "", what: str = "rank"
+    ranks: Iterable[int], singular: str = "", plural: str = "", noun: str = "rank"
 ) -> str:
-    """Return "rank 3" or "ranks 0-3,8", followed by `one` for a single rank or `several` for more."""
+    """Return "rank 3" or "ranks 0-3,8", followed by `singular` for a single rank or `plural` for more."""
     text = ranks_text(ranks)
-    return f"{what} {text}{one}" if text.isdigit() else f"{what}s {text}{several}"
+    return f"{noun} {text}{singular}" if text.isdigit() else f"{noun}s {text}{plural}"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

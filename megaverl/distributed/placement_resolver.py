@@ -194,7 +194,7 @@ class _Resolving:
         names = [node.name for node in self.nodes]
         for name in sorted({name for name in names if names.count(name) > 1}):
             numbers = [
-                str(number) for number, other in enumerate(names) if other == name
+                str(number) for number, repeated in enumerate(names) if repeated == name
             ]
             self._refuse(
                 "",
@@ -310,7 +310,7 @@ class _Resolving:
     def _taken(self) -> set[int]:
         return {rank for ranks in self.ranks.values() for rank in ranks}
 
-    def _settle_counts(self, units: Sequence[range], kind: str, what: str) -> None:
+    def _settle_counts(self, units: Sequence[range], kind: str, noun: str) -> None:
         """Assign the first free ranks, or whole nodes, to roles that ask for a number of them."""
         for role in self.roles:
             count = getattr(self.wanted.get(role), kind, None)
@@ -321,7 +321,7 @@ class _Resolving:
             if len(free) < count:
                 self._refuse(
                     role,
-                    f"asks for {count} {what}, and {len(free)} are left of the job's {self.size} ranks.",
+                    f"asks for {count} {noun}, and {len(free)} are left of the job's {self.size} ranks.",
                 )
             else:
                 self.ranks[role] = tuple(
@@ -338,14 +338,14 @@ class _Resolving:
         if "actor" not in self.wanted and not self.claimed:
             rest.insert(0, "actor")
         if len(rest) > 1:
-            why = (
+            remark = (
                 " (the actor does where it is not placed)"
                 if "actor" not in self.wanted
                 else ""
             )
             self._refuse(
                 rest[1],
-                f"takes the rest, and so does {rest[0]}{why}. Give one of them ranks of its own.",
+                f"takes the rest, and so does {rest[0]}{remark}. Give one of them ranks of its own.",
             )
         elif rest and self.problems:  # the remaining ranks are unknown
             self.ranks[rest[0]] = ()
@@ -363,22 +363,22 @@ class _Resolving:
             chain = [role]
             while chain[-1] not in self.ranks:
                 place = self.wanted.get(chain[-1])
-                other = DEFAULTS.get(chain[-1]) if place is None else place.role
-                if other is None:  # already reported above
+                default_role = DEFAULTS.get(chain[-1]) if place is None else place.role
+                if default_role is None:  # already reported above
                     break
-                if other in chain:
+                if default_role in chain:
                     self._refuse(
                         role,
-                        f"{' -> '.join([*chain, other])}: these share each other's ranks; place one.",
+                        f"{' -> '.join([*chain, default_role])}: these share each other's ranks; place one.",
                     )
                     break
-                if other not in self.roles:
+                if default_role not in self.roles:
                     self._refuse(
                         role,
-                        f"shares the ranks of {other}, and the run has no such role.",
+                        f"shares the ranks of {default_role}, and the run has no such role.",
                     )
                     break
-                chain.append(other)
+                chain.append(default_role)
             # The chain ends at a role with ranks, which all of it get.
             else:
                 shared = self.ranks[chain[-1]]
@@ -484,7 +484,7 @@ class _Resolving:
         Ranks with a device are then numbered without gaps.
         """
         for number, node in enumerate(self.nodes):
-            if node.memory or not any(other.memory for other in self.nodes):
+            if node.memory or not any(described.memory for described in self.nodes):
                 continue
             roles = [
                 role

@@ -164,7 +164,7 @@ def _verdict_on_nodes(
         store.get(_who(node)).decode() for node in range(count) if node not in absent
     ]
     return (
-        f"{ranks_named(absent, what='node')} of {count} did not come within {patience:g} s (JOIN_MINUTES). Here: "
+        f"{ranks_named(absent, noun='node')} of {count} did not come within {patience:g} s (JOIN_MINUTES). Here: "
         f"{', '.join(present)}. Look at what is missing (NODE_RANK counts from 0), or start the job with fewer "
         "(NNODES)."
     )
@@ -180,13 +180,13 @@ def _missing(store: dist.Store, count: int) -> list[int]:
 
 def _waiting(store: dist.Store, count: int) -> str:
     absent = _missing(store, count)
-    return f"{ranks_named(absent, what='node')} of {count}" if absent else "node 0"
+    return f"{ranks_named(absent, noun='node')} of {count}" if absent else "node 0"
 
 
-def _tell(what: str, end: float) -> None:
+def _tell(awaited: str, end: float) -> None:
     left = max(0.0, end - time.monotonic())
     print(
-        f"waiting for {what}, for {left:.0f} s more at most (JOIN_MINUTES)",
+        f"waiting for {awaited}, for {left:.0f} s more at most (JOIN_MINUTES)",
         file=sys.stderr,
         flush=True,
     )
@@ -198,8 +198,8 @@ def _until(
     return any(holds() for _ in patiently(end, tell))
 
 
-def _twice(who: str, times: int, first: str, second: str) -> str:
-    return f"{who} is there {times} times: {first} came first, then {second}."
+def _twice(name: str, times: int, first: str, second: str) -> str:
+    return f"{name} is there {times} times: {first} came first, then {second}."
 
 
 @dataclass(frozen=True)
@@ -368,7 +368,7 @@ def _verdict_on_ranks(
 
 
 def _nodes_of(
-    found: Sequence[Mapping[str, Any]],
+    records: Sequence[Mapping[str, Any]],
 ) -> tuple[list[tuple[str, int, list[str], float]], list[str]]:
     """Return (name, ranks, claims, memory) of every node, and what is wrong.
 
@@ -376,7 +376,7 @@ def _nodes_of(
     """
     nodes: list[tuple[tuple[str, int], int, list[str], float]] = []
     mistakes = []
-    for rank, facts in enumerate(found):
+    for rank, facts in enumerate(records):
         key, claims, memory = (
             (facts["node"], facts["agent"]),
             list(facts["claims"]),
@@ -388,7 +388,7 @@ def _nodes_of(
                     f"node {key[0]}: rank {rank} claims {claims}, and the ranks before it {nodes[-1][2]}."
                 )
             nodes[-1] = (key, nodes[-1][1] + 1, nodes[-1][2], min(nodes[-1][3], memory))
-        elif any(key == other[0] for other in nodes):
+        elif any(key == earlier[0] for earlier in nodes):
             mistakes.append(
                 f"node {key[0]}: rank {rank} is on it, and so are earlier ranks, with another node's between them. "
                 "Names of nodes must differ, and a node's ranks be neighbours."
@@ -402,23 +402,23 @@ def _nodes_of(
     ], mistakes
 
 
-def _differences(found: Sequence[Mapping[str, Any]], store: dist.Store) -> list[str]:
+def _differences(records: Sequence[Mapping[str, Any]], store: dist.Store) -> list[str]:
     """Return a message for every configuration key and version in which ranks differ from rank 0."""
-    first = found[0]["agreed"]
+    first = records[0]["agreed"]
     mistakes = []
-    for name in sorted({name for facts in found for name in facts["agreed"]}):
-        others: dict[str | None, list[int]] = {}
-        for rank, facts in enumerate(found):
-            others.setdefault(facts["agreed"].get(name), []).append(rank)
-        for value, ranks in others.items():
+    for name in sorted({name for facts in records for name in facts["agreed"]}):
+        ranks_by_value: dict[str | None, list[int]] = {}
+        for rank, facts in enumerate(records):
+            ranks_by_value.setdefault(facts["agreed"].get(name), []).append(rank)
+        for value, ranks in ranks_by_value.items():
             if value != first.get(name):
-                on = ", ".join(dict.fromkeys(found[rank]["node"] for rank in ranks))
+                on = ", ".join(dict.fromkeys(records[rank]["node"] for rank in ranks))
                 for setting, other_value, firsts in _inside(
                     store, name, value, first.get(name)
                 ):
                     mistakes.append(
                         f"{setting} differs: {other_value} on {ranks_named(ranks)} ({on}), {firsts} on rank 0 "
-                        f"({found[0]['node']}). All nodes need the same."
+                        f"({records[0]['node']}). All nodes need the same."
                     )
     return mistakes
 

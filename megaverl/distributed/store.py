@@ -50,12 +50,14 @@ def keep_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     # Bound before torch's server starts, which would listen on all interfaces.
     try:
         listening = _listening(host, port)
-        own, port = listening.getsockname()[:2]
+        bound_host, port = listening.getsockname()[:2]
         # A server on all interfaces is reached by the loopback from here.
-        own = LOOPBACK if own == "::" or own == "0.0.0.0" else own
+        bound_host = (
+            LOOPBACK if bound_host == "::" or bound_host == "0.0.0.0" else bound_host
+        )
         fd = listening.detach()
         return dist.TCPStore(
-            own,
+            bound_host,
             port,
             None,
             True,
@@ -83,22 +85,22 @@ def _listening(host: str, port: int) -> socket.socket:
     and warns. A name that resolves to the loopback only here (Debian's 127.0.1.1) is
     treated the same way, because it has another address elsewhere.
     """
-    found = [
+    addresses = [
         (family, address)
         for family, *_, address in socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
         )
     ]
-    if host not in ("localhost", *(address[0] for _, address in found)):
-        found = [
+    if host not in ("localhost", *(address[0] for _, address in addresses)):
+        addresses = [
             (family, address)
-            for family, address in found
+            for family, address in addresses
             if not ip_address(address[0]).is_loopback
         ]
-    if found:
-        for each in _named_interface():
-            found.append((family_of(each), (each, port)))
-    for family, address in found:
+    if addresses:
+        for interface_address in _named_interface():
+            addresses.append((family_of(interface_address), (interface_address, port)))
+    for family, address in addresses:
         try:
             # The first address of this machine wins.
             return socket.create_server(address, family=family)
@@ -126,7 +128,7 @@ def own_address() -> str:
     the address on the route to MASTER_ADDR, or the address of this machine's name. The
     loopback address is the last resort.
     """
-    found = _named_interface()
+    addresses = _named_interface()
     with suppress(OSError):
         if host := os.environ.get("MASTER_ADDR"):
             for family, *_, address in socket.getaddrinfo(
@@ -140,18 +142,21 @@ def own_address() -> str:
                     socket.socket(family, socket.SOCK_DGRAM) as probe,
                 ):
                     probe.connect(address)  # selects a route without sending anything
-                    own = str(probe.getsockname()[0])
-                    found += (
-                        [own]
-                        if host in ("localhost", own) or not ip_address(own).is_loopback
+                    source_address = str(probe.getsockname()[0])
+                    addresses += (
+                        [source_address]
+                        if host in ("localhost", source_address)
+                        or not ip_address(source_address).is_loopback
                         else []
                     )
         named = {
             str(address[0])
             for *_, address in socket.getaddrinfo(socket.gethostname(), 9)
         }
-        found += sorted(each for each in named if not ip_address(each).is_loopback)
-    return [*found, LOOPBACK][0]
+        addresses += sorted(
+            address for address in named if not ip_address(address).is_loopback
+        )
+    return [*addresses, LOOPBACK][0]
 
 
 def address_towards(host: str) -> str:
@@ -183,12 +188,12 @@ def _named_interface() -> list[str]:
     )
     families = (socket.AF_INET, socket.AF_INET6)
     addresses = [
-        each.address
+        entry.address
         for family in families
-        for each in interface
-        if each.family == family
+        for entry in interface
+        if entry.family == family
     ]
-    return [each for each in addresses if not ip_address(each).is_link_local]
+    return [address for address in addresses if not ip_address(address).is_link_local]
 
 
 def reach_store(
@@ -264,7 +269,7 @@ def store_at(host: str, port: int) -> dist.Store:
         if store := _greeted(host, port):
             return store
     raise TrainingStopped(
-        f"at {host}:{port} (MASTER_ADDR, MASTER_PORT) another program {_what_answers(host, port)}, and no job's store. "
+        f"{host}:{port} (MASTER_ADDR, MASTER_PORT) is not a job's store: another program {_what_answers(host, port)}. "
         "Give all nodes another MASTER_PORT, or correct MASTER_ADDR."
     )
 
@@ -286,14 +291,14 @@ def _greeted(host: str, port: int) -> dist.Store | None:
 
     The attempt runs in a thread, because it may never return.
     """
-    found: list[dist.Store] = []
+    connected: list[dist.Store] = []
 
     def connect() -> None:
         try:
             # torch takes up to 1.5 times this timeout, and blocks forever without an
             # answer.
             seconds = timedelta(seconds=GREETING / 2)
-            found.append(
+            connected.append(
                 dist.TCPStore(host, port, None, False, seconds, wait_for_workers=False)
             )
         except dist.DistError:
@@ -304,7 +309,7 @@ def _greeted(host: str, port: int) -> dist.Store | None:
         thread.start()
         # The thread stays behind if the program there never answers.
         thread.join(GREETING)
-    return found[0] if found else None
+    return connected[0] if connected else None
 
 
 def _what_answers(host: str, port: int) -> str:

@@ -111,8 +111,8 @@ def _reduce_scatter(
 def _all_to_all(
     group: dist.ProcessGroup, output: Sequence[Tensor], *rest: Any
 ) -> float:
-    own = _bytes_of(output[group.rank()])
-    return _bytes_of(output) - own
+    own_bytes = _bytes_of(output[group.rank()])
+    return _bytes_of(output) - own_bytes
 
 
 def _all_to_all_single(
@@ -127,8 +127,8 @@ def _all_to_all_single(
     if not sizes:
         return _others_share(group) * _bytes_of(output)
     rows = sum(sizes)
-    own = sizes[group.rank()]
-    return _bytes_of(output) * (rows - own) / rows if rows else 0.0
+    own_rows = sizes[group.rank()]
+    return _bytes_of(output) * (rows - own_rows) / rows if rows else 0.0
 
 
 def _broadcast(

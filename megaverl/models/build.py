@@ -374,8 +374,8 @@ def _take_gates_in_turn(model: torch.nn.Module) -> None:
     gpt-oss's files store them this way.
     """
 
-    # A hook on the output needs no other weights: exports and layouts keep the order of
-    # the files.
+    # A hook reorders the output instead of the weights, so that exports and layouts keep
+    # the order of the files.
     def gates_first(
         module: Any, args: Any, output: tuple[torch.Tensor, Any]
     ) -> tuple[torch.Tensor, Any]:
@@ -432,15 +432,15 @@ def _mark_experts(model: torch.nn.Module, shape: GridShape) -> None:
     though each rank has its own experts.
     """
     # Experts are then reduced over groups of their own.
-    apart = shape.ep > 1 or shape.expert_tp != shape.tp
+    have_own_groups = shape.ep > 1 or shape.expert_tp != shape.tp
     for name, module in model.named_modules():
         if ".experts." in name and isinstance(module, RowParallelLinear):
             # With a bias, the output of the implicit path is a view that megatron-core
             # cannot add the bias to in place.
-            module.explicit_expert_comm |= apart or module.bias is not None
+            module.explicit_expert_comm |= have_own_groups or module.bias is not None
     for name, parameter in model.named_parameters():
         if ".experts." in name:
-            parameter.allreduce = not apart  # type: ignore[attr-defined]
+            parameter.allreduce = not have_own_groups  # type: ignore[attr-defined]
             if name.rpartition(".")[2].startswith("bias"):
                 parameter.sequence_parallel = False  # type: ignore[attr-defined]
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

@@ -229,7 +229,7 @@ def build_module(
     config = read_config(folder, trust_remote_code=trust_remote_code)
     if quantised := getattr(config, QUANTISED, None):
         problem = (
-            "its weights are quantised, and what is trained are floating-point numbers."
+            "its weights are quantised, and only floating-point weights can be trained."
         )
         raise ModelError(f"{folder}: {problem} {instead_of(QUANTISED, quantised)}")
     with torch.device("meta"):

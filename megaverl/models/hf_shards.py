@@ -223,7 +223,7 @@ def _weights(
 
 
 def _described(name: str, shape: tuple[int, ...]) -> Weight:
-    """Return a weight without a table: replicated, in the layer that its name says."""
+    """Return a replicated weight, without a table. Its name contains the layer."""
     layer = LAYER_NUMBER.search(f".{name}")
     return Weight(
         name,
@@ -288,15 +288,17 @@ def tensor_cuts(model: PreTrainedModel, size: int, role: str) -> TensorCuts:
         for part, style in (getattr(model, "tp_plan", None) or {}).items()
         if ".*." in part
     }
-    other = sorted({style for style in inner.values() if style not in (*AXES, PARTIAL)})
-    if not inner or other or VisionReader.of(model.config) is not None:
-        why = (
-            f"has parts that are not tried here ({', '.join(other)})"
-            if other
+    unknown_styles = sorted(
+        {style for style in inner.values() if style not in (*AXES, PARTIAL)}
+    )
+    if not inner or unknown_styles or VisionReader.of(model.config) is not None:
+        reason = (
+            f"has parts that are not tried here ({', '.join(unknown_styles)})"
+            if unknown_styles
             else "is of no use here"
         )
         raise ConfigError(
-            f"{key}: transformers' tensor-parallel plan for {name} {why}. Set {role}.tp=1."
+            f"{key}: transformers' tensor-parallel plan for {name} {reason}. Set {role}.tp=1."
         )
     config = model.config.get_text_config()
     # transformers would cut a head in two without a word.

@@ -77,18 +77,18 @@ class ModelFiles:
             # None if another rank of this machine downloads the file.
             future = self._futures.get(name)
             while True:
-                there = True
+                is_done = True
                 if future is not None:
                     wait([future], timeout=WAIT_SECONDS)
-                    there = future.done()
+                    is_done = future.done()
                 with together():
-                    if future is not None and there:
+                    if future is not None and is_done:
                         # Raises the download's error, which `together` passes to all
                         # ranks.
                         future.result()
                 # Ranks communicate at least every WAIT_SECONDS. A longer silence during
                 # a download would look like a lost rank.
-                if reduce_json(there, all):
+                if reduce_json(is_done, all):
                     break
             yield self.folder / name
         self._complete = True
@@ -106,7 +106,8 @@ def find_model(
 ) -> ModelFiles:
     """Return the files of a local folder or a hub's model.
 
-    Of the latter small files are present and weights on their way.
+    A hub's small files are downloaded before this returns; its weights follow in the
+    background.
 
     Collective over the default group.
 
@@ -129,13 +130,14 @@ def find_model(
         return ModelFiles(folder)
     with together():
         if not is_hub_name(path):
-            what = (
+            problem = (
                 "a file, not a folder"
                 if folder.exists()
                 else f"no such folder (looked in {os.getcwd()})"
             )
             raise ModelError(
-                f"model.path: {path}: {what}. Name a folder, or a model on a hub as org/name, such as Qwen/Qwen3-0.6B."
+                f"model.path: {path}: {problem}. Name a folder, or a model on a hub as org/name, such as "
+                "Qwen/Qwen3-0.6B."
             )
     if trust_remote_code:
         _warn_of_code(path)
@@ -253,9 +255,12 @@ def _shards(path: str, folder: Path, names: Sequence[str]) -> list[str]:
         return sorted(shards)
     if SINGLE_FILE in names:
         return [SINGLE_FILE]
-    others = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
+    other_files = [
+        name for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf"))
+    ]
     raise ModelError(
-        f"model.path: {path}: has no safetensors weights{', only ' + ', '.join(others[:3]) if others else ''}. "
+        f"model.path: {path}: has no safetensors "
+        f"weights{', only ' + ', '.join(other_files[:3]) if other_files else ''}. "
         "Pickled weights can run code and are not loaded; choose a revision with safetensors, or convert the model."
     )
 
@@ -341,7 +346,7 @@ class HuggingFaceHub:
         except Exception as error:
             raise self._explained(error, name) from error
 
-    def _list_cached(self, why: str) -> Sequence[str]:
+    def _list_cached(self, reason: str) -> Sequence[str]:
         """Return the files of the cached revision.
 
         Raises:
@@ -360,11 +365,12 @@ class HuggingFaceHub:
             )
         except Exception as error:
             raise ModelError(
-                f"model.path: {self._path}: no such folder in {os.getcwd()}, not in the hub's cache, and {why}. Fetch "
+                f"model.path: {self._path}: no such folder in {os.getcwd()}, not in the hub's cache, and "
+                f"{reason}. Fetch "
                 "it where there is a connection, or name a folder."
             ) from error
         self._cached_only = True
-        logger.warning("%s: %s; taken from the cache: %s", self._path, why, folder)
+        logger.warning("%s: %s; taken from the cache: %s", self._path, reason, folder)
         names = [file.name for file in folder.iterdir() if file.is_file()]
         shards = (
             set(read_weight_map(folder / INDEX_FILE).values())
@@ -374,7 +380,7 @@ class HuggingFaceHub:
         missing = sorted(shards.difference(names))
         if missing:
             raise ModelError(
-                f"model.path: {self._path}: the cache does not have {', '.join(missing)}, and {why}. "
+                f"model.path: {self._path}: the cache does not have {', '.join(missing)}, and {reason}. "
                 "Download the rest on a machine with a connection."
             )
         return names
@@ -383,32 +389,33 @@ class HuggingFaceHub:
         """Return a ModelError that says what went wrong and what to do."""
         from huggingface_hub import errors
 
-        what = f"model.path: {self._path}{f': {name}' if name else ''}"
+        source = f"model.path: {self._path}{f': {name}' if name else ''}"
         at = f" at revision {self._revision}" if self._revision else ""
         if isinstance(error, errors.GatedRepoError):
             return ModelError(
-                f"{what}: the hub asks for its terms to be accepted first. Do so on the model's page, and "
+                f"{source}: the hub asks for its terms to be accepted first. Do so on the model's page, and "
                 "log in with `hf auth login` or HF_TOKEN."
             )
         if isinstance(error, errors.RepositoryNotFoundError):
             status = getattr(getattr(error, "response", None), "status_code", 404)
             return ModelError(
-                f"{what}: no such model on the hub, or a private one ({status}); and no such folder in {os.getcwd()}. "
+                f"{source}: no such model on the hub, or a private one ({status}); and no such folder in "
+                f"{os.getcwd()}. "
                 "Look at the spelling, or log in with `hf auth login` or HF_TOKEN."
             )
         if isinstance(error, errors.RevisionNotFoundError):
             return ModelError(
-                f"{what}: no revision {self._revision!r}. Fix model.revision (branch, tag or commit)."
+                f"{source}: no revision {self._revision!r}. Fix model.revision (branch, tag or commit)."
             )
         if isinstance(error, errors.EntryNotFoundError) and not isinstance(
             error, errors.LocalEntryNotFoundError
         ):
             return ModelError(
-                f"{what}: not found{at}. Choose another revision (model.revision), or tell its owner."
+                f"{source}: not found{at}. Choose another revision (model.revision), or tell its owner."
             )
         if isinstance(error, errors.HFValidationError):
             return ModelError(
-                f"{what}: not a name of the hub ({error}). Name it as org/name."
+                f"{source}: not a name of the hub ({error}). Name it as org/name."
             )
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:
@@ -417,10 +424,10 @@ class HuggingFaceHub:
                 if status in (401, 403)
                 else "Try again later."
             )
-            return ModelError(f"{what}: the hub answered {status}. {fix}")
+            return ModelError(f"{source}: the hub answered {status}. {fix}")
         reason = (str(error).strip().splitlines() or [""])[0]
         return ModelError(
-            f"{what}: the download was interrupted ({type(error).__name__}: {reason}). What was downloaded "
+            f"{source}: the download was interrupted ({type(error).__name__}: {reason}). What was downloaded "
             "is kept: start again to continue."
         )
 

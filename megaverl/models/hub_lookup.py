@@ -48,9 +48,9 @@ def missing_models(
         revision = config.model.revision if key == "model.path" else None
         if name is None or not is_hub_name(name):
             continue
-        why, is_reached = _why_missing(name, revision, _cache_of(config, name))
-        if why and (is_reached or on_this_machine):
-            issues.append(ConfigIssue(key, f"{name}: {why}", config.place(key)))
+        reason, is_reached = _why_missing(name, revision, _cache_of(config, name))
+        if reason and (is_reached or on_this_machine):
+            issues.append(ConfigIssue(key, f"{name}: {reason}", config.place(key)))
     return issues
 
 

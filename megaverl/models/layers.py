@@ -246,13 +246,13 @@ class BiasedRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no co
     the same bias, and the loss does not depend on it.
     """
 
-    def __init__(self, config: TransformerConfig, **others: Any) -> None:
+    def __init__(self, config: TransformerConfig, **arguments: Any) -> None:
         """Create the router.
 
         Args:
-            others: process groups and further arguments, which differ between versions of megatron-core.
+            arguments: process groups and further arguments, which differ between versions of megatron-core.
         """
-        super().__init__(config=config, **others)
+        super().__init__(config=config, **arguments)
         bias = torch.zeros(config.num_moe_experts, dtype=torch.float32)
         self.expert_bias = nn.Parameter(bias, requires_grad=False)
 

@@ -294,8 +294,8 @@ def _check_needs(overrides: Mapping[str, Any]) -> None:
         platform.is_cuda, lambda name: importlib.util.find_spec(name) is not None
     )
     for name, value in overrides.items():
-        if why := why_not_there("megatron", name, value, machine):
-            raise ModelError(f"megatron.{name}={value} {why}")
+        if reason := why_not_there("megatron", name, value, machine):
+            raise ModelError(f"megatron.{name}={value} {reason}")
 
 
 def _check_parallel_layers(options: Mapping[str, Any]) -> None:

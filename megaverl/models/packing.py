@@ -466,7 +466,7 @@ class MicroBatch:
         )
 
     def _predicting(self) -> Predicting:
-        """Return the place that predicts each response token: that of its predecessor."""
+        """Return the position whose logits predict each response token: the position before it."""
         sample, column = self.response_mask.nonzero(as_tuple=True)
         predecessor = self.prompt_lengths[sample] - 1 + column
         if self.packing is not None:

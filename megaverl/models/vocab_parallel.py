@@ -83,7 +83,7 @@ class Drawn(NamedTuple):
         """
         if self.floor is None:
             return z
-        # [m, columns] bool: what the sampler could not have drawn.
+        # [m, columns] bool: tokens that the sampler could not have drawn.
         out = z < self.floor[:, None]
         # Only where the target is in this shard. Elsewhere `local` points to some other
         # token.
@@ -480,7 +480,7 @@ def vocab_parallel_squared_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log_probs [n] and sum of p^2 over the vocabulary [n], in float32 without gradient.
 
-    Arguments are those of `vocab_parallel_log_probs`.
+    For arguments, see `vocab_parallel_log_probs`.
     """
     distributions = Distributions(rows, index, weight)
     shard = Shard.of(distributions.columns, vocab_size, group)

@@ -260,8 +260,8 @@ def post(address: str, message: Mapping[str, Any], seconds: float | None = None)
     seconds = SECONDS_OF_ONE if seconds is None else seconds
     end = time.monotonic() + seconds
     try:
-        # httpx's timeout applies to each read, and a server may send a byte a minute.
-        # So read in parts.
+        # httpx's timeout applies to each read, and a server may send one byte a minute.
+        # Reading in parts lets the loop check the total time.
         with httpx.stream(
             "POST", address, content=json.dumps(message), headers=JSON, timeout=seconds
         ) as response:

@@ -326,7 +326,7 @@ def check_backends(
 
 
 def make_backend(name: str, info: RunInfo) -> Backend:
-    """Make a tracker by its name, or one of the user, given as module:object or file.py:object.
+    """Create a tracker from its name, or from a user's class given as module:object or file.py:object.
 
     Raises:
         ConfigError: there is no tracker of this name.

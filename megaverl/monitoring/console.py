@@ -278,9 +278,9 @@ def redirect_output(log_dir: str | os.PathLike[str], rank: int) -> Console:
     """Redirect all output of this process, also from C++, to `log_dir`/rank_N.log; return a console for the terminal.
 
     An uncaught exception also appears on the terminal: a MegaverlError as its message,
-    others as their last line with the name of the log that has the traceback. So does a
-    crash in native code. Loggers and streams that were made earlier follow, since the
-    file descriptors themselves are redirected.
+    others as their last line with the name of the log that has the traceback. A crash
+    in native code appears too. Loggers and streams that were made earlier follow,
+    since the file descriptors themselves are redirected.
     """
     # Absolute: user code may change the working folder later.
     log = Path(log_dir, f"rank_{rank}.log").absolute()

@@ -104,12 +104,12 @@ class SuiteResult:
         for prompt in self.prompts:
             if prompt.is_scored:
                 scores = prompt.scores
-                own = {
+                metrics = {
                     "avg": lambda s: s.average,
                     "maj": lambda s: s.majority(k),
                     "pass": lambda s: s.passed(k),
                 }
-                values[prompt.prompt_id] = own[kind](scores)
+                values[prompt.prompt_id] = metrics[kind](scores)
         return values
 
     def estimate(self, metric: str, confidence: float = CONFIDENCE) -> Estimate:

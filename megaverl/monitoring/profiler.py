@@ -157,11 +157,11 @@ class Profiler:
             ProfilerActivity.CPU,
             *([ProfilerActivity.CUDA] if _has_gpu() else []),
         ]
-        asked = {
+        options = {
             key: getattr(self._chosen, key)
             for key in ("record_shapes", "with_stack", "profile_memory")
         }
-        profiler = profile(activities=activities, **asked)
+        profiler = profile(activities=activities, **options)
         profiler.start()
         yield
         profiler.stop()
@@ -309,13 +309,13 @@ def write_step_trace(
         )
     stages: dict[int, list[dict[str, Any]]] = {}
     traces: dict[int, list[dict[str, Any]]] = {}
-    others: list[Path] = []
+    other_files: list[Path] = []
     for path in sorted(step_folder(run_dir, step).glob("rank_*")):
         match = _FILE.fullmatch(path.name)
         if match is None:
             # Collectives are shown as a table, see `collective_lines`.
             if not _COLLECTIVES.fullmatch(path.name):
-                others.append(path)
+                other_files.append(path)
             continue
         rank = int(match[1])
         if match[2] == "stages":
@@ -352,7 +352,7 @@ def write_step_trace(
     part = output.with_name(output.name + ".part")
     part.write_bytes(gzip.compress(text, 5) if output.suffix == ".gz" else text)
     os.replace(part, output)
-    return output, others
+    return output, other_files
 
 
 def collective_lines(run_dir: Path, step: int | None = None) -> list[str]:

@@ -131,7 +131,7 @@ class Stragglers:
         like: ranks with the same value do the same work.
         every: steps between comparisons. A GPU's kernels are measured in the last step before one.
         name: returns a rank's name for messages.
-        say: shows a message to the user.
+        log: shows a message to the user.
     """
 
     def __init__(
@@ -142,10 +142,10 @@ class Stragglers:
         *,
         group: dist.ProcessGroup | None = None,
         name: Callable[[int], str] = "rank {}".format,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> None:
         self._meter, self._like, self._every, self._group = meter, like, every, group
-        self._name, self._say = name, say
+        self._name, self._say = name, log
 
     def begin(self, step: int) -> None:
         """Prepare for a step, counted from 0."""
@@ -180,7 +180,7 @@ class Stragglers:
 
 
 def _slowest(reports: Sequence[tuple[str, Work]]) -> list[Slow]:
-    """Return the slow ranks and in any case the slowest one first, from all ranks' reports."""
+    """Return the slow ranks, slowest first; if none is slow, only the slowest rank."""
     ranks = slowness([like for like, _ in reports], [work for _, work in reports])
     return [
         rank for number, rank in enumerate(ranks) if not number or rank.score < SCORE
@@ -218,29 +218,34 @@ def _compare_alike(works: Mapping[int, Work]) -> Iterator[Slow]:
         worst = max(lost, key=lambda stage: lost[stage], default=None)
         if worst is None:
             continue
-        rank_seconds, others = seconds[worst][rank], usual[worst]
+        rank_seconds, usual_seconds = seconds[worst][rank], usual[worst]
         # A short stage varies much by chance; a rank only counts as slow if it loses a
         # noticeable share of the whole work.
         score = (
-            min(1.0, others / rank_seconds)
+            min(1.0, usual_seconds / rank_seconds)
             if rank_seconds > 0 and lost[worst] > least
             else 1.0
         )
-        yield Slow(rank, score, worst, rank_seconds, others)
+        yield Slow(rank, score, worst, rank_seconds, usual_seconds)
 
 
 def _seconds(
     of_ranks: Mapping[int, Mapping[str, tuple[float, float]]],
 ) -> dict[int, float]:
     """Return rank -> seconds for the same number of the same calls."""
-    common = set.intersection(*(set(things) for things in of_ranks.values()))
+    common = set.intersection(*(set(operations) for operations in of_ranks.values()))
     calls = {
-        thing: median_low([things[thing][1] for things in of_ranks.values()])
-        for thing in common
+        operation: median_low(
+            [operations[operation][1] for operations in of_ranks.values()]
+        )
+        for operation in common
     }
     seconds = {}
-    for rank, things in of_ranks.items():
+    for rank, rank_operations in of_ranks.items():
         # Sorted: the order of a set differs between processes, and with it the last bit
         # of a sum.
-        seconds[rank] = sum(things[thing][0] * calls[thing] for thing in sorted(common))
+        seconds[rank] = sum(
+            rank_operations[operation][0] * calls[operation]
+            for operation in sorted(common)
+        )
     return seconds

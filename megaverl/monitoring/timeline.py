@@ -262,7 +262,7 @@ def total_received(metrics: Mapping[str, float]) -> dict[str, float]:
 def _monotonic_to_wall_ns() -> int:
     """Return the offset from `time.perf_counter_ns` to nanoseconds since 1970, which other ranks and recorders use.
 
-    Of several readings, the one in which the least time passed is used, as the process
+    The fastest of several readings is used, because the process
     may lose its processor within one.
     """
     readings = []

@@ -180,7 +180,7 @@ class Tracker:
         return Queued(
             name,
             lambda: make_backend(name, info),
-            lambda why: self._warn(f"the tracker {name!r}: {why}"),
+            lambda reason: self._warn(f"the tracker {name!r}: {reason}"),
         )
 
 
@@ -283,13 +283,13 @@ class Queued:
             where = "could not start" if step is None else f"failed at step {step}"
             self._leave_out(f"{where}, it is left out now: {describe(error)}")
 
-    def _leave_out(self, why: str) -> None:
+    def _leave_out(self, reason: str) -> None:
         # Both the thread and a caller may notice the failure. Only the first one
         # reports it.
         with self._lock:
             is_known, self.works = not self.works, False
         if not is_known:
-            self._failed(why)
+            self._failed(reason)
 
 
 # Component -> distributions that may provide it. The CPU build of vLLM has another

@@ -32,25 +32,25 @@ class Shortage:
     """A phase, or the KV cache, that needs more memory than a GPU has.
 
     Attributes:
-        what: the phase of the step, or "KV cache".
+        phase: the phase of the step, or "KV cache".
         rank: the rank that needs most.
         needed, available: bytes.
     """
 
-    what: str
+    phase: str
     rank: int
     needed: float
     available: float
 
     def __str__(self) -> str:
         over = (self.needed - self.available) / GB
-        if self.what == "KV cache":
+        if self.phase == "KV cache":
             return (
                 f"KV cache: {self.available / GB:.2f} GB are left for it, {over:.2f} GB less than one sequence of "
                 "full length needs"
             )
         return (
-            f"{self.what}: rank {self.rank} needs {self.needed / GB:.1f} GB of {self.available / GB:.1f}, "
+            f"{self.phase}: rank {self.rank} needs {self.needed / GB:.1f} GB of {self.available / GB:.1f}, "
             f"{over:.1f} GB too much"
         )
 
@@ -80,14 +80,14 @@ class Advice:
 
 
 def shortages(
-    job: PlannedJob, memory: list[RankMemory], room: float = 1.0
+    job: PlannedJob, memory: list[RankMemory], memory_factor: float = 1.0
 ) -> list[Shortage]:
     """List every phase in which a rank needs more memory than its GPU has, and a KV cache too small for one sequence.
 
     Args:
-        room: fraction of each GPU's memory that may be used.
+        memory_factor: fraction of each GPU's memory that may be used.
     """
-    shortages_found, available = [], room * job.machine.memory
+    shortages_found, available = [], memory_factor * job.machine.memory
     for phase in phases_of(memory):
         worst = max(memory, key=lambda rank: rank.phases.get(phase, 0.0))
         if worst.phases[phase] > available:
@@ -117,13 +117,13 @@ def advise(job: PlannedJob) -> Advice:
     """
     singles = list(_candidates(job))
     tried = 0
-    for together in range(1, MOST_TOGETHER + 1):
+    for num_settings in range(1, MOST_TOGETHER + 1):
         # Two values of one key exclude each other, so a combination names each key
         # once.
         choices = [
             c
-            for c in combinations(singles, together)
-            if len({_subject(s) for _, s in c}) == together
+            for c in combinations(singles, num_settings)
+            if len({_subject(s) for _, s in c}) == num_settings
         ]
         for choice in sorted(choices, key=lambda c: sum(cost for cost, _ in c)):
             if tried == MOST_TRIED:
@@ -131,13 +131,13 @@ def advise(job: PlannedJob) -> Advice:
             tried += 1
             settings = tuple(setting for _, setting in choice)
             try:
-                other = with_settings(job, settings)
-                memory = MemoryModel(other).ranks(other.stage_ranks())
+                changed_job = with_settings(job, settings)
+                memory = MemoryModel(changed_job).ranks(changed_job.stage_ranks())
             except (ConfigError, RolloutError):
                 # The grid does not divide the world or the model, or vLLM cannot build
                 # this engine.
                 continue
-            if not shortages(other, memory):
+            if not shortages(changed_job, memory):
                 return Advice(settings, tried, max(rank.peak for rank in memory))
     return Advice((), tried)
 
@@ -152,11 +152,11 @@ def _candidates(job: PlannedJob) -> Iterator[tuple[float, Setting]]:
     share = round(
         float(config.rollout.vllm.get("gpu_memory_utilization", UTILIZATION)) * 100
     )
-    for other in range(20, 96, 5):
-        if other != share:
+    for percent in range(20, 96, 5):
+        if percent != share:
             yield (
-                1.0 + abs(other - share) / 20,
-                ("rollout.vllm.gpu_memory_utilization", other / 100),
+                1.0 + abs(percent - share) / 20,
+                ("rollout.vllm.gpu_memory_utilization", percent / 100),
             )
     tokens, steps = actor.micro_batch_tokens, 0
     while tokens > config.max_tokens:

@@ -344,13 +344,15 @@ def make_buffer(
         place = _up(place, align)
         # megatron-core gives a shared embedding a bucket of its own, so that its
         # gradients can be summed across stages.
-        alone = parameter.is_shared_embedding and options.distributed
-        if alone and is_open:
+        has_own_bucket = parameter.is_shared_embedding and options.distributed
+        if has_own_bucket and is_open:
             place = close(place)
         ranges.append((place, place + parameter.numel))
         place += parameter.numel
         is_open = True
-        if alone or (bucket_size is not None and place - bucket_start >= bucket_size):
+        if has_own_bucket or (
+            bucket_size is not None and place - bucket_start >= bucket_size
+        ):
             place = close(place)
     if is_open:
         close(place)

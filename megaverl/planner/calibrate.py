@@ -162,8 +162,8 @@ class Probe:
         measured = self.measured[name]
         # A single rank waits for no other, so its processor time is its time without
         # other programs' disturbance.
-        alone = hardware.cores is not None and len(operator.ranks) == 1
-        return (measured.work if alone else measured.seconds) - operator.seconds
+        is_single = hardware.cores is not None and len(operator.ranks) == 1
+        return (measured.work if is_single else measured.seconds) - operator.seconds
 
 
 def sampling(engine: str, tokens: int) -> list[str]:
@@ -264,7 +264,7 @@ def fit(hardware: Hardware, probes: Sequence[Probe]) -> Hardware:
     """Fit the overheads of a description to the steps of three probes: few layers, many layers, tensor-parallel.
 
     Elementwise work is fitted to scoring passes. The cost of a kernel is fitted to the
-    difference between few and many layers in decoding. What remains becomes overheads
+    difference between few and many layers in decoding. The remainder becomes overheads
     of a sample, a token, an update and a step. The latency of a message is fitted to
     the tensor-parallel steps.
     """
@@ -307,18 +307,21 @@ def fit(hardware: Hardware, probes: Sequence[Probe]) -> Hardware:
 
 
 def _settled(
-    hardware: Hardware, field: str, lacking: Callable[[Hardware], float], sign: int = 1
+    hardware: Hardware,
+    field: str,
+    shortfall: Callable[[Hardware], float],
+    sign: int = 1,
 ) -> Hardware:
     """Return the description with `field` set so that the prediction matches the measurement, found by bisection.
 
     Args:
-        lacking: seconds that the prediction lacks; negative if it is too long.
+        shortfall: seconds that the prediction lacks; negative if it is too long.
         sign: 1 if a larger value makes the prediction slower, otherwise -1.
     """
     low, high = (math.log(max(limit, LEAST)) for limit in RANGES[field])
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        too_slow = lacking(_with(hardware, **{field: math.exp(middle)})) < 0
+        too_slow = shortfall(_with(hardware, **{field: math.exp(middle)})) < 0
         low, high = (low, middle) if too_slow == (sign > 0) else (middle, high)
     return _with(hardware, **{field: math.exp(high)})
 
@@ -347,11 +350,12 @@ def main() -> None:
     }
     best = max(flops / seconds for flops, seconds in rates["products"])
     rates["dtypes"] = {str(dtype).removeprefix("torch."): 1.0}
-    for other in (torch.float32, torch.bfloat16):
-        name = str(other).removeprefix("torch.")
+    for further_dtype in (torch.float32, torch.bfloat16):
+        name = str(further_dtype).removeprefix("torch.")
         if name not in rates["dtypes"]:
             rates["dtypes"][name] = (
-                max(f / s for f, s in _products(device, other, large=True)) / best
+                max(f / s for f, s in _products(device, further_dtype, large=True))
+                / best
             )
     size = 64 * 2**20 if device.type == "cuda" else 8 * 2**20
     whole = torch.ones(size, device=device)
@@ -426,7 +430,7 @@ def _messages(device: Any) -> dict[str, float]:
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     small, large = torch.ones(2**13, device=device), torch.ones(2**21, device=device)
-    reduce, other = torch.distributed.all_reduce, rank ^ 1
+    reduce, peer = torch.distributed.all_reduce, rank ^ 1
     rows = torch.randn(128, 256, device=device)
 
     def work() -> None:
@@ -434,11 +438,11 @@ def _messages(device: Any) -> dict[str, float]:
             rows @ rows.T
 
     def there_and_back() -> None:
-        for sends in (rank < other, rank > other):
-            if other < world:
+        for sends in (rank < peer, rank > peer):
+            if peer < world:
                 torch.distributed.send(
-                    small, other
-                ) if sends else torch.distributed.recv(small, other)
+                    small, peer
+                ) if sends else torch.distributed.recv(small, peer)
 
     def together() -> None:
         work()

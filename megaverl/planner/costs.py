@@ -251,7 +251,7 @@ class ModelCosts:
         tokens = batch.tokens / grid.cp
         products = self._attention_products(tokens, tp)
         attention = self._attention(batch.pairs / (grid.cp * tp))
-        beside = self.elementwise(tokens, tp, sequence_parallel=sequence_parallel)
+        elementwise = self.elementwise(tokens, tp, sequence_parallel=sequence_parallel)
         hidden = size * tokens * spec.hidden_size
         # Two all-gathers and two reduce-scatters, or two all-reduces, which move as
         # many bytes.
@@ -263,32 +263,32 @@ class ModelCosts:
         if is_moe and spec.moe is not None:
             expert, moved, away = self._experts(tokens, grid)
             products += expert
-            beside += moved
+            elementwise += moved
             wait += away
             # A GPU computes all experts in one grouped product.
             kernels += EXPERT_KERNELS if self.hardware.cores else 8
         else:
             products += self._mlp(tokens, spec.ffn_hidden_size / tp)
-            beside += self.moved(size * tokens * 5 * spec.ffn_hidden_size / tp)
+            elementwise += self.moved(size * tokens * 5 * spec.ffn_hidden_size / tp)
         launches = kernels * self.kernel
         backward_factor = self.hardware.backward_factor
-        forward = products + attention + beside + launches
+        forward = products + attention + elementwise + launches
         # The backward pass has two products for each of the forward pass: for the
         # inputs and for the weights.
         backward = (
             2 * products
             + FLASH_BACKWARD * attention
-            + backward_factor * (beside + launches)
+            + backward_factor * (elementwise + launches)
         )
         nbytes = self._context_bytes(tokens, grid)
         ring = self.links.gather(nbytes, grid.cp, tp)
         # On a CPU, keys and values are gathered first, and attention then runs in two
         # parts.
         if self.hardware.cores is not None and grid.cp > 1:
-            again = CONTEXT_KERNELS * self.kernel + self.moved(4 * nbytes)
+            recomputed = CONTEXT_KERNELS * self.kernel + self.moved(4 * nbytes)
             return LayerPasses(
-                Duration(forward + again, wait + ring),
-                Duration(backward + backward_factor * again, wait + ring),
+                Duration(forward + recomputed, wait + ring),
+                Duration(backward + backward_factor * recomputed, wait + ring),
             )
         # On a GPU the ring runs beside attention. The backward pass sends keys, values
         # and their gradients.
@@ -339,15 +339,15 @@ class ModelCosts:
         recompute: Recompute,
     ) -> LayerPasses:
         """Return the passes with the part of the forward pass that the backward pass repeats under recomputation."""
-        again = Duration()
+        recomputed = Duration()
         if recompute.granularity == "full":
-            again = passes.forward
+            recomputed = passes.forward
         elif "core_attn" in recompute.modules:
-            again = Duration(self._attention(batch.pairs / (grid.cp * grid.tp)))
+            recomputed = Duration(self._attention(batch.pairs / (grid.cp * grid.tp)))
         if {"mlp", "moe"} & set(recompute.modules):
             # An MLP, or its experts, is about 60 % of a layer's forward pass.
-            again = again + passes.forward * 0.6
-        return LayerPasses(passes.forward, passes.backward + again)
+            recomputed = recomputed + passes.forward * 0.6
+        return LayerPasses(passes.forward, passes.backward + recomputed)
 
     def flops(self, tokens: float, pairs: float) -> float:
         """Return the operations of a forward pass over all ranks as MFU counts them, without recomputation."""

@@ -93,7 +93,7 @@ class LengthDistribution:
             longest: the limit, `rollout.sampling.max_tokens`.
             spread: standard deviation of the logarithm of the others.
             at_limit: share of the responses that run to the limit: 1 - `rollout/finished_fraction` of a run. None:
-                what a log-normal distribution of this mean has above the limit, and at least `SHARE_AT_LIMIT`.
+                the part of a log-normal distribution of this mean above the limit, and at least `SHARE_AT_LIMIT`.
 
         Raises:
             ConfigError: responses at the limit alone would have a larger mean.
@@ -129,8 +129,10 @@ class LengthDistribution:
                 low = middle
             else:
                 high = middle
-        found = [max(1.0, length) for length in lengths(high)]
-        return cls(prompt, tuple(found[:BUCKETS]), tuple(found[BUCKETS:]))
+        bucket_lengths = [max(1.0, length) for length in lengths(high)]
+        return cls(
+            prompt, tuple(bucket_lengths[:BUCKETS]), tuple(bucket_lengths[BUCKETS:])
+        )
 
     @classmethod
     def measured(
@@ -217,7 +219,7 @@ def _quantile(
     if share >= 1 - at_limit:
         return longest
     normal = NormalDist()
-    # Of the log-normal distribution, only the part below the limit is left.
+    # The limit cuts the log-normal distribution off: only the part below it is left.
     kept = normal.cdf(math.log(longest / median) / spread)
     place = share / (1 - at_limit) * kept
     if place <= 0:
@@ -385,11 +387,11 @@ class EngineCosts:
         more = rollout.partial.over_sample
         of_group = lengths.longest_of(group)
         running = min(self.most, more * sequences * lengths.response / of_group)
-        one = self.step(max(1.0, running), lengths.prompt + lengths.age)
+        decode_step = self.step(max(1.0, running), lengths.prompt + lengths.age)
         steps = max(of_group / more, sequences * lengths.response / max(1.0, running))
         longest = lengths.longest_of(sequences * job.rollout.num_engines)
         oldest = longest / (rollout.max_staleness + 1)
-        return one * max(steps, oldest)
+        return decode_step * max(steps, oldest)
 
     def _thin(
         self,

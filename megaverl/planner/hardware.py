@@ -172,11 +172,11 @@ class Hardware:
         """True if a rank is a GPU, False if it is a process on cores that all ranks of a node share."""
         return self.cores is None
 
-    def machine(self, **given: Any) -> Machine:
+    def machine(self, **overrides: Any) -> Machine:
         """Return the `Machine` with which the planner counts memory and bytes.
 
         Args:
-            given: fields that the user has set, which override the description.
+            overrides: fields that the user has set, which override the description.
         """
         described = {
             "gpus_per_node": self.ranks_per_node,
@@ -186,7 +186,7 @@ class Hardware:
             "hbm": self.memory_gb_s * GB,
             "on_gpus": self.on_gpus,
         }
-        return Machine(**described | given)
+        return Machine(**described | overrides)
 
     def peak(self, dtype: str) -> float:
         """Return the peak of matrix products in floating-point operations a second.

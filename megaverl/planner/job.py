@@ -286,13 +286,13 @@ class PlannedJob:
 
 
 def find_spec(
-    config: Config, model_config: str | None = None, *, beside: str | None = None
+    config: Config, model_config: str | None = None, *, fallback: str | None = None
 ) -> ModelSpec:
     """Read the model that a plan is for, from `--model-config`, the model folder, or the recipe's `model.config`.
 
     Args:
         model_config: `--model-config`.
-        beside: path of the recipe, which its `model.config` is relative to.
+        fallback: path of the recipe, which its `model.config` is relative to.
 
     Raises:
         ConfigError: none of them exists, or the file cannot be read.
@@ -305,7 +305,7 @@ def find_spec(
     elif config.model.config is not None:
         spec = _read_spec(
             "model.config",
-            Path(beside or "").parent / config.model.config,
+            Path(fallback or "").parent / config.model.config,
             config.actor.engine,
         )
     else:

@@ -537,10 +537,10 @@ class MemoryModel:
                 )
             train, score = train + head_train, score + head_score
         if role.shards is not None:
-            beside = (self._gathered(role, train) for train in (True, False))
+            gathered_sizes = (self._gathered(role, train) for train in (True, False))
             train, score = (
                 kept + gathered
-                for kept, gathered in zip((train, score), beside, strict=True)
+                for kept, gathered in zip((train, score), gathered_sizes, strict=True)
             )
         return train, score
 

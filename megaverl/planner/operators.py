@@ -230,11 +230,11 @@ def operations(load: StepLoad) -> list[Operation]:
                 )
             )
             needs.append(name)
-    alone = Duration(hardware.step_ms * 1e-3) + _exchanged(load, job.actor)
-    ranks, work = job.actor.ranks, alone.work(hardware) * len(job.actor.ranks)
+    own_time = Duration(hardware.step_ms * 1e-3) + _exchanged(load, job.actor)
+    ranks, work = job.actor.ranks, own_time.work(hardware) * len(job.actor.ranks)
     planned.append(
         _operation(
-            load, "advantages", "actor", ranks, tuple(needs), alone.seconds, work
+            load, "advantages", "actor", ranks, tuple(needs), own_time.seconds, work
         )
     )
     for name, role, kind in scored(job):
@@ -353,8 +353,8 @@ def _operation(
 ) -> Operation:
     """Return an operator with the overhead that every operator has; on shared cores, with the time that they need."""
     job, hardware = load.job, load.hardware
-    beside = hardware.operator_ms * 1e-3
-    seconds, work = seconds + beside, work + beside * len(ranks)
+    overhead = hardware.operator_ms * 1e-3
+    seconds, work = seconds + overhead, work + overhead * len(ranks)
     if hardware.cores is not None:
         nodes = len({rank // hardware.ranks_per_node for rank in ranks})
         longer = max(seconds, work / (hardware.cores * nodes))
@@ -403,14 +403,14 @@ def _over_samples(
         for stage in stages
     ]
     per_stage = len(role.ranks) // role.grid.pp
-    beside = load.hardware.micro_batch_ms * 1e-3 * number * (2 if update else 1)
+    overhead = load.hardware.micro_batch_ms * 1e-3 * number * (2 if update else 1)
     hops = number * (role.grid.pp - 1) * (2 if update else 1)
     work = (
         sum(busy)
-        + beside * role.grid.pp
+        + overhead * role.grid.pp
         + hops * Duration(wait=hop).work(load.hardware)
     ) * per_stage
-    span += beside
+    span += overhead
     offload = _offloaded(load, role) if update else 0.0
     if not update:
         return span + offload, work, _ranked(role, lanes)
@@ -450,13 +450,13 @@ def micro_batches(load: StepLoad, role: Role, parts: int) -> tuple[MicroBatchLoa
     config, lengths = load.job.config, load.lengths
     ranks = role.grid.dp * role.islands
     samples = load.samples / (parts * ranks)
-    together = (
+    samples_per_row = (
         min(config.algorithm.group_size, samples) if role.config.pack_samples else 1.0
     )
     shares_prompts = role.config.pack_samples and (
         role.grid.cp == 1 or load.hardware.cores is not None
     )
-    once = together if shares_prompts else 1.0
+    once = samples_per_row if shares_prompts else 1.0
     tokens = samples * (lengths.response + lengths.prompt / once)
     pairs = samples * (lengths.pairs - lengths.prompt**2 / 2 * (1 - 1 / once))
     longest = lengths.prompt + lengths.longest_of(load.samples / parts)

@@ -114,7 +114,7 @@ def _step(axes: Axes, capacity: Capacity) -> list[int]:
     } | {MORE: PALE}
     for number, bars in enumerate(list(rows.values())[:MOST_LANES]):
         for label, begin, end in bars:
-            # Points, as these may take no time.
+            # An outline keeps phases visible that take almost no time.
             width = 1.5 if label in ("sleep", "wake") else 0
             paint: dict[str, Any] = {
                 "color": colours[label],
@@ -200,7 +200,7 @@ def _placement(axes: Axes, capacity: Capacity) -> None:
         _edges(axes, range(1, width), range(1, nodes), "white")
         return
     for kind, name in enumerate(kinds):
-        held = [rank for rank, other in enumerate(kind_of) if other == kind]
+        held = [rank for rank, rank_kind in enumerate(kind_of) if rank_kind == kind]
         first, last = held[0] // width, held[-1] // width
         text = f"{name}: nodes {first}-{last}\n{len(held):,} ranks"
         middle = (first + last) / 2

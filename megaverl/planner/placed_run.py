@@ -49,8 +49,8 @@ def derive_share(job: PlannedJob) -> float | None:
         depends = (
             shortage
             for shortage in missing
-            if shortage.what != "KV cache"
-            and (not sleeps or shortage.what in OF_ENGINE)
+            if shortage.phase != "KV cache"
+            and (not sleeps or shortage.phase in OF_ENGINE)
         )
         over = max(
             (shortage.needed - shortage.available for shortage in depends), default=0.0
@@ -101,8 +101,11 @@ def with_engine_share(config: Config, placement: ResolvedPlacement) -> Config:
 
 
 def _with_unknown_share(config: Config) -> Config:
-    why = f"rollout.vllm.{SHARE}: {UNKNOWN:.2f}, as other roles share its GPUs and the planner cannot count this model"
-    return config.with_vllm({SHARE: UNKNOWN}, why)
+    reason = (
+        f"rollout.vllm.{SHARE}: {UNKNOWN:.2f}, as other roles share its GPUs and the planner cannot "
+        "count this model"
+    )
+    return config.with_vllm({SHARE: UNKNOWN}, reason)
 
 
 def placed_job(

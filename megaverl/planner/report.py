@@ -613,8 +613,8 @@ def _step(capacity: Capacity) -> Iterator[str]:
     on_path = dict(prediction.critical_path)
     for phase in prediction.phases:
         share = on_path.get(phase.name, 0.0) / prediction.step_seconds
-        beside = f"{share:>7.0%} of the step" if share else "   beside other operators"
-        yield f"  {phase.name:<16}{phase.begin:>10.2f} to{phase.end:>9.2f} s{beside}"
+        remark = f"{share:>7.0%} of the step" if share else "   beside other operators"
+        yield f"  {phase.name:<16}{phase.begin:>10.2f} to{phase.end:>9.2f} s{remark}"
     yield "  critical path: " + ", ".join(
         f"{name} {seconds:.2f} s" for name, seconds in prediction.critical_path
     )

@@ -3,7 +3,7 @@ workspaces of matrix products, graphs.
 
 Sizes are those of Hopper GPUs with NVSwitch, and of the versions of
 `requirements/cuda-py312.lock`: NCCL 2.29.7, Transformer Engine 2.20 (read at 2.18),
-torch 2.13, vLLM 0.32. Each constant names its source. Those marked "measured" are
+torch 2.13, vLLM 0.32. Each constant names its source. Sizes marked "measured" are
 published measurements; the others follow from source code.
 """
 
@@ -163,7 +163,7 @@ def nccl_bytes(job: PlannedJob, rank: int, peers: Collection[int]) -> int:
     if rank in job.rollout.ranks:
         first = job.rollout.ranks.index(rank) // job.rollout.tp * job.rollout.tp
         engine = job.rollout.ranks[first : first + job.rollout.tp]
-        # Of vLLM's own: tensor parallelism, and experts.
+        # vLLM has groups of its own: one for tensor parallelism and one for experts.
         groups = 2 if job.spec.moe is not None else 1
         total += groups * collective_bytes(engine, rank, job)
     if peers:

@@ -73,7 +73,7 @@ class Choice:
     def grid(self) -> str:
         """The grids of the actor, of roles with a grid of their own, and of the engines."""
         job = self.job
-        others = [
+        grids = [
             f"{role.name} {role.grid}"
             for role in job.roles[1:]
             if role.grid != job.actor.grid
@@ -84,7 +84,7 @@ class Choice:
             else f" on {len(job.rollout.ranks)} ranks of their own"
         )
         return ", ".join(
-            [str(job.actor.grid), *others, f"engines tp{job.rollout.tp}{away}"]
+            [str(job.actor.grid), *grids, f"engines tp{job.rollout.tp}{away}"]
         )
 
     def worse_than(self, best: Choice) -> str:
@@ -273,7 +273,7 @@ class LayoutSearch:
         least that engine's best rollout and the rest of the step; this bound orders the
         heap until the step itself is predicted.
         """
-        first, *others = group
+        first, *variants = group
         base = self._push(waiting, first)
         if base is None:
             return
@@ -284,31 +284,31 @@ class LayoutSearch:
             - prediction.seconds_of("rollout")
             - prediction.seconds_of("reshard")
         )
-        for other in others:
-            other.rung = first.rung
+        for variant in variants:
+            variant.rung = first.rung
             if not job.placement.is_colocated:
-                self._push(waiting, other)
+                self._push(waiting, variant)
                 continue
-            key = key_of(other.engine)
+            key = key_of(variant.engine)
             if key in self._rollout_seconds:
                 heapq.heappush(
                     waiting,
                     (
                         rest + self._rollout_seconds[key],
-                        key_of(other.settings),
-                        other,
+                        key_of(variant.settings),
+                        variant,
                         job,
                         None,
                     ),
                 )
             # The first training layout that works with an engine gives its rollout time
             # for all others.
-            elif self._push(waiting, other) is not None:
-                at_best = other.rungs[other.rung] | other.engine
-                alone = self._job(at_best)
-                if alone is not None:
+            elif self._push(waiting, variant) is not None:
+                at_best = variant.rungs[variant.rung] | variant.engine
+                single_job = self._job(at_best)
+                if single_job is not None:
                     self._rollout_seconds[key] = self._predict(
-                        alone, at_best
+                        single_job, at_best
                     ).seconds_of("rollout")
 
     def _push(self, waiting: list[_Entry], candidate: _Candidate) -> _Entry | None:
@@ -391,9 +391,11 @@ class LayoutSearch:
             for _, _, settings, job, prediction in sorted(
                 tried, key=lambda entry: entry[:2]
             )[:4]:
-                other, _ = self._counted(_Candidate([settings], {}), job, prediction)
-                if other is not None:
-                    choice = other
+                candidate, _ = self._counted(
+                    _Candidate([settings], {}), job, prediction
+                )
+                if candidate is not None:
+                    choice = candidate
                     break
         return choice
 
@@ -442,18 +444,18 @@ class LayoutSearch:
         if missing and self.further and self._only_engine(missing):
             # Only the engine's share is too large: reduce it by what is missing instead
             # of giving up the training settings.
-            over = max(lacking.needed - lacking.available for lacking in missing)
+            over = max(shortage.needed - shortage.available for shortage in missing)
             share = (
                 float(job.config.rollout.vllm.get("gpu_memory_utilization", 0.92))
                 - over / self.machine.memory
             )
             fitting = next(
-                (lacking for lacking in SHARES if lacking <= 100 * share), None
+                (percent for percent in SHARES if percent <= 100 * share), None
             )
-            other = self._job(settings | {SHARE: fitting / 100}) if fitting else None
-            if other is None:
+            reduced = self._job(settings | {SHARE: fitting / 100}) if fitting else None
+            if reduced is None:
                 return None, False
-            settings, job = settings | {SHARE: (fitting or 0) / 100}, other
+            settings, job = settings | {SHARE: (fitting or 0) / 100}, reduced
             memory = MemoryModel(job).ranks(job.stage_ranks())
             missing, prediction = (
                 shortages(job, memory, ROOM),
@@ -468,7 +470,7 @@ class LayoutSearch:
     @staticmethod
     def _only_engine(missing: Sequence[Any]) -> bool:
         return all(
-            shortage.what in ("generate", "engine start", "reshard")
+            shortage.phase in ("generate", "engine start", "reshard")
             for shortage in missing
         )
 

@@ -72,13 +72,13 @@ def layer_split(
     return split
 
 
-def _divide(number: int, parts: int, role: str, things: str) -> None:
+def _divide(number: int, parts: int, role: str, plural: str) -> None:
     if (number % parts if parts else number) or number < 0:
         fits = ", ".join(
             str(size) for size in range(1, max(number, 0) + 1) if number % size == 0
         )
         raise GridError(
-            f"{role}.pp: {number} {things} cannot be divided over {parts}. Sizes that fit: {fits or 'none'}."
+            f"{role}.pp: {number} {plural} cannot be divided over {parts}. Sizes that fit: {fits or 'none'}."
         )
 
 
@@ -163,12 +163,12 @@ def _one_forward_one_backward(
         for stage in range(size):
             while place[stage] < len(orders[stage]):
                 forward, n = orders[stage][place[stage]]
-                other = stage - 1 if forward else stage + 1
+                neighbour = stage - 1 if forward else stage + 1
                 ready = 0.0
-                if 0 <= other < size:
-                    if (forward, n, other) not in done:
+                if 0 <= neighbour < size:
+                    if (forward, n, neighbour) not in done:
                         break
-                    ready = done[forward, n, other] + hop
+                    ready = done[forward, n, neighbour] + hop
                 begin = max(free[stage], ready)
                 free[stage] = done[forward, n, stage] = (
                     begin + stages[stage][0 if forward else 1]
@@ -343,7 +343,11 @@ def attention_bytes(
 
 
 def keys_per_token(
-    tokens: int, shared: int, own: int, group_size: int, conversations: float = 1.0
+    tokens: int,
+    shared: int,
+    own_tokens: int,
+    group_size: int,
+    conversations: float = 1.0,
 ) -> float:
     """Return the keys that attention reads per token of a packed row that holds shared tokens once.
 
@@ -356,15 +360,15 @@ def keys_per_token(
     Args:
         tokens: tokens of the row, which holds as many of a group's samples as fit.
         shared: tokens that all samples of a group have in common.
-        own: further tokens of each sample.
+        own_tokens: further tokens of each sample.
         conversations: conversations of an episode.
     """
     # Conversation i of c has i/c of the longest one's keys, and adds 1/c of its tokens.
     of_turns = (conversations + 1) / 2
-    samples = min(group_size, (tokens - shared) // own)
+    samples = min(group_size, (tokens - shared) // own_tokens)
     if samples < 2:
         return of_turns
-    of_prompt = samples * (shared + own) / (shared + samples * own)
+    of_prompt = samples * (shared + own_tokens) / (shared + samples * own_tokens)
     return max(of_prompt, of_turns)
 
 
@@ -435,12 +439,12 @@ def stage_bytes(shape: LayerShape, load: StageLoad, recompute: Recompute) -> flo
         }
         per_token = load.num_dense * kept[False] + load.num_moe * kept[True]
         # The backward pass recomputes one layer at a time, so the largest one counts.
-        again = 0.0
+        recomputed = 0.0
         if load.num_dense:
-            again = max(again, full[False] - kept[False])
+            recomputed = max(recomputed, full[False] - kept[False])
         if load.num_moe:
-            again = max(again, full[True] - kept[True])
-        return load.tokens * (load.micro_batches * per_token + again) + backward
+            recomputed = max(recomputed, full[True] - kept[True])
+        return load.tokens * (load.micro_batches * per_token + recomputed) + backward
     inputs = size * spec.hidden_size / shape.replicated
     largest = full[True] if load.num_moe else full[False]
     if recompute.method == "block":

@@ -79,7 +79,7 @@ class Watch(threading.Thread):
         """Sample the processors' busy time until `end`, and subtract that of the command and its children."""
         import psutil
 
-        before, busy, others = dict[int, float](), _busy_seconds(), 0.0
+        before, busy, other_seconds = dict[int, float](), _busy_seconds(), 0.0
         while not self._done.wait(WATCH_SECONDS):
             by_process, now = dict[int, float](), _busy_seconds()
             with suppress(psutil.NoSuchProcess):
@@ -91,9 +91,9 @@ class Watch(threading.Thread):
             run_seconds = sum(
                 seconds - before.get(pid, 0.0) for pid, seconds in by_process.items()
             )
-            others += max(0.0, now - busy - run_seconds)
+            other_seconds += max(0.0, now - busy - run_seconds)
             before, busy = by_process, now
-            self._looks.append((time.time(), others))
+            self._looks.append((time.time(), other_seconds))
 
     def end(self) -> None:
         """Stop recording and wait for the thread."""
@@ -172,12 +172,12 @@ def real_steps(
 
 
 def steps_of_trace(
-    path: Path, others: Callable[[float, float], float]
+    path: Path, load_between: Callable[[float, float], float]
 ) -> MeasuredSteps:
     """Return medians over the quieter half of a trace's steps.
 
     Args:
-        others: from wall-clock times (begin, end) to the number of processors that other programs used.
+        load_between: from wall-clock times (begin, end) to the number of processors that other programs used.
     """
     events = read_json_file(path, MAX_TRACE_BYTES)["traceEvents"]
     seconds: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(
@@ -200,7 +200,8 @@ def steps_of_trace(
             if name == "step":
                 begin = event["ts"] / 1e6
                 disturbed[step] = max(
-                    disturbed.get(step, 0.0), others(begin, begin + event["dur"] / 1e6)
+                    disturbed.get(step, 0.0),
+                    load_between(begin, begin + event["dur"] / 1e6),
                 )
     quiet = sorted(disturbed, key=lambda step: disturbed[step])[
         : max(3, len(disturbed) // 2)

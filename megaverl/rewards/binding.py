@@ -92,10 +92,10 @@ WHY_NOT_GIVEN = (
 HOW = (
     "A parameter is bound by its name: "
     + "; ".join(f"{names[0]} (or {', '.join(names[1:])})" for names in NAMES.values())
-    + f"; {', '.join((*FIXED[TOKEN_IDS][:1], *OF_THE_RUN))}; or the name of a column of the data. Where no name "
-    "says anything, by their count: 1 is the response, 2 are response and reference, 3 prompt, response and reference, "
-    "4 have extra as well. **kwargs gets the other columns. A first one named sample is the whole RewardSample; what "
-    "else has a default, or stands in the options, is an option"
+    + f"; {', '.join((*FIXED[TOKEN_IDS][:1], *OF_THE_RUN))}; or the name of a column of the data. If no "
+    "name is known, parameters are bound by their number: 1 is the response, 2 are response and reference, 3 are "
+    "prompt, response and reference, 4 have extra as well. **kwargs gets the other columns. A first parameter named "
+    "sample is the whole RewardSample. Other parameters with a default, or named in the options, are options"
 )
 
 _FIXED_OF = {name: value for value, names in FIXED.items() for name in names}
@@ -220,7 +220,7 @@ def bind(
             takes_rest = True
         else:
             named.append(parameter)
-    # `def score(*args)` says nothing of its parameters, so it gets all four values.
+    # `def score(*args)` does not name its parameters, so it gets all four values.
     if not named and takes_positional:
         return Binding(VALUES, {})
     needed = [parameter for parameter in named if parameter.default is Parameter.empty]
@@ -269,11 +269,11 @@ def _check_needed(needed: Sequence[Parameter], row: RowNames, *, batched: bool) 
         ]
         if lists:
             raise ValueError(
-                f"{', '.join(lists)} is of whole lists, which needs batched: true"
+                f"{', '.join(lists)} holds whole lists, which needs batched: true"
             )
         if any(parameter.name == LOG_EXTRA for parameter in needed):
             raise ValueError(
-                f"{LOG_EXTRA} is of whole lists, which needs batched: true"
+                f"{LOG_EXTRA} holds whole lists, which needs batched: true"
             )
     for parameter in needed:
         # A function whose first parameter is the sample is called without a binding, so
@@ -393,10 +393,10 @@ def _value(name: str, row: RowNames, *, batched: bool) -> str | None:
 def _prefer_columns(chosen: dict[str, str], row: RowNames) -> None:
     """Bind a fixed name to its column if another name means the same: `completions` beside a column `response`."""
     for name, value in list(chosen.items()):
-        others = [
+        synonyms = [
             other for other, same in chosen.items() if other != name and same == value
         ]
-        if others and name in (row.extra or ()) and not name.startswith("completion"):
+        if synonyms and name in (row.extra or ()) and not name.startswith("completion"):
             chosen[name] = f"{COLUMN}{name}"
 
 

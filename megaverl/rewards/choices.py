@@ -71,12 +71,12 @@ def extract_choice(
 
 def _announced_text(response: str, options: Sequence[str]) -> tuple[int, str] | None:
     """Return the place and the letter of the last announcement that is followed by the text of one option."""
-    found = None
+    announcement = None
     for match in ANNOUNCED_TEXT.finditer(response):
         letter = _option_with_text(match["text"], options)
         if letter is not None:
-            found = (match.start("text"), letter)
-    return found
+            announcement = (match.start("text"), letter)
+    return announcement
 
 
 def _choice_of_line(line: str, letters: str, options: Sequence[str]) -> str | None:

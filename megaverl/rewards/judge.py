@@ -130,9 +130,9 @@ def _check_judge(
     template: str | None = None,
     scale: Sequence[float] = (0, 10),
     votes: int = 1,
-    **others: Any,
+    **options: Any,
 ) -> None:
-    check_service(_endpoint(url), **others)
+    check_service(_endpoint(url), **options)
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}; it must be {' or '.join(MODES)}")
     is_pair = len(scale) == 2 and all(isinstance(end, int | float) for end in scale)
@@ -235,7 +235,10 @@ def judge(
     )
     if mode == "pairwise":
         # The response comes first unless swapped, so the vote 1 means that it wins.
-        worth = [{0: 0.5, 1: float(not other), 2: float(other)} for other in swapped]
+        worth = [
+            {0: 0.5, 1: float(not is_swapped), 2: float(is_swapped)}
+            for is_swapped in swapped
+        ]
         scores = [
             None if score is None else value.get(round(score))
             for score, value in zip(scores, worth, strict=True)
@@ -298,7 +301,7 @@ def _classify(url: str) -> str:
 @register_reward(
     "served",
     batched=True,
-    check=lambda url, **others: check_service(_classify(url), **others),
+    check=lambda url, **options: check_service(_classify(url), **options),
     may_fail=True,
 )
 @with_service_options

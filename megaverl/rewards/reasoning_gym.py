@@ -186,7 +186,7 @@ def reasoning_gym_score(
         workers: parallel verifiers on each rank.
         seconds, memory_mb: limits of one verifier.
     """
-    asked: list[tuple[int, dict[str, Any]]] = []
+    tasks: list[tuple[int, dict[str, Any]]] = []
     for number, sample in enumerate(samples):
         task = sample.extra.get(COLUMN)
         if task is None:
@@ -203,23 +203,23 @@ def reasoning_gym_score(
                 "index": task["index"],
                 "answer": answers[-1].strip(),
             }
-            asked.append((number, task_input))
+            tasks.append((number, task_input))
     box = Sandbox.shared(
         SandboxLimits(seconds, memory_mb, preload=("reasoning_gym",)), workers
     )
-    size = min(AT_ONCE, -(-len(asked) // workers)) or 1
-    parts = [asked[first : first + size] for first in range(0, len(asked), size)]
+    size = min(AT_ONCE, -(-len(tasks) // workers)) or 1
+    parts = [tasks[first : first + size] for first in range(0, len(tasks), size)]
     scores = [0.0] * len(samples)
-    alone = []
+    unverified = []
     for part, values in zip(parts, _verified(box, parts), strict=True):
         # One of the answers made the process fail, so verify each in a process of its
         # own.
         if values is None:
-            alone += [[entry] for entry in part]
+            unverified += [[entry] for entry in part]
         else:
             for (number, _), value in zip(part, values, strict=True):
                 scores[number] = value
-    for part, values in zip(alone, _verified(box, alone), strict=True):
+    for part, values in zip(unverified, _verified(box, unverified), strict=True):
         scores[part[0][0]] = values[0] if values is not None else 0.0
     return scores
 

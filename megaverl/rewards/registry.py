@@ -179,14 +179,14 @@ class RewardFunction:
             with user_code(self._refused):
                 self.check(**options)
 
-    def unbound(self, options: Mapping[str, Any], why: Exception) -> RewardError:
+    def unbound(self, options: Mapping[str, Any], cause: Exception) -> RewardError:
         """Return the error for parameters that cannot be bound."""
         values = (
             ", ".join(f"{key}={value!r}" for key, value in options.items())
             or "no options"
         )
         return RewardError(
-            f"reward {self.name!r} takes {inspect.signature(self.function)}, and is given {values}: {why}. {HOW}. "
+            f"reward {self.name!r} takes {inspect.signature(self.function)}, and is given {values}: {cause}. {HOW}. "
             "Change its parameters, or the options in the configuration."
         )
 

@@ -119,7 +119,7 @@ def with_service_options(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
     *own_parameters, _ = signature.parameters.values()
     taken = (*signature.parameters, "job")
-    others = [
+    option_parameters = [
         inspect.Parameter(
             option.name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -129,7 +129,8 @@ def with_service_options(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in fields(ServiceOptions)
         if option.name not in taken
     ]
-    function.__signature__ = signature.replace(parameters=[*own_parameters, *others])  # type: ignore[attr-defined]
+    parameters = [*own_parameters, *option_parameters]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function
 
 

@@ -109,12 +109,12 @@ Images = Sequence[Sequence["SharedItem"]]
 Sampling = SamplingOptions | Sequence[SamplingOptions]
 
 
-def of_each(sampling: Sampling, count: int) -> Sequence[SamplingOptions]:
+def options_by_prompt(sampling: Sampling, count: int) -> Sequence[SamplingOptions]:
     """Return the sampling options of each of `count` prompts."""
     return [sampling] * count if isinstance(sampling, SamplingOptions) else sampling
 
 
-def of_some(sampling: Sampling, rows: Sequence[int]) -> Sampling:
+def select_options(sampling: Sampling, rows: Sequence[int]) -> Sampling:
     """Return the sampling options of the prompts in `rows`."""
     return (
         sampling
@@ -312,7 +312,7 @@ def check_request(
         raise RolloutError(
             f"{len(prompts)} prompts came with {len(seeds)} seeds. Give one seed per prompt."
         )
-    per_prompt = of_each(sampling, len(prompts))
+    per_prompt = options_by_prompt(sampling, len(prompts))
     if len(per_prompt) != len(prompts):
         raise RolloutError(
             f"{len(prompts)} prompts came with {len(per_prompt)} sampling options. Give one, or one each."
@@ -437,7 +437,7 @@ def drawing(sampling: Sampling, count: int) -> dict[str, torch.Tensor]:
 
     if isinstance(sampling, SamplingOptions) and not sampling.top_k:
         return {}
-    per_prompt = of_each(sampling, count)
+    per_prompt = options_by_prompt(sampling, count)
     # Several agents' samples follow each other, and have the same options in the same
     # order.
     per_prompt = list(per_prompt) * (count // len(per_prompt))

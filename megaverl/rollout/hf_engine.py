@@ -22,7 +22,7 @@ from megaverl.rollout.engine import (
     Shapes,
     check_generations,
     check_request,
-    of_each,
+    options_by_prompt,
 )
 from megaverl.sharding.tracing import weights_of_module
 from megaverl.sharding.weight import listed
@@ -132,7 +132,7 @@ class HFEngine(Engine):
             max_model_len=self.max_model_len,
             vocab_size=vocab_size,
         )
-        per_prompt = of_each(sampling, len(prompts))
+        per_prompt = options_by_prompt(sampling, len(prompts))
         if extra := {name: None for options in per_prompt for name in options.extra}:
             raise RolloutError(
                 f"rollout.sampling: {', '.join(extra)} cannot be used with rollout.engine=hf. Leave them "
@@ -222,11 +222,11 @@ class HFEngine(Engine):
             # A geometric mixture of two distributions has the weighted mean of their
             # logits: constants cancel.
             if shares.any():
-                others, other_cache = _next_logits(
+                other_logits, other_cache = _next_logits(
                     self.reference, tokens, mask, other_cache
                 )
                 # Linear interpolation between both models' logits, by each row's share.
-                logits = torch.lerp(logits, others, shares)
+                logits = torch.lerp(logits, other_logits, shares)
             log_probs, tokens = _next_tokens(logits, per_prompt, draws)
             mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
             # Finished rows stay in the batch until all have ended; their further tokens
@@ -293,7 +293,7 @@ def _next_tokens(
         torch.empty((len(per_prompt), 1), dtype=torch.int64),
     )
     for shared in dict.fromkeys(per_prompt):
-        rows = [row for row, other in enumerate(per_prompt) if other is shared]
+        rows = [row for row, options in enumerate(per_prompt) if options is shared]
         log_probs[rows] = sampled_distribution(logits[rows], shared)
         tokens[rows, 0] = draw(log_probs[rows], shared, [draws[row] for row in rows])
     return log_probs, tokens

@@ -81,8 +81,8 @@ class PrefixRouter:
         if server is None:
             self._readers.clear()
             return
-        for readers in self._readers.values():
-            readers.discard(server)
+        for servers in self._readers.values():
+            servers.discard(server)
 
     def _num_known(self, digests: Sequence[bytes], server: str) -> int:
         """Return the number of blocks at the beginning that a server has read."""

@@ -100,8 +100,8 @@ def turn_seed(
     purpose: str = "rollout",
 ) -> int:
     """Return the seed of one turn of an episode. The first turn of a single agent has the sample's own seed."""
-    who = f"{purpose}/{turn}/{agent}" if turn or agent else purpose
+    draw_name = f"{purpose}/{turn}/{agent}" if turn or agent else purpose
     # A BLAKE2b key has at most 64 bytes.
-    if len(who) > 64:
-        who = f"{purpose}/{turn}/{hashlib.blake2b(agent.encode(), digest_size=8).hexdigest()}"
-    return sample_seed(run_seed, step, sample, who)
+    if len(draw_name) > 64:
+        draw_name = f"{purpose}/{turn}/{hashlib.blake2b(agent.encode(), digest_size=8).hexdigest()}"
+    return sample_seed(run_seed, step, sample, draw_name)

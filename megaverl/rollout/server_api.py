@@ -113,7 +113,7 @@ class InferenceServer(ABC):
     def generate(
         self,
         prompt: Sequence[int],
-        way: SamplingOptions,
+        sampling: SamplingOptions,
         stop_tokens: Sequence[int],
         seed: int,
         features: Mapping[str, Any] | None = None,
@@ -271,19 +271,19 @@ class VLLMServer(InferenceServer):
     def generate(
         self,
         prompt: Sequence[int],
-        way: SamplingOptions,
+        sampling: SamplingOptions,
         stop_tokens: Sequence[int],
         seed: int,
         features: Mapping[str, Any] | None = None,
     ) -> tuple[Generation, Collection[str]]:
         fields = {
-            **way.extra,
-            "max_tokens": way.max_tokens,
-            "temperature": way.temperature,
-            "top_p": way.top_p,
-            "top_k": way.top_k,
+            **sampling.extra,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
             "stop_token_ids": list(stop_tokens),
-            "ignore_eos": way.ignore_eos,
+            "ignore_eos": sampling.ignore_eos,
             "logprobs": 0,  # only the drawn token's
             "seed": seed,
             "detokenize": False,
@@ -337,12 +337,14 @@ class VLLMShardServer(VLLMServer):
                 "its workers take no weights from the actor's ranks. Start it with megaverl serve rollout, or with "
                 f"--worker-extension-cls {RECEIVER}, or use rollout.servers.transfer=folder"
             )
-        others = {
+        other_sizes = {
             name: parallel.get(f"{name}_parallel_size", 1)
             for name in ("pipeline", "data")
         }
         if split := [
-            f"{name}-parallel size {size}" for name, size in others.items() if size != 1
+            f"{name}-parallel size {size}"
+            for name, size in other_sizes.items()
+            if size != 1
         ]:
             problems.append(
                 f"it has {' and '.join(split)}, and weights go to tensor-parallel servers only. Start one server for "
@@ -464,26 +466,26 @@ class SGLangServer(InferenceServer):
     def generate(
         self,
         prompt: Sequence[int],
-        way: SamplingOptions,
+        sampling: SamplingOptions,
         stop_tokens: Sequence[int],
         seed: int,
         features: Mapping[str, Any] | None = None,
     ) -> tuple[Generation, Collection[str]]:
         assert features is None, "`problems` refuses models that take images"
-        sampling = {
-            **{SGLANG_SAMPLING[name]: value for name, value in way.extra.items()},
-            "max_new_tokens": way.max_tokens,
-            "temperature": way.temperature,
-            "top_p": way.top_p,
+        sampling_params = {
+            **{SGLANG_SAMPLING[name]: value for name, value in sampling.extra.items()},
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             # SGLang has -1 for all tokens.
-            "top_k": way.top_k or -1,
+            "top_k": sampling.top_k or -1,
             "stop_token_ids": list(stop_tokens),
-            "ignore_eos": way.ignore_eos,
+            "ignore_eos": sampling.ignore_eos,
             "sampling_seed": seed,
         }
         body = {
             "input_ids": list(prompt),
-            "sampling_params": sampling,
+            "sampling_params": sampling_params,
             "return_logprob": True,
         }
         answer = self.ask("POST", "/generate", body, timeout=self._generating)

@@ -31,7 +31,7 @@ from megaverl.rollout.engine import (
     Shapes,
     check_generations,
     check_request,
-    of_each,
+    options_by_prompt,
 )
 from megaverl.rollout.prefix_routing import PrefixRouter
 from megaverl.rollout.server_api import (
@@ -155,7 +155,7 @@ class ServerEngine(Engine):
         )
         if not prompts:
             return []
-        per_prompt = of_each(sampling, len(prompts))
+        per_prompt = options_by_prompt(sampling, len(prompts))
         if images is not None and self._image_token is None:
             raise RolloutError("the prompts have images, and the model takes none.")
         # The samples of a group share their images, and the first access makes the
@@ -244,7 +244,7 @@ class ServerEngine(Engine):
         self,
         number: int,
         prompt: list[int],
-        way: SamplingOptions,
+        sampling: SamplingOptions,
         seed: int,
         features: Mapping[str, Any] | None,
         stopped: Callable[[], bool],
@@ -254,7 +254,7 @@ class ServerEngine(Engine):
         for _ in range(1 + self._servers.retries):
             with self.pool.server_for(prompt, stopped) as member:
                 try:
-                    return self._by(member.server, prompt, way, seed, features)
+                    return self._by(member.server, prompt, sampling, seed, features)
                 except ServerLost as lost:
                     self.pool.lost(member, lost)
                     error = lost
@@ -269,19 +269,19 @@ class ServerEngine(Engine):
         self,
         server: InferenceServer,
         prompt: list[int],
-        way: SamplingOptions,
+        sampling: SamplingOptions,
         seed: int,
         features: Mapping[str, Any] | None,
     ) -> Generation:
         weights = self.pool.weights
         assert weights is not None
         generation, versions = server.generate(
-            prompt, way, way.stop_tokens(self._stop_token_ids), seed, features
+            prompt, sampling, sampling.stop_tokens(self._stop_token_ids), seed, features
         )
         # Weights may change between choosing the server and its answer.
-        if others := set(versions) - {weights.name}:
+        if other_versions := set(versions) - {weights.name}:
             raise ServerLost(
-                f"{server.url}: answered with weights {', '.join(others)}, not with {weights.name}."
+                f"{server.url}: answered with weights {', '.join(other_versions)}, not with {weights.name}."
             )
         if generation.finish_reason not in ("stop", "length"):
             raise ServerLost(
@@ -333,8 +333,10 @@ class FolderWeights:
                 # Only headers are read here.
                 slices = ((name, file.get_slice(name)) for name in sorted(file.keys()))
                 outlines += [
-                    TensorOutline(name, DTYPES[it.get_dtype()], tuple(it.get_shape()))
-                    for name, it in slices
+                    TensorOutline(
+                        name, DTYPES[part.get_dtype()], tuple(part.get_shape())
+                    )
+                    for name, part in slices
                 ]
         return outlines
 

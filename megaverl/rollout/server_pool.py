@@ -100,8 +100,8 @@ class Member:
     Attributes:
         state: waiting (not asked yet, or with old weights), ready, lost, or refused for good.
         running: this rank's requests on it.
-        why: the reason why it is not ready.
-        asked: whether a thread is talking to it.
+        reason: the reason why it is not ready.
+        is_asked: whether a thread is talking to it.
         checked: whether it has been found suitable for this run.
         failed_loads: consecutive failures to load weights.
         is_announced: whether the console has shown that it joined, and not yet that it left.
@@ -113,8 +113,8 @@ class Member:
     server: InferenceServer
     state: Literal["waiting", "ready", "lost", "refused"] = "waiting"
     running: int = 0
-    why: str = "it has not been asked yet"
-    asked: bool = False
+    reason: str = "it has not been asked yet"
+    is_asked: bool = False
     checked: bool = False
     failed_loads: int = 0
     is_announced: bool = False
@@ -211,7 +211,7 @@ class ServerPool:
             # Old weights must not answer any request from here on.
             for member in self.members.values():
                 if member.state == "ready":
-                    member.state, member.why = "waiting", "its weights are old"
+                    member.state, member.reason = "waiting", "its weights are old"
         if not self._admits:
             return
         self.look(live=live)
@@ -321,21 +321,23 @@ class ServerPool:
                 candidate
                 # Ready servers are left alone, and refused ones stay out.
                 for candidate in self.members.values()
-                if not candidate.asked and candidate.state in ("waiting", "lost")
+                if not candidate.is_asked and candidate.state in ("waiting", "lost")
             ]
             for member in free:
-                member.asked = True
+                member.is_asked = True
 
         try:
             _in_threads(ask, free)
             then(free)
         finally:
             for member in free:
-                member.asked = False
+                member.is_asked = False
 
     def _raise_refused(self) -> None:
         refused = [
-            member.why for member in self.members.values() if member.state == "refused"
+            member.reason
+            for member in self.members.values()
+            if member.state == "refused"
         ]
         if refused:
             raise RolloutError("rollout.servers: " + "\n".join(refused))
@@ -381,21 +383,21 @@ class ServerPool:
                     self._bring(member, weights, member.server.load)
 
     def _deliver(self, members: Sequence[Member], *, live: bool) -> None:
-        """Bring the current weights to those of the members that lack them, all at once.
+        """Bring the current weights to all members that lack them, in parallel.
 
         Args:
             live: see `use`.
         """
-        lacking = [member for member in members if member.lacks is not None]
-        # Those that were asked before newer weights were published, or by a rank that
-        # brings none, are asked again.
+        outdated = [member for member in members if member.lacks is not None]
+        # A server that was asked before newer weights were published, or by a rank that
+        # brings none, is asked again.
         current = [
             member
-            for member in lacking
+            for member in outdated
             if self._admits and member.lacks is self.weights
         ]
         weights = self.weights
-        for member in lacking:
+        for member in outdated:
             member.lacks = None
         # During a reshard, a late server is left for a later look: the reshard may be
         # waiting for just that one.
@@ -460,11 +462,11 @@ class ServerPool:
             server.name_weights(weights.name)
             if (name := server.weight_version()) != weights.name:
                 raise ServerRefused(
-                    f"{server.url}: was given weights {weights.name}, and says that it has {name}."
+                    f"{server.url}: was given weights {weights.name}, and reports {name}."
                 )
         except ServerLost as error:
             member.failed_loads += 1
-            # A single failure may be the network's. Repeated ones are the server's.
+            # A single failure may come from the network. Repeated ones come from the server.
             if member.failed_loads < MOST_LOADS:
                 raise
             raise ServerRefused(
@@ -500,26 +502,27 @@ class ServerPool:
             changed = _mean_difference(weights.log_probs, before[0])
             if changed > weights.tolerance / 5:
                 raise ServerRefused(
-                    f"{url}: says that it has read {weights.source}, and its log-probs of {len(log_probs)} tokens are "
+                    f"{url}: reports that it has read {weights.source}, and its log-probs of {len(log_probs)} tokens "
+                    "are "
                     f"what they were before, to the bit; the trainer's have changed by {changed:.3g} in the mean."
                 )
 
     def _set(
-        self, member: Member, state: Literal["ready", "lost", "refused"], why: str
+        self, member: Member, state: Literal["ready", "lost", "refused"], reason: str
     ) -> None:
         with self._changed:
-            before, member.state, member.why = member.state, state, why
+            before, member.state, member.reason = member.state, state, reason
             # Another server may be started at the address, with another number of
             # workers.
             member.checked &= self.transfer is None or state != "lost"
-            self._announce(member, why)
+            self._announce(member, reason)
             self._changed.notify_all()
         # Logged outside the lock.
         if state != before:
             log = logger.info if state == "ready" else logger.warning
-            log("rollout server %s is %s. %s", member.server.url, state, why)
+            log("rollout server %s is %s. %s", member.server.url, state, reason)
 
-    def _announce(self, member: Member, why: str) -> None:
+    def _announce(self, member: Member, reason: str) -> None:
         """Show on the console that a server joined or left, from the rank that brings weights to servers.
 
         A server that only waits for the next weights has not left. The caller holds the
@@ -544,7 +547,7 @@ class ServerPool:
                 "rollout server %s left (%d in the pool): %s",
                 url,
                 count,
-                why.removeprefix(f"{url}: "),
+                reason.removeprefix(f"{url}: "),
             )
 
     # --- requests -------------------------------------------------------------------------------------------------
@@ -641,7 +644,7 @@ class ServerPool:
 
     def _why_empty(self) -> str:
         reasons = (
-            "\n".join(f"{url}: {member.why}" for url, member in self.members.items())
+            "\n".join(f"{url}: {member.reason}" for url, member in self.members.items())
             or "It is empty."
         )
         return (
@@ -657,8 +660,8 @@ def _in_threads(ask: Callable[[Member], None], members: Sequence[Member]) -> Non
             list(threads.map(ask, members))
 
 
-def _mean_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
+def _mean_difference(first: Sequence[float], second: Sequence[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(first, second, strict=True)) / len(first)
 
 
 def addresses_of(config: ServersConfig, watched: Path) -> list[str]:

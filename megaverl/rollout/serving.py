@@ -189,7 +189,7 @@ def _adapt_to_cpu(arguments: Sequence[str]) -> None:
     import multiprocessing
 
     for name, value in CPU_ENVIRONMENT.items():
-        # What the user has set stays.
+        # A value that the user has set takes precedence.
         os.environ.setdefault(name, value)
     # An idle pool of threads does not survive the fork below. One thread has no pool.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -35,7 +35,7 @@ def cache_limited(
 
     Args:
         num_sequences: responses that are requested at once. None: not known, no limit.
-        arguments: EngineArgs. A size among them, of the user or of a CPU's defaults, stays as it is.
+        arguments: EngineArgs. A size among them is kept, whether it comes from the user or from a CPU's defaults.
         announce: called with a sentence if the cache is smaller than it could be.
     """
     if num_sequences is None or any(arguments.get(name) for name in SIZES):

@@ -40,7 +40,7 @@ from megaverl.rollout.engine import (
     Shapes,
     check_generations,
     check_request,
-    of_each,
+    options_by_prompt,
 )
 from megaverl.rollout.vllm_cache import cache_limited
 from megaverl.rollout.vllm_images import prepare_images
@@ -274,7 +274,7 @@ class VLLMEngine:
         self._check_ranks_agree(prompts, sampling, seeds, images)
         if not prompts:
             return []
-        per_prompt = of_each(sampling, len(prompts))
+        per_prompt = options_by_prompt(sampling, len(prompts))
         if self.in_flight is not None:
             self._limit(
                 self.in_flight,
@@ -366,7 +366,9 @@ class VLLMEngine:
         # Collective over the ranks of the replica, on the host.
         dist.all_gather(digests, own_digest, group=get_tp_group().cpu_group)
         different = [
-            rank for rank, other in enumerate(digests) if int(other) != int(digests[0])
+            rank
+            for rank, digest in enumerate(digests)
+            if int(digest) != int(digests[0])
         ]
         if different:
             first = self.replica * self.tp_size
@@ -474,7 +476,7 @@ def engine_arguments(
     Raises:
         RolloutError: this engine or machine cannot run the model, or cannot train with a setting.
     """
-    # The user's fields come after the defaults, and what training needs comes last.
+    # The user's fields override the defaults, and fields that training needs override both.
     arguments: dict[str, Any] = {
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": config.tp,
@@ -499,8 +501,8 @@ def engine_arguments(
         **(expert_arguments() if options.routed_experts else {}),
     }
     if not platform.is_cuda:
-        if why := why_no_kernel(spec.head_dim):
-            raise RolloutError(why)
+        if reason := why_no_kernel(spec.head_dim):
+            raise RolloutError(reason)
         check_runs_here(arguments, experts=spec.moe is not None)
     if arguments.get("quantization"):
         arguments |= quantised_arguments(arguments["quantization"])

@@ -94,7 +94,7 @@ def image_features(
 ) -> dict[str, Any]:
     """Return the field `features` of a server's request for a prompt with images.
 
-    The arguments and errors are those of `image_input`.
+    For arguments and errors, see `image_input`.
     """
     platform.adapt_vllm()
     from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import (
@@ -154,7 +154,7 @@ def image_places(
     Stops at a run of image tokens whose length does not match the images.
     """
     waiting, place = list(sizes), 0
-    for is_image, run in groupby(prompt, lambda one: one == token):
+    for is_image, run in groupby(prompt, lambda token_id: token_id == token):
         length = len(list(run))
         # Adjacent images have no token between them, so one run may hold several.
         while is_image and waiting and waiting[0] <= length:

@@ -121,14 +121,14 @@ class LoaderLayouts:
         from vllm.distributed import get_tp_group
 
         tp = get_tp_group()
-        alone = tp.world_size == 1
+        is_single = tp.world_size == 1
         # All ranks of the replica raise if one of them cannot trace.
-        with nullcontext() if alone else together(tp.cpu_group):
+        with nullcontext() if is_single else together(tp.cpu_group):
             own_trace = self.take(shapes, tp.rank_in_group)
         # Collective over the replica's ranks.
         traces = (
             [own_trace.to_json()]
-            if alone
+            if is_single
             else gather_json(own_trace.to_json(), tp.cpu_group)
         )
         layouts = [
@@ -277,12 +277,13 @@ def laid_out(
     pieces = tuple(
         Piece(name, box, f"{BESIDE}{name}", box) for name, box in boxes.items()
     )
-    beside = {
+    scale_shapes = {
         piece.local: box.shape
         for piece, box in zip(pieces, boxes.values(), strict=True)
     }
     return join_layouts(
-        layout, Layout(pieces, beside, {name: box.shape for name, box in boxes.items()})
+        layout,
+        Layout(pieces, scale_shapes, {name: box.shape for name, box in boxes.items()}),
     )
 
 
@@ -299,7 +300,7 @@ def planned_layouts(
     Raises:
         RolloutError: vLLM is not installed, or cannot build the model.
     """
-    # As in a run; read when vLLM is imported.
+    # A run sets the same level. vLLM reads it when it is imported.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         from megaverl.rollout.vllm_tracing import engine_config
@@ -383,11 +384,11 @@ def _tried(
     """
     device = next(iter(held.values())).device
     # The trial holds a weight several times, so large ones are left out.
-    room = platform.free_memory() // (2 * COPIES * dtype.itemsize)
+    num_elements = platform.free_memory() // (2 * COPIES * dtype.itemsize)
     numbers = {
         name: number
         for number, (name, shape) in enumerate(shapes.items())
-        if math.prod(shape) <= room
+        if math.prod(shape) <= num_elements
     }
     if left_out := shapes.keys() - numbers.keys():
         logger.info(
@@ -439,8 +440,8 @@ def _tried(
                 numbered[piece.box.slices].reshape(target.shape).to(target.dtype),
             ):
                 yield f"{piece.tensor} {piece.box} is not in {piece.local} {piece.local_box}"
-    # Only one layer of each kind was loaded. A parameter without pieces counts as
-    # loaded if one of its kind was.
+    # Only one layer of each kind was loaded. A parameter without pieces therefore counts
+    # as loaded if the same parameter of any layer was.
     alike: dict[str, bool] = {}
     for name in tried:
         unset = int(held[name].isnan().sum())

@@ -62,13 +62,13 @@ def answers(
     engine: Any = llm.llm_engine
     processor = engine.renderer.get_mm_processor()
     token = int(processor.info.get_hf_config().image_token_id)
-    for number, (prompt, prompt_images, way) in enumerate(
+    for number, (prompt, prompt_images, sampling) in enumerate(
         zip(prompts, images, parameters, strict=True)
     ):
         engine.add_request(
             str(next(llm.request_counter)),
             image_input(token, prompt, prompt_images, number),
-            way,
+            sampling,
         )
     outputs: list[RequestOutput] = llm.wait_for_completion(use_tqdm=False)
     # vLLM could have expanded a placeholder differently, and would answer another

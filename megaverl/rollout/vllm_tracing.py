@@ -514,10 +514,10 @@ class _Kinds:
     def repeat(self, first_layout: TracedLayout) -> TracedLayout:
         """Copy the traced layout of the first layer of each kind to the other layers."""
         parts = [first_layout]
-        for (stack, first), others in self.alike.items():
+        for (stack, first), layers in self.alike.items():
             layer = first_layout.from_sources(f"{stack}{first}.")
             parts += [
-                layer.renamed(partial(_renumbered, first, number)) for number in others
+                layer.renamed(partial(_renumbered, first, number)) for number in layers
             ]
         return joined(parts)
 

@@ -114,8 +114,8 @@ def _weight(name: str, module: Any, attribute: str) -> QuantisedWeight:
         way_round = "rollout.vllm.linear_backend=cutlass"
         # FlashInfer's kernel falls back to DeepGEMM's, whose setting decides for both
         # how scales are rounded.
-        says = getattr(method.fp8_linear, "fallback", method.fp8_linear)
-        powers_of_two = bool(getattr(says, "use_deep_gemm_e8m0", False))
+        deciding_kernel = getattr(method.fp8_linear, "fallback", method.fp8_linear)
+        powers_of_two = bool(getattr(deciding_kernel, "use_deep_gemm_e8m0", False))
         # [rows, columns] in both cases: kernels with one scale per matrix hold the
         # transposed view.
         numbers = numbers if by_block else numbers.t()
@@ -145,9 +145,9 @@ def _problems(
         yield f"vLLM's kernel {kernel} is none of those known to keep weights in their order ({', '.join(known)})"
     rows, columns = weight.numbers.shape[-2:]
     experts = weight.numbers.shape[:-2]
-    one = scale_shape(rows, columns, weight.block)
+    expert_shape = scale_shape(rows, columns, weight.block)
     # Without blocks, each expert has a single scale.
-    wanted = (*experts, *(() if experts and weight.block is None else one))
+    wanted = (*experts, *(() if experts and weight.block is None else expert_shape))
     if tuple(weight.scales.shape) != wanted or weight.scales.dtype != torch.float32:
         yield (
             f"{kernel} keeps its scales as {weight.scales.dtype} {list(weight.scales.shape)}, not float32 "

@@ -227,8 +227,8 @@ class BoxIndex:
             # after it ends.
             low = bisect_right(self._reach, box.start[self._axis])
             high = bisect_left(self._starts, box.stop[self._axis])
-        for number, other in self._boxes[low:high]:
-            common = intersect(box, other)
+        for number, candidate in self._boxes[low:high]:
+            common = intersect(box, candidate)
             if common is not None:
                 yield number, common
 

@@ -268,7 +268,7 @@ class HolderSet:
                 return
 
 
-Asked = Mapping[tuple[int, ...], Mapping[int, Sequence[tuple[int, ShardRange]]]]
+WantedShards = Mapping[tuple[int, ...], Mapping[int, Sequence[tuple[int, ShardRange]]]]
 # Parts of what a rank sends or receives: peer -> ranges, for each entry of ORDER.
 ByHop = tuple[dict[int, list[ShardRange]], ...]
 
@@ -286,14 +286,17 @@ class Loads(NamedTuple):
 
 
 def direct_loads(
-    asked: Asked, source: RankLayouts, dest: RankLayouts, node_of: Sequence[int]
+    wanted_by: WantedShards,
+    source: RankLayouts,
+    dest: RankLayouts,
+    node_of: Sequence[int],
 ) -> Loads:
     """Return the loads if every rank fetches what its node lacks, evenly from all that hold it."""
     sent = [0.0] * len(node_of)
     # Holder sets on the same nodes serve the same ranks, so their sums are enough.
     by_nodes: dict[frozenset[int], dict[int, int]] = {}
     num_remote: dict[tuple[frozenset[int], int], int] = {}
-    for classes, requests in asked.items():
+    for classes, requests in wanted_by.items():
         holders = [rank for number in classes for rank in source.ranks[number]]
         near = frozenset(node_of[rank] for rank in holders)
         amounts = by_nodes.setdefault(near, {})
@@ -352,7 +355,8 @@ class FanOut:
         for (classes, _), line in self._lines.items():
             for number in classes:
                 self._lines_of_class.setdefault(number, []).append(line)
-        # Identity of an item, which a line keeps, first unit, end -> ranges of tensors.
+        # (id of an item, first unit, end) -> ranges of tensors. Lines keep their items
+        # alive, so the ids stay unique.
         self._ranges: dict[tuple[int, int, int], tuple[ShardRange, ...]] = {}
         # Elements of the shard sets of a group before each of them, and of all at the
         # end.
@@ -583,7 +587,7 @@ class FanOut:
             if node not in line.wanters:
                 continue
             number, region = line.region_of(node)
-            beside = [other for other in line.wanters[node] if other != rank]
+            neighbours = [other for other in line.wanters[node] if other != rank]
             for run in chain.from_iterable(self._runs_in(line, number).values()):
                 item, low, high = run.item, run.low, run.high
                 root_node = region[run.node]
@@ -592,14 +596,14 @@ class FanOut:
                     held = self._holders[item.holders]
                     for holder, a, b in held.serving(run, number, len(line.regions)):
                         yield False, 0, holder, item, a, b
-                    for other in region:
-                        if other != root_node:
-                            yield True, 1, line.entry(other, run), item, low, high
+                    for peer in region:
+                        if peer != root_node:
+                            yield True, 1, line.entry(peer, run), item, low, high
                 elif rank == entry:
                     yield False, 1, root, item, low, high
                 if rank == entry:
-                    for other in beside:
-                        yield True, 2, other, item, low, high
+                    for peer in neighbours:
+                        yield True, 2, peer, item, low, high
                 else:
                     yield False, 2, entry, item, low, high
 

@@ -73,7 +73,7 @@ class Layout:
             return self
         pieces = tuple(piece for piece in self.pieces if piece.tensor not in tensors)
         # A fused local tensor stays while any of its global tensors does.
-        gone = {self.stored_in(p.local) for p in self.pieces} - {
+        unused = {self.stored_in(p.local) for p in self.pieces} - {
             self.stored_in(p.local) for p in pieces
         }
         return Layout(
@@ -81,15 +81,19 @@ class Layout:
             {
                 name: shape
                 for name, shape in self.local_shapes.items()
-                if name not in gone
+                if name not in unused
             },
             {
                 name: shape
                 for name, shape in self.global_shapes.items()
                 if name not in tensors
             },
-            {name: block for name, block in self.quantised.items() if name not in gone},
-            {name: view for name, view in self.views.items() if view[0] not in gone},
+            {
+                name: block
+                for name, block in self.quantised.items()
+                if name not in unused
+            },
+            {name: view for name, view in self.views.items() if view[0] not in unused},
         )
 
     def shard(self, shard_boxes: Mapping[str, Box]) -> Layout:

@@ -203,8 +203,8 @@ def group_by_classes(boxes_of: Iterable[tuple[int, Boxes]]) -> tuple[ShardSet, .
         for box in boxes:
             holders.setdefault(box, set()).add(number)
     cells = list(holders.items())
-    # Replicas hold equal boxes, which are one key above. Boxes that overlap only partly
-    # are rare.
+    # Equal boxes of replicas are already grouped, under one key of `holders`. Boxes that
+    # overlap only in part are rare.
     if first_overlap(list(holders)) is not None:
         cells = _disjoint(cells)
     by_classes: dict[tuple[int, ...], list[Box]] = {}
@@ -227,7 +227,7 @@ def _disjoint(holders: list[tuple[Box, set[int]]]) -> list[tuple[Box, set[int]]]
                 cut.append((cell, others))
                 continue
             cut.append((common, others | classes))
-            # What the box does not cover keeps its holders.
+            # The part outside the box keeps its holders.
             cut += [(part, others) for part in subtract(cell, box)]
         # Elements that no earlier cell covers are held by the classes of this box
         # alone.
@@ -248,7 +248,7 @@ class ShardRange(NamedTuple):
 
 # Class of the destination -> (elements of a box, shard set of a group) for everything
 # it wants.
-Asked = Mapping[int, Sequence[tuple[int, ShardRange]]]
+WantedShards = Mapping[int, Sequence[tuple[int, ShardRange]]]
 
 
 class Deal:
@@ -362,7 +362,7 @@ class Dealer:
 
     Args:
         classes: classes of the holders.
-        asked: everything wanted of what the holders have.
+        wanted_by: everything wanted of what the holders have.
         node_of: node of each rank.
         only_near: leave out ranks without a holder on their node.
     """
@@ -370,7 +370,7 @@ class Dealer:
     def __init__(
         self,
         classes: Iterable[int],
-        asked: Asked,
+        wanted_by: WantedShards,
         source: RankLayouts,
         dest: RankLayouts,
         node_of: Sequence[int],
@@ -386,9 +386,9 @@ class Dealer:
         }
         self._deals: dict[int, list[Deal]] = {key: [] for key in self._pools}
         by_size: dict[int, dict[int, list[ShardRange]]] = {}
-        # Requests are dealt size by size, since equal numbers of requests are equal
-        # loads only among equal sizes.
-        for number, requests in asked.items():
+        # Requests are assigned size by size: an equal number of requests is an equal load
+        # only if all have the same size.
+        for number, requests in wanted_by.items():
             for size, part in requests:
                 by_size.setdefault(size, {}).setdefault(number, []).append(part)
         # Large boxes first, so that smaller ones even out the remainder.

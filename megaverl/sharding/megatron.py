@@ -448,9 +448,9 @@ def checkpoint_layout(
     for local, (name, view) in single.views.items():
         # Layers and experts are leading axes of the key's array, in front of the
         # parameter's own axes.
-        behind = view.behind(len(places[name].front))
-        seen[local] = f"{places[name].key}.{behind}"
-        views[seen[local]] = (places[name].key, behind)
+        key_of_rest = view.behind(len(places[name].front))
+        seen[local] = f"{places[name].key}.{key_of_rest}"
+        views[seen[local]] = (places[name].key, key_of_rest)
     pieces = []
     for tensor, box, local, inner in single.pieces:
         front = places[single.stored_in(local)].front

@@ -700,9 +700,9 @@ def _yarn(described: Described, fraction: float) -> Iterator[str]:
             f"always. Remove the key, or use another model."
         )
     if described.architecture in (*WITH_LATENT_ATTENTION, "GptOssForCausalLM"):
-        ours = yarn_attention_factor(rope)
+        factor = yarn_attention_factor(rope)
         engines = _yarn_attention_factor_in_vllm(described)
-        if not math.isclose(ours, engines, rel_tol=1e-6):
+        if not math.isclose(factor, engines, rel_tol=1e-6):
             settings = {
                 key: rope[key]
                 for key in ("attention_factor", "mscale", "mscale_all_dim")
@@ -710,7 +710,7 @@ def _yarn(described: Described, fraction: float) -> Iterator[str]:
             }
             yield (
                 f"{settings} in the rotary embedding of {described.architecture}: transformers multiplies queries and "
-                f"keys by {ours:.4g}, vLLM (0.32) by {engines:.4g}. Remove these keys, or use another model."
+                f"keys by {factor:.4g}, vLLM (0.32) by {engines:.4g}. Remove these keys, or use another model."
             )
 
 
@@ -765,8 +765,8 @@ def _experts(described: Described) -> Iterator[str]:
     if not keys.by_sigmoid:
         if per_token == 1 and is_divided:
             yield (
-                f"{described.says('num_experts_per_tok')}, and the weight of the only expert is divided by itself. It "
-                "is 1 for every token, no gradient reaches the router, and megatron-core does not compute it. Use a "
+                f"{described.says('num_experts_per_tok')}, and norm_topk_prob divides the only expert's weight by "
+                "itself. It is 1 for every token, no gradient reaches the router, and megatron-core does not compute it. Use a "
                 "model that sends a token to two experts or more, or one with norm_topk_prob false."
             )
         return

@@ -328,9 +328,9 @@ class ModelSpec:
             reason = NO_TABLE.get(architecture)
             if config.get("vision_config") is not None:
                 reason = NO_TOWER
-            why = "" if reason is None else f" by Megatron: {reason}"
+            remark = "" if reason is None else f" by Megatron: {reason}"
             raise ModelError(
-                f"{source}: architecture {architecture!r} is not supported{why}. Supported: "
+                f"{source}: architecture {architecture!r} is not supported{remark}. Supported: "
                 f"{', '.join(ARCHITECTURES)}. {_under_fsdp(config)}"
             )
         written_type = config.get("model_type")
@@ -607,8 +607,7 @@ def _read_experts(described: Described) -> MoESpec:
         normalize_weights=bool(values["norm_topk_prob"])
         if described.architecture in MAYBE_NORMALIZED
         else True,
-        # As in transformers, the coefficient applies only if the router's outputs are
-        # requested.
+        # transformers applies the coefficient only if the router's outputs are requested.
         aux_loss_coef=float(values["router_aux_loss_coef"])
         if keys.has_aux_loss and values["output_router_logits"]
         else 0.0,
@@ -662,8 +661,8 @@ class Misfit(NamedTuple):
 
 def why_not_in_vllm(spec: ModelSpec) -> str:
     """Return why vLLM computes this model differently from the trainer, or "" if it does not."""
-    if why := NOT_IN_VLLM.get(spec.architecture):
-        return why
+    if reason := NOT_IN_VLLM.get(spec.architecture):
+        return reason
     if spec.architecture in NO_WINDOW_IN_VLLM and spec.sliding_window is not None:
         return (
             f"vLLM's {spec.architecture} (0.32) has no sliding window, and this model has one of {spec.sliding_window} "
@@ -716,7 +715,7 @@ def misfits(
         tp: tensor-parallel size.
         etp: tensor-parallel size inside routed experts.
         ep: expert-parallel size.
-        engine: the sizes are vLLM's, which can split experts that have biases. megatron-core (0.16 to 0.19) cannot.
+        engine: check vLLM's sizes instead: vLLM can split experts with biases, megatron-core (0.16 to 0.19) cannot.
     """
     moe = spec.moe
     kv_heads = spec.num_kv_heads

@@ -197,7 +197,7 @@ def make_plans(
 ) -> Plans:
     """Return the plans of all ranks, each computed when it is accessed and not kept.
 
-    Arguments and errors are those of `make_plan`.
+    For arguments and errors, see `make_plan`.
     """
     # Plans consist of millions of small tuples without cycles, which the collector
     # would scan again and again.
@@ -298,8 +298,10 @@ class Plans(Sequence[Plan]):
             for dest_class, amounts in group.wanted.items():
                 for shards, size in amounts.items():
                     part = ShardRange(number, 0, len(group.tensors), shards)
-                    asked = self._asked.setdefault(group.shards[shards].classes, {})
-                    asked.setdefault(dest_class, []).append((size, part))
+                    amounts_by_dest = self._asked.setdefault(
+                        group.shards[shards].classes, {}
+                    )
+                    amounts_by_dest.setdefault(dest_class, []).append((size, part))
         self.direct: Loads | None = None
         # On a single node there are no links that fan-out could relieve.
         self.fan_out = self._make_fan_out() if fan_out and len(nodes) > 1 else None
@@ -307,10 +309,10 @@ class Plans(Sequence[Plan]):
         # holders that concern it.
         self._gives: list[list[tuple[int, ...]]] = [[] for _ in self._source.layouts]
         self._takes: list[list[tuple[int, ...]]] = [[] for _ in self._dest.layouts]
-        for classes, asked in self._asked.items():
+        for classes, amounts_by_dest in self._asked.items():
             for source_class in classes:
                 self._gives[source_class].append(classes)
-            for dest_class in asked:
+            for dest_class in amounts_by_dest:
                 self._takes[dest_class].append(classes)
         # The following tables are filled on access. A rank that asks only for its own
         # plan computes only its part of them.
@@ -341,8 +343,8 @@ class Plans(Sequence[Plan]):
         """Return the fan-out, or None if the busiest link has about as much to carry without it."""
         sides = self._source, self._dest, self._node_of
         self.direct = direct = direct_loads(self._asked, *sides)
-        # What a rank needs comes over links between nodes or over those inside its
-        # node, which are faster.
+        # A rank receives its shards over links between nodes or over faster links inside
+        # its node.
         least = max(direct.received) / NODE_SPEED
         if direct.busiest <= PAYS * least:
             return None
@@ -537,7 +539,7 @@ class Plans(Sequence[Plan]):
     ) -> list[list[_Row]]:
         """Return for each tensor of a group what these shard sets transfer from one class to another.
 
-        Arguments are those of `_listed`.
+        For arguments, see `_listed`.
         """
         key = (in_units, relayed, number, shards, source_class, dest_class)
         if key not in self._rows:

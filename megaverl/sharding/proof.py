@@ -73,12 +73,12 @@ def check_plans(plans: Sequence[Plan]) -> None:
                 # Hashes of strings differ between processes. Both sides are hashed in
                 # this one.
                 digest = hash(transfers)
-                other = digests.pop(pair, None)
-                if other is None:
+                earlier = digests.pop(pair, None)
+                if earlier is None:
                     digests[pair] = digest
-                elif other != digest:
+                elif earlier != digest:
                     _refuse_difference(plans, *pair)
-    # Entries that are left have only one side.
+    # For the remaining pairs, only the sender or only the receiver expects a message.
     for pair in digests:
         _refuse_difference(plans, *pair)
 
@@ -277,11 +277,14 @@ def _traffic(plan: Plan) -> list[tuple[bool, int, int, Sequence[Transfer]]]:
     ]
     for hop in plan.hops:
         relayed = hop.after is not None
-        for what, peers in (("sends to", hop.sends), ("receives from", hop.receives)):
+        for relation, peers in (
+            ("sends to", hop.sends),
+            ("receives from", hop.receives),
+        ):
             for peer in peers:
                 if peer == plan.rank or not 0 <= peer < plan.world:
                     raise ReshardError(
-                        f"rank {plan.rank} {what} rank {peer}, which is none of its peers."
+                        f"rank {plan.rank} {relation} rank {peer}, which is none of its peers."
                     )
         traffic += [
             (relayed, plan.rank, peer, transfers)
@@ -363,10 +366,10 @@ def _prove_place(
         if common is not None:
             inside += common.numel
             here = carry(common, piece.local_box, piece.box)
-            there = carry(common, box, transfer.box)
-            if here != there:
+            source_box = carry(common, box, transfer.box)
+            if here != source_box:
                 raise ReshardError(
-                    f"{_where(transfer)}: {local} {common} on rank {rank} is the place of {here}, not of {there}."
+                    f"{_where(transfer)}: {local} {common} on rank {rank} is the place of {here}, not of {source_box}."
                 )
     if inside != box.numel:
         on_rank = (

@@ -410,10 +410,10 @@ def _box(
         axis = _dest_axis(loop.dest, dest_axes, dest_strides)
         counts[axis], steps[axis] = loop.turns, loop.dest // dest_strides[axis]
         moving.append(axis)
-    still = [axis for axis in range(len(at)) if axis not in moving]
+    fixed = [axis for axis in range(len(at)) if axis not in moving]
     # Moving axes take the order of the source's axes; the others keep their places.
     places = iter(moving)
-    axes = tuple(axis if axis in still else next(places) for axis in range(len(at)))
+    axes = tuple(axis if axis in fixed else next(places) for axis in range(len(at)))
     view = Strides(
         axes,
         tuple(at[axis] % steps[axis] for axis in axes),

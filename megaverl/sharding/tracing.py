@@ -138,8 +138,8 @@ class Tracer(TorchDispatchMode):
             )
         if not steps:
             raise NotStrided(f"it was copied more than {MOST_STEPS} times")
-        # The source was itself written by copies. Their composition with this one leads
-        # to the sources.
+        # The source was itself written by copies. Composing each of them with this copy
+        # gives a copy from an earlier tensor, and finally from a source.
         for earlier in self._writes.get(write.source, ()):
             for copy in compose(write.copy, earlier.copy):
                 yield from self._followed(_Write(earlier.source, copy), steps - 1)
@@ -292,18 +292,20 @@ def _offset(tensor: torch.Tensor) -> int:
 
 def _once(copy: Copy) -> Iterator[Copy]:
     """Yield the copy without loops that repeat one element of the source, unrolled."""
-    still = next(
+    repeating = next(
         (loop for loop in copy.loops if loop.turns > 1 and not loop.source), None
     )
-    if still is None:
+    if repeating is None:
         yield copy
         return
-    if still.turns > MOST_REPEATS:
-        raise NotStrided(f"{still.turns} copies of each element")
-    rest = copy._replace(loops=tuple(loop for loop in copy.loops if loop is not still))
+    if repeating.turns > MOST_REPEATS:
+        raise NotStrided(f"{repeating.turns} copies of each element")
+    rest = copy._replace(
+        loops=tuple(loop for loop in copy.loops if loop is not repeating)
+    )
     # Each repetition writes to another place, from the same element.
-    for turn in range(still.turns):
-        yield from _once(rest.shifted(still, turn))
+    for turn in range(repeating.turns):
+        yield from _once(rest.shifted(repeating, turn))
 
 
 @dataclass(frozen=True)
@@ -439,13 +441,13 @@ def traced_layout(
 
 
 def layout_of_sources(tracer: Tracer, created: Mapping[str, torch.Tensor]) -> Layout:
-    """Return where tensors that a program created lie in its sources. Local tensors are the sources.
+    """Return the layout of a program's outputs in its sources: global tensors are the outputs, local ones the sources.
 
     Args:
         created: created tensors, by their global names.
 
     Raises:
-        NotStrided: names a tensor that is not a copy of sources, or not all of it.
+        NotStrided: a tensor, which is named, is not a copy of sources, or only partly.
     """
     pieces: list[Piece] = []
     local_shapes: dict[str, tuple[int, ...]] = {}
@@ -479,7 +481,7 @@ def layout_of_sources(tracer: Tracer, created: Mapping[str, torch.Tensor]) -> La
         # A folder written from this layout would otherwise have holes.
         if num_copied != math.prod(shapes[name]):
             raise NotStrided(
-                f"{name}: {num_copied} of {math.prod(shapes[name])} elements are copies of what is known"
+                f"{name}: {num_copied} of {math.prod(shapes[name])} elements are copies of known sources"
             )
     return Layout(tuple(pieces), local_shapes, shapes, views=views)
 

@@ -111,14 +111,14 @@ def receive_samples(
         TrainingStopped: an engine's rank sent nothing in time. The message names its number and role.
     """
     channel = Channel(context, _NAME)
-    still = list(engines)
-    while still:
-        for source in tuple(still):
+    pending = list(engines)
+    while pending:
+        for source in tuple(pending):
             with waiting():
                 parts = channel.receive_from(source)
             # An empty message ends the step for this engine, see `SampleSender.end`.
             if len(parts) == 1:
-                still.remove(source)
+                pending.remove(source)
                 continue
             row, header, payload = parts
             ragged = RaggedBatch.unpack(header.numpy().tobytes(), payload, _FILLS, None)

@@ -592,12 +592,12 @@ class Builder:
         """
         config = self.config
         models = [entry for entry in config.reward if entry.path is not None]
-        others = [entry for entry in config.reward if entry.path is None]
+        functions = [entry for entry in config.reward if entry.path is None]
         with together():
             may_be_empty = bool(models) or config.environment.name is not None
             row = RowNames(prompt=config.data.prompt_key, answer=config.data.answer_key)
             reward = build_reward(
-                others,
+                functions,
                 may_be_empty=may_be_empty,
                 modules=config.reward_modules,
                 row=row,

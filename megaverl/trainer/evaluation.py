@@ -260,8 +260,10 @@ def suite_config(config: Config, suite: Suite) -> Config:
     data = config.data.model_copy(
         update={"validation": [source], "prompt_key": "prompt", "answer_key": "answer"}
     )
-    given = {str(name): options for name, options in evaluation.options.items()}
-    options = {**suite.options, **given.get(suite.name, {})}
+    options_by_suite = {
+        str(name): options for name, options in evaluation.options.items()
+    }
+    options = {**suite.options, **options_by_suite.get(suite.name, {})}
     reward = RewardConfig(name=suite.reward, options=options, accuracy=True)
     trainer = config.trainer.model_copy(
         update={"validation_samples": evaluation.num_samples(suite.name)}

@@ -25,10 +25,10 @@ OF_A_RANK = (
 class StepMetrics(Protocol):
     """Source of the metrics of completed steps on one rank. All ranks call the same methods in the same order."""
 
-    def of_this_rank(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """Return this rank's metrics of a step that has just ended, for `of_all`."""
+    def measure(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
+        """Return this rank's metrics of a step that has just ended, for `collect`."""
 
-    def of_all(self, mine: Mapping[str, float]) -> dict[str, float]:
+    def collect(self, own_metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the step's metrics on ranks that have them, and an empty dictionary elsewhere."""
 
     def book(self, step: int) -> None:
@@ -51,7 +51,7 @@ class SharedMetrics:
     def __init__(self, *, writes_timeline: bool) -> None:
         self._writes_timeline = writes_timeline
 
-    def of_this_rank(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
+    def measure(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
         """Return the metrics with those of the process's memory."""
         return {
             # Default for responses that were drawn with the current weights. The step's
@@ -62,9 +62,9 @@ class SharedMetrics:
             "train/step_time_ms": metrics["time/step_ms"],
         }
 
-    def of_all(self, mine: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of this rank, on every rank."""
-        return dict(mine)
+    def collect(self, own_metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics unchanged: every rank reports its own."""
+        return dict(own_metrics)
 
     def book(self, step: int) -> None:
         """Do nothing. Ranks that have all roles receive no samples for scoring."""
@@ -84,11 +84,11 @@ class CollectedMetrics:
     The first rank of each role group sends the values of its group.
 
     Args:
-        reporter: rank that keeps the records.
+        reporting_rank: rank that keeps the records.
     """
 
-    def __init__(self, context: JobContext, reporter: int) -> None:
-        self.context, self.reporter = context, reporter
+    def __init__(self, context: JobContext, reporting_rank: int) -> None:
+        self.context, self.reporter = context, reporting_rank
         self._sent, self._last, self._received = PendingSends(), time.perf_counter(), 0
         # Bytes received by step, until the step is reported.
         self._booked: dict[int, int] = {}
@@ -100,7 +100,7 @@ class CollectedMetrics:
         )
         self._received = self.context.traffic.received
 
-    def of_this_rank(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
+    def measure(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
         """Return a step's metrics, extended on the first rank of a role group by those of its roles.
 
         These are memory, busy time in seconds, and the bytes of samples and results
@@ -112,7 +112,7 @@ class CollectedMetrics:
             if not name.startswith("busy/")
         }
         for role in self.context.role_group.roles:
-            # In seconds here. `of_all` divides by the duration of the whole step, which
+            # In seconds here. `collect` divides by the duration of the whole step, which
             # only the reporter knows.
             if (share := metrics.get(f"busy/{role}")) is not None:
                 own_metrics[f"busy/{role}"] = share * metrics["time/step_ms"] / 1e3
@@ -128,7 +128,7 @@ class CollectedMetrics:
             }
         return own_metrics
 
-    def of_all(self, mine: Mapping[str, float]) -> dict[str, float]:
+    def collect(self, mine: Mapping[str, float]) -> dict[str, float]:
         """Return the step's metrics of all role groups on the reporter, and an empty dictionary elsewhere.
 
         Collective over all ranks of the job.

@@ -565,8 +565,8 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def _as_sums(found: Mapping[str, Sequence[float]]) -> MetricSums:
+def _as_sums(totals: Mapping[str, Sequence[float]]) -> MetricSums:
     sums = MetricSums()
-    for name, value in found.items():
+    for name, value in totals.items():
         sums[name] = torch.tensor(value, dtype=torch.float64)
     return sums

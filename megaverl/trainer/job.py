@@ -33,7 +33,7 @@ from megaverl.config.grids import (
 )
 from megaverl.controller.status_board import StatusBoard
 from megaverl.distributed.heartbeat import Heartbeat
-from megaverl.distributed.job_context import JobContext, join, of_default_group
+from megaverl.distributed.job_context import JobContext, default_group_context, join
 from megaverl.distributed.liveness import Liveness, Timeouts, write_flight_record
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims
 from megaverl.distributed.placement_resolver import resolve
@@ -136,7 +136,7 @@ def join_job(
         name=(lambda number: f"rank {number}")
         if placement.is_colocated
         else context.describe,
-        say=console.error,
+        log=console.error,
         show=RanksFile(config.run_dir),
     )
     return Job(context, liveness)
@@ -145,7 +145,7 @@ def join_job(
 def alone(config: Config) -> JobContext:
     """Return the context of a program that created the default group itself. Every role has all ranks of the group."""
     roles = [*used_roles(config, "train"), "rollout", "reward", "coordinator"]
-    return of_default_group(roles, patience(config.run.timeout_minutes))
+    return default_group_context(roles, patience(config.run.timeout_minutes))
 
 
 def place(

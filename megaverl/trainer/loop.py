@@ -198,9 +198,9 @@ class Trainer:
         actor, roles = self.roles.actor, job.context.roles if job else ()
         stage = None if isinstance(actor, RemoteWorker) else actor.model.grid.coords.pp
         name = job.context.describe if job else "rank {}".format
-        group, say = self.run_state.context.control, self.console.warn
+        group, warn = self.run_state.context.control, self.console.warn
         return Stragglers(
-            meter, f"{roles} {stage}", every, group=group, name=name, say=say
+            meter, f"{roles} {stage}", every, group=group, name=name, log=warn
         )
 
     def _rate(self, world: int) -> MeasuredRate | None:
@@ -290,7 +290,7 @@ class Trainer:
         batch = self.served.take_shared()
         return self._rollouts(step, {"rollouts": batch}, self.step.measured(step))
 
-    def update(self, given: StoredRollouts) -> dict[str, float]:
+    def update(self, rollouts: StoredRollouts) -> dict[str, float]:
         """Score and train on a step's responses, then validate and save if due.
 
         Returns:
@@ -301,7 +301,7 @@ class Trainer:
         """
         step = self.next_step
         self._enter(step)
-        self.served.give(given)
+        self.served.give(rollouts)
         self.served.serve(lambda run: take_given_step(run, step))
         done = self.next_step
         metrics: dict[str, float] = {}

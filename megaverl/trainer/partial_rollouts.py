@@ -40,7 +40,7 @@ from megaverl.rollout.engine import (
     Sampling,
     SamplingOptions,
     drawing,
-    of_each,
+    options_by_prompt,
 )
 from megaverl.workers.responses import Draws, Metrics, rollout_batch, rollout_metrics
 from megaverl.workers.rollout import AgentRollouts, Rollout
@@ -147,7 +147,7 @@ class GroupsInProgress:
 
     def _group(self, prompt: PromptRecord, step: int, number: int) -> PartialGroup:
         draws = self._draws(step, number)
-        options = of_each(self._sampled([prompt], draws), draws.group_size)
+        options = options_by_prompt(self._sampled([prompt], draws), draws.group_size)
         return PartialGroup(
             prompt,
             step,
@@ -374,8 +374,8 @@ class PartialRollouts(GroupsInProgress):
             return None
         taken = finished[: self.wanted]
         if self.settings.when_stale == "finish" and len(finished) < len(self.groups):
-            # Every later step takes `wanted` groups. The groups that become due up to
-            # each later step must fit into these.
+            # Every later step takes `wanted` groups, so no more groups than these may
+            # become due by that step.
             ages = [
                 version - group.oldest(version)
                 for group in _without(self.groups, taken)
@@ -453,11 +453,11 @@ class InFlightUpdates(GroupsInProgress):
 
 
 def _without(
-    groups: Sequence[PartialGroup], others: Sequence[PartialGroup]
+    groups: Sequence[PartialGroup], removed_groups: Sequence[PartialGroup]
 ) -> list[PartialGroup]:
     # Compare by identity, because two groups of the same prompt may be equal.
-    gone = set(map(id, others))
-    return [group for group in groups if id(group) not in gone]
+    removed = set(map(id, removed_groups))
+    return [group for group in groups if id(group) not in removed]
 
 
 def _record(prompt: PromptRecord) -> dict[str, object]:

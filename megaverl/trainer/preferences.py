@@ -18,7 +18,7 @@ from megaverl.trainer.saving import export_classifier, export_model
 from megaverl.workers.pairs import (
     PreferenceUpdates,
     RewardModelUpdates,
-    of_single_responses,
+    reads_single_responses,
 )
 
 VALIDATION_PAIRS = 256  # pairs in one batch
@@ -91,7 +91,7 @@ class PreferenceTrainer(PairTrainer):
             builder,
             console,
             job,
-            pairs_only=not of_single_responses(preference.loss),
+            pairs_only=not reads_single_responses(preference.loss),
         )
         model = builder.model(actor, "actor", trained=actor.lora is None)
         policy = with_optimizer(builder, model, actor, preference)

@@ -102,8 +102,8 @@ def head_size_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
     spec = _outline(config)
     if spec is None or has_usable_gpu() or not generates_with_vllm(config, command):
         return
-    if why := why_no_kernel(spec.head_dim):
-        yield ConfigIssue("model.path", why)
+    if reason := why_no_kernel(spec.head_dim):
+        yield ConfigIssue("model.path", reason)
 
 
 def engine_mistakes_here(config: Config, command: str) -> Iterator[ConfigIssue]:

@@ -288,14 +288,14 @@ class Replanning:
             key_of(choice["settings"]): choice["factors"] for choice in self._measured()
         }
 
-    def _say(self, found: Replanned, done: int) -> None:
-        if not found.is_better:
+    def _say(self, plan: Replanned, done: int) -> None:
+        if not plan.is_better:
             self.console.print(
-                f"replan: no layout that fits is better than this one, {found.before:.3g} s a step."
+                f"replan: no layout that fits is better than this one, {plan.before:.3g} s a step."
             )
             return
         settings = " ".join(
-            f"{key}={value}" for key, value in shown(found.settings).items()
+            f"{key}={value}" for key, value in shown(plan.settings).items()
         )
         taken = ""
         if self.config.run.replan and self.config.chosen:
@@ -305,6 +305,6 @@ class Replanning:
                 else "; too few steps are left for a restart"
             )
         self.console.print(
-            f"replan: {settings} would take {found.after:.3g} s a step instead of {found.before:.3g} s "
-            f"({100 * found.gain:.0f} % less, as predicted and corrected by {done} steps){taken}."
+            f"replan: {settings} would take {plan.after:.3g} s a step instead of {plan.before:.3g} s "
+            f"({100 * plan.gain:.0f} % less, as predicted and corrected by {done} steps){taken}."
         )

@@ -85,7 +85,7 @@ class ChangedSettings:
         )
         kept = [change for change in self.changes if change.outcome == "kept"]
         return lines + [
-            f"changed since {self.source.name}, without effect: {change}. {change.why}"
+            f"changed since {self.source.name}, without effect: {change}. {change.reason}"
             for change in kept
         ]
 

@@ -254,8 +254,8 @@ class RolloutWorker:
 
     def _select_own(self, batch: RolloutBatch) -> RolloutBatch:
         """Return this rank's samples of a batch that every rank holds in full."""
-        readers = self._operators.readers
-        return batch if readers is None else readers.of_whole(batch)
+        selection = self._operators.readers
+        return batch if selection is None else selection.select(batch)
 
 
 class RoleWorker:

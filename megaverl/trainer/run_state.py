@@ -317,7 +317,7 @@ class RunState:
                 if name == HIDDEN
                 or not (name.startswith("reshard/") or name == "time/reshard_ms")
             }
-        self._measured[step] = self.step_metrics.of_this_rank(metrics, step)
+        self._measured[step] = self.step_metrics.measure(metrics, step)
 
     def join_islands(self, role: str, step: int) -> None:
         """Sum what the islands of a role send in its next updates. This happens on the coordinator's rank only."""
@@ -388,7 +388,7 @@ class RunState:
     def measured(self, done: int) -> Measured | None:
         """Return metrics and samples of the last of `done` steps, or None on ranks that do not have them."""
         self.stages.status("log")
-        metrics = self.step_metrics.of_all(self._measured.pop(done - 1))
+        metrics = self.step_metrics.collect(self._measured.pop(done - 1))
         if not metrics:
             return None
         batch = self._values["rollouts"]

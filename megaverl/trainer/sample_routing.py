@@ -45,15 +45,15 @@ class SampleRouting:
     """Assignment of a step's samples to ranks, derived from the operators of each rank's roles.
 
     Args:
-        reporter: rank that keeps the run's records.
+        reporting_rank: rank that keeps the run's records.
 
     Attributes:
         step: running step, counted from 0.
         first_step: first step of this start of the run.
     """
 
-    def __init__(self, steps: RLStep, context: JobContext, reporter: int) -> None:
-        self._steps, self.context, self._reporter = steps, context, reporter
+    def __init__(self, steps: RLStep, context: JobContext, reporting_rank: int) -> None:
+        self._steps, self.context, self._reporter = steps, context, reporting_rank
         self.config, self.roles = steps.config, steps.roles
         self.step = self.first_step = 0
 
@@ -88,7 +88,7 @@ class SampleRouting:
             for operator in flow.plan.operators
             if not {*operator.roles}.isdisjoint(self.context.role_group.roles)
         ]
-        algorithm, reads = config.algorithm, self.rows_read()
+        algorithm, selectors = config.algorithm, self.rows_read()
         # Episodes and responses of a rollout function are produced as one batch, which
         # every rank gets whole.
         made_together = (
@@ -112,9 +112,10 @@ class SampleRouting:
             or not OF_HELD.issuperset(operators)
         ):
             return None
-        readers = [reads[name] for name in here if name in reads]
+        selectors_here = [selectors[name] for name in here if name in selectors]
         return RowSelection(
-            self.context, lambda lengths: join_rows(rows(lengths) for rows in readers)
+            self.context,
+            lambda lengths: join_rows(rows(lengths) for rows in selectors_here),
         )
 
     def readers_of_validation(self) -> RowSelection:
@@ -135,14 +136,14 @@ class SampleRouting:
     def _written(self, lengths: SequenceLengths, count: int) -> Rows:
         return {self._reporter: range(min(count, len(lengths)))}
 
-    def _reward(self, outline: SequenceLengths) -> Rows:
-        return self._on("reward", self.roles.reward.rows(outline))
+    def _reward(self, lengths: SequenceLengths) -> Rows:
+        return self._on("reward", self.roles.reward.rows(lengths))
 
-    def _reference(self, outline: SequenceLengths) -> Rows:
+    def _reference(self, lengths: SequenceLengths) -> Rows:
         assert self.roles.reference is not None
-        return self._on("reference", self.roles.reference.rows(outline))
+        return self._on("reference", self.roles.reference.rows(lengths))
 
-    def _old_log_probs(self, outline: SequenceLengths) -> Rows:
+    def _old_log_probs(self, lengths: SequenceLengths) -> Rows:
         # The first step after a start always computes log-probs, to compare them with
         # the engine's.
         wanted = (
@@ -150,45 +151,45 @@ class SampleRouting:
             or self._steps.needs_log_probs(self.step)
             or self.step == self.first_step
         )
-        return self._scored(outline) if wanted else {}
+        return self._scored(lengths) if wanted else {}
 
-    def _scored(self, outline: SequenceLengths) -> Rows:
+    def _scored(self, lengths: SequenceLengths) -> Rows:
         """Return the rows that each actor rank scores. Every island scores all samples."""
-        return self._on("actor", self.roles.actor.rows(outline))
+        return self._on("actor", self.roles.actor.rows(lengths))
 
-    def _implicit(self, outline: SequenceLengths) -> Rows:
+    def _implicit(self, lengths: SequenceLengths) -> Rows:
         assert self.roles.implicit is not None
-        return self._on("actor", self.roles.implicit.rows(outline))
+        return self._on("actor", self.roles.implicit.rows(lengths))
 
-    def _values(self, outline: SequenceLengths) -> Rows:
+    def _values(self, lengths: SequenceLengths) -> Rows:
         critic = self.roles.critic
         assert critic is not None
-        return self._on("critic", critic.rows(outline))
+        return self._on("critic", critic.rows(lengths))
 
-    def _critic(self, outline: SequenceLengths) -> Rows:
+    def _critic(self, lengths: SequenceLengths) -> Rows:
         critic = self.roles.critic
         assert critic is not None
         return join_rows(
-            [self._values(outline), self._updates("critic", local(critic), outline)]
+            [self._values(lengths), self._updates("critic", local(critic), lengths)]
         )
 
-    def _trained(self, outline: SequenceLengths) -> Rows:
+    def _trained(self, lengths: SequenceLengths) -> Rows:
         """Return the rows that each actor rank trains on, and the rows that the reporter writes to the records."""
         # A filter or an estimator that reads tokens needs all samples on every rank of
         # the actor.
         if self._reads_all:
             return dict.fromkeys(
-                self.context.placement.ranks["actor"], range(len(outline))
+                self.context.placement.ranks["actor"], range(len(lengths))
             )
         count = (
-            len(outline)
+            len(lengths)
             if self.config.trainer.store_rollouts
             else self.config.trainer.save_samples
         )
         return join_rows(
             [
-                self._written(outline, count),
-                self._updates("actor", local(self.roles.actor), outline),
+                self._written(lengths, count),
+                self._updates("actor", local(self.roles.actor), lengths),
             ]
         )
 
@@ -205,14 +206,14 @@ class SampleRouting:
         estimator = advantage_estimators.get(self.config.algorithm.advantage_name)
         return frozenset(estimator.inputs) | frozenset(estimator.optional_inputs)
 
-    def _updates(self, role: str, trained: Updated, outline: SequenceLengths) -> Rows:
+    def _updates(self, role: str, trained: Updated, lengths: SequenceLengths) -> Rows:
         # Every island plans the same updates and trains on its own part of each
         # mini-batch.
         return join_rows(
             dict(
                 zip(
                     ranks,
-                    rows_of_updates(trained, outline, self.step, part),
+                    rows_of_updates(trained, lengths, self.step, part),
                     strict=True,
                 )
             )

@@ -155,13 +155,13 @@ class SampleStore:
     Args:
         context: this rank's place in the job. None: roles share all ranks, nothing moves, and values are the batches
             and fields themselves.
-        readers: decides which rows each rank of this role group works on. None: every rank works on all rows.
+        selection: decides which rows each rank of this role group works on. None: every rank works on all rows.
     """
 
     def __init__(
-        self, context: JobContext | None = None, readers: RowSelection | None = None
+        self, context: JobContext | None = None, selection: RowSelection | None = None
     ) -> None:
-        self._context, self._readers = context, readers
+        self._context, self._readers = context, selection
         self._held: dict[int, HeldRows] = {}
 
     @property

@@ -54,23 +54,25 @@ class Schedule:
         """Return the lag of a rank's role group: the number of steps that it may be ahead of training."""
         return self.placement.lag(rank, self.max_staleness, in_rounds=self.in_rounds)
 
-    def begins_after(self, step: int, lag: int) -> int:
+    def begins_after(self, step: int, steps_ahead: int) -> int:
         """Return how many steps must be completed on all ranks before a role group with this lag begins `step`."""
-        return max(step - lag, self._last_barrier(step, lag))
+        return max(step - steps_ahead, self._last_barrier(step, steps_ahead))
 
-    def in_flight_after(self, step: int, lag: int) -> int:
+    def in_flight_after(self, step: int, steps_ahead: int) -> int:
         """Return how many steps must be completed before engines with this lag take new
         weights in the middle of `step`.
         """
-        return max(self.begins_after(step, lag), min(step, step - lag + 1))
+        return max(
+            self.begins_after(step, steps_ahead), min(step, step - steps_ahead + 1)
+        )
 
-    def _last_barrier(self, step: int, lag: int) -> int:
+    def _last_barrier(self, step: int, steps_ahead: int) -> int:
         """Return the last number of completed steps, up to `step`, that no role group may run ahead of."""
         # Only barriers within the lag can hold this step back.
         return max(
             (
                 done
-                for done in range(max(0, step - lag), step + 1)
+                for done in range(max(0, step - steps_ahead), step + 1)
                 if self._is_barrier(done)
             ),
             default=0,

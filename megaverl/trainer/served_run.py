@@ -169,14 +169,14 @@ class ServedRun:
                 "step. Set rollout.async_rollout=false, or let it change the rollouts."
             )
 
-    def give(self, given: StoredRollouts) -> None:
+    def give(self, rollouts: StoredRollouts) -> None:
         """Make the next step train on these responses, and use their scores if they have any.
 
         Every rank must provide the same responses.
         """
-        self.session.next_given = given
-        if given.scores is not None:
-            self._reward.restored[given.step] = given.scores
+        self.session.next_given = rollouts
+        if rollouts.scores is not None:
+            self._reward.restored[rollouts.step] = rollouts.scores
 
     @property
     def has_shared(self) -> bool:
@@ -277,24 +277,24 @@ class ServedRun:
     def _may_generate_next(self, step: int) -> bool:
         """Return whether the engines may begin the step after `step` before `step` is complete."""
         schedule = Schedule.of(self._config, self._placement)
-        lag = schedule.lag(self._placement.ranks["rollout"][0])
+        steps_ahead = schedule.lag(self._placement.ranks["rollout"][0])
         is_last = step + 1 >= self._config.trainer.steps
-        return not is_last and schedule.begins_after(step + 1, lag) <= step
+        return not is_last and schedule.begins_after(step + 1, steps_ahead) <= step
 
     def _samples_ahead(self, run: Run) -> RolloutsAhead:
         """Create the task that generates samples ahead of training, as far as the schedule allows."""
         schedule = Schedule.of(self._config, self._placement)
-        lag = schedule.lag(self._placement.ranks["rollout"][0])
+        steps_ahead = schedule.lag(self._placement.ranks["rollout"][0])
         are_scores_early = schedule.lag(self._placement.ranks["reward"][0]) > 0
         run.scores_ahead = are_scores_early and not self._config.trainer.operators
         is_in_flight = self._config.rollout.in_flight_updates
         return RolloutsAhead(
             run,
             sample_ahead,
-            lambda step: schedule.begins_after(step, lag),
+            lambda step: schedule.begins_after(step, steps_ahead),
             self._trainer.next_step,
             self._config.trainer.steps,
-            (lambda step: schedule.in_flight_after(step, lag))
+            (lambda step: schedule.in_flight_after(step, steps_ahead))
             if is_in_flight
             else None,
         )
@@ -372,9 +372,9 @@ class SessionWorker:
             operators.metrics |= responses.metrics
         # Rows are selected only if roles share all ranks. Otherwise every rank works on
         # all samples that were provided.
-        readers = operators.readers
+        selection = operators.readers
         batch = (
-            responses.batch if readers is None else readers.of_whole(responses.batch)
+            responses.batch if selection is None else selection.select(responses.batch)
         )
         return self._store.give(batch)
 

@@ -14,7 +14,7 @@ from megaverl.algorithms import check_finite, masked_mean
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
-from megaverl.data.distributed_batch import RowSelection, of_all, of_held
+from megaverl.data.distributed_batch import RowSelection, gather_samples, select_samples
 from megaverl.distributed.job_context import default_group
 from megaverl.rewards.trl import TrainerState
 from megaverl.rollout.engine import (
@@ -22,7 +22,7 @@ from megaverl.rollout.engine import (
     SamplingOptions,
     SavedWork,
     drawing,
-    of_some,
+    select_options,
 )
 from megaverl.rollout.sampling_rules import sampling_of
 from megaverl.trainer.arriving_samples import TakesSamples
@@ -37,11 +37,11 @@ from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.workers import local
 from megaverl.workers.advantage_computer import AdvantageComputer, kept_by
 from megaverl.workers.critic import VALUES, ActorCritic
-from megaverl.workers.policy import LogProbDifference, check_first_comparison
+from megaverl.workers.log_prob_check import LogProbDifference, check_first_comparison
 from megaverl.workers.responses import (
     Draws,
+    expand_to_samples,
     greedy_responses,
-    of_each_sample,
     once,
     responses,
     rollout_metrics,
@@ -155,7 +155,7 @@ class RLStep:
             self.newest_version = self.roles.engines.weight_version
             batch, metrics = self.in_progress.run(self.roles.engines, prompts, step)
             self.metrics |= metrics
-            return batch if self.readers is None else self.readers.of_whole(batch)
+            return batch if self.readers is None else self.readers.select(batch)
         config, engines, start = self.config, self.roles.engines, time.perf_counter()
         draws = Draws(
             config.run.seed,
@@ -171,10 +171,12 @@ class RLStep:
             assert self.outlet is not None
             self.outlet.give(
                 number,
-                self._dated(sample.with_(**drawing(of_some(sampling, [number]), 1))),
+                self._dated(
+                    sample.with_(**drawing(select_options(sampling, [number]), 1))
+                ),
             )
 
-        hears = finished if self.outlet is not None else None
+        on_finished = finished if self.outlet is not None else None
         function = config.rollout.function
         batch = responses(
             engines,
@@ -183,11 +185,13 @@ class RLStep:
             draws,
             self.roles.player,
             function,
-            hears,
+            on_finished,
             self.readers,
         )
         own_sampling = (
-            sampling if batch.held is None else of_some(sampling, batch.held.rows)
+            sampling
+            if batch.held is None
+            else select_options(sampling, batch.held.rows)
         )
         batch = batch.with_(**drawing(own_sampling, len(batch)))
         self.metrics |= rollout_metrics(
@@ -250,7 +254,7 @@ class RLStep:
         return (
             self.stored.batch
             if self.readers is None
-            else self.readers.of_whole(self.stored.batch)
+            else self.readers.select(self.stored.batch)
         )
 
     def read_replayed(self, step: int) -> None:
@@ -272,8 +276,8 @@ class RLStep:
         """Return the rewards of all responses. A replay returns the stored rewards of the original run.
 
         Args:
-            is_round: these are the responses of one round of dynamic sampling. Only their time is measured here, and
-                added up; the engines' ranks measure the rewards of all rounds together.
+            is_round: the responses are one round of dynamic sampling. Then only the time of scoring is recorded here,
+                summed over rounds; the engines' ranks record the rewards of all rounds.
         """
         if self.stored is not None and self.stored.scores is not None:
             return self.stored.scores
@@ -432,7 +436,7 @@ class RLStep:
         assert self.roles.implicit is not None
         if not bool(scores.scored.all()):
             # Responses without a reward have no outcome to learn from.
-            known = of_held(rollouts, scores.scored).unsqueeze(1)
+            known = select_samples(rollouts, scores.scored).unsqueeze(1)
             rollouts = rollouts.with_(response_mask=rollouts.response_mask & known)
         self._record(
             "reward_model",
@@ -466,16 +470,18 @@ class RLStep:
         # Unscored responses have NaN rewards by design, so only scored ones are
         # checked.
         check_finite("rewards", scores.total[scores.scored])
-        rewards = of_held(rollouts, scores.total)
+        rewards = select_samples(rollouts, scores.total)
         greedy = (
-            None if greedy_rewards is None else of_each_sample(greedy_rewards, rollouts)
+            None
+            if greedy_rewards is None
+            else expand_to_samples(greedy_rewards, rollouts)
         )
         if greedy is not None:
             # A group without a baseline has no advantage.
             rewards = rewards.where(~greedy.isnan(), torch.nan)
         tensors = {"rewards": rewards}
         if self.config.algorithm.positive_coef:
-            tensors["desirable"] = of_held(rollouts, scores.correct)
+            tensors["desirable"] = select_samples(rollouts, scores.correct)
         optional = dict(
             old_log_probs=old_log_probs,
             ref_log_probs=ref_log_probs,
@@ -484,7 +490,7 @@ class RLStep:
         )
         if last_values is not None and self.config.algorithm.bootstrap_truncated:
             self.metrics["train/last_value_mean"] = float(
-                of_all(rollouts, last_values).mean()
+                gather_samples(rollouts, last_values).mean()
             )
         tensors |= {
             name: tensor for name, tensor in optional.items() if tensor is not None
@@ -494,7 +500,7 @@ class RLStep:
             "greedy_rewards": greedy,
             "score_norms": score_norms,
             "implicit_rewards": implicit_rewards,
-            "component_rewards": of_held(
+            "component_rewards": select_samples(
                 rollouts, torch.stack(list(scores.components.values()), dim=1)
             ),
             "component_weights": torch.tensor(
@@ -529,9 +535,9 @@ class RLStep:
         metrics = self.roles.actor.update(
             experience, step=step, kl_coef=self.roles.kl.coef
         )
-        others = (VALUES, "rollout/")
+        prefixes = (VALUES, "rollout/")
         self.metrics |= {
-            name if name.startswith(others) else f"actor/{name}": v
+            name if name.startswith(prefixes) else f"actor/{name}": v
             for name, v in metrics.items()
         }
         return True
@@ -566,7 +572,7 @@ def oldest_version(batch: RolloutBatch, newest: int) -> int:
     # Includes the rows of other ranks, so that all ranks return the same version.
     if batch.held is not None:
         return int(
-            batch.held.of_all(
+            batch.held.gather_samples(
                 batch.weight_versions.where(batch.response_mask, newest).amin(dim=1)
             ).min()
         )

@@ -137,9 +137,9 @@ def _signals(step: RLStep) -> Iterator[Operator]:
     of_critic = ("values", "last_values")
     if config.shares_backbone:
         score, scored = step.log_probs_and_values, ("old_log_probs", *of_critic)
-        yield _of_actor("old_log_probs", score, ("rollouts", "step"), scored)
+        yield _actor_operator("old_log_probs", score, ("rollouts", "step"), scored)
     else:
-        yield _of_actor("old_log_probs", step.old_log_probs, ("rollouts", "step"))
+        yield _actor_operator("old_log_probs", step.old_log_probs, ("rollouts", "step"))
     if config.uses_ref_log_probs:
         yield Operator("ref_log_probs", step.ref_log_probs, rollouts, role="reference")
     if config.uses_critic:
@@ -150,13 +150,13 @@ def _signals(step: RLStep) -> Iterator[Operator]:
             "greedy_rewards", step.greedy_rewards, ("greedy",), role="reward"
         )
     if config.estimator_reads("score_norms"):
-        yield _of_actor("score_norms", step.score_norms, rollouts)
+        yield _actor_operator("score_norms", step.score_norms, rollouts)
     if config.estimator_reads("implicit_rewards"):
         inputs = ("rollouts", "scores", "ref_log_probs")
-        yield _of_actor("implicit_rewards", step.implicit_rewards, inputs)
+        yield _actor_operator("implicit_rewards", step.implicit_rewards, inputs)
 
 
-def _of_actor(
+def _actor_operator(
     name: str,
     function: Any,
     inputs: tuple[str, ...],

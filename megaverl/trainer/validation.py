@@ -12,7 +12,7 @@ from megaverl.algorithms import mean_pass_at_k
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch, answer_rows
 from megaverl.data.datasets import PromptDataset, PromptRecord
-from megaverl.data.distributed_batch import RowSelection, of_all
+from megaverl.data.distributed_batch import RowSelection, gather_samples
 from megaverl.monitoring.console import Console
 from megaverl.rollout.engine import sampling_options
 from megaverl.trainer.saving import Records, sample_records
@@ -27,7 +27,7 @@ class Best:
     """Best validation so far.
 
     Attributes:
-        tie: decides between equal values. It is the reward while no response was correct, else 0.
+        tie: decides between equal values: the reward as long as no response was correct, afterwards 0.
     """
 
     step: int = -1
@@ -130,14 +130,14 @@ def held_out_responses(
     rollout: Rollout | AgentRollouts,
     prompts: Sequence[PromptRecord],
     player: Player | None = None,
-    readers: RowSelection | None = None,
+    selection: RowSelection | None = None,
 ) -> RolloutBatch:
     """Generate `trainer.validation_samples` responses to every prompt. Collective over the engines' ranks.
 
     Every call uses the same seeds, so that two validations differ only by the weights.
 
     Args:
-        readers: row selection for scoring and recording, or None if every rank gets all responses.
+        selection: row selection for scoring and recording, or None if every rank gets all responses.
     """
     sampling = sampling_options(
         config.rollout.sampling, **config.trainer.validation_sampling
@@ -150,21 +150,21 @@ def held_out_responses(
         draws,
         player,
         config.rollout.function,
-        readers=readers,
+        selection=selection,
     )
 
 
 def measure_held_out(
-    config: Config, reward: RewardRole, batch: RolloutBatch, given: Scores
+    config: Config, reward: RewardRole, batch: RolloutBatch, row_scores: Scores
 ) -> Evaluation:
     """Return metrics and sample records from scored responses to held-out prompts."""
-    group_ids = of_all(batch, batch.group_ids)
+    group_ids = gather_samples(batch, batch.group_ids)
     # Discard values that reward functions have logged for this validation. They are not
     # part of a step.
     reward.forget_logged()
-    scores = once(batch, given)
+    scores = once(batch, row_scores)
     # Conversations of the same episode count once, like in training metrics.
-    if scores is not given:
+    if scores is not row_scores:
         group_ids = group_ids[answer_rows(batch).unique()]
     known = scores.known
     # pass@k needs all samples of a prompt, so groups with an unscored sample are left
@@ -181,10 +181,10 @@ def measure_held_out(
         "reward": float(known.total.mean()),
         **correct,
         "response_length": float(
-            of_all(batch, batch.response_mask.sum(dim=1)).float().mean()
+            gather_samples(batch, batch.response_mask.sum(dim=1)).float().mean()
         ),
     }
     return Evaluation(
         {f"validation/{name}": value for name, value in metrics.items()},
-        sample_records(batch, given, reward, config.trainer.save_samples),
+        sample_records(batch, row_scores, reward, config.trainer.save_samples),
     )

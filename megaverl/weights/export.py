@@ -284,7 +284,7 @@ def _plans(
     # Computed alike on every rank, without communication. Only the first rank needs
     # anything.
     plan = make_plan(
-        model.layouts, lambda other: everything if other == 0 else EMPTY, world, rank
+        model.layouts, lambda dest: everything if dest == 0 else EMPTY, world, rank
     )
     check_plan(plan)
     window_of = {

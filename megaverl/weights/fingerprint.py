@@ -270,8 +270,8 @@ class ReshardCheck:
             landed: returns the box of a local destination tensor that is not in its place yet.
         """
         start, rank = time.perf_counter(), dist.get_rank(self._group)
-        # Which dtype a weight has at the destination is the same for all comparisons.
-        # Collective over the group, once.
+        # The destination's dtypes do not change, so they are exchanged once, collectively
+        # over the group.
         if self._dtypes is None:
             sides = {
                 "destination": (

@@ -94,7 +94,7 @@ def load_folder(
 class ArrivingFolder:
     """Load a folder file by file, so that one file is read while the next is downloaded.
 
-    Arguments and errors are those of `load_folder`. With an index, names are checked
+    For arguments and errors, see `load_folder`. With an index, names are checked
     before the first file; shapes are checked with each file.
     """
 
@@ -342,8 +342,9 @@ class OpenedCheckpoint:
             (self.folder / name).is_file() for name in RECORDS
         ):
             raise CheckpointError(
-                f"{self.folder}: neither a run nor a conversion of megaverl wrote it. Others hold an expert's gates "
-                f"first; those of {spec.architecture} are in turn here. Take the model's Hugging Face folder."
+                f"{self.folder}: neither a run nor a conversion of megaverl wrote it. Other programs store an "
+                f"expert's gates first; {spec.architecture} alternates gate and up rows. Take the model's Hugging "
+                "Face folder."
             )
         if self.as_critic:
             weights = [

@@ -424,8 +424,8 @@ class Resharder:
             *(left.only(part.__contains__) for part in first),
             left.only(lambda tensor: tensor not in named),
         ]
-        # The aliases above have taken what shares storage; what is left must be copied,
-        # however its storage lies.
+        # The aliases above cover all tensors that share storage. The others must be
+        # copied, however their storage lies.
         job = replace(job, group=background, options=replace(job.options, alias=False))
         self._parts = [assign(replace(job, plan=plan)) for plan in plans]
         return [] if aliases is None else [aliases]
@@ -487,13 +487,13 @@ class Resharder:
             raise self._failures.blame(self.version + 1, -1, state, error) from error
         by_number = reports.view(self._plan.world, len(own_numbers)).T.tolist()
         versions, sent, whole, compared, changed = by_number
-        if other := {
+        if outdated := {
             rank: version
             for rank, version in enumerate(versions)
             if version != self.version + 1
         }:
             raise ReshardError(
-                f"this rank brought the weights to version {self.version + 1}, others to {other}."
+                f"this rank brought the weights to version {self.version + 1}, others to {outdated}."
             )
         fraction = sum(changed) / sum(compared) if any(compared) else None
         return RankTotals(max(sent), max(whole), fraction)

@@ -90,7 +90,7 @@ class LinkAddress:
         end = time.monotonic() + min(REACH_SECONDS, self.seconds)
         return reach_store(self.host, self.port, self.timeout, end, lambda seen: None)
 
-    def wait_for(self, store: dist.Store, keys: Sequence[str], what: str) -> None:
+    def wait_for(self, store: dist.Store, keys: Sequence[str], awaited: str) -> None:
         """Wait until the store has all keys.
 
         Raises:
@@ -103,7 +103,7 @@ class LinkAddress:
                 raise LinkError(store.get(FAILED).decode())
             if time.monotonic() > end:
                 raise TimeoutError(
-                    f"{what} did not come within {self.seconds:g} s ({KEY})"
+                    f"{awaited} did not come within {self.seconds:g} s ({KEY})"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -213,14 +213,14 @@ def open_as_sender(
     with _reporting(store, f"rank {rank} of the actor"):
         if rank == 0:
             held = RankLayouts(layout_of, address.num_senders)
-            told = {
+            description = {
                 "class_of": held.class_of,
-                "layouts": [each.to_json() for each in held.layouts],
+                "layouts": [layout.to_json() for layout in held.layouts],
                 "shapes": shapes,
             }
-            store.set(SOURCE, json.dumps(told))
-        own = {name: tensors[name] for name in layout_of(rank).local_shapes}
-        return Link(address, store, rank, layout_of, own, {})
+            store.set(SOURCE, json.dumps(description))
+        local_tensors = {name: tensors[name] for name in layout_of(rank).local_shapes}
+        return Link(address, store, rank, layout_of, local_tensors, {})
 
 
 def open_as_receiver(
@@ -241,24 +241,24 @@ def open_as_receiver(
     store = address.reach()
     with _reporting(store, name):
         address.wait_for(store, [SOURCE], "the actor's layout")
-        told = json.loads(store.get(SOURCE))
+        description = json.loads(store.get(SOURCE))
         layout, tensors = lay_out(
-            {weight: tuple(shape) for weight, shape in told["shapes"].items()}
+            {weight: tuple(shape) for weight, shape in description["shapes"].items()}
         )
         _publish(store, rank, layout)
-        sources = [Layout.from_json(each) for each in told["layouts"]]
+        sources = [Layout.from_json(layout) for layout in description["layouts"]]
         return Link(
             address,
             store,
             rank,
-            lambda place: sources[told["class_of"][place]],
+            lambda place: sources[description["class_of"][place]],
             {},
             tensors,
         )
 
 
 @contextmanager
-def _reporting(store: dist.Store, who: str) -> Iterator[None]:
+def _reporting(store: dist.Store, reporter: str) -> Iterator[None]:
     """Return a context that reports an error of its body to all processes of a link."""
     try:
         yield
@@ -266,7 +266,7 @@ def _reporting(store: dist.Store, who: str) -> Iterator[None]:
         raise
     except Exception as error:
         with suppress(dist.DistError):
-            report_failure(store, f"{who}: {error or type(error).__name__}")
+            report_failure(store, f"{reporter}: {error or type(error).__name__}")
         raise
 
 
@@ -305,7 +305,7 @@ def dealt(layout_of: LayoutOf, num_ranks: int) -> LayoutOf:
     def shared_out(rank: int) -> Layout:
         layout = held.layouts[held.class_of[rank]]
         holders = held.ranks[held.class_of[rank]]
-        # weight -> the local tensor that it lies in; those of one tensor stay together.
+        # weight -> its local tensor; weights of one tensor stay together.
         home: dict[str, str] = {}
         for piece in layout.pieces:
             home.setdefault(piece.tensor, layout.stored_in(piece.local))

@@ -199,8 +199,8 @@ def _judge(report: GradientReport, rules: Rules) -> list[Decision]:
     if report.has_overflow:
         findings.append(Decision(Verdict.SKIP, Reason.OVERFLOW, report.name))
     elif not (math.isfinite(report.norm) and math.isfinite(report.tokens)):
-        bad = Verdict.STOP if rules.on_nonfinite == "stop" else Verdict.SKIP
-        findings.append(Decision(bad, Reason.NOT_FINITE, report.name))
+        verdict = Verdict.STOP if rules.on_nonfinite == "stop" else Verdict.SKIP
+        findings.append(Decision(verdict, Reason.NOT_FINITE, report.name))
     elif report.tokens <= 0:
         findings.append(Decision(Verdict.SKIP, Reason.NO_TOKENS, report.name))
     elif report.norm > rules.skip_above.get(report.role, math.inf):

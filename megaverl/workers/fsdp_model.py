@@ -281,7 +281,7 @@ class FSDPModel(TrainingModel):
         take: Callable[[torch.Tensor, MicroBatch], Taken],
     ) -> list[Taken]:
         taken = []
-        # Dropout is off, and so is anything else that trains differently.
+        # Dropout is off, like every layer that behaves differently in training.
         self.module.eval()
         with torch.no_grad(), self.on_device:
             for micro_batch in micro_batches:

@@ -98,9 +98,9 @@ class StageCommunicator(P2PCommunicator):  # type: ignore[misc]  # megatron-core
                 tensor_send_next, tensor_send_prev, recv_prev, recv_next
             )
         # An empty shape: nothing comes from this side.
-        nothing = (0, 0, 0)
-        forward = self._shapes[self._forward] if recv_prev else nothing
-        backward = self._shapes[self._backward] if recv_next else nothing
+        no_shape = (0, 0, 0)
+        forward = self._shapes[self._forward] if recv_prev else no_shape
+        backward = self._shapes[self._backward] if recv_next else no_shape
         # Both directions count separately, since a schedule may run several
         # micro-batches forward before the first backward.
         self._forward += recv_prev

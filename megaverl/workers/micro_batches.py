@@ -24,7 +24,7 @@ from megaverl.algorithms import (
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import MicroBatchRule, mini_batches, plan_micro_batches
-from megaverl.data.distributed_batch import of_all, of_held
+from megaverl.data.distributed_batch import gather_samples, select_samples
 from megaverl.data.images import COLUMN, images_of_rows
 from megaverl.data.prefix_packing import (
     plan_packed_micro_batches,
@@ -74,12 +74,12 @@ def micro_batches_for(
     Raises:
         DataError: a single sample exceeds the budget.
     """
-    outline = sequence_lengths(batch)
+    lengths = sequence_lengths(batch)
     return micro_batches_of(
         model,
         batch,
-        outline,
-        plan_for(model, outline, max_tokens, unit=unit),
+        lengths,
+        plan_for(model, lengths, max_tokens, unit=unit),
         fields,
         unit=unit,
     )
@@ -87,7 +87,7 @@ def micro_batches_for(
 
 def plan_for(
     model: TrainingModel,
-    outline: SequenceLengths,
+    lengths: SequenceLengths,
     max_tokens: int,
     samples: Sequence[int] | None = None,
     *,
@@ -98,7 +98,7 @@ def plan_for(
     """Plan the micro-batches of all data-parallel ranks.
 
     The plan depends only on lengths, so every rank computes the same one. Plans are
-    cached in `outline.plans`.
+    cached in `lengths.plans`.
 
     Args:
         max_tokens: upper bound of rows x longest row of a micro-batch, or of the row's tokens if the model packs.
@@ -116,7 +116,7 @@ def plan_for(
     shape = model.grid.shape
     part = None if samples is None else tuple(samples)
     # The key holds everything that the plan depends on, because several models share
-    # one `outline`.
+    # one `lengths`.
     same = (
         model.pack is None,
         shape.dp,
@@ -130,16 +130,16 @@ def plan_for(
         unit,
         parts,
     )
-    if same not in outline.plans:
-        outline.plans[same] = _planned(
-            model, outline, max_tokens, samples, least=least, unit=unit, parts=parts
+    if same not in lengths.plans:
+        lengths.plans[same] = _planned(
+            model, lengths, max_tokens, samples, least=least, unit=unit, parts=parts
         )
-    return outline.plans[same]
+    return lengths.plans[same]
 
 
 def _planned(
     model: TrainingModel,
-    outline: SequenceLengths,
+    sample_lengths: SequenceLengths,
     max_tokens: int,
     samples: Sequence[int] | None,
     *,
@@ -157,21 +157,21 @@ def _planned(
         key=f"{model.role}.micro_batch_tokens",
     )
     # A unit is a sample, or the neighbouring samples that must stay in one micro-batch.
-    units = range(len(outline) // unit) if samples is None else samples
+    units = range(len(sample_lengths) // unit) if samples is None else samples
     whole = [range(number * unit, (number + 1) * unit) for number in units]
-    lengths, num_ranks = outline.lengths, shape.dp * parts
+    lengths, num_ranks = sample_lengths.lengths, shape.dp * parts
     if model.pack:
-        prompts = outline.prompts
+        prompts = sample_lengths.prompts
         multiple = model.sequence_multiple
         if multiple > 1:
             # Every sample is cut by itself, so that none shares tokens with another.
             lengths = [-(-length // multiple) * multiple for length in lengths]
-            prompts = list(range(len(outline)))
+            prompts = list(range(len(sample_lengths)))
         return plan_packed_micro_batches(
             whole,
             lengths,
             prompts,
-            _tree_for(model, outline),
+            _tree_for(model, sample_lengths),
             num_ranks,
             max_tokens,
             rule,
@@ -179,7 +179,7 @@ def _planned(
     # All rows of a unit are padded to the longest one.
     costs = [
         unit * max(lengths[first : first + unit])
-        for first in range(0, len(outline) - unit + 1, unit)
+        for first in range(0, len(sample_lengths) - unit + 1, unit)
     ]
     # The plan counts rows of the longest sample, and a unit has several rows.
     rule = replace(rule, multiple_of=rule.multiple_of * unit)
@@ -194,15 +194,15 @@ def _planned(
     ]
 
 
-def _tree_for(model: TrainingModel, outline: SequenceLengths) -> PrefixTree:
+def _tree_for(model: TrainingModel, lengths: SequenceLengths) -> PrefixTree:
     """Return the tree of the tokens that samples share in a packed row of this model."""
     # Context-parallel ranks of Transformer Engine cut every sample by itself.
     if model.sequence_multiple > 1:
-        return PrefixTree.apart(len(outline))
-    return outline.tree
+        return PrefixTree.apart(len(lengths))
+    return lengths.tree
 
 
-def of_each_rank(
+def samples_by_rank(
     model: TrainingModel, plan: MicroBatchPlan, part: int = 0
 ) -> list[Sequence[int]]:
     """Return the samples that each rank of the model's grid works on, which are those of its data-parallel rank."""
@@ -225,7 +225,7 @@ def _data_parallel_ranks(shape: GridShape) -> tuple[int, ...]:
 def micro_batches_of(
     model: TrainingModel,
     batch: RolloutBatch,
-    outline: SequenceLengths,
+    lengths: SequenceLengths,
     plan: MicroBatchPlan,
     fields: Mapping[str, torch.Tensor] | None = None,
     *,
@@ -248,7 +248,7 @@ def micro_batches_of(
         **{name: batch[name].unsqueeze(1) for name in DRAWING if name in batch},
     }
     rank_batches = plan[part * model.grid.shape.dp + model.grid.coords.dp]
-    tree = _tree_for(model, outline)
+    tree = _tree_for(model, lengths)
     micro_batches = []
     for rows in rank_batches:
         # The plan numbers all rows of the step, of which this rank may hold some.
@@ -348,10 +348,10 @@ class ModelWorker:
             replays,
         )
 
-    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
+    def rows(self, lengths: SequenceLengths) -> list[Sequence[int]]:
         """Return the samples that each rank of the model's grid reads to score a batch."""
-        return of_each_rank(
-            self.model, plan_for(self.model, outline, self.micro_batch_tokens)
+        return samples_by_rank(
+            self.model, plan_for(self.model, lengths, self.micro_batch_tokens)
         )
 
     def score(
@@ -366,10 +366,10 @@ class ModelWorker:
         The result of a sample is identical on every rank that holds the sample.
         """
         # Depends on lengths only, so that all ranks compute the same plan.
-        outline = sequence_lengths(batch)
-        plan = plan_for(self.model, outline, self.micro_batch_tokens)
+        lengths = sequence_lengths(batch)
+        plan = plan_for(self.model, lengths, self.micro_batch_tokens)
         micro = micro_batches_of(
-            self.model, batch, outline, plan, fields, replays=self.replays
+            self.model, batch, lengths, plan, fields, replays=self.replays
         )
         if batch.held is None:
             return self.model.score(micro, score, shape)
@@ -377,7 +377,7 @@ class ModelWorker:
         # Without the sum over all ranks of `score`: a rank receives only the samples that it holds.
         ranks, rank_rows = (
             batch.held.context.role_group.ranks,
-            of_each_rank(self.model, plan),
+            samples_by_rank(self.model, plan),
         )
         source = {
             rank: rows
@@ -449,12 +449,12 @@ def run_updates(
         `num_updates` and `skipped`.
     """
     reports: list[UpdateReport] = []
-    sums, outline, trainable = MetricSums(), sequence_lengths(batch), role.trainable
-    num_tokens = of_all(batch, batch.response_mask.sum(dim=1))
+    sums, lengths, trainable = MetricSums(), sequence_lengths(batch), role.trainable
+    num_tokens = gather_samples(batch, batch.response_mask.sum(dim=1))
     of_episodes = shares_of_episodes(batch, num_tokens)
     # Weights and gradients stay on the device for all updates of the step.
     with trainable.updating():
-        for planned in plan_updates(role, outline, step):
+        for planned in plan_updates(role, lengths, step):
             # The plan numbers all samples of the step. The mask is over this rank's
             # rows.
             chosen = (
@@ -472,7 +472,9 @@ def run_updates(
                 planned.number,
             )
             extra = select(mini) if select else {}
-            own_episodes = None if of_episodes is None else of_held(batch, of_episodes)
+            own_episodes = (
+                None if of_episodes is None else select_samples(batch, of_episodes)
+            )
             update_fields = {
                 **fields,
                 **extra,
@@ -482,7 +484,7 @@ def run_updates(
             micro = micro_batches_of(
                 trainable.model,
                 batch,
-                outline,
+                lengths,
                 planned.micro_batches,
                 update_fields,
                 part=part,
@@ -559,7 +561,7 @@ class PlannedUpdate(NamedTuple):
 
 
 def plan_updates(
-    role: Updated, outline: SequenceLengths, step: int
+    role: Updated, lengths: SequenceLengths, step: int
 ) -> Iterator[PlannedUpdate]:
     """Yield all updates of a step, identical on every rank, from the lengths of all samples.
 
@@ -574,17 +576,17 @@ def plan_updates(
     # Every epoch divides the samples anew, from a seed of step and epoch.
     for epoch in range(role.algorithm.num_epochs):
         parts = mini_batches(
-            len(outline),
+            len(lengths),
             count,
             seed=seed,
             step=step,
             epoch=epoch,
-            group_ids=outline.prompts,
+            group_ids=lengths.prompts,
         )
         for number, samples in enumerate(parts):
             plan = plan_for(
                 trainable.model,
-                outline,
+                lengths,
                 role.micro_batch_tokens,
                 samples,
                 least=least,
@@ -594,7 +596,7 @@ def plan_updates(
 
 
 def rows_of_updates(
-    role: Updated, outline: SequenceLengths, step: int, part: int
+    role: Updated, lengths: SequenceLengths, step: int, part: int
 ) -> list[Sequence[int]]:
     """Return the samples that each rank of the model's grid trains on, over all updates of a step.
 
@@ -605,14 +607,14 @@ def rows_of_updates(
     shape = model.grid.shape
     # A set, because a sample appears once per epoch.
     rank_rows: list[set[int]] = [set() for _ in range(shape.dp)]
-    for update in plan_updates(role, outline, step):
+    for update in plan_updates(role, lengths, step):
         for rows, micro in zip(
             rank_rows,
             update.micro_batches[part * shape.dp : (part + 1) * shape.dp],
             strict=True,
         ):
             rows.update(*micro)
-    return of_each_rank(model, [[sorted(rows)] for rows in rank_rows])
+    return samples_by_rank(model, [[sorted(rows)] for rows in rank_rows])
 
 
 class Weighting:
@@ -652,7 +654,8 @@ def shares_of_episodes(
     )
     # Agents of one episode count separately: the pair of numbers becomes one number.
     return episode_shares(
-        num_tokens, of_all(batch, batch.episode_ids * (1 + int(agents.max())) + agents)
+        num_tokens,
+        gather_samples(batch, batch.episode_ids * (1 + int(agents.max())) + agents),
     )
 
 

@@ -162,7 +162,7 @@ class Files:
                 count = os.readv(self._file.fileno(), [left])
                 if not count:
                     raise TrainingStopped(
-                        f"offload.folder={self._folder}: what was written there is gone."
+                        f"offload.folder={self._folder}: the files that this run wrote are gone."
                     )
                 left = left[count:]
             if read is not target:

@@ -59,8 +59,8 @@ class MegatronGradients(TrainableModel):
                 config=model.config,
                 ddp_config=ddp_config,
                 module=chunk,
-                # As in Megatron-LM's training loop: later chunks communicate while
-                # others compute, without buckets.
+                # Later chunks communicate while others compute, so they need no buckets.
+                # Megatron-LM's training loop sets the same.
                 disable_bucketing=index > 0,
                 pg_collection=model.grid.pg_collection,
             )
@@ -316,7 +316,7 @@ def ddp_config_of(
 ) -> DistributedDataParallelConfig:
     """Build megatron-core's DistributedDataParallel configuration from a role's mapping.
 
-    Arguments and errors are those of `optimizer_configs`.
+    For arguments and errors, see `optimizer_configs`.
     """
     try:
         given_ddp = coerce(DistributedDataParallelConfig, ddp, f"{role}.ddp")
@@ -353,13 +353,13 @@ def _stepped_on(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
 
 
 def scheduler_options(
-    config: OptimizerConfig, given: Mapping[str, Any], total_updates: int
+    config: OptimizerConfig, overrides: Mapping[str, Any], total_updates: int
 ) -> dict[str, Any]:
-    """Return arguments of megatron-core's OptimizerParamScheduler; `given` overrides a constant learning rate."""
+    """Return arguments of megatron-core's OptimizerParamScheduler; `overrides` overrides a constant learning rate."""
     peak = config.lr if config.lr is not None else 1e-6
     weight_decay = config.weight_decay
     return {
-        "init_lr": 0.0 if given.get("lr_warmup_steps") else peak,
+        "init_lr": 0.0 if overrides.get("lr_warmup_steps") else peak,
         "max_lr": peak,
         "min_lr": config.min_lr,
         "lr_warmup_steps": 0,
@@ -370,7 +370,7 @@ def scheduler_options(
         "wd_incr_steps": max(total_updates, 1),
         "wd_incr_style": "constant",
         "use_checkpoint_opt_param_scheduler": True,
-    } | dict(given)
+    } | dict(overrides)
 
 
 def _finalize(chunks: list[Any], num_tokens: Any, **groups: Any) -> None:
@@ -386,7 +386,7 @@ class FSDPTrainable(TrainableModel):
             with one axis (biases, norms) have no weight decay.
         scheduler: arguments of megatron-core's OptimizerParamScheduler.
 
-    The remaining arguments are those of `MegatronTrainable`.
+    For the other arguments, see `MegatronTrainable`.
 
     Raises:
         ConfigError: a value is refused, or the model computes in float16.
@@ -428,7 +428,7 @@ class FSDPTrainable(TrainableModel):
         ]
         # A rank may hold no row of a small parameter.
         self.parameters = [p for p in parameters if local(p).numel()]
-        # As in megatron-core: biases and norms, which have one axis, do not decay.
+        # Biases and norms have one axis. They do not decay, which is megatron-core's rule.
         self.optimizer = torch.optim.AdamW(
             [
                 {

@@ -29,7 +29,7 @@ from megaverl.algorithms import (
     reward_model_losses,
 )
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.distributed_batch import of_all
+from megaverl.data.distributed_batch import gather_samples
 from megaverl.models.packing import MicroBatch
 from megaverl.workers.micro_batches import ModelWorker, micro_batches_for, share
 from megaverl.workers.model import Loss, TrainingModel
@@ -144,7 +144,7 @@ class PreferenceUpdates(PairUpdates):
         super().__init__(
             policy, name, options, micro_batch_tokens=micro_batch_tokens, weight=weight
         )
-        self._single = of_single_responses(name)
+        self._single = reads_single_responses(name)
         self._plain = Policy(
             self.model, temperature=1.0, micro_batch_tokens=micro_batch_tokens
         )
@@ -156,15 +156,15 @@ class PreferenceUpdates(PairUpdates):
         if self._reference is not None:
             # The reference scores before the update. It may share the policy's weights,
             # without adapters.
-            fields["ref"] = _of_responses(self._reference, batch)[0]
-        fields |= self._of_the_mini_batch(batch, fields.get("ref"))
+            fields["ref"] = _sum_log_probs(self._reference, batch)[0]
+        fields |= self._mini_batch_fields(batch, fields.get("ref"))
         if not self._single:
             return self.run(batch, fields, self._loss)
         return self.run(
             batch, {**fields, "desirable": batch.desirable}, self._loss, unit=1
         )
 
-    def _of_the_mini_batch(
+    def _mini_batch_fields(
         self, batch: RolloutBatch, ref: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         """Compute loss inputs that depend on all rows, from the policy before the update; each [B]."""
@@ -183,7 +183,7 @@ class PreferenceUpdates(PairUpdates):
         # Better and worse responses alternate: rows 0, 2, ... are the better ones.
         if wanted & {"reward_shift", "margin_shifts", "chosen_matched"}:
             assert ref is not None
-            log_ratios = _of_responses(self._plain, batch)[0] - ref
+            log_ratios = _sum_log_probs(self._plain, batch)[0] - ref
             if "reward_shift" in wanted:
                 fields["reward_shift"] = mean_log_ratio(
                     log_ratios, batch.desirable
@@ -210,13 +210,13 @@ class PreferenceUpdates(PairUpdates):
         above the loss's reference point (KTO, BCO) exactly when it is desirable.
         """
         reference = self._reference
-        sums, lengths = _of_responses(self._plain, batch)
+        sums, lengths = _sum_log_probs(self._plain, batch)
         # Without a reference, responses of different lengths are compared by their mean
         # log-prob.
         sums = (
             sums / lengths.clamp(min=1)
             if reference is None
-            else sums - _of_responses(reference, batch)[0]
+            else sums - _sum_log_probs(reference, batch)[0]
         )
         if self._single:
             bar: torch.Tensor | float = 0.0
@@ -229,7 +229,7 @@ class PreferenceUpdates(PairUpdates):
 
     def _mismatched_kl(self, batch: RolloutBatch, reference: Policy) -> torch.Tensor:
         """Return KTO's reference point, which pairs each prompt with a response to the next prompt."""
-        shifted = batch.select(of_the_next(batch.group_ids.tolist()))
+        shifted = batch.select(rows_of_next_group(batch.group_ids.tolist()))
         # Prompt of one group with the response of another: a sample of mismatched
         # pairs.
         crossed = RolloutBatch(
@@ -242,7 +242,7 @@ class PreferenceUpdates(PairUpdates):
             }
         )
         policy_log_probs, frozen = (
-            _of_responses(policy, crossed)[0] for policy in (self._plain, reference)
+            _sum_log_probs(policy, crossed)[0] for policy in (self._plain, reference)
         )
         return kto_reference_kl(policy_log_probs, frozen)
 
@@ -293,7 +293,7 @@ class PreferenceUpdates(PairUpdates):
         return self.share_of_loss(inputs)
 
 
-def _of_responses(
+def _sum_log_probs(
     policy: Policy, batch: RolloutBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (log-probs, lengths) of whole responses, both [B], in host memory."""
@@ -317,12 +317,12 @@ def alignment(policy: Policy, batch: RolloutBatch) -> torch.Tensor:
     return sums / lengths.clamp(min=1)
 
 
-def of_single_responses(name: str) -> bool:
+def reads_single_responses(name: str) -> bool:
     """Return whether a preference loss reads independent responses, desirable or not (KTO), instead of pairs."""
     return "desirable" in preference_losses.get(name).inputs
 
 
-def of_the_next(group_ids: Sequence[int]) -> list[int]:
+def rows_of_next_group(group_ids: Sequence[int]) -> list[int]:
     """Return for every row a row of the next group; the last group is followed by the first.
 
     The row has the same index in its group, or the last one if the next group is
@@ -352,7 +352,7 @@ class RewardModel(ModelWorker):
 
     def scores(self, batch: RolloutBatch) -> torch.Tensor:
         """Return the scores of all samples, [B] float32 in host memory, identical on every rank."""
-        return of_all(
+        return gather_samples(
             batch,
             self.score(batch, partial(at_the_end, self.model), (len(batch), 1))[
                 :, 0

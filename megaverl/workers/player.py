@@ -192,7 +192,7 @@ class Player:
             try:
                 return {"result": call(number)}
             except EnvironmentFault as fault:
-                # What is left of the episode may hold processes and connections.
+                # Close the failed episode: it may hold processes and connections.
                 self._abandon(games, number)
                 return {"fault": str(fault)}
 
@@ -313,9 +313,14 @@ def outcome_row(outcome: Outcome) -> list[Any]:
 
 def outcome_of(row: Sequence[Any]) -> Outcome:
     """Return the outcome that `outcome_row` serialised."""
-    token_ids, reward, done, conversation, also, *rest = row
+    token_ids, reward, done, conversation, further, *rest = row
     return Outcome(
-        token_ids, reward, done, conversation, [outcome_of(row) for row in also], *rest
+        token_ids,
+        reward,
+        done,
+        conversation,
+        [outcome_of(row) for row in further],
+        *rest,
     )
 
 

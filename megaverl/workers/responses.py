@@ -11,7 +11,7 @@ import torch
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch, answer_rows
 from megaverl.data.datasets import PromptRecord
-from megaverl.data.distributed_batch import RowSelection, as_held, of_all
+from megaverl.data.distributed_batch import RowSelection, as_held, gather_samples
 from megaverl.data.held_rows import HeldRows
 from megaverl.data.images import COLUMN, image_column
 from megaverl.data.prefix_packing import sequence_lengths
@@ -23,9 +23,9 @@ from megaverl.rollout.engine import (
     Images,
     Sampling,
     SamplingOptions,
-    of_each,
-    of_some,
+    options_by_prompt,
     sampling_options,
+    select_options,
 )
 from megaverl.rollout.environments import ALONE, FAILED, Request, Start, View, Views
 from megaverl.workers.player import Player
@@ -66,7 +66,7 @@ class Draws:
         """Return the sampling options of `count` samples, with the mixture distribution for opponents."""
         if self.opponent_beta is None:
             return sampling
-        sampling_of_each = of_each(sampling, count)
+        sampling_of_each = options_by_prompt(sampling, count)
         # Samples share a few distinct options, and each is mixed once.
         mixed = {
             options: options.mixed(self.opponent_beta) for options in sampling_of_each
@@ -106,7 +106,7 @@ def responses(
     player: Player | None = None,
     function: str | None = None,
     finished: Finished | None = None,
-    readers: RowSelection | None = None,
+    selection: RowSelection | None = None,
 ) -> RolloutBatch:
     """Generate a batch of `draws.group_size` responses, or episodes, for every prompt.
 
@@ -116,7 +116,7 @@ def responses(
         function: `rollout.function`, which generates in place of the engine alone.
         finished: called on the first rank of each engine with a sample's number and the sample, as soon as it is
             generated. Not called for episodes, nor if a function generates.
-        readers: which samples each rank reads; a rank gets only those. None: every rank gets all.
+        selection: which samples each rank reads; a rank gets only those. None: every rank gets all.
 
     Raises:
         RolloutError: a function or an environment got prompts with images.
@@ -134,8 +134,8 @@ def responses(
     assert isinstance(rollout, Rollout), "agents of their own write in episodes"
     # A user's function generates on every rank alike, so that its responses are on all
     # ranks already.
-    if readers is not None and function is None:
-        return held_responses(rollout, repeated, sampling, draws, group_ids, readers)
+    if selection is not None and function is None:
+        return held_responses(rollout, repeated, sampling, draws, group_ids, selection)
     token_ids, images = [prompt.token_ids for prompt in repeated], images_of(repeated)
     seeds = [draws.seed(sample) for sample in range(len(repeated))]
     if function is not None:
@@ -159,9 +159,14 @@ def responses(
             finished(number, without_opponents(sample_batch, [number], draws))
 
         # Without a listener the engine does not have to report single responses.
-        hears = one_finished if finished is not None else None
+        on_finished = one_finished if finished is not None else None
         generations = rollout.generate(
-            token_ids, sampling, seeds, group_size=size, finished=hears, images=images
+            token_ids,
+            sampling,
+            seeds,
+            group_size=size,
+            finished=on_finished,
+            images=images,
         )
     return without_opponents(
         rollout_batch(repeated, generations, group_ids), range(len(repeated)), draws
@@ -188,7 +193,7 @@ def held_responses(
     sampling: Sampling,
     draws: Draws,
     group_ids: Sequence[int],
-    readers: RowSelection,
+    selection: RowSelection,
 ) -> RolloutBatch:
     """Generate a batch that holds the samples that this rank reads.
 
@@ -211,7 +216,7 @@ def held_responses(
         lengths = SequenceLengths(
             [len(ids) for ids in token_ids], list(response_lengths), same
         )
-        return readers.held(lengths, group_ids)
+        return selection.held(lengths, group_ids)
 
     seeds = [draws.seed(sample) for sample in range(len(prompts))]
     held, generations = rollout.generate_held(
@@ -219,7 +224,7 @@ def held_responses(
         sampling,
         seeds,
         group_size=draws.group_size,
-        context=readers.context,
+        context=selection.context,
         hold=hold,
         images=images,
     )
@@ -260,7 +265,7 @@ def episodes(
     # An episode's turns have a limit of their own, below that of a response.
     a_turn = {
         options: options.with_max_tokens(player.limits.turn_tokens)
-        for options in of_each(sampling, len(prompts))
+        for options in options_by_prompt(sampling, len(prompts))
     }
     turn_sampling = (
         a_turn[sampling]
@@ -285,7 +290,7 @@ def episodes(
         # The engine's prefix cache helps within a group, whose episodes start alike.
         groups = [r.episode // draws.group_size for r in requests]
         prompts = [r.token_ids for r in requests]
-        turns = of_some(turn_sampling, [r.episode for r in requests])
+        turns = select_options(turn_sampling, [r.episode for r in requests])
         if isinstance(rollout, AgentRollouts):
             return rollout.generate_as(
                 [r.agent for r in requests], prompts, turns, seeds, groups
@@ -427,7 +432,9 @@ def own_rows(batch: RolloutBatch) -> list[int]:
     return (
         # A sample without any token is the policy's as well: an opponent's has a
         # length.
-        of_all(batch, batch.response_mask.any(dim=1) | (batch.response_lengths == 0))
+        gather_samples(
+            batch, batch.response_mask.any(dim=1) | (batch.response_lengths == 0)
+        )
         .nonzero()[:, 0]
         .tolist()
     )
@@ -446,15 +453,15 @@ def rollout_metrics(
         if not played:
             return {"rollout/seconds": seconds}
         batch = batch.select(played)
-    written_tokens = of_all(batch, batch.response_mask.sum(dim=1)).double()
+    written_tokens = gather_samples(batch, batch.response_mask.sum(dim=1)).double()
     stopped = torch.tensor(
         [reason == "stop" for reason in batch.columns["finish_reason"]],
         dtype=torch.bool,
     )
-    finished, num_tokens = of_all(batch, stopped), float(written_tokens.sum())
+    finished, num_tokens = gather_samples(batch, stopped), float(written_tokens.sum())
     # Opponents' tokens took time as well, so the throughput counts them.
     if draws is not None and draws.opponent_beta is not None:
-        rows, written = own_rows(batch), of_all(batch, batch.response_lengths)
+        rows, written = own_rows(batch), gather_samples(batch, batch.response_lengths)
         written_tokens, finished, num_tokens = (
             written_tokens[rows],
             finished[rows],
@@ -542,7 +549,7 @@ def greedy_responses(
     return RolloutBatch.from_generations(prompts, generations, columns=columns)
 
 
-def of_each_sample(of_groups: torch.Tensor, rollouts: RolloutBatch) -> torch.Tensor:
+def expand_to_samples(of_groups: torch.Tensor, rollouts: RolloutBatch) -> torch.Tensor:
     """Expand values per group to values per sample: [groups] -> [B]."""
     return of_groups[places_of_groups(rollouts)[0]]
 

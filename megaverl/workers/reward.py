@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch, answer_rows
 from megaverl.data.batching import blocks_of, rows_of_rank
-from megaverl.data.distributed_batch import of_all
+from megaverl.data.distributed_batch import gather_samples
 from megaverl.data.messages import Message
 from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
@@ -114,7 +114,7 @@ class ScoringModel(Protocol):
     def scores(self, batch: RolloutBatch) -> torch.Tensor:
         """Return [B] float32 scores, identical on every rank. Collective over the role's ranks."""
 
-    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
+    def rows(self, lengths: SequenceLengths) -> list[Sequence[int]]:
         """Return the samples that each rank of the role reads."""
 
 
@@ -174,11 +174,11 @@ class RewardRole:
         A user's function may not be thread-safe.
         """
         functions = [component.function for component in self.reward.components]
-        ours = (
+        are_built_in = (
             str(component.function.__module__).partition(".")[0] == "megaverl"
             for component in functions
         )
-        return any(component.may_fail for component in functions) and all(ours)
+        return any(component.may_fail for component in functions) and all(are_built_in)
 
     def score_some(
         self, part: RolloutBatch, rows: Sequence[int], num_samples: int
@@ -280,7 +280,7 @@ class RewardRole:
             [float(column[place]) for column in values] for place in range(len(rows))
         ]
 
-    def _of_answers(
+    def _answer_columns(
         self, batch: RolloutBatch, rows: Sequence[int], answers: torch.Tensor | None
     ) -> list[list[float]]:
         """Return `_columns` of the samples, with NaN for conversations that do not end an episode."""
@@ -301,8 +301,8 @@ class RewardRole:
             RewardError: scoring ahead failed.
         """
         # Waits for the threads and raises what they raised.
-        for asked in self._asked:
-            asked.result()
+        for future in self._asked:
+            future.result()
         self._asked.clear()
         # Reset before anything is raised, so that the next step begins without old
         # scores.
@@ -337,7 +337,9 @@ class RewardRole:
         with together(self.world):
             # Early scores are used only if they cover every sample; otherwise all are
             # scored again.
-            columns = self._take_scored(rows) or self._of_answers(batch, rows, answers)
+            columns = self._take_scored(rows) or self._answer_columns(
+                batch, rows, answers
+            )
             scored = torch.tensor(columns, dtype=torch.float32).reshape(
                 len(rows), 2 + len(self.reward.components)
             )
@@ -358,7 +360,7 @@ class RewardRole:
         if self.learned and self.reward.accuracy_component is None:
             correct = components[self.learned[0].name] > 0
         if "turn_rewards" in batch:
-            earned = of_all(batch, batch.turn_rewards.sum(dim=1))
+            earned = gather_samples(batch, batch.turn_rewards.sum(dim=1))
             earned = (
                 # Turns of several conversations belong to the episode, whose reward is
                 # at its last conversation.
@@ -456,15 +458,15 @@ class RewardRole:
         ]
         return f"The last failure: {failures[-1]}. " if failures else ""
 
-    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
+    def rows(self, lengths: SequenceLengths) -> list[Sequence[int]]:
         """Return the samples that each rank of the role reads, including those that its models read."""
         size = dist.get_world_size(self.world)
         rank_rows = [
-            set(rows_of_rank(len(outline), rank, size)) for rank in range(size)
+            set(rows_of_rank(len(lengths), rank, size)) for rank in range(size)
         ]
         for learned in self.learned:
             for needed, rows in zip(
-                rank_rows, learned.model.rows(outline), strict=True
+                rank_rows, learned.model.rows(lengths), strict=True
             ):
                 needed.update(rows)
         return [sorted(numbers) for numbers in rank_rows]
@@ -642,20 +644,20 @@ class TransformersRewardModel:
         )
 
     def score_some(
-        self, part: RolloutBatch, places: Mapping[int, int], mine: range
+        self, part: RolloutBatch, places: Mapping[int, int], own_places: range
     ) -> None:
         """Score samples of an incomplete batch ahead of `scores`, in the same blocks, each as soon as it is complete.
 
         Args:
             places: number of a sample -> its row in `part`.
-            mine: numbers of all of this rank's samples.
+            own_places: numbers of all of this rank's samples.
         """
         self._waiting |= {
             row: self._tokens(part, place) for row, place in places.items()
         }
         # Blocks are those of `scores`, so that rounding does not depend on what was
         # scored ahead.
-        for block in blocks_of(mine, BLOCK):
+        for block in blocks_of(own_places, BLOCK):
             if self._waiting.keys() >= set(block):
                 self._early |= self._scored(
                     {row: self._waiting.pop(row) for row in block}
@@ -687,10 +689,10 @@ class TransformersRewardModel:
             )
         return dict(zip(rows, scores.tolist(), strict=True))
 
-    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
+    def rows(self, lengths: SequenceLengths) -> list[Sequence[int]]:
         """Return the samples that each rank of the role reads."""
         size = dist.get_world_size(self.world)
-        return [rows_of_rank(len(outline), rank, size) for rank in range(size)]
+        return [rows_of_rank(len(lengths), rank, size) for rank in range(size)]
 
     def _tokens(self, batch: RolloutBatch, row: int) -> list[int]:
         prompt = batch.input_ids[row, : int(batch.prompt_lengths[row])].tolist()

@@ -28,7 +28,7 @@ from megaverl.rollout.engine import (
     SamplingOptions,
     SavedWork,
     check_generations,
-    of_some,
+    select_options,
 )
 from megaverl.user_code import describe, user_code, where_raised
 from megaverl.weights.reshard import ReshardStats
@@ -113,7 +113,7 @@ class Rollout:
     ) -> list[Generation]:
         """Generate one response per prompt, in order, and return the same list on every rank. Collective.
 
-        Arguments and errors are those of `write`.
+        For arguments and errors, see `write`.
         """
         numbers, generations = self.write(
             prompts,
@@ -149,7 +149,7 @@ class Rollout:
         Args:
             hold: number of tokens of each response -> the samples that each rank holds.
 
-        The remaining arguments and the errors are those of `write`.
+        For the other arguments and the errors, see `write`.
 
         Returns:
             The result of `hold`, and this rank's responses in the order of its samples.
@@ -246,7 +246,7 @@ class Rollout:
             with user_code(_engine_ended, keep=Exception):  # engines can be user code
                 generations = engine.generate(
                     own_prompts,
-                    of_some(sampling, numbers),
+                    select_options(sampling, numbers),
                     [seeds[i] for i in numbers],
                     **more,
                 )
@@ -296,8 +296,8 @@ def _reporting(
         if finished is not None:
             finished(numbers[place], generation)
 
-    def rest(found: Sequence[Generation]) -> None:
-        for place, generation in enumerate(found):
+    def rest(generations: Sequence[Generation]) -> None:
+        for place, generation in enumerate(generations):
             if place not in reported:
                 report(place, generation)
 
@@ -457,7 +457,10 @@ class AgentRollouts:
             )
             kept_at = [conversations[n] for n in numbers]
             written = self.of(agent).generate(
-                prompts_of, of_some(sampling, numbers), seeds_of, conversations=kept_at
+                prompts_of,
+                select_options(sampling, numbers),
+                seeds_of,
+                conversations=kept_at,
             )
             generations |= dict(zip(numbers, written, strict=True))
         return [generations[number] for number in range(len(prompts))]

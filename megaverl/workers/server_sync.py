@@ -192,10 +192,10 @@ class ServerSync:
             # below.
             if self._speaks and engine is not None:
                 stack.enter_context(engine.pool.only_reshard_delivers())
-            own: dict[str, Any] | None = None
+            fingerprint: dict[str, Any] | None = None
             error: Exception | None = None
             try:
-                own = self._fingerprint()
+                fingerprint = self._fingerprint()
             except Exception as caught:  # raised on every rank below
                 error = caught
             # Every rank raises if one of the actor's ranks could not compute its
@@ -203,7 +203,7 @@ class ServerSync:
             raise_together(error, self._group)
             # The rollout's first rank lives elsewhere and needs the actor's tokens and
             # log-probs.
-            known = reduce_json(own, _first_given, self._group)
+            known = reduce_json(fingerprint, _first_given, self._group)
             weights = PublishedWeights(
                 None,
                 name,
@@ -231,7 +231,7 @@ class ServerSync:
         sent, messages = (
             (0, 0) if sender is None else (sender.bytes_sent, sender.num_messages)
         )
-        # Those of servers that came late since the last reshard are among them.
+        # The total includes servers that joined since the last reshard.
         counted, self._counted = (
             self._counted,
             0 if self._transfer is None else self._transfer.bytes_received,
@@ -344,7 +344,7 @@ class ServerSync:
         except OSError as error:
             raise ReshardError(
                 f"{folder}: the actor's first rank has written the weights there, and this rank cannot read them "
-                f"({error}). Name a folder that both and all servers see: rollout.servers.folder."
+                f"({error}). Set rollout.servers.folder to a folder that all ranks and servers share."
             ) from error
         tokens, log_probs = tuple(published["tokens"]), tuple(published["log_probs"])
         return PublishedWeights(

@@ -226,7 +226,7 @@ class ShardTransfer:
         sender_error = self._board.outcome(
             number, self._num_senders, self._seconds + GRACE_SECONDS
         )
-        failed, own = _failures_in(answers)
+        failed, at_fault = _failures_in(answers)
         errors = lost | failed
         if not errors and sender_error is None:
             received = sum(
@@ -252,20 +252,21 @@ class ShardTransfer:
         # one.
         self._link = None
         # Servers that were lost are at fault. If there are none, the senders are.
-        own |= lost
-        if not own and sender_error is not None:
+        at_fault |= lost
+        if not at_fault and sender_error is not None:
             raise ReshardError(
                 f"the actor's ranks could not send their weights to the servers: {sender_error}"
             )
         # Without a server at fault, all that failed are left out.
-        return own or errors
+        return at_fault or errors
 
     def _address(
         self, servers: Sequence[VLLMShardServer], *, live: bool
     ) -> LinkAddress:
         """Return the address of the link to these servers: the last one, or one whose store is opened here."""
         urls = [server.url for server in servers]
-        # Links of both kinds have other tensors at the senders' end.
+        # A link is reused only for the same kind of delivery, because live deliveries and
+        # copies send different tensors.
         if self._link is not None and urls == self._urls and self._link_is_live == live:
             return self._link
         backend = self._live_backend if live else "gloo"
@@ -320,7 +321,7 @@ def _failures_in(
     a process of the link left it.
     """
     failed: dict[str, RolloutError] = {}
-    own: dict[str, RolloutError] = {}
+    at_fault: dict[str, RolloutError] = {}
     for url, workers in answers.items():
         errors = [worker for worker in workers if "error" in worker]
         if not errors:
@@ -331,5 +332,5 @@ def _failures_in(
             f"{url}: did not receive the weights: {worst['error']}"
         )
         if worst.get("own"):
-            own[url] = failed[url]
-    return failed, own
+            at_fault[url] = failed[url]
+    return failed, at_fault

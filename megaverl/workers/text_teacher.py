@@ -206,11 +206,11 @@ def other_tokenizer(
 
 
 def chunks_of(
-    ends: Sequence[int], others: Sequence[int]
+    ends: Sequence[int], other_ends: Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """Return the chunk index of each token, for two tokenizations of one text given by their tokens' ends."""
     # A chunk ends where both tokenizations have an end.
-    cuts = sorted({*ends} & {*others} - {INSIDE})
+    cuts = sorted({*ends} & {*other_ends} - {INSIDE})
 
     def numbers(of: Sequence[int]) -> list[int]:
         # From the back, so that tokens inside a character take the end of the next one.
@@ -221,7 +221,7 @@ def chunks_of(
             chunk_numbers.append(bisect_left(cuts, reached))
         return chunk_numbers[::-1]
 
-    return numbers(ends), numbers(others)
+    return numbers(ends), numbers(other_ends)
 
 
 def compared(
@@ -282,7 +282,7 @@ class TextTeacher(Policy):
 
     Args:
         student: the run's tokenizer.
-        own: this model's tokenizer.
+        tokenizer: this model's tokenizer.
         chat: render conversations with chat templates, if the tokenizers have them.
     """
 
@@ -290,7 +290,7 @@ class TextTeacher(Policy):
         self,
         model: TrainingModel,
         student: Tokenizer,
-        own: Tokenizer,
+        tokenizer: Tokenizer,
         *,
         temperature: float,
         micro_batch_tokens: int,
@@ -299,18 +299,18 @@ class TextTeacher(Policy):
         super().__init__(
             model, temperature=temperature, micro_batch_tokens=micro_batch_tokens
         )
-        self._student, self._own = TokenTexts(student), TokenTexts(own)
+        self._student, self._own = TokenTexts(student), TokenTexts(tokenizer)
         self._student_chats = chat and student.chat_template is not None
-        self._chats = chat and own.chat_template is not None
+        self._chats = chat and tokenizer.chat_template is not None
         self._counts: dict[str, float] = {}
 
-    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
+    def rows(self, lengths: SequenceLengths) -> list[Sequence[int]]:
         """Return all samples for every rank.
 
         The micro-batches depend on the teacher's token counts, which are known only
         from the texts.
         """
-        return [range(len(outline))] * self.model.grid.shape.world_size
+        return [range(len(lengths))] * self.model.grid.shape.world_size
 
     def log_probs(self, batch: RolloutBatch) -> torch.Tensor:
         """Return the log-probs of `compared`, [B, R] float32 in host memory, identical on every rank.
@@ -394,9 +394,13 @@ class TextTeacher(Policy):
         }
 
     def _count(
-        self, mine: torch.Tensor, theirs: torch.Tensor, text: ReadText, length: int
+        self,
+        student_log_probs: torch.Tensor,
+        teacher_log_probs: torch.Tensor,
+        text: ReadText,
+        length: int,
     ) -> None:
-        gap = float(mine.double().sum() - theirs.double().sum())
+        gap = float(student_log_probs.double().sum() - teacher_log_probs.double().sum())
         counts = {
             "gap": gap,
             "compared": len(text.chunks),
@@ -414,7 +418,7 @@ class TextTeacher(Policy):
 
     def _read(self, batch: RolloutBatch, row: int) -> ReadText:
         tokenizer = self._own.tokenizer
-        prompt, nothing = (
+        prompt, empty_text = (
             self._prompt(batch, row),
             ReadText([tokenizer.eos_token_id], [], [], []),
         )
@@ -429,7 +433,7 @@ class TextTeacher(Policy):
         text, ends = self._student.read(spoken, follows=not self._student_chats)
         written = self._own.write(text) if text else ([], [])
         if written is None or not prompt:
-            return nothing
+            return empty_text
         token_ids, own_ends = written
         chunks, own_chunks = chunks_of(ends if token_ids else [], own_ends)
         # Both sequences end: their ends form a last chunk.
@@ -449,7 +453,7 @@ class TextTeacher(Policy):
         return (
             ReadText(prompt, token_ids, chunks, own_chunks, impossible)
             if fits
-            else nothing
+            else empty_text
         )
 
     def _prompt(self, batch: RolloutBatch, row: int) -> list[int]:

@@ -71,10 +71,10 @@ class ShardReceiver:
         # vLLM mixes this class into its worker, of which the type checker knows
         # nothing.
         worker: Any = self
-        told = json.loads(task)
-        address = LinkAddress(**told["link"])
+        description = json.loads(task)
+        address = LinkAddress(**description["link"])
         try:
-            stats = _receive(worker, address, int(told["first_rank"]))
+            stats = _receive(worker, address, int(description["first_rank"]))
             return {
                 "bytes": stats.bytes_received,
                 "changed_fraction": stats.changed_fraction,
@@ -88,8 +88,8 @@ class ShardReceiver:
             # A link that failed is not used again. Its other members learn the reason.
             if (end := worker.__dict__.pop("_megaverl_end", None)) is not None:
                 end.link.fail(text)
-            # There is no link yet: the members that wait in its store must not wait for
-            # the time limit.
+            # Without a link, report the failure through its store, or the members that
+            # wait there would wait until the time limit.
             elif is_own:
                 with suppress(TimeoutError, TrainingStopped, dist.DistError):
                     report_failure(address.reach(), text)

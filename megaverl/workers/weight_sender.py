@@ -25,9 +25,11 @@ from megaverl.weights.server_link import Link, LinkAddress, dealt, open_as_sende
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.server_transfer import DeliveryBoard
 
-POLL_SECONDS = 0.02  # of the main thread, which has nothing else to do
-RANKS_PER_POLL = 32  # more ranks ask the job's store less often
-# Of the thread; every rank of the actor asks the job's store that often.
+# The main thread polls often, because it has nothing else to do.
+POLL_SECONDS = 0.02
+# With more ranks, each polls less often, to bound the load on the job's store.
+RANKS_PER_POLL = 32
+# Every rank of the actor polls the job's store from a background thread.
 LATE_POLL_SECONDS = 1.0
 
 LayoutOf = Callable[[int], Layout]

@@ -299,7 +299,7 @@ class WeightSync:
         )
         self._engine, self._actor, self._reading = engine, source, ExitStack()
         self._merge: Merge | None = None
-        # Of weights that are being sent in the background.
+        # The last parts of weights that are being sent in the background.
         self._final: FinalParts | None = None
         # Without other ranks, the weights can be copied again at any time, so sleeping
         # may drop them.
@@ -359,7 +359,7 @@ class WeightSync:
         # does not hold the last version any more.
         if self._actor.low_ranks is not None:
             return "off"
-        # Weights are offloaded because memory is short, and so would be that of copies.
+        # Weights are offloaded because memory is short, so there is none for copies either.
         if self._actor.offloads and self.config.delta == "auto":
             return "off"
         return self.config.delta

@@ -32,25 +32,25 @@ GPT2 = """{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer"
 
 
 def found(folder: Path) -> dict[str, Support]:
-    return {each.what: each for each in support_of(folder)}
+    return {support.feature: support for support in support_of(folder)}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_with_a_name(tmp_path: Path, architecture: str) -> None:
     folder = make_tiny_folder(tmp_path / "model", architecture)
     support = found(folder)
-    assert [(each.what, each.works) for each in support.values()] == [
-        (each.what, each.works) for each in NAMED
+    assert [(support.feature, support.works) for support in support.values()] == [
+        (support.feature, support.works) for support in NAMED
     ]
     numel = sum(
         prod(weight.shape) for weight in weights_of(ModelSpec.from_folder(folder))
     )
-    assert support["fsdp"].why.startswith(f"{numel:,} parameters"), (
+    assert support["fsdp"].reason.startswith(f"{numel:,} parameters"), (
         "transformers builds what the table says"
     )
 
 
-@pytest.mark.parametrize("what", [each.what for each in NAMED])
+@pytest.mark.parametrize("what", [support.feature for support in NAMED])
 def test_what_is_said_of_them_has_a_test_of_each(what: str) -> None:
     """By parameters, or by a loop, over `ARCHITECTURES` itself: one that joins it is tried as well."""
     module, _, name = PROOFS[what].partition(":")
@@ -100,7 +100,7 @@ def test_why_megatron_core_cannot_build_what_is_asked_for_most(tmp_path: Path) -
         config = {"architectures": [architecture], "model_type": model_type, **TINY}
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert (
-            reason in found(tmp_path)["megatron"].why
+            reason in found(tmp_path)["megatron"].reason
             and not found(tmp_path)["megatron"].works
         )
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
@@ -148,16 +148,18 @@ def test_what_a_table_does_not_describe_is_told_of_fsdp2_all_the_same(
             json.dumps(config | {"quantization_config": {"quant_method": method}})
         )
         for engine in ("megatron", "fsdp"):
-            assert said in found(folder)[engine].why and not found(folder)[engine].works
+            assert (
+                said in found(folder)[engine].reason and not found(folder)[engine].works
+            )
 
 
 def test_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(GPT2)
     support = found(tmp_path)
-    assert [(each.what, each.works) for each in support.values()] == [
-        (each.what, each.works) for each in ANY
+    assert [(support.feature, support.works) for support in support.values()] == [
+        (support.feature, support.works) for support in ANY
     ]
-    assert "has no table of GPT2LMHeadModel" in support["megatron"].why
+    assert "has no table of GPT2LMHeadModel" in support["megatron"].reason
     (tmp_path / "config.json").write_text(
         GPT2.replace("gpt2", "nothing").replace("GPT2LMHeadModel", "NoneSuch")
     )

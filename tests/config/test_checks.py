@@ -107,7 +107,7 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
         (
             ["actor.router_replay=update", "rollout.engine=hf"],
             "actor.router_replay",
-            "vLLM in the run's own processes alone says",
+            "only vLLM in the run's own processes reports",
         ),
         (
             ["actor={router_replay: update, engine: fsdp}"],

@@ -60,7 +60,7 @@ def test_grids_are_judged_on_their_own_ranks() -> None:
         (
             ["placement={actor_islands: 2, coordinator: 2}"],
             "placement.rollout",
-            "which has 2 islands",
+            "and the actor has 2 islands",
         ),
         (
             [
@@ -100,7 +100,7 @@ def test_grids_are_judged_on_their_own_ranks() -> None:
         (
             ["critic={share_backbone: true, path: x}"],
             "critic.path",
-            "the backbone is the actor's",
+            "the critic uses the actor's backbone",
         ),
         (
             ["critic={share_backbone: true, tp: 3}"],

@@ -109,7 +109,7 @@ ALLOWED = {
     # Of advantages that rewards alone make.
     "megaverl/data/held_rows.py:all_reduce: copy to the host": 1,
     "megaverl/workers/policy.py:_difference: copy to the host": 1,
-    "megaverl/workers/policy.py:over_ranks: copy to the host": 1,
+    "megaverl/workers/log_prob_check.py:over_ranks: copy to the host": 1,
     "megaverl/workers/trainable.py:_reduce: copy to the host": 1,
     "megaverl/models/router_replay.py:metrics: copy to the host": 1,  # of experts alone
     NORM_OF_GRADIENTS: 1,
@@ -131,7 +131,7 @@ MICRO_BATCH = "megaverl/models/packing.py:to: copy to the device, not waited for
 # Copies to the device that wait, in an operator of a step: mostly of sums that are read
 # from there next.
 SENT = {
-    "megaverl/workers/policy.py:over_ranks: copy to the device": 2,
+    "megaverl/workers/log_prob_check.py:over_ranks: copy to the device": 2,
     "megaverl/data/held_rows.py:all_reduce: copy to the device": 1,
     "megaverl/weights/reshard.py:_agree: copy to the device": 1,
     # Of a rank's samples, in PPO.

@@ -382,7 +382,7 @@ def test_data_check_decodes_what_a_start_does_not(folder: Path, tmp_path: Path) 
     [problem] = found.errors
     assert (
         problem.where.endswith("line 2")
-        and "image 1 is damaged or cut off" in problem.what
+        and "image 1 is damaged or cut off" in problem.message
     )
     with pytest.raises(DataError, match=r"line 2: image 1 is damaged or cut off"):
         dataset = PromptDataset.load(str(path), encoder, Columns(images=images))

@@ -19,7 +19,7 @@ from megaverl.data.preferences import (
 from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.errors import DataError
-from megaverl.workers.pairs import of_the_next
+from megaverl.workers.pairs import rows_of_next_group
 
 
 def read(
@@ -84,8 +84,8 @@ def test_single_responses_beside_pairs(tmp_path: Path, tokenizer: Tokenizer) -> 
         False,
         False,
     ] and batch.group_ids.tolist() == [0, 1, 1, 2]
-    assert of_the_next(batch.group_ids.tolist()) == [1, 3, 3, 0]
-    assert of_the_next([0, 0, 1, 1, 2, 2]) == [2, 3, 4, 5, 0, 1]
+    assert rows_of_next_group(batch.group_ids.tolist()) == [1, 3, 3, 0]
+    assert rows_of_next_group([0, 0, 1, 1, 2, 2]) == [2, 3, 4, 5, 0, 1]
 
 
 @pytest.mark.parametrize(

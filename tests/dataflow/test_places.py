@@ -68,7 +68,7 @@ def test_what_moves_and_what_runs_side_by_side() -> None:
         ("critic_update", "updated"),
     )
     assert [
-        (edge.value, edge.source, edge.dest, edge.takers) for edge in plan.edges
+        (edge.value, edge.source, edge.dest, edge.takers) for edge in plan.transfers
     ] == [
         ("rollouts", (3, 4), (0, 1), ("old",)),
         ("rollouts", (3, 4), (2,), ("values",)),
@@ -122,7 +122,7 @@ def test_the_result_does_not_depend_on_the_places(data: Any) -> None:
     flow = DataFlow(operators).compile(["start"], places=places)
     for found in run_all(flow, 4, start=1).values():
         assert all(alone[name] == value for name, value in found.items())
-    edges = [(edge.value, rank) for edge in flow.plan.edges for rank in edge.dest]
+    edges = [(edge.value, rank) for edge in flow.plan.transfers for rank in edge.dest]
     assert len(edges) == len(set(edges)), "nothing goes to a rank twice"
 
 
@@ -175,7 +175,7 @@ def test_a_change_moves_from_where_it_was_made() -> None:
     )
     flow.add_operator(Operator("more", lambda x: x + 1, outputs=("x",), role="actor"))
     flow.compile(places=PLACES)
-    assert [(e.value, e.maker, e.source, e.dest) for e in flow.plan.edges] == [
+    assert [(e.value, e.maker, e.source, e.dest) for e in flow.plan.transfers] == [
         ("x", "x", (3, 4), (0, 1)),
         ("x", "more", (0, 1), (2,)),
     ]

@@ -221,7 +221,7 @@ def control_beside_a_device() -> dict[str, Any]:
     rank's message to the next, which none waits for before it sends its own.
     """
     with patch.object(job_context, "platform", SimpleNamespace(backend="nccl")):
-        context = job_context.of_default_group(("actor",), timedelta(seconds=60))
+        context = job_context.default_group_context(("actor",), timedelta(seconds=60))
     rank, size = context.rank, dist.get_world_size()
     before = _num_sockets()
     barrier()  # until all have counted

@@ -72,7 +72,7 @@ def run_step(placement: ResolvedPlacement, grids: dict[str, Sizes | None]) -> in
         for rank in plan.ranks[operator.name] or ():
             brought = {
                 e.value
-                for e in plan.edges
+                for e in plan.transfers
                 if rank in e.dest and operator.name in e.takers and has[e.source[0]]
             }
             assert {*operator.takes} <= has[rank] | brought, (
@@ -80,7 +80,7 @@ def run_step(placement: ResolvedPlacement, grids: dict[str, Sizes | None]) -> in
             )
             has[rank] |= {*operator.takes, *operator.gives}
     received = [
-        (edge.value, edge.maker, rank) for edge in plan.edges for rank in edge.dest
+        (edge.value, edge.maker, rank) for edge in plan.transfers for rank in edge.dest
     ]
     assert len(received) == len(set(received)), "nothing goes to a rank twice"
     return move_rows(placement, grids)

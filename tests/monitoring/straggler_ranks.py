@@ -17,7 +17,7 @@ def steps(slow: int) -> Any:
         ProcessorMeter(timeline),
         "all alike",
         every=2,
-        say=lambda text: said.append(text),
+        log=lambda text: said.append(text),
     )
     metrics = []
     matrix = torch.eye(256)

@@ -425,7 +425,7 @@ def test_advice_is_the_nearest_setting_that_fits() -> None:
     )
     missing = shortages(job, MemoryModel(job).ranks(job.stage_ranks()))
     # The reshard has the cache's room.
-    assert {s.what for s in missing} == {"engine start", "generate"}
+    assert {s.phase for s in missing} == {"engine start", "generate"}
     assert "GB too much" in str(missing[0])
     advice = advise(job)
     assert advice.settings == (("rollout.vllm.gpu_memory_utilization", 0.6),)
@@ -455,7 +455,7 @@ def test_advice_cuts_a_sample_that_is_too_long() -> None:
         "actor.chunked_logits=true",
     )
     assert {
-        missing.what
+        missing.phase
         for missing in shortages(job, MemoryModel(job).ranks(job.stage_ranks()))
     } == {"actor update"}
     whole, cut = (
@@ -506,7 +506,7 @@ def test_a_cache_that_holds_no_sequence_is_told() -> None:
         "llama3_70b/grpo_8_nodes", 64, "rollout.vllm.gpu_memory_utilization=0.18"
     )
     [missing] = shortages(job, MemoryModel(job).ranks(job.stage_ranks()))
-    assert missing.what == "KV cache" and "less than one sequence" in str(missing)
+    assert missing.phase == "KV cache" and "less than one sequence" in str(missing)
 
 
 def test_offload_and_sleep_free_what_they_say() -> None:

@@ -325,7 +325,7 @@ def test_what_cannot_run_does_not_fit() -> None:
     """
     job = RAN["verl 235B-A22B"].job("actor.optimizer={optimizer_cpu_offload: false}")
     [missing] = plan(job)[1]
-    assert missing.what == "actor update" and missing.needed > 132 * 2**30
+    assert missing.phase == "actor update" and missing.needed > 132 * 2**30
 
 
 def plan(job: PlannedJob) -> tuple[float, list[Shortage]]:

@@ -55,7 +55,7 @@ def of_70b(nodes: int, **options: Any) -> LayoutSearch:
     make, keys = layered(RECIPE), ("actor.pp", "actor.activation_checkpointing")
     return LayoutSearch(
         make,
-        find_spec(make({}), beside=str(RECIPE)),
+        find_spec(make({}), fallback=str(RECIPE)),
         8 * nodes,
         H100,
         keys=keys,
@@ -120,7 +120,7 @@ def test_recipes_follow_the_search(name: str, nodes: int) -> None:
     """A recipe takes at most a tenth longer than the fastest layout found for its GPUs and its engine's share."""
     path = CONFIGS / "llama3_70b" / f"{name}.yaml"
     make = layered(path)
-    spec = find_spec(make({}), beside=str(path))
+    spec = find_spec(make({}), fallback=str(path))
     search = LayoutSearch(make, spec, 8 * nodes, H100, further=False)
     best = search.best(1).choices[0].prediction.step_seconds
     job = make_job(make({}), spec, 8 * nodes, H100.machine())
@@ -155,7 +155,7 @@ def test_engines_two_steps_ahead_are_predicted_with_rewards_beside_them() -> Non
     }
     ahead = {"rollout.async_rollout": True, "rollout.max_staleness": 2}
     make = layered(RECIPE)
-    spec = find_spec(make({}), beside=str(RECIPE))
+    spec = find_spec(make({}), fallback=str(RECIPE))
     search = LayoutSearch(
         lambda settings: make(placed | ahead | settings),
         spec,

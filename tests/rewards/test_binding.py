@@ -141,7 +141,7 @@ def test_every_name_in_every_order(
         ),
         (
             lambda response, log_extra: 0,
-            "log_extra is of whole lists, which needs batched: true",
+            "log_extra holds whole lists, which needs batched: true",
         ),
         (lambda response, completion: 0, "cannot bind response, completion"),
         (lambda reference, text: 0, "cannot bind text"),
@@ -153,9 +153,9 @@ def test_every_name_in_every_order(
         (lambda text, *, pattern: 0, "cannot bind pattern"),
         (
             lambda prompts, completions: 0,
-            "prompts, completions is of whole lists, which needs batched: true",
+            "prompts, completions holds whole lists, which needs batched: true",
         ),
-        (lambda samples: 0, "samples is of whole lists, which needs batched: true"),
+        (lambda samples: 0, "samples holds whole lists, which needs batched: true"),
         (
             lambda response, sample: 0,
             "sample stands first, or, with batched: true, samples",

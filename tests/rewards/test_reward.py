@@ -392,7 +392,7 @@ def test_a_file_that_cannot_be_used_says_why(my_rewards: Path, tmp_path: Path) -
     with pytest.raises(RewardError, match=":answer is .*; expected a function"):
         build_reward({"function": f"{my_rewards}:answer"})
     with pytest.raises(
-        RewardError, match="samples is of whole lists, which needs batched: true"
+        RewardError, match="samples holds whole lists, which needs batched: true"
     ):
         build_reward({"function": f"{my_rewards}:all_short"})
     unbound = (

@@ -7,7 +7,12 @@ import torch
 
 from megaverl.config.roles import RolloutConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.rollout.engine import Generation, SamplingOptions, drawing, of_each
+from megaverl.rollout.engine import (
+    Generation,
+    SamplingOptions,
+    drawing,
+    options_by_prompt,
+)
 from megaverl.rollout.sampling_rules import sampling_of
 from megaverl.workers.responses import (
     Draws,
@@ -33,7 +38,7 @@ def test_the_default_rules(length: int, temperature: float, top_k: int) -> None:
     config = RolloutConfig(
         adaptive_sampling=True, sampling={"temperature": 1.2, "max_tokens": 7}
     )
-    [way] = of_each(sampling_of(config, [length]), 1)
+    [way] = options_by_prompt(sampling_of(config, [length]), 1)
     assert (way.temperature, way.top_k, way.max_tokens) == (temperature, top_k, 7)
 
 
@@ -50,7 +55,7 @@ def test_what_a_batch_says_of_how_it_was_drawn() -> None:
 def test_the_second_half_of_each_group_are_opponents() -> None:
     narrow, wide = SamplingOptions(4, temperature=0.5), SamplingOptions(4)
     draws = Draws(run_seed=0, step=0, group_size=4, opponent_beta=0.25)
-    ways = of_each(draws.ways([narrow] * 4 + [wide] * 4, 8), 8)
+    ways = options_by_prompt(draws.ways([narrow] * 4 + [wide] * 4, 8), 8)
     assert [way.reference_share for way in ways] == [0.0, 0.0, 0.25, 0.25] * 2
     assert [way.temperature for way in ways] == [0.5] * 4 + [1.0] * 4
     assert ways[0] is narrow and ways[2] is ways[3], (

@@ -21,7 +21,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.distributed_batch import RowSelection, whole_on
 from megaverl.distributed import collectives
 from megaverl.distributed.collectives import on_first_rank
-from megaverl.distributed.job_context import of_default_group
+from megaverl.distributed.job_context import default_group_context
 from megaverl.errors import MegaverlError
 from megaverl.models.packing import MicroBatch
 from megaverl.monitoring.console import Console
@@ -182,7 +182,7 @@ class CountedBytes:
 
 def hold_and_give_back(count: int, group_size: int) -> dict[str, Any]:
     """Take some samples of a batch that every rank has; what is made of them on one rank or on all."""
-    context = of_default_group(("actor",), timedelta(minutes=1))
+    context = default_group_context(("actor",), timedelta(minutes=1))
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, 5, (count,), generator=generator)
     lengths[0] = 5
@@ -208,10 +208,10 @@ def hold_and_give_back(count: int, group_size: int) -> dict[str, Any]:
         rank: [row for row in range(count) if (row * 7) % (size + 1) == rank]
         for rank in range(size)
     }
-    mine = RowSelection(context, lambda _: wanted).of_whole(batch)
+    mine = RowSelection(context, lambda _: wanted).select(batch)
     held = mine.held
     assert held is not None and set(wanted[context.rank]) <= set(held.rows)
-    assert torch.equal(held.of_all(mine.response_lengths), lengths)
+    assert torch.equal(held.gather_samples(mine.response_lengths), lengths)
     assert torch.equal(held.pick(lengths), mine.response_lengths)
     assert int(held.all_reduce(mine.response_mask[held.own].sum())) == int(mask.sum())
     # each rank has made the values of its own groups, and knows nothing of the others

@@ -84,8 +84,11 @@ def test_it_trains_with_consent_and_is_refused_without(
 
 
 def test_what_its_code_says_is_told(folder: Path, tmp_path: Path) -> None:
-    support = {each.what: each for each in support_of(folder, trust_remote_code=True)}
-    assert support["fsdp"].works and "packed rows" in support["fsdp"].why
+    support = {
+        support.feature: support
+        for support in support_of(folder, trust_remote_code=True)
+    }
+    assert support["fsdp"].works and "packed rows" in support["fsdp"].reason
     code = (folder / "modeling_plain.py").read_text()
 
     def broken(name: str, was: str, now: str) -> Support:
@@ -93,16 +96,16 @@ def test_what_its_code_says_is_told(folder: Path, tmp_path: Path) -> None:
         shutil.copytree(folder, tmp_path / name)
         (tmp_path / name / "modeling_plain.py").write_text(code.replace(was, now))
         return {
-            each.what: each
-            for each in support_of(tmp_path / name, trust_remote_code=True)
+            support.feature: support
+            for support in support_of(tmp_path / name, trust_remote_code=True)
         }["fsdp"]
 
     found = broken("unbuilt", "config.num_hidden_layers", "config.max_length")
     assert (
         not found.works
-        and "has no attribute 'max_length'" in found.why
-        and "written for another" in found.why
+        and "has no attribute 'max_length'" in found.reason
+        and "written for another" in found.reason
     )
     found = broken("unrun", "hidden = self.tokens", "hidden = self.get_head_mask")
-    assert not found.works and "its forward pass does not run" in found.why
-    assert "has no attribute 'get_head_mask'" in found.why
+    assert not found.works and "its forward pass does not run" in found.reason
+    assert "has no attribute 'get_head_mask'" in found.reason

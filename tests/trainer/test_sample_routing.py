@@ -34,7 +34,7 @@ def readers(estimator: str) -> SampleRouting:
         config=load_config(None, given, check_paths=False), roles=None
     )
     context: Any = SimpleNamespace(placement=SimpleNamespace(ranks={"actor": (1, 2)}))
-    return SampleRouting(steps, context, reporter=1)
+    return SampleRouting(steps, context, reporting_rank=1)
 
 
 def test_who_looks_at_tokens_gets_those_of_all_samples() -> None:

@@ -20,6 +20,7 @@ from megaverl.rollout.engine import Generation
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.mix import Mix, answers_update
 from megaverl.workers.critic import Critic
+from megaverl.workers.log_prob_check import LogProbDifference
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.optimizers import MegatronTrainable
@@ -28,7 +29,7 @@ from megaverl.workers.pairs import (
     PreferenceUpdates,
     RewardModelUpdates,
 )
-from megaverl.workers.policy import Actor, LogProbDifference, Policy
+from megaverl.workers.policy import Actor, Policy
 from megaverl.workers.reward import Scores
 from megaverl.workers.teacher import Teacher
 from megaverl.workers.text_teacher import TextTeacher

@@ -72,7 +72,7 @@ def compare_bytes(
     source: ModelSource,
     reader: StoredArrayReader,
     written: ModelSource,
-    again: StoredArrayReader,
+    written_reader: StoredArrayReader,
     *,
     shown: bool,
 ) -> None:
@@ -98,13 +98,13 @@ def compare_bytes(
         def compare(item: Item) -> None:
             pairs = zip(
                 slabs(reader, item.shape, item.dtype, item.parts),
-                slabs(again, item.shape, item.dtype, after[item.name]),
+                slabs(written_reader, item.shape, item.dtype, after[item.name]),
                 strict=True,
             )
-            for before, other in pairs:
-                if not torch.equal(_bits(before), _bits(other)):
+            for before, rewritten in pairs:
+                if not torch.equal(_bits(before), _bits(rewritten)):
                     # [elements]: whether any byte of the element differs.
-                    number = int((_bits(before) != _bits(other)).any(dim=-1).sum())
+                    number = int((_bits(before) != _bits(rewritten)).any(dim=-1).sum())
                     differing[item.name] = differing.get(item.name, 0) + number
                 count(before.numel() * before.itemsize)
 
@@ -539,8 +539,8 @@ def _verify(
         written = open_source(
             draft, role=request.prefix.removesuffix(".") if request.prefix else None
         )
-        with StoredArrayReader(written.arrays) as again:
-            compare_bytes(source, reader, written, again, shown=shown)
+        with StoredArrayReader(written.arrays) as written_reader:
+            compare_bytes(source, reader, written, written_reader, shown=shown)
     if request.logits:
         error: Exception | None = None
         if dist.get_rank() == 0:

@@ -270,7 +270,7 @@ def save_adapters(adapters: AdapterSet, folder: str | Path, *, base: str) -> Non
     # Everything goes to the first rank. The plan is computed alike on all ranks.
     plan = make_plan(
         adapters.layout_of,
-        lambda other: everything if other == 0 else EMPTY,
+        lambda dest: everything if dest == 0 else EMPTY,
         adapters.grid.shape.world_size,
         rank,
     )
@@ -358,9 +358,9 @@ def _load(adapters: AdapterSet, folder: Path) -> None:
         if (config.get(name) or plain) != plain
     ]
     if config.get("peft_type") != "LORA" or wrong:
-        what = "; ".join([f"peft_type is {config.get('peft_type')!r}", *wrong])
+        differences = "; ".join([f"peft_type is {config.get('peft_type')!r}", *wrong])
         raise ModelError(
-            f"{folder / CONFIG_FILE}: {what}. Only plain LoRA adapters can be trained on."
+            f"{folder / CONFIG_FILE}: {differences}. Only plain LoRA adapters can be trained on."
         )
     if (sizes := (config.get("r"), config.get("lora_alpha"))) != (
         lora.rank,

@@ -225,7 +225,7 @@ def _row_order(
     order = torch.full((num_rows,), stacked, dtype=torch.int64)
     first = 0
     for _, pieces, ((top, _), (bottom, _)) in parts:
-        # Rows of the weight in the file, as rows of the stacked B's.
+        # Map the file's rows to rows of the stacked B factors.
         for piece in pieces:
             rows = torch.arange(piece.box.start[0], piece.box.stop[0]) - top + first
             order[piece.local_box.start[0] : piece.local_box.stop[0]] = rows

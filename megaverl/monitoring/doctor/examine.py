@@ -237,7 +237,7 @@ class Kernel:
     """A computation with a fast kernel and a fallback.
 
     Attributes:
-        what: the computation.
+        computation: the computation.
         modules: modules that provide the fast kernel; any of them suffices.
         fast: name of the fast kernel.
         fallback: name of the fallback.
@@ -245,7 +245,7 @@ class Kernel:
         fix: how to get the fast kernel.
     """
 
-    what: str
+    computation: str
     modules: tuple[str, ...]
     fast: str
     fallback: str
@@ -313,7 +313,7 @@ def kernels() -> Iterator[Finding]:
         for kernel in KERNELS:
             yield Finding(
                 "kernels",
-                kernel.what,
+                kernel.computation,
                 "note",
                 f"{kernel.fallback} (a CPU has no other)",
             )
@@ -326,10 +326,10 @@ def kernels() -> Iterator[Finding]:
             if importlib.util.find_spec(name) is not None
         ]
         if installed and installed[0] in (kernel.modules[0], "apex", "grouped_gemm"):
-            yield Finding("kernels", kernel.what, "ok", kernel.fast)
+            yield Finding("kernels", kernel.computation, "ok", kernel.fast)
         else:
             text = f"{kernel.modules[0]} is absent: {kernel.fallback}. Cost: {kernel.costs}"
-            yield Finding("kernels", kernel.what, "warn", text, kernel.fix)
+            yield Finding("kernels", kernel.computation, "warn", text, kernel.fix)
     yield _flash_attention()
     has_liger = importlib.util.find_spec("liger_kernel") is not None
     text = (

@@ -325,10 +325,10 @@ def read_topology(text: str) -> Topology:
         if first in names:
             between.update(
                 {
-                    (first, other): cell
+                    (first, peer): cell
                     # Rows end with affinities of the processor, which have no name
                     # here.
-                    for other, cell in zip(names, cells, strict=False)
+                    for peer, cell in zip(names, cells, strict=False)
                     if cell != "X"
                 }
             )

@@ -218,7 +218,7 @@ def _index_finding(
             fix,
         )
     if not used.is_routable:
-        why = (
+        reason = (
             "RoCE v1 is not routable"
             if used.version == 1
             else "a link-local address is not routable"
@@ -227,7 +227,7 @@ def _index_finding(
             SECTION,
             INDEX,
             "warn",
-            f"{origin}: on {port} that is entry {used}, and {why}",
+            f"{origin}: on {port} that is entry {used}, and {reason}",
             fix,
         )
     return Finding(SECTION, INDEX, "ok", f"{origin}: on {port} that is entry {used}")

@@ -111,9 +111,10 @@ def _settings(interfaces: set[str]) -> Iterator[Finding]:
             continue
         # NCCL accepts prefixes of interface names, gloo only whole names.
         fits = any(
-            other == prefix or (name.startswith("NCCL") and other.startswith(prefix))
+            interface == prefix
+            or (name.startswith("NCCL") and interface.startswith(prefix))
             for prefix in wanted
-            for other in interfaces
+            for interface in interfaces
         )
         if not fits:
             fix = f"set {name} to one of {', '.join(sorted(interfaces))}, or unset it"
@@ -190,16 +191,19 @@ def _name_service() -> Finding:
         )
     except OSError:
         address = "127.0.0.1"
-    took: list[float] = []
+    seconds: list[float] = []
     # One slow lookup is proof enough, and 32 of them could take minutes.
-    while len(took) < LOOKUPS and max(took, default=0.0) < SLOW_LOOKUP:
+    while len(seconds) < LOOKUPS and max(seconds, default=0.0) < SLOW_LOOKUP:
         began = time.perf_counter()
         # An address without a name costs the same time, and is no problem by itself.
         with suppress(OSError):
             socket.getnameinfo((f"::ffff:{address}", 0, 0, 0), 0)
-        took.append(time.perf_counter() - began)
-    text = f"{1e3 * statistics.median(took):.1f} ms for the name of an address, {1e3 * max(took):.0f} ms the longest"
-    if max(took) < SLOW_LOOKUP:
+        seconds.append(time.perf_counter() - began)
+    text = (
+        f"{1e3 * statistics.median(seconds):.1f} ms for the name of an address, {1e3 * max(seconds):.0f} "
+        "ms the longest"
+    )
+    if max(seconds) < SLOW_LOOKUP:
         return Finding("network", "name service", "ok", text)
     text += ": each connection to the job's store waits for one, and 1,000 ranks wait for each other's"
     fix = (

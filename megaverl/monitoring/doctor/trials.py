@@ -219,9 +219,9 @@ def join(ranks: int) -> tuple[int, int, torch.device]:
     return rank, size, device
 
 
-def answer(found: str = "", **more: str) -> None:
+def answer(finding: str = "", **details: str) -> None:
     """Print a rank's answer, which says that its part of the trial succeeded. Rank 0's answer is the finding."""
-    print(json.dumps({"found": found, **more}), flush=True)
+    print(json.dumps({"found": finding, **details}), flush=True)
 
 
 def measure_rates(timeout: float) -> Finding:

@@ -107,10 +107,12 @@ class RunView:
         run = with_settings(self.folder)
         planned = run.planned_steps
         text = f"{run.name}: step {self.step}" + (f" of {planned}" if planned else "")
-        took = self.last - self.first
-        if is_running and planned and self.step > 1 and took > 0:
-            text += f", {duration(took / (self.step - 1) * (planned - self.step))} left"
-        text += f", {duration(took)} since the first" if took else ""
+        elapsed = self.last - self.first
+        if is_running and planned and self.step > 1 and elapsed > 0:
+            text += (
+                f", {duration(elapsed / (self.step - 1) * (planned - self.step))} left"
+            )
+        text += f", {duration(elapsed)} since the first" if elapsed else ""
         if self.last and is_running:
             text += f"; the last step ended {duration(time.time() - self.last)} ago"
         return Text(text + ("" if is_running else "; no rank is running"), style="bold")

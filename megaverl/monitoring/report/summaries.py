@@ -239,7 +239,7 @@ def shown_samples(run: RunRecord) -> list[StepSamples]:
         held[str(record.get("split", "train")), int(record["step"])].append(record)
     chosen: list[tuple[str, int]] = []
     for split in sorted({split for split, _ in held}):
-        steps = sorted(step for other, step in held if other == split)
+        steps = sorted(step for record_split, step in held if record_split == split)
         chosen += [(split, steps[place]) for place in _spread(len(steps), STEPS)]
     records = [record for key in chosen for record in held[key][:PER_STEP]]
     rewards = [

@@ -196,7 +196,7 @@ def machine() -> str:
     name = platform.machine()
     if name not in AUDIT_ARCH or ctypes.sizeof(ctypes.c_void_p) != 8:
         raise OSError(
-            f"system calls of {name} are not known, only those of {', '.join(AUDIT_ARCH)}"
+            f"system call numbers are not known for {name}, only for {', '.join(AUDIT_ARCH)}"
         )
     return name
 
@@ -346,7 +346,7 @@ def readable_paths(packages: Sequence[str]) -> list[str]:
     return sorted(
         path
         for path in real_paths
-        if not any(Path(path).is_relative_to(other) for other in real_paths - {path})
+        if not any(Path(path).is_relative_to(parent) for parent in real_paths - {path})
     )
 
 
@@ -373,10 +373,12 @@ def enter(mechanism: str, packages: Sequence[str] = ()) -> Boundary:
     # Read before the user changes.
     user, group, number = os.getuid(), os.getgid(), os.getpid()
     as_root = mechanism == "namespaces"
-    apart = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
-    _checked("unshare", _libc.unshare(apart if as_root else apart | CLONE_NEWUSER))
+    namespaces = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
+    _checked(
+        "unshare", _libc.unshare(namespaces if as_root else namespaces | CLONE_NEWUSER)
+    )
     if not as_root:
-        # The order is the kernel's: groups cannot be mapped before setgroups is denied.
+        # The kernel demands this order: groups cannot be mapped before setgroups is denied.
         for name, text in (
             ("setgroups", "deny"),
             ("uid_map", f"{user} {user} 1"),

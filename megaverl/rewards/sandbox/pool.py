@@ -203,14 +203,14 @@ class Sandbox:
             code == 0 if task.test is None else verdict["passed"] is True
         )
         code = -9 if stopped else code
-        took = float(answer["seconds"]), float(answer["memory_mb"])
+        usage = float(answer["seconds"]), float(answer["memory_mb"])
         return ProgramOutcome(
             code,
             answer["output"],
             answer["errors"],
             passed,
             "" if passed else reason,
-            *took,
+            *usage,
         )
 
     def _start(self) -> LineProcess:
@@ -221,9 +221,10 @@ class Sandbox:
             if isinstance(started, LineProcess):
                 return started
             refused[name] = started
-        why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise RewardError(
-            f"programs cannot be confined here ({why}), and are not run without. Allow one of them: user namespaces "
+            f"programs cannot be confined here ({reasons}), and are not run without. Allow one of them: user "
+            "namespaces "
             "(sysctl user.max_user_namespaces above 0, in Docker --security-opt seccomp=unconfined), or a kernel of "
             "5.13 or newer with Landlock."
         )

@@ -196,8 +196,8 @@ class Conversation:
         """Return the earlier call that this one repeats, answered or not."""
         said_so_far = _said(call)
         same = (
-            one
-            for size, one in self.calls
+            conversation
+            for size, conversation in self.calls
             if call.kind == self.kind and said_so_far == self.said[:size]
         )
         return next(same, None)
@@ -236,12 +236,15 @@ class Conversation:
     def branch(self, call: Call) -> Conversation | None:
         """Return a new conversation that continues an earlier turn of this one, with the same tokens up to there."""
         for count in range(len(self.turns), 0, -1):
-            other = Conversation(self.codec, self.kind)
-            other.turns = self.turns[:count]
-            num_messages, _, end = other.turns[-1]
-            other.said, other.token_ids = self.said[:num_messages], self.token_ids[:end]
-            if other.go_on(call) is not None:
-                return other
+            branch = Conversation(self.codec, self.kind)
+            branch.turns = self.turns[:count]
+            num_messages, _, end = branch.turns[-1]
+            branch.said, branch.token_ids = (
+                self.said[:num_messages],
+                self.token_ids[:end],
+            )
+            if branch.go_on(call) is not None:
+                return branch
         return None
 
     def take(self, call: Call) -> None:
@@ -327,13 +330,16 @@ class Conversations:
             range(len(self.held)), key=lambda number: -len(self.held[number].said)
         )
         for number in longest:
-            one = self.held[number]
-            num_messages, size = one.said, len(one.token_ids)
-            if (tokens := one.go_on(call)) is not None:
-                if problem := self._without_room(one):
-                    one.said, one.token_ids = num_messages, one.token_ids[:size]
+            candidate = self.held[number]
+            num_messages, size = candidate.said, len(candidate.token_ids)
+            if (tokens := candidate.go_on(call)) is not None:
+                if problem := self._without_room(candidate):
+                    candidate.said, candidate.token_ids = (
+                        num_messages,
+                        candidate.token_ids[:size],
+                    )
                     raise CallRefused(problem, 413)
-                one.take(call)
+                candidate.take(call)
                 return number, tokens
         # No conversation ends where the call goes on, so it may continue an earlier
         # turn of one, or begin a new one.
@@ -353,13 +359,19 @@ class Conversations:
         self.held.append(chosen)
         return len(self.held) - 1, chosen.token_ids
 
-    def _without_room(self, one: Conversation) -> str:
+    def _without_room(self, conversation: Conversation) -> str:
         """Return why the policy has no room to write in a conversation; "" if it has."""
         if (limits := self.limits) is None:
             return ""
-        if limits.prompt_tokens is not None and one.prompt_size > limits.prompt_tokens:
-            return f"this prompt has {one.prompt_size} tokens, more than data.max_prompt_tokens={limits.prompt_tokens}."
-        read = len(one.token_ids) - one.prompt_size
+        if (
+            limits.prompt_tokens is not None
+            and conversation.prompt_size > limits.prompt_tokens
+        ):
+            return (
+                f"this prompt has {conversation.prompt_size} tokens, more than "
+                f"data.max_prompt_tokens={limits.prompt_tokens}."
+            )
+        read = len(conversation.token_ids) - conversation.prompt_size
         if read + limits.turn_tokens <= limits.total_tokens:
             return ""
         return (

@@ -91,9 +91,9 @@ def text_of(content: Any, kinds: Sequence[str], where: str) -> str:
         raise CallRefused(f"{where}: write a text, or a list of parts.")
     for part in content:
         if not isinstance(part, dict) or part.get("type") not in kinds:
-            found = part.get("type") if isinstance(part, dict) else part
+            type_name = part.get("type") if isinstance(part, dict) else part
             raise CallRefused(
-                f"{where} has a part of the type {found!r:.60}; the policy reads {', '.join(kinds)}."
+                f"{where} has a part of the type {type_name!r:.60}; the policy reads {', '.join(kinds)}."
             )
         if not isinstance(part.get("text"), str):
             raise CallRefused(
@@ -103,7 +103,7 @@ def text_of(content: Any, kinds: Sequence[str], where: str) -> str:
 
 
 def _is_list_of_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
 def _function(name: Any, description: Any, parameters: Any) -> Json:
@@ -281,11 +281,11 @@ def read_response(body: Json) -> Json:
     if body.get("instructions"):
         messages.append({"role": "system", "content": body["instructions"]})
     messages += body.get("earlier", ())
-    given = body.get("input")
-    if isinstance(given, str):
-        messages.append({"role": "user", "content": given})
-    elif _is_list_of_objects(given):
-        items: list[Json] = given or []
+    request_input = body.get("input")
+    if isinstance(request_input, str):
+        messages.append({"role": "user", "content": request_input})
+    elif _is_list_of_objects(request_input):
+        items: list[Json] = request_input or []
         for item in items:
             _add_item(messages, item)
     else:
@@ -432,14 +432,16 @@ def stream_response(answer: Json) -> str:
     return _events(numbered)
 
 
-def _item_event(what: str, index: int) -> Json:
-    return {"type": f"response.output_item.{what}", "output_index": index}
+def _item_event(event: str, index: int) -> Json:
+    return {"type": f"response.output_item.{event}", "output_index": index}
 
 
 def _empty(item: Json) -> Json:
     """Return an item of a response as it begins."""
-    nothing: Json = {"content": []} if item["type"] == "message" else {"arguments": ""}
-    return {**item, **nothing, "status": "in_progress"}
+    empty_body: Json = (
+        {"content": []} if item["type"] == "message" else {"arguments": ""}
+    )
+    return {**item, **empty_body, "status": "in_progress"}
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> str:

@@ -165,7 +165,7 @@ class Game(ABC):
         self, turns: Mapping[str, Sequence[Sequence[int]]]
     ) -> Mapping[str, Outcome]:
         """Answer several turns of each agent, one for each of its conversations."""
-        return self.step({agent: one for agent, [one] in turns.items()})
+        return self.step({agent: turn for agent, [turn] in turns.items()})
 
     def close(self) -> None:  # noqa: B027
         """Free resources when the episode is over, whether it came to its end or not."""
@@ -275,7 +275,7 @@ class Codec:
         ]
         role = messages[0]["role"]
         # The template renders a whole conversation with a marker as the model's turn.
-        # What follows the marker is the answer.
+        # The text after the marker is the answer.
         rendered = self.tokenizer.render_chat(
             [*before, *messages], where=f"an environment's answer in the role '{role}'"
         )

@@ -164,7 +164,9 @@ class View:
         # reads.
         longest = sorted(drawn_turns.values(), key=lambda turn: -len(turn.ids))
         for turn in sorted(drawn_turns.values(), key=lambda turn: turn.start):
-            turn.after = next((one for one in longest if one.is_before(turn)), None)
+            turn.after = next(
+                (earlier for earlier in longest if earlier.is_before(turn)), None
+            )
             turn.depth = 0 if turn.after is None else turn.after.depth + 1
         order = sorted(
             drawn_turns,
@@ -376,8 +378,10 @@ def play(
     to_begin = faults.begin(len(prompts), group_size)
     replacements = dict.fromkeys(to_begin, 0)
 
-    def give_up(failed: Mapping[int, FailedCall], again: Mapping[int, Attempt]) -> None:
-        for number in failed.keys() - again.keys():
+    def give_up(
+        failed: Mapping[int, FailedCall], retried: Mapping[int, Attempt]
+    ) -> None:
+        for number in failed.keys() - retried.keys():
             episodes[number] = {
                 agent: View(list(prompts[number]), finish_reason=FAILED)
                 for agent in agents

@@ -1,8 +1,8 @@
 """Faults of environments: which attempts follow them, and when a run pauses or ends.
 
 A fault is not the policy's: a lost connection, a time-out, a process that died, an
-exception in an environment's code. Training on it would teach the policy that whatever
-it wrote before was wrong.
+exception in an environment's code. Training on it would teach the policy that its last
+tokens were wrong.
 
     an attempt at an episode fails
       -> another attempt with the same draws, after a wait           (retries)
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 FAILED = "failed"
 # Episodes that a group needs for a baseline from the others.
 SMALLEST_GROUP = 2
-# The share of failed attempts is that of the last ones, once there are enough of them.
+# The share of failures is computed over the last RECENT attempts, from ENOUGH on.
 RECENT, ENOUGH = 64, 8
 LONGEST_WAIT = 60.0
-# Rounds in which every episode may fail before anything has worked. A second one shows
-# that it was no passing fault.
+# Rounds in which every episode may fail before any has succeeded. A single failed round
+# may be a passing fault.
 ROUNDS_WITHOUT_SUCCESS = 2
 
 
@@ -174,19 +174,19 @@ class Faults:
         self._metrics["faults"] += len(faults)
         self._recent.extend([False] * len(faults))
         paused = self._pause(first) if self._fails_often() else False
-        again = {
+        retried = {
             number: attempt
             for number in sorted(faults)
             if (attempt := self._next(number, paused=paused)) is not None
         }
-        self._attempts |= again
-        return again
+        self._attempts |= retried
+        return retried
 
     def _next(self, number: int, *, paused: bool) -> Attempt | None:
         """Return the attempt that follows a fault of an episode, or None if it is lost."""
         attempt = self._attempts[number]
         if paused:
-            # What failed before a pause says nothing about this episode.
+            # Faults before a pause say nothing about this episode, so they do not count.
             self._metrics["retries"] += 1
             return Attempt(attempt.retry, attempt.replacement)
         if attempt.retry < self.limits.retries:

@@ -521,7 +521,7 @@ class ProgramEpisode(Environment):
             most = min(most, max(1, limits.max_turns - self._taken))
         while len(outcomes) < most:
             goes_on = len(outcomes) >= len(answered) and all(
-                one in answered for one, _ in self._waiting
+                number in answered for number, _ in self._waiting
             )
             if not outcomes:
                 seconds = self.seconds
@@ -600,8 +600,8 @@ class ProgramEpisode(Environment):
             self.session.calls.put(None)
         return call
 
-    def _failed(self, why: str) -> None:
-        self.session.failure = f"The last failure: {why}"
+    def _failed(self, reason: str) -> None:
+        self.session.failure = f"The last failure: {reason}"
         reward = self.error_reward
         if reward is None and self._without_room:
             # The program was refused a call because the policy's conversation is full,
@@ -614,7 +614,7 @@ class ProgramEpisode(Environment):
         logger.warning(
             "environment 'gateway': %s: %s. Its episode ends with reward %g.",
             self._name,
-            why,
+            reason,
             reward,
         )
 

@@ -47,7 +47,7 @@ REFUSED = {
         "os.link",
     ),
 }
-# What a function raises about its arguments.
+# Exceptions that a function raises because of its arguments.
 ARGUMENT_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError)
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 

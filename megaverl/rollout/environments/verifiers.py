@@ -209,7 +209,7 @@ class EnvironmentLoop:
         return float(sum(trace.reward for trace in episode.traces))
 
     def close(self) -> None:
-        """End its servers. What does not end in time ends with the process."""
+        """End its servers. Tasks that do not end in time end with the process."""
         with suppress(TimeoutError):
             self._wait(self._serving.__aexit__(None, None, None), SECONDS_TO_END)
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -354,7 +354,7 @@ def resolve(
             if isinstance(description, str | Path)
             else "what was given"
         )
-        raise InvalidConfig(map(of_a_program, error.mistakes), source) from None
+        raise InvalidConfig(map(name_python_setting, error.mistakes), source) from None
 
 
 def _make_inputs(config: Config) -> None:
@@ -374,7 +374,7 @@ def _make_inputs(config: Config) -> None:
     make_inputs(config)
 
 
-def of_a_program(mistake: ConfigIssue) -> ConfigIssue:
+def name_python_setting(mistake: ConfigIssue) -> ConfigIssue:
     """Return a mistake that names the setting of `TrainerConfig` instead of a command-line option."""
     if mistake.where not in ("", COMMAND_LINE):
         return mistake
@@ -411,11 +411,11 @@ def as_overrides(values: Mapping[str, Any], inside: str = "") -> list[Override]:
     return overrides
 
 
-def refuse_unknown(names: Iterable[str], who: str = "") -> None:
+def refuse_unknown(names: Iterable[str], caller: str = "") -> None:
     """Check that all names are fields of `TrainerConfig`.
 
     Args:
-        who: start of the message.
+        caller: start of the message.
 
     Raises:
         ConfigError: lists the unknown names, with similar ones.
@@ -423,7 +423,7 @@ def refuse_unknown(names: Iterable[str], who: str = "") -> None:
     if unknown := [name for name in names if name not in SETTINGS]:
         hints = "".join(did_you_mean(name, SETTINGS) for name in unknown)
         raise ConfigError(
-            f"{who}no setting {', '.join(unknown)}.{hints} Keys of the YAML file go into options={{...}}."
+            f"{caller}no setting {', '.join(unknown)}.{hints} Keys of the YAML file go into options={{...}}."
         )
 
 

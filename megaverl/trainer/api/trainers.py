@@ -31,7 +31,7 @@ from megaverl.trainer.api.settings import (
     TrainerConfig,
     as_overrides,
     as_started,
-    of_a_program,
+    name_python_setting,
     refuse_unknown,
     resolve,
 )
@@ -162,9 +162,9 @@ def explained() -> Iterator[None]:
                 raise
             # Code of a model or library called sys.exit. The program has not finished,
             # so it must not use that exit code.
-            heard = None if job is None else job.liveness.explain(error)
+            explanation = None if job is None else job.liveness.explain(error)
             raise TrainingStopped(
-                heard or f"code inside the run raised {describe(error)}."
+                explanation or f"code inside the run raised {describe(error)}."
             ) from error
         if isinstance(error, Leaving):
             if job is None or job.context.rank == 0:
@@ -491,7 +491,7 @@ def _as_a_program() -> Iterator[None]:
         yield
     except InvalidConfig as error:
         raise InvalidConfig(
-            map(of_a_program, error.mistakes), "code and data that it names"
+            map(name_python_setting, error.mistakes), "code and data that it names"
         ) from None
 
 

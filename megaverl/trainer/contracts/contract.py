@@ -22,11 +22,11 @@ class Kind(NamedTuple):
 
     Attributes:
         key: configuration key that names a plug-in of this kind.
-        what: short description of its signature or class.
+        summary: short description of its signature or class.
     """
 
     key: str
-    what: str
+    summary: str
 
 
 # The promises of each kind are a function in `kinds`, which is imported on demand

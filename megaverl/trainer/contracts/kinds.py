@@ -90,12 +90,12 @@ def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
         for i, response in enumerate(RESPONSES)
     ]
 
-    def score(some: Sequence[RewardSample] = samples) -> list[float]:
+    def score(chosen: Sequence[RewardSample] = samples) -> list[float]:
         reward = build_reward(
             [{"function": name, "options": function_options, "batched": batched}],
             row=names,
         )
-        return [float(value) for value in reward.score(list(some)).total]
+        return [float(value) for value in reward.score(list(chosen)).total]
 
     def bound() -> dict[str, str]:
         """Return a description of the value that each parameter receives."""
@@ -129,15 +129,21 @@ def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
     def independent() -> None:
         # A reward that depends on the rest of the batch would change with the batch
         # size and the number of ranks.
-        together, alone = score(), [score([sample])[0] for sample in samples]
-        if together != alone:
+        batched_scores, single_scores = (
+            score(),
+            [score([sample])[0] for sample in samples],
+        )
+        if batched_scores != single_scores:
             first = next(
                 i
-                for i, (a, b) in enumerate(zip(together, alone, strict=True))
+                for i, (a, b) in enumerate(
+                    zip(batched_scores, single_scores, strict=True)
+                )
                 if a != b
             )
             raise Broken(
-                f"response {RESPONSES[first][:20]!r} scores {together[first]} among others and {alone[first]} alone."
+                f"response {RESPONSES[first][:20]!r} scores {batched_scores[first]} among others and "
+                f"{single_scores[first]} alone."
             )
 
     def same() -> None:
@@ -244,7 +250,7 @@ def environment_promises(name: str, options: Mapping[str, Any]) -> Iterator[Prom
     yield "an episode of other turns too", kept_open
 
 
-def _check_tokens(tokens: Sequence[int], tokenizer: Tokenizer, what: str) -> None:
+def _check_tokens(tokens: Sequence[int], tokenizer: Tokenizer, name: str) -> None:
     wrong = [
         token
         for token in tokens
@@ -252,7 +258,7 @@ def _check_tokens(tokens: Sequence[int], tokenizer: Tokenizer, what: str) -> Non
     ]
     if wrong:
         raise Broken(
-            f"{what} holds {wrong[0]!r}, which is no token id: encode text with self.codec."
+            f"{name} holds {wrong[0]!r}, which is no token id: encode text with self.codec."
         )
 
 
@@ -262,15 +268,17 @@ def generation_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promi
     seeds = [11, 12, 13, 14]
 
     def engine(
-        given: Sequence[Sequence[int]], sampling: SamplingOptions, own: Sequence[int]
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingOptions,
+        seeds: Sequence[int],
     ) -> list[Generation]:
         """Generate random responses that depend only on prompt and seed."""
-        if len(given) != len(own):
+        if len(prompts) != len(seeds):
             raise Broken(
-                f"it asked the engine for {len(given)} responses with {len(own)} seeds; give one each."
+                f"it asked the engine for {len(prompts)} responses with {len(seeds)} seeds; give one each."
             )
         generations = []
-        for prompt, seed in zip(given, own, strict=True):
+        for prompt, seed in zip(prompts, seeds, strict=True):
             draw = random.Random(f"{list(prompt)} {seed}")
             count = draw.randint(1, sampling.max_tokens)
             tokens = [draw.randrange(50) for _ in range(count)]
@@ -279,8 +287,10 @@ def generation_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promi
             )
         return generations
 
-    def call(some: slice = slice(None)) -> list[Generation]:
-        return generate_by(name, engine, prompts[some], SamplingOptions(8), seeds[some])
+    def call(chosen: slice = slice(None)) -> list[Generation]:
+        return generate_by(
+            name, engine, prompts[chosen], SamplingOptions(8), seeds[chosen]
+        )
 
     def bounded() -> None:
         long = [
@@ -503,13 +513,13 @@ def preference_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promi
             if "desirable" not in entry.inputs
             else 6.0 * desirable.unsqueeze(1) - 3.0
         )
-        good, bad = (
+        farther, nearer = (
             float(entry(inputs_of(frozen + sign * step), **options).loss)
             for sign in (1, -1)
         )
-        if not good < bad:
+        if not farther < nearer:
             raise Broken(
-                f"{good:.6g} where better responses are likelier, {bad:.6g} where worse ones are: its sign."
+                f"{farther:.6g} where better responses are likelier, {nearer:.6g} where worse ones are: its sign."
             )
 
     yield from _promises_of_a_loss(
@@ -522,7 +532,7 @@ def _promises_of_a_loss(
     loss: Callable[[dict[str, Tensor]], LossOutput],
     inputs_of: Callable[[Tensor], dict[str, Tensor]],
     start: Tensor,
-    what: str,
+    subject: str,
 ) -> Iterator[Promise]:
     weights = inputs_of(start)["weights"]
 
@@ -549,11 +559,13 @@ def _promises_of_a_loss(
                 f"loss {float(value)}, gradient finite: {bool(torch.isfinite(gradient).all())}."
             )
         if not gradient[weights != 0].any():
-            raise Broken(f"the gradient is 0 for all {what}.")
+            raise Broken(f"the gradient is 0 for all {subject}.")
 
     def masked() -> None:
         if call()[1][weights == 0].any():
-            raise Broken(f"{what} of weight 0 have a gradient: multiply by `weights`.")
+            raise Broken(
+                f"{subject} of weight 0 have a gradient: multiply by `weights`."
+            )
 
     def unpoisoned() -> None:
         clean, poisoned = call()[0], call(poison=True)[0]
@@ -576,7 +588,7 @@ def _promises_of_a_loss(
             )
 
     yield "a finite loss with a gradient", finite
-    yield f"no gradient for {what} of weight 0", masked
+    yield f"no gradient for {subject} of weight 0", masked
     yield "NaN where the weight is 0 changes nothing", unpoisoned
     yield "the losses of micro-batches add up to that of the whole batch", additive
     yield "the same twice", lambda: _same(call()[0], call()[0])

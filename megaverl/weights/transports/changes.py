@@ -181,7 +181,7 @@ def _positions_in_runs(ends: torch.Tensor, places: torch.Tensor) -> torch.Tensor
 
 
 def _largest(digit: torch.dtype) -> int:
-    """Return the digit that says that more follows. int16 holds unsigned digits."""
+    """Return the digit that announces further digits. int16 holds unsigned digits."""
     largest: int = 2 ** (8 * digit.itemsize) - 1
     return largest
 

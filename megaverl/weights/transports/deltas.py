@@ -351,12 +351,12 @@ def _find_forwarded(
         local: BoxIndex([box for box, _ in of_local])
         for local, of_local in boxes.items()
     }
-    found: dict[int, list[int]] = {}
+    numbers_by_rank: dict[int, list[int]] = {}
     for message in forwarding:
         numbers: dict[int, None] = {}
         for transfer in message.transfers:
             local = transfer.source_local
             for place, _ in indexes[local].meeting(transfer.source_box):
                 numbers[boxes[local][place][1]] = None
-        found[id(message)] = list(numbers)
-    return found
+        numbers_by_rank[id(message)] = list(numbers)
+    return numbers_by_rank

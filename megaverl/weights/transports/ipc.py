@@ -215,9 +215,9 @@ class CrossMemory(NodeReaders):
         )
         problem = next(
             (
-                why
+                reason
                 for peer in job.receives
-                if wanted(peer) and (why := _cannot_read(everyone[peer]))
+                if wanted(peer) and (reason := _cannot_read(everyone[peer]))
             ),
             "",
         )
@@ -238,8 +238,8 @@ class CrossMemory(NodeReaders):
 
     def finish(self) -> Moved:
         received = calls = 0
-        for peer, reads in self._reads.items():
-            for read in reads:
+        for peer, pending in self._reads.items():
+            for read in pending:
                 try:
                     _read(self._pids[peer], read)
                 except OSError as error:
@@ -259,10 +259,12 @@ class CrossMemory(NodeReaders):
             for name, (where, by, size) in self._told[peer].items()
         }
         here = [parts(dest[t.dest_local], t.dest_box) for t in self._receives[peer]]
-        there = [
+        remote_parts = [
             parts(remote[t.source_local], t.source_box) for t in self._receives[peer]
         ]
-        return calls_for(joined(np.concatenate(here)), joined(np.concatenate(there)))
+        return calls_for(
+            joined(np.concatenate(here)), joined(np.concatenate(remote_parts))
+        )
 
 
 def parts(place: TensorAddress, box: Box) -> np.ndarray:
@@ -293,11 +295,11 @@ def joined(runs: np.ndarray) -> np.ndarray:
     return out
 
 
-def calls_for(here: np.ndarray, there: np.ndarray) -> list[Read]:
+def calls_for(local: np.ndarray, remote: np.ndarray) -> list[Read]:
     """Split two descriptions of equally many bytes into calls of at most MAX_PARTS ranges on each side."""
-    ends = [np.cumsum(side["nbytes"]) for side in (here, there)]
+    ends = [np.cumsum(side["nbytes"]) for side in (local, remote)]
     total, done = int(ends[0][-1]), 0
-    reads = []
+    calls = []
     while done < total:
         firsts = [int(np.searchsorted(end, done, side="right")) for end in ends]
         stops = [
@@ -305,15 +307,15 @@ def calls_for(here: np.ndarray, there: np.ndarray) -> list[Read]:
             for end, first in zip(ends, firsts, strict=True)
         ]
         stop = min(*stops, done + MAX_BYTES)
-        reads.append(
+        calls.append(
             Read(
-                _cut(here, ends[0], done, stop),
-                _cut(there, ends[1], done, stop),
+                _cut(local, ends[0], done, stop),
+                _cut(remote, ends[1], done, stop),
                 stop - done,
             )
         )
         done = stop
-    return reads
+    return calls
 
 
 def _cut(side: np.ndarray, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
@@ -354,12 +356,12 @@ def _cannot_read(probe: Sequence[Any]) -> str:
     """Return why another process's memory cannot be read from here, or ''."""
     pid, address, secret = probe
     secret_read = np.zeros(len(secret) // 2, dtype=np.uint8)
-    here, there = (
+    local, remote = (
         np.array([(start, secret_read.nbytes)], dtype=PART)
         for start in (secret_read.ctypes.data, address)
     )
     try:
-        _read(pid, Read(here, there, secret_read.nbytes))
+        _read(pid, Read(local, remote, secret_read.nbytes))
     except (OSError, AttributeError) as error:
         return (
             f"process {os.getpid()} may not read process {pid}'s memory ({error}). Allow it (kernel.yama.ptrace_scope "

@@ -76,7 +76,7 @@ def test_a_checkpoint_of_others_whose_experts_have_another_order_is_refused(
     (there / "conversion.json").unlink()
     with pytest.raises(
         CheckpointError,
-        match="gates first; those of GptOssForCausalLM are in turn here",
+        match="gates first; GptOssForCausalLM alternates gate and up rows",
     ):
         open_source(there)
 

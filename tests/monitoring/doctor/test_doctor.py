@@ -218,12 +218,12 @@ def test_kernels_on_a_gpu_without_anything(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(examine.importlib.util, "find_spec", lambda name: None)
     poor = {finding.name: finding for finding in kernels()}
     for kernel in KERNELS:
-        finding = poor[kernel.what]
+        finding = poor[kernel.computation]
         assert (finding.status, finding.fix) == ("warn", kernel.fix)
         assert kernel.fallback in finding.found and kernel.costs in finding.found
     monkeypatch.setattr(examine.importlib.util, "find_spec", lambda name: object())
     rich = {finding.name: finding for finding in kernels()}
-    assert all(rich[kernel.what].found == kernel.fast for kernel in KERNELS)
+    assert all(rich[kernel.computation].found == kernel.fast for kernel in KERNELS)
 
 
 def test_network_settings_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
