@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,3 +84,29 @@ def test_log_probs_and_gradients_are_those_of_transformers(
             frozen[pattern] in name for pattern in freeze for name in found["trained"]
         )
         assert len(found["trained"]) > 10
+
+
+ON_MEGATRON = "tests.workers.image_ranks:on_megatron"
+# One rank reads images and the other none; rows padded and packed; stages; cut rows.
+GRIDS: list[dict[str, Any]] = [
+    {"packs": False},
+    {"tp": 2},
+    {"tp": 2, "packs": False, "sequence_parallel": True},
+    {"tp": 2, "sequence_parallel": True},
+    {"pp": 2},
+]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_megatron_computes_what_transformers_computes(
+    launch: Launcher, tmp_path: Path, family: str
+) -> None:
+    """Log-probs and gradients of rows with several images, one and none, on two ranks in five ways."""
+    folder = str(make_tiny_vision_folder(tmp_path / "model", family))
+    for results in launch.world(
+        2, ON_MEGATRON, folder=folder, order=[1, 1, 0, 2, 1], grids=GRIDS
+    ):
+        for grid, found in zip(GRIDS, results, strict=True):
+            assert found["log_probs"] < 5e-6, grid
+            assert max(found["gradients"].values()) < 1e-5, (grid, found)
+            assert found["packed"] == grid.get("packs", True)
