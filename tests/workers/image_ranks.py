@@ -225,6 +225,7 @@ def on_megatron(
         worst = {"tower": 0.0, "decoder": 0.0}
         trained = []
         layout = made.held_layout_of(made.grid.rank)
+        assert layout.local_shapes.keys() == made.held_parameters.keys()
         for piece in layout.pieces:
             parameter = made.held_parameters[layout.stored_in(piece.local)]
             if not parameter.requires_grad:
