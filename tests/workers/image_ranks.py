@@ -211,7 +211,8 @@ def on_megatron(
             made,
             optimizer={"lr": 1e-3},
             scheduler={},
-            ddp={"overlap_grad_reduce": True},
+            # Every rank then has the sum of the gradients in full.
+            ddp={"overlap_grad_reduce": True, "use_distributed_optimizer": False},
             total_updates=10,
         )
         trainable._zero_gradients()
