@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
 
 from megaverl.errors import ConfigError
 from megaverl.sharding.layout import Layout
@@ -77,3 +81,18 @@ def check_stages(layouts: Iterable[Layout], frozen: Collection[str], role: str) 
                 f"{role}.freeze: all weights of pipeline stage {stage} are frozen. Use fewer stages ({role}.pp), or "
                 "freeze less."
             )
+
+
+def keep_graph(chunks: Sequence[nn.Module]) -> None:
+    """Make the embeddings' output require a gradient.
+
+    If embeddings are frozen, a checkpointed layer whose input requires no gradient
+    would compute none for its weights.
+    """
+
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.requires_grad_() if torch.is_grad_enabled() else output
+
+    for chunk in chunks:
+        if getattr(chunk, "pre_process", False):
+            chunk.get_submodule("embedding").register_forward_hook(hook)

@@ -31,6 +31,7 @@ from megaverl.models.freezing import (
     check_stages,
     frozen_names,
     frozen_parameters,
+    keep_graph,
 )
 from megaverl.models.layers import (
     AtPositions,
@@ -270,6 +271,8 @@ class MegatronModel(TrainingModel):
         own = self.held_layout_of(self.grid.rank)
         for local in frozen_parameters(own, frozen, self.role):
             self.held_parameters[local].requires_grad_(False)
+        if self.config.recompute_granularity is not None:
+            keep_graph(self.chunks)
 
     def _packer(self) -> Pack | None:
         reason = why_padded(self.config)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
@@ -17,6 +19,7 @@ from megaverl.data.images import Images, image_column
 from megaverl.data.prompts import PromptEncoder, RowColumns
 from megaverl.data.tokenizers import load_tokenizer
 from megaverl.distributed.grid import GridShape
+from megaverl.errors import ConfigError, ModelError
 from megaverl.rollout.engine import Generation
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.tracing import weights_of_module
@@ -156,6 +159,32 @@ def against_transformers(
     }
 
 
+def megatron_model(
+    folder: str, *, packs: bool = True, freeze: Sequence[str] = (), **options: Any
+) -> MegatronModel:
+    """An actor on the world's ranks; `options` are sizes of its grid and TransformerConfig fields."""
+    sizes = {
+        name: options.pop(name) for name in ("tp", "pp", "vpp", "cp") if name in options
+    }
+    return MegatronModel(
+        ModelSpec.from_folder(folder),
+        manager().grid(GridShape.fit(dist.get_world_size(), **sizes)),
+        ModelOptions(dtype=torch.float32, seed=0, initialize=False, pack_samples=packs),
+        overrides=options,
+        freeze=freeze,
+    )
+
+
+def refusals(cases: list[dict[str, Any]]) -> list[str]:
+    """Return why each of these models cannot be made."""
+    said = []
+    for case in cases:
+        with pytest.raises((ModelError, ConfigError)) as refused:
+            megatron_model(**case)
+        said.append(str(refused.value))
+    return said
+
+
 def on_megatron(
     folder: str,
     order: list[int],
@@ -182,24 +211,7 @@ def on_megatron(
     }
     found = []
     for options in grids:
-        options = dict(options)
-        sizes = {
-            name: options.pop(name)
-            for name in ("tp", "pp", "vpp", "cp")
-            if name in options
-        }
-        made = MegatronModel(
-            ModelSpec.from_folder(folder),
-            manager().grid(GridShape.fit(dist.get_world_size(), **sizes)),
-            ModelOptions(
-                dtype=torch.float32,
-                seed=0,
-                initialize=False,
-                pack_samples=options.pop("packs", True),
-            ),
-            overrides=options,
-            freeze=freeze or (),
-        )
+        made = megatron_model(folder, **options, freeze=freeze or ())
         made.load(folder)
         micro = micro_batches_for(made, batch, 44)
         log_probs = made.score(
