@@ -85,10 +85,12 @@ class VisionReader:
     Attributes:
         token: id of the token that stands for a part of an image.
         merge: one token covers merge x merge patches.
+        reads_pixels: False: only positions are needed, on a pipeline stage without the tower.
     """
 
     token: int
     merge: int
+    reads_pixels: bool = True
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> VisionReader | None:
@@ -153,7 +155,7 @@ class VisionReader:
             torch.where((tokens == self.token) & drawn, NO_IMAGE, tokens),
             rope_positions(is_image, positions, grids, self.merge),
         )
-        if images:
+        if images and self.reads_pixels:
             inputs.pixel_values = torch.cat(
                 [image.tensors["pixel_values"] for image in images]
             )

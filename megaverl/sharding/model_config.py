@@ -669,7 +669,7 @@ def _rope_in_three_dimensions(described: Described) -> Iterator[str]:
     size = values.get("head_dim") or (
         values["hidden_size"] // values["num_attention_heads"]
     )
-    sections = described.rope.get("mrope_section")
+    sections: Any = described.rope.get("mrope_section")
     is_list = isinstance(sections, list) and all(type(n) is int for n in sections)
     if not is_list or len(sections) != 3 or sum(sections) != size // 2:
         yield (

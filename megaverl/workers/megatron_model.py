@@ -169,7 +169,9 @@ class MegatronModel(TrainingModel):
         ):
             raise ModelError(f"{role}.cp={grid.shape.cp}: {reason}.")
         if spec.vision is not None:
-            self.vision = VisionReader(spec.vision.image_token, spec.vision.merge)
+            self.vision = VisionReader(
+                spec.vision.image_token, spec.vision.merge, grid.is_first_stage
+            )
         self.token_multiple = token_multiple(self.config, grid.shape)
         self._router_losses = {
             name: getattr(self.config, name)
@@ -269,7 +271,13 @@ class MegatronModel(TrainingModel):
             frozen_parameters(layout, frozen, self.role)
         check_stages(layouts, frozen, self.role)
         own = self.held_layout_of(self.grid.rank)
-        for local in frozen_parameters(own, frozen, self.role):
+        # A rank whose part of the vocabulary is padding alone freezes it like the first
+        # rank of its stage. Otherwise the backward pass would go through the
+        # embedding, and its collectives, on some ranks only.
+        filled = {own.stored_in(piece.local) for piece in own.pieces}
+        padding = own.local_shapes.keys() - filled
+        first = frozen_parameters(layouts[self.grid.coords.pp], frozen, self.role)
+        for local in frozen_parameters(own, frozen, self.role) | (padding & first):
             self.held_parameters[local].requires_grad_(False)
         if self.config.recompute_granularity is not None:
             keep_graph(self.chunks)
