@@ -19,7 +19,6 @@ from megaverl.config.passthrough import PLACES
 from megaverl.config.section import described_keys
 from megaverl.config.wording import did_you_mean
 from megaverl.errors import MISTAKE
-from megaverl.sharding.model_spec import ARCHITECTURES
 
 if TYPE_CHECKING:
     from megaverl.models.support import Support
@@ -144,7 +143,7 @@ def _models_options(parser: argparse.ArgumentParser) -> None:
 
 def _models(arguments: argparse.Namespace) -> int:
     """Print which models are supported: all of them, or the one in a folder."""
-    from megaverl.models.support import ANY, NAMED, support_of
+    from megaverl.models.support import ANY, NAMED, WITH_TABLE, support_of
 
     if arguments.folder is not None:
         supports = support_of(
@@ -152,10 +151,10 @@ def _models(arguments: argparse.Namespace) -> int:
         )
         print("\n".join(map(_support, supports)))
         return 0
-    width = max(map(len, ARCHITECTURES))
+    width = max(map(len, WITH_TABLE))
     heads = [support.feature for support in NAMED]
     print(f"{'':{width}}  " + "".join(f"{head:<10}" for head in heads).rstrip())
-    for architecture in ARCHITECTURES:
+    for architecture in WITH_TABLE:
         cells = "".join(f"{'yes' if support.works else '-':<10}" for support in NAMED)
         print(f"{architecture:{width}}  {cells}".rstrip())
     print("\nany other")

@@ -102,6 +102,10 @@ def replica_issues(config: Config, placement: ResolvedPlacement) -> Issues:
             messages["lora"] = (
                 "is set; gradients of adapters are small, and islands can sum them. Leave it out"
             )
+        if section.freeze:
+            messages["freeze"] = (
+                "is set, and gradients of all weights are summed. Leave it out"
+            )
         for name in ("use_distributed_optimizer", "overlap_param_gather"):
             if name in section.ddp:
                 messages[f"ddp.{name}"] = (

@@ -36,6 +36,7 @@ from megaverl.sharding.model_spec import (
     ModelSpec,
     misfits,
     no_adapters,
+    why_images_not_cut,
     why_not_in_vllm,
 )
 
@@ -385,6 +386,10 @@ def _against_model(
             f"{role}.{misfit.axis}",
             f"found {misfit.size}, which {misfit.reason}",
             involves=("model.path",),
+        )
+    if why := why_images_not_cut(spec, grid.cp):
+        yield ConfigIssue(
+            f"{role}.cp", f"found {grid.cp}, and {why}.", involves=("model.path",)
         )
     has_adapters = isinstance(grid, TrainedConfig) and grid.lora is not None
     if has_adapters and (reason := no_adapters(spec, grid.tp)):

@@ -265,7 +265,9 @@ class TrainedConfig(GridConfig):
     weights."""
     freeze: list[Text] = []
     """Patterns of weights that are not trained, such as visual.*. They match names in the model's folder, with or
-    without a leading model. Requires engine: fsdp. A resumed run may add patterns but not remove any."""
+    without a leading model. With engine: megatron, weights that megatron-core keeps in one parameter (q, k and v; gate
+    and up) are frozen together, and every pipeline stage needs a weight to train. A resumed run may add patterns but
+    not remove any."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations that the forward pass keeps for the backward pass. none: everything. selective: not the insides of
     the attention core and of the MLP or experts. full: only the inputs of layers; costs about a third more time. Fields
@@ -289,9 +291,6 @@ class TrainedConfig(GridConfig):
     def check_training_engine(self, at: str) -> Issues:
         """Refuse settings of training that the role's engine does not read."""
         if self.engine == "megatron":
-            if self.freeze:
-                text = f"is set, and engine: megatron trains every weight. Leave it out, or set {at}.engine: fsdp."
-                yield ConfigIssue(f"{at}.freeze", text, involves=(f"{at}.engine",))
             return
         for name in self.ddp:
             reason = f"reads {at}.fsdp instead of megatron-core's DDP"

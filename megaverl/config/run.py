@@ -218,7 +218,7 @@ Sources = Annotated[list[SourceConfig], BeforeValidator(_as_sources)]
 class ImagesConfig(Section):
     """`data.images`: images of prompts, for models that take them.
 
-    The actor needs engine: fsdp, because megaverl joins no vision tower to megatron-core's models.
+    With engine: megatron the actor is a Qwen2-VL, Qwen2.5-VL or Qwen3-VL, without context parallelism.
     """
 
     key: Text = "images"

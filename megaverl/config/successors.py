@@ -57,7 +57,7 @@ SUCCESSORS = (
         "examples/grpo_trainer/*vl*",
         "train",
         GEOMETRY,
-        "Images need actor.engine: fsdp.",
+        "Its actor is under FSDP2; actor.engine: megatron trains the same models.",
     ),
     Successor(
         "examples/grpo_trainer/*235b*", "train", "qwen3_235b_a22b/grpo_64_nodes", ""

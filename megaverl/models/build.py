@@ -42,6 +42,7 @@ from megaverl.models.options import (
     uses_transformer_engine,
 )
 from megaverl.models.packing import Pack, pack, pack_varlen
+from megaverl.models.vision_tower import VisionTower
 from megaverl.platform import flash_attention, platform
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
@@ -269,6 +270,10 @@ def build_model(
                 module.group = grid.tp_group
         if spec.embedding_scale != 1.0 and model.pre_process:
             model.embedding.register_forward_hook(_Scale(spec.embedding_scale))
+        if spec.vision is not None and model.pre_process:
+            # Left uninitialized like all weights that will be loaded.
+            tower_seed = seed if config.perform_initialization else None
+            model.vision_tower = VisionTower(model, spec, grid, seed=tower_seed)
         if spec.logit_scale != 1.0 and is_last and (beside_logits or not value_head):
             # Scaling the hidden states instead of logits reaches every way in which
             # log-probs are computed from them. A value head beside the logits has seen

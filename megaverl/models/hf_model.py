@@ -6,7 +6,6 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from torch.utils.checkpoint import (
 )
 
 from megaverl.errors import ConfigError, ModelError
+from megaverl.models.freezing import frozen_names
 from megaverl.models.hf_attention import NAME, RowReading, register, row_reading
 from megaverl.models.hf_shards import (
     VALUE_HEAD,
@@ -39,7 +39,7 @@ from megaverl.models.vision import (
     VisionReader,
     auto_class_of,
     tower_of,
-    without_image,
+    zero_of_tower,
 )
 from megaverl.platform import platform
 from megaverl.sharding.model_config import instead_of
@@ -127,7 +127,7 @@ class PolicyModule(nn.Module):
         """Run the vision tower on a micro-batch without images, at the point where other ranks run it on theirs."""
         if self._sees_none:
             embedded = options["inputs_embeds"]
-            zero = without_image(self.model, embedded.device)
+            zero = zero_of_tower(tower_of(self.model), embedded.device)
             options = {**options, "inputs_embeds": embedded + zero.to(embedded.dtype)}
         return args, options
 
@@ -256,7 +256,7 @@ def build_module(
                 folder, config, reading.attention, dtype, trust_remote_code
             )
         with user_code(lambda error: not_built(folder, error), keep=ModelError):
-            _fill_buffers(model)
+            fill_buffers(model)
     if liger:
         _use_liger(model)
     return model, reading
@@ -314,7 +314,7 @@ def _from_config(
     return model
 
 
-def _fill_buffers(model: PreTrainedModel) -> None:
+def fill_buffers(model: PreTrainedModel) -> None:
     """Initialize buffers that no folder stores (rotary frequencies, scales), as `from_pretrained` does."""
     saved = model.state_dict(keep_vars=True)
     for tensor in saved.values():
@@ -361,37 +361,15 @@ def vision_blocks_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def freeze_weights(model: PreTrainedModel, patterns: Sequence[str], role: str) -> None:
-    """Freeze all weights whose names in the folder match a pattern.
-
-    Raises:
-        ConfigError: a pattern matches nothing, or no weight is left to train.
-    """
+    """Freeze all weights whose names in the folder match a pattern. Errors are those of `frozen_names`."""
     # Patterns are of names in the files, which may differ from the module's.
     renamed = weights_of_module(model).renamed if patterns else {}
     names = {
         renamed.get(name, name): parameter
         for name, parameter in model.named_parameters()
     }
-    for pattern in patterns:
-        matching = [
-            name
-            for name in names
-            if any(
-                fnmatchcase(candidate, pattern)
-                for candidate in (name, name.removeprefix("model."))
-            )
-        ]
-        if not matching:
-            raise ConfigError(
-                f"{role}.freeze: {pattern!r} fits none of the model's weights, such as {', '.join(list(names)[:3])}. "
-                "Correct the pattern, or leave it out."
-            )
-        for name in matching:
-            names[name].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in names.values()):
-        raise ConfigError(
-            f"{role}.freeze: {', '.join(patterns)} fit all of the weights, and no weight is left to train."
-        )
+    for name in frozen_names(names, patterns, role):
+        names[name].requires_grad_(False)
 
 
 def router_loss_coef(model: PreTrainedModel, wanted: float | None, role: str) -> float:

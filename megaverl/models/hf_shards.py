@@ -18,6 +18,7 @@ import torch
 
 from megaverl.errors import ConfigError, ModelError
 from megaverl.models.architectures import weights_of
+from megaverl.models.architectures.table import TOWER
 from megaverl.models.vision import VisionReader, auto_class_of
 from megaverl.sharding.boxes import Box, cut, whole
 from megaverl.sharding.layout import Layout, join_layouts, shard_box, whole_layout
@@ -212,7 +213,13 @@ def _weights(
             described = weights_of(
                 spec, value_head=value_head, beside_logits=beside_logits
             )
-            known = {weight.name: weight for weight in described}
+            # A tower's weights are described by their names, as in models without a
+            # table: adapters are of the layers that a name has a number of.
+            known = {
+                weight.name: weight
+                for weight in described
+                if not weight.megatron.startswith(TOWER)
+            }
     return [
         # A table describes a weight only if its shape is the same: the folder decides.
         known[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -436,13 +436,20 @@ class HiddenHead:
 class AtPositions:
     """Hooks that make rotary embeddings follow the tokens' own positions instead of 0, 1, 2, ...
 
+    Args:
+        axes: axis whose position rotates each dimension of a head's first half, for positions in time, height and
+            width (arXiv 2409.12191, section 2.1). megatron-core has such an embedding (`position_embedding_type:
+            mrope`, 0.16 to 0.19), but not Qwen3-VL's, whose axes alternate, and not for scaled frequencies.
+
     Attributes:
-        positions: [t] int64 of the current packed row, or of a context-parallel rank's tokens. None: a row is one
-            sequence.
+        positions: [t] int64 of the current packed row, or of a context-parallel rank's tokens; [3, b, s] int64 with
+            `axes`. None: a row is one sequence.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, axes: Sequence[int] = ()) -> None:
         self.positions: torch.Tensor | None = None
+        # Both halves of a head are rotated by the same angles.
+        self._axes = torch.tensor([*axes, *axes], dtype=torch.int64)
 
     def attach(self, rotary: torch.nn.Module) -> None:
         """Register the hooks on a rotary embedding."""
@@ -476,8 +483,19 @@ class AtPositions:
             return output
         # YaRN's embedding returns a tuple of the table and a scaling factor.
         if isinstance(output, tuple):
-            return output[0].index_select(0, self.positions), *output[1:]
-        return output.index_select(0, self.positions)
+            return self._rows(output[0], self.positions), *output[1:]
+        return self._rows(output, self.positions)
+
+    def _rows(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the angles of tokens, [s, 1, 1, d] or [s, b, 1, d], from those of all positions, [n, 1, 1, d]."""
+        if positions.dim() == 1:
+            return table.index_select(0, positions)
+        # Copied to the device once.
+        self._axes = axes = self._axes.to(positions.device)
+        # [3, b, s] -> [d, b, s] -> [s, b, d]: the position that rotates each dimension.
+        places = positions.index_select(0, axes).permute(2, 1, 0)
+        angles = table[:, 0, 0].gather(0, places.flatten(0, 1))
+        return angles.view(places.shape).unsqueeze(2)
 
 
 def as_one_row(module: object, args: object, output: torch.Tensor) -> torch.Tensor:

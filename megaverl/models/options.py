@@ -63,6 +63,7 @@ def fused_options(spec: ModelSpec, overrides: Mapping[str, Any]) -> dict[str, An
             and spec.mla is None
             and yarn_factor(spec) == 1.0
             and not spec.rotary_pairs
+            and not spec.rope_axes
         ),
     }
 
@@ -84,12 +85,19 @@ def check_fused_rope(spec: ModelSpec, options: Mapping[str, Any]) -> None:
     megatron-core 0.16 to 0.19 (models/common/embeddings/rope_utils.py,
     `apply_rotary_pos_emb`) passes neither a factor nor the order of a head's dimensions
     to Transformer Engine's kernel for packed rows. YaRN's factor would be lost
-    silently, and other dimensions would be rotated together.
+    silently, and other dimensions would be rotated together. The kernel also takes one
+    table of angles for all samples, and in a model with images each sample has its own.
 
     Raises:
-        ModelError: the model has such a factor or order.
+        ModelError: the model has such a factor, order or table.
     """
     factor = yarn_factor(spec)
+    if options.get("apply_rope_fusion") and spec.rope_axes:
+        raise ModelError(
+            f"megatron.apply_rope_fusion=true: {spec.architecture} rotates by positions in time, height and width, "
+            "which differ between samples, and Transformer Engine's fused rotary embedding takes one table for all. "
+            "Leave the key out."
+        )
     if options.get("apply_rope_fusion") and spec.rotary_pairs:
         raise ModelError(
             f"megatron.apply_rope_fusion=true: {spec.architecture} rotates pairs of neighbouring dimensions, and "

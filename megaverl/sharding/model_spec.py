@@ -15,7 +15,9 @@ from megaverl.errors import ModelError
 from megaverl.outside import read_json_file
 from megaverl.sharding.model_config import (
     AGAIN,
+    ALTERNATING_AXES,
     EXPERT_KEYS,
+    IMAGE_MODEL_TYPES,
     LATENT_SIZES,
     MAYBE_NORMALIZED,
     MODEL_TYPES,
@@ -37,7 +39,9 @@ from megaverl.sharding.model_config import (
 )
 from megaverl.sharding.transformers_config import is_model_type, read_by_transformers
 
+# Supported language models, and supported models that take images as well.
 ARCHITECTURES = tuple(MODEL_TYPES)
+IMAGE_ARCHITECTURES = tuple(IMAGE_MODEL_TYPES)
 _MAMBA = "megatron-core's Mamba layers (0.16 to 0.19) need mamba-ssm and causal-conv1d, which need a GPU"
 # Reasons why other requested architectures are not supported (megatron-core 0.16).
 NO_TABLE = {
@@ -54,10 +58,10 @@ NO_TABLE = {
     "HunYuanDenseV1ForCausalLM": "megatron-core's attention (0.16) normalizes queries and keys before the rotary "
     "embedding, this model after it",
 }
-# Likewise for a model with images.
+# Likewise for other models with images.
 NO_TOWER = (
-    "megatron-core (0.16 to 0.19) has no vision tower like this model's, and megaverl does not join transformers' "
-    "tower to its GPTModel"
+    "megaverl joins transformers' vision tower to megatron-core's GPTModel for "
+    f"{', '.join(IMAGE_ARCHITECTURES)} only"
 )
 # Architectures whose vLLM implementation (0.32) differs from transformers'.
 NOT_IN_VLLM = {
@@ -114,6 +118,7 @@ WITH_QK_NORM = (
     "Qwen3MoeForCausalLM",
     "Exaone4ForCausalLM",
     "Gemma3ForCausalLM",
+    "Qwen3VLForConditionalGeneration",
 )
 MAYBE_QK_NORM = ("Glm4MoeForCausalLM",)
 # Norms over all query heads together, and over all key heads together.
@@ -191,6 +196,38 @@ class MLASpec:
 
 
 @dataclass(frozen=True)
+class VisionSpec:
+    """Vision tower of a model that takes images: transformers' module, whose output replaces image tokens' embeddings.
+
+    Attributes:
+        family: transformers' `model_type` of the whole model.
+        values: `vision_config`, from which transformers builds the tower.
+        image_token: token that stands for a part of an image.
+        depth: blocks of the tower.
+        width: hidden size inside the tower.
+        ffn: inner width of a block's MLP.
+        num_heads: attention heads.
+        patch: shape of a patch: channels, pictures in time, height, width.
+        merge: one token covers merge x merge patches.
+        num_positions: learned positions of patches. 0: none.
+        deepstack: number of first decoder layers to whose outputs at image tokens further features are added
+            (arXiv 2406.04334).
+    """
+
+    family: str
+    values: dict[str, Any] = field(hash=False, repr=False)
+    image_token: int
+    depth: int
+    width: int
+    ffn: int
+    num_heads: int
+    patch: tuple[int, int, int, int]
+    merge: int
+    num_positions: int = 0
+    deepstack: int = 0
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Dimensions of a decoder-only transformer, with the meanings of Hugging Face.
 
@@ -222,6 +259,9 @@ class ModelSpec:
         windowed_layers: whether each layer attends within the window. Empty: all layers do.
         linear_bias: all linear layers of the decoder have a bias, including experts and routers.
         attention_sinks: attention's softmax has one more learned score per head, with a value of zero.
+        vision: the vision tower. None: the model takes no images.
+        rope_axes: axis (0 time, 1 height, 2 width) whose position rotates each dimension of a head's first half. Empty:
+            positions have one axis.
         is_tabled: all of this was read as Megatron's tables need it. False: an `outline`, as accurate as config.json.
         source: path of the config.json.
         trusts_code: Python files beside `source` may run (`model.trust_remote_code`).
@@ -265,6 +305,8 @@ class ModelSpec:
     windowed_layers: tuple[bool, ...] = ()
     linear_bias: bool = False
     attention_sinks: bool = False
+    vision: VisionSpec | None = None
+    rope_axes: tuple[int, ...] = ()
     is_tabled: bool = True
     source: str = ""
     trusts_code: bool = False
@@ -324,30 +366,41 @@ class ModelSpec:
                 f"{source}: expected a JSON object, found {type(config).__name__}. {AGAIN}"
             )
         architecture = (config.get("architectures") or [None])[0]
-        if architecture not in ARCHITECTURES:
+        if architecture not in (*ARCHITECTURES, *IMAGE_ARCHITECTURES):
             reason = NO_TABLE.get(architecture)
             if config.get("vision_config") is not None:
                 reason = NO_TOWER
             remark = "" if reason is None else f" by Megatron: {reason}"
             raise ModelError(
                 f"{source}: architecture {architecture!r} is not supported{remark}. Supported: "
-                f"{', '.join(ARCHITECTURES)}. {_under_fsdp(config)}"
+                f"{', '.join((*ARCHITECTURES, *IMAGE_ARCHITECTURES))}. {_under_fsdp(config)}"
             )
         written_type = config.get("model_type")
-        model_type = MODEL_TYPES[architecture]
+        model_type = (MODEL_TYPES | IMAGE_MODEL_TYPES)[architecture]
         if written_type != model_type and is_model_type(written_type):
             raise ModelError(
                 f"{source}: model_type is {written_type!r} and the architecture {architecture}, whose type is "
                 f"{model_type!r}: transformers would build the former, vLLM the latter. {AGAIN}"
             )
-        problems = [*wrong_types(architecture, config)]
+        # The first folders of models with images have the decoder's fields beside the
+        # tower's.
+        decoder = config.get("text_config")
+        written = decoder if isinstance(decoder, dict) else config
+        problems = [*wrong_types(architecture, written)]
         if not problems:
             values = read_by_transformers(model_type, config, source)
-            described = Described(architecture, values, written=config)
+            vision = values if architecture in IMAGE_ARCHITECTURES else None
+            if vision is not None:
+                tied = {"tie_word_embeddings": values["tie_word_embeddings"]}
+                values = values["text_config"] | tied
+            described = Described(architecture, values, written=written)
             problems = [*not_computed(described)]
         if problems:
             raise ModelError("\n".join(f"{source}: {problem}" for problem in problems))
-        return cls(**_read(described), source=source)
+        fields = _read(described)
+        if vision is not None:
+            fields |= _read_vision(described, vision)
+        return cls(**fields, source=source)
 
 
 def _under_fsdp(config: dict[str, Any]) -> str:
@@ -532,6 +585,52 @@ def _read(described: Described) -> dict[str, Any]:
     return fields
 
 
+def _read_vision(described: Described, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `ModelSpec` that only models with images have.
+
+    Args:
+        values: keys of the whole config.json, with defaults.
+    """
+    tower = values["vision_config"]
+    family = IMAGE_MODEL_TYPES[described.architecture]
+    # In Qwen2-VL `hidden_size` is the width of the tower's output.
+    width = tower["embed_dim"] if family == "qwen2_vl" else tower["hidden_size"]
+    ffn = (
+        int(width * tower["mlp_ratio"])
+        if family == "qwen2_vl"
+        else tower["intermediate_size"]
+    )
+    size = tower["patch_size"]
+    vision = VisionSpec(
+        family,
+        tower,
+        image_token=values["image_token_id"],
+        depth=tower["depth"],
+        width=width,
+        ffn=ffn,
+        num_heads=tower["num_heads"],
+        patch=(tower["in_channels"], tower["temporal_patch_size"], size, size),
+        merge=tower["spatial_merge_size"],
+        num_positions=tower.get("num_position_embeddings") or 0,
+        deepstack=len(tower.get("deepstack_visual_indexes") or ()),
+    )
+    sections = described.rope["mrope_section"]
+    return {
+        "vision": vision,
+        "rope_axes": _axes_in_turn(sections)
+        if described.architecture in ALTERNATING_AXES
+        else tuple(axis for axis, count in enumerate(sections) for _ in range(count)),
+    }
+
+
+def _axes_in_turn(sections: list[int]) -> tuple[int, ...]:
+    """Return the axis of each dimension of half a head, where axes alternate until height and width are used up."""
+    return tuple(
+        dimension % 3 if dimension < 3 * sections[dimension % 3] else 0
+        for dimension in range(sum(sections))
+    )
+
+
 def _scales(described: Described) -> dict[str, float]:
     """Return the factors on embeddings, scores of attention, outputs of layers and logits, if there are any."""
     values = described.values
@@ -685,6 +784,13 @@ def why_not_in_vllm(spec: ModelSpec) -> str:
 def shares_kv_heads(spec: ModelSpec, tp: int) -> bool:
     """Return whether several of `tp` ranks use the same key-value head, since there are fewer heads than ranks."""
     return spec.mla is None and spec.num_kv_heads < tp
+
+
+def why_images_not_cut(spec: ModelSpec, cp: int) -> str:
+    """Return why context parallelism cannot split this model's rows, or "" if it can."""
+    if spec.vision is None or cp == 1:
+        return ""
+    return f"images of {spec.architecture} are not cut over ranks. Use cp=1"
 
 
 def no_adapters(spec: ModelSpec, tp: int) -> str:

@@ -22,6 +22,9 @@ Rules (vLLM 0.32, `model_executor/layers/linear.py`, `vocab_parallel_embedding.p
 - gpt-oss's experts are as in its files, but `[expert, out, in]`. Without expert parallelism `w2_bias` is on the first
   rank only, and zero on the others.
 
+- A vision tower's linear layers are split like the decoder's, without sharing of heads: q, k and v rows, or all rows of
+  a fused array, of column-parallel layers, columns of row-parallel ones. Sizes that the ranks do not divide stay whole.
+
 Kernels that repack experts after loading (FlashInfer, CPU grouped GEMM) hold something
 else, which has no layout here. A quantized engine has the same layout, which also says
 which tensors are quantized. The engine knows where their scales are.
@@ -367,6 +370,8 @@ def _fill(
         )
     if first.split in (Split.FUSED_QKV, Split.FUSED_GATE_UP):
         return stack([*_fused_rows(first, spec, tp_size, tp_rank)])
+    if first.split is Split.FUSED_QKV_IN_VLLM:
+        return stack([*_thirds(first, tp_size, tp_rank)])
     return stack(
         [
             (number, _part(weight, spec, tp_size, tp_rank))
@@ -391,6 +396,14 @@ def _fused_rows(
         yield 0, cut(weight.shape, 0, first, first + run)
 
 
+def _thirds(weight: Weight, tp_size: int, tp_rank: int) -> Iterator[tuple[int, Box]]:
+    """Yield the rows of one rank out of each of q, k and v, which are equally large in a vision tower."""
+    part = weight.shape[0] // 3
+    run, place = (part, 0) if part % tp_size else (part // tp_size, tp_rank)
+    for first in range(place * run, weight.shape[0], part):
+        yield 0, cut(weight.shape, 0, first, first + run)
+
+
 def _padded(weight: Weight) -> int:
     """Return the rows of the padded vocabulary."""
     return -(-weight.shape[0] // VOCAB_PADDING) * VOCAB_PADDING
@@ -408,6 +421,12 @@ def _part(weight: Weight, spec: ModelSpec, tp_size: int, tp_rank: int) -> Box:
         run = weight.shape[0] // num_parts
         part = tp_rank * num_parts // tp_size
         return cut(weight.shape, 0, part * run, (part + 1) * run)
+    if weight.split in (Split.ROWS_IN_VLLM, Split.COLUMNS_IN_VLLM):
+        axis = int(weight.split is Split.COLUMNS_IN_VLLM)
+        if weight.shape[axis] % tp_size:
+            return whole(weight.shape)
+        run = weight.shape[axis] // tp_size
+        return cut(weight.shape, axis, tp_rank * run, (tp_rank + 1) * run)
     return even_part(weight, tp_size, tp_rank)
 
 

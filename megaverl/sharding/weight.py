@@ -23,7 +23,8 @@ class Split(Enum):
     transposed (`[in, out]`) or as a bias: STACKED_OUT is split along the outputs,
     STACKED_IN along the inputs. STACKED_WHOLE, a bias on outputs that are summed over
     ranks, is not split. HEADS_IN_VLLM, a norm over all heads, is whole in Megatron and
-    split by heads in vLLM.
+    split by heads in vLLM. So are the other splits IN_VLLM, of a vision tower's linear
+    layers: along the rows, the columns, or the rows of each of q, k and v.
     """
 
     REPLICATED = "replicated"
@@ -41,6 +42,19 @@ class Split(Enum):
     STACKED_IN = "stacked in"
     STACKED_WHOLE = "stacked whole"
     HEADS_IN_VLLM = "heads in vLLM"
+    ROWS_IN_VLLM = "rows in vLLM"
+    COLUMNS_IN_VLLM = "columns in vLLM"
+    FUSED_QKV_IN_VLLM = "fused q, k, v in vLLM"
+
+
+# Splits of weights that every rank of Megatron holds whole.
+WHOLE_IN_MEGATRON = (
+    Split.REPLICATED,
+    Split.HEADS_IN_VLLM,
+    Split.ROWS_IN_VLLM,
+    Split.COLUMNS_IN_VLLM,
+    Split.FUSED_QKV_IN_VLLM,
+)
 
 
 class Weight(NamedTuple):
@@ -86,7 +100,7 @@ def even_part(weight: Weight, tp: int, tp_rank: int) -> Box:
 
     The size must be divisible by `tp`.
     """
-    if weight.split in (Split.REPLICATED, Split.HEADS_IN_VLLM):
+    if weight.split in WHOLE_IN_MEGATRON:
         return whole(weight.shape)
     axis = 1 if weight.split is Split.ROW else 0
     run = weight.shape[axis] // tp

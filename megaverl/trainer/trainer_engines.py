@@ -75,7 +75,13 @@ def make_model(
         if value_head and not beside_logits
         else ModelSpec.from_folder(folder)
     )
-    return MegatronModel(spec, grid, options, config.megatron)
+    return MegatronModel(
+        spec,
+        grid,
+        options,
+        config.megatron,
+        freeze=trained.freeze if trained else (),
+    )
 
 
 def make_trainable(

@@ -287,6 +287,10 @@ def small_spec(spec: ModelSpec, shape: GridShape) -> ModelSpec:
         "hidden_size": SMALL_WIDTH,
         "ffn_hidden_size": SMALL_HEAD * math.lcm(shape.tp, shape.expert_tp),
         "vocab_size": SMALL_VOCABULARY,
+        # The trial reads no images, and no field of the configuration is about the
+        # tower.
+        "vision": None,
+        "rope_axes": (),
     }
     if spec.mla is None:
         changes["head_dim"] = SMALL_HEAD

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from typing import Any
 
@@ -27,6 +27,12 @@ from megaverl.models.build import (
     why_not_cut,
     why_padded,
 )
+from megaverl.models.freezing import (
+    check_stages,
+    frozen_names,
+    frozen_parameters,
+    keep_graph,
+)
 from megaverl.models.layers import (
     AtPositions,
     HiddenHead,
@@ -43,8 +49,9 @@ from megaverl.models.options import (
 )
 from megaverl.models.packing import MicroBatch, Pack
 from megaverl.models.router_replay import RouterReplay, why_not_replayed
+from megaverl.models.vision import VisionInputs, VisionReader
 from megaverl.platform import platform
-from megaverl.sharding.model_spec import ModelSpec, no_adapters
+from megaverl.sharding.model_spec import ModelSpec, no_adapters, why_images_not_cut
 from megaverl.workers.model import Loss, Taken, TrainingModel
 from megaverl.workers.model_options import ModelOptions
 
@@ -53,6 +60,7 @@ platform.adapt_megatron()
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.utils import unwrap_model  # noqa: E402
 
 Shape = tuple[int, int, int]  # (sequence, samples, hidden)
 
@@ -124,9 +132,11 @@ class MegatronModel(TrainingModel):
     Args:
         options: `activation_checkpointing` sets fields of TransformerConfig, over which `overrides` take precedence.
         overrides: the user's TransformerConfig fields.
+        freeze: name patterns of weights that are not trained.
 
     Raises:
         ModelError: the architecture does not support `lora`, or the grid's context parallelism.
+        ConfigError: `freeze` fits no weight, all weights of a stage, or a part of a parameter.
     """
 
     def __init__(
@@ -135,6 +145,8 @@ class MegatronModel(TrainingModel):
         grid: Grid,
         options: ModelOptions,
         overrides: Mapping[str, Any] | None = None,
+        *,
+        freeze: Sequence[str] = (),
     ) -> None:
         role, lora, value_head = options.role, options.lora, options.value_head
         beside_logits = options.beside_logits
@@ -152,8 +164,14 @@ class MegatronModel(TrainingModel):
         if not options.initialize:
             fields["perform_initialization"] = False
         self.config = transformer_config(spec, grid.shape, options.dtype, fields)
-        if reason := why_not_cut(self.config):
+        if reason := why_images_not_cut(spec, grid.shape.cp) or why_not_cut(
+            self.config
+        ):
             raise ModelError(f"{role}.cp={grid.shape.cp}: {reason}.")
+        if spec.vision is not None:
+            self.vision = VisionReader(
+                spec.vision.image_token, spec.vision.merge, grid.is_first_stage
+            )
         self.token_multiple = token_multiple(self.config, grid.shape)
         self._router_losses = {
             name: getattr(self.config, name)
@@ -191,6 +209,8 @@ class MegatronModel(TrainingModel):
             else self.held_parameters
         )
         self.parameters = {name: self.held_parameters[name] for name in named}
+        if freeze:
+            self._freeze(freeze)
         if lora is not None:
             self.adapters = Adapters(
                 self.chunks,
@@ -224,12 +244,12 @@ class MegatronModel(TrainingModel):
         )
         # Packed and context-parallel rows do not start at position 0, so rotary
         # embeddings get explicit positions.
-        self._positions = AtPositions()
+        self._positions = AtPositions(spec.rope_axes)
         for chunk in self.chunks:
             # Latent attention has a rotary embedding in every layer instead of one per
             # chunk.
             if (
-                self.pack or grid.shape.cp > 1
+                self.pack or grid.shape.cp > 1 or self.vision
             ) and not self.config.multi_latent_attention:
                 self._positions.attach(chunk.rotary_pos_emb)
             if self.pack and chunk.pre_process:
@@ -238,6 +258,29 @@ class MegatronModel(TrainingModel):
             pp_size=grid.shape.pp, vp_size=grid.shape.vpp
         )
         self._p2p = StageCommunicator(grid, self.config) if grid.shape.pp > 1 else None
+
+    def _freeze(self, patterns: Sequence[str]) -> None:
+        """Freeze weights before megatron-core makes gradient buffers and an optimizer of the others."""
+        names = [weight.name for weight in self.held_weights]
+        frozen = frozen_names(names, patterns, self.role)
+        shape = self.grid.shape
+        ranks = [shape.rank(pp=stage) for stage in range(shape.pp)]
+        layouts = [self.held_layout_of(rank) for rank in ranks]
+        # Checked for all stages on every rank, so that all ranks raise.
+        for layout in layouts:
+            frozen_parameters(layout, frozen, self.role)
+        check_stages(layouts, frozen, self.role)
+        own = self.held_layout_of(self.grid.rank)
+        # A rank whose part of the vocabulary is padding alone freezes it like the first
+        # rank of its stage. Otherwise the backward pass would go through the
+        # embedding, and its collectives, on some ranks only.
+        filled = {own.stored_in(piece.local) for piece in own.pieces}
+        padding = own.local_shapes.keys() - filled
+        first = frozen_parameters(layouts[self.grid.coords.pp], frozen, self.role)
+        for local in frozen_parameters(own, frozen, self.role) | (padding & first):
+            self.held_parameters[local].requires_grad_(False)
+        if self.config.recompute_granularity is not None:
+            keep_graph(self.chunks)
 
     def _packer(self) -> Pack | None:
         reason = why_padded(self.config)
@@ -400,12 +443,13 @@ class MegatronModel(TrainingModel):
             )
             self._replay.expect(model, batch, width, is_kept=is_kept)
         if batch.packing is not None:
-            with self._positions.at(batch.packing.positions):
+            packed = batch.packing
+            with self._reading(model, batch.vision, packed.positions):
                 packed_output: torch.Tensor = model(
                     tokens,
-                    batch.packing.positions.unsqueeze(0),
+                    packed.positions.unsqueeze(0),
                     None,
-                    packed_seq_params=batch.packing,
+                    packed_seq_params=packed,
                 )
             return packed_output
         if positions is not None:
@@ -414,14 +458,30 @@ class MegatronModel(TrainingModel):
                     tokens, positions.expand_as(tokens), None
                 )
             return part_output
-        tokens = torch.nn.functional.pad(
-            tokens, (0, self._width(tokens) - tokens.shape[1])
-        )
+        padding = (0, self._width(tokens) - tokens.shape[1])
+        tokens = torch.nn.functional.pad(tokens, padding)
+        vision = None if batch.vision is None else batch.vision.padded(padding)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(
             tokens
         )
-        padded_output: torch.Tensor = model(tokens, positions, None)
+        with self._reading(model, vision, None):
+            padded_output: torch.Tensor = model(tokens, positions, None)
         return padded_output
+
+    @contextmanager
+    def _reading(
+        self, model: Any, vision: VisionInputs | None, positions: torch.Tensor | None
+    ) -> Iterator[None]:
+        """Let a chunk use these positions inside, or those of images, and the images if it is the first stage's."""
+        if vision is None:
+            with self._positions.at(positions):
+                yield
+            return
+        # Inside DistributedDataParallel during updates.
+        tower = getattr(unwrap_model(model), "vision_tower", None)
+        sees = nullcontext() if tower is None else tower.sees(vision)
+        with self._positions.at(vision.positions), sees:
+            yield
 
     def _width(self, tokens: torch.Tensor) -> int:
         """Return the width of the padded rows that the model reads."""

@@ -74,6 +74,7 @@ def build(
                 value_head=role == "critic",
                 role=role,
             ),
+            freeze=options.get("freeze", []),
         )
         roles[role] = MegatronTrainable(
             model,

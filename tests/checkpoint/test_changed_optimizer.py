@@ -67,8 +67,11 @@ def test_what_the_configuration_refuses_cannot_be_loaded(
     assert "error" in found
 
 
-def test_more_weights_can_be_frozen(launch: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("grids", [MEGATRON, FSDP], ids=["megatron", "fsdp"])
+def test_more_weights_can_be_frozen(
+    launch: Launcher, tmp_path: Path, grids: dict[str, Any]
+) -> None:
     expected, found = resumed(
-        launch, tmp_path, FSDP, {}, {"freeze": ["model.layers.0.*"]}
+        launch, tmp_path, grids, {}, {"freeze": ["model.layers.0.*"]}
     )
     assert found["losses"][0] == expected[0]

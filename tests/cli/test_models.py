@@ -17,7 +17,12 @@ from megaverl.models.architectures import weights_of
 from megaverl.models.support import ANY, NAMED, Support, support_of
 from megaverl.models.tiny import TINY, make_tiny_folder
 from megaverl.platform import platform
-from megaverl.sharding.model_spec import ARCHITECTURES, NO_TABLE, ModelSpec
+from megaverl.sharding.model_spec import (
+    ARCHITECTURES,
+    IMAGE_ARCHITECTURES,
+    NO_TABLE,
+    ModelSpec,
+)
 
 # The test that each word of `megaverl models` stands on, of every architecture that it
 # lists.
@@ -168,7 +173,6 @@ def test_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "fsdp      no " in capsys.readouterr().out
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1 : len(ARCHITECTURES) + 1]] == list(
-        ARCHITECTURES
-    )
+    tabled = [*ARCHITECTURES, *IMAGE_ARCHITECTURES]
+    assert [line.split()[0] for line in lines[1 : len(tabled) + 1]] == tabled
     assert main(["models", str(tmp_path / "absent")]) == 1

@@ -9,7 +9,7 @@ import pytest
 
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
-from megaverl.models.tiny import make_tiny_folder
+from megaverl.models.tiny import FAMILIES, make_tiny_folder, make_tiny_vision_folder
 from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
 from megaverl.sharding.weight import Split
 from megaverl.weights.stored import read_folder
@@ -31,6 +31,14 @@ def test_names_and_shapes_are_those_that_transformers_saves(
         for weight in weights_of(ModelSpec.from_folder(folder))
     }
     assert ours == theirs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_shapes_of_models_with_images(family: str, tmp_path: Path) -> None:
+    folder = make_tiny_vision_folder(tmp_path, family)
+    theirs = {name: tensor.shape for name, tensor in read_folder(folder).items()}
+    weights = weights_of(ModelSpec.from_folder(folder))
+    assert {weight.name: weight.shape for weight in weights} == theirs
 
 
 def test_latent_attention_without_a_query_latent(tmp_path: Path) -> None:

@@ -258,6 +258,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings":
             {"bias_dropout_fusion"},
         ),
         (replace(make_spec(), rope_scaling=YARN), {}, {"apply_rope_fusion"}),
+        (replace(make_spec(), rope_axes=(0,)), {}, {"apply_rope_fusion"}),
         (
             replace(make_spec(), rope_scaling=YARN | {"attention_factor": 1.0}),
             {},
@@ -289,6 +290,14 @@ def test_what_a_model_allows_is_fused_on_a_gpu(
         spec, GridShape(), torch.bfloat16, overrides | {"bias_dropout_fusion": False}
     )
     assert plain.bias_dropout_fusion is False, "what is given wins"
+
+
+def test_a_fused_rotary_embedding_with_one_table_is_refused_for_images() -> None:
+    spec = replace(make_spec(), rope_axes=(0,))
+    with pytest.raises(ModelError, match="takes one table for all. Leave the key out"):
+        transformer_config(
+            spec, GridShape(), torch.float32, {"apply_rope_fusion": True}
+        )
 
 
 def test_a_fused_rotary_embedding_that_leaves_out_yarns_factor_is_refused() -> None:

@@ -66,9 +66,12 @@ def plan_all(folder: str) -> list[tuple[str, str, int, str]]:
         os.environ.pop(name, None)  # a plan is for the ranks that it is asked about
     found: list[tuple[str, str, int, str]] = []
     searched: set[str] = set()
-    described = Path(folder) / "config.json"
     for path in RECIPES:
         config = load_config(path, [], check_paths=False)
+        # A file of its own: modules that were built of a config.json are kept by its
+        # path.
+        described = Path(folder) / name_of(path) / "config.json"
+        described.parent.mkdir(parents=True)
         model = small_config(path, config)
         described.write_text(json.dumps(model), encoding="utf-8")
         values = config.to_dict()

@@ -13,10 +13,17 @@ from megaverl.config.run import ImagesConfig
 from megaverl.data.images import Images
 from megaverl.data.prompts import PromptEncoder
 from megaverl.data.tokenizers import load_tokenizer
+from megaverl.distributed.grid import GridShape
 from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import RolloutError
 from megaverl.rollout import EngineOptions, make_engine
 from megaverl.rollout.engine import Generation, SamplingOptions
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.weight import shapes_of
+from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model_options import ModelOptions
+from megaverl.workers.weight_sync import ActorWeights, WeightSync
+from tests.models.ranks import manager
 
 # The last weight of the tower, as vLLM calls it.
 SCALED = {
@@ -154,6 +161,21 @@ def answers(folder: str, tp: int) -> dict[str, Any]:
         except RolloutError as refusal:
             refused.append(str(refusal))
     found_after = log_prob_error(model, prompts, after)
+    # An actor on Megatron-core gives the folder's weights back, the tower's included.
+    actor = MegatronModel(
+        ModelSpec.from_folder(folder),
+        manager().grid(GridShape(tp=tp)),
+        ModelOptions(dtype=torch.float32, seed=0, initialize=False),
+    )
+    actor.load(folder)
+    WeightSync(
+        ActorWeights.of(actor),
+        engine.layouts(shapes_of(actor.weights)),
+        engine,
+        actor.grid.world,
+    ).reshard()
+    engine.reset_prefix_cache()
+    synced = engine.generate(tokens, sampling, seeds, images=images)
     engine.close()
     return {
         "error": error,
@@ -162,6 +184,10 @@ def answers(folder: str, tp: int) -> dict[str, Any]:
         "changed": [
             each.log_probs != other.log_probs
             for each, other in zip(found, after, strict=True)
+        ],
+        "as_fresh": [
+            each.token_ids == other.token_ids and each.log_probs == other.log_probs
+            for each, other in zip(synced, found, strict=True)
         ],
         "expanded": own["prompt_token_ids"] == tokens[2],
         "same_pixels": same_pixels,

@@ -47,6 +47,7 @@ def test_the_engine_sees_what_transformers_sees(
             "what was made of images with the old weights is forgotten"
         )
         assert found["changed"] == [True, True, True, False]
+        assert found["as_fresh"] == [True] * 4, "weights from an actor on Megatron-core"
         assert found["log_probs"][0] != found["log_probs"][1], (
             "one prompt, one seed, and another image"
         )

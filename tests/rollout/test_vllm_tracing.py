@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaverl.models.tiny import make_tiny_folder
+from megaverl.models.tiny import FAMILIES, make_tiny_folder, make_tiny_vision_folder
 from megaverl.sharding.model_spec import ARCHITECTURES
 from tests.launcher import Launcher
 from tests.sharding.specs import ALWAYS_TIED, CONFIGS, ROUTED
@@ -65,6 +65,21 @@ def test_the_rules_are_what_vllm_does(launch: Launcher, tmp_path: Path) -> None:
     assert [
         (case, wrong) for case, wrong in zip(cases, found, strict=True) if wrong
     ] == []
+
+
+def test_the_rules_of_models_with_images(launch: Launcher, tmp_path: Path) -> None:
+    """At TP 1 and 2: the tower has two heads."""
+    cases = [
+        {"folder": str(folder), "tp": tp, "expert_parallel": False}
+        | {"placement": "linear"}
+        for family in FAMILIES
+        for folder in [
+            make_tiny_vision_folder(tmp_path / family, family, weights=False)
+        ]
+        for tp in (1, 2)
+    ]
+    [found] = launch.world(1, f"{RANKS}:compare_with_rules", cases=cases)
+    assert found == [[]] * len(cases)
 
 
 def test_architectures_without_rules(launch: Launcher) -> None:

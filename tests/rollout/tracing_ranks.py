@@ -11,6 +11,7 @@ import torch
 
 from megaverl.config.roles import RolloutConfig
 from megaverl.models.architectures import weights_of
+from megaverl.platform import platform
 from megaverl.rollout import vllm_tracing
 from megaverl.rollout.vllm_options import VLLMOptions
 from megaverl.rollout.vllm_tracing import engine_config, inspect_here, trace
@@ -23,6 +24,7 @@ from tools import check_answers, check_layouts
 
 def compare_with_rules(cases: list[dict[str, Any]]) -> list[list[str]]:
     """For each case (folder, tp, expert_parallel, placement) what a derived layout says otherwise than the rules."""
+    platform.adapt_vllm()
     found = []
     for case in cases:
         spec = ModelSpec.from_folder(case["folder"])

@@ -17,6 +17,7 @@ from megaverl.sharding.model_spec import (
     MLASpec,
     ModelSpec,
     MoESpec,
+    why_images_not_cut,
     why_not_in_vllm,
 )
 from tests.sharding.specs import LATENT
@@ -1011,3 +1012,103 @@ def test_a_refusal_says_whether_fsdp2_trains_the_model(
     with pytest.raises(ModelError) as refused:
         ModelSpec.from_config(config)
     assert said in str(refused.value)
+
+
+# The keys of Qwen/Qwen2-VL-2B-Instruct's config.json, with smaller numbers: the decoder's
+# beside the tower's.
+QWEN2_VL: dict[str, Any] = {
+    "architectures": ["Qwen2VLForConditionalGeneration"],
+    "model_type": "qwen2_vl",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "image_token_id": 95,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "max_window_layers": 2,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "video_token_id": 96,
+    "vision_config": {
+        "depth": 3,
+        "embed_dim": 48,
+        "hidden_size": 64,
+        "in_chans": 3,
+        "mlp_ratio": 4,
+        "num_heads": 4,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    },
+    "vision_end_token_id": 94,
+    "vision_start_token_id": 93,
+    "vocab_size": 100,
+}
+
+
+def test_qwen2_vl_as_its_first_folders_write_it() -> None:
+    found = ModelSpec.from_config(QWEN2_VL)
+    assert (found.num_layers, found.head_dim, found.tie_embeddings) == (2, 16, True)
+    assert (found.rope_theta, found.rope_scaling, found.qkv_bias) == (1e6, None, True)
+    assert found.rope_axes == (0, 0, 1, 1, 1, 2, 2, 2)
+    vision = found.vision
+    assert vision is not None
+    assert (vision.image_token, vision.depth, vision.width) == (95, 3, 48)
+    assert (vision.ffn, vision.patch, vision.merge) == (192, (3, 2, 14, 14), 2)
+    assert hash(found) == hash(ModelSpec.from_config(QWEN2_VL))
+
+
+@pytest.mark.parametrize(
+    ("rope", "said"),
+    [
+        ({"type": "mrope", "mrope_section": [2, 3]}, "expected three whole numbers"),
+        ({"type": "mrope", "mrope_section": [2, 3, 4]}, "with the sum 8, half of"),
+        (
+            {
+                "rope_type": "yarn",
+                "mrope_section": [2, 3, 3],
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+            "only default are computed for Qwen2VLForConditionalGeneration",
+        ),
+        (
+            {
+                "rope_type": "default",
+                "mrope_section": [2, 3, 3],
+                "mrope_interleaved": True,
+            },
+            "as if it were false",
+        ),
+    ],
+)
+def test_positions_of_images_that_are_not_computed(
+    rope: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ModelError, match="mrope|rope_type") as refused:
+        ModelSpec.from_config(QWEN2_VL | {"rope_scaling": rope})
+    assert said in str(refused.value)
+
+
+def test_another_tower_is_refused_in_words() -> None:
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "vision_config": {},
+    }
+    with pytest.raises(ModelError, match="joins transformers' vision tower") as refused:
+        ModelSpec.from_config(config)
+    assert "set actor.engine=fsdp" in str(refused.value)
+
+
+def test_images_are_not_cut_over_context_parallel_ranks() -> None:
+    found = ModelSpec.from_config(QWEN2_VL)
+    assert "Use cp=1" in why_images_not_cut(found, 2)
+    assert not why_images_not_cut(found, 1)

@@ -1,10 +1,12 @@
-"""What the ranks do in tests/workers/test_images.py: FSDP2 against transformers, on prompts with images."""
+"""What the ranks do in tests/workers/test_images.py: models against transformers, on prompts with images."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
@@ -17,10 +19,17 @@ from megaverl.data.images import Images, image_column
 from megaverl.data.prompts import PromptEncoder, RowColumns
 from megaverl.data.tokenizers import load_tokenizer
 from megaverl.distributed.grid import GridShape
+from megaverl.errors import ConfigError, ModelError
+from megaverl.models.packing import MicroBatch
 from megaverl.rollout.engine import Generation
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.tracing import weights_of_module
+from megaverl.weights.transports.tensor_views import view
 from megaverl.workers.fsdp_model import FSDPModel
+from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import micro_batches_for
 from megaverl.workers.model_options import ModelOptions
+from megaverl.workers.optimizers import MegatronTrainable
 from tests.models.ranks import manager
 
 
@@ -149,3 +158,110 @@ def against_transformers(
         "packed": made.pack is not None,
         "rows": [len(each.tokens) for each in micro],
     }
+
+
+def megatron_model(
+    folder: str, *, packs: bool = True, freeze: Sequence[str] = (), **options: Any
+) -> MegatronModel:
+    """An actor on the world's ranks; `options` are sizes of its grid and TransformerConfig fields."""
+    sizes = {
+        name: options.pop(name) for name in ("tp", "pp", "vpp", "cp") if name in options
+    }
+    return MegatronModel(
+        ModelSpec.from_folder(folder),
+        manager().grid(GridShape.fit(dist.get_world_size(), **sizes)),
+        ModelOptions(dtype=torch.float32, seed=0, initialize=False, pack_samples=packs),
+        overrides=options,
+        freeze=freeze,
+    )
+
+
+def refusals(cases: list[dict[str, Any]]) -> list[str]:
+    """Return why each of these models cannot be made."""
+    said = []
+    for case in cases:
+        with pytest.raises((ModelError, ConfigError)) as refused:
+            megatron_model(**case)
+        said.append(str(refused.value))
+    return said
+
+
+def on_megatron(
+    folder: str,
+    order: list[int],
+    grids: list[dict[str, Any]],
+    freeze: list[str] | None = None,
+) -> list[dict[str, Any]]:
+    """The same of a Megatron-core model, on each grid of the world's ranks.
+
+    Args:
+        grids: sizes of the grid; also `packs`, and fields of TransformerConfig.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    batch, token = samples(folder, order)
+    model: Any = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
+    expected = reference(model, batch, token)
+    (-expected.sum()).backward()
+    renamed = weights_of_module(model).renamed
+    gradients = {
+        renamed.get(name, name): parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+    found = []
+    for options in grids:
+        made = megatron_model(folder, **options, freeze=freeze or ())
+        made.load(folder)
+        micro = micro_batches_for(made, batch, 44)
+        log_probs = made.score(
+            micro,
+            lambda output, one, made=made: made.log_probs(output, one)[0],  # type: ignore[misc]
+            batch.response_shape,
+        )
+        trainable = MegatronTrainable(
+            made,
+            optimizer={"lr": 1e-3},
+            scheduler={},
+            # Every rank then has the sum of the gradients in full.
+            ddp={"overlap_grad_reduce": True, "use_distributed_optimizer": False},
+            total_updates=10,
+        )
+
+        def loss(
+            output: torch.Tensor, one: MicroBatch, made: MegatronModel = made
+        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            return -made.log_probs(output, one)[0].sum(), {}
+
+        # Reductions overlap with the backward pass. In an update of text alone first,
+        # megatron-core counts the gradients that it waits for in later ones.
+        text, _ = samples(folder, [2, 2])
+        for update in (micro_batches_for(made, text, 44), micro):
+            trainable._zero_gradients()
+            trainable._forward_backward(update, loss)
+        worst = {"tower": 0.0, "decoder": 0.0}
+        trained = []
+        layout = made.held_layout_of(made.grid.rank)
+        assert layout.local_shapes.keys() == made.held_parameters.keys()
+        for piece in layout.pieces:
+            parameter = made.held_parameters[layout.stored_in(piece.local)]
+            if not parameter.requires_grad:
+                continue
+            trained.append(piece.tensor)
+            theirs = view(gradients[piece.tensor], piece.box)
+            ours = view(parameter.main_grad, piece.local_box)
+            scale = gradients[piece.tensor].abs().max().clamp(min=1e-3)
+            part = "tower" if "visual." in piece.tensor else "decoder"
+            difference = float((ours - theirs.view_as(ours)).abs().max() / scale)
+            worst[part] = max(worst[part], difference)
+        found.append(
+            {
+                "log_probs": float((log_probs - expected.detach()).abs().max()),
+                "gradients": worst,
+                "trained": trained,
+                "packed": made.pack is not None,
+                "micro_batches": len(micro),
+            }
+        )
+    return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from megaverl.models.tiny import make_tiny_vision_folder
 from megaverl.models.vision import rope_positions
 from tests.launcher import Launcher
 
-RANKS = "tests.workers.image_ranks:against_transformers"
+HERE = "tests.workers.image_ranks"
+RANKS = f"{HERE}:against_transformers"
 MODELS = {
     "qwen2_vl": Qwen2VLModel,
     "qwen2_5_vl": Qwen2_5_VLModel,
@@ -83,3 +86,81 @@ def test_log_probs_and_gradients_are_those_of_transformers(
             frozen[pattern] in name for pattern in freeze for name in found["trained"]
         )
         assert len(found["trained"]) > 10
+
+
+ON_MEGATRON = f"{HERE}:on_megatron"
+# One rank reads images and the other none; rows padded and packed; stages; cut rows.
+GRIDS: list[dict[str, Any]] = [
+    {"packs": False},
+    {"tp": 2},
+    {"tp": 2, "packs": False, "sequence_parallel": True},
+    {"tp": 2, "sequence_parallel": True},
+    {"pp": 2},
+]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_megatron_computes_what_transformers_computes(
+    launch: Launcher, tmp_path: Path, family: str
+) -> None:
+    """Log-probs and gradients of rows with several images, one and none, on two ranks in five ways."""
+    tied = family == "qwen2_vl"
+    folder = str(
+        make_tiny_vision_folder(tmp_path / "model", family, tie_embeddings=tied)
+    )
+    for results in launch.world(
+        2, ON_MEGATRON, folder=folder, order=[1, 1, 0, 2, 1], grids=GRIDS
+    ):
+        for grid, found in zip(GRIDS, results, strict=True):
+            assert found["log_probs"] < 5e-6, grid
+            assert max(found["gradients"].values()) < 1e-5, (grid, found)
+            assert found["packed"] == grid.get("packs", True)
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
+RECOMPUTED = FULL | {"recompute_num_layers": 1, "tp": 2, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize("freeze", [[], ["visual.*", "embed_tokens.*"]])
+def test_megatron_recomputes_layers_behind_a_tower(
+    launch: Launcher, tmp_path: Path, freeze: list[str]
+) -> None:
+    """Also behind a frozen embedding, whose output would otherwise require no gradient."""
+    folder = str(make_tiny_vision_folder(tmp_path / "model", "qwen2_5_vl"))
+    options = {"order": [1, 2, 0], "grids": [RECOMPUTED], "freeze": freeze}
+    trained = set()
+    for [found] in launch.world(2, ON_MEGATRON, folder=folder, **options):
+        assert found["log_probs"] < 5e-6
+        assert max(found["gradients"].values()) < 1e-5
+        trained.update(found["trained"])
+    assert any(".layers.1." in name for name in trained)
+    for part in ("visual.", "embed_tokens."):
+        assert any(part in name for name in trained) == (not freeze), part
+
+
+def test_what_megatron_refuses_of_images(launch: Launcher, tmp_path: Path) -> None:
+    """Rows over context-parallel ranks; layers of Qwen3-VL that another stage has, or that are recomputed."""
+    qwen2 = str(make_tiny_vision_folder(tmp_path / "qwen2", "qwen2_vl", weights=False))
+    qwen3 = make_tiny_vision_folder(tmp_path / "qwen3", "qwen3_vl", weights=False)
+    config = json.loads((qwen3 / "config.json").read_text())
+    config["vision_config"]["deepstack_visual_indexes"] = [0, 1]
+    (qwen3 / "config.json").write_text(json.dumps(config))
+    cases: list[dict[str, Any]] = [
+        {"folder": qwen2, "cp": 2},
+        {"folder": str(qwen3), "pp": 2},
+        {"folder": str(qwen3), "tp": 2, **FULL, "recompute_num_layers": 1},
+        {"folder": qwen2, "pp": 2, "freeze": ["visual.*", "embed_*", "layers.0.*"]},
+        {"folder": qwen2, "tp": 2, "freeze": ["*.q_proj.*"]},
+        {"folder": qwen2, "tp": 2, "freeze": ["tower.*"]},
+    ]
+    said = (
+        "actor.cp=2: images of Qwen2VLForConditionalGeneration are not cut over ranks",
+        "the outputs of its first 2 layers, and the first stage has 1",
+        "which cannot be recomputed",
+        "actor.freeze: all weights of pipeline stage 0 are frozen",
+        "actor.freeze: megatron-core keeps model.layers.0.self_attn.k_proj.weight",
+        "actor.freeze: 'tower.*' fits none of the model's weights",
+    )
+    for results in launch.world(2, f"{HERE}:refusals", cases=cases):
+        for found, expected in zip(results, said, strict=True):
+            assert expected in found

@@ -211,7 +211,9 @@ def _outputs(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _by_transformers(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel
+
+    from megaverl.models.vision import auto_class_of
 
     config = AutoConfig.from_pretrained(source.model_folder, local_files_only=True)
     options: dict[str, Any] = {
@@ -220,7 +222,8 @@ def _by_transformers(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
         "local_files_only": True,
     }
     if not source.value_head:
-        model = AutoModelForCausalLM.from_pretrained(source.folder, **options).eval()
+        model_class = auto_class_of(config)
+        model = model_class.from_pretrained(source.folder, **options).eval()
         logits: torch.Tensor = model(tokens).logits
         return logits
     backbone = AutoModel.from_pretrained(source.folder, **options).eval()

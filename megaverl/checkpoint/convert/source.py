@@ -27,7 +27,7 @@ from megaverl.models.folder import read_model
 from megaverl.outside import read_json_file
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.weight import Weight
+from megaverl.sharding.weight import Split, Weight
 from megaverl.weights.export import model_files
 from megaverl.weights.load import (
     IGNORED_SUFFIXES,
@@ -46,7 +46,6 @@ from megaverl.weights.stored import (
 )
 from megaverl.weights.torch_dist_index import COPY_AGAIN, FORMAT_FILE, is_torch_dist
 
-EMBEDDING = "model.embed_tokens.weight"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 CONVERSION_FILE = "conversion.json"
 CONVERSION_FORMAT = 1
@@ -197,6 +196,7 @@ def _open_hugging_face(folder: Path, model_folder: Path) -> ModelSource:
         for weight in weights
         if weight.is_stacked and len(weight.shape) == 3
     }
+    embedding = next(weight for weight in weights if weight.split is Split.VOCAB)
     headers = _file_headers(folder, {tensor.file.name for tensor in stored.values()})
     return ModelSource(
         "hugging_face",
@@ -212,7 +212,7 @@ def _open_hugging_face(folder: Path, model_folder: Path) -> ModelSource:
             for name, array in arrays.items()
             if not name.endswith(IGNORED_SUFFIXES)
         },
-        {LM_HEAD: EMBEDDING} if LM_HEAD in extra else {},
+        {LM_HEAD: embedding.name} if LM_HEAD in extra else {},
         [
             name
             for name in extra

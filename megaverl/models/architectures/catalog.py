@@ -20,6 +20,7 @@ from megaverl.models.architectures.llama import (
     experts,
     shared_expert,
 )
+from megaverl.models.architectures.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 from megaverl.models.architectures.table import Layers, build
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Split, Weight
@@ -109,6 +110,9 @@ LAYERS = {
     ),
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "Glm4MoeLiteForCausalLM": DEEPSEEK_V3,
+    "Qwen2VLForConditionalGeneration": QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": QWEN2_5_VL,
+    "Qwen3VLForConditionalGeneration": QWEN3_VL,
 }
 WITH_QKV_BIAS = (
     "Qwen2ForCausalLM",
@@ -118,6 +122,8 @@ WITH_QKV_BIAS = (
     "SeedOssForCausalLM",
     "Qwen2MoeForCausalLM",
     "Starcoder2ForCausalLM",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.model_spec import ModelSpec, VisionSpec
 from megaverl.sharding.weight import Split, Weight
 
 
@@ -71,13 +71,48 @@ VALUE_HEAD = Rule(
 VALUES_BESIDE = replace(VALUE_HEAD, megatron="value_head.weight")
 
 
+# Name of the vision tower in GPTModel, and in vLLM's models of the Qwen-VL families.
+# These have the decoder under another name.
+TOWER = "embedding.visual."
+TOWER_IN_VLLM = "visual."
+DECODER_IN_VLLM = "language_model."
+
+
+class Tower(NamedTuple):
+    """Rules of a vision tower. Names are those inside the tower.
+
+    Attributes:
+        before, after: weights in front of its blocks and behind them.
+        block: weights of one block, under the part of the name after `blocks.N.`.
+        deepstack: weights of one further output, under the part after `deepstack_merger_list.N.`.
+        prefix: name of the tower in files.
+    """
+
+    before: tuple[Rule, ...] = ()
+    block: tuple[Rule, ...] = ()
+    after: tuple[Rule, ...] = ()
+    deepstack: tuple[Rule, ...] = ()
+    prefix: str = "visual."
+
+
 class Layers(NamedTuple):
-    """Rules of a decoder layer with a plain MLP, of one with routed experts, of the embedding and of the final norm."""
+    """Rules of a model's parts.
+
+    Attributes:
+        dense: a decoder layer with a plain MLP.
+        routed: a decoder layer with routed experts.
+        embedding: the embedding.
+        final_norm: the norm behind the last layer.
+        tower: the vision tower.
+        prefix: what names in files have in place of the `model.` of a language model.
+    """
 
     dense: tuple[Rule, ...] = ()
     routed: tuple[Rule, ...] = ()
     embedding: Rule = EMBEDDING
     final_norm: tuple[Rule, ...] = (FINAL_NORM,)
+    tower: Tower = Tower()
+    prefix: str = "model."
 
 
 def build(
@@ -105,7 +140,58 @@ def build(
         weights.append(_outside(LM_HEAD, sizes))
     if value_head:
         weights.append(_outside(VALUES_BESIDE if beside_logits else VALUE_HEAD, sizes))
-    return weights
+    if spec.vision is None:
+        return weights
+    return [
+        *_in_tower(layers.tower, spec.vision, sizes),
+        *(_beside_tower(weight, layers.prefix) for weight in weights),
+    ]
+
+
+def _beside_tower(weight: Weight, prefix: str) -> Weight:
+    """Return a decoder's weight under its name in a model with a vision tower."""
+    vllm = None if weight.vllm is None else DECODER_IN_VLLM + weight.vllm
+    inside = weight.name.removeprefix("model.")
+    name = weight.name if inside == weight.name else prefix + inside
+    return weight._replace(name=name, vllm=vllm)
+
+
+def _in_tower(tower: Tower, vision: VisionSpec, sizes: dict[str, int]) -> list[Weight]:
+    """Return the weights of a vision tower. All are on the first stage."""
+    channels, pictures, height, width = vision.patch
+    merged = vision.width * vision.merge**2
+    sizes = sizes | {
+        "vision": vision.width,
+        "vision_qkv": 3 * vision.width,
+        "vision_ffn": vision.ffn,
+        "vision_merged": merged,
+        "vision_positions": vision.num_positions,
+        "channels": channels,
+        "pictures": pictures,
+        "patch_height": height,
+        "patch_width": width,
+    }
+    parts = [
+        ("", tower.before),
+        *((f"blocks.{number}.", tower.block) for number in range(vision.depth)),
+        ("", tower.after),
+        *(
+            (f"deepstack_merger_list.{number}.", tower.deepstack)
+            for number in range(vision.deepstack)
+        ),
+    ]
+    return [
+        Weight(
+            name=f"{tower.prefix}{part}{rule.name}",
+            shape=tuple(sizes[axis] for axis in rule.axes),
+            split=rule.split,
+            stage="first",
+            megatron=f"{TOWER}{part}{rule.megatron}",
+            vllm=f"{TOWER_IN_VLLM}{part}{rule.vllm}",
+        )
+        for part, rules in parts
+        for rule in rules
+    ]
 
 
 def _sizes(spec: ModelSpec) -> dict[str, int]:

@@ -33,6 +33,7 @@ from torch import nn
 
 from megaverl.config.roles import LoraConfig
 from megaverl.distributed.groups import Grid
+from megaverl.models.freezing import keep_graph
 from megaverl.models.hf_shards import ShardedWeights
 from megaverl.models.layers import sum_gradients
 from megaverl.models.lora.adapter_set import AdapterSet, initial_factor
@@ -278,7 +279,7 @@ class Adapters(AdapterSet):
         for parameter in self.parameters.values():
             parameter.requires_grad_(True)
         if config.recompute_granularity is not None:
-            _keep_graph(chunks)
+            keep_graph(chunks)
 
     @property
     def modules(self) -> Sequence[Adapter]:
@@ -340,21 +341,6 @@ def _layer(chunks: Sequence[nn.Module], name: str) -> nn.Module:
         return chunks[0].get_submodule(name)
     chunk, _, rest = name.partition(".")
     return chunks[int(chunk.removeprefix("chunk"))].get_submodule(rest)
-
-
-def _keep_graph(chunks: Sequence[nn.Module]) -> None:
-    """Make the embeddings' output require a gradient.
-
-    Embeddings are frozen, and a checkpointed layer whose input requires no gradient
-    would compute none for its adapters.
-    """
-
-    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output.requires_grad_() if torch.is_grad_enabled() else output
-
-    for chunk in chunks:
-        if getattr(chunk, "pre_process", False):
-            chunk.get_submodule("embedding").register_forward_hook(hook)
 
 
 FACTORS = ("lora_A", "lora_B")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megaverl.checkpoint.convert.source import CONVERSION_FILE, open_source
 from megaverl.errors import CheckpointError
+from megaverl.models.tiny import FAMILIES, make_tiny_vision_folder
 from megaverl.sharding.model_spec import ARCHITECTURES
 from megaverl.weights.torch_dist_index import read_arrays
 from tests.checkpoint.convert.folders import (
@@ -64,6 +65,24 @@ def test_the_same_bytes_come_back(
         )
         back = converted(on, tmp_path / f"back{number}", "hugging_face", verify=True)
         assert_same_files(folder, back)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_with_images_comes_back(family: str, tmp_path: Path) -> None:
+    """Its tower too, and its logits of text do not change. Qwen3-VL stores a tied output layer as well."""
+    tied = family != "qwen2_5_vl"
+    folder = make_tiny_vision_folder(tmp_path / "hf", family, tie_embeddings=tied)
+    if family == "qwen3_vl":
+        file = folder / "model.safetensors"
+        stored = load_file(file)
+        head = stored["model.language_model.embed_tokens.weight"].clone()
+        save_file(stored | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+    grid = {"tp": 2, "pp": 2}
+    there = converted(folder, tmp_path / "there", "megatron", grid=grid, logits=True)
+    tower = {key for key in read_arrays(there) if key.startswith("embedding.visual.")}
+    assert len(tower) > 20
+    back = converted(there, tmp_path / "back", "hugging_face", verify=True)
+    assert_same_files(folder, back)
 
 
 def test_a_checkpoint_of_others_whose_experts_have_another_order_is_refused(
