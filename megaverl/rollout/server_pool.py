@@ -19,6 +19,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -135,7 +136,6 @@ class Member:
         reads: the folders that it is loading.
         holds: the version that this rank has completely brought to it. None: unknown, or a part of a version.
         needs_whole: it cannot apply changes, and waits for a version that is whole.
-        changes_read: bytes of changes that its workers have read.
         lacks: the weights that it is to get by `DeliversWeights`.
         compared: the trainer's and the server's log-probs when it last loaded weights.
     """
@@ -151,7 +151,6 @@ class Member:
     reads: tuple[str, ...] = ()
     holds: str | None = None
     needs_whole: bool = False
-    changes_read: int = 0
     lacks: PublishedWeights | None = None
     compared: tuple[Sequence[float], Sequence[float]] | None = None
 
@@ -174,6 +173,7 @@ class ServerPool:
         weights: the version that servers must have to be used.
         transfer: brings weights to servers. None: servers read them from a folder.
         prepares_changes: whether later versions may be changes only (`PublishedWeights.changes`).
+        changes_read: URL -> bytes of changes that the server's workers have read so far.
 
     Example:
         pool.check()                      # on the rank that admits
@@ -203,6 +203,7 @@ class ServerPool:
         self.weights: PublishedWeights | None = None
         self.transfer: DeliversWeights | None = None
         self.prepares_changes = False
+        self.changes_read: Counter[str] = Counter()
         # Held while weights are delivered: by a thread for late servers, or by a
         # reshard.
         self._delivering = threading.Lock()
@@ -454,7 +455,9 @@ class ServerPool:
             folders = [each.folder for each in changes]
             check = bool(weights.fingerprints)
             nbytes, fingerprints = server.apply_changes(folders, check=check)
-            member.changes_read += nbytes
+            # Servers are queried in threads.
+            with self._changed:
+                self.changes_read[server.url] += nbytes
             check_fingerprints(server.url, fingerprints, weights.fingerprints)
             logger.info(
                 "rollout server %s read %d bytes of changes of %d versions, up to %s",

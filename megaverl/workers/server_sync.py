@@ -187,7 +187,7 @@ class ServerSync:
         stats = ReshardStats(
             bytes_local=0,
             bytes_sent=sent if self._speaks else 0,
-            bytes_received=0,
+            bytes_received=self._newly_read(),
             seconds=perf_counter() - start,
             num_messages=0,
             version=self.weight_version,
@@ -200,6 +200,14 @@ class ServerSync:
             busiest_whole=written.whole,
             changed_fraction=written.changed / max(1, written.compared),
         )
+
+    def _newly_read(self) -> int:
+        """Return the bytes of changes that servers have read since the last call, late servers included."""
+        if not self._speaks or self._engine is None:
+            return 0
+        counted = self._counted
+        self._counted = sum(self._engine.pool.changes_read.values())
+        return self._counted - counted
 
     def _may_write_changes(self) -> bool:
         """Return whether this version is compared with the last one. Collective over actor and rollout."""
