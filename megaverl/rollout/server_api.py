@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 from megaverl.errors import RolloutError
 from megaverl.outside import read_json
 from megaverl.rollout.engine import Generation, SamplingOptions
+from megaverl.sharding.box_fingerprints import join_fingerprints
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.weights.change_files import join_fingerprints
 
 logger = logging.getLogger(__name__)
 

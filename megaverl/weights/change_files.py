@@ -16,7 +16,7 @@ Versions must be applied in order, onto the version that the first one builds on
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 
 from megaverl.errors import ReshardError
 from megaverl.outside import read_json_file
+from megaverl.sharding.box_fingerprints import UINT64, BoxFingerprints
 from megaverl.sharding.boxes import Box, carry, intersect, split
 from megaverl.sharding.layout import Layout
 from megaverl.weights.fingerprint import box_fingerprint
@@ -39,11 +40,8 @@ from megaverl.weights.transports.sent_weights import within
 
 DESCRIPTION = "changes.json"
 ENTRIES = "entries"  # key of a file's metadata
-UINT64 = 2**64
 
 Shapes = Mapping[str, tuple[int, ...]]
-# Weight -> [start, stop, fingerprint] of each box that a process holds.
-BoxFingerprints = dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]
 
 
 def file_name(rank: int) -> str:
@@ -362,18 +360,3 @@ def box_fingerprints(
         of_weight = fingerprints.setdefault(piece.tensor, [])
         of_weight.append((*piece.box, value % UINT64))
     return fingerprints
-
-
-def join_fingerprints(
-    parts: Iterable[Mapping[str, Sequence[Sequence[Any]]]],
-) -> dict[str, int]:
-    """Return the fingerprint of each weight from the boxes of all processes that share it.
-
-    A box that several processes hold counts once.
-    """
-    boxes: dict[str, dict[tuple[Any, ...], int]] = {}
-    for part in parts:
-        for weight, of_weight in part.items():
-            for start, stop, value in of_weight:
-                boxes.setdefault(weight, {})[(*start, *stop)] = int(value)
-    return {weight: sum(values.values()) % UINT64 for weight, values in boxes.items()}

@@ -33,9 +33,10 @@ from megaverl.rollout.engine import Generation
 from megaverl.rollout.server_api import is_loopback
 from megaverl.rollout.server_engine import ServerEngine
 from megaverl.rollout.server_pool import ChangesFolder, PublishedWeights
+from megaverl.sharding.box_fingerprints import join_fingerprints
 from megaverl.sharding.deltas import AUTO_ITEMSIZE
 from megaverl.sharding.weight import shapes_of
-from megaverl.weights.change_files import ChangeWriter, Written, join_fingerprints
+from megaverl.weights.change_files import ChangeWriter, Written
 from megaverl.weights.reshard import RankTotals, ReshardStats
 from megaverl.weights.transports import DeltaMode, agree_on_dtypes, viewed
 from megaverl.weights.transports.sent_weights import PAYS_BELOW, VERSIONS_WITHOUT

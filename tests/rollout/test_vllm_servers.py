@@ -26,9 +26,10 @@ from megaverl.processes import ending_with_parent
 from megaverl.rewards import RewardSample, build_reward
 from megaverl.rollout.server_api import ExpectedModel, ServerRefused, VLLMServer
 from megaverl.rollout.server_pool import ChangesFolder, PublishedWeights, ServerPool
+from megaverl.sharding.box_fingerprints import join_fingerprints
 from megaverl.sharding.layout import whole_layout
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.weights.change_files import ChangeWriter, join_fingerprints
+from megaverl.weights.change_files import ChangeWriter
 from tests.checkpoint.convert.folders import as_reward_model
 from tests.faults.runs import arguments
 from tests.launcher import Ended, Launcher, free_port

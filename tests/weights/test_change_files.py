@@ -12,6 +12,7 @@ import torch
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
+from megaverl.sharding.box_fingerprints import join_fingerprints
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.vllm import vllm_layouts
@@ -21,7 +22,6 @@ from megaverl.weights.change_files import (
     apply_changes,
     box_fingerprints,
     file_name,
-    join_fingerprints,
 )
 from tests.sharding.specs import element_ids, fill, make_spec
 
