@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, overload
 
@@ -70,7 +71,7 @@ class Shape:
         return self.grid.world_size + (self.replicas or 0) * self.vllm_tp
 
     def layouts(self) -> tuple[Layouts, Layouts]:
-        spec = ModelSpec.from_config(model_config(self.model))
+        spec = spec_of(self.model)
         weights = weights_of(spec)
         padded = -(-spec.vocab_size // self.grid.tp) * self.grid.tp
         source = megatron_layouts(
@@ -134,6 +135,12 @@ def planned_job(model: dict[str, Any], world: int, *settings: str) -> PlannedJob
         None, [*absent, *settings], check_paths=False, world_size=world
     )
     return make_job(config, ModelSpec.from_config(model), world)
+
+
+@cache
+def spec_of(model: str) -> ModelSpec:
+    """Return the spec of a model, by the name of its folder in configs/."""
+    return ModelSpec.from_config(model_config(model))
 
 
 def model_config(name: str) -> dict[str, Any]:
@@ -292,6 +299,8 @@ def one_rank_each(name: str, ranks: Sequence[int]) -> dict[str, Any]:
 
 def measure_one(shape: Shape, rank: int) -> dict[str, float]:
     """Time one rank's work before its first reshard. The process must be fresh."""
+    # A run has read the configuration long before, and imported transformers for it.
+    spec_of(shape.model)
     before = resident_mb()
     start, cpu = time.perf_counter(), time.process_time()
     plan = shape.plans()[rank]  # asks for the layouts of all ranks

@@ -612,9 +612,9 @@ class ServersConfig(Section):
     """Environment variable, on every rank, that holds the servers' token. null: no token, for servers on the loopback
     interface."""
     folder: Text | None = None
-    """Shared folder, at the same path for the actor's ranks, the first rollout rank and every server. Each version of
-    the weights is written there as a Hugging Face folder, unless transfer is direct. null: rollout_weights in the run's
-    folder."""
+    """Shared folder, at the same path for the actor's ranks, the first rollout rank and every server. Versions of the
+    weights are written there as Hugging Face folders, or as changes (reshard.delta), unless transfer is direct. null:
+    rollout_weights in the run's folder."""
     transfer: Literal["folder", "direct", "nccl"] = "folder"
     """How weights reach the servers. folder: servers read the shared folder. direct: every rank of the actor sends its
     shards into place, to all of vLLM's servers at once, without a folder. nccl: the first rollout rank, which needs a
@@ -1013,11 +1013,12 @@ class ReshardConfig(Section):
     what it sends. auto: the same between nodes, for weights in 16 bits, unless
     actor.offload.parameters is set; stops comparing while changes take more than half
     of the bytes. off: always send whole weights. Engines receive the same bits in every
-    case. Has no effect with actor.lora, and on engines that drop their weights while
-    they sleep (rollout.sleep on the actor's ranks)."""
+    case. Also for vLLM's servers: those that read a shared folder apply its changes.
+    Has no effect with actor.lora, and on engines that drop their weights while they
+    sleep (rollout.sleep on the actor's ranks)."""
     check_every: Annotated[int, Field(ge=-1, le=MOST)] = 0
     """Compare fingerprints of all weights on both sides after every this many reshards. 0: only after the first
-    reshard. -1: never."""
+    reshard. -1: never. For servers that apply a folder's changes: after every this many versions that are changes."""
     timeout_minutes: Minutes | None = None
     """How long a rank waits for another one in a reshard before it stops. null: run.timeout_minutes."""
     folder: Text | None = None

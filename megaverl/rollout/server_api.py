@@ -8,6 +8,7 @@ of the weights, and asks for the log-probs of given tokens.
 from __future__ import annotations
 
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ from urllib.parse import urlsplit
 from megaverl.errors import RolloutError
 from megaverl.outside import read_json
 from megaverl.rollout.engine import Generation, SamplingOptions
+from megaverl.sharding.box_fingerprints import join_fingerprints
 from megaverl.sharding.model_spec import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 SHOWN = 400  # characters of a server's message that an error quotes
 INFO_SECONDS = 120.0
@@ -29,6 +33,8 @@ LINK_GRACE_SECONDS = 30.0
 # Method of vLLM's workers that receives weights shard to shard, and the extension class
 # that has it, which is the value of --worker-extension-cls.
 RECEIVE, RECEIVER = "megaverl_receive", "megaverl.workers.vllm_receiver.ShardReceiver"
+# Methods of the same class for versions that a shared folder has as changes only.
+PREPARE, APPLY = "megaverl_prepare_changes", "megaverl_apply_changes"
 
 
 class ServerLost(RolloutError):
@@ -67,8 +73,12 @@ class InferenceServer(ABC):
         token: sent as a bearer token.
         timeout: seconds until a short request must be answered.
         generating, loading: seconds until a response must be generated, or weights loaded.
+
+    Attributes:
+        applies_changes: whether the server can apply versions of which a folder has the changes only.
     """
 
+    applies_changes: bool = False
     # Command that starts a suitable server, for errors about one that was started
     # differently.
     start_with: ClassVar[str]
@@ -104,6 +114,26 @@ class InferenceServer(ABC):
     @abstractmethod
     def load(self, folder: str) -> None:
         """Let the server reload all weights from a Hugging Face folder that it can read, and discard its caches."""
+
+    def prepare_changes(self, folder: str) -> None:
+        """Find out whether the server can apply changes to the weights that it has read from this folder.
+
+        Sets `applies_changes`.
+        """
+        self.applies_changes = False
+
+    def apply_changes(
+        self, folders: Sequence[str], *, check: bool
+    ) -> tuple[int, dict[str, int]]:
+        """Let the server apply the changes of these folders, in order, and discard its caches.
+
+        Args:
+            check: also return fingerprints.
+
+        Returns:
+            Bytes that its workers have read, and the fingerprints of its weights; empty unless `check`.
+        """
+        raise ServerRefused(f"{self.url}: takes whole weights only.")
 
     @abstractmethod
     def log_probs(self, tokens: Sequence[int]) -> list[float]:
@@ -214,6 +244,8 @@ class VLLMServer(InferenceServer):
             )
         if expected.takes_images:
             problems += _image_problems(config.get("multimodal_config") or {})
+        parallel = answer["vllm_config"].get("parallel_config") or {}
+        self.applies_changes = parallel.get("worker_extension_cls") == RECEIVER
         return problems + _folder_problems(config.get("model"), expected)
 
     def server_info(self) -> Any:
@@ -236,6 +268,54 @@ class VLLMServer(InferenceServer):
         self.ask("POST", "/collective_rpc", call, timeout=self._loading)
         # The cache is keyed by tokens, and would mix old and new weights.
         self._forget_cached()
+
+    def prepare_changes(self, folder: str) -> None:
+        if not self.applies_changes:
+            return
+        for worker in self._call_workers(PREPARE, {"folder": folder}):
+            if (problem := worker.get("problem")) is not None:
+                self.applies_changes = False
+                logger.info(
+                    "%s: its weights are always read whole: %s", self.url, problem
+                )
+
+    def apply_changes(
+        self, folders: Sequence[str], *, check: bool
+    ) -> tuple[int, dict[str, int]]:
+        task = {"folders": list(folders), "check": check}
+        answers = self._call_workers(APPLY, {"task": json.dumps(task)})
+        for worker in answers:
+            if (error := worker.get("error")) is not None:
+                raise ServerLost(f"{self.url}: did not apply the changes: {error}")
+        self._forget_cached()
+        # Workers of a server hold parts of the same weights.
+        return self._taken(
+            "POST /collective_rpc",
+            lambda: (
+                sum(int(worker["bytes"]) for worker in answers),
+                join_fingerprints(worker["fingerprints"] for worker in answers),
+            ),
+        )
+
+    def _call_workers(
+        self, method: str, arguments: Mapping[str, Any], grace_seconds: float = 0.0
+    ) -> list[dict[str, Any]]:
+        """Call a method of `ShardReceiver` on all workers; return the answer of each.
+
+        Args:
+            grace_seconds: beyond the limit for loading weights.
+        """
+        body = {"method": method, "kwargs": dict(arguments)}
+        seconds = self._loading + grace_seconds
+        answer = self.ask("POST", "/collective_rpc", body, timeout=seconds)
+        answers: list[dict[str, Any]] = self._taken(
+            "POST /collective_rpc", lambda: list(answer["results"])
+        )
+        # Checks the form of the answers here, where the error can name the server.
+        self._taken(
+            "POST /collective_rpc", lambda: [worker.keys() for worker in answers]
+        )
+        return answers
 
     def _forget_cached(self) -> None:
         # The encoder's outputs are identified by their images, not by weights.
@@ -360,18 +440,7 @@ class VLLMShardServer(VLLMServer):
             first_rank: number of the first worker in the link.
         """
         task = json.dumps({"link": link, "first_rank": first_rank})
-        body = {"method": RECEIVE, "kwargs": {"task": task}}
-        answer = self.ask(
-            "POST", "/collective_rpc", body, timeout=self._loading + LINK_GRACE_SECONDS
-        )
-        answers: list[dict[str, Any]] = self._taken(
-            "POST /collective_rpc", lambda: list(answer["results"])
-        )
-        # Checks the form of the answers here, where the error can name the server.
-        self._taken(
-            "POST /collective_rpc", lambda: [worker.keys() for worker in answers]
-        )
-        return answers
+        return self._call_workers(RECEIVE, {"task": task}, LINK_GRACE_SECONDS)
 
     def forget_cached(self) -> None:
         """Discard what was computed from old weights."""

@@ -19,13 +19,14 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from megaverl.announcements import announcements
@@ -41,6 +42,7 @@ from megaverl.rollout.server_api import (
     is_loopback,
     url_problem,
 )
+from megaverl.sharding.weight import listed
 
 if TYPE_CHECKING:
     from megaverl.config.roles import ServersConfig
@@ -52,16 +54,26 @@ KINDS: dict[str, type[InferenceServer]] = {"vllm": VLLMServer, "sglang": SGLangS
 MOST_LOADS = 3  # consecutive failures to load weights before a server is refused
 
 
+class ChangesFolder(NamedTuple):
+    """Folder with the changes of one version since the one before it (`weights/change_files.py`)."""
+
+    name: str
+    folder: str
+
+
 @dataclass(frozen=True)
 class PublishedWeights:
     """A version of the weights that servers can get.
 
     Attributes:
-        folder: where servers read them. None: the actor's ranks send them.
+        folder: where servers read whole weights. None: the actor's ranks send them.
         name: unique name of this version, over all runs.
         tokens: tokens for a comparison with the trainer.
         log_probs: the trainer's log-probs of these tokens after the first.
         tolerance: largest mean difference of log-probs, in nats.
+        whole_name: name of the version in `folder`, if that is an earlier one.
+        changes: versions since then, in order; the last one is this version.
+        fingerprints: of the weights after the changes, for servers that apply them. Empty: they are not compared.
     """
 
     folder: str | None
@@ -69,6 +81,22 @@ class PublishedWeights:
     tokens: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
     tolerance: float = 0.0
+    whole_name: str = ""
+    changes: tuple[ChangesFolder, ...] = ()
+    fingerprints: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """All folders that a server may read to get this version."""
+        whole = () if self.folder is None else (self.folder,)
+        return whole + tuple(changes.folder for changes in self.changes)
+
+    def changes_since(self, version: str) -> tuple[ChangesFolder, ...] | None:
+        """Return the changes that a server with this version lacks. None: it needs whole weights first."""
+        if not self.changes:
+            return None
+        names = [self.whole_name, *(changes.name for changes in self.changes)]
+        return self.changes[names.index(version) :] if version in names else None
 
     @property
     def source(self) -> str:
@@ -105,7 +133,9 @@ class Member:
         checked: whether it has been found suitable for this run.
         failed_loads: consecutive failures to load weights.
         is_announced: whether the console has shown that it joined, and not yet that it left.
-        reads: the folder that it is loading.
+        reads: the folders that it is loading.
+        holds: the version that this rank has completely brought to it. None: unknown, or a part of a version.
+        needs_whole: it cannot apply changes, and waits for a version that is whole.
         lacks: the weights that it is to get by `DeliversWeights`.
         compared: the trainer's and the server's log-probs when it last loaded weights.
     """
@@ -118,7 +148,9 @@ class Member:
     checked: bool = False
     failed_loads: int = 0
     is_announced: bool = False
-    reads: str | None = None
+    reads: tuple[str, ...] = ()
+    holds: str | None = None
+    needs_whole: bool = False
     lacks: PublishedWeights | None = None
     compared: tuple[Sequence[float], Sequence[float]] | None = None
 
@@ -140,6 +172,8 @@ class ServerPool:
         members: the servers by URL.
         weights: the version that servers must have to be used.
         transfer: brings weights to servers. None: servers read them from a folder.
+        prepares_changes: whether later versions may be changes only (`PublishedWeights.changes`).
+        changes_read: URL -> bytes of changes that the server's workers have read so far.
 
     Example:
         pool.check()                      # on the rank that admits
@@ -168,6 +202,8 @@ class ServerPool:
         self.members: dict[str, Member] = {}
         self.weights: PublishedWeights | None = None
         self.transfer: DeliversWeights | None = None
+        self.prepares_changes = False
+        self.changes_read: Counter[str] = Counter()
         # Held while weights are delivered: by a thread for late servers, or by a
         # reshard.
         self._delivering = threading.Lock()
@@ -233,10 +269,17 @@ class ServerPool:
         """
         with self._changed:
             return {
-                member.reads
-                for member in self.members.values()
-                if member.reads is not None
+                folder for member in self.members.values() for folder in member.reads
             }
+
+    def takes_changes(self) -> bool:
+        """Return whether all servers in use, and those that wait for weights, can apply changes."""
+        with self._changed:
+            return not any(
+                member.needs_whole
+                or (member.state == "ready" and not member.server.applies_changes)
+                for member in self.members.values()
+            )
 
     def look(self, *, live: bool = False) -> None:
         """Add new servers, remove those that have left, and query those that are not in use.
@@ -380,7 +423,52 @@ class ServerPool:
                 if self.transfer is not None and weights.folder is None:
                     member.lacks = weights
                 else:
-                    self._bring(member, weights, member.server.load)
+                    self._check_takes(member, weights)
+                    self._bring(member, weights, partial(self._load, member, weights))
+
+    def _check_takes(self, member: Member, weights: PublishedWeights) -> None:
+        """Check that a server can get these weights from their folders.
+
+        Raises:
+            ServerLost: it cannot apply changes. It gets the next version, which will be whole.
+        """
+        member.needs_whole = bool(weights.changes) and not member.server.applies_changes
+        if member.needs_whole:
+            raise ServerLost(
+                f"{member.server.url}: takes whole weights only, and version {weights.name} has changes "
+                "(reshard.delta). It gets the next version, which will be whole."
+            )
+
+    def _load(self, member: Member, weights: PublishedWeights, folder: str) -> None:
+        """Let a server read the weights: only the changes if it holds an earlier version that they build on."""
+        server, holds = member.server, member.holds
+        # A server that was started again has another version than it was given.
+        if holds is not None and server.weight_version() != holds:
+            holds = None
+        changes = None if holds is None else weights.changes_since(holds)
+        # Until it has read everything, its weights are of no version.
+        member.holds = None
+        if changes is None:
+            server.load(folder)
+            changes = weights.changes
+            if self.prepares_changes:
+                server.prepare_changes(folder)
+        if changes:
+            folders = [each.folder for each in changes]
+            check = bool(weights.fingerprints)
+            nbytes, fingerprints = server.apply_changes(folders, check=check)
+            # Servers are queried in threads.
+            with self._changed:
+                self.changes_read[server.url] += nbytes
+            check_fingerprints(server.url, fingerprints, weights.fingerprints)
+            logger.info(
+                "rollout server %s read %d bytes of changes of %d versions, up to %s",
+                server.url,
+                nbytes,
+                len(changes),
+                weights.name,
+            )
+        member.holds = weights.name
 
     def _deliver(self, members: Sequence[Member], *, live: bool) -> None:
         """Bring the current weights to all members that lack them, in parallel.
@@ -454,7 +542,7 @@ class ServerPool:
             # Newer weights have been published, and this folder may be gone.
             if self.weights is not weights:
                 return
-            member.reads = weights.folder
+            member.reads = weights.folders
         try:
             load(weights.folder or "")
             self._compare(member, weights)
@@ -473,7 +561,7 @@ class ServerPool:
                 f"{error} That was the {MOST_LOADS}rd time that it did not take weights."
             ) from error
         finally:
-            member.reads = None
+            member.reads = ()
         member.failed_loads = 0
 
     def _compare(self, member: Member, weights: PublishedWeights) -> None:
@@ -658,6 +746,26 @@ def _in_threads(ask: Callable[[Member], None], members: Sequence[Member]) -> Non
     if members:
         with ThreadPoolExecutor(len(members)) as threads:
             list(threads.map(ask, members))
+
+
+def check_fingerprints(
+    url: str, fingerprints: Mapping[str, int], expected: Mapping[str, int]
+) -> None:
+    """Check a server's weights after changes. Weights that the server holds in other bits are not compared.
+
+    Raises:
+        ServerLost: some differ. The server reads whole weights when it is tried again.
+    """
+    wrong = [
+        name
+        for name, fingerprint in fingerprints.items()
+        if name in expected and fingerprint != expected[name]
+    ]
+    if wrong:
+        raise ServerLost(
+            f"{url}: its weights are not the actor's after the changes: {', '.join(listed(wrong))}. It reads whole "
+            "weights next."
+        )
 
 
 def _mean_difference(first: Sequence[float], second: Sequence[float]) -> float:

@@ -395,6 +395,8 @@ class Builder:
                     if self.images is None
                     else self.images.processor.token_id,
                 )
+        # Only vLLM's workers can be extended by code that applies changes.
+        keeps_whole = servers.transfer == "nccl" or servers.kind == "sglang"
         sync = ServerSync(
             actor,
             engine,
@@ -410,7 +412,8 @@ class Builder:
             tolerance=servers.fingerprint_tolerance,
             max_tokens=config.max_tokens,
             direct=servers if servers.transfer == "direct" else None,
-            delta=config.reshard.delta,
+            delta="off" if keeps_whole else config.reshard.delta,
+            check_every=config.reshard.check_every,
         )
         if group is None and actor is None:
             sync.use_folder(self.files().wait())

@@ -1,4 +1,4 @@
-"""The worker's side of weights that go to a vLLM server shard to shard (`rollout.servers.transfer: direct`).
+"""The worker's side of weights that go to a vLLM server shard to shard, or as changes through a shared folder.
 
 `megaverl serve rollout` starts servers with `--worker-extension-cls
 megaverl.workers.vllm_receiver.ShardReceiver`, so each worker has the method that the
@@ -8,6 +8,9 @@ run calls through `/collective_rpc`:
     worker  first call of a link: trace vLLM's loader, join the actor's ranks (`weights/server_link.py`)
             every call: receive one version in place, and compute again what vLLM derives from weights
     worker  answer: received bytes, or an error
+
+With `rollout.servers.transfer: folder` and `reshard.delta`, a worker writes the changes
+of a version (`weights/change_files.py`) into the weights that it has read before.
 
 A worker never raises: vLLM's executor stops reading at the first error, and would take
 the answers of the other workers for those of the next call (0.32:
@@ -20,7 +23,9 @@ import json
 import logging
 import os
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +33,7 @@ import torch.distributed as dist
 
 from megaverl.errors import ReshardError, RolloutError, TrainingStopped
 from megaverl.platform import platform
-from megaverl.rollout.vllm_layouts import LoaderLayouts
+from megaverl.rollout.vllm_layouts import BESIDE, LoaderLayouts
 from megaverl.rollout.vllm_requests import vllm_cpu
 from megaverl.rollout.vllm_weights import (
     loaded_tensors,
@@ -36,6 +41,13 @@ from megaverl.rollout.vllm_weights import (
     remake_derived,
 )
 from megaverl.sharding.layout import Layout
+from megaverl.sharding.weight import listed
+from megaverl.weights.change_files import (
+    ChangesDescription,
+    apply_changes,
+    box_fingerprints,
+    stored_shapes,
+)
 from megaverl.weights.reshard import ReshardStats
 from megaverl.weights.server_link import (
     Link,
@@ -95,6 +107,64 @@ class ShardReceiver:
                     report_failure(address.reach(), text)
             return {"error": text, "own": is_own}
 
+    def megaverl_prepare_changes(self, folder: str) -> dict[str, Any]:
+        """Find out where this worker holds the weights of a Hugging Face folder, so that changes can be applied.
+
+        Returns:
+            `problem`: why changes cannot be applied, or None.
+        """
+        worker: Any = self
+        try:
+            layouts = _layouts_of(worker)
+            layouts.lay_out(stored_shapes(Path(folder)))
+            return {"problem": layouts.problem_with_changes}
+        except Exception as error:  # an answer, see the module's docstring
+            logger.warning("megaverl: %s", traceback.format_exc())
+            return {"problem": str(error) or type(error).__name__}
+
+    def megaverl_apply_changes(self, task: str) -> dict[str, Any]:
+        """Apply the changes of some versions to this worker's weights.
+
+        Args:
+            task: JSON of the versions' `folders`, in order, and whether to `check`.
+
+        Returns:
+            `bytes` that were read, and `fingerprints` of this worker's boxes (empty unless `check`); or `error`.
+        """
+        worker: Any = self
+        told = json.loads(task)
+        try:
+            folders = list(map(Path, told["folders"]))
+            return _apply(_layouts_of(worker), folders, check=told["check"])
+        except Exception as error:  # an answer, see the module's docstring
+            logger.warning("megaverl: %s", traceback.format_exc())
+            return {"error": str(error) or type(error).__name__}
+
+
+def _layouts_of(worker: Any) -> WorkerLayouts:
+    """Return the layouts of a worker's model, made once: tracing the loader takes seconds and outlives links."""
+    layouts: WorkerLayouts | None = worker.__dict__.get("_megaverl_layouts")
+    if layouts is None:
+        layouts = worker._megaverl_layouts = WorkerLayouts(worker)
+    return layouts
+
+
+def _apply(
+    layouts: WorkerLayouts, folders: Sequence[Path], *, check: bool
+) -> dict[str, Any]:
+    """Apply the changes of some versions, in order."""
+    nbytes = 0
+    description = ChangesDescription.read(folders[-1])
+    layout, tensors = layouts.lay_out(description.shapes)
+    for folder in folders:
+        nbytes += apply_changes(folder, layout, tensors)
+    layouts.written()
+    # The answer must not leave before the device has written everything.
+    if platform.is_cuda:
+        torch.cuda.synchronize()
+    fingerprints = box_fingerprints(layout, tensors, description.dtype) if check else {}
+    return {"bytes": nbytes, "fingerprints": fingerprints}
+
 
 def _receive(worker: Any, address: LinkAddress, first_rank: int) -> ReshardStats:
     """Receive one version, through a new link if this worker has another or none."""
@@ -104,10 +174,7 @@ def _receive(worker: Any, address: LinkAddress, first_rank: int) -> ReshardStats
         if end is not None:
             end.link.close()
             del worker._megaverl_end
-        # Tracing the loader takes seconds and depends on the model alone, so it
-        # outlives links.
-        if (layouts := worker.__dict__.get("_megaverl_layouts")) is None:
-            layouts = worker._megaverl_layouts = WorkerLayouts(worker)
+        layouts = _layouts_of(worker)
         end = worker._megaverl_end = ReceivingEnd(layouts, address, first_rank)
     return end.receive()
 
@@ -151,6 +218,17 @@ class WorkerLayouts:
         return self.loader.mine, {
             name: held[name] for name in self.loader.local_names()
         } | self.loader.beside
+
+    @property
+    def problem_with_changes(self) -> str | None:
+        """Return why changes cannot be applied to weights that vLLM has read from a folder, or None."""
+        if self.loader.beside:
+            return (
+                "vLLM computes parameters from "
+                f"{', '.join(name.removeprefix(BESIDE) for name in listed(self.loader.beside))}, "
+                "which it does not keep"
+            )
+        return None
 
     def written(self) -> None:
         """Compute again what vLLM derives from the weights that were written."""

@@ -124,8 +124,17 @@ def test_a_fan_out_is_reported_beside_the_plan_without_it(
         "busiest link between nodes: 18.2 GB in 0.363 s (54.5 GB in 1.090 s without fan-out)"
         in out
     )
+    assert (
+        "delta: if 1% of the weights change in a step, the busiest link between nodes "
+        "carries 0.28 GB in 0.006 s (1.6% of whole weights)"
+    ) in out
     assert main([*apart, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["reshard"]
+    # A changed bfloat16 element takes its 2 bytes and about one for its position.
+    assert found["delta"]["bytes_share"] == pytest.approx(0.01 * 3.1 / 2)
+    assert found["delta"]["busiest"] == pytest.approx(
+        0.0155 * found["sent"]["network"][-1], rel=1e-6
+    )
     assert (
         found["fan_out"]["busiest"]
         == found["sent"]["network"][-1]
@@ -134,6 +143,11 @@ def test_a_fan_out_is_reported_beside_the_plan_without_it(
     assert main([*apart, "--json", "reshard.fan_out=never"]) == 0
     direct = json.loads(capsys.readouterr().out)["reshard"]
     assert direct["fan_out"] is None
+    # Neither without deltas nor with weights in 32 bits.
+    for kept_whole in ("reshard.delta=off", "model.dtype=float32"):
+        assert main([*apart, "--json", kept_whole]) in (0, 1)
+        found_whole = json.loads(capsys.readouterr().out)["reshard"]
+        assert found_whole["delta"] is None
     assert direct["sent"]["network"][-1] == pytest.approx(
         found["fan_out"]["busiest_without"], rel=0.01
     )

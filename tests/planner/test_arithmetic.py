@@ -243,7 +243,7 @@ def test_what_can_be_aliased() -> None:
 
 def test_the_70b_recipe_at_1024_ranks() -> None:
     """FACTS: 15.4 GB into each GPU, 0.31 s at 50 GB/s; the busiest sender within 1.5 times the mean."""
-    job = recipe("llama3_70b/grpo_128_nodes", 1024)
+    job = recipe("llama3_70b/grpo_128_nodes", 1024, "actor={tp: 8, pp: 8}")
     traffic = make_traffic(job)
     assert len(traffic.ranks) == 1024
     assert sum(r.sent["network"] for r in traffic.ranks) == sum(
@@ -391,7 +391,7 @@ def test_what_models_say_of_samples_lies_on_the_device_until_the_updates_are_ove
 ):
     """GRPO at 1,024 ranks: three fields of the samples that a rank works on; PPO: five of all, as it looks at all."""
     grpo = recipe("llama3_70b/grpo_128_nodes", 1024)
-    assert grpo.field_bytes(0) == 4 * 4096 * 3 * (16384 // 1024 + 2 * 16384 // 16)
+    assert grpo.field_bytes(0) == 4 * 4096 * 3 * (16384 // 1024 + 2 * 16384 // 64)
     ppo = recipe("llama3_70b/ppo_16_nodes", 128)
     assert ppo.field_bytes(0) == 4 * 4096 * 5 * 1024
     moments = MemoryModel(ppo).rank(0).moments
@@ -442,6 +442,8 @@ def test_advice_cuts_a_sample_that_is_too_long() -> None:
         "data.max_prompt_tokens=1024",
         "rollout.sampling.max_tokens=31744",
         "actor.micro_batch_tokens=32768",
+        "rollout.tp=16",
+        "rollout.vllm.gpu_memory_utilization=0.6",
     )
     kept = [
         f"actor.megatron.recompute_{name}=null"

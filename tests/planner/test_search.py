@@ -107,24 +107,46 @@ def test_the_order_of_candidates_does_not_matter(
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "nodes"),
-    [
-        ("grpo_8_nodes", 8),
-        ("grpo_8_nodes_fp8_rollout", 8),
-        ("ppo_16_nodes", 16),
-        ("grpo_128_nodes", 128),
-    ],
-)
-def test_recipes_follow_the_search(name: str, nodes: int) -> None:
-    """A recipe takes at most a tenth longer than the fastest layout found for its GPUs and its engine's share."""
-    path = CONFIGS / "llama3_70b" / f"{name}.yaml"
+# Production recipes, their nodes, and the keys that the search varies: all, or few where
+# it takes long.
+PRODUCTION: dict[str, tuple[int, tuple[str, ...]]] = {
+    "gpt_oss_20b/grpo_1_node": (1, ()),
+    "llama3_70b/grpo_128_nodes": (128, ()),
+    "llama3_70b/grpo_8_nodes": (8, ()),
+    "llama3_70b/grpo_8_nodes_fp8_rollout": (8, ()),
+    "llama3_70b/ppo_16_nodes": (16, ()),
+    "qwen2_5_7b/grpo_fsdp_1_node": (1, ()),
+    "qwen2_5_vl/grpo_geometry": (1, ("actor.micro_batch_tokens", "rollout.tp")),
+    "qwen3_235b_a22b/grpo_64_nodes": (64, ("actor.ep", "rollout.tp")),
+    "qwen3_235b_a22b/grpo_64_nodes_32k": (64, ("actor.ep", "rollout.tp")),
+}
+
+
+def test_every_production_recipe_is_held_to_the_search() -> None:
+    described = {path.parent for path in CONFIGS.glob("*/config.json")}
+    recipes = {
+        str(path.relative_to(CONFIGS).with_suffix(""))
+        for folder in described
+        for path in folder.glob("*.yaml")
+        if path.stem != "base"
+    }
+    assert recipes == PRODUCTION.keys()
+
+
+@pytest.mark.parametrize("name", PRODUCTION)
+def test_recipes_follow_the_search(name: str) -> None:
+    """A recipe fits, and takes at most an eighth longer than the fastest layout found."""
+    nodes, keys = PRODUCTION[name]
+    path = CONFIGS / f"{name}.yaml"
     make = layered(path)
     spec = find_spec(make({}), fallback=str(path))
-    search = LayoutSearch(make, spec, 8 * nodes, H100, further=False)
+    search = LayoutSearch(make, spec, 8 * nodes, H100, keys=keys or AUTO_KEYS)
     best = search.best(1).choices[0].prediction.step_seconds
-    job = make_job(make({}), spec, 8 * nodes, H100.machine())
-    assert simulate(job, H100, lengths=search.lengths).step_seconds < 1.1 * best
+    planned = make_job(make({}), spec, 8 * nodes, H100.machine())
+    own = simulate(planned, H100, lengths=search.lengths).step_seconds
+    assert own < 1.125 * best
+    memory = MemoryModel(planned).ranks(planned.stage_ranks())
+    assert shortages(planned, memory) == []
 
 
 def test_nothing_is_proposed_where_nothing_fits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,10 +12,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megaverl.data.tokenizers import load_tokenizer
@@ -23,7 +25,11 @@ from megaverl.models.tiny import make_tiny_folder
 from megaverl.processes import ending_with_parent
 from megaverl.rewards import RewardSample, build_reward
 from megaverl.rollout.server_api import ExpectedModel, ServerRefused, VLLMServer
+from megaverl.rollout.server_pool import ChangesFolder, PublishedWeights, ServerPool
+from megaverl.sharding.box_fingerprints import join_fingerprints
+from megaverl.sharding.layout import whole_layout
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.weights.change_files import ChangeWriter
 from tests.checkpoint.convert.folders import as_reward_model
 from tests.faults.runs import arguments
 from tests.launcher import Ended, Launcher, free_port
@@ -204,7 +210,13 @@ TOKENS = [3, 11, 7, 2, 19, 5, 13, 23, 4, 17]
 
 
 def run_with_changing_servers(
-    launch: Launcher, inputs: Path, folder: Path, dies: str, joins: str, **options: str
+    launch: Launcher,
+    inputs: Path,
+    folder: Path,
+    dies: str,
+    joins: str,
+    *more: str,
+    **options: str,
 ) -> Ended:
     """Run the command while the server at port `joins` joins in a step, and the one at port `dies` is killed later."""
     names = (str(inputs), str(folder / "run"), dies, joins)
@@ -223,6 +235,7 @@ def run_with_changing_servers(
             folder,
             f"rollout={json.dumps(rollout)}",
             f"reward={json.dumps(reward)}",
+            *more,
         ),
         logs=folder / "output",
         environment={"POOL_TOKEN": TOKEN},
@@ -230,6 +243,135 @@ def run_with_changing_servers(
     )
     assert ended.codes == [0, 0], ended.text
     return ended
+
+
+class FolderVersions:
+    """Versions of a model: whole folders, and the changes that an actor of two ranks writes."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._model, self._folder = model, folder
+        self.tensors: dict[str, torch.Tensor] = {}
+        for path in sorted(model.glob("*.safetensors")):
+            self.tensors |= load_file(path)
+        self.shapes = {name: tuple(each.shape) for name, each in self.tensors.items()}
+        layout = whole_layout(self.shapes.items())
+        self.writers = [
+            ChangeWriter(lambda _: layout, self.tensors, rank, 2, torch.float32)
+            for rank in range(2)
+        ]
+        self._generator = torch.Generator().manual_seed(3)
+
+    def change(self) -> None:
+        """Change one element in twenty by a half."""
+        for tensor in self.tensors.values():
+            shape = tensor.shape
+            tensor[torch.rand(shape, generator=self._generator) < 0.05] *= 1.5
+
+    def whole(self, name: str) -> Path:
+        """Write a whole folder."""
+        folder = self._folder / name
+        shutil.copytree(self._model, folder)
+        for path in folder.glob("*.safetensors"):
+            save_file({key: self.tensors[key] for key in load_file(path)}, path)
+        return folder
+
+    def changes(self, name: str) -> tuple[ChangesFolder, int]:
+        """Write the changes; return them and their bytes."""
+        folder = self._folder / name
+        written = [writer.write(folder, self.shapes) for writer in self.writers]
+        assert written[0].whole + written[1].whole == 4 * sum(
+            tensor.numel() for tensor in self.tensors.values()
+        )
+        return ChangesFolder(name, str(folder)), sum(each.nbytes for each in written)
+
+    def published(self, name: str, **more: Any) -> PublishedWeights:
+        """Return the current version, with transformers' log-probs and the actor's fingerprints."""
+        right = self.whole(f"{name}-right")
+        known = tuple(_log_probs(right))
+        whole = str(self._folder / "run-1")
+        joined = join_fingerprints(writer.fingerprints() for writer in self.writers)
+        return PublishedWeights(
+            whole,
+            name,
+            tuple(TOKENS),
+            known,
+            1e-4,
+            "run-1",
+            fingerprints=joined,
+            **more,
+        )
+
+
+def _log_probs(folder: Path) -> list[float]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        rows = model(torch.tensor([TOKENS])).logits[0, :-1].log_softmax(-1)
+    return [float(row[token]) for row, token in zip(rows, TOKENS[1:], strict=True)]
+
+
+def test_servers_apply_the_changes_of_a_folder(
+    inputs: Path, ports: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """... each onto the version that it has; a late one reads the whole version and all changes since."""
+    _, second, third = ports
+    urls = [f"http://127.0.0.1:{third}"]
+    pool = ServerPool(
+        lambda: urls,
+        lambda url: VLLMServer(url, TOKEN, generating=60.0, loading=60.0),
+        ExpectedModel(ModelSpec.from_folder(inputs / "model"), 64),
+        admits=True,
+        most_running=4,
+        wait_seconds=60.0,
+        poll_seconds=600.0,
+    )
+    pool.prepares_changes = True
+    versions = FolderVersions(inputs / "model", tmp_path)
+    try:
+        versions.change()
+        versions.whole("run-1")
+        for writer in versions.writers:
+            writer.keep()
+        pool.use(versions.published("run-1"))
+        [early] = pool.members.values()
+        assert early.server.applies_changes and pool.takes_changes()
+        assert early.holds == "run-1" and not pool.changes_read
+        versions.change()
+        two, of_two = versions.changes("run-2")
+        pool.use(versions.published("run-2", changes=(two,)))
+        # The actor's ranks hold whole weights, of which both workers hold a part.
+        assert early.holds == "run-2" and pool.changes_read[urls[0]] == 2 * of_two
+        urls.append(f"http://127.0.0.1:{second}")
+        versions.change()
+        three, of_three = versions.changes("run-3")
+        pool.use(versions.published("run-3", changes=(two, three)))
+        late = pool.members[urls[1]]
+        assert {early.state, late.state} == {"ready"}
+        assert early.holds == late.holds == "run-3"
+        assert pool.changes_read[urls[1]] == of_two + of_three
+        assert pool.being_read() == set()
+        for member in (early, late):
+            assert member.server.weight_version() == "run-3"
+            found = member.server.log_probs(TOKENS)
+            right = _log_probs(tmp_path / "run-3-right")
+            assert found == pytest.approx(right, abs=1e-5)
+        # A server that was started again, or that another run gave weights, has none of
+        # the versions.
+        late.server.name_weights("default")
+        versions.change()
+        four, of_four = versions.changes("run-4")
+        pool.use(versions.published("run-4", changes=(two, three, four)))
+        assert pool.changes_read[urls[1]] == 2 * (of_two + of_three) + of_four
+        # A server that takes whole weights only waits for them.
+        late.server.applies_changes = False
+        late.server.name_weights("default")
+        versions.change()
+        five, _ = versions.changes("run-5")
+        pool.use(versions.published("run-5", changes=(two, three, four, five)))
+        assert early.state == "ready" and late.state == "lost"
+        assert "takes whole weights only" in late.why and not pool.takes_changes()
+        assert late.failed_loads == 0
+    finally:
+        pool.close()
 
 
 def test_weights_go_shard_to_shard(
@@ -296,9 +438,22 @@ def test_weights_go_shard_to_shard(
 def test_one_joins_and_one_is_killed(
     launch: Launcher, inputs: Path, ports: tuple[str, str, str], tmp_path: Path
 ) -> None:
-    """... inside steps; every response's log-probs are those of the actor at that step."""
+    """... inside steps. They read changes from a folder, and whole weights when they join.
+
+    Servers have the actor's bits at every step, and about its log-probs: they compute
+    in float32, and the actor in bfloat16.
+    """
     first, second, _ = ports
-    ended = run_with_changing_servers(launch, inputs, tmp_path, first, second)
+    ended = run_with_changing_servers(
+        launch,
+        inputs,
+        tmp_path,
+        first,
+        second,
+        "reshard={delta: on, check_every: 1}",
+        "model.dtype=bfloat16",
+        "actor.optimizer.lr=3e-6",
+    )
     log = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("*"))
     assert f"rollout server http://127.0.0.1:{first} is lost" in log, log
     for news in (f"{first} joined (1 in", f"{first} left (", f"{second} joined ("):
@@ -306,8 +461,10 @@ def test_one_joins_and_one_is_killed(
     left = VLLMServer(
         f"http://127.0.0.1:{second}", TOKEN, generating=60.0, loading=60.0
     )
-    [newest] = (tmp_path / "run" / "rollout_weights").iterdir()
-    assert left.weight_version() == newest.name and newest.name.endswith("-5")
+    versions = sorted((tmp_path / "run" / "rollout_weights").iterdir())
+    assert [version.name[-2:] for version in versions] == [f"-{n}" for n in range(1, 6)]
+    assert left.weight_version() == versions[-1].name
+    assert [any(each.glob("model*")) for each in versions] == [True] + [False] * 4
     records = [
         json.loads(line)
         for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -325,4 +482,16 @@ def test_one_joins_and_one_is_killed(
         for each in records
         if "rollout/logprob_diff_max" in each
     ]
-    assert len(differences) == 4 and max(differences) < 1e-3
+    assert len(differences) == 4 and max(differences) < 0.05
+    sent = [
+        (each["reshard/bytes_sent"], each["reshard/changed_fraction"])
+        for each in records
+        if "reshard/bytes_sent_whole" in each
+    ]
+    whole = sum(path.stat().st_size for path in versions[0].glob("*.safetensors"))
+    # The version before the first step is whole.
+    assert len(sent) == 4
+    assert all(nbytes < 0.2 * whole and 0 < share < 0.15 for nbytes, share in sent)
+    # The second server reads all changes so far when it joins.
+    read = [each.get("reshard/bytes_received", 0.0) for each in records]
+    assert sum(nbytes for nbytes, _ in sent) < sum(read) < 3 * sum(dict(sent))

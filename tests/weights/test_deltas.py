@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaverl.errors import ReshardError
+from megaverl.sharding.boxes import whole
+from megaverl.sharding.plan import Transfer
 from megaverl.weights.transports.changes import (
     Encoding,
     as_bits,
@@ -21,8 +23,11 @@ from megaverl.weights.transports.changes import (
     pack_bits,
     unpack_bits,
 )
+from megaverl.weights.transports.sent_weights import VERSIONS_WITHOUT, SentWeights
 from tests.launcher import Launcher
 from tests.weights.delta_ranks import VERSIONS, mixed_versions
+
+WIDTH = 40  # elements of the tensor of which copies are kept
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Four nodes of two ranks each, or every rank a node.
@@ -190,3 +195,30 @@ def test_engines_have_the_bits_of_whole_reshards(
     for result in results:
         assert result["copies"] <= result["held"]
     assert sum(result["copies"] for result in results) > 0
+
+
+def test_auto_stops_comparing_while_changes_take_half_of_the_bytes() -> None:
+    """... and compares again after a while; `on` never stops."""
+    source = {"weight": torch.zeros(WIDTH, dtype=torch.bfloat16)}
+    box = whole((WIDTH,))
+    transfer = Transfer("weight", box, 0, "weight", box, 1, "weight", box)
+    compared: dict[str, list[bool]] = {}
+    for mode in ("auto", "on"):
+        sent = SentWeights(mode, source, torch.device("cpu"))  # type: ignore[arg-type]
+        sent.add([transfer], torch.bfloat16)
+        sent.keep()
+        sent.due = True
+        compared[mode] = []
+        for version in range(24):
+            compared[mode].append(sent.compares)
+            source["weight"].fill_(version)
+            if sent.compares:
+                # Few changes in the first three versions, then more than half.
+                sent.count(10 if version < 3 else 60, 100)
+            sent.keep()
+            if sent.compares:
+                [copy] = sent.boxes([transfer])
+                assert torch.equal(copy, source["weight"])
+    assert compared["on"] == [True] * 24
+    pause = [True] + [False] * VERSIONS_WITHOUT
+    assert compared["auto"] == [True] * 3 + (pause * 3)[:21]

@@ -231,7 +231,7 @@ class DeltaMessages:
             part = values[first : first + len(inside)]
             first += len(inside)
             if len(inside):
-                _scatter(target, inside, part)
+                write_elements(target, inside, part)
             arrived.append(Arrived(transfer.dest_local, transfer.dest_box, inside))
         if self._uses.get(id(message)):
             self._arrived[id(message)] = arrived
@@ -321,7 +321,7 @@ def _by_box(message: Message, positions: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
-def _scatter(
+def write_elements(
     target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor
 ) -> None:
     """Write values to these places of a box, counted in its row-major order, wherever the box lies in memory."""
