@@ -82,8 +82,8 @@ def score(prompt, response, reference, extra):
 # Limits in tokens that `init` writes when the model's context is long enough for both.
 LENGTHS = {"data.max_prompt_tokens": 512, "rollout.sampling.max_tokens": 512}
 # Keys that `init` adds on a machine with GPUs, where the engine shares them with
-# training.
-ON_GPUS = {"rollout.sleep": True, "rollout.vllm.gpu_memory_utilization": 0.6}
+# training. A run derives the engine's share of their memory, unless one is written.
+ON_GPUS = {"rollout.sleep": True}
 # Comments for keys that hold lists, or whose own description is written by another
 # library.
 MEANINGS = {

@@ -617,7 +617,7 @@ class Machine:
 
     Attributes:
         gpus_per_node: neighbouring ranks share a node and its NVLink.
-        memory: memory of a GPU. An "80 GB" H100 shows 85.5e9 bytes; the defaults count 80e9.
+        memory: memory of a GPU. An "80 GB" H100 shows 85.5e9 bytes, of which the default counts 85e9.
         reserve: memory that roles and engines cannot use: CUDA's context, NCCL's buffers and the like; None: counted
             part by part for each rank (`megaverl.planner.reserve`).
         disk: bytes per second between a node and the file system of checkpoints.

@@ -191,6 +191,9 @@ def test_gpus_get_a_layout_that_fits(
             fits,
             fits,
         )
+        # Without a search the run derives the share of memory that the engine gets.
+        assert "sleep: true" in written
+        assert ("gpu_memory_utilization" in written) == fits
 
 
 @pytest.mark.parametrize(

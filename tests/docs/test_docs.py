@@ -4,7 +4,8 @@ What a block is decides what is done with it:
 - python: run, page by page, in one namespace. One with a title is also that file.
 - yaml: loaded and checked as a configuration (missing parts are filled in), and planned: it fits H100s. A
   comment before it names the model and the nodes (<!-- planned: --nodes 1 --model-config FILE -->); without one it is a
-  small model on as few ranks as the grids need. One with a title is also that file.
+  small model on as few ranks as the grids need. `--config FILE` names a recipe that it is laid over, `--hosts A,B` the
+  nodes that it places roles on, and key=value what else the run has. One with a title is also that file.
 - json: parsed, line by line.
 - bash: each line is run; what would train or convert is checked up to where it would begin (`--dry-run`), a script must
   be there and take its options, and what changes a machine (pip, apt) or needs several is only looked at.
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import io
 import json
 import os
 import re
@@ -38,12 +41,14 @@ from megaverl.config.passthrough import PLACES
 from megaverl.config.schema import Config
 from megaverl.config.section import all_keys, keys_of
 from megaverl.config.typed_yaml import compose, construct
+from megaverl.distributed.placement import Node
 from megaverl.planner.advice import shortages
 from megaverl.planner.job import Machine, find_spec, make_job
 from megaverl.planner.memory import MemoryModel
-from megaverl.planner.placed_run import derive_share, with_share
+from megaverl.planner.placed_run import by_ranks, derive_share, with_share
 from megaverl.rewards import registry
 from megaverl.trainer.elastic_agent import PASSED_ON
+from megaverl.trainer.job import place
 from tests.docs.pages import (
     PAGES,
     ROOT,
@@ -164,6 +169,7 @@ def run_yaml(block: Block, namespace: dict[str, Any]) -> None:
     assert node is not None, f"{block}: empty"
     values = construct(node, type_at)
     values.pop("base", None)  # the command below it loads both
+    options = plan_options(block)
     known = {*keys_of(Config), *(name.partition(".")[0] for name in FLAT)}
     assert isinstance(values, dict) and set(values) <= known, (
         f"{block}: not a configuration"
@@ -181,24 +187,41 @@ def run_yaml(block: Block, namespace: dict[str, Any]) -> None:
     if values.get("reward") is None and "reward_function" in values.get("model", {}):
         del complete["reward"]
     command = "eval" if block.title == "eval.yaml" else "train"
-    config = load_config(complete, command=command, check_paths=False)
-    names_nodes = config.placement.is_given and not block.planned
-    if command == "train" and config.rollout.engine == "vllm" and not names_nodes:
-        plan_yaml(block, config)
+    if options.config:
+        overrides = [f"{name}={json.dumps(value)}" for name, value in values.items()]
+        base: Any = options.config
+    else:
+        base, overrides = complete, []
+    config = load_config(
+        base, [*overrides, *options.settings], command=command, check_paths=False
+    )
+    if command == "train" and ".py:" not in config.rollout.engine:
+        plan_yaml(block, config, options)
 
 
-def plan_yaml(block: Block, config: Config) -> None:
-    """A run of it fits, as `megaverl plan` counts."""
+def plan_options(block: Block) -> argparse.Namespace:
+    """Return the options in the comment before a configuration."""
     options = argparse.ArgumentParser()
     options.add_argument("--nodes", type=int, default=0)
+    options.add_argument("--hosts", default="")
+    options.add_argument("--config", type=Path)
     options.add_argument("--model-config", default="models/small/config.json")
-    given = options.parse_args(block.planned.split())
+    options.add_argument("settings", nargs="*")
+    return options.parse_args(shlex.split(block.planned))
+
+
+def plan_yaml(block: Block, config: Config, given: argparse.Namespace) -> None:
+    """A run of it fits, as `megaverl plan` counts."""
     machine = Machine()
+    hosts = given.hosts.split(",") if given.hosts else []
     world = (
-        given.nodes * machine.gpus_per_node
+        (given.nodes or len(hosts)) * machine.gpus_per_node
         or config.run.nproc
         or smallest_world(config)
     )
+    if hosts:
+        nodes = tuple(Node(host, machine.gpus_per_node) for host in hosts)
+        config = by_ranks(config, place(config, "train", world, nodes))
     job = make_job(config, find_spec(config, given.model_config), world, machine)
     share = derive_share(job)
     job = job if share is None else with_share(job, share)
@@ -264,11 +287,17 @@ def run_megaverl(block: Block, words: list[str]) -> None:
         words = [*words, "--no-file-checks"]
     if command in ("train", "eval") and "--config" not in words:
         words = [*words, "data.train=train.jsonl", "reward=exact_match"]
+    fewer = [re.sub(r"^\d{3,}$", "16", word) for word in words]
+    is_as_printed = fewer == words
     if command == "plan":  # as for 16 nodes: tests/planner plans for a thousand ranks
-        words = [re.sub(r"^\d{3,}$", "16", word) for word in words]
+        words = fewer
     if "FILE" in words:
         words[words.index("FILE")] = "configs/gsm8k_smollm2/ppo.yaml"
-    code = main(words)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = main(words)
+    if command == "plan" and is_as_printed:
+        assert "too much" not in printed.getvalue(), f"{block}: does not fit"
     assert code == 0 or (command == "doctor" and code == 1), (
         f"{block}: megaverl {' '.join(words)} gave {code}"
     )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.softcuda import install
+from tests.softcuda.cases import join
 from tests.softcuda.rewriting import rewrite
 
 NUMEL = 1000
@@ -58,6 +59,12 @@ FAULTS = {
         "event = None",
         "overlap",
     ),
+    "the engine reads weights that are still arriving": Fault(
+        "megaverl.weights.reshard:finished",
+        "torch.cuda.current_stream().synchronize()",
+        "pass",
+        "overlap",
+    ),
     "a save writes what has not been copied": Fault(
         "megaverl.checkpoint.background:HostBuffers.copy",
         "copy_(tensor)",
@@ -69,6 +76,18 @@ FAULTS = {
         "page_locked(values)",
         "globals().setdefault('kept', torch.empty_like(values, pin_memory=True)).copy_(values)",
         "micro-batches",
+    ),
+    "positions of rows are overwritten on their way": Fault(
+        "megaverl.distributed.ragged:beside",
+        "page_locked(values)",
+        "globals().setdefault('kept', torch.empty_like(values, pin_memory=True)).copy_(values)",
+        "rows",
+    ),
+    "shards on the host are filled while they are read": Fault(
+        "megaverl.models.hf_model:shard_module",
+        "platform.synchronize()",
+        "pass",
+        "shards on the host",
     ),
 }
 
@@ -104,7 +123,8 @@ def offload() -> bool:
 
 
 def overlap() -> bool:
-    """A thread sends weights that an optimizer step writes."""
+    """A thread sends weights that an optimizer step writes, and the main thread reads what has arrived."""
+    from megaverl.weights import reshard
     from megaverl.weights.reshard import FinalParts, in_background
 
     weights, sent = torch.ones(NUMEL, device="cuda"), torch.empty(NUMEL, device="cuda")
@@ -114,7 +134,7 @@ def overlap() -> bool:
     def send() -> None:
         parts.wait_for(0, None)
         sent.copy_(weights)
-        torch.cuda.current_stream().synchronize()
+        reshard.finished([])
 
     future = in_background(send)
     weights.mul_(2)
@@ -143,9 +163,51 @@ def micro_batches() -> bool:
     return [float(tensor.mean()) for tensor in sent] == [0.0, 1.0]
 
 
+def rows() -> bool:
+    """Two masks of the host meet values on the device, the second while the first may be on its way."""
+    from megaverl.distributed import ragged
+
+    like = torch.zeros(NUMEL, device="cuda")
+    sent = [
+        ragged.beside(like, torch.full((NUMEL,), float(value))) for value in range(2)
+    ]
+    return [float(tensor.mean()) for tensor in sent] == [0.0, 1.0]
+
+
+def shards_on_the_host() -> bool:
+    """A model whose shards stay on the host is sharded, and filled at once."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from megaverl.models import hf_model
+
+    join()
+    mesh = init_device_mesh("cuda", (1,))
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=1, **sizes))
+        module = hf_model.PolicyModule(model, 0, False, torch.float32)
+    sharded = hf_model.shard_module(
+        module,
+        mesh,
+        param_dtype=None,
+        reduce_dtype=None,
+        reshard_after_forward=True,
+        cpu_offload=True,
+    )
+    shards = hf_model.local_tensors(module)
+    with torch.no_grad():
+        for shard in shards.values():
+            shard.fill_(1)
+    sharded.unshard()
+    return all(bool((shard == 1).all()) for shard in shards.values())
+
+
 USES: dict[str, Callable[[], bool]] = {
     "offload": offload,
     "overlap": overlap,
     "staging": staging,
     "micro-batches": micro_batches,
+    "rows": rows,
+    "shards on the host": shards_on_the_host,
 }
