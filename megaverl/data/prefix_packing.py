@@ -16,7 +16,7 @@ from megaverl.data.batching import (
     plan_micro_batches,
 )
 from megaverl.data.images import COLUMN
-from megaverl.data.prefix_tree import PackedRow, PrefixTree, limits_of
+from megaverl.data.prefix_tree import GrowingRow, PrefixTree, limits_of
 from megaverl.data.sequence_lengths import SequenceLengths
 
 # Stop refining once the busiest rank has at most this many times the mean tokens.
@@ -185,18 +185,18 @@ def _bundles(
     cap: int,
     lengths: Sequence[int],
     tree: PrefixTree,
-) -> list[PackedRow]:
+) -> list[GrowingRow]:
     """Group consecutive units into `parts` parts of similar size, or more if a part exceeds `cap` tokens."""
     size = -(-len(units) // parts)
     result = []
     for start in range(0, len(units), size):
-        part = PackedRow(tree, lengths)
+        part = GrowingRow(tree, lengths)
         for unit in units[start : start + size]:
             # A unit larger than the cap was refused by `check_cap`, so a new part
             # always takes it.
             if part.samples and part.num_tokens + part.growth(unit) > cap:
                 result.append(part)
-                part = PackedRow(tree, lengths)
+                part = GrowingRow(tree, lengths)
             part.add(unit)
         result.append(part)
     return result

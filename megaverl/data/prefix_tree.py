@@ -168,7 +168,7 @@ class PrefixTree:
         return min(self.equal[before + 1 : place + 1])
 
 
-class PackedRow:
+class GrowingRow:
     """Samples that are packed into one row, to which further samples are added.
 
     Attributes:

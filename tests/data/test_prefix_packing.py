@@ -17,7 +17,7 @@ from megaverl.data.prefix_packing import (
     prompt_numbers,
     sequence_lengths,
 )
-from megaverl.data.prefix_tree import PackedRow, PrefixTree, limits_of
+from megaverl.data.prefix_tree import GrowingRow, PrefixTree, limits_of
 from megaverl.data.sequence_lengths import SequenceLengths
 from megaverl.errors import DataError
 
@@ -104,7 +104,7 @@ def test_a_row_has_each_beginning_once(
         part = tree.subset(some)
         own = [lengths[sample] for sample in some]
         assert part.num_tokens(range(len(some)), own) == len(nodes)
-        row = PackedRow(tree, lengths)
+        row = GrowingRow(tree, lengths)
         for sample in some:
             expected = row.num_tokens + row.growth([sample])
             row.add([sample])
