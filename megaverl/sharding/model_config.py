@@ -765,8 +765,9 @@ def _experts(described: Described) -> Iterator[str]:
     if not keys.by_sigmoid:
         if per_token == 1 and is_divided:
             yield (
-                f"{described.says('num_experts_per_tok')}, and norm_topk_prob divides the only expert's weight by "
-                "itself. It is 1 for every token, no gradient reaches the router, and megatron-core does not compute it. Use a "
+                f"{described.says('num_experts_per_tok')}, and norm_topk_prob divides the only expert's "
+                "weight by itself. It is 1 for every token, no gradient reaches the router, and megatron-core "
+                "does not compute it. Use a "
                 "model that sends a token to two experts or more, or one with norm_topk_prob false."
             )
         return
