@@ -332,7 +332,8 @@ class TextTeacher(Policy):
             )
         if missing := {"messages", "prompt"} - batch.columns.keys():
             raise DataError(
-                f"reference.tokenizer: the teacher formats the conversations with its own chat template, and the batch has "
+                "reference.tokenizer: the teacher formats the conversations with its own chat template, and the "
+                "batch has "
                 f"no column {' and no '.join(sorted(missing))}. Add them, or generate stored rollouts again."
             )
         # The texts decide lengths and micro-batches, so all of them are read before the
