@@ -318,7 +318,8 @@ class RaggedBatch:
             header = json.dumps(content)
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"a column of {', '.join(self.columns)} holds what JSON cannot, and cannot go to another rank: {error}"
+                f"a column of {', '.join(self.columns)} cannot be sent to another rank, because JSON cannot hold "
+                f"it: {error}"
             ) from error
         return header.encode(), payload, on_device
 

@@ -809,9 +809,10 @@ def _experts(described: Described) -> Iterator[str]:
     if not keys.by_sigmoid:
         if per_token == 1 and is_divided:
             yield (
-                f"{described.says('num_experts_per_tok')}, and norm_topk_prob divides the only expert's weight by "
-                "itself. It is 1 for every token, no gradient reaches the router, and megatron-core does not compute it. Use a "
-                "model that sends a token to two experts or more, or one with norm_topk_prob false."
+                f"{described.says('num_experts_per_tok')}, and the weights of a token's experts "
+                "are scaled to sum to 1. The only expert's weight is thus 1 for every token, no gradient reaches the "
+                "router, and megatron-core does not compute it. Use a model that sends a token to two experts or "
+                "more, or one with norm_topk_prob false."
             )
         return
     if is_divided != (per_token > 1):

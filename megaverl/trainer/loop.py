@@ -667,8 +667,8 @@ class Trainer:
         """
         if self.step.in_progress is None:
             raise CheckpointError(
-                f"{path}: {number} groups of responses are in progress in it, with which a run goes on that has "
-                "rollout.partial or rollout.in_flight_updates. Set it again (with partial.over_sample: 1 they become "
-                "fewer), or give this run a name of its own (run.name)."
+                f"{path}: holds {number} unfinished groups of responses. Only a run with rollout.partial or "
+                "rollout.in_flight_updates can continue them. Set the key again (partial.over_sample: 1 makes the "
+                "groups fewer), or give this run a name of its own (run.name)."
             )
         self.step.in_progress.read(path / PARTIAL_FILE)

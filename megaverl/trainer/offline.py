@@ -179,6 +179,8 @@ class OfflineTrainer(ABC):
             stage.batch_size, config.run.seed, shuffle=config.data.shuffle
         )
         self.saving = Saving(config, self.run_dir, self.stages.status, console)
+        # The checkpoint provides the weights, so the builder does not read them from
+        # the model's folder.
         builder.resumes = self.saving.resumed_from is not None
         self.leave = PreemptionHandler()
         self.records = Records(config, self.run_dir, console, keeps=self.is_first)
@@ -344,11 +346,13 @@ class TrainerWorker:
         is_last = done == trainer.steps
         trainer.saving.look()
         if trainer.saving.is_due(done, last=is_last, is_best=False):
+            # After the last step there is no further work that could overlap the write.
             trainer.save(done, wait=is_last)
 
     def leave(self, signal: int, done: int) -> None:
         """Save a checkpoint, and note that the run leaves."""
         trainer = self._trainer
+        # The process ends next, so the checkpoint must be committed first.
         trainer.save(done, wait=True)
         going_on = GoingOn.of(trainer.config, has_saved=True)
         name = Signals(signal).name

@@ -89,6 +89,7 @@ class Records:
             yield
             return
         run = self.config.run
+        # A killed run may have written samples of steps that are now taken again.
         forget_samples(self._samples, done)
         self._tracker = Tracker(
             self.run_dir,
@@ -287,6 +288,7 @@ class Saving:
         assert self.resumed_from is not None, "the run starts anew"
         self._compare(self.resumed_from, stage, tokenizer)
         loaded, state = self.store.resume(self.resumed_from, roles)
+        # The newest checkpoint was damaged. The older one may come from other settings.
         if loaded != self.resumed_from:
             self.resumed_from = loaded
             self._compare(loaded, stage, tokenizer)

@@ -212,6 +212,8 @@ class ServedRun:
 
     def _make_sender(self) -> SampleSender | None:
         """Return the sender of finished samples, on the first rank of an engine. Else None."""
+        # All ranks of an engine return the same responses, so only its first rank sends
+        # them.
         engines = self._placement.ranks["rollout"][:: self._config.rollout.tp]
         if not self._scores_arriving or self._context.rank not in engines:
             return None

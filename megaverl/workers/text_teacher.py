@@ -332,8 +332,9 @@ class TextTeacher(Policy):
             )
         if missing := {"messages", "prompt"} - batch.columns.keys():
             raise DataError(
-                f"reference.tokenizer: the teacher writes the conversations by itself, and the batch has no column "
-                f"{' and no '.join(sorted(missing))}. Give them, or generate stored rollouts again."
+                "reference.tokenizer: the teacher formats the conversations with its own chat template, and the "
+                "batch has "
+                f"no column {' and no '.join(sorted(missing))}. Add them, or generate stored rollouts again."
             )
         # The texts decide lengths and micro-batches, so all of them are read before the
         # forward pass.

@@ -166,7 +166,7 @@ def test_messages_that_are_damaged_are_refused() -> None:
     ):
         with pytest.raises(DataError, match="cannot be read"):
             RaggedBatch.unpack(text, data, {})
-    with pytest.raises(DataError, match="holds what JSON cannot"):
+    with pytest.raises(DataError, match="because JSON cannot hold it"):
         RaggedBatch({"a": torch.arange(1)}, columns={"c": [object()]}).pack([0])
     with pytest.raises(DataError, match="complex64"):
         RaggedBatch({"a": torch.zeros(1, dtype=torch.complex64)}).pack([0])

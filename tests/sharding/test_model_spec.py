@@ -597,15 +597,15 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
         ),
         (
             MIXTRAL | {"num_experts_per_tok": 1},
-            "the weight of the only expert is divided by itself",
+            "The only expert's weight is thus 1",
         ),
         (
             QWEN3_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": True},
-            "the only expert is divided by itself",
+            "The only expert's weight is thus 1",
         ),
         (
             GPT_OSS | {"num_experts_per_tok": 1},
-            "the weight of the only expert is divided by itself",
+            "The only expert's weight is thus 1",
         ),
         (
             DEEPSEEK | {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
@@ -721,7 +721,7 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
         ),
         (
             QWEN2_MOE | {"num_experts_per_tok": 1, "norm_topk_prob": True},
-            "only expert is divided by itself",
+            "The only expert's weight is thus 1",
         ),
         (
             GLM4 | {"rope_scaling": YARN},
