@@ -42,7 +42,7 @@ from megaverl.models.options import (
     uses_transformer_engine,
 )
 from megaverl.models.packing import Pack, pack, pack_varlen
-from megaverl.models.vision_tower import VisionTower
+from megaverl.models.vision_tower import VisionTower, check_deepstack
 from megaverl.platform import flash_attention, platform
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
@@ -218,6 +218,11 @@ def build_model(
             critic.
         seed: seed of megatron-core's random state for initialization and dropout, equal on every rank.
     """
+    check_deepstack(
+        spec,
+        layers_per_stage(config, grid.shape)[0],
+        recomputes=config.recompute_granularity == "full",
+    )
     coords = grid.coords
     # Parts of one tensor must differ between ranks, and replicas must agree:
     # megatron-core keeps a random state for each case.

@@ -44,43 +44,42 @@ def frozen_names(
     return frozen
 
 
-def frozen_parameters(layout: Layout, frozen: Collection[str], role: str) -> set[str]:
-    """Return the local tensors of a layout that hold frozen weights.
+def frozen_parameters(
+    stage: int, layouts: Iterable[Layout], frozen: Collection[str], role: str
+) -> set[str]:
+    """Return the local tensors of a pipeline stage that hold frozen weights. They are the same on all of its ranks.
 
-    Raises:
-        ConfigError: a local tensor holds frozen and other weights, such as q, k and v of one layer.
-    """
-    tensors_of: dict[str, set[str]] = {}
-    for piece in layout.pieces:
-        tensors_of.setdefault(layout.stored_in(piece.local), set()).add(piece.tensor)
-    parameters = set()
-    for local, tensors in tensors_of.items():
-        if trained := tensors - set(frozen):
-            if len(trained) < len(tensors):
-                raise ConfigError(
-                    f"{role}.freeze: megatron-core keeps {', '.join(sorted(tensors))} in one parameter. Freeze all of "
-                    "them or none."
-                )
-            continue
-        parameters.add(local)
-    return parameters
-
-
-def check_stages(layouts: Iterable[Layout], frozen: Collection[str], role: str) -> None:
-    """Check that every pipeline stage has a weight to train, for which its rank has an optimizer.
+    The parts of a weight on the ranks are taken together. Ranks may hold parts of
+    different weights under one name (a share of q, k and v), or padding alone. If they
+    did not agree, the backward pass would enter collectives on some of them only.
 
     Args:
-        layouts: one of each stage, in order.
+        layouts: of all ranks of the stage.
 
     Raises:
-        ConfigError: names the first stage without one.
+        ConfigError: a local tensor holds frozen and other weights, or the stage has no weight to train.
     """
-    for stage, layout in enumerate(layouts):
-        if all(piece.tensor in frozen for piece in layout.pieces):
+    tensors_of: dict[str, set[str]] = {}
+    for layout in layouts:
+        for piece in layout.pieces:
+            local = layout.stored_in(piece.local)
+            tensors_of.setdefault(local, set()).add(piece.tensor)
+    parameters = set()
+    for local, tensors in tensors_of.items():
+        trained = tensors - set(frozen)
+        if trained and len(trained) < len(tensors):
             raise ConfigError(
-                f"{role}.freeze: all weights of pipeline stage {stage} are frozen. Use fewer stages ({role}.pp), or "
-                "freeze less."
+                f"{role}.freeze: megatron-core keeps {', '.join(sorted(tensors))} in one parameter. Freeze all of "
+                "them or none."
             )
+        if not trained:
+            parameters.add(local)
+    if len(parameters) == len(tensors_of):
+        raise ConfigError(
+            f"{role}.freeze: all weights of pipeline stage {stage} are frozen. Use fewer stages ({role}.pp), or "
+            "freeze less."
+        )
+    return parameters
 
 
 def keep_graph(chunks: Sequence[nn.Module]) -> None:

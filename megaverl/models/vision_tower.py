@@ -73,6 +73,31 @@ def build_tower(vision: VisionSpec, dtype: torch.dtype, *, seed: int | None) -> 
     return tower
 
 
+def check_deepstack(spec: ModelSpec, num_layers: int, *, recomputes: bool) -> None:
+    """Check that the tower's further features can be added to the outputs of layers. Every rank checks it alike.
+
+    Args:
+        num_layers: decoder layers of the first stage.
+        recomputes: layers are recomputed as a whole in the backward pass.
+
+    Raises:
+        ModelError: some of these layers are on another stage, or are recomputed.
+    """
+    count = 0 if spec.vision is None else spec.vision.deepstack
+    if count > num_layers:
+        raise ModelError(
+            f"{spec.architecture} adds features of images to the outputs of its first {count} layers, and the first "
+            f"stage has {num_layers}. Lower pp or vpp, or give the first stage more layers."
+        )
+    # The features would be outside of the recomputed graph, and the tower's backward
+    # pass would run once for each layer.
+    if count and recomputes:
+        raise ModelError(
+            f"{spec.architecture} adds features of images to the outputs of its first {count} layers, which cannot be "
+            "recomputed. Leave activation_checkpointing: full (recompute_granularity) out, or take selective."
+        )
+
+
 class VisionTower:
     """Hooks that place the features of images in the hidden states of a first stage.
 
@@ -84,9 +109,6 @@ class VisionTower:
     Args:
         model: chunk of the first stage.
         seed: seed of random initial weights, equal on all ranks. None: weights will be loaded.
-
-    Raises:
-        ModelError: further features of images are for layers of another stage, or for layers that are recomputed.
     """
 
     def __init__(
@@ -101,17 +123,6 @@ class VisionTower:
         self._deepstack: list[torch.Tensor] = []
         self._place: tuple[torch.Tensor, torch.Tensor] | None = None
         self._tp = (grid.coords.tp, grid.shape.tp) if config.sequence_parallel else None
-        layers = model.decoder.layers
-        if (count := spec.vision.deepstack) > len(layers):
-            raise ModelError(
-                f"{spec.architecture} adds features of images to the outputs of its first {count} layers, and the "
-                f"first stage has {len(layers)}. Lower pp or vpp, or give the first stage more layers."
-            )
-        if count and config.recompute_granularity == "full":
-            raise ModelError(
-                f"{spec.architecture} adds features of images to the outputs of its first {count} layers, which cannot "
-                "be recomputed. Leave activation_checkpointing: full (recompute_granularity) out, or take selective."
-            )
         self.module = build_tower(spec.vision, config.params_dtype, seed=seed)
         if config.recompute_granularity == "full":
             for block in self.module.blocks:
@@ -120,8 +131,10 @@ class VisionTower:
             parameter.sequence_parallel = bool(config.sequence_parallel)
         model.embedding.add_module(NAME, self.module)
         model.embedding.register_forward_hook(self._replace)
-        for number in range(count):
-            layers[number].register_forward_hook(partial(self._add, number))
+        for number in range(spec.vision.deepstack):
+            model.decoder.layers[number].register_forward_hook(
+                partial(self._add, number)
+            )
 
     @contextmanager
     def sees(self, inputs: VisionInputs) -> Iterator[None]:

@@ -28,7 +28,6 @@ from megaverl.models.build import (
     why_padded,
 )
 from megaverl.models.freezing import (
-    check_stages,
     frozen_names,
     frozen_parameters,
     keep_graph,
@@ -51,6 +50,7 @@ from megaverl.models.packing import MicroBatch, Pack
 from megaverl.models.router_replay import RouterReplay, why_not_replayed
 from megaverl.models.vision import VisionInputs, VisionReader
 from megaverl.platform import platform
+from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec, no_adapters, why_images_not_cut
 from megaverl.workers.model import Loss, Taken, TrainingModel
 from megaverl.workers.model_options import ModelOptions
@@ -263,21 +263,17 @@ class MegatronModel(TrainingModel):
         """Freeze weights before megatron-core makes gradient buffers and an optimizer of the others."""
         names = [weight.name for weight in self.held_weights]
         frozen = frozen_names(names, patterns, self.role)
-        shape = self.grid.shape
-        ranks = [shape.rank(pp=stage) for stage in range(shape.pp)]
-        layouts = [self.held_layout_of(rank) for rank in ranks]
-        # Checked for all stages on every rank, so that all ranks raise.
-        for layout in layouts:
-            frozen_parameters(layout, frozen, self.role)
-        check_stages(layouts, frozen, self.role)
-        own = self.held_layout_of(self.grid.rank)
-        # A rank whose part of the vocabulary is padding alone freezes it like the first
-        # rank of its stage. Otherwise the backward pass would go through the
-        # embedding, and its collectives, on some ranks only.
-        filled = {own.stored_in(piece.local) for piece in own.pieces}
-        padding = own.local_shapes.keys() - filled
-        first = frozen_parameters(layouts[self.grid.coords.pp], frozen, self.role)
-        for local in frozen_parameters(own, frozen, self.role) | (padding & first):
+        # Ranks that hold the same share one layout object.
+        layouts: list[dict[int, Layout]] = [{} for _ in range(self.grid.shape.pp)]
+        for rank in range(self.grid.shape.world_size):
+            layout = self.held_layout_of(rank)
+            layouts[self.grid.shape.coords(rank).pp][id(layout)] = layout
+        # Every rank checks all stages, so that all raise.
+        by_stage = [
+            frozen_parameters(stage, held.values(), frozen, self.role)
+            for stage, held in enumerate(layouts)
+        ]
+        for local in by_stage[self.grid.coords.pp]:
             self.held_parameters[local].requires_grad_(False)
         if self.config.recompute_granularity is not None:
             keep_graph(self.chunks)

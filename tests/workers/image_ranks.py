@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy
-import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
@@ -180,9 +179,11 @@ def refusals(cases: list[dict[str, Any]]) -> list[str]:
     """Return why each of these models cannot be made."""
     said = []
     for case in cases:
-        with pytest.raises((ModelError, ConfigError)) as refused:
+        try:
             megatron_model(**case)
-        said.append(str(refused.value))
+            said.append("")
+        except (ModelError, ConfigError) as refusal:
+            said.append(str(refusal))
     return said
 
 
