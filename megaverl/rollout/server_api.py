@@ -289,13 +289,14 @@ class VLLMServer(InferenceServer):
                 raise ServerLost(f"{self.url}: did not apply the changes: {error}")
         self._forget_cached()
         # Workers of a server hold parts of the same weights.
-        return self._taken(
+        taken: tuple[int, dict[str, int]] = self._taken(
             "POST /collective_rpc",
             lambda: (
                 sum(int(worker["bytes"]) for worker in answers),
                 join_fingerprints(worker["fingerprints"] for worker in answers),
             ),
         )
+        return taken
 
     def _call_workers(
         self, method: str, arguments: Mapping[str, Any], grace_seconds: float = 0.0

@@ -13,7 +13,7 @@ import pytest
 from megaverl.processes import ending_with_parent
 from tests.faults.networks import why_not
 from tests.trainer.conftest import ROOT, environment, make_inputs
-from tools import bench_delta, bench_fanout
+from tools import bench_delta, bench_delta_servers, bench_fanout
 
 
 def test_the_table_has_both_ways() -> None:
@@ -61,3 +61,15 @@ def test_both_ways_over_shaped_links(tmp_path: Path) -> None:
     for of_step in later:
         assert 0 < of_step["on"]["changed"] < 0.5
         assert of_step["on"]["bytes"] < 0.8 * of_step["off"]["bytes"]
+
+
+def test_the_table_of_servers_has_a_row_for_each_way() -> None:
+    row = {"seconds": 0.5, "bytes_sent": 21_500.0, "bytes_received": 43_000.0}
+    figures = [
+        {"transfer": "folder", "delta": "on", "changed_fraction": 0.05, **row},
+        {"transfer": "direct", "delta": "off", "changed_fraction": 0.0, **row},
+    ]
+    options = argparse.Namespace(lr=3e-6, servers=2, steps=4)
+    *_, first, second = bench_delta_servers.table(figures, options).splitlines()
+    assert first == "| folder | on | 5.0% | 21.5 | 43.0 | 0.50 |"
+    assert second == "| direct | off |  | 21.5 | 43.0 | 0.50 |"
