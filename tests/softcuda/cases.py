@@ -167,6 +167,14 @@ def relayed_reshard(**case: Any) -> dict[str, Any]:
     return relayed(**case)
 
 
+def quantised_landing(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Reshards into engines in 8 bits (`tests.weights.quantised_ranks`), on the device."""
+    from tests.weights.quantised_ranks import land
+
+    join()
+    return land(cases)
+
+
 def collectives() -> dict[str, Any]:
     """One of each kind, as lists."""
     rank, size = join()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.softcuda.install import Options
 from tests.softcuda.ranks import SoftwareDevice
+from tests.weights.test_quantised import CASES as EIGHT_BITS
 
 CASES = "tests.softcuda.cases"
 
@@ -55,6 +56,17 @@ def test_a_relayed_reshard_blocks_nobody_and_forwards_what_has_arrived(
     found = ended.check()
     assert [(result["wrong"], result["differs"]) for result in found] == [([], [])] * 4
     assert sum(result["forwards"] for result in found) > 0
+
+
+def test_weights_land_in_eight_bits_as_on_the_cpu(device: SoftwareDevice) -> None:
+    """Of dense and expert layers, by messages and from the memory of other ranks, without races of streams."""
+    cases = [EIGHT_BITS[2][number] for number in (0, 2, 4)]
+    options = Options(devices=2, tracks_order=True, poisons=True)
+    ended = device.ranks(2, f"{CASES}:quantised_landing", options=options, cases=cases)
+    for found in ended.check():
+        for arguments, result in zip(cases, found, strict=True):
+            assert result["wrong"] == [], arguments
+            assert 0 < result["error"] < 0.05, arguments
 
 
 @pytest.mark.parametrize("kind", ["crossed", "facing", "alone"])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
+from megaverl.platform import platform
 from megaverl.sharding.boxes import Box
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.load_balance import RankLayouts
@@ -174,19 +175,15 @@ class Case:
         ]
         for name, weight in self.weights.items():
             for expert, matrix in enumerate(
-                self.expected[name].reshape(-1, *weight.numbers.shape[-2:])
+                self.expected[name].cpu().reshape(-1, *weight.numbers.shape[-2:])
             ):
                 numbers, scales = reference(matrix, weight.block)
                 several = weight.numbers.dim() > 2
-                held = weight.numbers[expert] if several else weight.numbers
-                if not torch.equal(held.view(torch.uint8), numbers.view(torch.uint8)):
+                landed = (weight.numbers[expert] if several else weight.numbers).cpu()
+                if not torch.equal(landed.view(torch.uint8), numbers.view(torch.uint8)):
                     found.append(f"{name}[{expert}]")
-                if not torch.equal(
-                    (weight.scales[expert] if several else weight.scales).reshape(
-                        scales.shape
-                    ),
-                    scales,
-                ):
+                landed = (weight.scales[expert] if several else weight.scales).cpu()
+                if not torch.equal(landed.reshape(scales.shape), scales):
                     found.append(f"{name}[{expert}]: scales")
         return found
 
@@ -195,26 +192,23 @@ class Case:
         worst = 0.0
         for name, weight in self.weights.items():
             for expert, matrix in enumerate(
-                self.expected[name].reshape(-1, *weight.numbers.shape[-2:])
+                self.expected[name].cpu().reshape(-1, *weight.numbers.shape[-2:])
             ):
                 x = torch.randn(
                     16, matrix.shape[1], generator=torch.Generator().manual_seed(0)
                 )
                 right = x @ matrix.float().t()
-                worst = max(
-                    worst,
-                    float(
-                        (x @ dequantise(weight, expert).t() - right).norm()
-                        / right.norm()
-                    ),
-                )
+                product = x @ dequantise(weight, expert).cpu().t()
+                worst = max(worst, float((product - right).norm() / right.norm()))
         return worst
 
 
 def as_tensors(
     layout: Layout, arrays: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The arrays in their places; rounded to bfloat16 first, so that both sides start from the same numbers."""
+    """The arrays in their places, on the device; rounded to bfloat16 first, so that both
+    sides start from the same numbers.
+    """
     places = fill(
         layout,
         {
@@ -234,17 +228,20 @@ def as_tensors(
         tensors[piece.local][piece.local_box.slices] = box.reshape(
             tensors[piece.local][piece.local_box.slices].shape
         )
-    return tensors
+    return {name: tensor.to(platform.device) for name, tensor in tensors.items()}
 
 
 def room(shape: tuple[int, ...], block: int | None) -> QuantisedWeight:
-    numbers = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+    on_device: dict[str, Any] = {"device": platform.device}
+    numbers = torch.zeros(shape, dtype=torch.float8_e4m3fn, **on_device)
     one = scale_shape(shape[-2], shape[-1], block)
     scales = torch.zeros(
-        *shape[:-2], *(() if len(shape) > 2 and block is None else one)
+        *shape[:-2],
+        *(() if len(shape) > 2 and block is None else one),
+        **on_device,
     )
     if block is None and len(shape) == 2:  # as vLLM keeps it, transposed
-        numbers = torch.zeros(shape[::-1], dtype=torch.float8_e4m3fn).t()
+        numbers = torch.zeros(shape[::-1], dtype=torch.float8_e4m3fn, **on_device).t()
     return QuantisedWeight(numbers, scales, block)
 
 
