@@ -33,7 +33,7 @@ from megaverl.config.rollout_and_training import (
 )
 from megaverl.config.schema import Config
 from megaverl.config.section import Issues, Section, entry_issues
-from megaverl.config.serving import tinker_issues
+from megaverl.config.tinker_and_actor import tinker_issues
 from megaverl.config.wording import yaml_text
 
 ALL_COMMANDS = (

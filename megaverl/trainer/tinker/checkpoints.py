@@ -94,7 +94,7 @@ class Saved:
 
     @property
     def is_expired(self) -> bool:
-        """Whether the time has come to delete the checkpoint."""
+        """Return whether the time has come to delete the checkpoint."""
         return self.expires is not None and time.time() > self.expires
 
 

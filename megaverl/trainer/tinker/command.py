@@ -21,7 +21,11 @@ from megaverl.trainer.tinker.program import (
     RequestQueue,
     serve_requests,
 )
-from megaverl.trainer.tinker.service import ServedModel, Service, saved_checkpoints
+from megaverl.trainer.tinker.service import (
+    ServedModel,
+    TinkerService,
+    saved_checkpoints,
+)
 from megaverl.trainer.tinker.worker import ROLE, AdapterWorker
 from megaverl.trainer.trainer_engines import make_trainable
 from megaverl.workers.model import TrainingModel
@@ -60,7 +64,7 @@ def serve_tinker(config: Config, console: Console, job: Job | None) -> None:
     async def program(controller: Controller) -> None:
         adapters = AdapterGroup("adapters", range(controller.num_ranks), controller)
         queue = RequestQueue()
-        service = Service(
+        service = TinkerService(
             served,
             builder.tokenizer,
             queue,

@@ -1,4 +1,4 @@
-"""HTTP server in front of `Service`. Each connection has a thread, which mostly waits for a result.
+"""HTTP server in front of `TinkerService`. Each connection has a thread, which mostly waits for a result.
 
 The standard library's server is enough, as for the gateway (`rollout/environments/gateway.py`):
 a thread waits as well as a task does, and nothing further needs to be installed.
@@ -15,14 +15,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 from megaverl.errors import ConfigError
-from megaverl.trainer.tinker.service import PROTOBUF, Refusal, Reply
+from megaverl.trainer.tinker.service import PROTOBUF, HttpReply, Refusal
 
 logger = logging.getLogger(__name__)
 
 API = "/api/v1/"
 MAX_BYTES = 512 * 2**20
 # (method, path below the API's, body) -> answer.
-Answer = Callable[[str, str, bytes], Reply]
+Answer = Callable[[str, str, bytes], HttpReply]
 
 
 class TinkerServer(ThreadingHTTPServer):
@@ -99,11 +99,11 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             reply = self._answer(method)
         except Refusal as error:
-            reply = Reply({"detail": str(error)}, error.status)
+            reply = HttpReply({"detail": str(error)}, error.status)
         except Exception as error:
             logger.exception("tinker: %s %s failed", method, self.path)
             # A bug of the server must not look like one of the client.
-            reply = Reply({"detail": f"{type(error).__name__}: {error}"}, 500)
+            reply = HttpReply({"detail": f"{type(error).__name__}: {error}"}, 500)
         is_json = isinstance(reply.body, dict)
         data = json.dumps(reply.body).encode() if is_json else bytes(reply.body)
         self.send_response(reply.status)
@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def _answer(self, method: str) -> Reply:
+    def _answer(self, method: str) -> HttpReply:
         length = self.headers.get("content-length") or "0"
         size = int(length) if length.isdecimal() else 0
         if size > MAX_BYTES:

@@ -29,7 +29,7 @@ class LossRequest:
 
 
 @dataclass(frozen=True)
-class SampleRows:
+class PromptRows:
     """Prompts to sample from, one response each.
 
     Attributes:
@@ -47,7 +47,7 @@ class SampleRows:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """Result of one call.
 
     Attributes:

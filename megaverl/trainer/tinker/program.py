@@ -1,8 +1,8 @@
 """Program of the server: takes the clients' requests in order of arrival, and calls the workers.
 
 serve_requests     the loop, on the coordinator's rank
-  Job              one request: makes the calls, and gives the result to the client
-  SampleJob        one request for samples. All that wait for the same weights are generated together
+  QueuedRequest              one request: makes the calls, and gives the result to the client
+  QueuedSamples        one request for samples. All that wait for the same weights are generated together
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.references import PendingCall
 from megaverl.trainer.tinker.messages import (
+    CallOutcome,
     LossRequest,
-    Outcome,
-    SampleRows,
+    PromptRows,
     TokenRows,
 )
 from megaverl.trainer.tinker.promises import Promise, RequestFailed
@@ -36,9 +36,9 @@ IDLE_SECONDS = 0.25
 class AdapterGroup(WorkerGroup):
     """All ranks of the server. Each holds its part of the model, of all adapters, and of an engine."""
 
-    def create(self, model: str, seed: int) -> PendingCall[Outcome]:
+    def create(self, model: str, seed: int) -> PendingCall[CallOutcome]:
         """Create new adapters with the initial values of a seed."""
-        return self.report("create", Outcome, model, seed)
+        return self.report("create", CallOutcome, model, seed)
 
     def drop(self, model: str) -> PendingCall[None]:
         """Free the adapters of a model."""
@@ -46,39 +46,39 @@ class AdapterGroup(WorkerGroup):
 
     def forward_backward(
         self, model: str, rows: TokenRows, loss: LossRequest, *, trains: bool
-    ) -> PendingCall[Outcome]:
+    ) -> PendingCall[CallOutcome]:
         """Compute log-probs and loss of rows of tokens, and with `trains` add the gradient to the model's."""
-        return self.report("forward_backward", Outcome, model, rows, loss, trains)
+        return self.report("forward_backward", CallOutcome, model, rows, loss, trains)
 
-    def step(self, model: str, settings: AdamStep) -> PendingCall[Outcome]:
+    def step(self, model: str, settings: AdamStep) -> PendingCall[CallOutcome]:
         """Take one optimizer step on the model's gradients."""
-        return self.report("step", Outcome, model, settings)
+        return self.report("step", CallOutcome, model, settings)
 
-    def save_state(self, model: str, folder: str) -> PendingCall[Outcome]:
+    def save_state(self, model: str, folder: str) -> PendingCall[CallOutcome]:
         """Save adapters and optimizer state."""
-        return self.report("save_state", Outcome, model, folder)
+        return self.report("save_state", CallOutcome, model, folder)
 
     def load_state(
         self, model: str, folder: str, *, with_optimizer: bool
-    ) -> PendingCall[Outcome]:
+    ) -> PendingCall[CallOutcome]:
         """Load a saved state. If that fails, the model keeps what it had."""
-        return self.report("load_state", Outcome, model, folder, with_optimizer)
+        return self.report("load_state", CallOutcome, model, folder, with_optimizer)
 
-    def save_adapter(self, model: str, folder: str) -> PendingCall[Outcome]:
+    def save_adapter(self, model: str, folder: str) -> PendingCall[CallOutcome]:
         """Save the adapters in peft's format."""
-        return self.report("save_adapter", Outcome, model, folder)
+        return self.report("save_adapter", CallOutcome, model, folder)
 
-    def sample(self, folder: str, rows: SampleRows) -> PendingCall[Outcome]:
+    def sample(self, folder: str, rows: PromptRows) -> PendingCall[CallOutcome]:
         """Sample one response for each prompt, with the adapters of a folder."""
-        return self.report("sample", Outcome, folder, rows)
+        return self.report("sample", CallOutcome, folder, rows)
 
-    def score(self, folder: str, rows: TokenRows) -> PendingCall[Outcome]:
+    def score(self, folder: str, rows: TokenRows) -> PendingCall[CallOutcome]:
         """Compute the log-probs of given tokens with the adapters of a folder."""
-        return self.report("score", Outcome, folder, rows)
+        return self.report("score", CallOutcome, folder, rows)
 
 
 @dataclass
-class Job:
+class QueuedRequest:
     """One request in the queue.
 
     Attributes:
@@ -91,7 +91,7 @@ class Job:
 
 
 @dataclass
-class SampleJob:
+class QueuedSamples:
     """One request for samples in the queue.
 
     Attributes:
@@ -104,9 +104,9 @@ class SampleJob:
 
     promise: Promise
     folder: str
-    rows: SampleRows
+    rows: PromptRows
     scored: TokenRows | None
-    make: Callable[[Outcome, list[float] | None], Any]
+    make: Callable[[CallOutcome, list[float] | None], Any]
 
 
 @dataclass
@@ -114,18 +114,18 @@ class RequestQueue:
     """Queue from the threads of the HTTP server to the program. Created in the program's event loop."""
 
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    _jobs: list[Job | SampleJob] = field(default_factory=list)
+    _jobs: list[QueuedRequest | QueuedSamples] = field(default_factory=list)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def put(self, job: Job | SampleJob) -> None:
+    def put(self, job: QueuedRequest | QueuedSamples) -> None:
         """Append a request. Any thread may call it."""
         self.loop.call_soon_threadsafe(self._append, job)
 
-    def _append(self, job: Job | SampleJob) -> None:
+    def _append(self, job: QueuedRequest | QueuedSamples) -> None:
         self._jobs.append(job)
         self._arrived.set()
 
-    async def take(self, seconds: float) -> Job | list[SampleJob] | None:
+    async def take(self, seconds: float) -> QueuedRequest | list[QueuedSamples] | None:
         """Return the next request, or all requests that sample with the same weights. None: none came in time.
 
         Saved weights do not change, so a later request for samples may be answered
@@ -137,15 +137,15 @@ class RequestQueue:
                 await asyncio.wait_for(self._arrived.wait(), seconds)
             except TimeoutError:
                 return None
-        if isinstance(self._jobs[0], SampleJob):
+        if isinstance(self._jobs[0], QueuedSamples):
             await asyncio.sleep(TOGETHER_SECONDS)
         first = self._jobs[0]
-        if isinstance(first, Job):
+        if isinstance(first, QueuedRequest):
             return self._jobs.pop(0)
-        together: list[SampleJob] = []
-        others: list[Job | SampleJob] = []
+        together: list[QueuedSamples] = []
+        others: list[QueuedRequest | QueuedSamples] = []
         for job in self._jobs:
-            if isinstance(job, SampleJob) and job.folder == first.folder:
+            if isinstance(job, QueuedSamples) and job.folder == first.folder:
                 together.append(job)
             else:
                 others.append(job)
@@ -167,7 +167,7 @@ async def serve_requests(
     """
     while not stops():
         jobs = await queue.take(IDLE_SECONDS)
-        if isinstance(jobs, Job):
+        if isinstance(jobs, QueuedRequest):
             await _run(jobs, adapters)
         elif jobs is not None:
             await _sample(
@@ -177,14 +177,14 @@ async def serve_requests(
             await adapters.drop(model)
 
 
-async def _run(job: Job, adapters: AdapterGroup) -> None:
+async def _run(job: QueuedRequest, adapters: AdapterGroup) -> None:
     try:
         job.promise.fulfil(await job.run(adapters))
     except RequestFailed as error:
         job.promise.fail(error)
 
 
-async def _sample(jobs: Sequence[SampleJob], adapters: AdapterGroup) -> None:
+async def _sample(jobs: Sequence[QueuedSamples], adapters: AdapterGroup) -> None:
     """Answer requests that sample with the same weights, by one call to the engines."""
     if not jobs:
         return
@@ -196,7 +196,7 @@ async def _sample(jobs: Sequence[SampleJob], adapters: AdapterGroup) -> None:
         first = 0
         for job in jobs:
             last = first + len(job.rows.prompts)
-            responses = Outcome(
+            responses = CallOutcome(
                 tokens=sampled.tokens[first:last],
                 log_probs=sampled.log_probs[first:last],
                 stopped=sampled.stopped[first:last],
@@ -211,15 +211,15 @@ async def _sample(jobs: Sequence[SampleJob], adapters: AdapterGroup) -> None:
             job.promise.fail(error)
 
 
-def _joined(parts: Sequence[SampleRows]) -> SampleRows:
+def _joined(parts: Sequence[PromptRows]) -> PromptRows:
     fields = {
         name: [value for part in parts for value in getattr(part, name)]
-        for name in SampleRows.__dataclass_fields__
+        for name in PromptRows.__dataclass_fields__
     }
-    return SampleRows(**fields)
+    return PromptRows(**fields)
 
 
-def succeeded(outcome: Outcome) -> Outcome:
+def succeeded(outcome: CallOutcome) -> CallOutcome:
     """Return an outcome that is no refusal.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megaverl.algorithms.summed_losses import SUMMED_LOSSES
-from megaverl.trainer.tinker.messages import LossRequest, Outcome, TokenRows
+from megaverl.trainer.tinker.messages import CallOutcome, LossRequest, TokenRows
 from megaverl.trainer.tinker.promises import RequestFailed
 
 TARGETS = "target_tokens"
@@ -166,7 +166,7 @@ def check_tokens(tokens: Sequence[float], vocab_size: int, where: str) -> None:
             )
 
 
-def forward_backward_output(outcome: Outcome) -> bytes:
+def forward_backward_output(outcome: CallOutcome) -> bytes:
     """Return log-probs and metrics as the message ForwardBackwardOutput."""
     proto = descriptions()
     message = proto.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
@@ -187,7 +187,9 @@ def forward_backward_output(outcome: Outcome) -> bytes:
     return encoded
 
 
-def sample_response(outcome: Outcome, prompt_log_probs: list[float] | None) -> bytes:
+def sample_response(
+    outcome: CallOutcome, prompt_log_probs: list[float] | None
+) -> bytes:
     """Return responses as the message SampleResponse.
 
     Args:

@@ -1,6 +1,6 @@
 """Requests of the clients: sessions, models, sampling clients, and the jobs that they ask for.
 
-Threads of the HTTP server call `Service.answer`. It answers from its own state, or puts
+Threads of the HTTP server call `TinkerService.answer`. It answers from its own state, or puts
 a job into the queue of the program and answers with the id of a promise.
 """
 
@@ -23,12 +23,12 @@ from megaverl.trainer.tinker.checkpoints import (
     SavedCheckpoints,
     SavedPath,
 )
-from megaverl.trainer.tinker.messages import Outcome, SampleRows, TokenRows
+from megaverl.trainer.tinker.messages import CallOutcome, PromptRows, TokenRows
 from megaverl.trainer.tinker.program import (
     AdapterGroup,
-    Job,
+    QueuedRequest,
+    QueuedSamples,
     RequestQueue,
-    SampleJob,
     succeeded,
 )
 from megaverl.trainer.tinker.promises import Promise, Promises, RequestFailed
@@ -72,7 +72,7 @@ class Refusal(Exception):
         self.status = status
 
 
-class Reply(NamedTuple):
+class HttpReply(NamedTuple):
     """Answer to a request: a JSON object, or an encoded protocol buffer."""
 
     body: dict[str, Any] | bytes
@@ -80,7 +80,7 @@ class Reply(NamedTuple):
 
 
 @dataclass
-class Session:
+class ClientSession:
     """A client's connection, which lives as long as its heartbeats."""
 
     seen: float
@@ -117,7 +117,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the server tells clients of the base model.
+    """Description of the base model for clients.
 
     Attributes:
         name: name that clients give.
@@ -135,7 +135,7 @@ class ServedModel:
     trained: str
 
 
-class Service:
+class TinkerService:
     """State of the server, and its answers.
 
     Args:
@@ -162,19 +162,19 @@ class Service:
         self._saved = saved
         self._seed = seed
         self._session_seconds = session_seconds
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, ClientSession] = {}
         self._models: dict[str, TrainedModel] = {}
         self._samplers: dict[str, Sampler] = {}
         self._promises = Promises()
         self._lock = threading.RLock()
         self._swept = time.monotonic()
-        self._posts: dict[str, Callable[[dict[str, Any]], Reply]] = {
-            "auth/token": lambda body: Reply({"jwt": ""}),
+        self._posts: dict[str, Callable[[dict[str, Any]], HttpReply]] = {
+            "auth/token": lambda body: HttpReply({"jwt": ""}),
             "client/config": self._client_config,
-            "client/dynamic_config": lambda body: Reply(
+            "client/dynamic_config": lambda body: HttpReply(
                 {"sample_cancel_enabled": True}
             ),
-            "telemetry": lambda body: Reply({"status": "accepted"}),
+            "telemetry": lambda body: HttpReply({"status": "accepted"}),
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "create_model": self._create_model,
@@ -190,7 +190,7 @@ class Service:
             "cancel_future": self._cancel,
         }
 
-    def answer(self, method: str, path: str, data: bytes) -> Reply:
+    def answer(self, method: str, path: str, data: bytes) -> HttpReply:
         """Answer one request.
 
         Args:
@@ -240,8 +240,8 @@ class Service:
 
     # --- sessions ---------------------------------------------------------------------
 
-    def _client_config(self, body: dict[str, Any]) -> Reply:
-        return Reply(
+    def _client_config(self, body: dict[str, Any]) -> HttpReply:
+        return HttpReply(
             {
                 "pjwt_auth_enabled": False,
                 # Parts of a large request then arrive in their order.
@@ -251,17 +251,19 @@ class Service:
             }
         )
 
-    def _create_session(self, body: dict[str, Any]) -> Reply:
+    def _create_session(self, body: dict[str, Any]) -> HttpReply:
         name = uuid.uuid4().hex
         with self._lock:
-            self._sessions[name] = Session(time.monotonic(), body.get("user_metadata"))
-        return Reply({"session_id": name, "info_message": self._model.trained})
+            self._sessions[name] = ClientSession(
+                time.monotonic(), body.get("user_metadata")
+            )
+        return HttpReply({"session_id": name, "info_message": self._model.trained})
 
-    def _heartbeat(self, body: dict[str, Any]) -> Reply:
+    def _heartbeat(self, body: dict[str, Any]) -> HttpReply:
         self._session(body["session_id"])
-        return Reply({"type": "session_heartbeat"})
+        return HttpReply({"type": "session_heartbeat"})
 
-    def _session(self, name: str) -> Session:
+    def _session(self, name: str) -> ClientSession:
         """Return a session, which has shown that it is alive."""
         with self._lock:
             session = self._sessions.get(name)
@@ -286,7 +288,7 @@ class Service:
 
     # --- models -----------------------------------------------------------------------
 
-    def _create_model(self, body: dict[str, Any]) -> Reply:
+    def _create_model(self, body: dict[str, Any]) -> HttpReply:
         name = self._new_model(body)
         lora = body.get("lora_config") or {}
         seed = lora.get("seed")
@@ -298,7 +300,7 @@ class Service:
             succeeded(await adapters.create(name, drawn if seed is None else int(seed)))
             return {"model_id": name, "type": "create_model"}
 
-        return self._numbered(self._models[name], 0, Job, run)
+        return self._numbered(self._models[name], 0, QueuedRequest, run)
 
     def _new_model(self, body: Mapping[str, Any]) -> str:
         """Register a model, unless the same request has done so before."""
@@ -328,11 +330,11 @@ class Service:
         if optimizer != "adamw":
             raise RequestFailed(f"optimizer {optimizer!r:.40}: this server has adamw.")
 
-    def _get_info(self, body: dict[str, Any]) -> Reply:
+    def _get_info(self, body: dict[str, Any]) -> HttpReply:
         self._trained(body["model_id"])
         model = self._model
         data = {"model_name": model.name, "tokenizer_id": model.tokenizer}
-        return Reply(
+        return HttpReply(
             {
                 "type": "get_info",
                 "model_data": data,
@@ -343,7 +345,7 @@ class Service:
             }
         )
 
-    def _forward_backward(self, data: bytes) -> Reply:
+    def _forward_backward(self, data: bytes) -> HttpReply:
         request = ForwardBackward(data)
         model = self._trained(request.model)
 
@@ -354,9 +356,9 @@ class Service:
             )
             return forward_backward_output(succeeded(outcome))
 
-        return self._numbered(model, request.number, Job, run)
+        return self._numbered(model, request.number, QueuedRequest, run)
 
-    def _optim_step(self, body: dict[str, Any]) -> Reply:
+    def _optim_step(self, body: dict[str, Any]) -> HttpReply:
         name = body["model_id"]
         model = self._trained(name)
 
@@ -380,11 +382,11 @@ class Service:
             outcome = succeeded(await adapters.step(name, settings))
             return {"metrics": outcome.numbers}
 
-        return self._numbered(model, body.get("seq_id"), Job, run)
+        return self._numbered(model, body.get("seq_id"), QueuedRequest, run)
 
     # --- checkpoints ------------------------------------------------------------------
 
-    def _save_weights(self, body: dict[str, Any]) -> Reply:
+    def _save_weights(self, body: dict[str, Any]) -> HttpReply:
         name = body["model_id"]
         model = self._trained(name)
 
@@ -396,9 +398,9 @@ class Service:
             self._saved.commit(path, partial, self._described(model, body))
             return {"path": str(path), "type": "save_weights"}
 
-        return self._numbered(model, body.get("seq_id"), Job, run)
+        return self._numbered(model, body.get("seq_id"), QueuedRequest, run)
 
-    def _save_for_sampler(self, body: dict[str, Any]) -> Reply:
+    def _save_for_sampler(self, body: dict[str, Any]) -> HttpReply:
         name = body["model_id"]
         model = self._trained(name)
 
@@ -423,9 +425,9 @@ class Service:
                 self._samplers[sampler] = Sampler(model.session, path)
             return answer | {"sampling_session_id": sampler}
 
-        return self._numbered(model, body.get("seq_id"), Job, run)
+        return self._numbered(model, body.get("seq_id"), QueuedRequest, run)
 
-    def _load_weights(self, body: dict[str, Any]) -> Reply:
+    def _load_weights(self, body: dict[str, Any]) -> HttpReply:
         is_new = body.get("model_id") is None
         name = self._new_model(body) if is_new else body["model_id"]
         model = self._trained(name)
@@ -445,7 +447,9 @@ class Service:
             succeeded(outcome)
             return {"path": str(path), "model_id": name, "type": "load_weights"}
 
-        return self._numbered(model, 0 if is_new else body.get("seq_id"), Job, run)
+        return self._numbered(
+            model, 0 if is_new else body.get("seq_id"), QueuedRequest, run
+        )
 
     def _described(
         self,
@@ -466,9 +470,9 @@ class Service:
             is_ephemeral=is_ephemeral,
         )
 
-    def _weights_info(self, body: dict[str, Any]) -> Reply:
+    def _weights_info(self, body: dict[str, Any]) -> HttpReply:
         saved = self._found(SavedPath.parse(body["tinker_path"]))
-        return Reply(
+        return HttpReply(
             {
                 "base_model": saved.base_model,
                 "is_lora": True,
@@ -485,7 +489,7 @@ class Service:
 
     # --- sampling ---------------------------------------------------------------------
 
-    def _create_sampler(self, body: dict[str, Any]) -> Reply:
+    def _create_sampler(self, body: dict[str, Any]) -> HttpReply:
         session = body["session_id"]
         self._session(session)
         name = f"{session}:sample:{int(body['sampling_session_seq_id'])}"
@@ -500,7 +504,9 @@ class Service:
             )
         with self._lock:
             self._samplers.setdefault(name, Sampler(session, path))
-        return Reply({"sampling_session_id": name, "type": "create_sampling_session"})
+        return HttpReply(
+            {"sampling_session_id": name, "type": "create_sampling_session"}
+        )
 
     def _sampler(self, name: str) -> Sampler:
         with self._lock:
@@ -511,7 +517,7 @@ class Service:
             )
         return sampler
 
-    def _sample(self, body: dict[str, Any]) -> Reply:
+    def _sample(self, body: dict[str, Any]) -> HttpReply:
         name = body.get("sampling_session_id")
         if name is None:
             raise Refusal(
@@ -540,7 +546,7 @@ class Service:
             scored = TokenRows([tokens[:-1]], [tokens[1:]])
         last = body.get("prompt_logprobs_last_n")
 
-        def make(outcome: Outcome, scores: list[float] | None) -> bytes:
+        def make(outcome: CallOutcome, scores: list[float] | None) -> bytes:
             if body.get("prompt_logprobs"):
                 scores = scores or []
                 if last is not None:
@@ -549,13 +555,13 @@ class Service:
                     scores = [float("nan")] * left_out + scores[left_out:]
             return sample_response(self._stopped(outcome, stop_texts), scores)
 
-        def job(promise: Promise) -> SampleJob:
-            return SampleJob(promise, folder, rows, scored, make)
+        def job(promise: Promise) -> QueuedSamples:
+            return QueuedSamples(promise, folder, rows, scored, make)
 
         reply = self._numbered(sampler, body.get("seq_id"), job)
         assert isinstance(reply.body, dict)
         ids = [f"{reply.body['request_id']}:{index}" for index in range(count)]
-        return Reply(reply.body | {"sample_sequence_ids": ids})
+        return HttpReply(reply.body | {"sample_sequence_ids": ids})
 
     def _sample_rows(
         self,
@@ -564,7 +570,7 @@ class Service:
         tokens: list[int],
         params: Mapping[str, Any],
         count: int,
-    ) -> tuple[list[str], SampleRows]:
+    ) -> tuple[list[str], PromptRows]:
         """Return texts that end a response, and the prompts and options for the engine."""
         room = self._model.max_tokens - len(tokens)
         given = params.get("max_tokens")
@@ -591,7 +597,7 @@ class Service:
         purpose = sampler.partition(":")[2] if seed is None else "client"
         base = self._seed if seed is None else int(seed) % 2**63
         step = number if seed is None else 0
-        return texts, SampleRows(
+        return texts, PromptRows(
             prompts=[tokens] * count,
             seeds=[sample_seed(base, step, index, purpose) for index in range(count)],
             max_tokens=[max_tokens] * count,
@@ -602,7 +608,7 @@ class Service:
             ignores_eos=[ignores_eos] * count,
         )
 
-    def _stopped(self, outcome: Outcome, texts: list[str]) -> Outcome:
+    def _stopped(self, outcome: CallOutcome, texts: list[str]) -> CallOutcome:
         """Cut responses after the first of these texts. Engines know stop tokens only."""
         if not texts:
             return outcome
@@ -616,7 +622,7 @@ class Service:
             (tokens[:end], log_probs[:end], stopped or end is not None)
             for tokens, log_probs, stopped, end in rows
         ]
-        return Outcome(
+        return CallOutcome(
             tokens=[row[0] for row in cut],
             log_probs=[row[1] for row in cut],
             stopped=[row[2] for row in cut],
@@ -628,14 +634,14 @@ class Service:
         self,
         owner: TrainedModel | Sampler,
         number: int | None,
-        make: Callable[..., Job | SampleJob],
+        make: Callable[..., QueuedRequest | QueuedSamples],
         *arguments: Any,
-    ) -> Reply:
+    ) -> HttpReply:
         """Put a job into the queue, unless the same request has done so before. Return the promise's id."""
         with self._lock:
             known = None if number is None else owner.answered.get(number)
             if known is not None:
-                return Reply({"request_id": known.id})
+                return HttpReply({"request_id": known.id})
             promise = self._promises.add()
             if number is not None:
                 owner.answered[number] = promise
@@ -643,9 +649,9 @@ class Service:
                 while len(owner.answered) > 4096:
                     del owner.answered[next(iter(owner.answered))]
             self._queue.put(make(promise, *arguments))
-        return Reply({"request_id": promise.id})
+        return HttpReply({"request_id": promise.id})
 
-    def _retrieve(self, body: dict[str, Any]) -> Reply:
+    def _retrieve(self, body: dict[str, Any]) -> HttpReply:
         promise = self._promises.find(body["request_id"])
         if promise is None:
             raise Refusal(410, "the result is unknown, or was forgotten after an hour.")
@@ -655,22 +661,22 @@ class Service:
                 "request_id": promise.id,
                 "queue_state": "active",
             }
-            return Reply(body, 408)
+            return HttpReply(body, 408)
         if promise.error:
-            return Reply({"error": promise.error, "category": "user"})
-        return Reply(promise.result)
+            return HttpReply({"error": promise.error, "category": "user"})
+        return HttpReply(promise.result)
 
-    def _cancel(self, body: dict[str, Any]) -> Reply:
+    def _cancel(self, body: dict[str, Any]) -> HttpReply:
         if (promise := self._promises.find(body["request_id"])) is not None:
             promise.is_cancelled = True
-        return Reply({})
+        return HttpReply({})
 
     # --- resources --------------------------------------------------------------------
 
-    def _resource(self, method: str, path: list[str], data: bytes) -> Reply:
+    def _resource(self, method: str, path: list[str], data: bytes) -> HttpReply:
         match method, path:
             case "GET", ["healthz"]:
-                return Reply({"status": "ok"})
+                return HttpReply({"status": "ok"})
             case "GET", ["get_server_capabilities"]:
                 served = {
                     "model_name": self._model.name,
@@ -678,11 +684,11 @@ class Service:
                     "trainable": True,
                     "sampleable": True,
                 }
-                return Reply({"supported_models": [served]})
+                return HttpReply({"supported_models": [served]})
             case "GET", ["samplers", name]:
                 sampler = self._sampler(name)
                 path_text = None if sampler.path is None else str(sampler.path)
-                return Reply(
+                return HttpReply(
                     {
                         "sampler_id": name,
                         "base_model": self._model.name,
@@ -691,19 +697,19 @@ class Service:
                 )
             case "POST", ["sessions", name, "finish"]:
                 self._session(name).is_over = True
-                return Reply({})
+                return HttpReply({})
             case "GET", ["training_runs", name] if NAME.fullmatch(name):
                 return self._training_run(name)
             case "GET", ["training_runs", name, "checkpoints"] if NAME.fullmatch(name):
-                return Reply({"checkpoints": self._saved.describe(name)})
+                return HttpReply({"checkpoints": self._saved.describe(name)})
             case "DELETE", ["training_runs", name, "checkpoints", kind, file]:
                 path_to_delete = SavedPath.parse(f"tinker://{name}/{kind}/{file}")
                 self._found(path_to_delete)
                 self._saved.delete(path_to_delete)
-                return Reply({})
+                return HttpReply({})
         raise Refusal(404, f"this server does not have {method} {'/'.join(path)}.")
 
-    def _training_run(self, name: str) -> Reply:
+    def _training_run(self, name: str) -> HttpReply:
         with self._lock:
             model = self._models.get(name)
         newest = self._saved.newest(name)
@@ -719,7 +725,7 @@ class Service:
         }
         last_training = of_kind["training"][-1:] or [None]
         last_sampler = of_kind["sampler"][-1:] or [None]
-        return Reply(
+        return HttpReply(
             {
                 "training_run_id": name,
                 "base_model": self._model.name,

@@ -23,9 +23,9 @@ from megaverl.platform import platform
 from megaverl.rollout.engine import SamplingOptions
 from megaverl.trainer.job import Stages
 from megaverl.trainer.tinker.messages import (
+    CallOutcome,
     LossRequest,
-    Outcome,
-    SampleRows,
+    PromptRows,
     TokenRows,
 )
 from megaverl.workers.adapter_slots import AdamStep, AdapterSlots
@@ -44,19 +44,19 @@ P = ParamSpec("P")
 
 
 def reports_refusals(
-    method: Callable[Concatenate[AdapterWorker, P], Outcome],
-) -> Callable[Concatenate[AdapterWorker, P], Outcome]:
+    method: Callable[Concatenate[AdapterWorker, P], CallOutcome],
+) -> Callable[Concatenate[AdapterWorker, P], CallOutcome]:
     """Let a method return errors that a request causes, since an exception would end the server.
 
     Such errors are raised on every rank alike.
     """
 
     @functools.wraps(method)
-    def wrapped(self: AdapterWorker, *args: P.args, **kwargs: P.kwargs) -> Outcome:
+    def wrapped(self: AdapterWorker, *args: P.args, **kwargs: P.kwargs) -> CallOutcome:
         try:
             return method(self, *args, **kwargs)
         except MegaverlError as error:
-            return Outcome(error=str(error))
+            return CallOutcome(error=str(error))
 
     return wrapped
 
@@ -95,10 +95,10 @@ class AdapterWorker:
         self._sampled: str | None = None
 
     @reports_refusals
-    def create(self, model: str, seed: int) -> Outcome:
+    def create(self, model: str, seed: int) -> CallOutcome:
         """Create new adapters with the initial values of a seed."""
         self._slots.create(model, seed)
-        return Outcome()
+        return CallOutcome()
 
     def drop(self, model: str) -> None:
         """Free the adapters of a model."""
@@ -107,7 +107,7 @@ class AdapterWorker:
     @reports_refusals
     def forward_backward(
         self, model: str, rows: TokenRows, loss: LossRequest, trains: bool
-    ) -> Outcome:
+    ) -> CallOutcome:
         """Compute log-probs and loss of rows of tokens, and add the loss's gradient to the model's.
 
         Args:
@@ -126,14 +126,14 @@ class AdapterWorker:
         total = float(token_losses.double().sum())
         # Every rank has the same log-probs, and so decides alike.
         if not math.isfinite(total):
-            return Outcome(
+            return CallOutcome(
                 error=f"the loss is {total}, so its gradient was dropped. Check the log-probs, advantages and weights "
                 "of the request."
             )
         if trains:
             self._slots.add_gradients()
         lengths = [len(row) for row in rows.targets]
-        return Outcome(
+        return CallOutcome(
             log_probs=[
                 row[:length]
                 for row, length in zip(log_probs.tolist(), lengths, strict=True)
@@ -142,17 +142,17 @@ class AdapterWorker:
         )
 
     @reports_refusals
-    def step(self, model: str, settings: AdamStep) -> Outcome:
+    def step(self, model: str, settings: AdamStep) -> CallOutcome:
         """Take one optimizer step on the model's gradients."""
         self._slots.activate(model)
         with self._stages("optim_step"):
             norm = self._slots.step(settings)
         if math.isnan(norm):
-            return Outcome(
+            return CallOutcome(
                 error="the gradient is not finite, so no step was taken and the gradient was dropped. Lower the "
                 "learning rate, or check the data."
             )
-        return Outcome(
+        return CallOutcome(
             numbers={
                 "grad_norm": norm,
                 "lr": settings.learning_rate,
@@ -161,7 +161,7 @@ class AdapterWorker:
         )
 
     @reports_refusals
-    def save_state(self, model: str, folder: str) -> Outcome:
+    def save_state(self, model: str, folder: str) -> CallOutcome:
         """Save adapters and optimizer state as a checkpoint, and the adapters in peft's format beside it."""
         self._slots.activate(model)
         num_steps = self._slots[model].num_steps
@@ -170,10 +170,10 @@ class AdapterWorker:
             roles = {ROLE: self._trainable}
             store.save(num_steps, roles, {"num_steps": num_steps})
             self._model.save_adapters(Path(folder, ADAPTER_FOLDER), base=self._base)
-        return Outcome()
+        return CallOutcome()
 
     @reports_refusals
-    def load_state(self, model: str, folder: str, with_optimizer: bool) -> Outcome:
+    def load_state(self, model: str, folder: str, with_optimizer: bool) -> CallOutcome:
         """Load a checkpoint of `save_state`. If that fails, the model keeps what it had.
 
         Args:
@@ -194,18 +194,18 @@ class AdapterWorker:
             if not with_optimizer:
                 self._slots.forget_moments()
             self._slots.rename(LOADING, model)
-        return Outcome()
+        return CallOutcome()
 
     @reports_refusals
-    def save_adapter(self, model: str, folder: str) -> Outcome:
+    def save_adapter(self, model: str, folder: str) -> CallOutcome:
         """Save the adapters in peft's format."""
         self._slots.activate(model)
         with self._stages("save_weights_for_sampler"):
             self._model.save_adapters(folder, base=self._base)
-        return Outcome()
+        return CallOutcome()
 
     @reports_refusals
-    def sample(self, folder: str, rows: SampleRows) -> Outcome:
+    def sample(self, folder: str, rows: PromptRows) -> CallOutcome:
         """Sample one response for each prompt.
 
         Args:
@@ -230,19 +230,19 @@ class AdapterWorker:
                 for i in range(len(rows.prompts))
             ]
             generations = self._rollout.generate(rows.prompts, options, rows.seeds)
-        return Outcome(
+        return CallOutcome(
             tokens=[list(generation.token_ids) for generation in generations],
             log_probs=[list(generation.log_probs) for generation in generations],
             stopped=[generation.finish_reason == "stop" for generation in generations],
         )
 
     @reports_refusals
-    def score(self, folder: str, rows: TokenRows) -> Outcome:
+    def score(self, folder: str, rows: TokenRows) -> CallOutcome:
         """Compute the log-probs of given tokens with the adapters of a folder, or with the base model."""
         with self._stages("log_probs"):
             self._read_adapter(folder)
             log_probs = self._log_probs(rows, _fields(rows))
-        return Outcome(
+        return CallOutcome(
             log_probs=[
                 row[: len(targets)]
                 for row, targets in zip(log_probs.tolist(), rows.targets, strict=True)

