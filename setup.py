@@ -147,6 +147,19 @@ EXTRAS_REQUIRE = {
     # A harness of others that is trained as it is, in the tests:
     # environment.name=gateway.
     "agents": ["pydantic-ai-slim[openai]>=2.0"],
+    # The client of Tinker's API, which also describes its messages: megaverl serve
+    # tinker.
+    "tinker": ["tinker>=0.38"],
+    # Recipes for that API, in the tests. They are installed without what they depend
+    # on: tml-renderers, which only some models need, has no release that fits.
+    "tinker-recipes": [
+        "tinker-cookbook>=0.6",
+        "blobfile>=3.0",
+        "chz>=0.4",
+        "lxml>=5.0",
+        "pycryptodomex>=3.20",
+        "termcolor>=2.0",
+    ],
     # Python's stacks of a step: run.profile.tools=py_spy.
     "profile": ["py-spy>=0.4"],
     # The documents as a site: mkdocs serve.

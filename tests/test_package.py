@@ -521,6 +521,8 @@ def lock_lines(name: str) -> list[str]:
         "bench",
         "environments",
         "reasoning-gym",
+        "tinker",
+        "tinker-recipes",
         "cuda-py312",
         "resiliency-py312",
     ],

@@ -149,6 +149,19 @@ def locks() -> list[Lock]:
             on_top_of=base,
         ),
         Lock(
+            "tinker",
+            ("tinker",),
+            "the client of Tinker's API, which megaverl serve tinker needs",
+            on_top_of=base,
+        ),
+        Lock(
+            "tinker-recipes",
+            ("tinker-recipes",),
+            "recipes for Tinker's API, in the tests",
+            on_top_of=base,
+            resolve=False,
+        ),
+        Lock(
             "bench",
             ("trl",),
             "TRL, which tools/bench_step.py measures beside megaverl",

@@ -63,7 +63,7 @@ COMMANDS = {
     ),
     "serve": (
         "serve",
-        "start vLLM's server for rollouts, or for a shared reward or judge model",
+        "start a server for rollouts, for a reward or judge model, or with Tinker's API",
     ),
     "report": ("report", "write one HTML page about one or several runs"),
     "watch": (

@@ -1,7 +1,8 @@
-"""Commands about servers: `megaverl serve` starts vLLM's server, `megaverl rollout-pool` changes the servers of a run.
+"""Commands about servers: `megaverl serve` starts a server, `megaverl rollout-pool` changes the servers of a run.
 
-A server generates for runs, or holds a reward or judge model that several jobs share.
-`rollout-pool` adds and removes generating servers while the run goes on.
+A server generates for runs, holds a reward or judge model that several jobs share, or
+trains adapters for clients of Tinker's API. The first two are vLLM's. `rollout-pool`
+adds and removes generating servers while the run goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from typing import Any
 
 import yaml
 
-from megaverl.cli.options import Subcommand, UsageError, add_json
+from megaverl.cli.options import (
+    Subcommand,
+    UsageError,
+    add_dry_run,
+    add_json,
+    add_nproc,
+)
 from megaverl.config import RolloutConfig
 from megaverl.errors import FAILED, MegaverlError
 from megaverl.gpus import count_gpus
@@ -48,8 +55,10 @@ ROLLOUT_ARGUMENTS = (
     *("--logprobs-mode", "processed_logprobs"),
 )
 EXTENSION = "--worker-extension-cls"
+# The server that is no vLLM server: it takes a configuration in place of a model.
+TINKER = "tinker"
 SERVE = """\
-Start vLLM's server.
+Start a server: vLLM's for rollout and reward, this project's for tinker.
 
 rollout: a server for runs with rollout.engine=server. It generates responses and receives the runs' weights.
 
@@ -65,19 +74,33 @@ reward: a model that several jobs share: a sequence classifier with one label, w
   REWARD_TOKEN=... megaverl serve reward my/judge --judge --host 10.0.0.5 --token-env REWARD_TOKEN
   megaverl train ... 'reward={judge: {url: "http://10.0.0.5:8001/v1", model: my/judge, token_env: REWARD_TOKEN}}'
 
-The server listens on the interface of --host; other than the loopback it needs a token. It uses a part of the memory
+tinker: a server with Tinker's API, on which clients train LoRA adapters of one model side by side. It takes a
+configuration and key=value like `megaverl train`; section tinker has its interface, port and API key.
+
+  megaverl serve tinker server.yaml model.path=DIR 'actor.lora={rank: 32}' tinker.port=8002
+  TINKER_BASE_URL=http://127.0.0.1:8002 TINKER_API_KEY=tml-any python my_recipe.py
+
+vLLM's server listens on the interface of --host; other than the loopback it needs a token. It uses a part of the memory
 that is free when it starts. --vllm='--max-model-len 4096' passes arguments to `vllm serve`, which override megaverl's
 defaults. Ctrl-C or SIGTERM ends the server.
 """
 
 
 def _serve_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=tuple(PORTS))
+    parser.add_argument("what", choices=(*PORTS, TINKER))
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="Hugging Face folder, or org/name; also its name in requests",
+        help="Hugging Face folder, or org/name; also its name in requests. tinker: YAML file of the configuration",
     )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="tinker: override a key of the file",
+    )
+    add_nproc(parser, "tinker: processes to start on this machine (run.nproc)")
+    add_dry_run(parser)
     parser.add_argument(
         "--judge",
         action="store_true",
@@ -199,8 +222,23 @@ def server_command(
     ], variables
 
 
+def _serve_tinker(arguments: argparse.Namespace) -> int:
+    """Check the configuration, then run the server's ranks, or this process's rank under torchrun."""
+    # Imported here, because vLLM's servers need no torch in this process.
+    from megaverl.cli.train import run_command
+
+    arguments.config = arguments.model
+    return run_command(TINKER, arguments, apply=None, words=("serve",))
+
+
 def _serve(arguments: argparse.Namespace) -> int:
-    """Start vLLM's server, and wait until it ends."""
+    """Start a server, and wait until it ends."""
+    if arguments.what == TINKER:
+        return _serve_tinker(arguments)
+    if arguments.overrides or arguments.nproc or arguments.dry_run:
+        raise UsageError(
+            f"key=value, --nproc and --dry-run are options of `megaverl serve {TINKER}`"
+        )
     command, variables = server_command(arguments, os.environ)
     service = arguments.what
     host = arguments.host

@@ -109,12 +109,18 @@ def rank_command(
 
 
 def run_command(
-    command: Command, arguments: argparse.Namespace, apply: Apply | None
+    command: Command,
+    arguments: argparse.Namespace,
+    apply: Apply | None,
+    words: tuple[str, ...] | None = None,
 ) -> int:
     """Check everything, then run the command.
 
     Under torchrun this process runs its rank. Otherwise it starts the ranks and waits
     for them.
+
+    Args:
+        words: first words of the command line that runs a rank. None: the command's name.
 
     Returns:
         The exit code of the command.
@@ -182,7 +188,8 @@ def run_command(
     from megaverl.trainer.elastic_agent import launch
 
     try:
-        return launch(config, command, [command, *arguments.argv], arguments.nproc)
+        line = [*(words or (command,)), *arguments.argv]
+        return launch(config, command, line, arguments.nproc)
     except MegaverlError as error:
         print(error, file=sys.stderr)
         return exit_code(error)
@@ -203,7 +210,7 @@ def summary(config: Config, command: str, checked: Preflight | None) -> str:
     parts = [f"{ranks:,} rank{'s' if ranks > 1 else ''}"]
     if checked is not None and checked.num_rows is not None:
         parts.append(f"{checked.num_rows:,} training rows")
-    if command not in ("generate", "eval"):
+    if command not in ("generate", "eval", "tinker"):
         parts.append(f"{planned.get(command, config.trainer.steps):,} steps")
     parts += planned_memory(config, command, ranks)
     left_out = (

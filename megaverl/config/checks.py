@@ -33,9 +33,13 @@ from megaverl.config.rollout_and_training import (
 )
 from megaverl.config.schema import Config
 from megaverl.config.section import Issues, Section, entry_issues
+from megaverl.config.tinker_and_actor import tinker_issues
 from megaverl.config.wording import yaml_text
 
-ALL_COMMANDS = ("train", "quickstart", "sft", "dpo", "reward", "generate", "eval")
+ALL_COMMANDS = (
+    *("train", "quickstart", "sft", "dpo", "reward"),
+    *("generate", "eval", "tinker"),
+)
 # Section -> commands that read it, and so apply its rules. `role_issues` applies those
 # of the roles.
 READ_BY = {
@@ -45,12 +49,13 @@ READ_BY = {
     "algorithm": REINFORCING,
     "environment": REINFORCING,
     "mix": REINFORCING,
-    "rollout": (*REINFORCING, "eval", "generate"),
+    "rollout": (*REINFORCING, "eval", "generate", "tinker"),
     "trainer": (*REINFORCING, "eval"),
     "reward": (*REINFORCING, "eval"),
     "evaluation": ("eval",),
     "sft": ("sft", "quickstart"),
     "preference": ("dpo", "reward"),
+    "tinker": ("tinker",),
 }
 
 
@@ -80,6 +85,8 @@ def cross_mistakes(
         mistakes += optimizer_issues(config)
         mistakes += rollout_and_training_issues(config, spec)
         mistakes += _replanning_issues(config)
+    if command == "tinker":
+        mistakes += tinker_issues(config)
     if command in ("dpo", "reward"):
         mistakes += preference_issues(config, command, check_paths)
     if command in (*REINFORCING, "eval", "generate"):

@@ -68,7 +68,7 @@ def file_issues(config: Config, command: str) -> Issues:
     if command == "eval":
         del wanted["data.train"]
         yield from _suite_issues(config)
-    if command == "generate":
+    if command in ("generate", "tinker"):
         wanted = {}
     for key, paths in wanted.items():
         for index, source in enumerate(paths):
@@ -185,7 +185,7 @@ def run_folder_issues(config: Config) -> Issues:
 def package_issues(config: Config, command: str) -> Issues:
     """Yield a mistake for each package that the run needs and that is not installed."""
     generates = (
-        command in ("train", "eval", "generate", "quickstart")
+        command in ("train", "eval", "generate", "quickstart", "tinker")
         and config.trainer.replay_rollouts is None
     )
     if generates and config.rollout.engine == "vllm" and find_spec("vllm") is None:

@@ -72,7 +72,7 @@ def used_roles(config: Config, command: str) -> list[str]:
     if command == "dpo":
         return ["actor"] + ["reference"] * config.preference_needs_reference
     if command not in REINFORCING:
-        return ["actor"] if command == "sft" else []
+        return ["actor"] if command in ("sft", "tinker") else []
     roles = (
         ["actor"]
         + ["critic"] * config.uses_critic

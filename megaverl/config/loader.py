@@ -54,7 +54,9 @@ from megaverl.config.yaml_source import (
 )
 from megaverl.errors import ConfigError
 
-Command = Literal["train", "sft", "dpo", "reward", "generate", "eval", "quickstart"]
+Command = Literal[
+    "train", "sft", "dpo", "reward", "generate", "eval", "quickstart", "tinker"
+]
 
 
 # Keys that may be `auto`. Their values are chosen for the run's ranks before the

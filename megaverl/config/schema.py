@@ -39,6 +39,7 @@ from megaverl.config.run import (
     rewards_as_list,
 )
 from megaverl.config.section import Paths, Section
+from megaverl.config.serving import TinkerConfig
 from megaverl.config.signatures import signature_of
 from megaverl.config.watching import AlertConfig
 from megaverl.errors import ConfigError
@@ -118,6 +119,8 @@ class Config(Section):
     """Training on pairs of responses: `megaverl dpo`, `megaverl reward`."""
     reward_model: RewardModelConfig = RewardModelConfig()
     """A reward model that is trained: PRIME, `megaverl reward`, `mix`."""
+    tinker: TinkerConfig = TinkerConfig()
+    """The server of `megaverl serve tinker`."""
     mix: list[MixConfig] = []
     """Additional updates in a training step."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -144,7 +144,7 @@ def _tasks(config: Config, command: str) -> Iterator[CodeCheck]:
         for part in ("train", "validation"):
             for index, path in enumerate(getattr(config.preference, part)):
                 yield CodeCheck("pairs", f"preference.{part}.{index}", path)
-    if command == "generate":
+    if command in ("generate", "tinker"):
         sources = {}
     takes_images = _takes_images(config)
     for key, entries in sources.items():
@@ -229,7 +229,7 @@ def _function_tasks(config: Config, command: str) -> Iterator[CodeCheck]:
     for index, tracker in enumerate(config.run.log_with):
         if ":" in tracker:
             yield CodeCheck("function", f"run.log_with.{index}", tracker, ("info",))
-    if command in (*REINFORCING, "eval", "generate"):
+    if command in (*REINFORCING, "eval", "generate", "tinker"):
         if ":" in rollout.engine:
             yield CodeCheck(
                 "function", "rollout.engine", rollout.engine, ("model_folder", "config")

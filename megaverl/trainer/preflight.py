@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 # Marks ranks whose code and data the starting command has checked, or was told not to
 # check.
 CHECKED = "_MEGAVERL_CHECKED"
-GENERATES = ("train", "eval", "generate", "quickstart")
+GENERATES = ("train", "eval", "generate", "quickstart", "tinker")
 
 
 def prepare_environment(config: Config, command: str) -> None:

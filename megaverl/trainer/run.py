@@ -39,7 +39,7 @@ def main(
     *,
     checks_files: bool = True,
 ) -> int:
-    """Run `command` (train, sft, dpo, reward, eval, generate or quickstart) on this rank.
+    """Run `command` (a key of `COMMANDS`) on this rank.
 
     Errors are raised. The calling process shows them and exits.
 
@@ -276,6 +276,14 @@ def _quickstart(
     quickstart(config, console, job)
 
 
+def _tinker(
+    config: Config, console: Console, job: Job | None, options: dict[str, Any]
+) -> None:
+    from megaverl.trainer.tinker.command import serve_tinker
+
+    serve_tinker(config, console, job)
+
+
 Command = Callable[[Config, Console, Job | None, dict[str, Any]], None]
 COMMANDS: dict[str, Command] = {
     "train": _train,
@@ -285,4 +293,5 @@ COMMANDS: dict[str, Command] = {
     "eval": _eval,
     "generate": _generate,
     "quickstart": _quickstart,
+    "tinker": _tinker,
 }

@@ -229,6 +229,12 @@ class MegatronTrainable(MegatronGradients):
                     gradients[f"{number}.{len(gradients)}"] = flat
         return gradients
 
+    @property
+    def torch_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Optimizers that hold the state of this rank's parameters, one for each optimizer of megatron-core's chain."""
+        inner = (single.optimizer for single in _chain(self.optimizer))
+        return [optimizer for optimizer in inner if optimizer is not None]
+
     def _masters(self) -> dict[str, torch.Tensor]:
         optimizers = enumerate(_chain(self.optimizer))
         masters = (

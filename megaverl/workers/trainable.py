@@ -304,6 +304,43 @@ class TrainableModel(ABC):
                 micro_batches, loss, tokens, self.sender if is_last else None
             )
 
+    def compute_gradients(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss
+    ) -> MetricSums:
+        """Compute the gradient of these micro-batches, and leave it in `gradients`. No weight changes. Collective.
+
+        Call it inside `updating`, which keeps the gradients on the device.
+
+        Returns:
+            The loss's sums over all micro-batches and data-parallel ranks.
+        """
+        self._zero_gradients()
+        return self._reduce(self._forward_backward(micro_batches, loss))
+
+    def zero_gradients(self) -> None:
+        """Zero `gradients`, so that gradients of other origin can be added to them."""
+        self._zero_gradients()
+
+    def apply_gradients(self, max_norm: float) -> float:
+        """Take an optimizer step on `gradients`, with the optimizer's present settings. Collective.
+
+        Nothing is decided: the caller has checked the gradients. Call it inside
+        `updating`.
+
+        Args:
+            max_norm: larger gradients are clipped to this norm. 0: no clipping.
+
+        Returns:
+            The norm of the gradients before clipping. The step is not taken if it is not finite.
+        """
+        norm = self._gradient_norm()
+        if norm is None or not math.isfinite(norm):
+            return math.nan
+        self._multiply_gradients(clip_factor(norm, max_norm))
+        self.before_step()
+        self._step()
+        return norm
+
     def _update(
         self,
         micro_batches: Sequence[MicroBatch],

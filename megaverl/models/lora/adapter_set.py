@@ -132,6 +132,23 @@ def initial_factor(low_rank: LowRank, seed: int) -> torch.Tensor:
     )
 
 
+@torch.no_grad()
+def reset_factors(adapters: AdapterSet, seed: int) -> None:
+    """Set the factors to the initial values of new adapters: A from the seed, B to zero.
+
+    The values do not depend on the grid. Other trained weights stay as they are.
+    """
+    by_a = {low_rank.a: low_rank for low_rank in adapters.low_ranks.values()}
+    names_of_b = {low_rank.b for low_rank in adapters.low_ranks.values()}
+    for piece in adapters.layout_of(adapters.grid.rank).pieces:
+        place = adapters.parameters[piece.local][piece.local_box.slices]
+        if piece.tensor in by_a:
+            values = initial_factor(by_a[piece.tensor], seed)
+            place.copy_(values[piece.box.slices])
+        elif piece.tensor in names_of_b:
+            place.zero_()
+
+
 class Merge:
     """Merges adapters into weights in another layout, in place, each time the base weights have arrived.
 
