@@ -32,6 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in starting)
 
 
+def pytest_collection_finish() -> None:
+    """Leave modules and collected tests out of later collections of garbage, which would go through them each time."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What was skipped, and what it wants, in a line each."""
     for line in skipped_lines(

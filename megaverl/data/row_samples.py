@@ -30,6 +30,7 @@ from megaverl.errors import DataError
 
 FIRST_ROWS = 16
 SPREAD_ROWS = 16
+ANSWER_SECONDS = 5.0  # timeout for the hub's answer
 # Sources with more bytes are sampled by position.
 LARGE_BYTES = 256 * 2**20
 # A longer line of JSONL cannot be a row that fits a model, and is not read to its end.
@@ -67,6 +68,7 @@ class RowSample:
             "yes",
             "on",
         ):
+            check_reached(source)
             reader = HubReader(source)
             self._rows = islice(
                 iter(reader.read, None), min(FIRST_ROWS, source.limit or FIRST_ROWS)
@@ -81,6 +83,26 @@ class RowSample:
 
     def __iter__(self) -> Iterator[Row]:
         return self._rows
+
+
+def check_reached(source: SourceConfig) -> None:
+    """Ask the hub for a data set once. `datasets` would retry for half a minute before it gives up.
+
+    Raises:
+        DataError: there is no connection to the hub.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi(endpoint=os.environ.get("HF_ENDPOINT")).dataset_info(
+            source.path, revision=source.revision, timeout=ANSWER_SECONDS
+        )
+    # Names of huggingface_hub's HTTP libraries. What else is wrong, `datasets` reports.
+    except Exception as error:
+        if type(error).__name__ in ("ConnectError", "ConnectionError"):
+            raise DataError(
+                f"{source.path}: the hub is not reached ({error})."
+            ) from error
 
 
 def is_large(files: Sequence[Path]) -> bool:
