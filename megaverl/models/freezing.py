@@ -45,7 +45,7 @@ def frozen_names(
 
 
 def frozen_parameters(
-    stage: int, layouts: Iterable[Layout], frozen: Collection[str], role: str
+    stage: int, layouts: Iterable[Layout], frozen: set[str], role: str
 ) -> set[str]:
     """Return the local tensors of a pipeline stage that hold frozen weights. They are the same on all of its ranks.
 
@@ -66,7 +66,7 @@ def frozen_parameters(
             tensors_of.setdefault(local, set()).add(piece.tensor)
     parameters = set()
     for local, tensors in tensors_of.items():
-        trained = tensors - set(frozen)
+        trained = tensors - frozen
         if trained and len(trained) < len(tensors):
             raise ConfigError(
                 f"{role}.freeze: megatron-core keeps {', '.join(sorted(tensors))} in one parameter. Freeze all of "
