@@ -149,9 +149,12 @@ def _jobs() -> list[tuple[str, PlannedJob]]:
             make_job(config, ModelSpec.from_config(LLAMA3_8B), 8),
         )
     ]
-    for name, world in (("grpo_8_nodes", 64), ("grpo_128_nodes", 1024)):
+    for name, world, grid in (
+        ("grpo_8_nodes", 64, []),
+        ("grpo_128_nodes", 1024, ["actor={tp: 8, pp: 8}"]),
+    ):
         path = ROOT / "configs" / "llama3_70b" / f"{name}.yaml"
-        config = load_config(path, [], check_paths=False, world_size=world)
+        config = load_config(path, grid, check_paths=False, world_size=world)
         jobs.append(
             (
                 f"llama3_70b/{name}, {world:,} ranks",
