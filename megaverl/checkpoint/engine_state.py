@@ -32,7 +32,12 @@ from megaverl.sharding.layout import Layout
 from megaverl.weights.transports import view, viewed
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable, local
+from megaverl.workers.optimizers import (
+    FSDPTrainable,
+    MegatronTrainable,
+    create_state,
+    local,
+)
 
 platform.adapt_megatron()
 
@@ -272,11 +277,7 @@ def _allocate(role: str, optimizer: Any) -> None:
                 f"the distributed optimizer. Use adam, or set {role}.ddp.use_distributed_optimizer=false."
             )
         return
-    optimizer.init_state_fn(inner, optimizer.config)
-    # Includes AdamW. Transformer Engine's Adam keeps its step per group instead.
-    if isinstance(inner, torch.optim.Adam):
-        for state in inner.state.values():
-            state.setdefault("step", torch.tensor(0.0))
+    create_state(optimizer)
 
 
 def _load_optimizer(optimizer: Any, state: Any) -> None:

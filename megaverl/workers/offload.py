@@ -191,8 +191,8 @@ class Offload:
     Blocks may nest.
 
     Args:
-        storages: returns the storages. It is called at every offload, because an optimizer creates its state in its
-            first step.
+        storages: returns the storages. It is called at every offload, because some optimizers create their state in
+            their first step.
         place: target of the copies.
 
     Example:
@@ -227,7 +227,7 @@ class Offload:
         """Copy the storages to the target and empty them. Does nothing if they are already offloaded."""
         if self._offloaded:
             return
-        # Asked anew each time: an optimizer creates its state in its first step.
+        # Asked anew each time: some optimizers create their state in their first step.
         storages = self._storages()
         self._place.store(storages)
         self._offloaded = [(storage, storage.nbytes()) for storage in storages]

@@ -7,7 +7,7 @@ AdamW on their shards. Both use megatron-core's parameter scheduler.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -166,6 +166,8 @@ class MegatronTrainable(MegatronGradients):
         # megatron-core asks the model's configuration for the functions of its
         # schedule.
         model.config.grad_scale_func = self.optimizer.scale_loss
+        for single in _chain(self.optimizer):
+            create_state(single)
         self._offload(offload or OffloadConfig())
 
     def _zero_gradients(self) -> None:
@@ -335,7 +337,6 @@ def ddp_config_of(
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters that megatron-core's optimizers update and their state, over all optimizers of a chain."""
     for single in _chain(optimizer):
-        # State exists after the first step only.
         yield from _stepped_on(single)
         for state in (
             single.optimizer.state.values() if single.optimizer is not None else ()
@@ -348,6 +349,44 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
 def _chain(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the optimizers of a chain. Megatron-core uses several if experts have their own process groups."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def create_state(optimizer: MegatronOptimizer) -> None:
+    """Create the initial state of one of megatron-core's optimizers, unless it exists.
+
+    Nothing happens on a rank without trainable parameters, and for optimizers whose
+    state megatron-core cannot create before a step.
+
+    The first step would create the state too, but next to the activations of an update.
+    Blocks of torch's allocator that hold both cannot be given back to the device, where
+    the cache of an engine on the same GPU needs their memory when it wakes. A run whose
+    state does not fit also fails before its first step, not after it.
+    """
+    inner = optimizer.optimizer
+    if inner is None or optimizer.init_state_fn is None:
+        return
+    optimizer.init_state_fn(inner, optimizer.config)
+    # Includes AdamW. Transformer Engine's Adam keeps its step per group instead.
+    if isinstance(inner, torch.optim.Adam):
+        for state in inner.state.values():
+            state.setdefault("step", torch.tensor(0.0))
+
+
+def create_adam_state(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]
+) -> None:
+    """Create the initial state of torch's AdamW, unless it exists; see `create_state`.
+
+    Nothing happens for other classes, whose state may have another form.
+    """
+    if type(optimizer) is not torch.optim.AdamW:
+        return
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
 
 
 def _stepped_on(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
@@ -454,6 +493,7 @@ class FSDPTrainable(TrainableModel):
         self.scheduler = OptimizerParamScheduler(
             self.optimizer, **scheduler_options(config, scheduler, total_updates)
         )
+        create_adam_state(self.optimizer, self.parameters)
         self._offload(offload or OffloadConfig())
 
     def _zero_gradients(self) -> None:

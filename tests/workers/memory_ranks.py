@@ -138,23 +138,31 @@ def every_kind_of_update(
 
 
 def bytes_here(folder: str, shape: dict[str, int], **variant: Any) -> dict[str, int]:
-    """Bytes of what a role holds between stages: weights, gradients, the optimizer's state."""
+    """Bytes of what a role holds between stages: weights, gradients, the optimizer's
+    state, and of that state before the first update.
+    """
     made = actor(folder, shape, **variant)
-    made.update(experience(), step=0)
-    made.log_probs(experience())
     trainable = made.trainable
-    gradients = [buffer.grad_data for buffer in trainable._buffers]
+
+    def gradients() -> list[torch.Tensor]:
+        return [buffer.grad_data for buffer in trainable._buffers]
 
     def total(tensors: list[torch.Tensor]) -> int:
         return sum(storage.nbytes() for storage in storages_of(tensors))
 
-    state = storages_of(
-        optimizer_tensors(trainable.optimizer), without=[*made.model.held, *gradients]
-    )
+    def of_optimizer() -> int:
+        tensors = optimizer_tensors(trainable.optimizer)
+        state = storages_of(tensors, without=[*made.model.held, *gradients()])
+        return sum(storage.nbytes() for storage in state)
+
+    at_first = of_optimizer()
+    made.update(experience(), step=0)
+    made.log_probs(experience())
     return {
         "weights": total(made.model.held),
-        "gradients": total(gradients),
-        "optimizer": sum(storage.nbytes() for storage in state),
+        "gradients": total(gradients()),
+        "optimizer": of_optimizer(),
+        "optimizer at first": at_first,
     }
 
 
