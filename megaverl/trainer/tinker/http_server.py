@@ -113,6 +113,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _answer(self, method: str) -> HttpReply:
+        token = self.server.token
+        sent = self.headers.get("x-api-key", "")
+        if token is not None and not hmac.compare_digest(sent.encode(), token.encode()):
+            # A stranger's body is not read, so the connection cannot be used again.
+            self.close_connection = True
+            raise Refusal(401, "the API key is not the server's (tinker.token_env).")
         length = self.headers.get("content-length") or "0"
         size = int(length) if length.isdecimal() else 0
         if size > MAX_BYTES:
@@ -120,10 +126,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             raise Refusal(413, f"a request has at most {MAX_BYTES} bytes.")
         data = self.rfile.read(size)
-        token = self.server.token
-        sent = self.headers.get("x-api-key", "")
-        if token is not None and not hmac.compare_digest(sent.encode(), token.encode()):
-            raise Refusal(401, "the API key is not the server's (tinker.token_env).")
         path = unquote(urlsplit(self.path).path)
         if not path.startswith(API):
             raise Refusal(404, f"there is no {path}: paths begin with {API}.")
