@@ -65,6 +65,7 @@ from megaverl.user_code import describe, user_code
 
 logger = logging.getLogger(__name__)
 
+MAX_BYTES = 128 * 2**20  # of the body of a call
 NO_TOKEN = "none"  # OpenAI's clients insist on a token even if the server wants none
 SHOWN = 400  # characters that are quoted of a failed program's last output
 # Paths at which an agent from outside requests an episode, and ends it.
@@ -256,10 +257,9 @@ class GatewayHandler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.dialect, self.streams = DIALECTS[CHAT], False
-        length = self.headers.get("content-length") or "0"
-        text = self.rfile.read(int(length) if length.isdecimal() else 0)
 
         def ask() -> dict[str, Any]:
+            text = self._body()
             session, path = self._session()
             if path not in (*DIALECTS, COUNT_TOKENS, END):
                 self._unknown()
@@ -288,6 +288,22 @@ class GatewayHandler(BaseHTTPRequestHandler):
             return session.write(path, call.answer.result(), chat, body)
 
         self._reply(ask)
+
+    def _body(self) -> bytes:
+        """Return the body of a call. One of a stranger, or one that is too long, is not read.
+
+        The connection cannot be used again then.
+        """
+        length = self.headers.get("content-length") or "0"
+        size = int(length) if length.isdecimal() else 0
+        try:
+            self._check_token()
+            if size > MAX_BYTES:
+                raise CallRefused(f"a call has at most {MAX_BYTES} bytes.")
+        except CallRefused:
+            self.close_connection = True
+            raise
+        return self.rfile.read(size)
 
     def _unknown(self) -> Any:
         raise CallRefused(

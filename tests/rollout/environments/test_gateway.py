@@ -41,7 +41,7 @@ from megaverl.rollout.environments.conversation import (
 )
 from megaverl.rollout.environments.dialects import DIALECTS
 from megaverl.rollout.environments.environment import Alone, make_game
-from megaverl.rollout.environments.gateway import ProgramEpisode
+from megaverl.rollout.environments.gateway import GatewayServer, ProgramEpisode
 from megaverl.rollout.hf_engine import HFEngine
 from megaverl.workers.player import outcome_of, outcome_row
 from megaverl.workers.responses import episode_batch
@@ -598,6 +598,31 @@ def test_what_is_refused_is_told_and_a_program_that_fails_ends_its_episode(
     for message, part in zip(extra["refused"], found, strict=True):
         assert part in message
     assert view.rewards == [-1.0] and 'KeyError: "the program\'s own"' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("token", "expected"),
+    [("wrong", b"401"), ("secret", b"400")],
+)
+def test_a_body_that_is_not_wanted_is_not_waited_for(
+    token: str, expected: bytes
+) -> None:
+    """A stranger's, and one that is too long: answered from the headers alone, and the connection is closed."""
+    server = GatewayServer("127.0.0.1", 0, "secret")
+    try:
+        with socket.create_connection(server.server_address[:2], timeout=20) as link:
+            link.sendall(
+                b"POST /key/v1/chat/completions HTTP/1.1\r\nHost: gateway\r\n"
+                b"Authorization: Bearer " + token.encode() + b"\r\n"
+                b"Content-Length: 1000000000\r\n\r\n"
+            )
+            answer = b""
+            while received := link.recv(4096):
+                answer += received
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert answer.split()[1] == expected
 
 
 def test_a_program_that_fails_is_no_fault_of_the_policy(engine: HFEngine) -> None:

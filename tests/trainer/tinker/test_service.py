@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from megaverl.trainer.tinker import service as service_module
 from megaverl.trainer.tinker.checkpoints import SavedCheckpoints
+from megaverl.trainer.tinker.http_server import TinkerServer
 from megaverl.trainer.tinker.messages import CallOutcome, PromptRows
 from megaverl.trainer.tinker.program import (
     QueuedRequest,
@@ -19,7 +21,12 @@ from megaverl.trainer.tinker.program import (
     RequestQueue,
 )
 from megaverl.trainer.tinker.promises import Promise, RequestFailed
-from megaverl.trainer.tinker.service import Refusal, ServedModel, TinkerService
+from megaverl.trainer.tinker.service import (
+    HttpReply,
+    Refusal,
+    ServedModel,
+    TinkerService,
+)
 from tests.workers.tokenizers_made import of_bytes
 
 MODEL = ServedModel("base", "base", 320, 64, 4, "adapters of rank 4.")
@@ -190,3 +197,24 @@ def test_requests_for_the_same_weights_are_taken_together() -> None:
         ]
 
     assert asyncio.run(taken()) == [[0, 3], 1, [2]]
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"), [("tml-wrong", b"401"), ("tml-right", b"413")]
+)
+def test_a_body_that_is_not_wanted_is_not_waited_for(key: str, expected: bytes) -> None:
+    """A stranger's, and one that is too long: answered from the headers alone, and the connection is closed."""
+    server = TinkerServer("127.0.0.1", 0, "tml-right", lambda *call: HttpReply({}))
+    try:
+        with socket.create_connection(server.server_address[:2], timeout=20) as link:
+            link.sendall(
+                b"POST /api/v1/forward HTTP/1.1\r\nHost: tinker\r\n"
+                b"X-API-Key: " + key.encode() + b"\r\n"
+                b"Content-Length: 1000000000\r\n\r\n"
+            )
+            answer = b""
+            while received := link.recv(4096):
+                answer += received
+    finally:
+        server.close()
+    assert answer.split()[1] == expected
