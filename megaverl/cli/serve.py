@@ -228,7 +228,7 @@ def _serve_tinker(arguments: argparse.Namespace) -> int:
     from megaverl.cli.train import run_command
 
     arguments.config = arguments.model
-    return run_command(TINKER, arguments, apply=None, words=("serve",))
+    return run_command("tinker", arguments, apply=None, words=("serve",))
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -188,8 +188,8 @@ def run_command(
     from megaverl.trainer.elastic_agent import launch
 
     try:
-        line = [*(words or (command,)), *arguments.argv]
-        return launch(config, command, line, arguments.nproc)
+        argv = [*(words or (command,)), *arguments.argv]
+        return launch(config, command, argv, arguments.nproc)
     except MegaverlError as error:
         print(error, file=sys.stderr)
         return exit_code(error)

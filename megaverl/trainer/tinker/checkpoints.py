@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 from megaverl.outside import read_json_file
 from megaverl.trainer.tinker.promises import RequestFailed
@@ -69,7 +69,8 @@ class SavedPath(NamedTuple):
             raise RequestFailed(
                 f"{text!r:.200} names no checkpoint. Expected tinker://MODEL/weights/NAME, or sampler_weights."
             )
-        return cls(parts[0], cast(Kind, parts[1]), parts[2])
+        kind: Kind = "weights" if parts[1] == "weights" else "sampler_weights"
+        return cls(parts[0], kind, parts[2])
 
 
 @dataclass(frozen=True)

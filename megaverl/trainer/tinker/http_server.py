@@ -104,8 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
             logger.exception("tinker: %s %s failed", method, self.path)
             # A bug of the server must not look like one of the client.
             reply = HttpReply({"detail": f"{type(error).__name__}: {error}"}, 500)
-        is_json = isinstance(reply.body, dict)
-        data = json.dumps(reply.body).encode() if is_json else bytes(reply.body)
+        body = reply.body
+        is_json = isinstance(body, dict)
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(reply.status)
         self.send_header("Content-Type", "application/json" if is_json else PROTOBUF)
         self.send_header("Content-Length", str(len(data)))

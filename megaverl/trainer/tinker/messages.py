@@ -29,6 +29,19 @@ class LossRequest:
 
 
 @dataclass(frozen=True)
+class SavedWeights:
+    """Adapters to sample or score with.
+
+    Attributes:
+        folder: their folder in peft's format. "": the base model, without adapters.
+        version: time at which they were saved, since a name may be used again.
+    """
+
+    folder: str = ""
+    version: float = 0.0
+
+
+@dataclass(frozen=True)
 class PromptRows:
     """Prompts to sample from, one response each.
 

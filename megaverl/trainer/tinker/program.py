@@ -20,6 +20,7 @@ from megaverl.trainer.tinker.messages import (
     CallOutcome,
     LossRequest,
     PromptRows,
+    SavedWeights,
     TokenRows,
 )
 from megaverl.trainer.tinker.promises import Promise, RequestFailed
@@ -68,13 +69,15 @@ class AdapterGroup(WorkerGroup):
         """Save the adapters in peft's format."""
         return self.report("save_adapter", CallOutcome, model, folder)
 
-    def sample(self, folder: str, rows: PromptRows) -> PendingCall[CallOutcome]:
-        """Sample one response for each prompt, with the adapters of a folder."""
-        return self.report("sample", CallOutcome, folder, rows)
+    def sample(
+        self, weights: SavedWeights, rows: PromptRows
+    ) -> PendingCall[CallOutcome]:
+        """Sample one response for each prompt."""
+        return self.report("sample", CallOutcome, weights, rows)
 
-    def score(self, folder: str, rows: TokenRows) -> PendingCall[CallOutcome]:
-        """Compute the log-probs of given tokens with the adapters of a folder."""
-        return self.report("score", CallOutcome, folder, rows)
+    def score(self, weights: SavedWeights, rows: TokenRows) -> PendingCall[CallOutcome]:
+        """Compute the log-probs of given tokens."""
+        return self.report("score", CallOutcome, weights, rows)
 
 
 @dataclass
@@ -96,14 +99,14 @@ class QueuedSamples:
 
     Attributes:
         promise: receives the result.
-        folder: folder of the adapters to sample with. "": the base model.
+        weights: adapters to sample with.
         rows: prompts, one for each sample.
         scored: tokens whose log-probs are wanted besides. None: none are.
         make: makes the result from the responses, and from the log-probs of `scored`.
     """
 
     promise: Promise
-    folder: str
+    weights: SavedWeights
     rows: PromptRows
     scored: TokenRows | None
     make: Callable[[CallOutcome, list[float] | None], Any]
@@ -141,11 +144,12 @@ class RequestQueue:
             await asyncio.sleep(TOGETHER_SECONDS)
         first = self._jobs[0]
         if isinstance(first, QueuedRequest):
-            return self._jobs.pop(0)
+            del self._jobs[0]
+            return first
         together: list[QueuedSamples] = []
         others: list[QueuedRequest | QueuedSamples] = []
         for job in self._jobs:
-            if isinstance(job, QueuedSamples) and job.folder == first.folder:
+            if isinstance(job, QueuedSamples) and job.weights == first.weights:
                 together.append(job)
             else:
                 others.append(job)
@@ -188,10 +192,10 @@ async def _sample(jobs: Sequence[QueuedSamples], adapters: AdapterGroup) -> None
     """Answer requests that sample with the same weights, by one call to the engines."""
     if not jobs:
         return
-    folder = jobs[0].folder
+    weights = jobs[0].weights
     try:
         sampled = succeeded(
-            await adapters.sample(folder, _joined([job.rows for job in jobs]))
+            await adapters.sample(weights, _joined([job.rows for job in jobs]))
         )
         first = 0
         for job in jobs:
@@ -204,7 +208,9 @@ async def _sample(jobs: Sequence[QueuedSamples], adapters: AdapterGroup) -> None
             first = last
             scores = None
             if job.scored is not None:
-                [scores] = succeeded(await adapters.score(folder, job.scored)).log_probs
+                [scores] = succeeded(
+                    await adapters.score(weights, job.scored)
+                ).log_probs
             job.promise.fulfil(job.make(responses, scores))
     except RequestFailed as error:
         for job in jobs:

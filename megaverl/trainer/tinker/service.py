@@ -23,7 +23,12 @@ from megaverl.trainer.tinker.checkpoints import (
     SavedCheckpoints,
     SavedPath,
 )
-from megaverl.trainer.tinker.messages import CallOutcome, PromptRows, TokenRows
+from megaverl.trainer.tinker.messages import (
+    CallOutcome,
+    PromptRows,
+    SavedWeights,
+    TokenRows,
+)
 from megaverl.trainer.tinker.program import (
     AdapterGroup,
     QueuedRequest,
@@ -407,9 +412,9 @@ class TinkerService:
         async def run(adapters: AdapterGroup) -> dict[str, Any]:
             number = body.get("sampling_session_seq_id")
             is_ephemeral = body.get("path") is None
-            if is_ephemeral and number is None:
+            if is_ephemeral and not isinstance(number, int):
                 raise RequestFailed("give a name, or the number of a sampling client.")
-            file = f"snapshot_{int(number)}" if is_ephemeral else _checkpoint_name(body)
+            file = f"snapshot_{number}" if is_ephemeral else _checkpoint_name(body)
             path = SavedPath(name, "sampler_weights", file)
             partial = self._saved.begin(path, overwrite=True)
             folder = partial / ADAPTER_FOLDER
@@ -420,7 +425,7 @@ class TinkerService:
             if not is_ephemeral:
                 return answer | {"path": str(path)}
             self._saved.delete_ephemeral(name, keep=KEPT_SNAPSHOTS)
-            sampler = f"{model.session}:sample:{int(number)}"
+            sampler = f"{model.session}:sample:{number}"
             with self._lock:
                 self._samplers[sampler] = Sampler(model.session, path)
             return answer | {"sampling_session_id": sampler}
@@ -537,10 +542,11 @@ class TinkerService:
         params = body.get("sampling_params") or {}
         count = int(body.get("num_samples", 1))
         stop_texts, rows = self._sample_rows(name, body, tokens, params, count)
-        folder = ""
+        weights = SavedWeights()
         if sampler.path is not None:
-            self._found(sampler.path)
-            folder = str(self._saved.folder(sampler.path) / ADAPTER_FOLDER)
+            saved = self._found(sampler.path)
+            folder = self._saved.folder(sampler.path) / ADAPTER_FOLDER
+            weights = SavedWeights(str(folder), saved.created)
         scored = None
         if body.get("prompt_logprobs") and len(tokens) > 1:
             scored = TokenRows([tokens[:-1]], [tokens[1:]])
@@ -556,7 +562,7 @@ class TinkerService:
             return sample_response(self._stopped(outcome, stop_texts), scores)
 
         def job(promise: Promise) -> QueuedSamples:
-            return QueuedSamples(promise, folder, rows, scored, make)
+            return QueuedSamples(promise, weights, rows, scored, make)
 
         reply = self._numbered(sampler, body.get("seq_id"), job)
         assert isinstance(reply.body, dict)
@@ -723,8 +729,6 @@ class TinkerService:
             kind: [entry for entry in described if entry["checkpoint_type"] == kind]
             for kind in ("training", "sampler")
         }
-        last_training = of_kind["training"][-1:] or [None]
-        last_sampler = of_kind["sampler"][-1:] or [None]
         return HttpReply(
             {
                 "training_run_id": name,
@@ -733,8 +737,12 @@ class TinkerService:
                 "is_lora": True,
                 "lora_rank": self._model.rank,
                 "last_request_time": _now(),
-                "last_checkpoint": last_training[0],
-                "last_sampler_checkpoint": last_sampler[0],
+                "last_checkpoint": of_kind["training"][-1]
+                if of_kind["training"]
+                else None,
+                "last_sampler_checkpoint": of_kind["sampler"][-1]
+                if of_kind["sampler"]
+                else None,
                 "user_metadata": metadata,
             }
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Concatenate, ParamSpec
@@ -26,6 +26,7 @@ from megaverl.trainer.tinker.messages import (
     CallOutcome,
     LossRequest,
     PromptRows,
+    SavedWeights,
     TokenRows,
 )
 from megaverl.workers.adapter_slots import AdamStep, AdapterSlots
@@ -52,7 +53,9 @@ def reports_refusals(
     """
 
     @functools.wraps(method)
-    def wrapped(self: AdapterWorker, *args: P.args, **kwargs: P.kwargs) -> CallOutcome:
+    def wrapped(
+        self: AdapterWorker, /, *args: P.args, **kwargs: P.kwargs
+    ) -> CallOutcome:
         try:
             return method(self, *args, **kwargs)
         except MegaverlError as error:
@@ -89,10 +92,10 @@ class AdapterWorker:
         self._micro_batch_tokens = micro_batch_tokens
         self._base = base
         self._slots = AdapterSlots(trainable)
-        # Folder of the adapters that the model holds while no slot is live, and of
-        # those that the engine holds. "": the base model. None: undefined.
-        self._read: str | None = None
-        self._sampled: str | None = None
+        # Adapters that the model holds while no slot is live, and those that the engine
+        # holds. None: undefined.
+        self._read: SavedWeights | None = None
+        self._sampled: SavedWeights | None = None
 
     @reports_refusals
     def create(self, model: str, seed: int) -> CallOutcome:
@@ -205,19 +208,15 @@ class AdapterWorker:
         return CallOutcome()
 
     @reports_refusals
-    def sample(self, folder: str, rows: PromptRows) -> CallOutcome:
-        """Sample one response for each prompt.
-
-        Args:
-            folder: folder of the adapters to sample with. "": sample from the base model.
-        """
+    def sample(self, weights: SavedWeights, rows: PromptRows) -> CallOutcome:
+        """Sample one response for each prompt."""
         with self._stages("sample"):
-            if self._sampled != folder:
-                self._read_adapter(folder)
+            if self._sampled != weights:
+                self._read_adapter(weights)
                 self._sync.source_changes()
                 self._sampled = None
                 self._sync.reshard()
-                self._sampled = folder
+                self._sampled = weights
             options = [
                 SamplingOptions(
                     max_tokens=rows.max_tokens[i],
@@ -237,10 +236,10 @@ class AdapterWorker:
         )
 
     @reports_refusals
-    def score(self, folder: str, rows: TokenRows) -> CallOutcome:
-        """Compute the log-probs of given tokens with the adapters of a folder, or with the base model."""
+    def score(self, weights: SavedWeights, rows: TokenRows) -> CallOutcome:
+        """Compute the log-probs of given tokens with saved adapters, or with the base model."""
         with self._stages("log_probs"):
-            self._read_adapter(folder)
+            self._read_adapter(weights)
             log_probs = self._log_probs(rows, _fields(rows))
         return CallOutcome(
             log_probs=[
@@ -249,19 +248,19 @@ class AdapterWorker:
             ]
         )
 
-    def _read_adapter(self, folder: str) -> None:
-        """Fill the model's adapters from a folder, or set them to no change."""
-        if self._slots.live is None and self._read == folder:
+    def _read_adapter(self, weights: SavedWeights) -> None:
+        """Fill the model's adapters with saved ones, or set them to no change."""
+        if self._slots.live is None and self._read == weights:
             return
         self._slots.leave()
         self._read = None
-        if folder:
-            self._model.load_adapters(folder)
+        if weights.folder:
+            self._model.load_adapters(weights.folder)
         else:
             assert self._model.adapters is not None
             # B is zero in new adapters, so they change nothing.
             reset_factors(self._model.adapters, seed=0)
-        self._read = folder
+        self._read = weights
 
     def _micro_batches(
         self, rows: TokenRows, fields: Mapping[str, torch.Tensor]
@@ -351,9 +350,7 @@ def _fields(rows: TokenRows) -> dict[str, torch.Tensor]:
     return {"targets": _padded(rows.targets, torch.int64), **inputs}
 
 
-def _padded(
-    rows: list[list[int]] | list[list[float]], dtype: torch.dtype
-) -> torch.Tensor:
+def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
     """Return rows of different lengths as one tensor, padded with zeros on the right."""
     padded = torch.zeros(len(rows), max(map(len, rows)), dtype=dtype)
     for place, row in zip(padded, rows, strict=True):

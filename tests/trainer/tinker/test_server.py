@@ -241,6 +241,18 @@ def test_samples_come_from_the_weights_that_were_saved(server: Server) -> None:
         sampler = model.save_weights_and_get_sampling_client().result()
         # Later steps do not change the snapshot.
         step(model, supervised_rows())
+        # A name that is used again names other weights.
+        named = model.save_weights_for_sampler("named").result().path
+        old = client.create_sampling_client(named).result()
+        scored = tinker.ModelInput.from_ints(ROWS[0])
+        one_token = tinker.SamplingParams(max_tokens=1, temperature=0.0)
+        first_sample = old.sample(scored, 1, one_token).result().sequences[0].logprobs
+        first_scores = old.compute_logprobs(scored).result()
+        step(model, supervised_rows())
+        model.save_weights_for_sampler("named").result()
+        second_sample = old.sample(scored, 1, one_token).result().sequences[0].logprobs
+        assert first_sample != second_sample
+        assert first_scores != old.compute_logprobs(scored).result()
         base = client.create_sampling_client(base_model=str(server.model)).result()
         params = tinker.SamplingParams(max_tokens=8, temperature=1.0, seed=3)
         for source in (sampler, base, sampler):

@@ -14,7 +14,7 @@ import pytest
 from megaverl.trainer.tinker import service as service_module
 from megaverl.trainer.tinker.checkpoints import SavedCheckpoints
 from megaverl.trainer.tinker.http_server import TinkerServer
-from megaverl.trainer.tinker.messages import CallOutcome, PromptRows
+from megaverl.trainer.tinker.messages import CallOutcome, PromptRows, SavedWeights
 from megaverl.trainer.tinker.program import (
     QueuedRequest,
     QueuedSamples,
@@ -178,7 +178,9 @@ def test_requests_for_the_same_weights_are_taken_together() -> None:
     rows = PromptRows([[1]], [0], [1], [1.0], [1.0], [0], [[]], [False])
 
     def samples(folder: str) -> QueuedSamples:
-        return QueuedSamples(Promise(), folder, rows, None, lambda outcome, scores: {})
+        return QueuedSamples(
+            Promise(), SavedWeights(folder), rows, None, lambda outcome, scores: {}
+        )
 
     async def taken() -> list[Any]:
         queue = RequestQueue()
