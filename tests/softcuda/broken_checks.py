@@ -179,8 +179,8 @@ BREAKS = {
     "runs are on the CPU": Break(
         "saves", "nothing ran on the GPU of ranks [0]", _run_commands_on_the_host
     ),
-    "a resume draws other numbers": Break(
-        "saves", "(step 3,", lambda: _resume_with("run.seed=7")
+    "a resume trains otherwise": Break(
+        "saves", "apart (step", lambda: _resume_with("actor.optimizer.lr=1.0e-3")
     ),
     "a resume begins anew": Break(
         "saves", "not resumed", lambda: _resume_with("checkpoint.resume=never")

@@ -439,8 +439,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", record_stream_of);
   m.impl("histc", histc);
   m.impl("_efficientzerotensor", zeros_without_memory);
-  // composite, and its composite body asks a table that has no CUDA kernels here
-  m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  // composite, and their composite bodies ask tables that have no CUDA kernels here
+  for (const char* name : {"copy_", "convolution", "convolution_backward"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  }
 }
 
 struct Start {

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.launcher import ROOT, TIMED_OUT, Ended, free_port, rank_environment
-from tests.softcuda import install
+from tests.softcuda import install, vllm
 from tests.softcuda.install import Options
 
 START_DEADLINE = 180.0  # seconds, on a busy machine
@@ -242,6 +242,7 @@ def serve(folder: Path) -> None:
 
     end_with_parent(os.getppid())
     install.install(folder)
+    vllm.install()
     from megaverl.platform import platform
     from megaverl.processes import freeze_objects
 

@@ -1,7 +1,7 @@
 """Whole runs that are made on the software device and on the CPU, to be compared to the bit.
 
 The device's kernels are PyTorch's for CPUs, so the same operators give the same bits.
-Three things differ by design between megaverl's branches for CUDA and for CPUs, and are
+Four things differ by design between megaverl's branches for CUDA and for CPUs, and are
 made equal here:
 
 - Options of megatron-core that choose fused kernels (`PLAIN`), which other hardware has.
@@ -9,6 +9,7 @@ made equal here:
   computes them as PyTorch and megatron-core do. The CUDA branch runs as it is.
 - PyTorch's kernel for attention on CPUs, which has no counterpart on the device: both sides take the operators that it
   is made of.
+- Linear layers of vLLM's CPU build, which it packs for oneDNN: both sides take PyTorch's.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PLAIN = json.dumps(CPU_OPTIONS)
 def plain_command(arguments: list[str]) -> Any:
     """Run `megaverl ARGUMENTS` on the CPU with the operators that the device has."""
     from megaverl.models import layers
-    from megaverl.platform import megatron_cpu, platform
+    from megaverl.platform import device, megatron_cpu, platform
     from tests.faults.rank import command
 
     assert not platform.is_cuda
@@ -44,6 +45,18 @@ def plain_command(arguments: list[str]) -> Any:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
     layers.rms_norm = rms_norm
+    adapt_vllm = device.Platform.adapt_vllm
+
+    def adapt_without_packing(self: device.Platform) -> None:
+        adapt_vllm(self)
+        from vllm.model_executor.layers import utils
+
+        def keep_weight(layer: Any, remove_weight: bool) -> None:
+            layer.cpu_linear = torch.nn.functional.linear
+
+        utils.dispatch_cpu_unquantized_gemm = keep_weight
+
+    device.Platform.adapt_vllm = adapt_without_packing  # type: ignore[method-assign]
     return command(arguments)
 
 

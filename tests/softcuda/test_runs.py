@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 
@@ -16,6 +16,7 @@ from tests.softcuda.install import Options
 from tests.softcuda.ranks import SoftwareDevice
 from tests.softcuda.runs import PLAIN, differences
 from tests.trainer.conftest import MODEL, command_arguments
+from tests.trainer.test_images import image_arguments
 
 COMMON = [
     "model.dtype=float32",
@@ -39,14 +40,18 @@ class Case(NamedTuple):
     """A run.
 
     Attributes:
-        experts: the model has them.
+        model: which model and prompts it has.
         without: beginning of the names of metrics that differ by design.
+        sends_less: whether its last reshard sends changes of the weights, and so less than the weights.
+        steppers: ranks that take optimizer steps and compute nothing else.
     """
 
     overrides: list[str]
     num_ranks: int = 2
-    experts: bool = False
+    model: Literal["dense", "experts", "images"] = "dense"
     without: str = ""
+    sends_less: bool = False
+    steppers: tuple[int, ...] = ()
 
 
 RUNS = {
@@ -64,7 +69,7 @@ MORE_RUNS = {
             "critic={engine: fsdp, tp: 1, optimizer: {lr: 1.0e-3}}",
         ]
     ),
-    "experts": Case([*MEGATRON, GRPO, "actor={tp: 1, ep: 2}"], experts=True),
+    "experts": Case([*MEGATRON, GRPO, "actor={tp: 1, ep: 2}"], model="experts"),
     "tp2 pp2": Case(
         [PPO, CRITIC, *MEGATRON, "actor={tp: 2, pp: 2}", "run.nproc=4"], num_ranks=4
     ),
@@ -87,6 +92,58 @@ MORE_RUNS = {
         [*MEGATRON, PPO, CRITIC, BUCKETS, "reshard={overlap: true, check_every: 1}"]
     ),
     "context parallel": Case([*MEGATRON, GRPO, "actor={tp: 1, cp: 2}"]),
+    "fsdp2 on the host": Case(
+        [
+            GRPO,
+            "actor={engine: fsdp, tp: 1, fsdp: {cpu_offload: true}}",
+        ]
+    ),
+    "context parallel fsdp2": Case(
+        [PPO, "actor={engine: fsdp, tp: 1, cp: 2}", "critic.optimizer.lr=1.0e-3"]
+    ),
+    # In 16 bits, steps of this size change a part of the weights.
+    "deltas": Case(
+        [
+            GRPO,
+            *MEGATRON,
+            "model.dtype=bfloat16",
+            "actor={tp: 1, optimizer: {lr: 1.0e-5}}",
+            "placement={rollout: 0, actor: 1}",
+            # Messages carry deltas; within a node memory would be read instead.
+            "reshard={delta: on, check_every: 1, ipc: never}",
+        ],
+        sends_less=True,
+    ),
+    "global model": Case(
+        [
+            PPO,
+            CRITIC,
+            *MEGATRON,
+            "actor.tp=1",
+            "placement={rollout: 0, actor: 1-2, coordinator: 3, actor_islands: 2}",
+            "coordinator.aggregates=gradients",
+        ],
+        num_ranks=4,
+        steppers=(3,),
+    ),
+    "asynchronous": Case(
+        [
+            "algorithm={name: grpo, group_size: 4, correction: {kind: token_truncate}}",
+            *MEGATRON,
+            "actor.tp=1",
+            "placement={rollout: 0, actor: 1}",
+            "rollout={async_rollout: true, max_staleness: 1}",
+            "trainer.steps=3",
+        ]
+    ),
+    # vLLM reads the images, since the engine `hf` reads text only.
+    "images": Case(
+        [
+            "rollout={engine: vllm, vllm: {enforce_eager: true}}",
+            "checkpoint.save_interval=0",
+        ],
+        model="images",
+    ),
 }
 CHOSEN = RUNS | (MORE_RUNS if os.environ.get("MEGAVERL_TEST_SOFTCUDA") else {})
 LOOKS_FOR_FAULTS = Options(
@@ -126,16 +183,15 @@ def test_a_run_is_that_of_the_cpu_to_the_bit(
 ) -> None:
     """No access is unordered, no memory is used again too early, and no fresh memory is read."""
     case = CHOSEN[name]
-    of_model = [f"model.path={experts}"] if case.experts else []
+    if case.model == "images":
+        of_model = image_arguments(tmp_path / "inputs")
+    else:
+        of_model = ["train", *command_arguments(inputs, tmp_path)]
+    if case.model == "experts":
+        of_model.append(f"model.path={experts}")
 
     def arguments(where: str) -> list[str]:
-        return [
-            "train",
-            *command_arguments(inputs, tmp_path / where),
-            *COMMON,
-            *case.overrides,
-            *of_model,
-        ]
+        return [*of_model, f"run.dir={tmp_path / where}", *COMMON, *case.overrides]
 
     launch.ranks(
         case.num_ranks, "tests.softcuda.runs:plain_command", arguments=arguments("cpu")
@@ -149,10 +205,17 @@ def test_a_run_is_that_of_the_cpu_to_the_bit(
     )
     ended.check()
     for rank in range(case.num_ranks):
-        assert ended.matrix_products(rank) > 100
+        if rank in case.steppers:
+            assert ended.kernels[rank]["aten::sqrt"] > 100
+        else:
+            assert ended.matrix_products(rank) > 100
     lines = (tmp_path / "device" / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
     # in `actor_gpu_mem_mb` a CPU's run has the memory of the process
-    assert all(json.loads(line)["memory/actor_gpu_reserved_mb"] > 0 for line in lines)
+    assert all(record["memory/actor_gpu_reserved_mb"] > 0 for record in records)
+    if case.sends_less:
+        last = records[-1]
+        assert 0 < last["reshard/bytes_sent"] < last["reshard/bytes_sent_whole"]
     assert (
         differences(tmp_path / "device" / "run", tmp_path / "cpu" / "run", case.without)
         == []

@@ -237,6 +237,17 @@ def _runner(module: Any) -> None:
     del runner._to_list, runner._sync_device
 
 
+@_changes_module("vllm.v1.sample.ops.topk_topp_sampler")
+def _sampler(module: Any) -> None:
+    rewrite(
+        module,
+        module.TopKTopPSampler,
+        "forward_cpu",
+        ("generator=gen, dtype=torch.long", "generator=gen, device=gen.device"),
+        ("(logits_f32, seeds)", "(logits_f32, seeds.to(logits_f32.device))"),
+    )
+
+
 @_changes_module("vllm.model_executor.layers.utils")
 def _linear(module: Any) -> None:
     import torch

@@ -33,28 +33,32 @@ UNDER_FSDP = ("actor.engine=fsdp", "actor.tp=1", "actor.freeze=[]")
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    """PPO with a reference, a critic under FSDP2 whose tower is frozen, and an actor on Megatron-core of whose tower a
+    return image_arguments(tmp_path)
+
+
+def image_arguments(folder: Path) -> list[str]:
+    """Write a model, pictures and prompts to a folder, and return the arguments of a run on them.
+
+    PPO with a reference, a critic under FSDP2 whose tower is frozen, and an actor on Megatron-core of whose tower a
     block is frozen; a third of the prompts has no image, so that ranks differ in what they see.
     """
-    make_tiny_vision_folder(tmp_path / "model", pixels=(56 * 56, 56 * 56))
-    make_pictures(tmp_path, seed=0, counts={"train": 12})
+    make_tiny_vision_folder(folder / "model", pixels=(56 * 56, 56 * 56))
+    make_pictures(folder, seed=0, counts={"train": 12})
     rows = [
-        json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()
+        json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()
     ]
     for row in rows[::3]:
         del row["images"]
         row["prompt"] = "which colour is the shape"
-    (tmp_path / "train.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows)
-    )
-    (tmp_path / "run.yaml").write_text(SETTINGS)
-    (tmp_path / "reward.py").write_text(REWARD)
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.yaml").write_text(SETTINGS)
+    (folder / "reward.py").write_text(REWARD)
     return [
         "train",
-        f"--config={tmp_path / 'run.yaml'}",
-        f"model.path={tmp_path / 'model'}",
-        f"data.train={tmp_path / 'train.jsonl'}",
-        f"reward={json.dumps({'function': str(tmp_path / 'reward.py') + ':letters'})}",
+        f"--config={folder / 'run.yaml'}",
+        f"model.path={folder / 'model'}",
+        f"data.train={folder / 'train.jsonl'}",
+        f"reward={json.dumps({'function': str(folder / 'reward.py') + ':letters'})}",
     ]
 
 
