@@ -106,6 +106,9 @@ EXTRAS_REQUIRE = {
         # megatron-core then imports half old.
         "cuda-python>=13",
     ],
+    # optimizer: muon. It needs Python 3.12 and megatron-core 0.19; on a CPU, triton too,
+    # which it imports.
+    "muon": ["emerging-optimizers>=0.3,<0.4", "triton>=3.4"],
     # ft_launcher in the place of torchrun: restarts within a job, hot spares.
     "resiliency": ["nvidia-resiliency-ext>=0.4"],
     "test": [

@@ -35,7 +35,9 @@ of_megatron_core=(
     tests/models/test_options.py
     tests/models/test_parity.py
     tests/models/test_transformer_engine.py
+    tests/planner/test_muon_bytes.py
     tests/workers/test_moe_invariance.py
+    tests/workers/test_muon.py
 )
 workers=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
 code=0 others=()

@@ -10,7 +10,10 @@ its own, whose link carries `--mbit` in each direction (`tools/bench_fanout.py`)
 
 The table has the share of elements that changed, the bytes of the busiest sender, and the seconds of the slowest rank.
 After every step the engines' bits after both ways are compared. `--compute` prints what encoding and decoding cost
-without a link, and needs no network. Needs root, iproute2 and network namespaces; exits with 77 where it cannot run.
+without a link, and needs no network. `--changed adamw muon` prints the share of elements that change with each
+optimizer, from the same rows, without sending anything. Muon is that of emerging-optimizers (Python 3.12), scaled to
+AdamW's size of an update (arXiv 2502.16982). All else needs root, iproute2 and network namespaces; exits with 77 where
+it cannot run.
 """
 
 from __future__ import annotations
@@ -46,6 +49,9 @@ PORT = 29_461
 WAYS: tuple[DeltaMode, DeltaMode] = ("on", "off")
 SHARES = (0.001, 0.01, 0.05, 0.1, 0.3)
 COMPUTE_NUMEL = 2**23
+OPTIMIZERS = ("adamw", "muon")
+# Root mean square of AdamW's updates, by which Liu et al. scale Muon's.
+MUON_SCALE = 0.2
 
 
 def main() -> int:
@@ -62,6 +68,7 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=1, help="number of engines")
     parser.add_argument("--mbit", type=float, default=1000.0, help="rate of a link")
     parser.add_argument("--compute", action="store_true")
+    parser.add_argument("--changed", nargs="+", choices=OPTIMIZERS)
     parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args()
     if options.compute:
@@ -69,6 +76,9 @@ def main() -> int:
         return 0
     if options.model is None or options.rows is None:
         parser.error("--model and --rows are needed, or --compute")
+    if options.changed:
+        print(changed_table(options))
+        return 0
     if reason := why_not() or why_no_shaping():
         print(f"bench_delta.py: {reason}", file=sys.stderr)
         return CANNOT_RUN
@@ -105,7 +115,7 @@ def run_rank(
     weights = weights_of(spec)
     held = whole_layout((weight.name, weight.shape) for weight in weights)
     engine = vllm_layouts(weights, spec, 1)(0)
-    trainer = Trainer(options, spec) if rank == 0 else None
+    trainer = Trainer(options) if rank == 0 else None
     source = {} if trainer is None else trainer.tensors(held)
     sides = {mode: Side(mode, rank, nodes.count, held, engine, source) for mode in WAYS}
     figures = []
@@ -172,9 +182,9 @@ class Side:
 
 
 class Trainer:
-    """A bfloat16 model with float32 masters, which AdamW updates."""
+    """A bfloat16 model with float32 masters, which AdamW updates, or Muon its matrices."""
 
-    def __init__(self, options: argparse.Namespace, spec: ModelSpec) -> None:
+    def __init__(self, options: argparse.Namespace, optimizer: str = "adamw") -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self._options = options
@@ -196,17 +206,44 @@ class Trainer:
         self._generator = torch.Generator().manual_seed(1)
         self._held = list(self._model.parameters())
         self._masters = [parameter.detach().float() for parameter in self._held]
-        self._adam = torch.optim.AdamW(
-            self._masters,
-            lr=options.lr,
-            betas=(0.9, 0.95),
-            weight_decay=options.weight_decay,
-        )
+        embeddings = {
+            id(self._model.get_input_embeddings().weight),
+            id(self._model.get_output_embeddings().weight),
+        }
+        matrices: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
+        for master, parameter in zip(self._masters, self._held, strict=True):
+            is_matrix = parameter.dim() == 2 and id(parameter) not in embeddings
+            by_muon = optimizer == "muon" and is_matrix
+            (matrices if by_muon else others).append(master)
+        self._optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(
+                others,
+                lr=options.lr,
+                betas=(0.9, 0.95),
+                weight_decay=options.weight_decay,
+            )
+        ]
+        if matrices:
+            from emerging_optimizers.orthogonalized_optimizers import Muon
+
+            self._optimizers.append(
+                Muon(
+                    matrices,
+                    lr=options.lr,
+                    weight_decay=options.weight_decay,
+                    extra_scale_factor=MUON_SCALE,
+                )
+            )
 
     def tensors(self, held: Layout) -> dict[str, torch.Tensor]:
         """Return the model's tensors by the names of the layout."""
         named = dict(self._model.named_parameters(remove_duplicate=False))
         return {name: named[name] for name in held.local_shapes}
+
+    def copies(self) -> list[torch.Tensor]:
+        """Return copies of the model's parameters."""
+        return [parameter.detach().clone() for parameter in self._held]
 
     def step(self) -> None:
         """Make one update: the policy gradient of rows with random advantages."""
@@ -222,7 +259,8 @@ class Trainer:
             for master, parameter in zip(self._masters, self._held, strict=True):
                 assert parameter.grad is not None
                 master.grad, parameter.grad = parameter.grad.float(), None
-            self._adam.step()
+            for optimizer in self._optimizers:
+                optimizer.step()
             for master, parameter in zip(self._masters, self._held, strict=True):
                 parameter.copy_(master)
 
@@ -242,6 +280,33 @@ def table(figures: list[dict[str, Any]], options: argparse.Namespace) -> str:
             f"| {of_step['step']} | {changed} | {delta['bytes'] / 1e6:.2f} | {whole['bytes'] / 1e6:.2f} "
             f"| {delta['seconds']:.2f} | {whole['seconds']:.2f} |"
         )
+    return "\n".join(lines)
+
+
+def changed_table(options: argparse.Namespace) -> str:
+    """Train with each optimizer in turn, and measure the share of bfloat16 elements that each step changes."""
+    torch.set_num_threads(1)
+    shares: dict[str, list[float]] = {}
+    for optimizer in options.changed:
+        trainer = Trainer(options, optimizer)
+        before = trainer.copies()
+        for _ in range(options.steps):
+            trainer.step()
+            after = trainer.copies()
+            num_changed = sum(
+                int((old != new).sum()) for old, new in zip(before, after, strict=True)
+            )
+            numel = sum(tensor.numel() for tensor in after)
+            shares.setdefault(optimizer, []).append(num_changed / numel)
+            before = after
+    lines = [
+        f"lr {options.lr:g}, changed elements of {numel:,}",
+        "",
+        f"| Step | {' | '.join(shares)} |",
+        f"| --- |{' --- |' * len(shares)}",
+    ]
+    for step, row in enumerate(zip(*shares.values(), strict=True), start=1):
+        lines.append(f"| {step} | {' | '.join(f'{share:.3%}' for share in row)} |")
     return "\n".join(lines)
 
 

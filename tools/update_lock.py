@@ -70,8 +70,9 @@ HARMLESS: dict[frozenset[str], str] = {
 # ones ask for 3.11.5.
 OLDEST_PYTHON = "3.11.2"
 HELD_BACK = ("pymdown-extensions<13", "soupsieve<3")
-# From 0.17 on it needs Python 3.12, and from 0.19 on triton, on a CPU too.
-OF_MEGATRON = ("megatron-core", "triton")
+# From 0.17 on megatron-core needs Python 3.12, and from 0.19 on triton, on a CPU too.
+# Its Muon's emerging-optimizers needs both.
+OF_MEGATRON = ("emerging-optimizers", "megatron-core", "triton")
 
 
 class Target(NamedTuple):
@@ -169,7 +170,16 @@ def locks() -> list[Lock]:
         ),
         Lock(
             "cuda-py312",
-            ("cuda", "datasets", "docs", "gguf", "tensorboard", "test", "wandb"),
+            (
+                "cuda",
+                "datasets",
+                "docs",
+                "gguf",
+                "muon",
+                "tensorboard",
+                "test",
+                "wandb",
+            ),
             "training on NVIDIA GPUs",
             core=True,
             # What the builds without isolation use.

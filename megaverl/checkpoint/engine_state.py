@@ -25,19 +25,24 @@ from megaverl.checkpoint.rank_shards import (
     optimizer_shards,
     share_replicas,
     shares_of,
+    whole_parameter_shards,
 )
+from megaverl.config.moment_dtypes import MOMENTS
 from megaverl.errors import CheckpointError
 from megaverl.platform import platform
 from megaverl.sharding.layout import Layout
 from megaverl.weights.transports import view, viewed
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.muon import WholeParameterOptimizer
 from megaverl.workers.optimizers import (
     FSDPTrainable,
     MegatronTrainable,
     create_state,
     local,
+    single_optimizers,
 )
+from megaverl.workers.small_moments import SmallMomentAdamW
 
 platform.adapt_megatron()
 
@@ -69,7 +74,7 @@ def megatron_state(
         chunks = dict(
             zip(_named_chunks(trainable), _adapter_states(trainable.model), strict=True)
         )
-    for optimizer in _single_optimizers(trainable.optimizer):
+    for optimizer in single_optimizers(trainable.optimizer):
         _allocate(role, optimizer)
     described = chunks if len(chunks) > 1 else next(iter(chunks.values()))
     with _own_shards(trainable.optimizer):
@@ -157,26 +162,43 @@ def take_up_schedule(
 
 @contextlib.contextmanager
 def _own_shards(optimizer: Any) -> Iterator[None]:
-    """Let distributed optimizers describe their own shards (`optimizer_shards`) inside,
-    where megatron-core would gather.
+    """Let distributed optimizers describe their own shards inside, where megatron-core
+    would gather: elements (`optimizer_shards`) or, with Muon, whole parameters.
 
     Names and shapes are those of its "fully_reshardable", in which earlier checkpoints
     were written.
     """
-    single_ones = [
-        single
-        for single in _single_optimizers(optimizer)
-        if isinstance(single, DistributedOptimizer)
-    ]
-    for single in single_ones:
-        single.sharded_param_state_fully_reshardable = functools.partial(
-            _shards_of, single
-        )
+    replaced: list[tuple[Any, str]] = []
+    for single in single_optimizers(optimizer):
+        if isinstance(single, DistributedOptimizer):
+            name = "sharded_param_state_fully_reshardable"
+            setattr(single, name, functools.partial(_shards_of, single))
+            replaced.append((single, name))
+    for link in (optimizer, *getattr(optimizer, "chained_optimizers", ())):
+        if isinstance(link, WholeParameterOptimizer):
+            name = "sharded_state_dict"
+            setattr(link, name, functools.partial(_whole_parameter_state, link))
+            replaced.append((link, name))
     try:
         yield
     finally:
-        for single in single_ones:
-            del single.sharded_param_state_fully_reshardable
+        for owner, name in replaced:
+            delattr(owner, name)
+
+
+def _whole_parameter_state(
+    optimizer: Any, described: dict[str, Any], *_: Any, **__: Any
+) -> dict[str, Any]:
+    """Return the state of Muon's parameters on this rank.
+
+    There are no step counts, and hyperparameters are taken from the run's configuration.
+    """
+    return {
+        "param_state": {
+            number: whole_parameter_shards(single, described)
+            for number, single in enumerate(single_optimizers(optimizer))
+        }
+    }
 
 
 def _shards_of(
@@ -260,10 +282,6 @@ def _adapter_states(model: MegatronModel) -> list[dict[str, ShardedTensor]]:
     return states
 
 
-def _single_optimizers(optimizer: Any) -> list[Any]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
 def _allocate(role: str, optimizer: Any) -> None:
     """Give an optimizer that has not stepped yet its initial state. Others are left alone."""
     inner = optimizer.optimizer
@@ -281,11 +299,14 @@ def _allocate(role: str, optimizer: Any) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: Any) -> None:
-    optimizers = _single_optimizers(optimizer)
+    optimizers = single_optimizers(optimizer)
     states = (
         [state] if len(optimizers) == 1 else [state[index] for index in sorted(state)]
     )
     for single, its_state in zip(optimizers, states, strict=True):
+        if set(its_state) == {"param_state"}:
+            # Muon's tensors on this rank have been read in place, and that is all.
+            continue
         if single.optimizer is not None:
             _set_settings(its_state.get("optimizer", its_state), single.param_groups)
         if isinstance(single, DistributedOptimizer):
@@ -343,7 +364,6 @@ def _load_distributed(optimizer: Any, state: dict[str, Any]) -> None:
         moments[parameter]["step"] = step.clone()
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENT_PREFIX = "optimizer.state."
 
 
@@ -356,7 +376,7 @@ def fsdp_state(role: str, trainable: FSDPTrainable, loading: bool) -> dict[str, 
             f"{role}.{prefix}": _shards(
                 trainable.model, f"{role}.{prefix}", tensors, loading
             )
-            for prefix, tensors in state_tensors(trainable).items()
+            for prefix, tensors in state_tensors(trainable, loading=loading).items()
         },
         # Experts that no token has reached have no gradient and skip the step, so their
         # step counts lag behind.
@@ -370,21 +390,35 @@ def fsdp_state(role: str, trainable: FSDPTrainable, loading: bool) -> dict[str, 
 
 def apply_fsdp_state(trainable: FSDPTrainable, state: Mapping[str, Any]) -> None:
     """Load the state of one role into its optimizer. Its tensors have been read in place."""
+    if isinstance(trainable.optimizer, SmallMomentAdamW):
+        trainable.optimizer.store_loaded()
     saved = state["optimizer"]
     for name, parameter_state in _states(trainable).items():
         parameter_state["step"].fill_(saved["behind"].get(name, saved["step"]))
     take_up_schedule(trainable.scheduler, state["scheduler"])
 
 
-def state_tensors(trainable: FSDPTrainable) -> dict[str, dict[str, torch.Tensor]]:
-    """Return name prefix -> this rank's tensors by local name: weights (no prefix), and each of their moments."""
-    states = _states(trainable)
-    moments = {
-        f"{MOMENT_PREFIX}{moment}.": {
-            n: local(state[moment]) for n, state in states.items()
-        }
-        for moment in MOMENTS
-    }
+def state_tensors(
+    trainable: FSDPTrainable, *, loading: bool = False
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return name prefix -> this rank's tensors by local name: weights (no prefix), and each of their moments.
+
+    Moments that are stored in fewer bits are copied to float32.
+
+    Args:
+        loading: the tensors will be filled: `apply_fsdp_state` stores such copies afterwards.
+    """
+    optimizer = trainable.optimizer
+    moments: dict[str, dict[str, torch.Tensor]] = {}
+    for moment in MOMENTS:
+        tensors = moments[f"{MOMENT_PREFIX}{moment}."] = {}
+        for name, (parameter, state) in _stepped_on(trainable).items():
+            if not isinstance(optimizer, SmallMomentAdamW):
+                tensors[name] = local(state[moment])
+            elif loading:
+                tensors[name] = optimizer.to_load(parameter, moment)
+            else:
+                tensors[name] = optimizer.moment(parameter, moment)
     return {"": dict(_trained(trainable.model)), **moments}
 
 
@@ -404,24 +438,35 @@ def _trained(model: FSDPModel) -> Mapping[str, torch.Tensor]:
 
 
 def _states(trainable: FSDPTrainable) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the optimizer state of each parameter of which this rank has a part, by local name.
+    """Return the optimizer state of each parameter of which this rank has a part, by local name."""
+    return {name: state for name, (_, state) in _stepped_on(trainable).items()}
+
+
+def _stepped_on(
+    trainable: FSDPTrainable,
+) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Return each parameter of which this rank has a part, with its optimizer state, by local name.
 
     State that does not exist yet is created.
     """
-    stepped_on = {
+    optimizer = trainable.optimizer
+    parameters = {
         local(parameter).data_ptr(): parameter for parameter in trainable.parameters
     }
-    by_name = {}
+    by_name: dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
     for name, tensor in _trained(trainable.model).items():
-        parameter = stepped_on.get(tensor.data_ptr()) if tensor.numel() else None
+        parameter = parameters.get(tensor.data_ptr()) if tensor.numel() else None
         # The tensor is a buffer, or this rank has no row of the parameter.
         if parameter is None:
             continue
-        state = trainable.optimizer.state[parameter]
+        if isinstance(optimizer, SmallMomentAdamW):
+            state = optimizer.allocated(parameter)
+        else:
+            state = optimizer.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
             state |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-        by_name[name] = state
+        by_name[name] = (parameter, state)
     return by_name
 
 

@@ -27,6 +27,7 @@ from megaverl.errors import CheckpointError
 from megaverl.platform import platform
 from megaverl.sharding.boxes import flat_boxes, split, whole
 from megaverl.weights.torch_dist import CHUNK_BYTES
+from megaverl.workers.muon import whole_parameters
 from megaverl.workers.optimizers import optimizer_tensors
 
 platform.adapt_megatron()
@@ -60,11 +61,7 @@ def optimizer_shards(
     Returns:
         number -> name of the state -> {"held": the flat tensor, "boxes": its boxes of global arrays}.
     """
-    of_parameter = {
-        id(described_tensor.data): described_tensor
-        for described_tensor in nested_values(described)
-        if isinstance(described_tensor, Described)
-    }
+    of_parameter = _by_parameter(described)
     # Memory of the optimizer's own states.
     places = {
         tensor.untyped_storage().data_ptr() for tensor in optimizer_tensors(optimizer)
@@ -95,6 +92,53 @@ def optimizer_shards(
             )
             entry[name] = {"held": LocalNonpersistentObject(tensor), "boxes": boxes}
     return state
+
+
+def whole_parameter_shards(
+    optimizer: Any, described: Mapping[str, Any]
+) -> dict[int, dict[str, list[ShardedTensor]]]:
+    """Return the state of the whole parameters that Muon updates on this rank.
+
+    The boxes have views of the state itself, so they are also where it is read to.
+
+    Args:
+        optimizer: one optimizer, whose state exists.
+        described: the model's sharded state, whose tensors are its parameters.
+
+    Returns:
+        number -> name of the state -> its boxes of global arrays.
+    """
+    of_parameter = _by_parameter(described)
+    state: dict[int, dict[str, list[ShardedTensor]]] = {}
+    for parameter, master in whole_parameters(optimizer):
+        tensors = dict(optimizer.optimizer.state[master])
+        # A float32 weight is its own master, and is saved with the model.
+        if master is not parameter:
+            tensors["param"] = master
+        # This rank alone holds the parameter's state, whatever its number among the
+        # data-parallel ranks.
+        state[len(state)] = {
+            name: list(
+                boxes_of(
+                    of_parameter[id(parameter)],
+                    tensor.detach().view(-1),
+                    0,
+                    f"optimizer.state.{name}.",
+                    0,
+                )
+            )
+            for name, tensor in tensors.items()
+        }
+    return state
+
+
+def _by_parameter(described: Mapping[str, Any]) -> dict[int, Described]:
+    """Return the descriptions of a model's parameters, by the identity of the parameter."""
+    return {
+        id(described_tensor.data): described_tensor
+        for described_tensor in nested_values(described)
+        if isinstance(described_tensor, Described)
+    }
 
 
 def _held_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int]]:

@@ -22,7 +22,6 @@ import torch
 
 from megaverl.checkpoint.engine_state import (
     MOMENT_PREFIX,
-    MOMENTS,
     apply_fsdp_state,
     apply_megatron_state,
     fsdp_state,
@@ -30,6 +29,7 @@ from megaverl.checkpoint.engine_state import (
     state_layout,
     state_tensors,
 )
+from megaverl.config.moment_dtypes import MOMENTS
 from megaverl.errors import CheckpointError
 from megaverl.platform import platform
 from megaverl.sharding.boxes import Box, carry, intersect
@@ -223,7 +223,8 @@ def _megatron_to_fsdp(
     index: Mapping[str, IndexedArray],
     common: dict[str, Any],
 ) -> None:
-    tensors, layout = state_tensors(trainable), state_layout(trainable.model)
+    tensors = state_tensors(trainable, loading=True)
+    layout = state_layout(trainable.model)
     # Names of the tensors that the optimizer updates.
     stepped_on = tensors[f"{MOMENT_PREFIX}{MOMENTS[0]}."]
     kept = {

@@ -17,7 +17,7 @@ from megaverl.config.files_and_packages import (
     read_model,
     run_folder_issues,
 )
-from megaverl.config.grids import REINFORCING, grid_mistakes
+from megaverl.config.grids import REINFORCING, STAGES, grid_mistakes
 from megaverl.config.lengths import length_issues
 from megaverl.config.preference_and_mix import (
     mix_issues,
@@ -25,7 +25,11 @@ from megaverl.config.preference_and_mix import (
     reward_model_issues,
 )
 from megaverl.config.rewards_and_modules import reward_issues
-from megaverl.config.roles_and_model import optimizer_issues, role_issues
+from megaverl.config.roles_and_model import (
+    optimizer_issues,
+    role_issues,
+    stage_optimizer_issues,
+)
 from megaverl.config.rollout_and_training import (
     rollout_and_training_issues,
     server_issues,
@@ -87,6 +91,8 @@ def cross_mistakes(
         mistakes += _replanning_issues(config)
     if command == "tinker":
         mistakes += tinker_issues(config)
+    if command in STAGES:
+        mistakes += stage_optimizer_issues(config, command)
     if command in ("dpo", "reward"):
         mistakes += preference_issues(config, command, check_paths)
     if command in (*REINFORCING, "eval", "generate"):

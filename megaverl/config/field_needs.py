@@ -18,6 +18,11 @@ from megaverl.config.wording import yaml_text
 from megaverl.gpus import has_usable_gpu
 
 ENGINE = "transformer_engine"
+EMERGING = "emerging_optimizers"
+MUON_NEEDS_TEXT = (
+    "emerging-optimizers 0.3 (pip install emerging-optimizers==0.3.0; Python 3.12 and "
+    "megatron-core 0.19)"
+)
 # Package -> where to get it, for messages. None of these is installed on every machine
 # with a GPU.
 SOURCES = {
@@ -25,6 +30,7 @@ SOURCES = {
     "deep_ep": "DeepEP (built from github.com/deepseek-ai/DeepEP)",
     "grouped_gemm": "grouped_gemm (built from github.com/fanshiqing/grouped_gemm)",
     "nvidia_kitchen": "NVIDIA's kitchen",
+    EMERGING: MUON_NEEDS_TEXT,
 }
 
 
@@ -36,11 +42,13 @@ class Need:
         packages: import names of which one must be installed. Empty: a GPU is enough.
         values: the values with this requirement. None: every value except None and False.
         but: what to do instead, as a sentence.
+        needs_gpu: whether a GPU is needed besides a package.
     """
 
     packages: tuple[str, ...] = ()
     values: tuple[Any, ...] | None = None
     but: str = "Leave it out."
+    needs_gpu: bool = True
 
     def is_asked_for(self, value: Any) -> bool:
         """Return whether `value`, or any entry of it if it is a list, has this requirement."""
@@ -103,6 +111,7 @@ MEGATRON_NEEDS: dict[str, Need] = {
     "use_te_activation_func": _ENGINE,
 }
 OPTIMIZER_NEEDS: dict[str, Need] = {
+    "optimizer": Need((EMERGING,), ("muon",), "Use adam.", needs_gpu=False),
     "optimizer_cpu_offload": Need(but="Use {role}.offload.optimizer."),
     "use_precision_aware_optimizer": _ENGINE,
 }
@@ -130,7 +139,7 @@ def why_not_there(
         return ""
     names = " or ".join(SOURCES.get(package, package) for package in need.packages)
     instead = need.but.format(role=role)
-    if not machine.has_gpu:
+    if need.needs_gpu and not machine.has_gpu:
         shortage = f"needs {names}, which needs a GPU" if names else "needs a GPU"
         return f"{shortage} and is not here. {instead}"
     if name in ("fp8", "fp4") and not machine.has_fp8:

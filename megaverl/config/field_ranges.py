@@ -35,6 +35,8 @@ FIELD_RANGES: dict[str, dict[str, Any]] = {
             ("loss_scale", "initial_loss_scale", "min_loss_scale"), AboveZero
         ),
         **dict.fromkeys(("loss_scale_window", "hysteresis"), Count),
+        "muon_num_ns_steps": Annotated[int, Field(ge=1, le=100)],
+        "muon_extra_scale_factor": AboveZero,
         "optimizer_offload_fraction": Annotated[float, Field(ge=0, le=1)],
     },
     "OptimizerParamScheduler": {

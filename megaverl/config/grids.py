@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 # Commands that run the training loop with rollouts, and so build every role.
 REINFORCING = ("train", "quickstart")
+# Commands that train one role on a data set.
+STAGES = ("sft", "dpo", "reward")
 
 # Commands that train on given data and generate nothing.
 OFFLINE: tuple[Literal["sft", "dpo", "reward"], ...] = ("sft", "dpo", "reward")

@@ -1,9 +1,13 @@
-"""Defaults for Megatron's gradient handling that differ from megatron-core's own, shared by training and planner."""
+"""Defaults for Megatron's gradients and optimizers unlike megatron-core's own, shared by training and planner."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+# megatron-core's default, blockwise, orthogonalises each tensor-parallel rank's part of
+# a matrix by itself, so that a run would depend on its grid.
+MUON_DEFAULTS = {"muon_tp_mode": "duplicated"}
 
 
 def ddp_defaults(

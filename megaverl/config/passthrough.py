@@ -77,6 +77,7 @@ _SHAPES_THE_MODEL = (
     "mamba_num_groups",
     "mamba_num_heads",
     "mamba_state_dim",
+    "mamba_training_ssm_states_dtype",
     "moe_apply_probs_on_input",
     "moe_ffn_hidden_size",
     "moe_latent_size",
@@ -159,16 +160,16 @@ _HOOKS = (
     "param_sync_func",
 )
 
-# Options of the Muon optimizer.
-_MUON = (
-    "muon_momentum",
-    "muon_split_qkv",
-    "muon_use_nesterov",
-    "muon_scale_mode",
-    "muon_fp32_matmul_prec",
-    "muon_num_ns_steps",
-    "muon_tp_mode",
-    "muon_extra_scale_factor",
+# Options of megatron-core's optimizers that a run cannot build (0.19).
+_OF_OTHER_OPTIMIZERS = (
+    "lion_beta1",
+    "lion_beta2",
+    "soap_shampoo_beta",
+    "soap_precondition_frequency",
+    "soap_use_kl_shampoo",
+    "adaptive_muon_moment2_method",
+    "adaptive_muon_beta2",
+    "adaptive_muon_eps",
 )
 
 MEGATRON: dict[str, str] = {
@@ -224,7 +225,10 @@ OPTIMIZER: dict[str, str] = {
     "use_layer_wise_distributed_optimizer": "Use {role}.ddp.use_distributed_optimizer.",
     "log_num_zeros_in_grad": "Zeros of gradients are not reported.",
     "optimizer_cuda_graph": "Megatron-LM's training loop captures its graph; steps are taken here without it.",
-    **dict.fromkeys(_MUON, "Muon is not built here: optimizers are adam and sgd."),
+    "muon_use_nesterov": "Use {role}.optimizer.muon_nesterov, which megatron-core 0.19 has: Muon needs that version.",
+    **dict.fromkeys(
+        _OF_OTHER_OPTIMIZERS, "Its optimizer is not built: use adam, sgd or muon."
+    ),
 }
 
 SCHEDULER: dict[str, str] = {
@@ -403,19 +407,32 @@ MEGATRON_VALUES: dict[str, tuple[str, ...]] = {
 # bits). Other dtypes satisfy the annotation and fail when the optimizer is built.
 _MOMENT_DTYPES = ("float32", "fp32", "float16", "fp16", "bfloat16", "bf16", "uint8")
 OPTIMIZER_VALUES: dict[str, tuple[str, ...]] = {
-    "optimizer": ("adam", "sgd"),
+    "optimizer": ("adam", "sgd", "muon"),
     "exp_avg_dtype": _MOMENT_DTYPES,
     "exp_avg_sq_dtype": _MOMENT_DTYPES,
     "main_params_dtype": ("float32", "fp32", "float16", "fp16"),
     "main_grads_dtype": ("float32", "fp32", "bfloat16", "bf16"),
+    # emerging-optimizers 0.3; its `custom` coefficients cannot be passed.
+    "muon_coefficient_type": (
+        "simple",
+        "quintic",
+        "polar_express",
+        "cans",
+        "aol",
+        "deepseekv4",
+    ),
+    "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
+    "muon_fp32_matmul_prec": ("highest", "high", "medium"),
+    "muon_tp_mode": ("duplicated", "distributed", "blockwise"),
+    "muon_scalar_optimizer": ("adam",),
 }
 # Optimizers that people ask for, with the reason why a run cannot build them.
-_NO_MUON = (
-    "Muon needs the package emerging-optimizers, which needs Python 3.12, and megaverl has no layout of its state for "
-    "checkpoints."
-)
 OPTIMIZER_REASONS: dict[str, str] = {
-    **dict.fromkeys(("muon", "dist_muon", "adaptive_muon"), _NO_MUON),
+    "dist_muon": "Use muon: ddp.use_distributed_optimizer, which is on by default, shards it.",
+    **dict.fromkeys(
+        ("adaptive_muon", "lion", "soap"),
+        "megaverl has no layout of its state for checkpoints.",
+    ),
     **dict.fromkeys(
         ("adamw", "AdamW"), "megatron-core's adam decays weights as AdamW does."
     ),

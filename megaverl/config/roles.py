@@ -10,6 +10,13 @@ from pydantic import BeforeValidator, Field
 
 from megaverl.config.errors import ConfigIssue, conflict_issues
 from megaverl.config.fsdp import FsdpConfig
+from megaverl.config.moment_dtypes import (
+    BFLOAT16_STEP,
+    FSDP_DTYPES,
+    MOMENT_FIELDS,
+    MOMENTS,
+    SWITCH,
+)
 from megaverl.config.section import (
     MOST,
     Fraction,
@@ -85,6 +92,7 @@ ADAMW_FIELDS = (
     "adam_beta1",
     "adam_beta2",
     "adam_eps",
+    *MOMENT_FIELDS,
 )
 # Grid sizes that FSDP does not have, and the groups of ranks that they stand for.
 MEGATRON_SIZES = {
@@ -325,6 +333,11 @@ class TrainedConfig(GridConfig):
         elif min_lr is not None and is_number(min_lr) and not 0 <= min_lr <= lr:
             text = f"found {min_lr}; expected from 0 to {at}.optimizer.lr={lr}."
             yield ConfigIssue(f"{at}.optimizer.min_lr", text)
+        yield from self.optimizer_field_issues(at)
+        yield from self._scheduler_issues(f"{at}.scheduler", num_updates)
+
+    def optimizer_field_issues(self, at: str) -> Issues:
+        """Yield fields of `optimizer` and `ddp` that cannot be combined, or that the engine lacks. Leaves out `lr`."""
         # megatron-core has these fields in both classes, and reads one or the other.
         for name in ("use_distributed_optimizer", "overlap_param_gather"):
             if name not in self.optimizer or name not in self.ddp:
@@ -346,7 +359,52 @@ class TrainedConfig(GridConfig):
             yield ConfigIssue(
                 f"{at}.optimizer.optimizer", f"{text}or use adam.", involves=involves
             )
-        yield from self._scheduler_issues(f"{at}.scheduler", num_updates)
+        if self.engine == "megatron":
+            yield from self._muon_issues(at)
+        yield from self._moment_issues(at)
+
+    def _muon_issues(self, at: str) -> Issues:
+        """Yield fields of Muon without it, and fields that megatron-core's Muon refuses or does not read."""
+        involves = (f"{at}.optimizer.optimizer",)
+        if self.optimizer.get("optimizer", "adam") != "muon":
+            for name in self.optimizer:
+                if name.startswith("muon_"):
+                    text = f"is set, and only Muon reads it. Leave it out, or set {at}.optimizer.optimizer: muon."
+                    yield ConfigIssue(f"{at}.optimizer.{name}", text, involves=involves)
+            return
+        for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+            if self.optimizer.get(name):
+                text = "is true, which megatron-core supports with adam only. Leave it out, or use adam."
+                yield ConfigIssue(f"{at}.optimizer.{name}", text, involves=involves)
+
+    def _moment_issues(self, at: str) -> Issues:
+        """Yield dtypes of Adam's moments that have no effect, that FSDP does not have, or that lose what is added."""
+        is_on = bool(self.optimizer.get(SWITCH))
+        for name in MOMENTS:
+            key = f"{name}_dtype"
+            written = str(self.optimizer.get(key, "float32")).removeprefix("torch.")
+            if written in ("float32", "fp32"):
+                continue
+            shown = yaml_text(self.optimizer[key])
+            if not is_on:
+                text = f"found {shown}, which has an effect with {SWITCH} only. Set {at}.optimizer.{SWITCH}: true."
+                involves = (f"{at}.optimizer.{SWITCH}",)
+                yield ConfigIssue(f"{at}.optimizer.{key}", text, involves=involves)
+            elif self.engine == "fsdp" and written not in FSDP_DTYPES:
+                why = f"has moments in {listed(sorted(set(FSDP_DTYPES.values())))}"
+                yield unread_by_fsdp(at, f"optimizer.{key}", f"found {shown}", why)
+        beta = self.optimizer.get("adam_beta2", 0.999)
+        written = str(self.optimizer.get("exp_avg_sq_dtype")).removeprefix("torch.")
+        is_lost = is_number(beta) and 1 - beta < BFLOAT16_STEP
+        if is_on and written in ("bfloat16", "bf16") and is_lost:
+            text = (
+                f"found {written} with adam_beta2={beta}: rounding to bfloat16 loses changes below 1/256, so second "
+                f"moments would never decay. Set {at}.optimizer.adam_beta2 to 0.99 or less, or use uint8 or float32."
+            )
+            involves = (f"{at}.optimizer.adam_beta2",)
+            yield ConfigIssue(
+                f"{at}.optimizer.exp_avg_sq_dtype", text, involves=involves
+            )
 
     def _scheduler_issues(self, at: str, num_updates: int) -> Issues:
         """Yield mistakes in the scheduler that megatron-core would only refuse by an assertion, after startup."""

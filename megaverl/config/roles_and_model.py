@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megaverl.config.errors import ConfigIssue
 from megaverl.config.grids import used_roles
 from megaverl.config.roles import GridConfig, TrainedConfig
 from megaverl.config.schema import Config
-from megaverl.config.section import Issues
+from megaverl.config.section import Issues, is_number
 from megaverl.config.wording import yaml_text
 
 
@@ -83,3 +85,36 @@ def optimizer_issues(config: Config) -> Issues:
     for role, (section, is_trained) in trained.items():
         if is_trained:
             yield from section.optimizer_issues(role, config.total_updates)
+            if section.optimizer.get("optimizer") == "muon":
+                yield from _muon_issues(config, role)
+
+
+def stage_optimizer_issues(config: Config, command: str) -> Issues:
+    """Yield mistakes in the optimizer of the role that `megaverl sft`, `dpo` or `reward` trains.
+
+    These commands take the learning rate and its schedule from their own section, and
+    everything else from the role.
+    """
+    role = "reward_model" if command == "reward" else "actor"
+    section: TrainedConfig = getattr(config, role)
+    yield from section.optimizer_field_issues(role)
+    if section.optimizer.get("optimizer") == "muon":
+        yield from _muon_issues(config, role)
+    stage = "sft" if command == "sft" else "preference"
+    lr: float = getattr(config, stage).lr
+    min_lr: Any = section.optimizer.get("min_lr")
+    if is_number(min_lr) and not 0 <= min_lr <= lr:
+        text = f"found {min_lr}; expected from 0 to {stage}.lr={lr}."
+        involves = (f"{stage}.lr",)
+        yield ConfigIssue(f"{role}.optimizer.min_lr", text, involves=involves)
+
+
+def _muon_issues(config: Config, role: str) -> Issues:
+    """Yield settings of the run that a role trained by Muon does not support."""
+    involves = (f"{role}.optimizer.optimizer",)
+    if config.model.dtype == "float16":
+        text = f"found 'float16', whose loss scaling megatron-core's Muon lacks. Use bfloat16, or set {role}'s "
+        yield ConfigIssue("model.dtype", f"{text}optimizer to adam.", involves=involves)
+    if config.placement.actor_islands > 1:
+        text = f"found {config.placement.actor_islands}; islands have been tested with adam only. Use 1, or adam."
+        yield ConfigIssue("placement.actor_islands", text, involves=involves)

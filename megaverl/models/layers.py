@@ -278,6 +278,9 @@ class ValueHead(nn.Module):
             torch.zeros(num_values, config.hidden_size, dtype=config.params_dtype)
         )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        # megatron-core gives output layers to Adam when it trains matrices by Muon, and
+        # `optimizer.decoupled_lr`.
+        self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
 
     def forward(
         self,

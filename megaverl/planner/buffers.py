@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -46,6 +46,7 @@ class Parameter:
     numel: int
     is_expert: bool = False
     is_shared_embedding: bool = False
+    is_matrix: bool = False  # Muon updates it
 
 
 _LINEAR = re.compile(r"(?:^|\.)layers\.(\d+)\..*linear_\w+\.weight\d*$")
@@ -155,6 +156,7 @@ class BufferOptions:
     main_itemsize: int
     num_moments: int
     offload: float
+    muon: bool = False
 
     @classmethod
     def read(
@@ -199,6 +201,7 @@ class BufferOptions:
             main_itemsize=itemsize("main_params_dtype"),
             num_moments=1 if sgd else 2,
             offload=offload,
+            muon=optimizer.get("optimizer", "adam") == "muon",
         )
 
 
@@ -210,7 +213,8 @@ class TrainedBytes:
         weights: the parameters, with the padding of their buffer under the distributed optimizer.
         gradients: the gradient buffers.
         optimizer: float32 master weights and Adam's two moments of this replica's share.
-        step: the float32 copy of 16-bit gradients of that share, which lives during the optimizer's step.
+        step: bytes that live during the optimizer's step only: the float32 copy of 16-bit gradients of that share, and
+            under Muon the copies of the largest matrix.
         saved_weights, saved_optimizer: bytes that the rank writes to a checkpoint (`megaverl.checkpoint.rank_shards`):
             one replica's share of the weights, and its optimizer state in float32. Norms count for every
             tensor-parallel rank, though only one of them writes them.
@@ -225,6 +229,18 @@ class TrainedBytes:
     saved_weights: int
     saved_optimizer: int
     loaded: int = 0
+
+
+_NOT_ORTHOGONALISED = ("embedding.word_embeddings.weight", "output_layer.weight")
+# Float32 and bfloat16 copies of a matrix and its product while it is orthogonalised:
+# momentum, whole, normalised and result in float32, and two in bfloat16
+# (emerging-optimizers 0.3, orthogonalized_optimizers/muon_utils.py).
+_MUON_COPIES_BYTES = 4 * 4 + 2 * 2
+
+
+def _is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Return whether Muon updates a parameter: megatron-core leaves embeddings, heads, norms and biases to Adam."""
+    return len(shape) == 2 and not name.endswith(_NOT_ORTHOGONALISED)
 
 
 @lru_cache(maxsize=4096)
@@ -252,7 +268,7 @@ def parameters_of(
         )
         expert = expert_parallel and ".mlp.experts." in rest
         chunks.setdefault(chunk, []).append(
-            Parameter(rest, whole(shape).numel, expert, shared)
+            Parameter(rest, whole(shape).numel, expert, shared, _is_matrix(rest, shape))
         )
     return tuple(tuple(_registered(parameters)) for parameters in chunks.values())
 
@@ -279,7 +295,7 @@ def adapters_of(
         )
         layer = rest.partition(f".{ADAPTER}.")[0]
         chunks.setdefault(chunk, {}).setdefault(layer, []).append(
-            Parameter(rest, whole(shape).numel)
+            Parameter(rest, whole(shape).numel, is_matrix=_is_matrix(rest, shape))
         )
     return tuple(
         tuple(
@@ -359,6 +375,70 @@ def make_buffer(
     return Buffer(tuple(ranges), tuple(ends))
 
 
+def make_whole_buffer(
+    parameters: Sequence[Parameter],
+    num_replicas: int,
+    bucket_size: int | None,
+    options: BufferOptions,
+) -> Buffer:
+    """Lay out matrices as Muon's optimizer needs them: each lies in one replica's part of its bucket.
+
+    Source: megatron-core 0.19, `LayerWiseDistributedOptimizer._compute_per_buffer_param_layout`.
+    """
+    busbw = BUSBW_ALIGNMENT if options.high_busbw else 1
+    end_align = math.lcm(num_replicas, BUCKET_ALIGNMENT, busbw)
+    shard_align = math.lcm(PARAM_ALIGNMENT, end_align // num_replicas)
+    ranges: list[tuple[int, int]] = []
+    ends: list[int] = []
+    place = 0
+    pending: list[Parameter] = []
+
+    def close() -> None:
+        nonlocal place
+        # Largest first, each to the part with the fewest elements.
+        cursors = [0] * num_replicas
+        starts: list[tuple[int, int, int]] = []
+        for parameter in sorted(pending, key=lambda p: -p.numel):
+            part = cursors.index(min(cursors))
+            start = _up(cursors[part], PARAM_ALIGNMENT)
+            cursors[part] = start + parameter.numel
+            starts.append((part, start, parameter.numel))
+        size = _up(max(cursors), shard_align)
+        for part, start, numel in starts:
+            begin = place + part * size + start
+            ranges.append((begin, begin + numel))
+        place += num_replicas * size
+        ends.append(place)
+        pending.clear()
+
+    for parameter in reversed(parameters):
+        pending.append(parameter)
+        if bucket_size is None:
+            continue
+        # A bucket is at least as large as its largest matrix in every replica's part.
+        largest = max(p.numel for p in pending)
+        least = max(bucket_size, int(num_replicas * largest * 0.9))
+        if sum(p.numel for p in pending) >= least:
+            close()
+    if pending:
+        close()
+    return Buffer(tuple(sorted(ranges)), tuple(ends))
+
+
+def _buffers_of(
+    chunk: Sequence[Parameter], options: BufferOptions
+) -> Iterator[tuple[bool, bool, list[Parameter]]]:
+    """Yield (of experts, updated by Muon, parameters) for each buffer of a model chunk."""
+    for is_expert in (False, True):
+        members = [p for p in chunk if p.is_expert is is_expert]
+        matrices = [p for p in members if options.muon and p.is_matrix]
+        others = [p for p in members if not (options.muon and p.is_matrix)]
+        if others:
+            yield is_expert, False, others
+        if matrices:
+            yield is_expert, True, matrices
+
+
 def trained_bytes(
     chunks: Sequence[Sequence[Parameter]],
     options: BufferOptions,
@@ -367,6 +447,7 @@ def trained_bytes(
     dense: tuple[int, int],
     expert: tuple[int, int],
     first_stage: bool,
+    tensor_parallel: int = 1,
 ) -> TrainedBytes:
     """Return the bytes that DistributedDataParallel and the optimizer hold on one rank.
 
@@ -374,39 +455,48 @@ def trained_bytes(
         itemsize: bytes of a weight.
         dense, expert: (index, count) of this rank among the replicas of dense weights (dp x cp) and of experts.
         first_stage: whether this is the first pipeline stage. Only its first chunk is cut into buckets.
+        tensor_parallel: tensor-parallel ranks, whose parts Muon gathers to orthogonalise a matrix.
     """
     grad_itemsize = 4 if options.grads_in_fp32 else itemsize
     weights = gradients = optimizer = step = saved_weights = saved_optimizer = (
         loaded
-    ) = 0
-    # Without a distributed optimizer, megatron-core saves float32 weights once, with
-    # the model.
-    saved_states = options.num_moments + (options.distributed or itemsize < 4)
+    ) = copies = 0
     for index, chunk in enumerate(chunks):
         bucket_size = options.bucket_size if first_stage and index == 0 else None
-        for is_expert, (replica, count) in ((False, dense), (True, expert)):
-            members = [p for p in chunk if p.is_expert is is_expert]
-            if not members:
-                continue
-            buffer = make_buffer(members, count, bucket_size, options)
+        for is_expert, by_muon, members in _buffers_of(chunk, options):
+            replica, count = expert if is_expert else dense
+            whole_ones = by_muon and options.distributed
+            make = make_whole_buffer if whole_ones else make_buffer
+            buffer = make(members, count, bucket_size, options)
+            num_moments = 1 if by_muon else options.num_moments
+            # megatron-core saves float32 weights once, with the model, but for
+            # those of its distributed optimizer.
+            saved_states = num_moments + (
+                (options.distributed and not by_muon) or itemsize < 4
+            )
             plain = sum(p.numel for p in members)
             weights += itemsize * (buffer.numel if options.distributed else plain)
             gradients += grad_itemsize * buffer.numel
             owned = buffer.owned(replica, count) if options.distributed else plain
-            optimizer += owned * state_bytes(options, itemsize)
+            optimizer += owned * state_bytes(options, itemsize, num_moments)
             if itemsize < 4 and grad_itemsize < 4 and not options.precision_aware:
                 step += 4 * owned
-            # Only the first stage writes the embedding table that it shares with the
-            # last stage.
+            if by_muon:
+                largest = max(p.numel for p in members)
+                copies = max(copies, _MUON_COPIES_BYTES * tensor_parallel * largest)
+            # Only the first stage writes the embedding table that it shares with
+            # the last stage.
             saved = [
                 p.numel if first_stage or not p.is_shared_embedding else 0
                 for p in members
             ]
-            ranges = [
-                span
-                for span, numel in zip(buffer.ranges, reversed(saved), strict=True)
-                if numel
-            ]
+            ranges = buffer.ranges
+            if not by_muon:
+                ranges = tuple(
+                    span
+                    for span, numel in zip(ranges, reversed(saved), strict=True)
+                    if numel
+                )
             saved_weights += itemsize * sum(saved) // count
             saved_owned = (
                 buffer.owned(replica, count, ranges)
@@ -415,16 +505,20 @@ def trained_bytes(
             )
             saved_optimizer += 4 * saved_states * saved_owned
             loaded += itemsize * plain + 4 * saved_states * owned
+    step += copies
     held = round(optimizer * (1 - options.offload))
     return TrainedBytes(
         weights, gradients, held, step, saved_weights, saved_optimizer, loaded
     )
 
 
-def state_bytes(options: BufferOptions, itemsize: int) -> int:
-    """Return the optimizer's bytes per element: both moments, and a master weight unless the weights are float32."""
+def state_bytes(
+    options: BufferOptions, itemsize: int, num_moments: int | None = None
+) -> int:
+    """Return the optimizer's bytes per element: its moments, and a master weight unless the weights are float32."""
+    num_moments = options.num_moments if num_moments is None else num_moments
     moments = options.exp_avg_itemsize + (
-        options.exp_avg_sq_itemsize if options.num_moments == 2 else 0
+        options.exp_avg_sq_itemsize if num_moments == 2 else 0
     )
     return moments + (options.main_itemsize if itemsize < 4 else 0)
 

@@ -7,12 +7,13 @@ forward to the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megaverl.config.fsdp import FsdpConfig
+from megaverl.config.moment_dtypes import moment_bytes, moment_dtypes
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.planner.buffers import ITEMSIZE, TrainedBytes
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
     from megaverl.models.hf_shards import ShardedWeights
 
-# Bytes per element of trained weights, of gradients and of each of Adam's moments: all
-# are float32.
+# Bytes per element of trained weights, of gradients and, by default, of each of Adam's
+# moments: all are float32.
 MASTER = 4
 
 
@@ -141,17 +142,27 @@ def fsdp_layouts(
     return lambda rank: shard(rank % count)
 
 
-def shard_bytes(layout: Layout, fsdp: FsdpConfig, replicas: int) -> TrainedBytes:
-    """Return the bytes of a rank's shards in training."""
-    numel = sum(whole(shape).numel for shape in layout.local_shapes.values())
+def shard_bytes(
+    layout: Layout, fsdp: FsdpConfig, replicas: int, optimizer: Mapping[str, Any]
+) -> TrainedBytes:
+    """Return the bytes of a rank's shards in training.
+
+    Args:
+        optimizer: the role's `optimizer` mapping.
+    """
+    sizes = [whole(shape).numel for shape in layout.local_shapes.values()]
+    numel = sum(sizes)
     here = 0 if fsdp.cpu_offload else numel
+    dtypes = moment_dtypes(optimizer).values()
+    moments = sum(moment_bytes(dtype, size) for dtype in dtypes for size in sizes)
+    # Adam's foreach implementation takes the square root of all second moments at once.
+    # Small moments are updated slice by slice, which takes next to nothing.
+    is_small = set(dtypes) != {"float32"}
     return TrainedBytes(
         weights=MASTER * here,
         gradients=MASTER * here,
-        optimizer=2 * MASTER * here,
-        # Adam's foreach implementation takes the square root of all second moments at
-        # once.
-        step=MASTER * here,
+        optimizer=0 if fsdp.cpu_offload else moments,
+        step=0 if is_small else MASTER * here,
         saved_weights=MASTER * numel // replicas,
         saved_optimizer=2 * MASTER * numel // replicas,
         loaded=3 * MASTER * numel,

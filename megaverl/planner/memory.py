@@ -465,7 +465,10 @@ class MemoryModel:
         assert role.trained is not None
         if role.shards is not None:
             return shard_bytes(
-                role.layout_of(dense), role.config.fsdp, role.shards.replicas
+                role.layout_of(dense),
+                role.config.fsdp,
+                role.shards.replicas,
+                getattr(role.config, "optimizer", {}),
             )
         replicas = role.grid.dp * role.grid.cp
         parameters = self._stage_parameters(name, stage)
@@ -486,6 +489,7 @@ class MemoryModel:
             dense=(dense, replicas),
             expert=(expert, role.grid.expert_dp),
             first_stage=stage == 0,
+            tensor_parallel=role.grid.tp,
         )
         if role.part == "replica":
             # The optimizer and the checkpoint are the global model's.

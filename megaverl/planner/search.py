@@ -516,7 +516,8 @@ def _stage_bytes(
     )
     gradients = 4 if options.grads_in_fp32 else job.itemsize
     # The second is no smaller than the first.
-    moments = options.exp_avg_itemsize * options.num_moments
+    num_moments = 1 if options.muon else options.num_moments
+    moments = options.exp_avg_itemsize * num_moments
     state = (
         0.0
         if trained.offload.optimizer

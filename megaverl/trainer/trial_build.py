@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from megaverl.child_checks import Check, CheckResult, CheckRunner, run_in_children
 from megaverl.config.errors import ConfigIssue
 from megaverl.config.field_needs import NEEDS, fields_of, without_repeats
-from megaverl.config.grids import REINFORCING, used_roles
+from megaverl.config.grids import REINFORCING, STAGES, used_roles
 from megaverl.config.passthrough import TARGETS
 from megaverl.config.schema import Config
 from megaverl.errors import MegaverlError
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 # Imports of torch and megatron-core take most of the time, and much longer on a busy
 # machine.
 DEADLINE_SECONDS = 300.0
+TRAINING = (*REINFORCING, *STAGES)
 SMALL_HEAD = 16
 SMALL_WIDTH = 64
 SMALL_VOCABULARY = 128
@@ -118,8 +119,8 @@ def unusual_fields(config: Config, command: str) -> dict[str, dict[str, list[str
     roles: dict[str, dict[str, list[str]]] = {}
     for role, parts in without_repeats(on_megatron).items():
         for part, mapping in parts.items():
-            if part == "optimizer" and command not in REINFORCING:
-                continue  # other commands take optimizers from other sections
+            if part == "optimizer" and command not in TRAINING:
+                continue  # other commands have no optimizer
             fields = TARGETS[part].fields() or {}
             # A list, because values such as those of recompute_modules are not
             # hashable.
@@ -277,8 +278,13 @@ def _make_configs(role: str, section: Any, command: str, dtype: Any) -> None:
     """Create the configurations of optimizer and gradient buffers as ranks do."""
     from megaverl.workers.optimizers import optimizer_configs
 
-    optimizer = section.optimizer if command in REINFORCING else {}
-    optimizer_configs(role, optimizer, section.ddp, dtype)
+    optimizer_configs(role, _optimizer_of(section, command), section.ddp, dtype)
+
+
+def _optimizer_of(section: Any, command: str) -> dict[str, Any]:
+    """Return the fields with which a command trains a role. A stage's own learning rate makes no difference here."""
+    fields = dict(section.optimizer) if command in TRAINING else {}
+    return {"lr": 1e-6} | fields
 
 
 def small_spec(spec: ModelSpec, shape: GridShape) -> ModelSpec:
@@ -370,7 +376,7 @@ def build_and_step(
         return
     trainable = MegatronTrainable(
         model,
-        optimizer=section.optimizer if command in REINFORCING else {"lr": 1e-6},
+        optimizer=_optimizer_of(section, command),
         scheduler=section.scheduler,
         ddp=section.ddp,
         total_updates=1_000_000_000,  # a schedule's numbers are checked elsewhere

@@ -6,6 +6,7 @@ AdamW on their shards. Both use megatron-core's parameter scheduler.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megaverl.config.megatron_defaults import ddp_defaults
+from megaverl.config.megatron_defaults import MUON_DEFAULTS, ddp_defaults
+from megaverl.config.moment_dtypes import MOMENT_FIELDS, moment_dtypes
 from megaverl.config.passthrough import coerce
 from megaverl.config.roles import OffloadConfig
 from megaverl.distributed.collectives import reduce_json
@@ -23,7 +25,15 @@ from megaverl.platform import platform
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.model import Loss
+from megaverl.workers.muon import (
+    is_muon,
+    refuse_small_expert_parameters,
+    require_muon,
+    whole_parameter_layout,
+    whole_parameter_optimizers,
+)
 from megaverl.workers.offload import Storages, storages_of
+from megaverl.workers.small_moments import SmallMomentAdamW
 from megaverl.workers.trainable import TrainableModel
 
 platform.adapt_megatron()
@@ -39,7 +49,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # n
 
 
 class MegatronGradients(TrainableModel):
-    """`MegatronModel` wrapped in megatron-core's DistributedDataParallel: what has an optimizer and what has none."""
+    """`MegatronModel` wrapped in megatron-core's DistributedDataParallel: what has an optimizer and what has none.
+
+    Args:
+        shards_whole_parameters: whether shards of the data-parallel ranks consist of whole matrices, as Muon needs.
+    """
 
     model: MegatronModel
 
@@ -50,22 +64,34 @@ class MegatronGradients(TrainableModel):
         *,
         max_norm: float,
         gradient_accumulation: int,
+        shards_whole_parameters: bool = False,
     ) -> None:
         super().__init__(
             model, max_norm=max_norm, gradient_accumulation=gradient_accumulation
         )
-        self.chunks = [
-            DistributedDataParallel(
-                config=model.config,
-                ddp_config=ddp_config,
-                module=chunk,
-                # Later chunks communicate while others compute, so they need no buckets.
-                # Megatron-LM's training loop sets the same.
-                disable_bucketing=index > 0,
-                pg_collection=model.grid.pg_collection,
+        self.chunks = []
+        for index, chunk in enumerate(model.chunks):
+            # As in Megatron-LM's training loop: later chunks communicate while others
+            # compute, without buckets.
+            disable_bucketing = index > 0
+            options: dict[str, Any] = {}
+            if shards_whole_parameters:
+                options["full_param_layout"] = whole_parameter_layout(
+                    chunk,
+                    ddp_config,
+                    model.grid.pg_collection,
+                    disable_bucketing=disable_bucketing,
+                )
+            self.chunks.append(
+                DistributedDataParallel(
+                    config=model.config,
+                    ddp_config=ddp_config,
+                    module=chunk,
+                    disable_bucketing=disable_bucketing,
+                    pg_collection=model.grid.pg_collection,
+                    **options,
+                )
             )
-            for index, chunk in enumerate(model.chunks)
-        ]
         model.config.finalize_model_grads_func = _finalize
         if ddp_config.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.chunks]
@@ -131,11 +157,18 @@ class MegatronTrainable(MegatronGradients):
         config, ddp_config = optimizer_configs(
             model.role, optimizer, ddp, model.config.params_dtype, replicas
         )
+        # megatron-core before 0.19 has neither the field nor the optimizer.
+        shards_whole_parameters = bool(
+            getattr(config, "use_layer_wise_distributed_optimizer", False)
+        )
+        if shards_whole_parameters:
+            refuse_small_expert_parameters(model.role, model.chunks)
         super().__init__(
             model,
             ddp_config,
             max_norm=float(config.clip_grad),
             gradient_accumulation=gradient_accumulation,
+            shards_whole_parameters=shards_whole_parameters,
         )
         self._overlap_param_gather = ddp_config.overlap_param_gather
         if self._overlap_param_gather:
@@ -154,19 +187,24 @@ class MegatronTrainable(MegatronGradients):
                 for group in self._gathered_groups
             ]
         self._is_distributed = ddp_config.use_distributed_optimizer
-        self.optimizer = get_megatron_optimizer(
-            config,
-            self.chunks,
-            use_gloo_process_groups=False,
-            pg_collection=grid.pg_collection,
-        )
+        with (
+            whole_parameter_optimizers()
+            if shards_whole_parameters
+            else contextlib.nullcontext()
+        ):
+            self.optimizer = get_megatron_optimizer(
+                config,
+                self.chunks,
+                use_gloo_process_groups=False,
+                pg_collection=grid.pg_collection,
+            )
         self.scheduler = OptimizerParamScheduler(
             self.optimizer, **scheduler_options(config, scheduler, total_updates)
         )
         # megatron-core asks the model's configuration for the functions of its
         # schedule.
         model.config.grad_scale_func = self.optimizer.scale_loss
-        for single in _chain(self.optimizer):
+        for single in single_optimizers(self.optimizer):
             create_state(single)
         self._offload(offload or OffloadConfig())
 
@@ -234,11 +272,11 @@ class MegatronTrainable(MegatronGradients):
     @property
     def torch_optimizers(self) -> list[torch.optim.Optimizer]:
         """Optimizers that hold the state of this rank's parameters, one for each optimizer of megatron-core's chain."""
-        inner = (single.optimizer for single in _chain(self.optimizer))
+        inner = (single.optimizer for single in single_optimizers(self.optimizer))
         return [optimizer for optimizer in inner if optimizer is not None]
 
     def _masters(self) -> dict[str, torch.Tensor]:
-        optimizers = enumerate(_chain(self.optimizer))
+        optimizers = enumerate(single_optimizers(self.optimizer))
         masters = (
             (number, tensor)
             for number, single in optimizers
@@ -250,7 +288,7 @@ class MegatronTrainable(MegatronGradients):
         }
 
     def follow_masters(self) -> None:
-        for single in _chain(self.optimizer):
+        for single in single_optimizers(self.optimizer):
             # Optimizers in float32 step on the weights themselves and have nothing to
             # copy.
             if (
@@ -266,7 +304,7 @@ class MegatronTrainable(MegatronGradients):
         """Multiply the gradients that the optimizer is about to use, as megatron-core's clipping does."""
         if factor == 1.0:
             return
-        for optimizer in _chain(self.optimizer):
+        for optimizer in single_optimizers(self.optimizer):
             parameters = (
                 []
                 if getattr(optimizer, "is_stub_optimizer", False)
@@ -301,14 +339,29 @@ def optimizer_configs(
         ConfigError: megatron-core refuses a value; the message quotes its reason.
     """
     ddp_config = ddp_config_of(role, ddp, replicas)
+    is_sharded = ddp_config.use_distributed_optimizer
     try:
         defaults = {
             "params_dtype": dtype,
             "bf16": dtype == torch.bfloat16,
             "fp16": dtype == torch.float16,
-            "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+            "use_distributed_optimizer": is_sharded,
             "min_lr": 0.0,
         }
+        if is_muon(optimizer):
+            require_muon(role)
+            defaults |= MUON_DEFAULTS | {
+                "use_distributed_optimizer": False,
+                "use_layer_wise_distributed_optimizer": is_sharded,
+                "overlap_param_gather": ddp_config.overlap_param_gather,
+            }
+            # With Muon this field of both classes means the one in `ddp`, which the
+            # configuration's checks have compared with it.
+            optimizer = {
+                name: value
+                for name, value in optimizer.items()
+                if name != "use_distributed_optimizer"
+            }
         config = OptimizerConfig(
             **(defaults | coerce(OptimizerConfig, optimizer, f"{role}.optimizer"))
         )
@@ -336,7 +389,8 @@ def ddp_config_of(
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters that megatron-core's optimizers update and their state, over all optimizers of a chain."""
-    for single in _chain(optimizer):
+    for single in single_optimizers(optimizer):
+        # State exists after the first step only.
         yield from _stepped_on(single)
         for state in (
             single.optimizer.state.values() if single.optimizer is not None else ()
@@ -346,9 +400,18 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
             )
 
 
-def _chain(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers of a chain. Megatron-core uses several if experts have their own process groups."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+def single_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Return the optimizers of a chain, whose links may be chains.
+
+    Megatron-core uses several if experts have their own process groups, or with Muon.
+    """
+    if not hasattr(optimizer, "chained_optimizers"):
+        return [optimizer]
+    return [
+        single
+        for link in optimizer.chained_optimizers
+        for single in single_optimizers(link)
+    ]
 
 
 def create_state(optimizer: MegatronOptimizer) -> None:
@@ -428,7 +491,7 @@ class FSDPTrainable(TrainableModel):
 
     Args:
         optimizer: fields of megatron-core's OptimizerConfig, with the same defaults. As in megatron-core, parameters
-            with one axis (biases, norms) have no weight decay.
+            with one axis (biases, norms) have no weight decay. Dtypes of moments: `config.moment_dtypes`.
         scheduler: arguments of megatron-core's OptimizerParamScheduler.
 
     For the other arguments, see `MegatronTrainable`.
@@ -449,6 +512,13 @@ class FSDPTrainable(TrainableModel):
         gradient_accumulation: int = 1,
         offload: OffloadConfig | None = None,
     ) -> None:
+        dtypes = moment_dtypes(optimizer)
+        # megatron-core's class would demand Transformer Engine for them.
+        optimizer = {
+            name: value
+            for name, value in optimizer.items()
+            if name not in MOMENT_FIELDS
+        }
         try:
             fields = {"min_lr": 0.0} | coerce(
                 OptimizerConfig, optimizer, f"{model.role}.optimizer"
@@ -473,23 +543,26 @@ class FSDPTrainable(TrainableModel):
         ]
         # A rank may hold no row of a small parameter.
         self.parameters = [p for p in parameters if local(p).numel()]
-        # Biases and norms have one axis. They do not decay, which is megatron-core's rule.
-        self.optimizer = torch.optim.AdamW(
-            [
-                {
-                    "params": [p for p in self.parameters if p.dim() != 1],
-                    "wd_mult": 1.0,
-                },
-                {
-                    "params": [p for p in self.parameters if p.dim() == 1],
-                    "wd_mult": 0.0,
-                },
-            ],
-            lr=config.lr or 1e-6,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
-        )
+        # As in megatron-core: biases and norms, which have one axis, do not decay.
+        groups = [
+            {"params": [p for p in self.parameters if p.dim() != 1], "wd_mult": 1.0},
+            {"params": [p for p in self.parameters if p.dim() == 1], "wd_mult": 0.0},
+        ]
+        hyperparameters: dict[str, Any] = {
+            "lr": config.lr or 1e-6,
+            "betas": (config.adam_beta1, config.adam_beta2),
+            "eps": config.adam_eps,
+            "weight_decay": config.weight_decay,
+        }
+        self.optimizer: torch.optim.AdamW | SmallMomentAdamW
+        if set(dtypes.values()) == {"float32"}:
+            self.optimizer = torch.optim.AdamW(groups, **hyperparameters)
+        else:
+            self.optimizer = SmallMomentAdamW(
+                groups,
+                **hyperparameters,
+                dtypes={name: getattr(torch, dtype) for name, dtype in dtypes.items()},
+            )
         self.scheduler = OptimizerParamScheduler(
             self.optimizer, **scheduler_options(config, scheduler, total_updates)
         )

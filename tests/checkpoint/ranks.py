@@ -33,7 +33,12 @@ from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import micro_batches_for, share
 from megaverl.workers.model import Loss, TrainingModel
 from megaverl.workers.model_options import ModelOptions
-from megaverl.workers.optimizers import FSDPTrainable, MegatronTrainable, local
+from megaverl.workers.optimizers import (
+    FSDPTrainable,
+    MegatronTrainable,
+    local,
+    single_optimizers,
+)
 from tests.models.ranks import manager, whole_rows
 
 # megatron-core collects garbage at every save and load: what the libraries brought
@@ -151,9 +156,7 @@ def digest(roles: Roles) -> dict[str, str]:
                 for key, value in trainable.optimizer.state[parameter].items():
                     found[f"{role}.{place}.{key}"] = _hash(local(value))
             continue
-        for index, optimizer in enumerate(
-            getattr(trainable.optimizer, "chained_optimizers", [trainable.optimizer])
-        ):
+        for index, optimizer in enumerate(single_optimizers(trainable.optimizer)):
             parameters = [
                 p for group in optimizer.optimizer.param_groups for p in group["params"]
             ]

@@ -55,6 +55,24 @@ def test_which_roles_a_loss_needs(load, pairs):
         ("dpo", ["preference.train=[]"], "preference.train", "is empty"),
         (
             "dpo",
+            ["actor.optimizer.optimizer=sgd"],
+            "actor.optimizer.optimizer",
+            "does not shard",
+        ),
+        (
+            "reward",
+            ["reward_model.optimizer.exp_avg_dtype=bf16"],
+            "reward_model.optimizer.exp_avg_dtype",
+            "use_precision_aware_optimizer",
+        ),
+        (
+            "dpo",
+            ["actor.optimizer.min_lr=1e-3", "preference.lr=1e-4"],
+            "actor.optimizer.min_lr",
+            "expected from 0 to preference.lr=0.0001",
+        ),
+        (
+            "dpo",
             ["preference.train=nowhere.jsonl"],
             "preference.train.0",
             "does not exist",

@@ -20,7 +20,7 @@ from megaverl.weights.transports import TransportOptions
 from megaverl.workers.critic import Critic
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.model_options import ModelOptions
-from megaverl.workers.optimizers import MegatronTrainable
+from megaverl.workers.optimizers import MegatronTrainable, single_optimizers
 from megaverl.workers.policy import Actor
 from tests.models.ranks import manager
 from tests.workers.ranks import experience
@@ -29,6 +29,8 @@ platform.adapt_megatron()
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica  # noqa: E402
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "master_param", "momentum_buffer")
 
 
 def trained(
@@ -40,6 +42,7 @@ def trained(
     ddp: dict[str, Any] | None = None,
     megatron: dict[str, Any] | None = None,
     lora: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
 ) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer on this rank, after one real update."""
     model = MegatronModel(
@@ -55,7 +58,11 @@ def trained(
         overrides=megatron,
     )
     trainable = MegatronTrainable(
-        model, optimizer={"lr": 1e-3}, scheduler={}, ddp=ddp or {}, total_updates=2
+        model,
+        optimizer={"lr": 1e-3} | (optimizer or {}),
+        scheduler={},
+        ddp=ddp or {},
+        total_updates=2,
     )
     if critic:
         Critic(trainable, AlgorithmConfig(), micro_batch_tokens=64, seed=0).update(
@@ -77,7 +84,7 @@ def trained(
     return {
         "weights": sum(weights.values()),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
-        "optimizer": sum(map(optimizer_bytes, parts(trainable.optimizer))),
+        "optimizer": sum(map(optimizer_bytes, single_optimizers(trainable.optimizer))),
         **(saved_bytes(trainable) if lora is None else {}),
     }
 
@@ -88,7 +95,9 @@ def saved_bytes(trainable: MegatronTrainable) -> dict[str, int]:
     Nothing where it holds padding alone: without Transformer Engine, megatron-core
     (0.16) then lacks a step to store.
     """
-    if not all(single.optimizer.state for single in parts(trainable.optimizer)):
+    if not all(
+        single.optimizer.state for single in single_optimizers(trainable.optimizer)
+    ):
         return {}
     state, found = (
         sharded_state({"actor": trainable}),
@@ -100,10 +109,6 @@ def saved_bytes(trainable: MegatronTrainable) -> dict[str, int]:
                 "saved_optimizer" if ".optimizer." in each.key else "saved_weights"
             ] += each.data.nbytes
     return found
-
-
-def parts(optimizer: Any) -> list[Any]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def optimizer_bytes(optimizer: Any) -> int:
@@ -118,7 +123,7 @@ def optimizer_bytes(optimizer: Any) -> int:
         tensor
         for state in optimizer.optimizer.state.values()
         for name, tensor in state.items()
-        if torch.is_tensor(tensor) and name in ("exp_avg", "exp_avg_sq", "master_param")
+        if torch.is_tensor(tensor) and name in MOMENTS
     ]
     return sum(tensor.nbytes for tensor in (*masters, *moments))
 

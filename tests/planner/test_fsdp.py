@@ -59,6 +59,18 @@ def test_weights_are_sharded_over_the_ranks_of_a_row_too() -> None:
     assert job("actor.cp=2").roles[0].shards == (8, 1)
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 4), ("uint8", 2 + 8 / 256)])
+def test_small_moments_take_their_bytes(dtype: str, size: float) -> None:
+    fields = ", ".join(
+        f"{name}: {dtype}" for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
+    )
+    on = "use_precision_aware_optimizer: true, adam_beta2: 0.95"
+    [rank, *_] = MemoryModel(job(f"actor.optimizer={{{on}, {fields}}}")).ranks()
+    assert rank.parts["actor"]["optimizer"] == pytest.approx(size * TOTAL / 8, rel=1e-3)
+    # Checkpoints contain float32.
+    assert rank.saved == pytest.approx(12 * TOTAL / 8, rel=1e-4)
+
+
 def test_shards_are_float32_and_gradients_go_with_the_step() -> None:
     assert TOTAL == 7_615_616_512, "as Qwen2.5-7B's files have it"
     planned = job()
