@@ -34,6 +34,15 @@ FAMILIES = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+# Latent attention has kernels for the sizes of DeepSeek-V3 alone.
+SIZES = {
+    "deepseek_v3": {
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+}
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3")
 LOGITS_STD = 3.0
 # Experts add this much more to the residual stream than random weights do, so that
@@ -193,6 +202,7 @@ def make_model(options: argparse.Namespace, folder: Path) -> Path:
         num_hidden_layers=options.layers,
         vocab_size=options.vocab,
         max_position_embeddings=options.tokens + 16,
+        **SIZES.get(options.one, {}),
     )
     weights = load_file(made / "model.safetensors")
     for name, weight in weights.items():
