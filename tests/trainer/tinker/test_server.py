@@ -102,16 +102,13 @@ class Reference:
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "ppo"])
-def test_losses_gradients_and_steps_are_those_of_peft(
-    server: Server, loss: str
-) -> None:
+def test_losses_and_gradients_are_those_of_peft(server: Server, loss: str) -> None:
     rows = supervised_rows() if loss == "cross_entropy" else policy_rows()
     with connected(server) as client:
         model = new_model(client, server)
         step(model, supervised_rows())  # so that B is not zero
         before = model.save_weights_for_sampler("before").result().path
         output, stepped = step(model, rows, loss)
-        after = model.save_weights_for_sampler("after").result().path
     reference = Reference(server, server.adapter(before))
     expected = [row.tolist() for row in reference.log_probs()]
     for row, expected_row in zip(log_probs_of(output), expected, strict=True):
@@ -122,42 +119,33 @@ def test_losses_gradients_and_steps_are_those_of_peft(
     norms = [p.grad.norm() for p in reference.trained.values() if p.grad is not None]
     norm = float(torch.stack(norms).norm())
     assert stepped.metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    # The second step of AdamW, whose moments are those of the first step too.
-    first = Reference(server, server.adapter(before))
-    assert first.trained.keys() == reference.trained.keys()
-    moved = load_file(server.adapter(after) / "adapter_model.safetensors")
-    was = load_file(server.adapter(before) / "adapter_model.safetensors")
-    changes = {name: moved[name] - was[name] for name in moved}
-    assert max(float(change.abs().max()) for change in changes.values()) < 3e-3
-    for name, change in changes.items():
-        gradient = reference.trained[name].grad
-        assert gradient is not None
-        assert change.shape == gradient.shape and change.abs().max() > 0, name
 
 
-def test_the_first_step_is_that_of_torch(server: Server) -> None:
+def test_steps_are_those_of_torch(server: Server) -> None:
+    settings = {**ADAM, "weight_decay": 0.1, "grad_clip_norm": 1.0}
     with connected(server) as client:
         model = new_model(client, server, seed=5)
         start = model.save_weights_for_sampler("start").result().path
-        # The gradients of two requests add up.
-        model.forward_backward(supervised_rows()[:1], "cross_entropy")
-        model.forward_backward(supervised_rows()[1:], "cross_entropy")
-        settings = {**ADAM, "weight_decay": 0.1, "grad_clip_norm": 1.0}
-        model.optim_step(tinker.AdamParams(**settings)).result()
+        for _ in range(3):
+            # The gradients of two requests add up.
+            model.forward_backward(supervised_rows()[:1], "cross_entropy")
+            model.forward_backward(supervised_rows()[1:], "cross_entropy")
+            model.optim_step(tinker.AdamParams(**settings)).result()
         end = model.save_weights_for_sampler("end").result().path
     reference = Reference(server, server.adapter(start))
     optimizer = torch.optim.AdamW(
         reference.trained.values(), 2e-3, (0.9, 0.95), 1e-8, weight_decay=0.1
     )
-    reference.cross_entropy().backward()
-    torch.nn.utils.clip_grad_norm_(reference.trained.values(), 1.0)
-    optimizer.step()
+    for _ in range(3):
+        optimizer.zero_grad()
+        reference.cross_entropy().backward()
+        torch.nn.utils.clip_grad_norm_(reference.trained.values(), 1.0)
+        optimizer.step()
     trained = load_file(server.adapter(end) / "adapter_model.safetensors")
     for name, parameter in reference.trained.items():
-        # A's first gradient is zero, as B is, up to the last bits of float32.
-        if ".lora_B." in name:
-            difference = (trained[name] - parameter.detach()).abs().max()
-            assert difference < 2e-6, name
+        # A step moves an element by about 2e-3.
+        difference = (trained[name] - parameter.detach()).abs()
+        assert difference.mean() < 1e-6 and difference.max() < 1e-4, name
 
 
 def test_clients_side_by_side_do_not_change_each_others_bits(server: Server) -> None:
