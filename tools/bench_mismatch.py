@@ -35,7 +35,7 @@ FAMILIES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 # Latent attention has kernels for the sizes of DeepSeek-V3 alone.
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
