@@ -1,8 +1,15 @@
 # Commands for contributors. Each one creates .venv first if it does not exist.
 .PHONY: test check docs release clean
 
-test: ## run what CI runs; ARGS="tests/sharding -k qwen3" for a part
+# `make t=tests/sharding/test_rows.py` runs tests alone, without ruff, mypy and further locks.
+test: ## run what CI runs; t=PATH: these tests alone
+ifdef t
+	test -x .venv/bin/python || ./launch/bootstrap.sh
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= \
+		.venv/bin/python -m pytest -q $(t)
+else
 	./launch/test.sh $(ARGS)
+endif
 
 check: ## run only ruff and mypy
 	./launch/bootstrap.sh

@@ -38,6 +38,7 @@ from megaverl.workers.muon import WholeParameterOptimizer
 from megaverl.workers.optimizers import (
     FSDPTrainable,
     MegatronTrainable,
+    create_adam_state,
     create_state,
     local,
     single_optimizers,
@@ -459,13 +460,8 @@ def _stepped_on(
         # The tensor is a buffer, or this rank has no row of the parameter.
         if parameter is None:
             continue
-        if isinstance(optimizer, SmallMomentAdamW):
-            state = optimizer.allocated(parameter)
-        else:
-            state = optimizer.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+        create_adam_state(optimizer, [parameter])
+        state = optimizer.state[parameter]
         by_name[name] = (parameter, state)
     return by_name
 

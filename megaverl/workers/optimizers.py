@@ -436,15 +436,13 @@ def create_state(optimizer: MegatronOptimizer) -> None:
 
 
 def create_adam_state(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]
+    optimizer: torch.optim.AdamW | SmallMomentAdamW, parameters: Iterable[torch.Tensor]
 ) -> None:
-    """Create the initial state of torch's AdamW, unless it exists; see `create_state`.
-
-    Nothing happens for other classes, whose state may have another form.
-    """
-    if type(optimizer) is not torch.optim.AdamW:
-        return
+    """Create the initial state of an optimizer under FSDP2, unless it exists; see `create_state`."""
     for parameter in parameters:
+        if isinstance(optimizer, SmallMomentAdamW):
+            optimizer.allocated(parameter)
+            continue
         state = optimizer.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
