@@ -368,7 +368,7 @@ def test_servers_apply_the_changes_of_a_folder(
         five, _ = versions.changes("run-5")
         pool.use(versions.published("run-5", changes=(two, three, four, five)))
         assert early.state == "ready" and late.state == "lost"
-        assert "takes whole weights only" in late.why and not pool.takes_changes()
+        assert "takes whole weights only" in late.reason and not pool.takes_changes()
         assert late.failed_loads == 0
     finally:
         pool.close()
