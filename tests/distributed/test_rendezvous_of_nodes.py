@@ -135,7 +135,7 @@ def test_the_other_nodes_end_at_once_where_another_program_answers(
     port = taken.getsockname()[1]
     with pytest.raises(
         TrainingStopped,
-        match=rf"at 127.0.0.1:{port} \(MASTER_ADDR, MASTER_PORT\) another program {named}",
+        match=rf"127.0.0.1:{port} \(MASTER_ADDR, MASTER_PORT\) is not a job's store: another program {named}",
     ):
         meet("127.0.0.1", port, 1, 2, 600.0)
 
