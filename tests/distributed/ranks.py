@@ -306,4 +306,6 @@ def values_travel(through: str) -> dict[str, Any]:
         found["refused"] = "a object cannot go to other ranks" in str(error)
     if context.rank >= 2:
         found["through"] = (sent["devices"] > 0) == (through == "devices")
+    # The store, in which ranks find each other, ends with the first rank.
+    barrier(context.control)
     return found
