@@ -24,6 +24,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -78,6 +79,7 @@ ONLY_LOOKED_AT = (
     "cd",
     "source",
     "export",
+    "make",
     "mkdocs",
     "tensorboard",
     "docker",
@@ -260,6 +262,13 @@ def run_command(block: Block, line: str) -> None:
         assert path.is_file() and path.stat().st_mode & 0o111, f"{block}: {program}"
     elif name in ("python", "torchrun", "python3.11"):
         run_script(block, rest)
+    elif name == "make" and shutil.which("make"):
+        # Printed, not run.
+        subprocess.run(
+            ["make", "-n", *rest], cwd=ROOT, stdout=subprocess.DEVNULL, check=True
+        )
+        for path in (word.partition("=")[2] for word in rest if word.startswith("t=")):
+            assert (ROOT / path).exists(), f"{block}: {path}"
     else:
         assert program in ONLY_LOOKED_AT, f"{block}: what is to be done with `{line}`?"
 
