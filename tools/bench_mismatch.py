@@ -13,12 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.one_rank import start_one_rank  # noqa: E402
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -104,21 +108,7 @@ def compare(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from megaverl.platform import platform
-
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    platform.start()
-    dist.init_process_group(
-        platform.backend, store=dist.HashStore(), rank=0, world_size=1
-    )
+    start_one_rank()
     from megaverl.config.roles import RolloutConfig
     from megaverl.data.batch import RolloutBatch
     from megaverl.distributed.grid import GridShape

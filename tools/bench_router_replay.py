@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.one_rank import start_one_rank  # noqa: E402
 
 AIM = 5.0
 RANGE = 0.02  # the standard deviation of all matrices, before they are scaled
@@ -23,17 +27,6 @@ RANGE = 0.02  # the standard deviation of all matrices, before they are scaled
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-    }
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
     with tempfile.TemporaryDirectory() as folder:
         compared = compare(options, Path(folder))
     print(
@@ -88,12 +81,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from megaverl.platform import platform
-
-    platform.start()
-    dist.init_process_group(
-        platform.backend, store=dist.HashStore(), rank=0, world_size=1
-    )
+    start_one_rank()
     from megaverl.config.roles import RolloutConfig
     from megaverl.data.batch import RolloutBatch
     from megaverl.distributed.grid import GridShape

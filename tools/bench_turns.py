@@ -12,12 +12,17 @@ the medians are printed.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.one_rank import start_one_rank  # noqa: E402
 
 if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
@@ -30,15 +35,6 @@ SIDES = (ALONE, PROMPTS, TURNS)
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
     with tempfile.TemporaryDirectory() as folder:
         measured = measure(options, Path(folder))
     print(
@@ -96,13 +92,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Side]:
 
     from megaverl.data.prefix_packing import sequence_lengths
     from megaverl.models.tiny import make_tiny_folder
-    from megaverl.platform import platform
     from megaverl.workers.micro_batches import micro_batches_for
 
-    platform.start()
-    dist.init_process_group(
-        platform.backend, store=dist.HashStore(), rank=0, world_size=1
-    )
+    start_one_rank()
     model_folder = make_tiny_folder(
         folder / "model",
         "Qwen3ForCausalLM",
