@@ -34,7 +34,13 @@ from megaverl.sharding.layout import Layout
 from megaverl.weights.fingerprint import box_fingerprint
 from megaverl.weights.server_link import dealt
 from megaverl.weights.transports import BUCKET_BYTES, Tensors, view, viewed
-from megaverl.weights.transports.changes import Encoding, decode, differ, encode
+from megaverl.weights.transports.changes import (
+    Encoding,
+    decode,
+    differ,
+    encode,
+    indices_at,
+)
 from megaverl.weights.transports.deltas import write_elements
 from megaverl.weights.transports.sent_weights import within
 
@@ -321,7 +327,7 @@ def _places_in(
     """Return the positions in a part of a box, and which of the positions lie there (bool; None: all)."""
     if common == box:
         return positions, None
-    coordinates = torch.unravel_index(positions, box.shape)
+    coordinates = indices_at(positions, box.shape)
     part = within(common, box)
     inside = torch.ones_like(positions, dtype=torch.bool)
     for at, low, high in zip(coordinates, *part, strict=True):

@@ -20,6 +20,7 @@ from megaverl.weights.transports.changes import (
     decode,
     differ,
     encode,
+    indices_at,
     pack_bits,
     unpack_bits,
 )
@@ -92,6 +93,16 @@ def test_bits_are_packed_from_the_lowest(flags: list[bool]) -> None:
         for first in range(0, len(flags), 8)
     ]
     assert unpack_bits(packed, len(flags)).tolist() == flags
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
+def test_places_of_a_box_become_indices(shape: list[int], data: st.DataObject) -> None:
+    last = torch.Size(shape).numel() - 1
+    drawn = data.draw(st.lists(st.integers(0, last), max_size=20))
+    positions = torch.tensor(drawn, dtype=torch.int64)
+    expected = torch.unravel_index(positions, shape)
+    assert torch.equal(torch.stack(indices_at(positions, shape)), torch.stack(expected))
 
 
 @pytest.mark.parametrize(

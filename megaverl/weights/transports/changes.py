@@ -17,6 +17,7 @@ value), so that a message has 1.5 % of its bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -235,3 +236,20 @@ def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
         return torch.from_numpy(bits).view(torch.bool)
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed[:, None] >> places) & 1).flatten()[:numel].to(torch.bool)
+
+
+def indices_at(positions: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
+    """Return the index along each dimension of places counted in row-major order.
+
+    `torch.unravel_index` returns the same, but its first call imports 500 modules,
+    while all ranks of the reshard wait for this one.
+
+    Args:
+        positions: int64, `[places]`.
+        shape: of the box.
+    """
+    indices: list[torch.Tensor] = []
+    for size in reversed(shape):
+        indices.append(positions % size)
+        positions = positions // size
+    return indices[::-1]

@@ -30,6 +30,7 @@ from megaverl.weights.transports.changes import (
     as_bits,
     decode,
     differ,
+    indices_at,
 )
 from megaverl.weights.transports.changes import encode as encode_changes
 from megaverl.weights.transports.sent_weights import SentWeights, within
@@ -331,8 +332,7 @@ def write_elements(
     if bits.is_contiguous():
         bits.view(-1).index_copy_(0, positions, values)
         return
-    indices = torch.unravel_index(positions, bits.shape)
-    bits.index_put_(indices, values)
+    bits.index_put_(indices_at(positions, bits.shape), values)
 
 
 def _find_forwarded(
