@@ -238,7 +238,9 @@ def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
     return ((packed[:, None] >> places) & 1).flatten()[:numel].to(torch.bool)
 
 
-def indices_at(positions: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
+def indices_at(
+    positions: torch.Tensor, shape: Sequence[int]
+) -> tuple[torch.Tensor, ...]:
     """Return the index along each dimension of places counted in row-major order.
 
     `torch.unravel_index` returns the same, but its first call imports 500 modules,
@@ -252,4 +254,4 @@ def indices_at(positions: torch.Tensor, shape: Sequence[int]) -> list[torch.Tens
     for size in reversed(shape):
         indices.append(positions % size)
         positions = positions // size
-    return indices[::-1]
+    return tuple(reversed(indices))
