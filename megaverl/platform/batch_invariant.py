@@ -64,6 +64,8 @@ def linear(
 ) -> torch.Tensor:
     """Return x weight^T + bias, without a gradient.
 
+    Products of 16-bit matrices are computed in float32 and rounded once: kernels for 16 bits differ between CPUs.
+
     Args:
         x: [..., k].
         weight: [n, k].
@@ -74,8 +76,8 @@ def linear(
     """
     rows, width = x.reshape(-1, x.shape[-1]), weight.shape[0]
     count, inner = rows.shape
-    check_products(inner, x.dtype)
-    padded = rows.new_zeros(count + -count % TILE_ROWS, inner)
+    check_products(inner)
+    padded = torch.zeros(count + -count % TILE_ROWS, inner)
     padded[:count] = rows
     weight = _as_columns(weight)
     out = padded.new_empty(len(padded), len(weight))
@@ -83,11 +85,11 @@ def linear(
     starts = [*range(0, len(weight) - TILE_COLUMNS, TILE_COLUMNS)]
     for column in (*starts, len(weight) - TILE_COLUMNS):
         columns = slice(column, column + TILE_COLUMNS)
-        tile = weight[columns].t()
+        tile = weight[columns].float().t()
         for row in range(0, len(padded), TILE_ROWS):
             part = slice(row, row + TILE_ROWS)
             torch.mm(padded[part], tile, out=out[part, columns])
-    result = out[:count, :width].reshape(*x.shape[:-1], width)
+    result = out[:count, :width].to(x.dtype).reshape(*x.shape[:-1], width)
     return result if bias is None else result + bias
 
 
@@ -98,15 +100,15 @@ def _as_columns(weight: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def check_products(inner: int, dtype: torch.dtype) -> None:
+def check_products(inner: int) -> None:
     """Check that a tile's rows and columns do not depend on their position, for an inner dimension.
 
     Raises:
         ModelError: they do, with this machine's matrix library.
     """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(TILE_ROWS, inner, generator=generator).to(dtype)
-    weight = torch.randn(TILE_COLUMNS, inner, generator=generator).to(dtype)
+    x = torch.randn(TILE_ROWS, inner, generator=generator)
+    weight = torch.randn(TILE_COLUMNS, inner, generator=generator)
     expected = torch.mm(x, weight.t())
     for shift in (1, 3, 7, 8, TILE_ROWS - 1):
         by_rows = torch.mm(x.roll(shift, 0), weight.t()).roll(-shift, 0)
@@ -114,7 +116,7 @@ def check_products(inner: int, dtype: torch.dtype) -> None:
         # One row by itself, beside zeros, with the weight at an odd address.
         lone = torch.zeros_like(x)
         lone[shift] = x[0]
-        moved = torch.empty(weight.numel() + shift, dtype=dtype)[shift:]
+        moved = torch.empty(weight.numel() + shift)[shift:]
         moved = moved.view_as(weight).copy_(weight)
         by_itself = torch.mm(lone, moved.t())[shift]
         if not (
@@ -123,7 +125,7 @@ def check_products(inner: int, dtype: torch.dtype) -> None:
             and torch.equal(by_itself, expected[0])
         ):
             raise ModelError(
-                f"rollout.batch_invariant: on this CPU, rows of a {dtype} matrix product of {TILE_ROWS} x {inner} x "
+                f"rollout.batch_invariant: on this CPU, rows of a matrix product of {TILE_ROWS} x {inner} x "
                 f"{TILE_COLUMNS} depend on their position. Set MKL_CBWR=COMPATIBLE, or rollout.batch_invariant=false."
             )
 
@@ -206,7 +208,7 @@ def attend(
     """
     dtype = q.dtype
     q, k, v = q.float(), k.float(), v.float()
-    check_products(q.shape[-1], q.dtype)
+    check_products(q.shape[-1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     missing = -k.shape[2] % KEY_BLOCK
     k, v = (F.pad(x, (0, 0, 0, missing)) for x in (k, v))

@@ -20,9 +20,9 @@ from megaverl.workers.weight_sync import ActorWeights, WeightSync
 from tests.workers.ranks import trainable_of
 
 TEMPERATURE = 0.8
-SAMPLING = SamplingOptions(70, temperature=TEMPERATURE, ignore_eos=True)
+SAMPLING = SamplingOptions(24, temperature=TEMPERATURE, ignore_eos=True)
 # Prompts shorter and longer than a block of keys, and responses that cross one.
-LENGTHS = (3, 90, 17, 5, 64, 40)
+LENGTHS = (3, 90, 50, 5, 64, 43)
 MICRO_BATCHES = (200, 4096)
 STEPS = 2
 

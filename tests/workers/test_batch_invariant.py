@@ -65,8 +65,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU alon
         ("Qwen3ForCausalLM", {"tie_embeddings": True}),
         # A window that most tokens exceed.
         ("MistralForCausalLM", {"sliding_window": 20}),
-        # As many heads for keys as for queries.
-        ("LlamaForCausalLM", {"num_key_value_heads": 4}),
     ],
 )
 def test_on_one_rank(
@@ -82,7 +80,7 @@ def test_in_bfloat16(launch: Launcher, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tp", "shape"),
     # A sum of two ranks' parts is the same in either order.
-    [(2, {"tp": 2}), (1, {"pp": 2}), (1, {"dp": 2})],
+    [(2, {"tp": 2}), (1, {"pp": 2})],
 )
 def test_on_two_ranks(
     launch: Launcher, tp: int, shape: dict[str, int], tmp_path: Path
