@@ -782,9 +782,13 @@ class RolloutConfig(Section):
     CPU). The next reshard writes those weights again."""
     logprob_tolerance: PositiveFloat | None = None
     """Maximum difference, in nats, between the engine's and the trainer's log-probs of any token, at the first
-    comparison after a start. A larger one stops the run. null: 1e-3 in float32 on a CPU. Otherwise the run warns if
-    mean or 99.9th percentile exceed what rounding explains, and stops at a mean above 0.125 in bfloat16 (0.25 with
-    experts, 0.5 with an 8-bit engine, an eighth of these in float16)."""
+    comparison after a start. A larger one stops the run. null: 1e-3 in float32 on a CPU, and 0 on a CPU with
+    batch_invariant. Otherwise the run warns if mean or 99.9th percentile exceed what rounding explains, and stops at a
+    mean above 0.125 in bfloat16 (0.25 with experts, 0.5 with an 8-bit engine, an eighth of these in float16)."""
+    batch_invariant: bool = False
+    """Compute each response independently of the other requests of its batch. On a CPU the trainer's log-probs then
+    equal the engine's to the bit, for the models and settings in docs/tuning.md; others are refused. On GPUs vLLM's
+    batch-invariant mode is used, and the trainer keeps its kernels."""
     async_rollout: bool = False
     """Generate the samples of the next steps while the actor trains. Samples are then off-policy; see max_staleness and
     algorithm.correction. Engines need ranks of their own (placement.rollout). In a loop of a Python program

@@ -6,7 +6,18 @@ from megaverl.config.errors import ConfigIssue, conflict_issues
 from megaverl.config.schema import Config
 from megaverl.config.section import Issues, is_number
 from megaverl.config.wording import yaml_text
-from megaverl.sharding.model_spec import ModelSpec
+from megaverl.gpus import has_usable_gpu
+from megaverl.sharding.model_spec import ModelSpec, why_not_batch_invariant
+
+# Sampling fields that only the engine applies, with the values that change nothing.
+ENGINE_ONLY = {
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+}
 
 
 def rollout_and_training_issues(config: Config, spec: ModelSpec | None) -> Issues:
@@ -21,6 +32,7 @@ def rollout_and_training_issues(config: Config, spec: ModelSpec | None) -> Issue
     yield from _overlap_issues(config)
     yield from _environment_issues(config)
     yield from _router_replay_issues(config, spec)
+    yield from _batch_invariant_issues(config, spec)
 
 
 def validation_sampling_issues(config: Config) -> Issues:
@@ -238,3 +250,69 @@ def _router_replay_issues(config: Config, spec: ModelSpec | None) -> Issues:
     ):
         text = "found old_log_probs, and a step of one update computes none. Use router_replay: update."
         yield ConfigIssue(key, text, involves=("algorithm.num_mini_batches",))
+
+
+def _batch_invariant_issues(config: Config, spec: ModelSpec | None) -> Issues:
+    """Yield settings with which responses would depend on their batch, or engine and trainer would differ."""
+    key = "rollout.batch_invariant"
+    rollout = config.rollout
+    if not rollout.batch_invariant:
+        return
+    on_cpu = not has_usable_gpu()
+    own_text = "plain transformers and engines of your own have no such mode"
+    server_text = "servers are started with it: VLLM_BATCH_INVARIANT=1 (SGLang: --enable-deterministic-inference)"
+    yield from conflict_issues(
+        key,
+        (
+            (
+                "rollout.engine",
+                rollout.engine != "vllm",
+                server_text if rollout.engine == "server" else own_text,
+            ),
+            (
+                "actor.engine",
+                config.actor.engine != "megatron",
+                "transformers' modules under FSDP2 have norms and products of their own",
+            ),
+            (
+                "rollout.vllm.quantization",
+                bool(rollout.vllm.get("quantization")),
+                "quantised products are not those of the trainer",
+            ),
+            (
+                "rollout.vllm.kv_cache_dtype",
+                rollout.vllm.get("kv_cache_dtype", "auto") != "auto",
+                "the trainer keeps keys and values in the model's dtype",
+            ),
+            (
+                "rollout.vllm.speculative_config",
+                bool(rollout.vllm.get("speculative_config")),
+                "which drafts fit into a step of the engine depends on the other requests",
+            ),
+            (
+                "actor.lora",
+                config.actor.lora is not None,
+                "the trainer adds an adapter's output to the layer's, and the engine has the merged weights",
+            ),
+            (
+                "actor.cp",
+                config.actor.cp > 1,
+                "ranks exchange parts of attention's sums",
+            ),
+        ),
+        at_switch=True,
+    )
+    for name, neutral in ENGINE_ONLY.items():
+        if rollout.sampling.get(name, neutral) not in (neutral, None):
+            text = f"is set, and the trainer's log-probs leave rollout.sampling.{name} out. Leave one of the two out."
+            yield ConfigIssue(key, text, involves=(f"rollout.sampling.{name}",))
+    if on_cpu and config.actor.tp != rollout.tp:
+        text = f"is set, and actor.tp={config.actor.tp} adds up parts of other widths than rollout.tp={rollout.tp}. "
+        text += "Use the same tp for both."
+        yield ConfigIssue(key, text, involves=("actor.tp", "rollout.tp"))
+    elif on_cpu and rollout.tp > 2:
+        text = f"is set, and with rollout.tp={rollout.tp} gloo and vLLM add the ranks' parts in different orders. Use "
+        yield ConfigIssue(key, f"{text}tp 1 or 2.", involves=("rollout.tp",))
+    if on_cpu and spec is not None and (reason := why_not_batch_invariant(spec)):
+        text = f"is set, and on a CPU {reason}. Leave it out, or choose another model."
+        yield ConfigIssue(key, text, involves=("model.path",))

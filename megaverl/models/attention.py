@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from megaverl.models.layers import AtPositions
 from megaverl.models.packing import DensePacking, Packing, VarlenPacking
-from megaverl.platform import flash_attention, platform
+from megaverl.platform import batch_invariant, flash_attention, platform
 
 platform.adapt_megatron()
 
@@ -226,7 +227,7 @@ def _attend(
     scale: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention with PyTorch's fused kernel.
+    """Compute attention with PyTorch's fused kernel, or inside `batch_invariant` without it.
 
     Args:
         q: [b, heads, q, head_dim].
@@ -237,6 +238,55 @@ def _attend(
     Returns:
         [b, heads, q, head_dim].
     """
+    if batch_invariant.is_batch_invariant() and q.device.type == "cpu":
+        assert sinks is None, "the configuration refuses such models"
+        if look is None:
+            look = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()[
+                None, None
+            ]
+        out: torch.Tensor = _InvariantAttention.apply(q, k, v, look, scale)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
+        return out
+    return _attend_fused(q, k, v, look, scale, sinks)
+
+
+class _InvariantAttention(torch.autograd.Function):
+    """Attention that is invariant to the batch, with the gradient of the fused kernel.
+
+    The backward pass runs the fused kernel forward as well, since it needs the kernel's own intermediate results.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        look: torch.Tensor,
+        scale: float | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v, look)
+        ctx.scale = scale
+        return batch_invariant.attend(q, k, v, look, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *inputs, look = ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in inputs]
+            out = _attend_fused(*inputs, look, ctx.scale)
+        return *torch.autograd.grad(out, inputs, grad), None, None
+
+
+def _attend_fused(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    look: torch.Tensor | None,
+    scale: float | None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute `_attend` with PyTorch's kernel."""
     dtype = q.dtype
     if sinks is not None:
         # The fused kernel has no sinks. They become one more key, which every query

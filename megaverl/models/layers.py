@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megaverl.platform import platform
+from megaverl.platform.batch_invariant import inverse_rms
 
 platform.adapt_megatron()
 
@@ -202,9 +203,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        # Sums of squares are accumulated in float32 or wider, in one pass.
-        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x))
-        inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        inverse = inverse_rms(x, eps, _wide(x))
         ctx.save_for_backward(x, weight, inverse)
         return _scaled(x, inverse).mul_(weight).to(x.dtype)
 

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megaverl.platform.batch_invariant import is_batch_invariant, linear, sum_rows
+
 # Elements of whole logits that are processed at once: a 128th of them, within these
 # bounds. An intermediate result then takes 1 to 16 MiB in float32, and three of them a
 # twentieth of 16-bit logits.
@@ -172,9 +174,12 @@ class Distributions:
     def logits(self, part: slice, valid: int) -> torch.Tensor:
         """Return the logits of the distributions in `part`, [m, valid]."""
         rows = self.select_rows(part)
-        return (
-            rows[:, :valid] if self.weight is None else rows @ self.weight[:valid].t()
-        )
+        if self.weight is None:
+            return rows[:, :valid]
+        weight = self.weight[:valid]
+        if is_batch_invariant() and rows.device.type == "cpu":
+            return linear(rows, weight)
+        return rows @ weight.t()
 
     def parts(self) -> Iterator[slice]:
         """Yield slices of distributions to process at once."""
@@ -319,7 +324,7 @@ def _logit_sums(
         top[part] = z.amax(dim=-1).clamp_(min=LOWEST)
         # In place: a copy of a chunk would be the largest tensor here.
         e = z.sub_(top[part, None]).clamp_(min=NEGLIGIBLE).exp()
-        sums[0, part] = e.sum(dim=-1)
+        sums[0, part] = sum_rows(e)
         if with_mean:
             sums[1, part] = z.mul_(e).sum(dim=-1)
         if with_squares:

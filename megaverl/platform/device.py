@@ -91,9 +91,12 @@ class Platform:
         """Adapt vLLM to this machine. To be called before importing `vllm`."""
         leave_out_expected_warnings()
         if not self.is_cuda:
-            from megaverl.platform.vllm_cpu import ADAPTATIONS
+            from megaverl.platform import vllm_batch_invariant, vllm_cpu
 
-            for adaptation in ADAPTATIONS:
+            for adaptation in (
+                *vllm_cpu.ADAPTATIONS,
+                *vllm_batch_invariant.ADAPTATIONS,
+            ):
                 adaptation.apply()
 
 

@@ -29,6 +29,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from megaverl.platform.batch_invariant import (
+    InvariantProducts,
+    is_batch_invariant,
+    silu,
+)
 from megaverl.platform.cuda_on_cpu import Adaptation, adaptation, replaces
 
 PACKAGE = "megatron.core"
@@ -354,6 +359,23 @@ def _gate_in_place() -> None:
         return self.linear_fc2(activate(joined))
 
 
+@_adapts("products invariant to the batch")
+def _multiply_by_tiles() -> None:
+    """Matrix libraries choose kernels by the number of tokens. With `rollout.batch_invariant` products are tiled."""
+    from megatron.core.tensor_parallel import layers
+
+    def in_tiles(name: str) -> None:
+        @replaces(layers, name)
+        def multiply(original: Any, *args: Any, **options: Any) -> Any:
+            if not is_batch_invariant():
+                return original(*args, **options)
+            with InvariantProducts():
+                return original(*args, **options)
+
+    in_tiles("linear_with_grad_accumulation_and_async_allreduce")
+    in_tiles("linear_with_frozen_weight")
+
+
 def _gates_plainly(config: Any) -> bool:
     return (
         config.gated_linear_unit
@@ -371,7 +393,7 @@ class GatedSilu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joined: torch.Tensor) -> torch.Tensor:
         gate, up = joined.chunk(2, dim=-1)
-        active = F.silu(gate)
+        active = silu(gate) if is_batch_invariant() else F.silu(gate)
         if not ctx.needs_input_grad[0]:
             return active.mul_(up)
         ctx.save_for_backward(joined, active)

@@ -12,9 +12,11 @@ import hashlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from megaverl.announcements import announcements
 from megaverl.errors import RolloutError
 from megaverl.platform import platform
+from megaverl.platform.batch_invariant import batch_invariant
 from megaverl.processes import freeze_objects, thaw_objects
 from megaverl.rollout.cpu_kernels import why_no_kernel
 from megaverl.rollout.cpu_limits import LATENT_ATTENTION, check_runs_here
@@ -78,7 +81,11 @@ from megaverl.rollout.vllm_weights import (
     quantised_weights,
     remake_derived,
 )
-from megaverl.sharding.model_spec import ModelSpec, misfits
+from megaverl.sharding.model_spec import (
+    ModelSpec,
+    misfits,
+    why_not_batch_invariant,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -97,6 +104,8 @@ ENVIRONMENT = {
     # are left out on purpose.
     "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
 }
+# Selects vLLM's batch-invariant mode, which needs a GPU of compute capability 9.0 or higher (0.32).
+BATCH_INVARIANT_VARIABLE = "VLLM_BATCH_INVARIANT"
 
 
 class VLLMEngine:
@@ -143,6 +152,8 @@ class VLLMEngine:
         self._vocab_size = spec.vocab_size
         # Checked before vLLM is imported, which takes seconds.
         _check_model(spec, config.tp, options.max_model_len)
+        if config.batch_invariant:
+            _prepare_batch_invariant(spec)
         prepare_vllm()
         keep_default_group()
         # An engine's start runs five garbage collections, which need not visit existing
@@ -183,8 +194,10 @@ class VLLMEngine:
                 announcements.info("%s", text)
 
         limit = cache_limited(options.num_sequences, arguments, announce)
+        self._numerics = partial(batch_invariant, config.batch_invariant)
         # All contexts apply to the engine's construction alone.
         with (
+            self._numerics(),
             to_come,
             nullcontext() if load_weights else order_kept(),
             model_loaded(loaded),
@@ -285,6 +298,7 @@ class VLLMEngine:
         with (
             random_state_kept(),
             _eager(),
+            self._numerics(),
             calling_when_finished(self.llm, self.on_finished, self._experts_of),
         ):
             outputs = answers(
@@ -399,7 +413,8 @@ class VLLMEngine:
             self._open.llm_engine.reset_encoder_cache()
         remake_derived(self.model, self._dtype, may_move=self.may_rebind)
         if not platform.is_cuda:
-            vllm_cpu().repack_weights(self.model)
+            with self._numerics():
+                vllm_cpu().repack_weights(self.model)
         self._has_weights = True
 
     def sleep(self) -> None:
@@ -466,6 +481,21 @@ def prepare_vllm() -> None:
     # attention computed wrong values (0.32).
     os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
     platform.adapt_vllm()
+
+
+def _prepare_batch_invariant(spec: ModelSpec) -> None:
+    """Check that the mode can be used, and on CUDA select vLLM's own before vLLM is imported."""
+    if not platform.is_cuda:
+        if reason := why_not_batch_invariant(spec):
+            raise RolloutError(f"rollout.batch_invariant: on a CPU {reason}.")
+        return
+    # vLLM's kernels read the variable when their modules are imported.
+    if "vllm" in sys.modules and os.environ.get(BATCH_INVARIANT_VARIABLE) != "1":
+        raise RolloutError(
+            f"rollout.batch_invariant: vLLM was imported without {BATCH_INVARIANT_VARIABLE}=1. Set it in the job's "
+            "environment, or make no engine without this mode before."
+        )
+    os.environ[BATCH_INVARIANT_VARIABLE] = "1"
 
 
 def engine_arguments(

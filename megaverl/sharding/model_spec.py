@@ -758,6 +758,28 @@ class Misfit(NamedTuple):
         return f"{self.axis}={self.size} {self.reason}"
 
 
+# Models whose engine and trainer were compared to the bit, by tests/workers/test_batch_invariant.py.
+BATCH_INVARIANT = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
+
+def why_not_batch_invariant(spec: ModelSpec) -> str:
+    """Return why engine and trainer cannot agree to the bit on a CPU (`rollout.batch_invariant`), or "" if they can."""
+    if spec.moe is not None:
+        return "vLLM's CPU kernel for experts adds their outputs in an order of its own"
+    if spec.rope_scaling and spec.rope_scaling.get("rope_type") != "default":
+        return "vLLM and megatron-core round scaled rotary frequencies differently"
+    if spec.architecture not in BATCH_INVARIANT:
+        return (
+            f"{spec.architecture} was not compared; {', '.join(BATCH_INVARIANT)} were"
+        )
+    return ""
+
+
 def why_not_in_vllm(spec: ModelSpec) -> str:
     """Return why vLLM computes this model differently from the trainer, or "" if it does not."""
     if reason := NOT_IN_VLLM.get(spec.architecture):

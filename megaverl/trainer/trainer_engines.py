@@ -59,6 +59,7 @@ def make_model(
         chunked_logits=config.chunked_logits,
         initialize=run.model.init != "weights",
         pack_samples=config.pack_samples,
+        batch_invariant=run.rollout.batch_invariant,
     )
     if config.engine == "fsdp":
         return FSDPModel(

@@ -165,14 +165,18 @@ def check_first_comparison(
         A warning if rounding does not explain it, else None.
 
     Raises:
-        TrainingStopped: the difference is more than `rollout.logprob_tolerance`. Where that is null, it is more than
-            `STRICT` in float32 on a CPU, or its mean is more than `Rounding.most`.
+        TrainingStopped: the difference is more than `rollout.logprob_tolerance`. Where that is null, it is more than 0
+            on a CPU with `rollout.batch_invariant`, more than `STRICT` in float32 on a CPU, or its mean is more than
+            `Rounding.most`.
     """
-    # Three rules, from strict to loose: the user's limit, float32 on a CPU, rounding of
+    # From strict to loose: the user's limit, equality, float32 on a CPU, rounding of
     # 16 bits.
     tolerance = config.rollout.logprob_tolerance
-    if tolerance is None and dtype == torch.float32 and not platform.is_cuda:
-        tolerance = STRICT
+    if tolerance is None and not platform.is_cuda:
+        if config.rollout.batch_invariant:
+            tolerance = 0.0
+        elif dtype == torch.float32:
+            tolerance = STRICT
     if tolerance is not None:
         if differences.largest <= tolerance:
             return None

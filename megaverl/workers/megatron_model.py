@@ -50,6 +50,7 @@ from megaverl.models.packing import MicroBatch, Pack
 from megaverl.models.router_replay import RouterReplay, why_not_replayed
 from megaverl.models.vision import VisionInputs, VisionReader
 from megaverl.platform import platform
+from megaverl.platform.batch_invariant import batch_invariant
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec, no_adapters, why_images_not_cut
 from megaverl.workers.model import Loss, Taken, TrainingModel
@@ -156,6 +157,7 @@ class MegatronModel(TrainingModel):
             raise ModelError(f"{role}.lora: {reason}")
         self.spec, self.grid, self.role, self.value_head = spec, grid, role, value_head
         self.vocab_size, self.dtype = spec.vocab_size, options.dtype
+        self._batch_invariant = options.batch_invariant
         # The user's fields come last and win.
         checkpointing = recompute_options(options.activation_checkpointing, spec)
         fields = checkpointing | dict(overrides or {})
@@ -409,7 +411,10 @@ class MegatronModel(TrainingModel):
         iterators = [iter(micro_batches) for _ in chunks]
         if self._p2p is not None:
             self._p2p.expect(micro_batches)
-        with self._replay.passing() if self._replay else nullcontext():
+        with (
+            self._replay.passing() if self._replay else nullcontext(),
+            batch_invariant(self._batch_invariant),
+        ):
             return self._schedule(
                 forward_step_func=step,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],

@@ -27,6 +27,7 @@ class ModelOptions:
         initialize: draw random weights. False: leave them uninitialised, because all of them will be loaded.
         pack_samples: concatenate the samples of a micro-batch and store a shared prompt once, if the model can read
             packed rows.
+        batch_invariant: compute so that log-probs equal those of an engine with `rollout.batch_invariant`.
     """
 
     dtype: torch.dtype
@@ -40,3 +41,4 @@ class ModelOptions:
     chunked_logits: bool = False
     initialize: bool = True
     pack_samples: bool = True
+    batch_invariant: bool = False

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from megaverl.config import smallest_world
+from megaverl.config import InvalidConfig, load_config, smallest_world
 
 ADAPTIVE = "rollout.adaptive_sampling=true"
 
@@ -123,6 +124,36 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
             ["actor.router_replay=old_log_probs"],
             "actor.router_replay",
             "one update computes none",
+        ),
+        (
+            ["rollout={batch_invariant: true, engine: hf}"],
+            "rollout.batch_invariant",
+            "have no such mode",
+        ),
+        (
+            ["rollout={batch_invariant: true, engine: server}"],
+            "rollout.batch_invariant",
+            "SGLang: --enable-deterministic-inference",
+        ),
+        (
+            ["rollout.batch_invariant=true", "actor.engine=fsdp"],
+            "rollout.batch_invariant",
+            "norms and products of their own",
+        ),
+        (
+            ["rollout={batch_invariant: true, vllm: {quantization: fp8}}"],
+            "rollout.batch_invariant",
+            "quantised products",
+        ),
+        (
+            ["rollout={batch_invariant: true, sampling: {top_p: 0.9}}"],
+            "rollout.batch_invariant",
+            "leave rollout.sampling.top_p out",
+        ),
+        (
+            ["rollout={batch_invariant: true, tp: 2}"],
+            "rollout.batch_invariant",
+            "actor.tp=1 adds up parts of other widths than rollout.tp=2",
         ),
         (
             ["rollout.sampling_rules=[{over: 9, top_k: 5}]"],
@@ -495,3 +526,18 @@ def test_the_world_of_torchrun_counts_before_nproc(mistakes, load, monkeypatch):
 )
 def test_the_smallest_world_that_all_grids_fill(load, overrides, command, world):
     assert smallest_world(load(*overrides, command=command), command) == world
+
+
+def test_batch_invariant_models(files: list[str], tmp_path: Path) -> None:
+    """On a CPU: a compared model is taken, one with experts or scaled rotary embeddings is refused."""
+    wanted = [*files, "rollout.batch_invariant=true"]
+    load_config(None, wanted)
+    path = tmp_path / "model" / "config.json"
+    given = json.loads(path.read_text())
+    for changes, reason in (
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rotary"),
+        ({"architectures": ["GraniteForCausalLM"]}, "was not compared"),
+    ):
+        path.write_text(json.dumps({**given, **changes}))
+        with pytest.raises(InvalidConfig, match=f"rollout.batch_invariant.*{reason}"):
+            load_config(None, wanted)
