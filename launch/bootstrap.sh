@@ -318,6 +318,27 @@ _install_newer() {
     echo "${wanted[*]}" >"$_newer/stamp"
 }
 
+# Makes $_harnesses, for tests: what .venv has, and the evaluation harnesses of requirements/harnesses.lock. They are not
+# in .venv, because every process with transformers would import their scikit-learn.
+_harnesses="$_venv/harnesses"
+_install_harnesses() {
+    local site lock="$MEGAVERL_ROOT/requirements/harnesses.lock" wanted
+    wanted="$(sha256sum "$lock")"
+    [[ -r "$_harnesses/stamp" && "$(<"$_harnesses/stamp")" == "${wanted%% *}" ]] && return
+    _say "installing inspect-ai and lm-eval into .venv/harnesses, once"
+    rm -rf "$_harnesses"
+    _logged "making .venv/harnesses" "$PYTHON" -m venv --without-pip "$_harnesses" || return 1
+    site="$("$_harnesses/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    if ! _logged "installing inspect-ai and lm-eval" timeout 300 "$PYTHON" -m pip --disable-pip-version-check install \
+        --no-input --no-deps --no-compile --target "$site" -r "$lock"; then
+        _say "inspect-ai and lm-eval could not be installed in 300 s; see .venv/install.log"
+        return 1
+    fi
+    "$PYTHON" -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+        >"$site/of_venv.pth"
+    echo "${wanted%% *}" >"$_harnesses/stamp"
+}
+
 # Makes $_of_py312, for tests, where .venv is of Python 3.11 and there is a 3.12. No package may take over five minutes.
 _of_py312="$_venv/py312"
 _install_py312() {

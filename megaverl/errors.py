@@ -62,6 +62,10 @@ class RolloutError(MegaverlError):
     """A generation engine that refuses a request or returns the wrong thing."""
 
 
+class HarnessError(MegaverlError):
+    """An evaluation harness or a task of it that is missing, fails, or does not end."""
+
+
 class ReshardError(MegaverlError):
     """Two layouts that do not fit together, or weights that did not arrive."""
 

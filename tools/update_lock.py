@@ -163,6 +163,13 @@ def locks() -> list[Lock]:
             resolve=False,
         ),
         Lock(
+            "harnesses",
+            ("harnesses",),
+            "evaluation harnesses of others, in the tests",
+            on_top_of=base,
+            resolve=False,
+        ),
+        Lock(
             "bench",
             ("trl",),
             "TRL, which tools/bench_step.py measures beside megaverl",

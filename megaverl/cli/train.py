@@ -25,7 +25,7 @@ from megaverl.cli.options import (
     read_config,
 )
 from megaverl.config import Config, load_config, smallest_world
-from megaverl.config.evaluation import SUITE_NAMES
+from megaverl.config.evaluation import HARNESS_NAMES, SUITE_NAMES
 from megaverl.config.files_and_packages import DATA_SUFFIXES
 from megaverl.config.grids import CLAIMS, REINFORCING
 from megaverl.config.loader import Command, Make
@@ -380,6 +380,18 @@ def _eval_options(parser: argparse.ArgumentParser) -> None:
         "--suite", metavar="NAMES", help=f"published data sets, with commas: {suites}"
     )
     parser.add_argument(
+        "--harness",
+        choices=HARNESS_NAMES,
+        help="harness of the tasks: inspect-ai, or EleutherAI's lm-evaluation-harness",
+    )
+    parser.add_argument(
+        "--task",
+        action="append",
+        metavar="TASK",
+        help="task of the harness, such as gsm8k or my_task.py@my_task; several with commas or several options; "
+        "evaluation.harness_options has the harness's options",
+    )
+    parser.add_argument(
         "--run",
         metavar="RUN",
         help="folder of a run: evaluate the model that it has written",
@@ -401,14 +413,25 @@ def _eval(arguments: argparse.Namespace) -> dict[str, Any]:
     if (
         arguments.against is not None
         and arguments.suite is None
+        and arguments.task is None
         and arguments.config is None
     ):
-        raise UsageError("--against compares suites; give --suite NAMES too")
+        raise UsageError(
+            "--against compares suites and tasks; give --suite NAMES or --task TASK too"
+        )
+    if (arguments.harness is None) != (arguments.task is None):
+        raise UsageError(
+            f"give both --harness NAME and --task TASK; harnesses are {' and '.join(HARNESS_NAMES)}"
+        )
     overrides = []
     if arguments.run is not None:
         overrides += _model_of_run(arguments)
     if arguments.suite is not None:
         overrides.append(f"evaluation.suites={json.dumps(arguments.suite.split(','))}")
+    if arguments.task is not None:
+        names = [name for text in arguments.task for name in text.split(",")]
+        tasks = [f"{arguments.harness}:{name.strip()}" for name in names]
+        overrides.append(f"evaluation.tasks={json.dumps(tasks)}")
     if arguments.url is not None:
         overrides += [
             "rollout.engine=server",
@@ -540,12 +563,14 @@ COMMANDS = {
     ),
     "eval": rank_command(
         "eval",
-        "Score a model on data.validation, or on published data sets: avg@k, maj@k, pass@k with intervals.",
+        "Score a model on data.validation, on published data sets, or by inspect-ai and lm-eval.",
         """\
   megaverl eval --config FILE model.path=runs/mine/hf trainer.validation_samples=4 'trainer.pass_at=[1, 4]'
   megaverl eval --suite aime,gsm8k model.path=DIR evaluation.data.gsm8k=test.jsonl rollout.sampling.max_tokens=8192
   megaverl eval --suite math --run runs/mine --against runs/before
-  megaverl eval --suite gpqa --url http://127.0.0.1:8000 model.path=DIR""",
+  megaverl eval --suite gpqa --url http://127.0.0.1:8000 model.path=DIR
+  megaverl eval --harness inspect --task my_task.py@my_task --run runs/mine
+  megaverl eval --harness lm-eval --task gsm8k,arc_easy --run runs/mine evaluation.limit=100""",
         _eval_options,
         _eval,
     ),

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from pydantic import BaseModel
 
-from megaverl.config.evaluation import SUITE_PREFIX
+from megaverl.config.evaluation import SUITE_PREFIX, HarnessTask
 from megaverl.config.schema import Config
 from megaverl.plugins import absolute_name
 
@@ -39,6 +39,7 @@ FILE_NAMES = (
         "template",
         "config",
     ),
+    *("include_path", "harness_python"),
     *("reward_modules", "modules", "offload_folder", "chat_template"),
 )
 
@@ -94,6 +95,8 @@ def _absolute_text(value: str, key: str) -> str:
         return named if Path(value.rpartition(":")[0]).is_file() else value
     if value.startswith(SUITE_PREFIX):
         return _absolute_suite(value)
+    if key == "evaluation.tasks":
+        return _absolute_task(value)
     if key.startswith("evaluation.data."):
         path, mark, options = value.partition("?")
         return (
@@ -109,6 +112,18 @@ def _absolute_text(value: str, key: str) -> str:
     if Path(value).exists() or is_pattern:
         return str(Path(value).absolute())
     return value
+
+
+def _absolute_task(value: str) -> str:
+    """Return a task of a harness with the absolute path of its file, if it has one that exists."""
+    try:
+        task = HarnessTask.parse(value)
+    except ValueError:
+        return value
+    if task.source is None or not Path(task.source).is_file():
+        return value
+    rest = task.task.removeprefix(task.source)
+    return str(HarnessTask(task.harness, f"{Path(task.source).absolute()}{rest}"))
 
 
 def _absolute_suite(value: str) -> str:

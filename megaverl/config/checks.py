@@ -101,7 +101,7 @@ def cross_mistakes(
     if command in (*REINFORCING, "eval"):
         mistakes += _validation_issues(config)
         # Suites have rewards of their own.
-        if command != "eval" or not config.evaluation.suites:
+        if command != "eval" or not config.evaluation.has_sets:
             mistakes += reward_issues(config, check_paths)
     if check_paths:
         mistakes += file_issues(config, command)
@@ -132,7 +132,7 @@ def _data_issues(config: Config, command: str) -> Issues:
         yield ConfigIssue(
             "sft.train", f"and data.train are empty. {fix} data.train=FILE."
         )
-    if command == "eval" and not (data.validation or config.evaluation.suites):
+    if command == "eval" and not (data.validation or config.evaluation.has_sets):
         either = "Or name suites: --suite gsm8k,math."
         yield ConfigIssue(
             "data.validation", f"is empty. {fix} data.validation=FILE. {either}"
@@ -144,7 +144,7 @@ def _data_issues(config: Config, command: str) -> Issues:
 def _validation_issues(config: Config) -> Issues:
     """Yield a mistake for validation without data."""
     every = config.trainer.validate_every
-    if every and not config.data.validation:
+    if every and not (config.data.validation or config.evaluation.tasks):
         text = f"found {every}, but data.validation is empty. Give held-out prompts, or validate_every: 0."
         yield ConfigIssue("trainer.validate_every", text, involves=("data.validation",))
 

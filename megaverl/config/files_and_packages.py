@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import glob
+import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 from megaverl.config.errors import ConfigIssue
-from megaverl.config.evaluation import SUITE_PREFIX, parse_suite_source
+from megaverl.config.evaluation import (
+    HARNESS_MODULES,
+    SUITE_PREFIX,
+    HarnessTask,
+    parse_suite_source,
+)
 from megaverl.config.grids import used_roles
 from megaverl.config.run import RESUME_WORDS, is_hub_name
 from megaverl.config.schema import Config
@@ -68,6 +74,8 @@ def file_issues(config: Config, command: str) -> Issues:
     if command == "eval":
         del wanted["data.train"]
         yield from _suite_issues(config)
+    if command in ("eval", "train"):
+        yield from _task_issues(config)
     if command in ("generate", "tinker"):
         wanted = {}
     for key, paths in wanted.items():
@@ -136,6 +144,38 @@ def _suite_issues(config: Config) -> Issues:
     for suite in evaluation.suites:
         if problem := suite_problem(evaluation.source(suite, config.run.seed)):
             yield ConfigIssue(f"evaluation.data.{suite}", problem)
+
+
+def _task_issues(config: Config) -> Issues:
+    """Yield tasks of other harnesses whose file or package does not exist."""
+    evaluation = config.evaluation
+    python = evaluation.harness_python
+    if python is not None and shutil.which(python) is None:
+        yield ConfigIssue(
+            "evaluation.harness_python",
+            f"found {yaml_text(python)}, which is no program.",
+        )
+    for index, text in enumerate(evaluation.tasks):
+        try:
+            task = HarnessTask.parse(text)
+        except ValueError:
+            # The rule of the section reports it.
+            continue
+        if task.source is not None and not Path(task.source).is_file():
+            yield ConfigIssue(
+                f"evaluation.tasks.{index}",
+                f"found {yaml_text(text)}, and {task.source} does not exist.",
+            )
+        module = HARNESS_MODULES[task.harness]
+        # Another interpreter's packages are not known here. Its process reports what it
+        # lacks.
+        if python is None and find_spec(module) is None:
+            yield ConfigIssue(
+                f"evaluation.tasks.{index}",
+                f"found {yaml_text(text)}, and the package {module} is not installed: "
+                f"pip install 'megaverl[{task.harness}]'. Or name an interpreter that has it in "
+                "evaluation.harness_python.",
+            )
 
 
 def suite_problem(path: str) -> str:

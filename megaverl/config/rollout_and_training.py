@@ -33,6 +33,40 @@ def rollout_and_training_issues(config: Config, spec: ModelSpec | None) -> Issue
     yield from _environment_issues(config)
     yield from _router_replay_issues(config, spec)
     yield from _batch_invariant_issues(config, spec)
+    yield from _harness_issues(config)
+
+
+def _harness_issues(config: Config) -> Issues:
+    """Yield settings of a training run that rule out tasks of other harnesses at its validations."""
+    if not config.evaluation.tasks:
+        return
+    yield from conflict_issues(
+        "evaluation.tasks",
+        (
+            (
+                "rollout.async_rollout",
+                config.rollout.async_rollout,
+                "a harness sends its calls at any time, and the samples of later steps would depend on when; "
+                "evaluate the checkpoints with megaverl eval",
+            ),
+            (
+                "environment.agents",
+                config.environment.agents == "own",
+                "each agent has weights of its own, and a harness evaluates one model",
+            ),
+            (
+                "trainer.replay_rollouts",
+                config.trainer.replay_rollouts is not None,
+                "such a run has no engine",
+            ),
+            (
+                "trainer.rollout_only",
+                config.trainer.rollout_only,
+                "such a run does not validate",
+            ),
+        ),
+        at_switch=True,
+    )
 
 
 def validation_sampling_issues(config: Config) -> Issues:

@@ -159,9 +159,10 @@ class Config(Section):
                     },
                     **section,
                 }
-        if not _mapping(raw.get("data")).get("validation") and isinstance(
-            raw.get("trainer", {}), dict
-        ):
+        validates = _mapping(raw.get("data")).get("validation") or _mapping(
+            raw.get("evaluation")
+        ).get("tasks")
+        if not validates and isinstance(raw.get("trainer", {}), dict):
             raw["trainer"] = {"validate_every": 0, **raw.get("trainer", {})}
         return raw
 

@@ -2,16 +2,19 @@
 
 Each suite has one file `suites/NAME.jsonl` with a line per prompt. All figures are
 computed from these lines, so that the table of `megaverl eval`, a comparison and a
-report agree.
+report agree. A task of another harness has such a file too, with the scores of the
+harness in its first line.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from megaverl.algorithms.evaluation import (
@@ -134,19 +137,115 @@ class SuiteResult:
         return sum(reason == "stop" for reason in reasons) / len(reasons)
 
 
-def write_suite(folder: Path, result: SuiteResult) -> None:
+@dataclass(frozen=True)
+class HarnessScore:
+    """One metric that a harness has computed.
+
+    Attributes:
+        stderr: standard error that the harness gives for the value, or None.
+    """
+
+    metric: str
+    value: float
+    stderr: float | None = None
+
+
+@dataclass(frozen=True)
+class HarnessResult:
+    """Results of one task of another harness.
+
+    Attributes:
+        suite: HARNESS:NAME of the task.
+        harness: package and version.
+        version: version of the task, as the harness has it.
+        samples: records with `id` and `values`, the sample's value by metric, and texts.
+    """
+
+    suite: str
+    harness: str
+    version: str
+    num_samples: int
+    scores: list[HarnessScore]
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics."""
+        return [score.metric for score in self.scores]
+
+    def values(self, metric: str) -> dict[str, float]:
+        """Return a metric of every sample, by the sample's id.
+
+        Empty if the metric is not the mean of its samples' values: F1 or a word
+        perplexity cannot be compared sample by sample.
+        """
+        values = {
+            sample["id"]: sample["values"][metric]
+            for sample in self.samples
+            if metric in sample["values"]
+        }
+        if not values:
+            return {}
+        mean = math.fsum(values.values()) / len(values)
+        return values if math.isclose(mean, self._score(metric).value) else {}
+
+    def estimate(self, metric: str, confidence: float = CONFIDENCE) -> Estimate:
+        """Return a metric as the harness has computed it, with an interval.
+
+        The mean of values between 0 and 1 has the interval of a suite's metric. Others
+        have the one of a normal distribution with the harness's standard error, or NaN
+        bounds if there is none.
+        """
+        score = self._score(metric)
+        values = list(self.values(metric).values())
+        if values and all(0.0 <= value <= 1.0 for value in values):
+            return mean_with_interval(values, confidence)
+        if score.stderr is None:
+            return Estimate(score.value, math.nan, math.nan, math.nan, self.num_samples)
+        half = NormalDist().inv_cdf(0.5 + confidence / 2) * score.stderr
+        return Estimate(
+            score.value,
+            low=score.value - half,
+            high=score.value + half,
+            error=score.stderr,
+            num_prompts=self.num_samples,
+        )
+
+    def _score(self, metric: str) -> HarnessScore:
+        return next(score for score in self.scores if score.metric == metric)
+
+
+TableResult = SuiteResult | HarnessResult
+
+
+def write_suite(folder: Path, result: TableResult) -> None:
     """Write the results of a suite into a run's folder."""
-    file = folder / SUITES_FOLDER / f"{result.suite}.jsonl"
+    name = re.sub(r"[^\w.-]+", "_", result.suite)
+    file = folder / SUITES_FOLDER / f"{name}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    head = {"suite": result.suite, "pass_at": result.pass_at}
-    lines = [head, *(asdict(prompt) for prompt in result.prompts)]
+    if isinstance(result, HarnessResult):
+        fields = asdict(result)
+        samples = fields.pop("samples")
+        lines = [fields, *samples]
+    else:
+        head = {"suite": result.suite, "pass_at": result.pass_at}
+        lines = [head, *(asdict(prompt) for prompt in result.prompts)]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     part = file.with_name(file.name + ".part")
     part.write_text(text, encoding="utf-8")
     part.replace(file)
 
 
-def read_suites(folder: Path) -> dict[str, SuiteResult]:
+def _read_result(head: dict[str, Any], records: list[Any]) -> TableResult:
+    """Return the result that the lines of a file contain."""
+    if "harness" in head:
+        scores = [HarnessScore(**score) for score in head["scores"]]
+        return HarnessResult(**{**head, "scores": scores, "samples": records})
+    prompts = [PromptResult(**record) for record in records]
+    return SuiteResult(str(head["suite"]), prompts, list(head["pass_at"]))
+
+
+def read_suites(folder: Path) -> dict[str, TableResult]:
     """Return the results of all suites in a run's folder, or in its subfolder `eval`; empty if there are none.
 
     Raises:
@@ -159,9 +258,9 @@ def read_suites(folder: Path) -> dict[str, SuiteResult]:
                 # Not splitlines: responses may contain other line separators, such as
                 # U+2028.
                 lines = file.read_text(encoding="utf-8").rstrip("\n").split("\n")
-                head, *records = map(read_json, lines)
-                prompts = [PromptResult(**record) for record in records]
-                result = SuiteResult(str(head["suite"]), prompts, list(head["pass_at"]))
+                # A harness may report NaN for a metric that is not defined.
+                head, *records = [read_json(line, not_finite=True) for line in lines]
+                result = _read_result(head, records)
             except (OSError, ValueError, TypeError, KeyError) as error:
                 raise DataError(
                     f"{file}: not the results of a suite ({error!r}). Evaluate again."
@@ -186,8 +285,8 @@ class TableRow:
 
 
 def table_rows(
-    results: Sequence[SuiteResult],
-    earlier: Mapping[str, SuiteResult] | None = None,
+    results: Sequence[TableResult],
+    earlier: Mapping[str, TableResult] | None = None,
     confidence: float = CONFIDENCE,
 ) -> Iterator[TableRow]:
     """Yield the rows of a table. Metrics that the earlier evaluation also has are compared, paired over prompts."""
@@ -255,4 +354,6 @@ def table_text(rows: Sequence[TableRow], confidence: float = CONFIDENCE) -> str:
 
 
 def _range(low: float, high: float, sign: str = "") -> str:
+    if math.isnan(low) or math.isnan(high):
+        return "unknown"
     return f"[{low:{sign}.4f}, {high:{sign}.4f}]"

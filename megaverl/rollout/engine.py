@@ -37,6 +37,21 @@ class Generation:
     routed_experts: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class PromptScore:
+    """Log-probs of a prompt's tokens, at temperature 1.
+
+    Attributes:
+        log_probs: [n - 1] natural log of the probability of each token after the first, given the tokens before it.
+        top_tokens: [n] for each prefix of the prompt, the most likely next token; the last one would follow the prompt.
+        top_log_probs: [n] log-probs of `top_tokens`.
+    """
+
+    log_probs: list[float]
+    top_tokens: list[int]
+    top_log_probs: list[float]
+
+
 class SamplingOptions:
     """Sampling parameters of a request. They have the names of vLLM's SamplingParams, including those in `extra`.
 
@@ -210,6 +225,17 @@ class Engine(Protocol):
         Raises:
             RolloutError: a prompt is empty, too long or not of this vocabulary; checked before any work.
         """
+
+    def score_prompts(self, prompts: Prompts) -> list[PromptScore]:
+        """Compute the log-probs of the prompts' tokens, in order.
+
+        Raises:
+            RolloutError: the engine cannot score prompts; or see `generate`.
+        """
+        raise RolloutError(
+            f"rollout.engine: {type(self).__name__} has no score_prompts(), so tasks that compare the likelihoods of "
+            "given answers cannot be evaluated with it. Use vllm, server or hf."
+        )
 
     def reset_prefix_cache(self) -> None:
         """Discard everything that was computed with old weights. To be called after every change of weights."""

@@ -16,6 +16,7 @@ from megaverl.rollout.engine import (
     Generation,
     Images,
     Prompts,
+    PromptScore,
     Sampling,
     SamplingOptions,
     SavedWork,
@@ -160,6 +161,29 @@ class HFEngine(Engine):
                 prompts[wave], per_prompt[wave], seeds[wave], start
             )
         return generations
+
+    @torch.no_grad()
+    def score_prompts(self, prompts: Prompts) -> list[PromptScore]:
+        """Compute the log-probs of the prompts' tokens, one prompt after the other."""
+        check_request(
+            prompts,
+            SamplingOptions(max_tokens=1),
+            [0] * len(prompts),
+            max_model_len=self.max_model_len,
+            vocab_size=self.model.config.vocab_size,
+        )
+        scores = []
+        for prompt in prompts:
+            tokens = torch.tensor([prompt], device=platform.device)
+            # [tokens, vocab].
+            logits = self.model(input_ids=tokens, use_cache=False).logits[0]
+            log_probs = logits.float().log_softmax(-1)
+            own = log_probs[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+            top = log_probs.max(dim=-1)
+            scores.append(
+                PromptScore(own.tolist(), top.indices.tolist(), top.values.tolist())
+            )
+        return scores
 
     @property
     def _bytes_per_token(self) -> int:

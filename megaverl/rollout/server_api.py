@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from megaverl.errors import RolloutError
 from megaverl.outside import read_json
-from megaverl.rollout.engine import Generation, SamplingOptions
+from megaverl.rollout.engine import Generation, PromptScore, SamplingOptions
 from megaverl.sharding.box_fingerprints import join_fingerprints
 from megaverl.sharding.model_spec import ModelSpec
 
@@ -138,6 +138,10 @@ class InferenceServer(ABC):
     @abstractmethod
     def log_probs(self, tokens: Sequence[int]) -> list[float]:
         """Return the log-prob of each token after the first, given the tokens before it, at temperature 1."""
+
+    @abstractmethod
+    def score_prompt(self, tokens: Sequence[int]) -> PromptScore:
+        """Return the log-probs of a prompt's tokens and the most likely tokens, at temperature 1."""
 
     @abstractmethod
     def generate(
@@ -349,6 +353,34 @@ class VLLMServer(InferenceServer):
         log_probs: list[float] = self._taken("prompt_logprobs", take)
         return log_probs
 
+    def score_prompt(self, tokens: Sequence[int]) -> PromptScore:
+        fields = {
+            # At temperature 0, the generated token is the most likely one.
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "prompt_logprobs": 1,
+            "detokenize": False,
+        }
+        answer = self._generate(tokens, fields)
+
+        def take() -> PromptScore:
+            log_probs, top_tokens, top_log_probs = [], [], []
+            positions = zip(answer["prompt_logprobs"][1:], tokens[1:], strict=True)
+            for candidates, token in positions:
+                top = max(candidates, key=lambda name: candidates[name]["logprob"])
+                log_probs.append(float(candidates[str(token)]["logprob"]))
+                top_tokens.append(int(top))
+                top_log_probs.append(float(candidates[top]["logprob"]))
+            [choice] = answer["choices"]
+            top_tokens.append(int(choice["token_ids"][0]))
+            top_log_probs.append(float(choice["logprobs"]["content"][0]["logprob"]))
+            return PromptScore(log_probs, top_tokens, top_log_probs)
+
+        score: PromptScore = self._taken("prompt_logprobs", take)
+        return score
+
     def generate(
         self,
         prompt: Sequence[int],
@@ -532,6 +564,38 @@ class SGLangServer(InferenceServer):
             ],
         )
         return log_probs
+
+    def score_prompt(self, tokens: Sequence[int]) -> PromptScore:
+        body = {
+            "input_ids": list(tokens),
+            # At temperature 0, the generated token is the most likely one.
+            "sampling_params": {
+                "max_new_tokens": 1,
+                "temperature": 0.0,
+                "ignore_eos": True,
+            },
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": 1,
+        }
+        answer = self.ask("POST", "/generate", body, timeout=self._generating)
+
+        def take() -> PromptScore:
+            about = answer["meta_info"]
+            own = about["input_token_logprobs"][1:]
+            # One list of (log-prob, token) pairs per position.
+            top = [pairs[0] for pairs in about["input_top_logprobs"][1:]]
+            top.append(about["output_token_logprobs"][0])
+            if len(own) != len(tokens) - 1 or len(top) != len(tokens):
+                raise ValueError(f"{len(own)} log-probs for {len(tokens)} tokens")
+            return PromptScore(
+                [float(entry[0]) for entry in own],
+                [int(entry[1]) for entry in top],
+                [float(entry[0]) for entry in top],
+            )
+
+        score: PromptScore = self._taken("POST /generate", take)
+        return score
 
     def generate(
         self,

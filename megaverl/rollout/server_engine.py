@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -25,6 +25,7 @@ from megaverl.rollout.engine import (
     Generation,
     Images,
     Prompts,
+    PromptScore,
     Sampling,
     SamplingOptions,
     SavedWork,
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
     from megaverl.config.roles import RolloutConfig
     from megaverl.distributed.shared_item import SharedItem
     from megaverl.sharding.layout import Layout
+
+T = TypeVar("T")
 
 MOST_THREADS = 512  # concurrent requests of a rank, over all servers
 
@@ -162,28 +165,51 @@ class ServerEngine(Engine):
         # tensors. Several threads must not do so at once.
         for image in chain.from_iterable(images or ()):
             _ = image.tensors
+        own_images = [()] * len(prompts) if images is None else images
+
+        def request(number: int, server: InferenceServer) -> Generation:
+            prompt = list(prompts[number])
+            features = self._features(number, prompt, own_images[number])
+            return self._by(server, prompt, per_prompt[number], seeds[number], features)
+
         with self.pool.watched():
-            generations = self._all(
-                [list(prompt) for prompt in prompts],
-                per_prompt,
-                seeds,
-                [()] * len(prompts) if images is None else images,
-            )
+            generations = self._all(prompts, request, self.on_finished)
         check_generations(generations, len(prompts))
         return generations
 
+    def score_prompts(self, prompts: Prompts) -> list[PromptScore]:
+        if self.pool.weights is None:
+            raise RolloutError(
+                "the servers have no weights yet: reshard before the first score_prompts()."
+            )
+        check_request(
+            prompts,
+            SamplingOptions(max_tokens=1),
+            [0] * len(prompts),
+            max_model_len=self.max_model_len,
+            vocab_size=self._vocab_size,
+        )
+        with self.pool.watched():
+            return self._all(
+                prompts,
+                lambda number, server: server.score_prompt(list(prompts[number])),
+            )
+
     def _all(
         self,
-        prompts: Sequence[list[int]],
-        per_prompt: Sequence[SamplingOptions],
-        seeds: Sequence[int],
-        images: Images,
-    ) -> list[Generation]:
+        prompts: Prompts,
+        request: Callable[[int, InferenceServer], T],
+        on_finished: Callable[[int, T], None] | None = None,
+    ) -> list[T]:
+        """Send a request for each prompt to the servers, and return the answers in order.
+
+        Args:
+            request: sends the request for the prompt of a number to a server.
+            on_finished: called with each answer as it arrives.
+        """
         # Threads take prompts in order, which need not be the order of completion.
         waiting = deque(range(len(prompts)))
-        finished: queue.SimpleQueue[tuple[int, Generation | Exception]] = (
-            queue.SimpleQueue()
-        )
+        finished: queue.SimpleQueue[tuple[int, T | Exception]] = queue.SimpleQueue()
         stop = threading.Event()
 
         def work() -> None:
@@ -194,20 +220,10 @@ class ServerEngine(Engine):
                 except IndexError:
                     return
                 try:
-                    finished.put(
-                        (
-                            number,
-                            self._one(
-                                number,
-                                prompts[number],
-                                per_prompt[number],
-                                # Checked while a request waits for a free server.
-                                seeds[number],
-                                self._features(number, prompts[number], images[number]),
-                                stop.is_set,
-                            ),
-                        )
+                    answer = self._one(
+                        number, list(prompts[number]), request, stop.is_set
                     )
+                    finished.put((number, answer))
                 except Exception as error:
                     # Raised again by the thread that collects responses.
                     finished.put((number, error))
@@ -216,20 +232,20 @@ class ServerEngine(Engine):
             # Daemon threads, since waiting for a dead server must not keep a failed run
             # from ending.
             threading.Thread(target=work, name="request", daemon=True).start()
-        generations: dict[int, Generation] = {}
+        answers: dict[int, T] = {}
         try:
-            while len(generations) < len(prompts):
+            while len(answers) < len(prompts):
                 # Responses arrive in any order, and are returned in that of the
                 # prompts.
                 number, result = finished.get()
                 if isinstance(result, Exception):
                     raise result
-                generations[number] = result
-                if self.on_finished is not None:
-                    self.on_finished(number, result)
+                answers[number] = result
+                if on_finished is not None:
+                    on_finished(number, result)
         finally:
             stop.set()
-        return [generations[number] for number in range(len(prompts))]
+        return [answers[number] for number in range(len(prompts))]
 
     def _features(
         self, number: int, prompt: list[int], images: Sequence[SharedItem]
@@ -244,17 +260,15 @@ class ServerEngine(Engine):
         self,
         number: int,
         prompt: list[int],
-        sampling: SamplingOptions,
-        seed: int,
-        features: Mapping[str, Any] | None,
+        request: Callable[[int, InferenceServer], T],
         stopped: Callable[[], bool],
-    ) -> Generation:
-        """Generate one response on any server. A server that is lost costs time, but not the sample."""
+    ) -> T:
+        """Send one request to any server. A server that is lost costs time, but not the sample."""
         error: ServerLost | None = None
         for _ in range(1 + self._servers.retries):
             with self.pool.server_for(prompt, stopped) as member:
                 try:
-                    return self._by(member.server, prompt, sampling, seed, features)
+                    return request(number, member.server)
                 except ServerLost as lost:
                     self.pool.lost(member, lost)
                     error = lost

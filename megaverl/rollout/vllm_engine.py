@@ -37,6 +37,7 @@ from megaverl.rollout.engine import (
     OnFinished,
     OnLoad,
     Prompts,
+    PromptScore,
     Sampling,
     SamplingOptions,
     SavedWork,
@@ -56,6 +57,7 @@ from megaverl.rollout.vllm_requests import (
     expert_arguments,
     experts_of_requests,
     generation,
+    prompt_score,
     speculation,
     vllm_cpu,
 )
@@ -313,6 +315,41 @@ class VLLMEngine:
             self._experts_of.forget()
         check_generations(generations, len(prompts))
         return generations
+
+    def score_prompts(self, prompts: Prompts) -> list[PromptScore]:
+        from vllm import SamplingParams
+
+        if not self._has_weights:
+            raise RolloutError(
+                "the engine has no weights yet: reshard before the first score_prompts()."
+            )
+        options = SamplingOptions(max_tokens=1, temperature=0.0)
+        check_request(
+            prompts,
+            options,
+            [0] * len(prompts),
+            max_model_len=self.max_model_len,
+            vocab_size=self._vocab_size,
+        )
+        # Collective over the ranks of the replica.
+        self._check_ranks_agree(prompts, options, "score")
+        if not prompts:
+            return []
+        # vLLM generates a token after every prompt. At temperature 0 it is the most
+        # likely one.
+        parameters = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            ignore_eos=True,
+            logprobs=0,
+            prompt_logprobs=1,
+            detokenize=False,
+        )
+        with random_state_kept(), _eager():
+            outputs = answers(self.llm, prompts, [parameters] * len(prompts), None)
+        if self._experts_of is not None:
+            self._experts_of.forget()
+        return [prompt_score(output) for output in outputs]
 
     def _limit(self, in_flight: InFlight, longest: int) -> None:
         """Limit vLLM's scheduler to as many sequences as its free blocks hold in full length."""

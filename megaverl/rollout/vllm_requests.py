@@ -19,7 +19,7 @@ import torch
 from megaverl.errors import RolloutError
 from megaverl.platform import platform
 from megaverl.rollout.cpu_limits import speculation_here
-from megaverl.rollout.engine import Generation, OnFinished, SavedWork
+from megaverl.rollout.engine import Generation, OnFinished, PromptScore, SavedWork
 from megaverl.rollout.vllm_images import image_input
 from megaverl.rollout.vllm_weights import drafts_from_their_folder
 
@@ -166,6 +166,30 @@ def generation(
     return Generation(
         list(response.token_ids), list(log_probs), str(response.finish_reason), experts
     )
+
+
+def prompt_score(output: RequestOutput) -> PromptScore:
+    """Convert a vLLM output with `prompt_logprobs=1` and one greedy token to a PromptScore."""
+    prompt = output.prompt_token_ids or []
+    [response] = output.outputs
+    # The first token has no predecessor, and so no log-prob.
+    by_token = list(output.prompt_logprobs or [])[1:]
+    if len(by_token) != len(prompt) - 1 or not response.logprobs:
+        raise RolloutError(
+            f"vLLM returned log-probs of {len(by_token)} tokens for a prompt of {len(prompt)}."
+        )
+    log_probs, top_tokens, top_log_probs = [], [], []
+    for token, candidates in zip(prompt[1:], by_token, strict=True):
+        assert candidates is not None, "only the first token has none"
+        # The most likely token, and the prompt's own one.
+        top = max(candidates, key=lambda number: candidates[number].logprob)
+        log_probs.append(float(candidates[token].logprob))
+        top_tokens.append(int(top))
+        top_log_probs.append(float(candidates[top].logprob))
+    [next_token] = response.token_ids
+    top_tokens.append(int(next_token))
+    top_log_probs.append(float(response.logprobs[0][next_token].logprob))
+    return PromptScore(log_probs, top_tokens, top_log_probs)
 
 
 class ExpertsOf(Protocol):

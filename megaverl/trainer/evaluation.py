@@ -1,10 +1,13 @@
-"""Evaluation of a model (`megaverl eval`): on held-out prompts, or on suites of published data sets.
+"""Evaluation of a model (`megaverl eval`): on held-out prompts, suites of published data sets, or other harnesses.
 
     evaluate_sets             the program, on the coordinator's rank
       begin                   the prompts and the reward of a set
       generate, score         responses and their rewards, which stay on the ranks
       report                  what is printed and written of the set
-      finish                  the table of all suites
+    evaluate_tasks            the same for tasks of other harnesses
+      answer_rows             responses and log-probs for the harness's process
+      report_task             what is printed and written of the task
+    finish                    the table of all suites and tasks
 
 There is one engine for all sets. Every suite has its own prompts, reward and samples.
 """
@@ -29,12 +32,15 @@ from megaverl.controller.references import PendingCall, Ref
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.data.suites import IDENTITY, SUITES, Suite
+from megaverl.data.tokenizers import Tokenizer
 from megaverl.distributed.collectives import on_first_rank
 from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.evaluations import (
+    HarnessResult,
     PromptResult,
     SuiteResult,
+    TableResult,
     read_suites,
     table_rows,
     table_text,
@@ -42,6 +48,12 @@ from megaverl.monitoring.evaluations import (
 )
 from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.build import Builder
+from megaverl.trainer.harness.engine_door import EngineDoor, evaluate_task
+from megaverl.trainer.harness.engine_rows import (
+    EngineAnswers,
+    EngineRows,
+    answer_rows,
+)
 from megaverl.trainer.job import Job, PreemptionHandler, Stages, alone
 from megaverl.trainer.serving import serve_program
 from megaverl.trainer.validation import held_out_responses, measure_held_out
@@ -58,7 +70,25 @@ async def evaluate_sets(evaluators: EvaluatorGroup, sets: Sequence[str]) -> None
         responses = await evaluators.generate()
         scores = await evaluators.score(responses)
         await evaluators.report_set(responses, scores)
-    await evaluators.finish()
+
+
+async def evaluate_tasks(
+    evaluators: EvaluatorGroup, config: Config, tokenizer: Tokenizer, *, chat: bool
+) -> None:
+    """Evaluate the tasks of other harnesses, and report on each.
+
+    Args:
+        chat: whether calls of the chat API can be answered.
+
+    Raises:
+        HarnessError: a harness is missing, failed, or did not end in time.
+    """
+    with EngineDoor(config, tokenizer, chat=chat) as door:
+        for task in config.evaluation.harness_tasks:
+            results = await evaluate_task(door, evaluators, task, config)
+            for result in results or ():
+                write_suite(config.run_dir, result)
+                await evaluators.report_task(result.suite)
 
 
 class EvaluatorGroup(WorkerGroup):
@@ -86,6 +116,14 @@ class EvaluatorGroup(WorkerGroup):
         """Print and write the results of the set."""
         return self.report("report_set", NoneType, responses, scores)
 
+    def answer_rows(self, rows: EngineRows) -> PendingCall[EngineAnswers]:
+        """Generate and score for the process of a harness."""
+        return self.report("answer_rows", EngineAnswers, rows)
+
+    def report_task(self, name: str) -> PendingCall[None]:
+        """Print the results of a harness's task, which are in the run's folder."""
+        return self.report("report_task", NoneType, name)
+
     def finish(self) -> PendingCall[None]:
         """Print and write what all sets have in common."""
         return self.report("finish", NoneType)
@@ -94,26 +132,39 @@ class EvaluatorGroup(WorkerGroup):
 def evaluate(
     builder: Builder, console: Console, job: Job | None, *, against: str | None
 ) -> None:
-    """Evaluate a model on `evaluation.suites`, or else on `data.validation`. Collective over all ranks.
+    """Evaluate a model on `evaluation.suites` and `evaluation.tasks`, or else on `data.validation`.
+
+    Collective over all ranks.
 
     Args:
-        against: folder of an earlier evaluation on suites, which the table compares with.
+        against: folder of an earlier evaluation on suites or tasks, which the table compares with.
 
     Raises:
         ConfigError: there are no held-out prompts, or `against` has no results.
+        HarnessError: a task of another harness failed.
     """
     config = builder.config
     stages = Stages(Timeline(), job)
-    sets: Sequence[str] = config.evaluation.suites or [HELD_OUT]
+    sets: Sequence[str] = config.evaluation.suites
     worker: Evaluator
-    if config.evaluation.suites:
+    if config.evaluation.has_sets:
         worker = SuiteEvaluator(builder, console, stages, against)
     else:
+        sets = [HELD_OUT]
         worker = HeldOutEvaluator(builder, console, stages)
 
     async def program(controller: Controller) -> None:
         everyone = range(controller.num_ranks)
-        await evaluate_sets(EvaluatorGroup("evaluator", everyone, controller), sets)
+        evaluators = EvaluatorGroup("evaluator", everyone, controller)
+        await evaluate_sets(evaluators, sets)
+        if config.evaluation.tasks:
+            await evaluate_tasks(
+                evaluators,
+                config,
+                builder.tokenizer,
+                chat=builder.encoder().uses_chat_template,
+            )
+        await evaluators.finish()
 
     serve_program(
         program,
@@ -157,6 +208,11 @@ class Evaluator(ABC):
         with self._stages("reward"):
             return self._reward.score(responses)
 
+    def answer_rows(self, rows: EngineRows) -> EngineAnswers:
+        """Generate and score for the process of a harness."""
+        with self._stages("rollout"):
+            return answer_rows(self.config, self._rollout, rows)
+
     @abstractmethod
     def report_set(self, responses: RolloutBatch, scores: Scores) -> None:
         """Print and write the results of the set."""
@@ -198,7 +254,7 @@ class HeldOutEvaluator(Evaluator):
 
 
 class SuiteEvaluator(Evaluator):
-    """Evaluator on suites of published data sets."""
+    """Evaluator on suites of published data sets, and on tasks of other harnesses."""
 
     def __init__(
         self, builder: Builder, console: Console, stages: Stages, against: str | None
@@ -211,7 +267,7 @@ class SuiteEvaluator(Evaluator):
         super().__init__(builder, console, stages)
         self._against = against
         self._suite = ""
-        self._results: list[SuiteResult] = []
+        self._results: list[TableResult] = []
 
     def begin(self, name: str) -> None:
         self._suite = name
@@ -238,6 +294,14 @@ class SuiteEvaluator(Evaluator):
             f"{result.length:.0f} tokens, {result.finished:.0%} finished"
         )
 
+    def report_task(self, name: str) -> None:
+        """Print the results of a harness's task."""
+        # The program has written them, on the coordinator's rank.
+        if dist.get_rank() == 0:
+            result = read_suites(self.config.run_dir)[name]
+            self._results.append(result)
+            self._console.print(task_summary(result))
+
     def finish(self) -> None:
         self._console.print(on_first_rank(self._write_table))
 
@@ -251,6 +315,14 @@ class SuiteEvaluator(Evaluator):
             json.dumps(metrics, indent=2) + "\n", encoding="utf-8"
         )
         return table_text(rows, confidence)
+
+
+def task_summary(result: TableResult) -> str:
+    """Return one line about the results of a harness's task."""
+    if not isinstance(result, HarnessResult):
+        return result.suite
+    version = f", version {result.version}" if result.version else ""
+    return f"{result.suite}: {result.num_samples} samples by {result.harness}{version}"
 
 
 def suite_config(config: Config, suite: Suite) -> Config:

@@ -18,7 +18,7 @@ have their own.
     train_on                            log-probs, values, advantages, updates
     finish_updates                      decisions over gradients that belong together
     send_weights                        new weights for the engines
-    validate                            responses to held-out prompts and their rewards
+    validate                            responses to held-out prompts and their rewards; tasks of harnesses
 """
 
 from __future__ import annotations
@@ -96,11 +96,19 @@ async def take_step(run: Run, step: int) -> None:
 
 
 async def validate(run: Run, done: int) -> None:
-    """Generate responses to the held-out prompts, score them and record the result.
+    """Generate responses to the held-out prompts, score them and record the result. Evaluate the tasks of harnesses.
 
     Args:
         done: number of completed steps.
     """
+    if run.config.data.validation:
+        await validate_held_out(run, done)
+    if run.evaluate_tasks is not None:
+        await run.evaluate_tasks(run, done)
+
+
+async def validate_held_out(run: Run, done: int) -> None:
+    """Generate responses to the held-out prompts, score them and record the result."""
     responses = await run.rollout.generate_held_out()
     scores = await run.held_out_reward.score_held_out(responses)
     result = await run.rollout.measure_held_out(responses, scores)

@@ -24,6 +24,7 @@ from megaverl.controller.references import PendingCall, Ref
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow.plan import CompiledFlow
 from megaverl.distributed.placement import ResolvedPlacement
+from megaverl.trainer.harness.engine_rows import EngineAnswers, EngineRows
 from megaverl.trainer.islands import reporting_ranks
 from megaverl.trainer.sample_rows import Fields, SampleFacts
 from megaverl.trainer.update_decisions import decide_together
@@ -192,6 +193,14 @@ class SessionGroup(WorkerGroup):
         """Store, write and display the validation after `done` steps."""
         return self.report("record_validation", NoneType, done, result)
 
+    def record_tasks(self, done: int, metrics: dict[str, float]) -> PendingCall[None]:
+        """Write and display the scores of a harness's task after `done` steps."""
+        return self.report("record_tasks", NoneType, done, metrics)
+
+    def warn(self, text: str) -> PendingCall[None]:
+        """Print a warning."""
+        return self.report("warn", NoneType, text)
+
     def save_if_due(self, done: int) -> PendingCall[bool]:
         """Save a checkpoint if one is due after `done` steps.
 
@@ -276,6 +285,10 @@ class RolloutGroup(SampleGroup):
     def generate_held_out(self) -> PendingCall[Ref[RolloutBatch]]:
         """Generate `trainer.validation_samples` responses to every held-out prompt."""
         return self.keep("generate_held_out")
+
+    def answer_rows(self, rows: EngineRows) -> PendingCall[EngineAnswers]:
+        """Generate and score for the process of a harness."""
+        return self.report("answer_rows", EngineAnswers, rows)
 
     def measure_held_out(
         self, responses: Ref[RolloutBatch], scores: Ref[Scores]
@@ -560,7 +573,8 @@ class Run:
         receivers: role groups that receive samples from the engines' ranks; empty if roles share all ranks.
         assignments: rows of the samples that each rank works on.
         has_engines: whether engines generate responses. If False, the run replays the responses of another run.
-        validates: whether there are held-out prompts and `trainer.validate_every` is set.
+        validates: whether there are held-out prompts or tasks of harnesses, and `trainer.validate_every` is set.
+        evaluate_tasks: evaluates the tasks of harnesses after a number of steps, or None if there are none.
         is_given: whether a Python program provides the responses of each step on every rank (`PPOTrainer`).
         may_leave_inside: whether a run that is asked to leave may do so inside a step.
         restored_steps: steps whose samples come from the checkpoint that the run resumed from.
@@ -589,6 +603,7 @@ class Run:
     assignments: Assignments
     has_engines: bool = True
     validates: bool = False
+    evaluate_tasks: Callable[[Run, int], Awaitable[None]] | None = None
     is_given: bool = False
     may_leave_inside: bool = True
     restored_steps: Set[int] = frozenset()
@@ -698,7 +713,8 @@ def make_run(
         assignments=assignments,
         has_engines=has_engines,
         validates=has_engines
-        and bool(config.data.validation and config.trainer.validate_every),
+        and bool(config.data.validation or config.evaluation.tasks)
+        and config.trainer.validate_every > 0,
         may_leave_inside=is_shared and has_engines,
         restored_steps=restored_steps,
     )

@@ -20,6 +20,11 @@ from megaverl.distributed.collectives import together
 from megaverl.errors import ConfigError
 from megaverl.trainer.arriving_samples import SampleSender, receive_samples
 from megaverl.trainer.dynamic_sampling import SamplingRounds
+from megaverl.trainer.harness.engine_rows import (
+    EngineAnswers,
+    EngineRows,
+    answer_rows,
+)
 from megaverl.trainer.mix import name_of_mix
 from megaverl.trainer.partial_rollouts import InFlightUpdates
 from megaverl.trainer.role_groups import HeldOutResult
@@ -35,6 +40,7 @@ from megaverl.trainer.step import RLStep
 from megaverl.trainer.stored_rollouts import StoredRollouts
 from megaverl.trainer.validation import held_out_responses, measure_held_out
 from megaverl.workers.reward import Scores
+from megaverl.workers.rollout import Rollout
 
 
 class ReceiverWorker:
@@ -228,6 +234,19 @@ class RolloutWorker:
                 # validates.
                 roles.engines.engine.reset_prefix_cache()
         return self._store.give(batch)
+
+    def answer_rows(self, rows: EngineRows) -> EngineAnswers:
+        """Generate and score for the process of a harness, with the engines' current weights."""
+        rollout = self._state.roles.engines
+        # The configuration refuses tasks if each agent has weights of its own.
+        assert isinstance(rollout, Rollout)
+        with self._stages("validation"):
+            answers = answer_rows(self._config, rollout, rows)
+            with together():
+                # As after a validation: the responses of later steps do not depend on
+                # it.
+                rollout.engine.reset_prefix_cache()
+        return answers
 
     def measure_held_out(self, responses: SampleValue, scores: Scores) -> HeldOutResult:
         """Compute validation metrics and sample records from scored responses."""

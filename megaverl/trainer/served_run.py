@@ -16,6 +16,8 @@ from megaverl.monitoring.console import Console
 from megaverl.monitoring.profiler import Profiler
 from megaverl.trainer.agents import make_agent_workers, make_agents
 from megaverl.trainer.arriving_samples import SampleSender, can_arrive
+from megaverl.trainer.build import Builder
+from megaverl.trainer.harness.validation_tasks import tasks_at_validation
 from megaverl.trainer.job import Leaving, PreemptionHandler, Stages
 from megaverl.trainer.own_program import load_step
 from megaverl.trainer.program import (
@@ -68,6 +70,7 @@ class StepsOfARun(Protocol):
 
     config: Config
     console: Console
+    builder: Builder
     run_state: RunState
     step: RLStep
     prompts: Prompts
@@ -268,6 +271,8 @@ class ServedRun:
         )
         run.agents = make_agents(run, self._agents, controller)
         run.operators.plan = self._state.flow.plan
+        if run.validates and self._config.evaluation.tasks:
+            run.evaluate_tasks = tasks_at_validation(self._trainer.builder)
         run.is_given = self._is_given
         run.scores_arriving = self._scores_arriving
         if self._is_ahead:
@@ -335,6 +340,22 @@ class SessionWorker:
         evaluation = Evaluation(result.metrics, json.loads(result.samples))
         self._trainer.validation.note(done, evaluation)
         self._trainer.measured = dict(result.metrics)
+
+    def record_tasks(self, done: int, metrics: dict[str, float]) -> None:
+        """Write and display the scores of a harness's task."""
+        trainer = self._trainer
+        trainer.validation.records.log(done, metrics)
+        trainer.console.print(
+            f"evaluation after step {done}: "
+            + "  ".join(
+                f"{name.removeprefix('evaluation/')} {value:.3f}"
+                for name, value in metrics.items()
+            )
+        )
+
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        self._trainer.console.warn(text)
 
     def save_if_due(self, done: int) -> bool:
         """Save if a checkpoint is due. Return whether the run leaves for another layout."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,12 @@ from megaverl.data.held_rows import HeldRows
 from megaverl.data.routed_experts import EXPERTS_COLUMN as EXPERTS
 from megaverl.data.routed_experts import experts_column, experts_of
 from megaverl.data.row_transfer import Moving, move_ragged
-from megaverl.distributed.collectives import gather_host_rows, reduce_json, together
+from megaverl.distributed.collectives import (
+    gather_host_rows,
+    gather_json,
+    reduce_json,
+    together,
+)
 from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.ragged import RaggedBatch
 from megaverl.errors import RolloutError
@@ -24,6 +30,7 @@ from megaverl.rollout.engine import (
     Engine,
     Generation,
     Images,
+    PromptScore,
     Sampling,
     SamplingOptions,
     SavedWork,
@@ -255,6 +262,41 @@ class Rollout:
         if not self._stays_awake:
             self._sleep()
         return (numbers, generations) if speaks else ([], [])
+
+    def score_prompts(self, prompts: Sequence[Sequence[int]]) -> list[PromptScore]:
+        """Compute the log-probs of the prompts' tokens, and return the same list on every rank. Collective.
+
+        Raises:
+            ReshardError: the engine holds parts of two weight versions.
+            RolloutError: the engine cannot score prompts, or raised an error.
+        """
+        self._wake()
+        engine = self.engine
+        numbers = self.numbers([len(prompt) for prompt in prompts])
+        scores: list[PromptScore] = []
+        # An engine that fails on one rank fails on all: the others would wait for its
+        # scores.
+        with together(self.world):
+            if self.sync is not None:
+                self.sync.check_whole()
+            with user_code(_engine_ended, keep=Exception):  # engines can be user code
+                scores = engine.score_prompts([list(prompts[i]) for i in numbers])
+            if len(scores) != len(numbers):
+                raise RolloutError(
+                    f"the engine returned {len(scores)} scores for {len(numbers)} prompts."
+                )
+        if not self._stays_awake:
+            self._sleep()
+        # All ranks of a replica have the same scores, so only its first rank sends them.
+        rows = [
+            [number, score.log_probs, score.top_tokens, score.top_log_probs]
+            for number, score in zip(numbers, scores, strict=True)
+            if engine.tp_rank == 0
+        ]
+        # Collective over the role's ranks.
+        every_row = chain.from_iterable(gather_json(rows, self.world))
+        by_number = {number: PromptScore(*values) for number, *values in every_row}
+        return [by_number[number] for number in range(len(prompts))]
 
     def numbers(
         self,

@@ -85,3 +85,58 @@ def test_mistakes_come_before_any_rank(
     with pytest.raises(SystemExit):
         main(["eval", "--against", "runs/a", "model.path=org/model", *DRY])
     assert "--against compares suites" in capsys.readouterr().err
+
+
+def test_tasks_of_a_harness(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--harness", "lm-eval", "--task", "gsm8k,arc_easy", "--task", "piqa"]
+    options = "evaluation.harness_options.lm-eval.num_fewshot=5"
+    found = settings(capsys, *given, "model.path=org/model", options)
+    assert found["evaluation"]["tasks"] == [
+        f"lm-eval:{name}" for name in ("gsm8k", "arc_easy", "piqa")
+    ]
+    assert found["evaluation"]["harness_options"] == {"lm-eval": {"num_fewshot": 5}}
+    with pytest.raises(SystemExit):
+        main(["eval", "--task", "gsm8k", "model.path=org/model", *DRY])
+    assert "give both --harness NAME and --task TASK" in capsys.readouterr().err
+
+
+def test_mistakes_in_tasks_come_before_any_rank(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tasks = f"[gsm8k, 'lm-eval:piqa', 'lm-eval:piqa', 'inspect:{tmp_path}/absent.py@a']"
+    given = [
+        f"evaluation.tasks={tasks}",
+        "evaluation.harness_options={inspect: {limit: 3}}",
+        f"evaluation.harness_python={tmp_path / 'python'}",
+        "model.path=org/model",
+    ]
+    assert main(["eval", *given, "--dry-run"]) == 2
+    written = capsys.readouterr().err
+    for part in (
+        "found 'gsm8k'; write a harness and its task: inspect:TASK",
+        "found 'lm-eval:piqa' twice",
+        "absent.py does not exist",
+        "evaluation.harness_options.inspect.limit (command line): is set by",
+        "which is no program",
+    ):
+        assert part in written, written
+
+
+def test_tasks_that_a_run_cannot_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
+    given = [
+        "evaluation.tasks=['lm-eval:piqa']",
+        "reward=exact_match",
+        "data.train=rows.jsonl",
+        "model.path=org/model",
+    ]
+    assert main(["train", *given, *DRY]) == 0
+    capsys.readouterr()
+    for setting, key in (
+        ("trainer.rollout_only=true", "trainer.rollout_only"),
+        ("trainer.replay_rollouts=runs/a", "trainer.replay_rollouts"),
+    ):
+        assert main(["train", *given, setting, *DRY]) == 2
+        written = capsys.readouterr().err
+        assert (
+            f"evaluation.tasks (command line): cannot be combined with {key}" in written
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from megaverl.errors import DataError
 from megaverl.monitoring import report
 from megaverl.monitoring.evaluations import (
+    HarnessResult,
+    HarnessScore,
     PromptResult,
     SuiteResult,
     read_suites,
@@ -113,3 +116,38 @@ def test_a_report_shows_and_compares_them(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no run's folder"):
         report.write_report([tmp_path / "empty"], tmp_path / "report.html")
+
+
+def harness_result(values: list[float], perplexity: float) -> HarnessResult:
+    scores = [
+        HarnessScore("acc", sum(values) / len(values), 0.1),
+        HarnessScore("perplexity", perplexity, 2.0),
+        HarnessScore("f1", math.nan),
+    ]
+    samples = [
+        {"id": f"id{number}", "values": {"acc": value, "perplexity": 1.0}}
+        for number, value in enumerate(values)
+    ]
+    return HarnessResult("lm-eval:qa", "lm-eval 0.4.13", "1.0", 8, scores, samples)
+
+
+def test_results_of_another_harness(tmp_path: Path) -> None:
+    """Means of samples are compared in pairs; a metric that is no mean has the harness's standard error."""
+    before = harness_result([0.0, 1.0] * 4, 20.0)
+    after = harness_result([0.0, 1.0, 1.0, 1.0] * 2, 16.0)
+    for name, result in (("before", before), ("after", after)):
+        write_suite(tmp_path / name, result)
+    [read] = read_suites(tmp_path / "before").values()
+    assert isinstance(read, HarnessResult) and read.scores[:2] == before.scores[:2]
+    assert math.isnan(read.scores[2].value) and read.samples == before.samples
+    acc, perplexity, f1 = table_rows([after], read_suites(tmp_path / "before"))
+    assert acc.difference is not None and acc.difference.value == pytest.approx(0.25)
+    assert perplexity.difference is None and f1.difference is None
+    low, high = perplexity.estimate.low, perplexity.estimate.high
+    assert (low, high) == pytest.approx((16 - 3.92, 16 + 3.92), abs=1e-2)
+    text = table_text([acc, perplexity, f1])
+    assert "f1          nan      unknown" in text, text
+    page = report.write_report(
+        [tmp_path / "before", tmp_path / "after"], tmp_path / "report.html"
+    ).read_text()
+    assert "<td>lm-eval:qa</td><td>perplexity</td><td>16.0000</td>" in page

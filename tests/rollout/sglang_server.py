@@ -152,6 +152,10 @@ class SGLangLike:
             of_each = zip(log_probs, prompt[1:], strict=True)
             rest = [[float(row[token]), token, None] for row, token in of_each]
             about["input_token_logprobs"] = [[None, prompt[0], None], *rest]
+            if body.get("top_logprobs_num"):
+                tops = zip(*(part.tolist() for part in log_probs.max(-1)), strict=True)
+                pairs = [[[value, token, None]] for value, token in tops]
+                about["input_top_logprobs"] = [None, *pairs]
         way = SamplingOptions(
             given["max_new_tokens"],
             given.get("temperature", 1.0),

@@ -57,6 +57,24 @@ def test_log_probs_are_of_the_drawn_tokens(engine: HFEngine) -> None:
         )
 
 
+def test_scores_of_prompts(engine: HFEngine) -> None:
+    """The last most likely token is the one that a greedy response begins with."""
+    greedy = engine.generate(PROMPTS, SamplingOptions(1, 0.0), SEEDS)
+    for prompt, first, score in zip(
+        PROMPTS, greedy, engine.score_prompts(PROMPTS), strict=True
+    ):
+        with torch.no_grad():
+            log_probs = engine.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        places = list(enumerate(prompt[1:]))
+        expected = [float(log_probs[place, token]) for place, token in places]
+        assert score.log_probs == pytest.approx(expected, abs=1e-5)
+        assert score.top_tokens == log_probs.argmax(-1).tolist()
+        assert score.top_tokens[-1] == first.token_ids[0]
+        assert score.top_log_probs[-1] == pytest.approx(first.log_probs[0], abs=1e-5)
+    with pytest.raises(RolloutError, match="max_model_len"):
+        engine.score_prompts([[5] * 64])
+
+
 def test_a_mixture_with_the_reference(
     folder: Path, engine: HFEngine, tmp_path: Path
 ) -> None:

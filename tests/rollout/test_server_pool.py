@@ -104,9 +104,14 @@ def test_what_is_drawn_is_what_one_engine_draws(
         found = asked.generate(PROMPTS, WAY, SEEDS)
         assert [each.token_ids for each in found] == plainly(newer) != plainly(model)
         assert heard == dict(enumerate(found))
-        plain = HFEngine(newer, dtype=torch.float32, max_model_len=24).generate(
-            PROMPTS, WAY, SEEDS
-        )
+        local = HFEngine(newer, dtype=torch.float32, max_model_len=24)
+        for served, own in zip(
+            asked.score_prompts(PROMPTS), local.score_prompts(PROMPTS), strict=True
+        ):
+            assert served.top_tokens == own.top_tokens
+            assert served.log_probs == pytest.approx(own.log_probs, abs=1e-5)
+            assert served.top_log_probs == pytest.approx(own.top_log_probs, abs=1e-5)
+        plain = local.generate(PROMPTS, WAY, SEEDS)
         for mine, its in zip(found, plain, strict=True):
             torch.testing.assert_close(
                 torch.tensor(mine.log_probs),

@@ -354,6 +354,11 @@ def test_servers_apply_the_changes_of_a_folder(
             found = member.server.log_probs(TOKENS)
             right = _log_probs(tmp_path / "run-3-right")
             assert found == pytest.approx(right, abs=1e-5)
+            score = member.server.score_prompt(TOKENS)
+            assert score.log_probs == pytest.approx(right, abs=1e-5)
+            assert len(score.top_tokens) == len(score.top_log_probs) == len(TOKENS)
+            for own, top in zip(score.log_probs, score.top_log_probs, strict=False):
+                assert own <= top
         # A server that was started again, or that another run gave weights, has none of
         # the versions.
         late.server.name_weights("default")

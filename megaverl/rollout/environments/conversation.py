@@ -265,14 +265,8 @@ class Conversation:
             # A chat template may show the ids of tool calls to the policy, so they must
             # not be random.
             name = digest(self.token_ids)
-            message: dict[str, Any] = {"role": "assistant", "content": text}
-            if (
-                call.body.get("tools")
-                and call.body.get("tool_choice") != "none"
-                and (calls := _tool_calls(text, name))
-            ):
-                content = re.sub(TOOL_CALL, "", text, flags=re.DOTALL).strip()
-                message |= {"content": content or None, "tool_calls": calls}
+            message = assistant_message(text, call.body, name)
+            if "tool_calls" in message:
                 reason = "tool_calls"
             self.said = [*self.said, _plain(message)]
             choice["message"] = message
@@ -387,6 +381,21 @@ def _pass_on(done: Future[dict[str, Any]], to: Future[dict[str, Any]]) -> None:
         to.set_result(done.result())
 
 
+def assistant_message(text: str, body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the policy's answer as a message, with the tool calls that are written in it.
+
+    Args:
+        body: the call that is answered, which offers tools or not.
+        name: makes the ids of tool calls unique.
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    offers_tools = body.get("tools") and body.get("tool_choice") != "none"
+    if offers_tools and (calls := _tool_calls(text, name)):
+        content = re.sub(TOOL_CALL, "", text, flags=re.DOTALL).strip()
+        message |= {"content": content or None, "tool_calls": calls}
+    return message
+
+
 def _tool_calls(text: str, name: str) -> list[dict[str, Any]]:
     """Parse the tool calls in a text, with ids derived from `name`; empty if one of them cannot be parsed."""
     calls = []
@@ -406,11 +415,16 @@ def _tool_calls(text: str, name: str) -> list[dict[str, Any]]:
 
 
 def _said(call: Call) -> list[dict[str, Any]] | str:
-    return _messages(call) if call.kind == CHAT else _text(call)
+    return plain_messages(call.body) if call.kind == CHAT else _text(call)
 
 
-def _messages(call: Call) -> list[dict[str, Any]]:
-    messages = call.body.get("messages")
+def plain_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a chat call in a normal form.
+
+    Raises:
+        CallRefused: they are not messages of text.
+    """
+    messages = body.get("messages")
     if (
         not isinstance(messages, list)
         or not messages
