@@ -326,7 +326,7 @@ _install_py312() {
     _find_python "$_base_lock" >/dev/null && _install "$_base_lock"
 }
 
-# Makes .venv/NAME, for tests, of NAME-py312.lock: a package that shares no environment with megaverl, such as nemo-gym.
+# Makes .venv/NAME, for tests, of NAME-py312.lock: a package that shares no environment with megaverl, such as harbor.
 _install_beside() {
     local name="$1" folder="$_venv/$1" lock="$MEGAVERL_ROOT/requirements/$1-py312.lock" python stamp wheels=()
     local pip uv wheel_folders

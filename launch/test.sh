@@ -11,7 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MEGAVERL_ROOT" || exit
 if [[ -z "${MEGAVERL_PYTHON:-}" && "$_base_lock" == "$_cpu_lock" ]]; then
     _bootstrap environments tinker tinker-recipes
-    for name in nemo-gym; do
+    for name in harbor nemo-gym; do
         _install_beside "$name" || _say "left out: tests of $name, which needs Python 3.12 (.venv/install.log)"
     done
     # reasoning-gym has a part that is compiled; without it its tests are skipped.

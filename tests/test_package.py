@@ -525,6 +525,7 @@ def lock_lines(name: str) -> list[str]:
         "tinker-recipes",
         "cuda-py312",
         "resiliency-py312",
+        "harbor-py312",
         "nemo-gym-py312",
     ],
 )

@@ -197,6 +197,12 @@ def locks() -> list[Lock]:
             target=CUDA._replace(platform="x86_64-manylinux_2_39"),
         ),
         Lock(
+            "harbor-py312",
+            ("harbor",),
+            "Harbor, which runs its trials in the tests",
+            target=Target("3.12", CPU_PLATFORM),
+        ),
+        Lock(
             "nemo-gym-py312",
             ("nemo-gym",),
             "NeMo Gym, which serves its agents in the tests",

@@ -1004,7 +1004,7 @@ class EnvironmentConfig(Section):
 
     name: Text | None = None
     """Environment of multi-turn episodes: tools, gateway, guess, signals, gymnasium, textarena, openenv, verifiers,
-    nemo_gym, or module:object. null: single responses."""
+    harbor, nemo_gym, or module:object. null: single responses."""
     options: Passthrough = {}
     """Keyword arguments of the environment."""
     agents: Literal["shared", "own"] = "shared"

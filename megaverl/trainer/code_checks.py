@@ -162,6 +162,7 @@ _ROWS_OF = {
     "folder": "rows",
     "hub": "far_rows",
     "verifiers": "far_rows",
+    "harbor": "rows",
     "nemo_gym": "rows",
     "suite": "far_rows",
 }
