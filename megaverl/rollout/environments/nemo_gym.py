@@ -139,12 +139,13 @@ class GymServers:
 
     def __init__(self, agents: Mapping[str, str]) -> None:
         self.agents = agents
+        self._is_lost = False
 
     @classmethod
     def shared(cls, options: Mapping[str, Any], policy: tuple[str, int]) -> GymServers:
         """Return this process's servers for these options. Start them, or ask the head server, at the first call.
 
-        Servers that have ended are started again.
+        Servers that have ended are started again, and those that cannot be reached are looked for again.
 
         Args:
             policy: host and port of the gateway.
@@ -168,8 +169,12 @@ class GymServers:
 
     @property
     def is_running(self) -> bool:
-        """False once the servers are known to have ended."""
-        return True
+        """False once the servers are known to have ended, or may have moved."""
+        return not self._is_lost
+
+    def lose(self) -> None:
+        """Record that a server could not be reached, so that the head server is asked again."""
+        self._is_lost = True
 
 
 class StartedServers(GymServers):
@@ -288,6 +293,7 @@ class GymEpisode(ProgramEpisode):
         }
         self._name_of_agent = agent or ""
         self._connection: HTTPConnection | None = None
+        self._servers: GymServers | None = None
         self._address = ""
 
     @staticmethod
@@ -344,7 +350,7 @@ class GymEpisode(ProgramEpisode):
             )
         reference = column["row"].get("agent_ref") or {}
         name = str(reference.get("name") or self.agent or "")
-        servers = GymServers.shared(
+        servers = self._servers = GymServers.shared(
             self._options, (self.server.host, self.server.server_address[1])
         )
         if name not in servers.agents:
@@ -387,6 +393,8 @@ class GymEpisode(ProgramEpisode):
             response = connection.getresponse()
             text = response.read()
         except (OSError, HTTPException) as error:
+            if self._servers is not None:
+                self._servers.lose()
             raise EpisodeError(
                 f"the agent at {self._address} cannot be reached: {describe(error)}"
             ) from error
