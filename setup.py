@@ -145,6 +145,11 @@ EXTRAS_REQUIRE = {
     "openenv": ["websockets>=13"],
     "openenv-server": ["openenv-core>=0.2"],  # a server of it, in the tests
     "verifiers": ["verifiers>=0.4"],
+    # Trials of Harbor and servers of NeMo Gym. Each has a Python of its own
+    # (environment.options.python), since their dependencies exclude each other's and
+    # vLLM's.
+    "harbor": ["harbor>=0.26; python_version>='3.12'"],
+    "nemo-gym": ["nemo-gym>=0.4; python_version>='3.12'", "uvicorn>=0.30"],
     # Tools of servers that speak the Model Context Protocol; vLLM brings it along.
     "mcp": ["mcp>=2"],
     # A harness of others that is trained as it is, in the tests:

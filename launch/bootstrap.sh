@@ -347,6 +347,23 @@ _install_py312() {
     _find_python "$_base_lock" >/dev/null && _install "$_base_lock"
 }
 
+# Makes .venv/NAME, for tests, of NAME-py312.lock: a package that shares no environment with megaverl, such as harbor.
+_install_beside() {
+    local name="$1" folder="$_venv/$1" lock="$MEGAVERL_ROOT/requirements/$1-py312.lock" python stamp wheels=()
+    local pip uv wheel_folders
+    stamp="$(sha256sum <"$lock")"
+    [[ -r "$folder/stamp" && "$(<"$folder/stamp")" == "$stamp" ]] && return
+    python="$(_find_python "$name-py312")" || return 1
+    mapfile -t wheels < <(sed -n 's/^\([^# ]*==[^# ]*\).*/\1/p' "$lock")
+    _say "installing ${#wheels[@]} pinned packages ($name-py312) into .venv/$name, once"
+    rm -rf "$folder"
+    _logged "making .venv/$name" "$python" -m venv "$folder" || return 1
+    local _venv="$folder" _limit=(timeout 300)
+    _find_installers
+    _fetch "installing $name" "${wheels[@]}" || return 1
+    echo "$stamp" >"$folder/stamp"
+}
+
 # Holds the install lock (on the launch folder itself, so that no file is left) while it installs what is missing.
 _install_missing() (
     exec 9<"$MEGAVERL_ROOT/launch"

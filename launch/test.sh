@@ -12,6 +12,9 @@ cd "$MEGAVERL_ROOT" || exit
 if [[ -z "${MEGAVERL_PYTHON:-}" && "$_base_lock" == "$_cpu_lock" ]]; then
     _bootstrap environments tinker tinker-recipes
     _install_harnesses || _say "left out: tests with inspect-ai and lm-eval"
+    for name in harbor nemo-gym; do
+        _install_beside "$name" || _say "left out: tests of $name, which needs Python 3.12 (.venv/install.log)"
+    done
     # reasoning-gym has a part that is compiled; without it its tests are skipped.
     has_headers='import os, sysconfig as s; raise SystemExit(not os.path.exists(s.get_path("include") + "/Python.h"))'
     ! command -v cc >/dev/null || ! "$PYTHON" -c "$has_headers" || _bootstrap reasoning-gym

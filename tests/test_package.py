@@ -525,6 +525,8 @@ def lock_lines(name: str) -> list[str]:
         "tinker-recipes",
         "cuda-py312",
         "resiliency-py312",
+        "harbor-py312",
+        "nemo-gym-py312",
     ],
 )
 def test_a_lock_holds_exact_versions_and_nothing_else(name: str) -> None:

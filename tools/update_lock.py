@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,6 +102,7 @@ class Lock:
     tools: tuple[str, ...] = field(default=())
     resolve: bool = True  # False: only the roots, without what they depend on
     target: Target | None = None
+    excluded: tuple[str, ...] = ()  # packages that are left out of this lock alone
     # A lock, and another that has newer ones of OF_MEGATRON.
     like: tuple[str, str] | None = None
 
@@ -202,6 +203,22 @@ def locks() -> list[Lock]:
             # Its wheels ask for glibc 2.39: Ubuntu 24.04.
             target=CUDA._replace(platform="x86_64-manylinux_2_39"),
         ),
+        Lock(
+            "harbor-py312",
+            ("harbor",),
+            "Harbor, which runs its trials in the tests",
+            target=Target("3.12", CPU_PLATFORM),
+        ),
+        Lock(
+            "nemo-gym-py312",
+            ("nemo-gym",),
+            "NeMo Gym, which serves its agents in the tests",
+            target=Target("3.12", CPU_PLATFORM),
+            # Only commands for data sets and trackers import these: 400 MB.
+            excluded=("datasets", "mlflow", "mlflow-skinny"),
+            # It imports this, and asks for it only through them.
+            tools=("pandas",),
+        ),
     ]
 
 
@@ -276,14 +293,24 @@ def resolve(
 
 
 def resolve_for(
-    target: Target, roots: Iterable[str], constraints: dict[str, str]
+    target: Target,
+    roots: Iterable[str],
+    constraints: dict[str, str],
+    excluded: Sequence[str] = (),
 ) -> tuple[dict[str, str], set[str]]:
     """Ask uv for versions that fit together on a target.
+
+    Args:
+        excluded: packages that are left out although a package asks for them.
 
     Returns:
         {canonical name: version}, and the names that have no wheel.
     """
-    packages = compile_for(target, roots, constraints)
+    with tempfile.TemporaryDirectory() as folder:
+        excludes = Path(folder, "excludes.txt")
+        excludes.write_text("\n".join(excluded), encoding="utf-8")
+        arguments = ("--excludes", str(excludes)) if excluded else ()
+        packages = compile_for(target, roots, constraints, *arguments)
     pins = {
         str(canonicalize_name(package["name"])): str(package["version"])
         for package in packages
@@ -450,7 +477,13 @@ def header(lock: Lock) -> str:
         f"Pins for {lock.purpose}. Python {python}, {machine}.",
         "Made by tools/update_lock.py from setup.py: edit that, not this.",
     ]
-    if lock.target is not None:
+    if lock.target is not None and lock.target.platform == CPU_PLATFORM:
+        lines.append(
+            "Install: launch/test.sh does it, into a folder of .venv of the lock's name."
+        )
+        if lock.excluded:
+            lines.append(f"Left out: {', '.join(lock.excluded)}.")
+    elif lock.target is not None:
         lines.append(
             f"Install: ./launch/bootstrap.sh --gpu{'' if lock.core else f' {lock.name}'}, or docker/Dockerfile."
         )
@@ -495,7 +528,7 @@ def write_lock(lock: Lock, upgrade: bool) -> None:
         first, newer = (read_pins(REQUIREMENTS / f"{name}.lock") for name in lock.like)
         pins = first | {name: newer[name] for name in OF_MEGATRON}
     elif lock.target is not None:
-        pins, built = resolve_for(lock.target, roots, constraints)
+        pins, built = resolve_for(lock.target, roots, constraints, lock.excluded)
     elif lock.resolve:
         pins = reached(roots, resolve(roots, constraints))
     else:

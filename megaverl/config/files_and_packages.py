@@ -23,7 +23,7 @@ from megaverl.config.signatures import source_file
 from megaverl.config.wording import listed, yaml_text
 from megaverl.errors import ModelError
 from megaverl.rewards.reasoning_gym import PREFIX, why_no_task
-from megaverl.rollout.environments import verifiers
+from megaverl.rollout.environments import harbor, nemo_gym, verifiers
 from megaverl.sharding.model_spec import ModelSpec
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
@@ -252,6 +252,10 @@ def source_problem(path: str) -> str:
         return suite_problem(path)
     if path.startswith(verifiers.PREFIX):
         return verifiers.why_no_taskset(path)
+    if path.startswith(harbor.PREFIX):
+        return harbor.why_no_tasks(path)
+    if path.startswith(nemo_gym.PREFIX):
+        return nemo_gym.why_no_rows(path)
     if ":" in path and not Path(path).exists():
         file = Path(path.rpartition(":")[0])
         return (

@@ -1007,8 +1007,8 @@ class EnvironmentConfig(Section):
     """`environment`: tools or games that answer the model's turns."""
 
     name: Text | None = None
-    """Environment of multi-turn episodes: tools, gateway, guess, signals, gymnasium, textarena, openenv, or
-    module:object. null: single responses."""
+    """Environment of multi-turn episodes: tools, gateway, guess, signals, gymnasium, textarena, openenv, verifiers,
+    harbor, nemo_gym, or module:object. null: single responses."""
     options: Passthrough = {}
     """Keyword arguments of the environment."""
     agents: Literal["shared", "own"] = "shared"

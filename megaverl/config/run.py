@@ -180,7 +180,8 @@ class SourceConfig(Section):
     path: Text
     """A JSONL or Parquet file, a glob pattern, a folder of such files or of datasets.save_to_disk, a data set on the
     hub as org/name (needs the package datasets), a reasoning-gym task as reasoning_gym:NAME?size=1000&seed=1, a
-    verifiers taskset as verifiers:NAME?size=1000, an evaluation data set with its published columns as
+    verifiers taskset as verifiers:NAME?size=1000, tasks of Harbor as harbor:FOLDER, rows of NeMo Gym as
+    nemo_gym:FILE, an evaluation data set with its published columns as
     suite:NAME?path=FILE (aime, gpqa, code, gsm8k, math), or your own as module:object."""
     weight: PositiveFloat | None = None
     """Share of the prompts, relative to the sum of all weights. A source starts again when it is exhausted. Set it for

@@ -33,9 +33,17 @@ from megaverl.data.suites import SUITES, CsvRows, SuiteRows
 from megaverl.errors import DataError
 from megaverl.plugins import load_object
 from megaverl.rewards.reasoning_gym import PREFIX, ReasoningGymRows
-from megaverl.rollout.environments import verifiers
+from megaverl.rollout.environments import harbor, nemo_gym, verifiers
 from megaverl.user_code import describe, user_code
 
+# A source is named by what precedes its first colon.
+NAMED_PREFIXES = (
+    PREFIX,
+    verifiers.PREFIX,
+    harbor.PREFIX,
+    nemo_gym.PREFIX,
+    SUITE_PREFIX,
+)
 OWN = re.compile(r"(?:[\w./\\-]+\.py|[A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")
 HOW_TO_INSTALL = "pip install 'megaverl[datasets]'"
 ROW_METHODS = ("__len__", "__getitem__", "where")
@@ -51,9 +59,9 @@ def kind_of(path: str) -> str:
     """Return the kind of a source, consulting only the local disk.
 
     It is `files` (or a pattern), `folder`, `saved` by datasets, `hub`, `reasoning_gym`,
-    `verifiers`, `suite`, or `own` code.
+    `verifiers`, `harbor`, `nemo_gym`, `suite`, or `own` code.
     """
-    if path.startswith((PREFIX, verifiers.PREFIX, SUITE_PREFIX)):
+    if path.startswith(NAMED_PREFIXES):
         return path.partition(":")[0]
     if OWN.fullmatch(path):
         return "own"
@@ -115,6 +123,10 @@ def _open(source: SourceConfig) -> RowSource:
         return ReasoningGymRows(source.path)
     if kind == "verifiers":
         return verifiers.VerifiersRows(source.path)
+    if kind == "harbor":
+        return harbor.HarborRows(source.path)
+    if kind == "nemo_gym":
+        return nemo_gym.GymRows(source.path)
     if kind == "suite":
         return _suite(source.path)
     if kind in ("saved", "hub"):

@@ -61,7 +61,7 @@ def open_reader(source: SourceConfig) -> SourceReader:
     """
     check_revision(source)
     kind = kind_of(source.path)
-    if kind in ("own", "reasoning_gym", "verifiers"):
+    if kind in ("own", "reasoning_gym", "verifiers", "harbor", "nemo_gym"):
         reader: SourceReader = NumberedReader(open_source(source))
     elif kind in ("hub", "saved"):
         reader = HubReader(source)

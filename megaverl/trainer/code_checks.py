@@ -162,6 +162,8 @@ _ROWS_OF = {
     "folder": "rows",
     "hub": "far_rows",
     "verifiers": "far_rows",
+    "harbor": "rows",
+    "nemo_gym": "rows",
     "suite": "far_rows",
 }
 

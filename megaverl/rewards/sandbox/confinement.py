@@ -314,7 +314,7 @@ LIBRARIES = (
 )
 MAX_OPEN = 64
 
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -364,9 +364,9 @@ def enter(mechanism: str, packages: Sequence[str] = ()) -> Boundary:
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     paths = readable_paths(packages)
     if mechanism == "landlock":
-        _checked(
+        checked(
             "landlock_create_ruleset",
-            _libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1),
+            libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1),
         )
         _drop_capabilities()
         return Boundary(paths, is_namespace=False, counts_threads=False)
@@ -374,8 +374,8 @@ def enter(mechanism: str, packages: Sequence[str] = ()) -> Boundary:
     user, group, number = os.getuid(), os.getgid(), os.getpid()
     as_root = mechanism == "namespaces"
     namespaces = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
-    _checked(
-        "unshare", _libc.unshare(namespaces if as_root else namespaces | CLONE_NEWUSER)
+    checked(
+        "unshare", libc.unshare(namespaces if as_root else namespaces | CLONE_NEWUSER)
     )
     if not as_root:
         # The kernel demands this order: groups cannot be mapped before setgroups is denied.
@@ -402,7 +402,7 @@ def enter(mechanism: str, packages: Sequence[str] = ()) -> Boundary:
     _drop_capabilities()
     # PR_SET_PDEATHSIG. The parent is outside the namespace, so its process number
     # cannot be checked here.
-    _checked("prctl", _libc.prctl(1, signal.SIGKILL))
+    checked("prctl", libc.prctl(1, signal.SIGKILL))
     os.setsid()
     return Boundary(paths, is_namespace=True, counts_threads=as_root or user != 0)
 
@@ -429,7 +429,7 @@ def confine(
         _, hard = resource.getrlimit(kind)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (limit, limit))
-    _checked("prctl", _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    checked("prctl", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     if not boundary.is_namespace:
         _landlock(boundary.paths)
     install_filter(
@@ -437,7 +437,7 @@ def confine(
     )
 
 
-def _checked(call: str, result: int) -> int:
+def checked(call: str, result: int) -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")
@@ -453,57 +453,57 @@ def _wait_for(child: int) -> None:
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
-def _mount(
+def mount(
     source: str, target: str, kind: str | None, flags: int, data: str | None = None
 ) -> None:
     encoded = [
         text.encode() if text is not None else None for text in (source, target, kind)
     ]
     text = data.encode() if data else None
-    _checked(f"mount {target}", _libc.mount(*encoded, ctypes.c_ulong(flags), text))
+    checked(f"mount {target}", libc.mount(*encoded, ctypes.c_ulong(flags), text))
 
 
-def _read_only(target: str) -> None:
+def make_read_only(target: str) -> None:
     """Make a mount and those below it read-only."""
     attributes = struct.pack("QQQQ", READ_ONLY_NOSUID_NODEV, 0, 0, 0)
     flags, size = ctypes.c_uint(AT_RECURSIVE), ctypes.c_size_t(len(attributes))
-    done = _libc.syscall(
+    done = libc.syscall(
         MOUNT_SETATTR, AT_FDCWD, target.encode(), flags, attributes, size
     )
-    _checked(f"mount_setattr {target}", done)
+    checked(f"mount_setattr {target}", done)
 
 
 def _private_root(paths: Sequence[str], links: dict[str, str]) -> None:
     """Change to a root with only these paths: a tmpfs with bind mounts, as in bubblewrap."""
     # Mounts made here must not appear outside.
-    _mount("none", "/", None, MS_REC | MS_PRIVATE)
-    _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     os.mkdir("/tmp/old")
     os.mkdir("/tmp/new")
     # `pivot_root` moves the root itself, so that no path leads back to the old one.
     pivot = PIVOT_ROOT[machine()]
-    _checked("pivot_root", _libc.syscall(pivot, b"/tmp", b"/tmp/old"))
+    checked("pivot_root", libc.syscall(pivot, b"/tmp", b"/tmp/old"))
     os.chdir("/")
-    _mount("tmpfs", "/new", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
+    mount("tmpfs", "/new", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     for path in paths:
         source, target = f"/old{path}", Path(f"/new{path}")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.mkdir(exist_ok=True) if os.path.isdir(source) else target.touch()
         # Bound first, then made read-only: a bind mount takes its flags in a second
         # step.
-        _mount(source, str(target), None, MS_BIND | MS_REC)
-        _read_only(str(target))
+        mount(source, str(target), None, MS_BIND | MS_REC)
+        make_read_only(str(target))
     for path, to in links.items():
         if not os.path.lexists(f"/new{path}"):
             Path(f"/new{path}").parent.mkdir(parents=True, exist_ok=True)
             os.symlink(to, f"/new{path}")
     os.chdir("/new")
     # Detached: the old root is gone once nothing uses it.
-    _checked("umount", _libc.umount2(b"/old", MNT_DETACH))
-    _checked("pivot_root", _libc.syscall(pivot, b".", b"."))
-    _checked("umount", _libc.umount2(b".", MNT_DETACH))
+    checked("umount", libc.umount2(b"/old", MNT_DETACH))
+    checked("pivot_root", libc.syscall(pivot, b".", b"."))
+    checked("umount", libc.umount2(b".", MNT_DETACH))
     os.chdir("/")
-    _read_only("/")
+    make_read_only("/")
 
 
 def _become_ordinary(number: int) -> None:
@@ -524,22 +524,22 @@ def _become_ordinary(number: int) -> None:
 def _drop_capabilities() -> None:
     # _LINUX_CAPABILITY_VERSION_3, this thread.
     header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
-    _checked("capset", _libc.syscall(CAPSET[machine()], header, none))
+    checked("capset", libc.syscall(CAPSET[machine()], header, none))
 
 
 def _landlock(paths: Sequence[str]) -> None:
     rules = struct.pack("Q", LANDLOCK_ALL)
-    ruleset = _checked(
+    ruleset = checked(
         "landlock",
         # Everything that the rules below do not allow is denied.
-        _libc.syscall(LANDLOCK_CREATE, rules, ctypes.c_size_t(len(rules)), 0),
+        libc.syscall(LANDLOCK_CREATE, rules, ctypes.c_size_t(len(rules)), 0),
     )
     for path in paths:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         access = LANDLOCK_READ_FILE | (LANDLOCK_READ_DIR if os.path.isdir(path) else 0)
         # The rule refers to the open folder, and so also to everything below it.
         rule = struct.pack("=Qi", access, place)
-        _checked(f"landlock {path}", _libc.syscall(LANDLOCK_ADD, ruleset, 1, rule, 0))
+        checked(f"landlock {path}", libc.syscall(LANDLOCK_ADD, ruleset, 1, rule, 0))
         os.close(place)
-    _checked("landlock", _libc.syscall(LANDLOCK_RESTRICT, ruleset, 0))
+    checked("landlock", libc.syscall(LANDLOCK_RESTRICT, ruleset, 0))
     os.close(ruleset)

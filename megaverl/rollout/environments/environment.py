@@ -301,6 +301,8 @@ BUILT_IN = {
     "openenv": "megaverl.rollout.environments.adapters",
     "gateway": "megaverl.rollout.environments.gateway",
     "verifiers": "megaverl.rollout.environments.verifiers",
+    "harbor": "megaverl.rollout.environments.harbor",
+    "nemo_gym": "megaverl.rollout.environments.nemo_gym",
 }
 _REGISTERED: dict[str, Kind] = {}
 

@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from typing import Any, ClassVar
@@ -70,6 +71,11 @@ NO_TOKEN = "none"  # OpenAI's clients insist on a token even if the server wants
 SHOWN = 400  # characters that are quoted of a failed program's last output
 # Paths at which an agent from outside requests an episode, and ends it.
 NEXT, END = "next", "end"
+VERSION = "v1"
+NO_EPISODE = "there is no such episode, or it is over."
+# Key in the metadata of a call to the server's own address, /v1: the name of its
+# episode, as `GatewayServer.label` writes it.
+EPISODE = "megaverl_episode"
 # Header in which OpenAI's clients count how often they have sent a call before.
 RETRIES = "x-stainless-retry-count"
 # Time to wait for further calls that a program makes in parallel.
@@ -86,6 +92,7 @@ class Session:
         reward: reward that the program reported for the episode.
         failure: reason why the program did not finish the episode.
         is_fault: whether that is a fault of the environment, and not of the policy.
+        mistake: what is wrong with the configuration, if that is why.
         responses: id of each answer of the responses API -> messages of the chat up to it.
         codec: counts the tokens of a call that is not to be answered.
     """
@@ -96,6 +103,7 @@ class Session:
     reward: float = 0.0
     failure: str = ""
     is_fault: bool = False
+    mistake: ConfigError | None = None
     responses: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     codec: Codec | None = None
 
@@ -162,6 +170,10 @@ class Session:
 class GatewayServer(ThreadingHTTPServer):
     """HTTP server for the calls of all episodes of a rank: /SESSION/v1/ and a path of `dialects`.
 
+    A program that plays several episodes at one address calls /v1/, and names the
+    episode in the metadata of each call. A call for an episode of another rank of this
+    node is passed on to it.
+
     An agent that the run does not start requests an episode at /next, and ends it with
     a reward at /SESSION/v1/end.
 
@@ -179,6 +191,10 @@ class GatewayServer(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, token: str | None) -> None:
         super().__init__((host, port), GatewayHandler)
         self.host, self.token = host, token
+        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        first_port = self.server_address[1] - rank
+        self.ports_of_node = range(first_port, first_port + ranks_of_node)
         self.offers: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self.sessions: dict[str, Session] = {}
         threading.Thread(target=self.serve_forever, name="gateway", daemon=True).start()
@@ -219,6 +235,10 @@ class GatewayServer(ThreadingHTTPServer):
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.server_address[1]}/{session.key}/v1"
 
+    def label(self, session: Session) -> str:
+        """Return the name by which a call to /v1/ names an episode: the port of its rank, and its key."""
+        return f"{self.server_address[1]}.{session.key}"
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a program that disconnects before it is answered."""
         logger.debug("gateway: %s went away", client_address, exc_info=True)
@@ -251,7 +271,10 @@ class GatewayHandler(BaseHTTPRequestHandler):
             if self.path.strip("/") == NEXT:
                 self._check_token()
                 return self.server.offered()
-            return models if self._session()[1] == "models" else self._unknown()
+            first, path = self._parts()
+            if first != VERSION:
+                self._session(first)
+            return models if path == "models" else self._unknown()
 
         self._reply(ask)
 
@@ -260,7 +283,9 @@ class GatewayHandler(BaseHTTPRequestHandler):
 
         def ask() -> dict[str, Any]:
             text = self._body()
-            session, path = self._session()
+            first, path = self._parts()
+            if first != VERSION:
+                self._session(first)
             if path not in (*DIALECTS, COUNT_TOKENS, END):
                 self._unknown()
             self.dialect = DIALECTS.get(path, DIALECTS[MESSAGES])
@@ -270,6 +295,15 @@ class GatewayHandler(BaseHTTPRequestHandler):
                 raise CallRefused(
                     f"the call cannot be read as JSON: {error}"
                 ) from error
+            if first == VERSION:
+                port, first = self._named(body)
+                if port != self.server.server_address[1]:
+                    if body.get("stream"):
+                        raise CallRefused(
+                            f"a call to /{VERSION} that is passed on cannot be streamed."
+                        )
+                    return self._pass_on(port, text)
+            session = self._session(first)
             if path == END:
                 session.end(body)
                 return {}
@@ -321,13 +355,64 @@ class GatewayHandler(BaseHTTPRequestHandler):
         if not hmac.compare_digest(sent.encode(), token.encode()):
             raise CallRefused("the call has another token than the run.", 401)
 
-    def _session(self) -> tuple[Session, str]:
+    def _parts(self) -> tuple[str, str]:
+        """Return the first part of the path, an episode's key or v1, and the API's path below v1."""
         self._check_token()
-        _, key, *path = self.path.split("?")[0].split("/", 3)
-        session = self.server.sessions.get(key)
-        if session is None or path[:1] != ["v1"]:
-            raise CallRefused("there is no such episode, or it is over.", 404)
-        return session, path[1].strip("/") if len(path) > 1 else ""
+        _, first, *rest = self.path.split("?")[0].split("/", 2)
+        path = rest[0] if rest else ""
+        if first == VERSION:
+            return first, path.strip("/")
+        version, _, path = path.partition("/")
+        if version != VERSION:
+            raise CallRefused(NO_EPISODE, 404)
+        return first, path.strip("/")
+
+    def _session(self, key: str) -> Session:
+        if (session := self.server.sessions.get(key)) is None:
+            raise CallRefused(NO_EPISODE, 404)
+        return session
+
+    def _named(self, body: Any) -> tuple[int, str]:
+        """Return the port and the key of the episode that the metadata of a call name."""
+        metadata = body.get("metadata") if isinstance(body, dict) else None
+        label = metadata.get(EPISODE) if isinstance(metadata, dict) else None
+        port, _, key = str(label).partition(".")
+        if not port.isdecimal() or int(port) not in self.server.ports_of_node:
+            raise CallRefused(
+                f"a call to /{VERSION} names its episode in metadata.{EPISODE}, and this one has {label!r:.60} there.",
+                404,
+            )
+        return int(port), key
+
+    def _pass_on(self, port: int, text: bytes) -> dict[str, Any]:
+        """Return the answer of the rank at another port of this node.
+
+        Raises:
+            CallRefused: that rank refuses the call, or has gone.
+        """
+        headers = {
+            name: value
+            for name in ("authorization", "x-api-key", RETRIES)
+            if (value := self.headers.get(name)) is not None
+        }
+        connection = HTTPConnection(self.server.host, port)
+        try:
+            connection.request("POST", self.path, text, headers)
+            response = connection.getresponse()
+            answer = read_json(response.read())
+        except (OSError, HTTPException, ValueError) as problem:
+            raise CallRefused(
+                f"the rank at port {port} does not answer: {describe(problem)}", 404
+            ) from problem
+        finally:
+            connection.close()
+        if response.status != 200:
+            error = answer["error"]
+            is_too_long = error.get("code") == "context_length_exceeded"
+            status = 413 if is_too_long else response.status
+            raise CallRefused(error["message"], status)
+        assert isinstance(answer, dict)
+        return answer
 
     def _reply(self, make: Callable[[], dict[str, Any]]) -> None:
         try:
@@ -376,6 +461,7 @@ class ProgramEpisode(Environment):
 
     waits: ClassVar[bool] = True
     by_content: ClassVar[bool] = True
+    kind: ClassVar[str] = "gateway"  # the environment's name, for messages
 
     def __init__(
         self,
@@ -479,9 +565,10 @@ class ProgramEpisode(Environment):
             ).start()
         if first := self._take_calls(most=1):
             return first[0].token_ids
+        self._raise_mistake()
         problem = EnvironmentFault if self.session.failure else EpisodeError
         raise problem(
-            f"environment 'gateway': {self._name} has ended, or was silent for {self.seconds:g} s, without a call "
+            f"environment '{self.kind}': {self._name} has ended, or was silent for {self.seconds:g} s, without a call "
             "that could be answered. It gets the address as OPENAI_BASE_URL (a function as base_url). "
             f"{self.session.failure}"
         )
@@ -505,16 +592,21 @@ class ProgramEpisode(Environment):
             call.answer.set_result(answer)
         if outcomes := self._take_calls([conversation for conversation, _ in answered]):
             return replace(outcomes[0], also=outcomes[1:], untrained=untrained)
+        self._raise_mistake()
         if self.session.is_fault:
             raise EnvironmentFault(
-                f"environment 'gateway': {self._name}. {self.session.failure}"
+                f"environment '{self.kind}': {self._name}. {self.session.failure}"
             )
         if self.train_models is not None and not self._models & {*self.train_models}:
             logger.warning(
-                "environment 'gateway': nothing of %s trains: its calls name the models %s, and train_models %s.",
-                self._name, sorted(self._models), self.train_models,
+                "environment '%s': nothing of %s trains: its calls name the models %s, and train_models %s.",
+                self.kind, self._name, sorted(self._models), self.train_models,
             )  # fmt: skip
         return Outcome(reward=self.session.reward, done=True, untrained=untrained)
+
+    def _raise_mistake(self) -> None:
+        if self.session.mistake is not None:
+            raise self.session.mistake
 
     def _trains(self, call: Call) -> bool:
         name = str(call.body.get("model") or MODEL)
@@ -628,7 +720,8 @@ class ProgramEpisode(Environment):
             return
         self.session.reward = reward
         logger.warning(
-            "environment 'gateway': %s: %s. Its episode ends with reward %g.",
+            "environment '%s': %s: %s. Its episode ends with reward %g.",
+            self.kind,
             self._name,
             reason,
             reward,
@@ -642,7 +735,8 @@ class ProgramEpisode(Environment):
     ) -> None:
         try:
             with user_code(
-                lambda error: EpisodeError(describe(error)), keep=EpisodeError
+                lambda error: EpisodeError(describe(error)),
+                keep=(EpisodeError, ConfigError),
             ):
                 reward = play(url, row)
                 self.session.reward = (
@@ -652,6 +746,8 @@ class ProgramEpisode(Environment):
             # After `close` the program was killed, so its error says nothing.
             if self.session.key in self.server.sessions:
                 self._failed(str(error))
+        except ConfigError as error:
+            self.session.mistake = error
         self.session.calls.put(None)
 
     def _run_function(self, url: str, row: Mapping[str, Any]) -> Any:

@@ -441,3 +441,28 @@ def speak_responses(
         except kind as error:
             extra["refused"].append(error.message)
     return 0.5
+
+
+def by_name(
+    base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
+) -> float:
+    """Calls the addresses of gateways, and names its episode in each call; extra["heard"] gets what it hears."""
+    import openai
+
+    _, _, host, key, _ = base_url.split("/")
+    port = host.rpartition(":")[2]
+
+    def say(door: int, label: str) -> Any:
+        calls = client(f"http://127.0.0.1:{door}/v1", api_key).responses
+        return calls.create(
+            model="any", input=prompt, metadata={"megaverl_episode": label}
+        ).output_text
+
+    for door in [int(port), *extra["doors"]]:
+        extra["heard"].append(say(door, f"{port}.{key}"))
+    for label in ("", key, f"9.{key}", f"{port}.{key}0"):
+        try:
+            say(int(port), label)
+        except openai.NotFoundError as error:
+            extra["heard"].append(error.status_code)
+    return 0.5

@@ -732,3 +732,22 @@ def test_a_command_finds_address_and_row(engine: HFEngine, tmp_path: Path) -> No
 def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_options("gateway", options)
+
+
+def test_calls_that_name_their_episode_come_to_it_at_any_gateway_of_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = (GatewayServer("127.0.0.1", 0, None) for _ in range(2))
+    ports = {first.server_address[1], second.server_address[1]}
+    for server in (first, second):
+        monkeypatch.setattr(server, "ports_of_node", ports)
+    monkeypatch.setattr(GatewayServer, "shared", lambda *_: first)
+    extra: dict[str, Any] = {"heard": [], "doors": [second.server_address[1]]}
+    view, drawn = played(
+        Says("one$", "two$"), {"function": f"{OWN}:by_name"}, extra, chat=True
+    )
+    assert extra["heard"] == ["one", "two", 404, 404, 404, 404]
+    assert len(drawn) == 2 and sum(view.rewards) == 0.5
+    for server in (first, second):
+        server.shutdown()
+        server.server_close()
