@@ -370,6 +370,11 @@ def make_job(
     if config.uses_reference and not config.reference_is_actor:
         roles.append(_role("reference", config.reference, spec, placement, machine))
     roles += _reward_models(config, spec, placement, machine)
+    if config.draft.train:
+        model = _spec_of(config.draft_path, spec, config.draft.engine)
+        roles.append(
+            _role("draft", config.draft, model, placement, machine, on="actor")
+        )
     may_have_experts = spec.moe is not None or not spec.is_tabled
     expert_parallel = may_have_experts and bool(
         config.rollout.vllm.get("enable_expert_parallel", False)
