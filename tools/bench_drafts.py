@@ -2,8 +2,8 @@
 
     python tools/bench_drafts.py [--steps 100 --out FOLDER]
 
-A random Qwen3 and a draft model of one layer are first trained on the same rows by `megaverl sft`, so that
-the draft model predicts the policy. Three runs of GRPO follow from the same weights and seed: `frozen` never
+A random Qwen3 and a draft model of one layer are first trained on the same rows by `megaverl sft`, until they know
+the form of an answer. Three runs of GRPO follow from the same weights and seed: `frozen` never
 changes the draft model, `trained` trains it with the policy (`draft.train`), and `none` generates without
 drafts. The acceptance is `rollout/draft_acceptance_rate`, the speed `rollout/throughput_tokens_per_sec`.
 
@@ -50,8 +50,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="a step")
     parser.add_argument("--group", type=int, default=8, help="responses a prompt")
     parser.add_argument("--tokens", type=int, default=3, help="drafts at a time")
-    parser.add_argument("--sft-steps", type=int, default=120)
-    parser.add_argument("--lr", type=float, default=4e-4, help="of the policy")
+    parser.add_argument("--sft-steps", type=int, default=120, help="of both models")
+    parser.add_argument("--lr", type=float, default=1e-4, help="of the policy")
     parser.add_argument("--draft-lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)

@@ -174,6 +174,18 @@ def test_memory_of_a_model_without_a_table_is_counted_too(tmp_path: Path) -> Non
     start(400e9)
 
 
+def test_a_trained_draft_model_takes_memory_on_the_actors_ranks() -> None:
+    drafts = (
+        "rollout.vllm.speculative_config={model: org/draft, num_speculative_tokens: 3}"
+    )
+    given = ["placement={rollout: 0-3, actor: 4-7}", "actor.tp=2", drafts]
+    found = make(make_spec(), 8, *given, "draft={train: true, tp: 1}", machine=MACHINE)
+    draft = found.roles[-1]
+    assert (draft.name, draft.ranks, draft.grid.tp) == ("draft", (4, 5, 6, 7), 1)
+    assert draft.trained is not None and not draft.value_head
+    assert "draft" not in [role.name for role in make(make_spec(), 8, *given).roles]
+
+
 def test_reward_models_take_memory_where_they_are(tmp_path: Path) -> None:
     models = [
         "placement={rollout: 0-3, reward: 4-5, actor: 6-7, critic: actor}",
