@@ -30,6 +30,7 @@ from megaverl.config.roles_and_model import (
     role_issues,
     stage_optimizer_issues,
 )
+from megaverl.config.rollout_and_draft import draft_issues
 from megaverl.config.rollout_and_training import (
     rollout_and_training_issues,
     server_issues,
@@ -86,6 +87,7 @@ def cross_mistakes(
         mistakes += teacher_issues(config)
         mistakes += mix_issues(config)
         mistakes += shared_backbone_issues(config)
+        mistakes += draft_issues(config, spec)
         mistakes += optimizer_issues(config)
         mistakes += rollout_and_training_issues(config, spec)
         mistakes += _replanning_issues(config)

@@ -19,6 +19,7 @@ from megaverl.config.roles import (
     RolloutConfig,
     TrainedConfig,
 )
+from megaverl.config.rollout_and_draft import read_draft
 from megaverl.config.schema import Config
 from megaverl.config.wording import divisors, listed
 from megaverl.distributed.grid import Sizes, grid_problem
@@ -80,7 +81,11 @@ def used_roles(config: Config, command: str) -> list[str]:
         + ["critic"] * config.uses_critic
         + ["reference"] * config.uses_reference
     )
-    return roles + ["reward_model"] * config.uses_reward_model
+    return (
+        roles
+        + ["reward_model"] * config.uses_reward_model
+        + ["draft"] * config.draft.train
+    )
 
 
 def is_placed(config: Config, command: str = "train") -> bool:
@@ -162,10 +167,14 @@ def grid_mistakes(
             and "actor" in roles
             and _sizes(grid) == _sizes(config.actor)
         )
-        if grid.engine == "fsdp" or has_actors_grid:
+        if grid.engine == "fsdp":
             continue
-        if spec:
-            yield from _against_model(role, grid, spec)
+        is_draft = role == "draft"
+        model = read_draft(config) if spec and is_draft else spec
+        if model and (is_draft or not has_actors_grid):
+            yield from _against_model(role, grid, model)
+        if has_actors_grid:
+            continue
         if world_size and not placed:
             yield from _against_world(role, grid, world_size)
     if command in OFFLINE:
@@ -216,6 +225,11 @@ def placed_mistakes(
             f"{len(ranks)} ranks, which are the actor's",
         ):
             yield ConfigIssue("reward_model", problem)
+    if config.draft.train and not placement.is_colocated:
+        ranks = placement.ranks["actor"]
+        text = f"{len(ranks)} ranks, which are the actor's"
+        if problem := grid_problem(config.draft, len(ranks), text):
+            yield ConfigIssue("draft", problem)
     if config.algorithm.divergence_name is not None and (
         not shares("reference") or islands > 1
     ):

@@ -541,7 +541,7 @@ TARGETS: dict[str, PassthroughClass] = {
 PLACES: dict[str, PassthroughClass] = {
     **{
         f"{role}.{part}": TARGETS[part]
-        for role in ("actor", "critic", "reward_model")
+        for role in ("actor", "critic", "reward_model", "draft")
         for part in ("megatron", "optimizer", "scheduler", "ddp")
     },
     "reference.megatron": TARGETS["megatron"],

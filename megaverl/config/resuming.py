@@ -144,6 +144,22 @@ RULES = (
         "Trained weights come from the checkpoint.",
     ),
     ResumeRule(
+        ("draft.train",),
+        "refused",
+        "The checkpoint of a run with it contains the draft model and its optimizer, and that of a run without it does "
+        "not.",
+        stages=("train",),
+        holds=lambda config, before, now: bool(before) != bool(now),
+    ),
+    ResumeRule(
+        ("rollout.vllm.speculative_config.model",),
+        "kept",
+        "Trained weights come from the checkpoint.",
+        stages=("train",),
+        when="with draft.train",
+        holds=lambda config, before, now: config.draft.train,
+    ),
+    ResumeRule(
         ("reward.*.path",),
         "kept",
         "Trained weights come from the checkpoint.",

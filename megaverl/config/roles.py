@@ -66,6 +66,7 @@ INHERITED = {
     "critic": SHARED_BY_CRITIC,
     "reference": SHARED_BY_REFERENCE,
     "reward_model": SHARED_BY_CRITIC,
+    "draft": SHARED_BY_CRITIC,
 }
 # Fields that only one engine reads. A role does not inherit them from an actor with
 # another engine.
@@ -79,6 +80,7 @@ ACTOR_OPTIMIZER: dict[str, Any] = {
     "clip_grad": 1.0,
 }
 CRITIC_OPTIMIZER: dict[str, Any] = {**ACTOR_OPTIMIZER, "lr": 1e-5}
+DRAFT_OPTIMIZER: dict[str, Any] = {**ACTOR_OPTIMIZER, "lr": 1e-4}
 SCHEDULER: dict[str, Any] = {"lr_decay_style": "constant", "lr_warmup_steps": 0}
 
 # Fields of OptimizerConfig that have an effect with torch's AdamW and gradient
@@ -574,6 +576,24 @@ class RewardModelConfig(TrainedConfig):
     """Scale of the implicit rewards of PRIME."""
     optimizer: Annotated[Passthrough, over(CRITIC_OPTIMIZER)] = CRITIC_OPTIMIZER
     """Fields of megatron-core's OptimizerConfig."""
+
+
+class DraftConfig(TrainedConfig):
+    """`draft`: training of the draft model of speculative decoding. Its grid defaults to the actor's."""
+
+    train: bool = False
+    """Train the draft model of rollout.vllm.speculative_config on the responses of every step, so that the engine keeps
+    accepting its drafts while the actor changes. It trains on the actor's ranks, with the epochs and mini-batches of
+    `algorithm`, and the engine receives its weights together with the actor's. Only for method draft_model."""
+    optimizer: Annotated[Passthrough, over(DRAFT_OPTIMIZER)] = DRAFT_OPTIMIZER
+    """Fields of megatron-core's OptimizerConfig."""
+
+    @rule
+    def check_draft(self, at: str) -> Issues:
+        """Refuse adapters."""
+        if self.lora is not None:
+            text = "is set, but a draft model is small: all of its weights are trained. Leave it out."
+            yield ConfigIssue(f"{at}.lora", text)
 
 
 class CoordinatorConfig(Section):

@@ -81,6 +81,7 @@ def optimizer_issues(config: Config) -> Issues:
         "actor": (config.actor, True),
         "critic": (config.critic, config.uses_critic),
         "reward_model": (config.reward_model, config.trains_reward_model),
+        "draft": (config.draft, config.draft.train),
     }
     for role, (section, is_trained) in trained.items():
         if is_trained:

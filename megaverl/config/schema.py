@@ -19,6 +19,7 @@ from megaverl.config.roles import (
     ActorConfig,
     CoordinatorConfig,
     CriticConfig,
+    DraftConfig,
     EnvironmentConfig,
     PlacementConfig,
     ReferenceConfig,
@@ -119,6 +120,8 @@ class Config(Section):
     """Training on pairs of responses: `megaverl dpo`, `megaverl reward`."""
     reward_model: RewardModelConfig = RewardModelConfig()
     """A reward model that is trained: PRIME, `megaverl reward`, `mix`."""
+    draft: DraftConfig = DraftConfig()
+    """Training of the draft model of speculative decoding."""
     tinker: TinkerConfig = TinkerConfig()
     """The server of `megaverl serve tinker`."""
     mix: list[MixConfig] = []
@@ -275,6 +278,13 @@ class Config(Section):
     def mixes_reward_model(self) -> bool:
         """Return whether an entry of `mix` trains a reward model of `reward`."""
         return any(entry.update == "reward_model" for entry in self.mix)
+
+    @property
+    def draft_path(self) -> str | None:
+        """Folder or hub name of the engine's draft model, or None without one."""
+        drafts = self.rollout.vllm.get("speculative_config")
+        path = drafts.get("model") if isinstance(drafts, dict) else None
+        return path if isinstance(path, str) and path else None
 
     @property
     def scores_by_megatron(self) -> bool:

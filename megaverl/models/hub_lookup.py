@@ -43,6 +43,8 @@ def missing_models(
     named |= {
         f"reward.{index}.path": entry.path for index, entry in enumerate(config.reward)
     }
+    if config.draft.train:
+        named["rollout.vllm.speculative_config.model"] = config.draft_path
     issues = []
     for key, name in named.items():
         revision = config.model.revision if key == "model.path" else None

@@ -20,6 +20,7 @@ from megaverl.config.grids import (
 )
 from megaverl.config.passthrough import recompute_fields
 from megaverl.config.roles import GridConfig, TrainedConfig
+from megaverl.config.rollout_and_draft import read_draft
 from megaverl.config.signatures import signature_of
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.placement import Node, ResolvedPlacement
@@ -370,6 +371,13 @@ def make_job(
     if config.uses_reference and not config.reference_is_actor:
         roles.append(_role("reference", config.reference, spec, placement, machine))
     roles += _reward_models(config, spec, placement, machine)
+    # The actor's model cannot stand for a draft model that is not on this machine, because
+    # draft models are much smaller.
+    if config.draft.train and read_draft(config) is not None:
+        model = _spec_of(config.draft_path, spec, config.draft.engine)
+        roles.append(
+            _role("draft", config.draft, model, placement, machine, on="actor")
+        )
     may_have_experts = spec.moe is not None or not spec.is_tabled
     expert_parallel = may_have_experts and bool(
         config.rollout.vllm.get("enable_expert_parallel", False)

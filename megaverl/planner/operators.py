@@ -166,6 +166,8 @@ def scored(job: PlannedJob) -> Iterator[tuple[str, Role, str]]:
         yield "values", roles["critic"], "score"
         yield "critic_update", roles["critic"], "update"
     yield "actor_update", job.actor, "update"
+    if "draft" in roles:
+        yield "draft_update", roles["draft"], "update"
 
 
 def operations(load: StepLoad) -> list[Operation]:

@@ -30,6 +30,7 @@ OPERATORS = (
     "advantages",
     "critic_update",
     "actor_update",
+    "draft_update",
     "reshard",
 )
 # Turns off work that does not occur in every step, so that all steps are alike.

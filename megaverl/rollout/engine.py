@@ -151,6 +151,36 @@ OnLoad = Callable[
 ]
 
 
+class ReceivesWeights(Protocol):
+    """Destination of a weight transfer on this rank: an `Engine`, or the draft model of one.
+
+    The methods are those of `Engine`.
+    """
+
+    may_rebind: bool
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters that a reshard writes in place."""
+
+    def quantised_weights(self) -> Mapping[str, QuantisedWeight]:
+        """Return the storage of quantised parameters and their scales."""
+
+    def reset_prefix_cache(self) -> None:
+        """Discard everything that was computed with old weights."""
+
+    def sleep(self) -> None:
+        """Free device memory."""
+
+    def sleep_without(self, names: Collection[str]) -> bool:
+        """Sleep without keeping the contents of these parameters. Return False if they are kept anyway."""
+
+    def wake_weights(self) -> None:
+        """Allocate the memory of the weights again."""
+
+    def wake_up(self) -> None:
+        """Allocate all memory again."""
+
+
 class Engine(Protocol):
     """A model that generates, or this rank's part of one.
 

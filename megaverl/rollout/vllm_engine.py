@@ -47,6 +47,7 @@ from megaverl.rollout.engine import (
     options_by_prompt,
 )
 from megaverl.rollout.vllm_cache import cache_limited
+from megaverl.rollout.vllm_drafts import EngineDraft
 from megaverl.rollout.vllm_images import prepare_images
 from megaverl.rollout.vllm_layouts import LoaderLayouts
 from megaverl.rollout.vllm_options import VLLMOptions
@@ -152,6 +153,7 @@ class VLLMEngine:
         self._dtype = dtype
         spec = ModelSpec.outline(model_folder)
         self._vocab_size = spec.vocab_size
+        self._draft: EngineDraft | None = None
         # Checked before vLLM is imported, which takes seconds.
         _check_model(spec, config.tp, options.max_model_len)
         if config.batch_invariant:
@@ -181,8 +183,9 @@ class VLLMEngine:
         )
 
         def loaded(model: torch.nn.Module) -> None:
+            self._config = current_config()
             self._layouts = LoaderLayouts(
-                model, current_config(), dtype, empty=not load_weights
+                model, self._config, dtype, empty=not load_weights
             )
             if on_load is not None:
                 # An actor's storage can replace the parameters only now, before
@@ -245,8 +248,31 @@ class VLLMEngine:
             raise RolloutError(
                 "the engine is asleep: call wake_weights() before writing weights."
             )
-        model: torch.nn.Module = self._open.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+        model: torch.nn.Module = self._runner.get_model()
         return model
+
+    @property
+    def _runner(self) -> Any:
+        return self._open.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def draft(self) -> EngineDraft:
+        """Draft model on this rank, for a reshard that writes its weights.
+
+        Raises:
+            RolloutError: the engine has no draft model.
+        """
+        if self._draft is None:
+            model = self._runner.get_draft_model()
+            if model is None:
+                raise RolloutError(
+                    "the engine has no draft model. Name one: rollout.vllm.speculative_config={model: FOLDER, "
+                    "num_speculative_tokens: 3}."
+                )
+            self._draft = EngineDraft(
+                model, self._config, self._dtype, self.reset_prefix_cache
+            )
+        return self._draft
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
         return self._written(self.model)
@@ -448,10 +474,16 @@ class VLLMEngine:
         # from old weights.
         if self._takes_images:
             self._open.llm_engine.reset_encoder_cache()
-        remake_derived(self.model, self._dtype, may_move=self.may_rebind)
-        if not platform.is_cuda:
-            with self._numerics():
-                vllm_cpu().repack_weights(self.model)
+        models = [self.model]
+        # A draft model that no reshard writes keeps what it derived from its folder.
+        if self._draft is not None:
+            self._draft.load_computed()
+            models.append(self._draft.model)
+        for model in models:
+            remake_derived(model, self._dtype, may_move=self.may_rebind)
+            if not platform.is_cuda:
+                with self._numerics():
+                    vllm_cpu().repack_weights(model)
         self._has_weights = True
 
     def sleep(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megaverl.algorithms import AdaptiveKL, FixedKL, KLController
 from megaverl.config import Config
 from megaverl.config.global_model import global_section
-from megaverl.config.roles import GridConfig, TrainedConfig
+from megaverl.config.roles import GridConfig, ReshardConfig, TrainedConfig
 from megaverl.config.run import RewardConfig
 from megaverl.data.datasets import PromptDataset
 from megaverl.data.images import Images
@@ -34,14 +34,16 @@ from megaverl.models.hub import ModelFiles, find_model
 from megaverl.platform import platform
 from megaverl.rewards import RowNames, build_reward
 from megaverl.rewards.trl import TrainerState
-from megaverl.rollout.engine import Engine, OnLoad
+from megaverl.rollout.engine import Engine, OnLoad, ReceivesWeights
 from megaverl.rollout.server_engine import ServerEngine
+from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight, shapes_of
 from megaverl.trainer.job import patience
 from megaverl.trainer.trainer_engines import make_model, make_trainable
 from megaverl.workers import RemoteWorker
 from megaverl.workers.critic import ActorCritic, Critic
+from megaverl.workers.draft import DraftTrainer
 from megaverl.workers.fsdp_model import count_shards
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.offload import place_for
@@ -130,7 +132,8 @@ class Builder:
                 hub=model.hub,
                 offload_folder=model.offload_folder,
                 trust_remote_code=model.trust_remote_code,
-                with_weights=model.init == "weights",
+                # The engine reads a draft model's weights even if the actor starts anew.
+                with_weights=model.init == "weights" or path == self._draft_path,
             )
         return self._files[path]
 
@@ -186,7 +189,7 @@ class Builder:
         # been smaller in it.
         if trained and self.resumes:
             model.clear_padding()
-        elif from_files:
+        elif from_files or path == self._draft_path is not None:
             model.load(files.folder, files.arriving())
         if model.adapters is not None and model.adapters.config.path is not None:
             model.load_adapters(model.adapters.config.path)
@@ -344,11 +347,7 @@ class Builder:
         # The engine holds the weights of one agent at a time.
         if self.config.environment.agents == "own":
             reshard = reshard.model_copy(update={"alias": "never"})
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-
-        def node_of(rank: int) -> int:
-            return rank // ranks_per_node
-
+        node_of = self._node_of
         on_load = adopting(actor, world, node_of, reshard)
         engine = engine or self._engine(weights_come=True, on_load=on_load)
         sync = WeightSync(
@@ -365,6 +364,12 @@ class Builder:
             else None,
         )
         return Rollout(engine, world, sync)
+
+    @staticmethod
+    def _node_of(rank: int) -> int:
+        """Return the node of a rank, if all roles share all ranks."""
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        return rank // per_node
 
     def _server_rollout(
         self, actor: TrainingModel | None, group: dist.ProcessGroup | None = None
@@ -432,80 +437,116 @@ class Builder:
         Returns:
             The weight transfer, and on the engines' ranks the rollout.
         """
-        context, config = self.context, self.config
-        assert context is not None
-        placement = context.placement
-        source, dest = placement.islands[0], placement.ranks["rollout"]
-        if config.aggregates_gradients:
-            source = placement.ranks["coordinator"]
-        # Collectives of the transfer run in a group of exactly the ranks of actor and
-        # engines.
-        members = tuple(sorted({*source, *dest}))
-        group = join_some(context, "weights", members)
+        config = self.config
         if config.rollout.engine == "server":
-            return self._server_rollout(actor, group)
+            return self._server_rollout(actor, self._join_transfer("weights"))
         engine, layouts = None, None
         if actor is None:
-            per_node = sum(
-                placement.node_of(rank) == placement.node_of(source[0])
-                for rank in source
-            )
-            held, weights = self._actor_elsewhere(len(source), per_node)
+            section: TrainedConfig = config.actor
+            if config.aggregates_gradients:
+                section = global_section(config.actor, config.coordinator)
+            held, weights = self._weights_elsewhere("actor", section, self.folder)
             engine = self._engine(weights_come=True, on_load=None)
             layouts = engine.layouts(shapes_of(weights))
         else:
             held = ActorWeights.of(actor)
-        layouts = told_layouts(layouts, [members.index(rank) for rank in dest], group)
-        sync = WeightSync(
-            replace(held, layout_of=layouts_among(members, source, held.layout_of)),
-            layouts_among(members, dest, layouts),
-            engine,
-            default_group(),
-            node_of=lambda place: placement.node_of(members[place]),
-            config=config.reshard,
-            timeout=self._reshard_timeout,
-            group=group,
-            # A transfer that overlaps with training needs its own group, because other
-            # collectives use the first one meanwhile.
-            background=join_some(context, "weights in the background", members)
-            if config.reshard.overlap
-            else None,
-        )
+        sync = self._sync_between(held, layouts, engine, config.reshard)
         return sync, Rollout(
             engine, default_group(), sync
         ) if engine is not None else None
 
-    def _actor_elsewhere(
-        self, num_ranks: int, per_node: int
-    ) -> tuple[ActorWeights, list[Weight]]:
-        """Return weights and layouts of an actor on other ranks.
+    @property
+    def _transfer_ends(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the ranks that send weights and the ranks of the engines, which share none."""
+        assert self.context is not None
+        placement = self.context.placement
+        source = placement.islands[0]
+        if self.config.aggregates_gradients:
+            source = placement.ranks["coordinator"]
+        return source, placement.ranks["rollout"]
+
+    def _join_transfer(self, name: str) -> dist.ProcessGroup:
+        """Create a process group of exactly the ranks of actor and engines. Collective over these ranks."""
+        assert self.context is not None
+        source, dest = self._transfer_ends
+        return join_some(self.context, name, tuple(sorted({*source, *dest})))
+
+    def _sync_between(
+        self,
+        held: ActorWeights,
+        layouts: Callable[[int], Layout] | None,
+        receiver: ReceivesWeights | None,
+        reshard: ReshardConfig,
+        name: str = "weights",
+    ) -> WeightSync:
+        """Create this rank's part in a weight transfer between ranks of the actor and of the engines.
+
+        Collective over the ranks of both.
 
         Args:
-            num_ranks: ranks of the actor.
-            per_node: ranks of the actor on the node of its first rank.
+            held: weights of the sending ranks.
+            layouts: index of an engine's rank -> the receiver's layout; None on ranks without an engine.
+            receiver: engine of this rank or its draft model, or None.
+            name: of the process groups.
         """
-        actor = self.config.actor
-        if self.config.aggregates_gradients:
-            actor = global_section(actor, self.config.coordinator)
-        if actor.engine == "fsdp":
+        assert self.context is not None
+        placement = self.context.placement
+        source, dest = self._transfer_ends
+        members = sorted({*source, *dest})
+        group = self._join_transfer(name)
+        layouts = told_layouts(layouts, [members.index(rank) for rank in dest], group)
+        return WeightSync(
+            replace(held, layout_of=layouts_among(members, source, held.layout_of)),
+            layouts_among(members, dest, layouts),
+            receiver,
+            default_group(),
+            node_of=lambda place: placement.node_of(members[place]),
+            config=reshard,
+            timeout=self._reshard_timeout,
+            group=group,
+            # A transfer that overlaps with training needs its own group, because other
+            # collectives use the first one meanwhile.
+            background=self._join_transfer(f"{name} in the background")
+            if reshard.overlap
+            else None,
+        )
+
+    def _weights_elsewhere(
+        self, role: str, section: TrainedConfig, folder: Path
+    ) -> tuple[ActorWeights, list[Weight]]:
+        """Return weights and layouts of a model on the actor's ranks, for a rank without it.
+
+        Args:
+            folder: folder of the model's files.
+        """
+        assert self.context is not None
+        placement = self.context.placement
+        source, _ = self._transfer_ends
+        spec = self.spec if folder == self.folder else ModelSpec.outline(folder)
+        if section.engine == "fsdp":
+            first = placement.node_of(source[0])
+            per_node = sum(placement.node_of(rank) == first for rank in source)
             num_shards = count_shards(
-                actor.fsdp, num_ranks // actor.tp, per_node // actor.tp, "actor"
+                section.fsdp,
+                len(source) // section.tp,
+                per_node // section.tp,
+                role,
             )
             trust = self.config.model.trust_remote_code
             return ActorWeights.fsdp_elsewhere(
-                self.folder,
-                self.spec,
+                folder,
+                spec,
                 num_shards,
-                actor.tp,
+                section.tp,
                 self.dtype,
-                actor.lora,
+                section.lora,
                 trust_remote_code=trust,
             )
-        shape = GridShape.fit(num_ranks, **grid_sizes(actor), role="actor")
+        shape = GridShape.fit(len(source), **grid_sizes(section), role=role)
         held = ActorWeights.elsewhere(
-            self.spec, shape, self.dtype, actor.megatron, actor.lora
+            spec, shape, self.dtype, section.megatron, section.lora
         )
-        return held, weights_of(self.spec)
+        return held, weights_of(spec)
 
     def _engine(self, *, weights_come: bool, on_load: OnLoad | None) -> Engine:
         """Create the engine of this rank.
@@ -582,6 +623,71 @@ class Builder:
             temperature=self.temperature,
             micro_batch_tokens=section.micro_batch_tokens,
             beta=section.beta,
+        )
+
+    def draft(self) -> DraftTrainer:
+        """Create the draft model that the run trains.
+
+        Raises:
+            ConfigError: the model takes images.
+        """
+        config, section = self.config, self.config.draft
+        if self.images is not None:
+            raise ConfigError(
+                "draft.train is true, and the model takes images, which draft models do not read. Leave it out."
+            )
+        model = self.model(
+            section, "draft", path=self._draft_path, trained=section.lora is None
+        )
+        return DraftTrainer(
+            make_trainable(model, section, section.optimizer, config.total_updates),
+            config.algorithm,
+            temperature=self.temperature,
+            micro_batch_tokens=section.micro_batch_tokens,
+            seed=config.run.seed,
+        )
+
+    @property
+    def _draft_path(self) -> str | None:
+        """Return the model of `draft`, or None if the run trains none."""
+        return self.config.draft_path if self.config.draft.train else None
+
+    def draft_sync(
+        self, draft: DraftTrainer | None, engine: Engine | None
+    ) -> WeightSync:
+        """Create this rank's part in the transfer of the draft model's weights to the engines.
+
+        Collective over the ranks of actor and engines.
+
+        Args:
+            draft: draft model of this rank, or None on ranks without an actor.
+            engine: engine of this rank, or None on ranks without one.
+        """
+        from megaverl.rollout.vllm_engine import VLLMEngine
+
+        assert engine is None or isinstance(engine, VLLMEngine), "draft_issues"
+        dest = None if engine is None else engine.draft
+        # Captured graphs hold the addresses of the draft model's weights by now, so the
+        # weights are copied. They follow the actor's in one call, without overlap.
+        reshard = self.config.reshard.model_copy(
+            update={"alias": "never", "overlap": False}
+        )
+        if draft is not None:
+            held, weights = ActorWeights.of(draft.model), draft.model.weights
+        else:
+            folder = self.files(self._draft_path).folder
+            held, weights = self._weights_elsewhere("draft", self.config.draft, folder)
+        layouts = None if dest is None else dest.layouts(shapes_of(weights))
+        if draft is None or layouts is None:
+            return self._sync_between(held, layouts, dest, reshard, "draft weights")
+        return WeightSync(
+            held,
+            layouts,
+            dest,
+            default_group(),
+            node_of=self._node_of,
+            config=reshard,
+            timeout=self._reshard_timeout,
         )
 
     def reward(

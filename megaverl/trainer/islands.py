@@ -38,7 +38,7 @@ from megaverl.errors import CheckpointError, TrainingStopped
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
 from megaverl.trainer.global_model import GlobalModel
-from megaverl.trainer.roles import REWARD_MODEL
+from megaverl.trainer.roles import BESIDE_ACTOR
 from megaverl.workers.decisions import UpdateCounts
 from megaverl.workers.trainable import TrainableModel
 
@@ -537,7 +537,7 @@ def reporting_ranks(
         return ()
     is_apart = config.uses_critic and not placement.colocated("critic", "actor")
     is_joined = num_islands > 1 and placement.colocated(place_of(role), "actor")
-    if not is_joined and not (is_apart and role != REWARD_MODEL):
+    if not is_joined and not (is_apart and role not in BESIDE_ACTOR):
         return ()
     return tuple(
         group.ranks[0]
@@ -547,8 +547,8 @@ def reporting_ranks(
 
 
 def place_of(role: str) -> str:
-    """Return the role whose ranks train this role. A reward model that the run trains is on the actor's ranks."""
-    return "actor" if role == REWARD_MODEL else role
+    """Return the role whose ranks train this role. Reward and draft models that the run trains are on the actor's."""
+    return "actor" if role in BESIDE_ACTOR else role
 
 
 def island_name(role: str, number: int) -> str:

@@ -465,6 +465,11 @@ class Trainer:
             self.console.print(f"model written to {folder}")
         elif models:
             self.console.print(f"models written to {folder}: {', '.join(models)}")
+        if (draft := self.roles.draft) is not None:
+            draft_folder = folder.with_name("hf_draft")
+            path = self.config.draft_path
+            export_model(draft.model, self.builder, draft_folder, path=path)
+            self.console.print(f"draft model written to {draft_folder}")
 
     def _save(
         self,
@@ -529,6 +534,8 @@ class Trainer:
             notes = self._take_up(path, state)
         if sync is not None:
             sync.reshard()
+        if self.roles.draft_sync is not None:
+            self.roles.draft_sync.reshard()
         if sync is not None and state is not None:
             # Weight versions count over the whole run, because tokens of restored
             # samples refer to them.

@@ -208,6 +208,8 @@ async def train_on(run: Run, step: int, samples: Samples) -> list[PendingCall[bo
         updates.append(run.critic.begin_update(rollouts, experience, step))
     for index in range(len(config.mix)):
         run.actor.update_mix(rollouts, scores, index, step)
+    if config.draft.train:
+        run.actor.update_draft(rollouts, step)
     return updates
 
 

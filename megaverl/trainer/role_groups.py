@@ -455,6 +455,10 @@ class ActorGroup(TrainedGroup):
         """Run the additional update that entry `index` of `mix` describes, if this step is one of its steps."""
         return self.report_of(rollouts, "update_mix", NoneType, scores, index, step)
 
+    def update_draft(self, rollouts: Ref[RolloutBatch], step: int) -> PendingCall[None]:
+        """Train the draft model of the engines on the responses (`draft.train`)."""
+        return self.report_of(rollouts, "update_draft", NoneType, step)
+
     def sync_weights(
         self, rollout: RolloutGroup, is_updated: bool
     ) -> PendingCall[None]:

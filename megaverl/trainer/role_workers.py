@@ -480,6 +480,12 @@ class ActorWorker(RoleWorker):
         with self._stages(name_of_mix(self._operators.config, index)):
             self._operators.mix.update(index, batch, scores, step)
 
+    def update_draft(self, rollouts: SampleValue, step: int) -> None:
+        """Train the draft model of the engines on the responses."""
+        batch = self._store.batch(rollouts)
+        with self._stages("draft_update"):
+            self._operators.update_draft(batch, step)
+
 
 class WeightsWorker(RoleWorker):
     """Worker that transfers the actor's weights to the engines."""

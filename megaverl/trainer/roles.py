@@ -12,6 +12,7 @@ from megaverl.rollout.engine import Engine, InFlight
 from megaverl.trainer.build import Builder
 from megaverl.workers import RemoteWorker
 from megaverl.workers.critic import Critic
+from megaverl.workers.draft import DraftTrainer
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.pairs import ImplicitRewardModel
 from megaverl.workers.player import Player
@@ -22,6 +23,9 @@ from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.weight_sync import SynchronisesWeights, WeightSync
 
 REWARD_MODEL = "reward_model"  # name in a checkpoint and for the coordinator
+DRAFT = "draft"  # likewise
+# Models without an entry in `placement`, which train on the actor's ranks.
+BESIDE_ACTOR = (REWARD_MODEL, DRAFT)
 
 
 @dataclass
@@ -34,6 +38,8 @@ class Roles:
         player: plays episodes, in a run with an environment.
         implicit: PRIME's reward model.
         learned: reward model that `mix` trains.
+        draft: draft model of the engines, on the actor's ranks.
+        draft_sync: this rank's part in transferring the draft model's weights, or None if it has no part.
         agents: roles of each agent, if each trains its own (`environment.agents: own`).
         global_models: on the coordinator's ranks with `coordinator.aggregates: gradients`, the models that have the
             optimizers of the replicas on islands, by role.
@@ -49,6 +55,8 @@ class Roles:
     player: Player | None = None
     implicit: ImplicitRewardModel | None = None
     learned: TrainableModel | None = None
+    draft: DraftTrainer | None = None
+    draft_sync: WeightSync | None = None
     agents: dict[str, Roles] = field(default_factory=dict)
     global_models: dict[str, TrainableModel] = field(default_factory=dict)
 
@@ -118,6 +126,8 @@ class Roles:
             model := self.implicit.trainable if self.implicit else self.learned
         ) is not None:
             trained_models[REWARD_MODEL] = model
+        if self.draft is not None:
+            trained_models[DRAFT] = self.draft.trainable
         return trained_models
 
     @property
@@ -187,6 +197,11 @@ def make_roles(builder: Builder, context: JobContext, *, generates: bool) -> Rol
     if generates and shares and not isinstance(actor, RemoteWorker):
         rollout = builder.rollout(actor.model)
         sync = rollout.sync
+    draft = builder.draft() if config.draft.train and has("actor") else None
+    draft_sync = None
+    if config.draft.train and sync is not None:
+        engine_here = rollout.engine if isinstance(rollout, Rollout) else None
+        draft_sync = builder.draft_sync(draft, engine_here)
     # With `reshard.overlap` the optimizer hands over weights as soon as they are
     # updated.
     if (
@@ -206,6 +221,8 @@ def make_roles(builder: Builder, context: JobContext, *, generates: bool) -> Rol
         player=player,
         implicit=implicit,
         learned=learned,
+        draft=draft,
+        draft_sync=draft_sync,
         global_models=global_models,
     )
 

@@ -27,6 +27,7 @@ SELECTIVE = (
     "implicit_rewards",
     "values",
     "advantages",
+    "draft_update",
 )
 TOKENS = frozenset({"input_ids", "generated_ids"})
 # Operators that work with a rank's local rows. Any other operator needs all samples on
@@ -71,6 +72,7 @@ class SampleRouting:
             "implicit_rewards": self._implicit,
             "values": self._critic,
             "advantages": self._trained,
+            "draft_update": self._draft,
         }
 
     def readers(self, flow: DataFlow) -> RowSelection | None:
@@ -192,6 +194,11 @@ class SampleRouting:
                 self._updates("actor", local(self.roles.actor), lengths),
             ]
         )
+
+    def _draft(self, lengths: SequenceLengths) -> Rows:
+        """Return the rows that each actor rank trains the draft model on."""
+        assert self.roles.draft is not None
+        return self._updates("actor", self.roles.draft, lengths)
 
     @property
     def _reads_all(self) -> bool:

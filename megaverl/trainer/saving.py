@@ -458,11 +458,16 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
 
-def export_model(model: TrainingModel, builder: Builder, folder: Path) -> None:
+def export_model(
+    model: TrainingModel, builder: Builder, folder: Path, *, path: str | None = None
+) -> None:
     """Write weights, configuration and tokenizer to `folder`, replacing older files. Collective over all ranks.
 
     Adapters are merged into the weights, and are also written separately to
     `folder`_adapter in peft's format.
+
+    Args:
+        path: model whose configuration the folder gets, or None for `model.path`.
     """
     tokenizer = builder.config.run_dir / "tokenizer"
 
@@ -472,7 +477,10 @@ def export_model(model: TrainingModel, builder: Builder, folder: Path) -> None:
 
     on_first_rank(save_tokenizer, model.grid.world)
     model.export(
-        folder, source_folder=builder.folder, tokenizer_folder=tokenizer, overwrite=True
+        folder,
+        source_folder=builder.files(path).folder,
+        tokenizer_folder=tokenizer,
+        overwrite=True,
     )
     if model.adapters is not None:
         model.save_adapters(

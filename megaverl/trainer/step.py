@@ -542,6 +542,11 @@ class RLStep:
         }
         return True
 
+    def update_draft(self, rollouts: RolloutBatch, step: int) -> None:
+        """Train the engines' draft model on the responses."""
+        assert self.roles.draft is not None
+        self._record("draft", self.roles.draft.update(rollouts, step=step))
+
     def _date(self, trainable: TrainableModel, experience: RolloutBatch) -> None:
         """Set the age of the samples that the next gradients come from."""
         if "weight_versions" in experience:
@@ -550,9 +555,13 @@ class RLStep:
             )
 
     def reshard(self, updated: bool) -> None:
-        """Send the actor's new weights to the engines, if the actor was updated."""
+        """Send the actor's new weights to the engines, if the actor was updated, and those of the draft model."""
         if updated and self.roles.sync is not None:
             self.metrics |= self.roles.sync.reshard().metrics()
+        # The draft model trains in every step, also while only the critic warms up.
+        if self.roles.draft_sync is not None:
+            stats = self.roles.draft_sync.reshard()
+            self.metrics["draft/reshard_seconds"] = stats.seconds
 
     def trust_engine(self) -> None:
         """Skip the comparison of the engine's log-probs with those of the actor on this rank."""

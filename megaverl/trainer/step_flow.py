@@ -124,6 +124,9 @@ def training_operators(
         is_actor_first = config.reshard.overlap and not is_apart
         updates = [actor, critic] if is_actor_first else [critic, actor]
     yield from updates
+    if config.draft.train:
+        inputs = ("rollouts", "step")
+        yield Operator("draft_update", step.update_draft, inputs, (), role="actor")
     if step.replayed is None:
         yield Operator(
             "reshard", step.reshard, ("updated",), (), role=("actor", "rollout")

@@ -31,7 +31,7 @@ from megaverl.models.lora.adapter_set import Merge
 from megaverl.models.lora.adapters import layer_factors
 from megaverl.models.options import transformer_config
 from megaverl.platform import platform
-from megaverl.rollout.engine import Engine, Shapes
+from megaverl.rollout.engine import ReceivesWeights, Shapes
 from megaverl.sharding.layout import EMPTY, Layout, padded_tensors
 from megaverl.sharding.load_balance import RankLayouts
 from megaverl.sharding.model_spec import ModelSpec
@@ -257,7 +257,7 @@ class WeightSync:
     Args:
         source: the actor's weights.
         layout_of: rank -> the engine's layout there.
-        engine: this rank's engine, or None.
+        engine: this rank's engine or the draft model in it, or None.
         world: the ranks of this rank's role.
         node_of: node of a rank. None: all on one node.
         config: the `reshard` section.
@@ -282,7 +282,7 @@ class WeightSync:
         self,
         source: ActorWeights,
         layout_of: LayoutOf,
-        engine: Engine | None,
+        engine: ReceivesWeights | None,
         world: dist.ProcessGroup,
         *,
         node_of: NodeOf | None = None,

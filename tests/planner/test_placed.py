@@ -17,6 +17,7 @@ from megaverl.planner.picture import draw
 from megaverl.planner.placed_run import check_memory
 from megaverl.planner.report import as_dict, as_text, survey
 from megaverl.trainer.job import place
+from tests.config.conftest import LLAMA
 from tests.planner.jobs import CONFIGS, make
 from tests.sharding.specs import make_spec
 
@@ -172,6 +173,25 @@ def test_memory_of_a_model_without_a_table_is_counted_too(tmp_path: Path) -> Non
     ):
         start(40e9)
     start(400e9)
+
+
+def test_a_trained_draft_model_takes_memory_on_the_actors_ranks(tmp_path: Path) -> None:
+    """If its folder is here: the actor's model does not stand for one on a hub."""
+    given = ["placement={rollout: 0-3, actor: 4-7}", "actor.tp=2"]
+    given.append("draft={train: true, tp: 1}")
+
+    def drafts(model: str) -> str:
+        return f"rollout.vllm.speculative_config={{model: {model}, num_speculative_tokens: 3}}"
+
+    sizes = {**LLAMA, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    found = make(make_spec(), 8, *given, drafts(str(tmp_path)), machine=MACHINE)
+    draft = found.roles[-1]
+    assert (draft.name, draft.ranks, draft.grid.tp) == ("draft", (4, 5, 6, 7), 1)
+    assert draft.trained is not None and not draft.value_head
+    assert draft.spec.num_layers == 1
+    distant = make(make_spec(), 8, *given, drafts("org/draft"), machine=MACHINE)
+    assert "draft" not in [role.name for role in distant.roles]
 
 
 def test_reward_models_take_memory_where_they_are(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ ROLE_OF = {
     "old_log_probs": "actor",
     "score_norms": "actor",
     "actor_update": "actor",
+    "draft_update": "actor",
     "ref_log_probs": "reference",
     "values": "critic",
     "critic_update": "critic",

@@ -1,0 +1,117 @@
+"""Rules that span `draft`, the engine's speculative decoding, the model and the placement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megaverl.config.errors import ConfigIssue, conflict_issues
+from megaverl.config.roles import SHARED_BY_CRITIC
+from megaverl.config.run import is_hub_name
+from megaverl.config.schema import Config
+from megaverl.config.section import Issues
+from megaverl.config.wording import yaml_text
+from megaverl.errors import ModelError
+from megaverl.sharding.model_spec import ModelSpec
+
+SPECULATION = "rollout.vllm.speculative_config"
+# Fields with which the engine's draft model would be another one than the trained folder.
+_OTHER_DRAFT = ("quantization", "revision", "code_revision", "use_heterogeneous_vocab")
+
+
+def read_draft(config: Config) -> ModelSpec | None:
+    """Return the sizes of the draft model, or None if its config.json is not on this machine or not readable."""
+    path = config.draft_path
+    if path is None or is_hub_name(path) or not (Path(path) / "config.json").is_file():
+        return None
+    try:
+        return ModelSpec.outline(path)
+    except ModelError:
+        return None
+
+
+def draft_issues(config: Config, spec: ModelSpec | None) -> Issues:
+    """Yield settings with which the draft model cannot be trained.
+
+    Args:
+        spec: sizes of the actor's model. None: files are not to be read.
+    """
+    draft = config.draft
+    if not draft.train:
+        # The other fields may be the actor's.
+        names = [name for name in draft.changed() if name not in SHARED_BY_CRITIC]
+        reason = "draft.train is false. Set it, or leave this out."
+        if names:
+            yield from draft.unused("draft", reason, *names)
+        return
+    if config.rollout.engine != "vllm":
+        text = f"is set, and rollout.engine is {config.rollout.engine}: only vLLM in the run's own processes receives "
+        text += "the draft model's weights. Leave it out."
+        yield ConfigIssue("draft.train", text, involves=("rollout.engine",))
+        return
+    yield from _method_issues(config)
+    reason = "several models train, and the draft model learns from one"
+    yield from conflict_issues(
+        "draft.train",
+        (
+            ("environment.agents", config.environment.agents == "own", reason),
+            ("placement.actor_islands", config.placement.actor_islands > 1, reason),
+            (
+                "trainer.replay_rollouts",
+                config.trainer.replay_rollouts is not None,
+                "no engine proposes drafts",
+            ),
+        ),
+    )
+    if spec is not None and config.draft_path is not None:
+        yield from _model_issues(config, config.draft_path, spec)
+
+
+def _method_issues(config: Config) -> Issues:
+    """Yield mistakes in `rollout.vllm.speculative_config`, which names the model that is trained."""
+    drafts = config.rollout.vllm.get("speculative_config")
+    if not isinstance(drafts, dict) or not drafts:
+        text = f"is set, and {SPECULATION} is not. Name a small model of the same tokenizer there: {{model: FOLDER, "
+        text += "num_speculative_tokens: 3}."
+        yield ConfigIssue("draft.train", text, involves=(SPECULATION,))
+        return
+    method = drafts.get("method", "draft_model")
+    if method != "draft_model":
+        text = f"found {yaml_text(method)}, and draft.train trains draft models only: vLLM's heads (eagle, mtp, "
+        text += "medusa, ...) read hidden states of the actor, and n-grams have no weights. Use draft_model, or leave "
+        text += "draft.train out."
+        yield ConfigIssue(f"{SPECULATION}.method", text, involves=("draft.train",))
+    elif config.draft_path is None:
+        text = "is not set, and draft.train is. Give the Hugging Face folder of a small model of the same tokenizer."
+        yield ConfigIssue(f"{SPECULATION}.model", text, involves=("draft.train",))
+    for name in _OTHER_DRAFT:
+        if drafts.get(name):
+            text = "is set, and the engine could not take the weights that draft.train brings. Leave one of both out."
+            yield ConfigIssue(f"{SPECULATION}.{name}", text, involves=("draft.train",))
+
+
+def _model_issues(config: Config, path: str, spec: ModelSpec) -> Issues:
+    """Yield reasons why the draft model does not fit the actor's model or its own engine."""
+    key, involves = f"{SPECULATION}.model", ("draft.train",)
+    if is_hub_name(path):
+        return
+    if not (Path(path) / "config.json").is_file():
+        text = f"found {yaml_text(path)}, which is not a Hugging Face folder with config.json."
+        yield ConfigIssue(key, text, involves=involves)
+        return
+    try:
+        on_megatron = config.draft.engine == "megatron"
+        draft = (ModelSpec.from_folder if on_megatron else ModelSpec.outline)(path)
+    except ModelError as error:
+        hint = (
+            " Or set draft.engine: fsdp." if config.draft.engine == "megatron" else ""
+        )
+        yield ConfigIssue(key, f"{error}{hint}", involves=("draft.engine",))
+        return
+    if draft.vocab_size != spec.vocab_size:
+        text = f"found {yaml_text(path)} with {draft.vocab_size} tokens, and the actor has {spec.vocab_size}. Use a "
+        text += "model of the same tokenizer and vocab_size."
+        yield ConfigIssue(key, text, involves=("model.path",))
+    if draft.max_positions < config.max_tokens:
+        text = f"found {yaml_text(path)} with a context of {draft.max_positions} tokens, and samples have up to "
+        text += f"{config.max_tokens} (data.max_prompt_tokens plus rollout.sampling.max_tokens). Use another model."
+        yield ConfigIssue(key, text, involves=involves)
