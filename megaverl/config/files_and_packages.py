@@ -74,7 +74,7 @@ def file_issues(config: Config, command: str) -> Issues:
     if command == "eval":
         del wanted["data.train"]
         yield from _suite_issues(config)
-    if command in ("eval", "train"):
+    if command in ("eval", "train", "quickstart"):
         yield from _task_issues(config)
     if command in ("generate", "tinker"):
         wanted = {}

@@ -13,6 +13,7 @@ import pytest
 from megaverl.monitoring import report
 from megaverl.monitoring.evaluations import HarnessResult, read_suites
 from tests.launcher import Launcher
+from tests.rollout.sglang_server import SGLangLike
 from tests.trainer.conftest import REWARD
 from tests.trainer.harness.environment import harness_python
 from tests.trainer.tinker.server import MODEL
@@ -65,6 +66,8 @@ GROUP = "group: sums\ntask: [sum_generate, sum_choose]\n"
 INTERPRETER = """#!{python}
 import json, sys, urllib.request
 request = json.load(sys.stdin)
+if request["task"] == "broken":
+    sys.exit(3)
 body = {{"prompt": "1+1=", "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}}
 call = urllib.request.Request(
     request["base_url"] + "/v1/completions",
@@ -121,6 +124,14 @@ def tasks_of_lm_eval(folder: Path) -> Path:
         (folder / f"{name}.yaml").write_text(head + rest)
     (folder / "sums.yaml").write_text(GROUP)
     return folder
+
+
+def write_interpreter(folder: Path) -> Path:
+    """A program in the place of a harness's interpreter."""
+    file = folder / "interpreter"
+    file.write_text(INTERPRETER.format(python=sys.executable))
+    file.chmod(0o755)
+    return file
 
 
 class ByTransformers:
@@ -231,10 +242,8 @@ def _largest(values: list[float]) -> int:
 def test_tasks_at_validations_of_a_run(
     launch: Launcher, model: Path, tmp_path: Path
 ) -> None:
-    """The engine has the current weights, a failed task is a warning, and training does not change."""
-    interpreter = tmp_path / "interpreter"
-    interpreter.write_text(INTERPRETER.format(python=sys.executable))
-    interpreter.chmod(0o755)
+    """The engine has the current weights, training does not change, and a task that fails does not end the run."""
+    interpreter = write_interpreter(tmp_path)
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     rows = tmp_path / "rows.jsonl"
@@ -257,7 +266,7 @@ def test_tasks_at_validations_of_a_run(
         ]
         if name == "with":
             more += [
-                "evaluation.tasks=[lm-eval:first]",
+                "evaluation.tasks=[lm-eval:broken, lm-eval:first]",
                 f"evaluation.harness_python={interpreter}",
                 "trainer.validate_every=1",
                 "trainer.validate_at_start=true",
@@ -275,19 +284,36 @@ def test_tasks_at_validations_of_a_run(
     scores = [record[key] for record in histories["with"] if key in record]
     assert len(scores) == 3
     # Before the first step, and after the last one.
-    for score, folder in (
-        (scores[0], model),
-        (scores[-1], tmp_path / "runs" / "with" / "hf"),
-    ):
-        expected = ByTransformers(folder)
-        first, second, *_ = map(
-            expected.tokenizer.decode,
-            [[token] for token in expected.tokenizer.encode("1+1=")],
-        )
-        assert score == pytest.approx(expected.log_likelihood(first, second), abs=2e-3)
+    trained = tmp_path / "runs" / "with" / "hf"
+    for score, folder in ((scores[0], model), (scores[-1], trained)):
+        expected = ByTransformers(folder).log_likelihood("1", "+")
+        assert score == pytest.approx(expected, abs=2e-3)
     assert abs(scores[0] - scores[-1]) > 1e-2, "the weights have changed"
     weights = [
         (tmp_path / "runs" / name / "hf" / "model.safetensors").read_bytes()
         for name in ("with", "without")
     ]
     assert weights[0] == weights[1]
+
+
+def test_a_served_model_and_a_task_that_fails(
+    launch: Launcher, model: Path, tmp_path: Path
+) -> None:
+    interpreter = write_interpreter(tmp_path)
+    with SGLangLike(model, context_length=112) as server:
+        given = [
+            "eval",
+            *("--harness", "lm-eval", "--task", "first", "--url", server.url),
+            *arguments(model, tmp_path / "runs")[1:],
+            "rollout.servers.kind=sglang",
+            f"evaluation.harness_python={interpreter}",
+        ]
+        launch.command(given, ranks=1, logs=tmp_path / "logs").check()
+        [result] = read_suites(tmp_path / "runs" / "run").values()
+        expected = ByTransformers(model).log_likelihood("1", "+")
+        value = result.estimate("log_prob").value
+        assert value == pytest.approx(expected, abs=2e-3)
+        interpreter.write_text("#!/bin/sh\nexit 3\n")
+        ended = launch.command(given, ranks=1, logs=tmp_path / "logs")
+        assert ended.codes == [1]
+        assert "lm-eval:first: the harness ended with 3" in ended.text
