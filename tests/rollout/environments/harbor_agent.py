@@ -33,7 +33,7 @@ class Asker(BaseAgent):
             f"{self.extra_env['OPENAI_BASE_URL']}/chat/completions",
             json.dumps(body).encode(),
         )
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=600) as response:
             return json.load(response)["choices"][0]["message"]["content"]
 
     async def run(
