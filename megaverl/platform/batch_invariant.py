@@ -79,17 +79,24 @@ def linear(
     check_products(inner)
     padded = torch.zeros(count + -count % TILE_ROWS, inner)
     padded[:count] = rows
-    weight = _as_columns(weight)
+    weight = _as_columns(weight).float()
     out = padded.new_empty(len(padded), len(weight))
+    num_tiles = len(weight) // TILE_COLUMNS
+    # [tiles, k, columns of a tile]
+    tiles = weight[: num_tiles * TILE_COLUMNS].view(num_tiles, TILE_COLUMNS, inner)
+    tiles = tiles.transpose(1, 2)
     # The last tile begins early enough to be whole. It computes some columns again, to the same bits.
-    starts = [*range(0, len(weight) - TILE_COLUMNS, TILE_COLUMNS)]
-    for column in (*starts, len(weight) - TILE_COLUMNS):
-        columns = slice(column, column + TILE_COLUMNS)
-        tile = weight[columns].float().t()
-        for row in range(0, len(padded), TILE_ROWS):
-            part = slice(row, row + TILE_ROWS)
-            torch.mm(padded[part], tile, out=out[part, columns])
-    result = out[:count, :width].to(x.dtype).reshape(*x.shape[:-1], width)
+    last = weight[-TILE_COLUMNS:].t() if len(weight) % TILE_COLUMNS else None
+    for row in range(0, len(padded), TILE_ROWS):
+        part = slice(row, row + TILE_ROWS)
+        products = torch.bmm(padded[part].expand(num_tiles, -1, -1), tiles)
+        by_tile = out[part, : num_tiles * TILE_COLUMNS].unflatten(1, (num_tiles, -1))
+        by_tile.copy_(products.transpose(0, 1))
+        if last is not None:
+            torch.mm(padded[part], last, out=out[part, -TILE_COLUMNS:])
+    # Collectives over tensor-parallel ranks need contiguous parts.
+    result = out[:count, :width].to(x.dtype).contiguous()
+    result = result.view(*x.shape[:-1], width)
     return result if bias is None else result + bias
 
 
@@ -119,8 +126,13 @@ def check_products(inner: int) -> None:
         moved = torch.empty(weight.numel() + shift)[shift:]
         moved = moved.view_as(weight).copy_(weight)
         by_itself = torch.mm(lone, moved.t())[shift]
+        # The same tile among others, as one of `shift` matrices.
+        among_others = torch.bmm(
+            x.expand(shift, -1, -1), weight.expand(shift, -1, -1).transpose(1, 2)
+        )
         if not (
-            torch.equal(by_rows, expected)
+            torch.equal(among_others, expected.expand(shift, -1, -1))
+            and torch.equal(by_rows, expected)
             and torch.equal(by_columns, expected)
             and torch.equal(by_itself, expected[0])
         ):
