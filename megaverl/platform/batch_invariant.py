@@ -173,7 +173,9 @@ def inverse_rms(x: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor
     Sums of squares are accumulated in `dtype`, in one pass.
     """
     rows = x.contiguous() if is_batch_invariant() else x
-    inverse = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=dtype)
+    inverse: torch.Tensor = torch.linalg.vector_norm(
+        rows, dim=-1, keepdim=True, dtype=dtype
+    )
     return inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
