@@ -103,7 +103,7 @@ def _attend_by_blocks() -> None:
             update(self, layer, key, value, kv_cache, slot_mapping)
             return
         keys, values = _split_cache(kv_cache)
-        block, place = divmod_slots(slot_mapping, keys.shape[2])
+        block, place = _divmod_slots(slot_mapping, keys.shape[2])
         count = len(slot_mapping)
         # A cache keeps one layout for the engine's lifetime, since an engine always runs in one mode.
         keys[block, :, place] = key[:count]
@@ -134,7 +134,7 @@ def _attend_by_blocks() -> None:
         return output
 
 
-def divmod_slots(
+def _divmod_slots(
     slots: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the block and the place in it of each slot of the cache, [tokens] int64 each."""
