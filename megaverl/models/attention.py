@@ -271,11 +271,11 @@ class _InvariantAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *inputs, look = ctx.saved_tensors
+        *saved, look = ctx.saved_tensors
         with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in inputs]
-            out = _attend_fused(*inputs, look, ctx.scale)
-        return *torch.autograd.grad(out, inputs, grad), None, None
+            q, k, v = (x.detach().requires_grad_() for x in saved)
+            out = _attend_fused(q, k, v, look, ctx.scale)
+        return *torch.autograd.grad(out, (q, k, v), grad), None, None
 
 
 def _attend_fused(

@@ -18,6 +18,7 @@ Nondeterminism in LLM Inference").
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -35,6 +36,9 @@ TILE_COLUMNS = 64
 KEY_BLOCK = 64
 # Elements of keys that attention copies at once, 16 MiB in float32.
 LARGEST_COPIES = 1 << 22
+
+# Used instead of -inf, so that differences stay finite.
+UNSEEN = -1e30
 
 _is_on: ContextVar[bool] = ContextVar("batch_invariant", default=False)
 
@@ -173,7 +177,9 @@ def inverse_rms(x: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor
     Sums of squares are accumulated in `dtype`, in one pass.
     """
     rows = x.contiguous() if is_batch_invariant() else x
-    inverse = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=dtype)
+    inverse: torch.Tensor = torch.linalg.vector_norm(
+        rows, dim=-1, keepdim=True, dtype=dtype
+    )
     return inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
@@ -185,17 +191,28 @@ def sum_rows(x: torch.Tensor) -> torch.Tensor:
     return x.expand(2, -1).sum(dim=-1)[:1] if len(x) == 1 else x.sum(dim=-1)
 
 
-def log_softmax(logits: torch.Tensor, lowest: float) -> torch.Tensor:
+def log_softmax(
+    logits: torch.Tensor, lowest: float, num_shards: int = 1
+) -> torch.Tensor:
     """Return log-probs by the operations of `models/vocab_parallel.py`, [m, n] float32.
 
     Args:
         logits: [m, n], divided by the temperature; -inf where a token could not be drawn.
         lowest: smallest difference from the largest logit that counts.
+        num_shards: tensor-parallel ranks of the trainer. Each adds up its own part of the vocabulary, which is padded
+            to a multiple of 64 (`models/options.py:padded_vocab_size`).
     """
     z = logits.to(torch.float32)
-    top = z.amax(dim=-1, keepdim=True)
-    total = sum_rows((z - top).clamp_(min=lowest).exp_())
-    return z - (total.log() + top[:, 0])[:, None]
+    multiple = math.lcm(64, num_shards)
+    width = -(-z.shape[1] // multiple) * multiple // num_shards
+    parts = z.split(width, dim=1)
+    tops = torch.stack([part.amax(dim=-1).clamp_(min=UNSEEN) for part in parts])
+    top = tops.amax(dim=0)
+    total = torch.zeros_like(top)
+    for part, part_top in zip(parts, tops, strict=True):
+        sums = sum_rows((part - part_top[:, None]).clamp_(min=lowest).exp_())
+        total += sums * (part_top - top).exp_()
+    return z - (total.log() + top)[:, None]
 
 
 def attend(

@@ -103,7 +103,7 @@ def _attend_by_blocks() -> None:
             update(self, layer, key, value, kv_cache, slot_mapping)
             return
         keys, values = _split_cache(kv_cache)
-        block, place = divmod_slots(slot_mapping, keys.shape[2])
+        block, place = _divmod_slots(slot_mapping, keys.shape[2])
         count = len(slot_mapping)
         # A cache keeps one layout for the engine's lifetime, since an engine always runs in one mode.
         keys[block, :, place] = key[:count]
@@ -134,7 +134,7 @@ def _attend_by_blocks() -> None:
         return output
 
 
-def divmod_slots(
+def _divmod_slots(
     slots: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the block and the place in it of each slot of the cache, [tokens] int64 each."""
@@ -215,7 +215,7 @@ def _normalise_as_the_trainer() -> None:
 
     def compute(logits: torch.Tensor) -> torch.Tensor:
         if is_batch_invariant():
-            return batch_invariant.log_softmax(logits, NEGLIGIBLE)
+            return _log_softmax(logits)
         log_probs: torch.Tensor = original(logits)
         return log_probs
 
@@ -231,4 +231,12 @@ def _normalise_as_the_trainer() -> None:
             drawn, logits = forward(self, *args, **options)
         finally:
             self.logprobs_mode = "processed_logprobs"
-        return drawn, batch_invariant.log_softmax(logits, NEGLIGIBLE)
+        return drawn, _log_softmax(logits)
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return log-probs of all tokens. Actor and engine have the same tensor-parallel size."""
+    from vllm.distributed import get_tensor_model_parallel_world_size
+
+    num_shards = get_tensor_model_parallel_world_size()
+    return batch_invariant.log_softmax(logits, NEGLIGIBLE, num_shards)

@@ -36,6 +36,7 @@ def test_the_list_is_whole_and_says_why() -> None:
         "latent attention without Transformer Engine",
         "buffers exchanged directly",
         "gates in place",
+        "products invariant to the batch",
         "Adam in one kernel",
     ]
     assert all(len(adaptation.reason) > 20 for adaptation in ADAPTATIONS)

@@ -173,3 +173,14 @@ def test_a_tolerance_of_one_s_own(dtype: torch.dtype) -> None:
     for found in (MIXTURE, BROKEN):
         with pytest.raises(TrainingStopped, match="allowed are 7.5 for any token"):
             check(found, dtype, "rollout.logprob_tolerance=7.5")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU alone")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_invariant_runs_have_no_difference(dtype: torch.dtype) -> None:
+    switch = "rollout.batch_invariant=true"
+    assert check(DifferenceStats(0.0, 0.0, 0.0), dtype, switch) is None
+    smallest = DifferenceStats(1e-9, 1e-9, 1e-7)
+    with pytest.raises(TrainingStopped, match="allowed are 0 for any token"):
+        check(smallest, dtype, switch)
+    assert check(smallest, dtype, switch, "rollout.logprob_tolerance=1e-6") is None
