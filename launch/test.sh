@@ -10,7 +10,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MEGAVERL_ROOT" || exit
 if [[ -z "${MEGAVERL_PYTHON:-}" && "$_base_lock" == "$_cpu_lock" ]]; then
-    _bootstrap environments tinker tinker-recipes
+    _bootstrap environments tinker tinker-recipes trackio
     _install_harnesses || _say "left out: tests with inspect-ai and lm-eval"
     # reasoning-gym has a part that is compiled; without it its tests are skipped.
     has_headers='import os, sysconfig as s; raise SystemExit(not os.path.exists(s.get_path("include") + "/Python.h"))'
