@@ -130,6 +130,9 @@ EXTRAS_REQUIRE = {
     # 0.8 sets a signal handler, which only a main thread may.
     "swanlab": ["swanlab>=0.10"],
     "trackio": ["trackio>=0.40"],
+    # The same in the tests, without what it depends on: gradio-client asks for an older
+    # pillow.
+    "trackio-tests": ["trackio>=0.40", "gradio-client>=2.0", "brotli>=1.1"],
     # The endpoint of run.metrics_port.
     "prometheus": ["prometheus-client>=0.20"],
     # Data sets on the hub and of save_to_disk: data.train=org/name.

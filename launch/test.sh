@@ -10,7 +10,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MEGAVERL_ROOT" || exit
 if [[ -z "${MEGAVERL_PYTHON:-}" && "$_base_lock" == "$_cpu_lock" ]]; then
-    _bootstrap environments tinker tinker-recipes
+    _bootstrap environments tinker tinker-recipes trackio
     _install_harnesses || _say "left out: tests with inspect-ai and lm-eval"
     for name in harbor nemo-gym; do
         _install_beside "$name" || _say "left out: tests of $name, which needs Python 3.12 (.venv/install.log)"

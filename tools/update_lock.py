@@ -164,6 +164,13 @@ def locks() -> list[Lock]:
             resolve=False,
         ),
         Lock(
+            "trackio",
+            ("trackio-tests",),
+            "trackio, in the tests",
+            on_top_of=base,
+            resolve=False,
+        ),
+        Lock(
             "harnesses",
             ("harnesses",),
             "evaluation harnesses of others, in the tests",

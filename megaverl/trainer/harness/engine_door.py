@@ -29,8 +29,10 @@ from megaverl.trainer.harness.openai_server import OpenAIServer
 TOGETHER_SECONDS = 0.02
 # Time between two looks at the harness's process.
 IDLE_SECONDS = 0.1
-# Most choices in one request to the engines. Their tokens travel in control messages.
+# Most choices in one request to the engines, and most tokens of their prompts, which
+# travel in control messages. One choice may have more.
 MOST_ROWS = 256
+MOST_TOKENS = 2**17
 MODEL = "policy"  # the model's name for harnesses
 
 
@@ -102,13 +104,7 @@ class EngineDoor:
             except TimeoutError:
                 return
             await asyncio.sleep(TOGETHER_SECONDS)
-        unfinished = [
-            choice
-            for call in self._waiting
-            for choice in call.choices
-            if not choice.finish_reason
-        ]
-        choices = unfinished[:MOST_ROWS]
+        choices = self._next_choices()
         scored = [
             choice for choice in choices if choice.is_scored and choice.score is None
         ]
@@ -129,6 +125,20 @@ class EngineDoor:
         self._waiting = [call for call in self._waiting if not call.is_complete]
         for call in complete:
             call.answer.set_result(self._reader.write(call))
+
+    def _next_choices(self) -> list[CallChoice]:
+        """Return the choices of the next request, in order of arrival."""
+        choices: list[CallChoice] = []
+        num_tokens = 0
+        for call in self._waiting:
+            for choice in call.choices:
+                if choice.finish_reason:
+                    continue
+                num_tokens += len(choice.prompt) + len(choice.tokens)
+                if choices and (len(choices) == MOST_ROWS or num_tokens > MOST_TOKENS):
+                    return choices
+                choices.append(choice)
+        return choices
 
     def _rows(
         self, generated: Sequence[CallChoice], scored: Sequence[CallChoice]
