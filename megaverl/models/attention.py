@@ -238,8 +238,9 @@ def _attend(
     Returns:
         [b, heads, q, head_dim].
     """
-    if batch_invariant.is_batch_invariant() and q.device.type == "cpu":
-        assert sinks is None, "the configuration refuses such models"
+    # The actor has no sinks then (`sharding/model_spec.py:why_not_batch_invariant`). A reference may have.
+    is_invariant = batch_invariant.is_batch_invariant() and sinks is None
+    if is_invariant and q.device.type == "cpu":
         if look is None:
             look = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()[
                 None, None
