@@ -1,35 +1,40 @@
-"""Accepted drafts and decode speed over steps of RL, with a frozen and with a trained draft model, and without drafts.
+"""Accepted drafts over steps of RL, and decode speed after them, with a frozen and with a trained draft model.
 
     python tools/bench_drafts.py [--steps 100 --out FOLDER]
 
-A random Qwen3 and a draft model of one layer are first trained on the same rows by `megaverl sft`, until they know
-the form of an answer. Three runs of GRPO follow from the same weights and seed: `frozen` never
-changes the draft model, `trained` trains it with the policy (`draft.train`), and `none` generates without
-drafts. The acceptance is `rollout/draft_acceptance_rate`, the speed `rollout/throughput_tokens_per_sec`.
+A random Qwen3 and a draft model of one layer are first trained on the same rows by `megaverl sft`, until they know the
+form of an answer. Two runs of GRPO follow from the same weights and seed: `frozen` never changes the draft model, and
+`trained` trains it with the policy (`draft.train`). The acceptance is `rollout/draft_acceptance_rate`.
 
-A run that has ended is not repeated, and one that was interrupted is resumed: call the command again with the
-same `--out`. `--only` restricts a call to one run.
+Then the policy of the run `trained` generates without drafts, with the draft model from before the run, and with the
+trained one. The speed is that of the fastest of several rounds, because other processes only make a round slower.
+
+A run that has ended is not repeated, and one that was interrupted is resumed: call the command again with the same
+`--out`. `--only` restricts a call to one part.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-PREPARE, FROZEN, TRAINED, NONE = "prepare", "frozen", "trained", "none"
-SIDES = (FROZEN, TRAINED, NONE)
+from tools.one_rank import start_one_rank  # noqa: E402
+
+PREPARE, FROZEN, TRAINED, REPORT = "prepare", "frozen", "trained", "report"
+SIDES = (FROZEN, TRAINED)
 ACCEPTED = "rollout/draft_acceptance_rate"
-SPEED = "rollout/throughput_tokens_per_sec"
-ACCURACY = "reward/accuracy"
+REWARD = "reward/mean"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,7 +49,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path, help="folder that keeps models and runs")
-    parser.add_argument("--only", choices=(PREPARE, *SIDES))
+    parser.add_argument("--only", choices=(PREPARE, *SIDES, REPORT))
     parser.add_argument("--digits", type=int, default=8, help="to reverse")
     parser.add_argument("--layers", type=int, default=8, help="of the policy")
     parser.add_argument("--prompts", type=int, default=8, help="a step")
@@ -53,18 +58,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sft-steps", type=int, default=120, help="of both models")
     parser.add_argument("--lr", type=float, default=1e-4, help="of the policy")
     parser.add_argument("--draft-lr", type=float, default=1e-3)
+    parser.add_argument("--rounds", type=int, default=20, help="of generation")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> int:
-    """Run what is missing in `folder`, and print the table when all runs have ended."""
+    """Run what is missing in `folder`, and print the tables when both runs have ended."""
     prepare(options, folder)
-    for side in SIDES if options.only is None else (options.only,):
-        if side != PREPARE:
+    for side in SIDES:
+        if options.only in (None, side):
             run_side(options, folder, side)
-    if all((folder / side / "hf").is_dir() for side in SIDES):
+    if options.only in (None, REPORT):
         report(options, folder)
+        report_speed(options, folder)
     return 0
 
 
@@ -118,8 +125,7 @@ def run_side(options: argparse.Namespace, folder: Path, side: str) -> None:
         f"trainer={{steps: {options.steps}, validate_every: 0}}",
         "checkpoint={save_interval: 20, keep_last_k: 1, resume: unfinished}",
     ]
-    if side != NONE:
-        settings.append(f"rollout.vllm.speculative_config={drafts}")
+    settings.append(f"rollout.vllm.speculative_config={drafts}")
     if side == TRAINED:
         settings.append(f"draft={{train: true, optimizer: {{lr: {options.draft_lr}}}}}")
     settings.append(f"data.prompts_per_step={options.prompts}")
@@ -165,31 +171,107 @@ def report(options: argparse.Namespace, folder: Path) -> None:
     """Print means over ten steps at the start, in the middle and at the end of the runs."""
     from megaverl.monitoring.backends import read_metrics
 
-    records = {
-        side: list(read_metrics(folder / side / "metrics.jsonl")) for side in SIDES
-    }
     print(
         f"GRPO on reversing {options.digits} digits, {options.prompts} x {options.group} responses a step; a policy of "
         f"{options.layers} layers, a draft model of one, {options.tokens} drafts at a time"
     )
-    print(f"{'steps':12}{'accepted, %':>24}{'tokens a second':>30}{'accuracy, %':>24}")
-    print(
-        f"{'':12}{FROZEN:>12}{TRAINED:>12}{FROZEN:>12}{TRAINED:>9}{NONE:>9}{FROZEN:>15}{TRAINED:>9}"
-    )
+    print(f"{'':12}{'accepted, %':>24}{'mean reward':>24}")
+    print(f"{'steps':12}{FROZEN:>12}{TRAINED:>12}{FROZEN:>12}{TRAINED:>12}")
+    records = {
+        side: list(read_metrics(folder / side / "metrics.jsonl")) for side in SIDES
+    }
     count = min(10, options.steps)
-    middle = (options.steps - count) // 2
-    for first in (0, middle, options.steps - count):
+    starts = [(options.steps - count) * quarter // 4 for quarter in range(5)]
+    for first in starts:
         part = {
             side: [row for row in rows if first < row["step"] <= first + count]
             for side, rows in records.items()
         }
-        accepted = [100 * mean(part[side], ACCEPTED) for side in (FROZEN, TRAINED)]
-        speed = [mean(part[side], SPEED) for side in SIDES]
-        right = [100 * mean(part[side], ACCURACY) for side in (FROZEN, TRAINED)]
+        accepted = [100 * mean(part[side], ACCEPTED) for side in SIDES]
+        rewards = [mean(part[side], REWARD) for side in SIDES]
         print(
             f"{f'{first + 1}-{first + count}':12}{accepted[0]:12.1f}{accepted[1]:12.1f}"
-            f"{speed[0]:12.0f}{speed[1]:9.0f}{speed[2]:9.0f}{right[0]:15.1f}{right[1]:9.1f}"
+            f"{rewards[0]:12.3f}{rewards[1]:12.3f}"
         )
+
+
+def report_speed(options: argparse.Namespace, folder: Path) -> None:
+    """Generate with the trained policy, and print tokens a second without drafts and with each draft model."""
+    drafts = {
+        "none": None,
+        FROZEN: folder / "draft" / "hf",
+        TRAINED: folder / TRAINED / "hf_draft",
+    }
+    start_one_rank()
+    speeds: dict[tuple[str, int], float] = {}
+    accepted: dict[tuple[str, int], float] = {}
+    # Twice, so that other processes slow down all of them or none.
+    for name, path in [*drafts.items()] * 2:
+        for count, speed, share in decode(options, folder, path):
+            speeds[name, count] = max(speed, speeds.get((name, count), 0.0))
+            accepted[name, count] = share
+    print(f"{'drafts':12}{'sequences':>12}{'tokens/s':>12}{'accepted, %':>14}")
+    for (name, count), speed in speeds.items():
+        print(f"{name:12}{count:12}{speed:12.0f}{100 * accepted[name, count]:14.1f}")
+
+
+def decode(
+    options: argparse.Namespace, folder: Path, draft: Path | None
+) -> list[tuple[int, float, float]]:
+    """Generate answers to the held-out prompts with one engine, for several numbers of sequences at once.
+
+    Returns:
+        Number of sequences, tokens a second in the fastest round, and share of accepted drafts (0 without drafts).
+    """
+    import torch
+
+    from megaverl.config.roles import RolloutConfig
+    from megaverl.data.tokenizers import load_tokenizer
+    from megaverl.rollout.engine import SamplingOptions, SavedWork
+    from megaverl.rollout.vllm_engine import VLLMEngine
+    from megaverl.rollout.vllm_options import VLLMOptions
+
+    policy = folder / TRAINED / "hf"
+    tokenizer = load_tokenizer(policy)
+    lines = (folder / "held_out.jsonl").read_text().splitlines()
+    prompts = [
+        tokenizer.encode(json.loads(line)["prompt"], add_special_tokens=True)
+        for line in lines
+    ]
+    speculation: dict[str, Any] = {
+        "model": str(draft),
+        "num_speculative_tokens": options.tokens,
+    }
+    engine = VLLMEngine(
+        policy,
+        RolloutConfig(vllm={"speculative_config": speculation} if draft else {}),
+        VLLMOptions(
+            seed=options.seed,
+            dtype=torch.float32,
+            max_model_len=32 + options.digits + 4,
+            stop_token_ids=tuple(tokenizer.stop_token_ids),
+            num_sequences=64,
+        ),
+    )
+    sampling = SamplingOptions(max_tokens=options.digits + 4, temperature=1.0)
+    measured = []
+    for count in (1, 8, 64):
+        best, engine.saved_work = 0.0, SavedWork()
+        # The first round warms up.
+        for number in range(1 + options.rounds):
+            chosen = [
+                prompts[(number * count + i) % len(prompts)] for i in range(count)
+            ]
+            started = time.perf_counter()
+            answers = engine.generate(chosen, sampling, range(count))
+            seconds = time.perf_counter() - started
+            tokens = sum(len(answer.token_ids) for answer in answers)
+            best = max(best, tokens / seconds if number else 0.0)
+        work = engine.saved_work
+        share = work.accepted_tokens / max(1, work.draft_tokens)
+        measured.append((count, best, share))
+    engine.close()
+    return measured
 
 
 def mean(records: list[dict[str, float]], name: str) -> float:

@@ -438,8 +438,10 @@ class Builder:
             The weight transfer, and on the engines' ranks the rollout.
         """
         config = self.config
+        # Joined before an engine starts, so that ranks without one notice its failure.
+        group = self._join_transfer("weights")
         if config.rollout.engine == "server":
-            return self._server_rollout(actor, self._join_transfer("weights"))
+            return self._server_rollout(actor, group)
         engine, layouts = None, None
         if actor is None:
             section: TrainedConfig = config.actor
@@ -450,7 +452,7 @@ class Builder:
             layouts = engine.layouts(shapes_of(weights))
         else:
             held = ActorWeights.of(actor)
-        sync = self._sync_between(held, layouts, engine, config.reshard)
+        sync = self._sync_between(group, held, layouts, engine, config.reshard)
         return sync, Rollout(
             engine, default_group(), sync
         ) if engine is not None else None
@@ -473,27 +475,26 @@ class Builder:
 
     def _sync_between(
         self,
+        group: dist.ProcessGroup,
         held: ActorWeights,
         layouts: Callable[[int], Layout] | None,
         receiver: ReceivesWeights | None,
         reshard: ReshardConfig,
-        name: str = "weights",
     ) -> WeightSync:
         """Create this rank's part in a weight transfer between ranks of the actor and of the engines.
 
         Collective over the ranks of both.
 
         Args:
+            group: the ranks of actor and engines.
             held: weights of the sending ranks.
             layouts: index of an engine's rank -> the receiver's layout; None on ranks without an engine.
             receiver: engine of this rank or its draft model, or None.
-            name: of the process groups.
         """
         assert self.context is not None
         placement = self.context.placement
         source, dest = self._transfer_ends
         members = sorted({*source, *dest})
-        group = self._join_transfer(name)
         layouts = told_layouts(layouts, [members.index(rank) for rank in dest], group)
         return WeightSync(
             replace(held, layout_of=layouts_among(members, source, held.layout_of)),
@@ -506,7 +507,7 @@ class Builder:
             group=group,
             # A transfer that overlaps with training needs its own group, because other
             # collectives use the first one meanwhile.
-            background=self._join_transfer(f"{name} in the background")
+            background=self._join_transfer("weights in the background")
             if reshard.overlap
             else None,
         )
@@ -679,7 +680,8 @@ class Builder:
             held, weights = self._weights_elsewhere("draft", self.config.draft, folder)
         layouts = None if dest is None else dest.layouts(shapes_of(weights))
         if draft is None or layouts is None:
-            return self._sync_between(held, layouts, dest, reshard, "draft weights")
+            group = self._join_transfer("draft weights")
+            return self._sync_between(group, held, layouts, dest, reshard)
         return WeightSync(
             held,
             layouts,

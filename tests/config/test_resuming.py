@@ -232,6 +232,7 @@ def test_every_rule_names_keys_that_there_are() -> None:
         for name in ("optimizer", "initial_loss_scale", "use_distributed_optimizer")
     }
     known |= {"actor.ddp.use_distributed_optimizer", "actor.freeze.0"}
+    known.add("rollout.vllm.speculative_config.model")
     for rule in RULES:
         assert set(rule.stages) <= set(STAGES)
         for pattern in rule.keys:
