@@ -215,3 +215,11 @@ def test_gradients_pass_through_unchanged(name: str) -> None:
     product = torch.nn.functional.linear(inputs.double(), exact + rounding)
     product.square().sum().backward()
     assert torch.allclose(matrix.grad.double(), exact.grad, rtol=1e-4, atol=1e-3)
+
+
+def test_ties_of_nvfp4_go_to_the_even_number() -> None:
+    row = [0.25, -0.75, 1.25, -1.75, 2.5, -3.5, 5.0, -5.0, 6.0, 0.26] + [0.0] * 6
+    form = GROUP_FORMATS["nvfp4"]
+    quantised = quantise_groups(torch.tensor([row]), form, scale_dtype=torch.float32)
+    rounded = dequantise_groups(quantised)[0, :10].tolist()
+    assert rounded == [0.0, -1.0, 1.0, -2.0, 2.0, -4.0, 4.0, -4.0, 6.0, 0.5]
