@@ -4,8 +4,8 @@
 
 A random Qwen3 model generates with vLLM in each format, and Megatron-core scores the same tokens with the same weights:
 once as they are, once rounded as the engine does it (`actor.fake_quantization`). The first row is an engine without
-quantisation. The output layer is scaled so that the logits have a standard deviation of about 3. `p99.9` is the 99.9th
-percentile of the absolute difference.
+quantisation. Weights are drawn with a standard deviation of 0.1. `p99.9` is the 99.9th percentile of the absolute
+difference.
 """
 
 from __future__ import annotations

@@ -212,7 +212,9 @@ def fake_quantise(
         matrix: [rows, columns], in the dtype that a reshard sends.
         scale_dtype, largest: see `quantise_groups`.
     """
-    rounded: torch.Tensor = _StraightThrough.apply(matrix, form, scale_dtype, largest)
+    rounded: torch.Tensor = _StraightThrough.apply(  # type: ignore[no-untyped-call]
+        matrix, form, scale_dtype, largest
+    )
     return rounded
 
 
