@@ -412,6 +412,37 @@ def test_groups_of_columns_that_no_rank_has_whole(mistakes, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["actor.fake_quantization=int3"], "found 'int3'; formats that can be"),
+        (["actor.fake_quantization=int4_g32"], "engine's weights are not quantised"),
+        (
+            ["actor.fake_quantization=mxfp8", "rollout.vllm.quantization=nvfp4"],
+            "engine's weights are in 'nvfp4'. Set rollout.vllm.quantization: mxfp8",
+        ),
+        (
+            [
+                "actor.fake_quantization=nvfp4",
+                "rollout.vllm.quantization=nvfp4",
+                "actor.engine=fsdp",
+            ],
+            "separate under engine: fsdp",
+        ),
+        (
+            [
+                "actor.fake_quantization=nvfp4",
+                "rollout.vllm.quantization=nvfp4",
+                "actor.lora={rank: 4}",
+            ],
+            "adapters are merged before",
+        ),
+    ],
+)
+def test_rounding_that_would_not_be_sampled(mistakes, overrides, said) -> None:
+    assert said in mistakes(*overrides)["actor.fake_quantization"]
+
+
+@pytest.mark.parametrize(
     ("damage", "said"),
     [
         (lambda path: path.unlink(), "config.json: not found"),
