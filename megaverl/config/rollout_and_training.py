@@ -68,7 +68,8 @@ def _fake_quantization_issues(config: Config) -> Issues:
     trained, method = config.actor.fake_quantization, None
     if config.rollout.engine == "vllm":
         method = config.rollout.vllm.get("quantization")
-    if trained is None or trained == method:
+    # An unknown format has a mistake of its own.
+    if trained not in GROUP_FORMATS or trained == method:
         return
     text = f"found {yaml_text(trained)}, and the engine's weights are "
     text += f"in {yaml_text(method)}. " if method else "not quantised in groups. "
