@@ -14,6 +14,7 @@ from megaverl.config.global_model import (
     replica_issues,
 )
 from megaverl.config.roles import (
+    ActorConfig,
     GridConfig,
     PlacementConfig,
     RolloutConfig,
@@ -39,6 +40,11 @@ from megaverl.sharding.model_spec import (
     no_adapters,
     why_images_not_cut,
     why_not_in_vllm,
+)
+from megaverl.sharding.quantization import (
+    GROUP_FORMATS,
+    straddled_groups,
+    why_no_groups,
 )
 
 if TYPE_CHECKING:
@@ -175,6 +181,18 @@ def grid_mistakes(
             yield from _against_model(role, grid, model)
         if has_actors_grid:
             continue
+        if (
+            spec
+            and isinstance(grid, ActorConfig)
+            and grid.fake_quantization in GROUP_FORMATS
+        ):
+            yield from _groups_against_model(
+                "actor.fake_quantization",
+                str(grid.fake_quantization),
+                "actor.tp",
+                grid.tp,
+                spec,
+            )
         if world_size and not placed:
             yield from _against_world(role, grid, world_size)
     if command in OFFLINE:
@@ -457,13 +475,34 @@ def _engine_against_model(
         yield ConfigIssue(
             "rollout.tp", f"found {tp}, which {misfit.reason}", involves=("model.path",)
         )
-    if spec.attention_sinks and (method := rollout.vllm.get("quantization")):
+    method = rollout.vllm.get("quantization")
+    if isinstance(method, str) and method in GROUP_FORMATS:
+        yield from _groups_against_model(
+            "rollout.vllm.quantization", method, "rollout.tp", rollout.tp, spec
+        )
+    elif spec.attention_sinks and method:
         text = f"found {method!r}; vLLM transposes the model's experts as it loads: they cannot be quantised."
         yield ConfigIssue(
             "rollout.vllm.quantization",
             f"{text} Leave it out.",
             involves=("model.path",),
         )
+
+
+def _groups_against_model(
+    key: str, method: str, tp_key: str, tp: int, spec: ModelSpec
+) -> Iterator[ConfigIssue]:
+    """Yield mistakes in a format with groups, the value of `key`, for this model and number of ranks."""
+    group = GROUP_FORMATS[method].group
+    if reason := why_no_groups(spec):
+        text = f"found {method!r}, but {reason}. Leave it out."
+        yield ConfigIssue(key, text, involves=("model.path",))
+    elif straddled := straddled_groups(spec, tp, group):
+        text = (
+            f"found {method!r}, whose {group} columns share a scale; not whole groups on a rank are "
+            f"{listed(straddled)}. Use a format with smaller groups or another {tp_key}."
+        )
+        yield ConfigIssue(key, text, involves=(tp_key, "model.path"))
 
 
 def role_grids(

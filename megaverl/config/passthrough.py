@@ -347,7 +347,7 @@ VLLM: dict[str, str] = {
     **dict.fromkeys(
         ("generation_config", "override_generation_config"), "Use rollout.sampling."
     ),
-    "quantization_config": "Use rollout.vllm.quantization: fp8_per_block or fp8_per_tensor.",
+    "quantization_config": "Use rollout.vllm.quantization, such as fp8_per_block or int4_g128.",
     **dict.fromkeys(_VLLM_PARALLELISM, _ONE_ENGINE),
 }
 

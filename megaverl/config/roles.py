@@ -44,7 +44,7 @@ from megaverl.distributed.placement import ROLES, Wanted, parse_wanted
 from megaverl.errors import ConfigError
 from megaverl.rollout.environments import agents_of, check_options, environment_names
 from megaverl.rollout.server_api import SGLANG_SAMPLING, is_loopback, url_problem
-from megaverl.sharding.vllm import QUANTIZATIONS
+from megaverl.sharding.quantization import FORMATS, GROUP_FORMATS
 
 # Fields that decide which rank holds which part of a model, and how it is computed.
 LAID_OUT_BY = ("engine", "tp", "pp", "cp", "ep", "etp", "vpp", "megatron", "fsdp")
@@ -449,6 +449,59 @@ class ActorConfig(TrainedConfig):
     """Use the experts that the engine chose for each token (R3, arXiv 2510.11370). old_log_probs: when computing old
     log-probs. update: also in the update. Costs one or two bytes per token, layer and chosen expert. Only for mixtures
     of experts on Megatron-core."""
+    fake_quantization: Text | None = None
+    """Quantisation-aware training: every forward pass rounds the weights of linear layers to this format and back, as
+    an engine with the same rollout.vllm.quantization has them, and gradients pass through the rounding unchanged. So
+    the policy that is trained is the one that is sampled. int4_g32, int4_g64, int4_g128, int4_asym_g32, int4_asym_g64,
+    int4_asym_g128, mxfp8 or nvfp4. Weights, optimizer and saved folders keep their dtypes. null: no rounding."""
+
+    @rule
+    def check_fake_quantization(self, at: str) -> Issues:
+        """Refuse formats that cannot be trained, and settings under which a layer would not round its weights."""
+        method, key = self.fake_quantization, f"{at}.fake_quantization"
+        if method is None:
+            return
+        if method not in GROUP_FORMATS:
+            hint = did_you_mean(method, GROUP_FORMATS)
+            text = f"found {yaml_text(method)}; formats that can be trained are {listed(GROUP_FORMATS)}.{hint}"
+            yield ConfigIssue(key, text)
+            return
+        on_fsdp = self.engine == "fsdp"
+        yield from conflict_issues(
+            key,
+            (
+                (
+                    f"{at}.lora",
+                    self.lora is not None,
+                    "adapters are merged before the engine rounds, and training would round without them",
+                ),
+                (
+                    f"{at}.megatron.fp8",
+                    self.megatron.get("fp8") is not None,
+                    "products would round the rounded weights again",
+                ),
+                (
+                    f"{at}.megatron.gradient_accumulation_fusion",
+                    bool(self.megatron.get("gradient_accumulation_fusion")),
+                    "it adds gradients to the weight of the product, which is not the parameter",
+                ),
+                (
+                    f"{at}.tp",
+                    on_fsdp and self.tp > 1,
+                    "under engine: fsdp only whole matrices are rounded",
+                ),
+                (
+                    f"{at}.fsdp.compile",
+                    on_fsdp and self.fsdp.compile,
+                    "compiled blocks would not call the rounding layers",
+                ),
+            ),
+            at_switch=True,
+        )
+        if on_fsdp and method == "nvfp4":
+            text = "found nvfp4; its scale of a whole matrix spans matrices that vLLM fuses (q, k, v; gate, up), which "
+            text += f"are separate under engine: fsdp. Use another format, or {at}.engine: megatron."
+            yield ConfigIssue(key, text, involves=(f"{at}.engine",))
 
 
 class CriticConfig(TrainedConfig):
@@ -986,10 +1039,10 @@ class RolloutConfig(Section):
     def check_quantization(self, at: str) -> Issues:
         """Refuse a quantization of weights that the engine cannot apply to weights from the actor."""
         method = self.vllm.get("quantization")
-        if method is None or (isinstance(method, str) and method in QUANTIZATIONS):
+        if method is None or (isinstance(method, str) and method in FORMATS):
             return
-        hint = did_you_mean(method, QUANTIZATIONS) if isinstance(method, str) else ""
-        text = f"found {yaml_text(method)}; weights that come from an actor can be {listed(QUANTIZATIONS)}.{hint}"
+        hint = did_you_mean(method, FORMATS) if isinstance(method, str) else ""
+        text = f"found {yaml_text(method)}; weights that come from an actor can be {listed(FORMATS)}.{hint}"
         yield ConfigIssue(f"{at}.vllm.quantization", text)
 
     @rule

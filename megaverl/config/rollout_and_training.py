@@ -8,6 +8,7 @@ from megaverl.config.section import Issues, is_number
 from megaverl.config.wording import yaml_text
 from megaverl.gpus import has_usable_gpu
 from megaverl.sharding.model_spec import ModelSpec, why_not_batch_invariant
+from megaverl.sharding.quantization import GROUP_FORMATS
 
 # Sampling fields that only the engine applies, with the values that change nothing.
 ENGINE_ONLY = {
@@ -27,6 +28,7 @@ def rollout_and_training_issues(config: Config, spec: ModelSpec | None) -> Issue
         spec: the model's sizes, or None if they are not known.
     """
     yield from _training_sampling_issues(config)
+    yield from _fake_quantization_issues(config)
     yield from _stored_rollout_issues(config)
     yield from _continuation_issues(config)
     yield from _overlap_issues(config)
@@ -98,9 +100,28 @@ def _training_sampling_issues(config: Config) -> Issues:
         text += "For greedy validation use trainer.validation_sampling.temperature=0."
         yield ConfigIssue("rollout.sampling.temperature", text)
     method = config.rollout.vllm.get("quantization")
-    if method is not None and config.model.dtype == "float32":
-        text = f"found {yaml_text(method)}, and vLLM quantises engines of 16 bits only. Set model.dtype=bfloat16."
+    if (
+        method is not None
+        and method not in GROUP_FORMATS
+        and config.model.dtype == "float32"
+    ):
+        text = f"found {yaml_text(method)}, which vLLM has for engines of 16 bits only. Set model.dtype=bfloat16."
         yield ConfigIssue("rollout.vllm.quantization", text, involves=("model.dtype",))
+
+
+def _fake_quantization_issues(config: Config) -> Issues:
+    """Yield a mistake if the engine samples with other weights than the actor's forward pass rounds to."""
+    trained, method = config.actor.fake_quantization, None
+    if config.rollout.engine == "vllm":
+        method = config.rollout.vllm.get("quantization")
+    # An unknown format has a mistake of its own.
+    if trained not in GROUP_FORMATS or trained == method:
+        return
+    text = f"found {yaml_text(trained)}, and the engine's weights are "
+    text += f"in {yaml_text(method)}. " if method else "not quantised in groups. "
+    text += f"Set rollout.vllm.quantization: {trained}, or leave this key out."
+    involves = ("rollout.vllm.quantization", "rollout.engine")
+    yield ConfigIssue("actor.fake_quantization", text, involves=involves)
 
 
 def _stored_rollout_issues(config: Config) -> Issues:

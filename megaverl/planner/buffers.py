@@ -100,6 +100,16 @@ def eight_bit_copies(
     return math.ceil(numel * (1 + backward) * (1 + scales))
 
 
+def linear_elements(chunks: Sequence[Sequence[Parameter]]) -> int:
+    """Return the number of elements of the decoder's linear layers."""
+    return sum(
+        parameter.numel
+        for chunk in chunks
+        for parameter in chunk
+        if _LINEAR.search(parameter.name)
+    )
+
+
 @dataclass(frozen=True)
 class Buffer:
     """One contiguous buffer of parameters or gradients.

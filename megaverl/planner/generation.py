@@ -20,6 +20,7 @@ from megaverl.planner.costs import (
 )
 from megaverl.planner.job import PlannedJob
 from megaverl.planner.memory import UTILIZATION, kv_bytes_per_token
+from megaverl.sharding.quantization import bytes_per_weight
 
 BUCKETS = 64  # lengths of equal probability that stand for a distribution
 # Shares of the longest responses whose lengths are kept beyond the buckets: 1 / 128 and
@@ -464,7 +465,7 @@ def engine_costs(
     """Return the costs of one of the job's engines."""
     spec, tp, hardware = job.spec, job.rollout.tp, model.hardware
     fields = job.config.rollout.vllm
-    itemsize = 1 if fields.get("quantization") else model.itemsize
+    itemsize = bytes_per_weight(fields.get("quantization"), model.itemsize)
     layers, experts = layers_of(spec), 0.0
     plain = (
         spec.num_layers * attention_parameters(spec)

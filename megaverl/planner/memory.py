@@ -14,6 +14,7 @@ from megaverl.planner.buffers import (
     TrainedBytes,
     adapters_of,
     eight_bit_copies,
+    linear_elements,
     parameters_of,
     trained_bytes,
 )
@@ -387,7 +388,7 @@ class MemoryModel:
         )
 
     def _copies(self, role: Role, place: int) -> dict[str, int]:
-        """Return the bytes of 8-bit weight copies, which stay on the device under every kind of offload."""
+        """Return the bytes of 8-bit or rounded weight copies, which are on the device under every kind of offload."""
         stage, grid = role.grid.coords(place).pp, role.grid
         ends = {"first": stage == 0, "last": stage == grid.pp - 1}
         chunks, backward = (
@@ -397,7 +398,12 @@ class MemoryModel:
         nbytes = eight_bit_copies(
             chunks, role.config.megatron, backward=backward, **ends
         )
-        return {"8-bit copies": nbytes} if nbytes else {}
+        copies = {"8-bit copies": nbytes} if nbytes else {}
+        if getattr(role.config, "fake_quantization", None) is not None:
+            # The backward pass reads the rounded weight of every linear layer.
+            numel = linear_elements(chunks)
+            copies["rounded weights"] = numel * self.job.itemsize
+        return copies
 
     def trained(self, role: Role, rank: int) -> TrainedBytes:
         """Return the bytes that training adds to a role on this rank."""

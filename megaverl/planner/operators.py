@@ -30,6 +30,7 @@ from megaverl.planner.stages import Recompute, padded_vocab_size, pipeline
 from megaverl.planner.traffic import ReshardTraffic, make_update_traffic
 from megaverl.sharding.fan_out import MOST_SENT
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.quantization import bytes_per_weight
 
 Lane = tuple[str, int, float, float]
 # Messages of one exchange of samples between two ranks: sizes, header, rows
@@ -322,8 +323,8 @@ def slept_seconds(load: StepLoad) -> float | None:
 def _engine_weights(load: StepLoad) -> float:
     """Return the bytes of weights on a rank of an engine, with the input embedding."""
     job, spec = load.job, load.job.spec
-    quantized = job.config.rollout.vllm.get("quantization")
-    itemsize = 1 if quantized else load.actor.itemsize
+    method = job.config.rollout.vllm.get("quantization")
+    itemsize = bytes_per_weight(method, load.actor.itemsize)
     embedding = itemsize * spec.vocab_size * spec.hidden_size / job.rollout.tp
     return engine_costs(job, load.actor, load.lengths).weights + embedding
 

@@ -284,6 +284,115 @@ def _multiply_quantised_by_definition() -> None:
     ]
 
 
+@_adapts("products with groups by definition")
+def _multiply_groups_by_definition() -> None:
+    """vLLM's CPU build multiplies int4 weights with AVX-512 only, in 16 bits, and in sizes that 32 divides. It has no
+    kernel for NVFP4 weights with 16-bit activations, and does not list its emulation of MXFP8.
+    """
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import (
+        CPUWNA16LinearKernel,
+    )
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
+        MPLinearKernel,
+    )
+    from vllm.model_executor.kernels.linear.nvfp4.base import (
+        NvFp4LinearKernel,
+        NvFp4LinearLayerConfig,
+    )
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+        compressed_tensors_w4a4_nvfp4 as nvfp4,
+    )
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import (
+        dequantize_to_dtype,
+    )
+    from vllm.platforms import PlatformEnum
+
+    class CPUInt4Kernel(CPUWNA16LinearKernel):  # type: ignore[misc]
+        """vLLM's kernel, which accepts float32 and then has no product for it."""
+
+        @classmethod
+        def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+            if config.act_type == torch.float32:
+                return False, "the kernel has no float32"
+            answer: tuple[bool, str | None] = super().can_implement(config)
+            return answer
+
+    class ReferenceInt4Kernel(MPLinearKernel):  # type: ignore[misc]
+        """Kernel that dequantises a matrix for every product, from the order of a compressed-tensors folder."""
+
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return -1
+
+        @classmethod
+        def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+            size = config.weight_type.size_bits
+            return size == 4, f"{size} bits" if size != 4 else None
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            """Keep the order."""
+
+        def apply_weights(
+            self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            group = self.config.group_size
+            numbers = unpack_int4(layer.weight_packed)[:, : x.shape[-1]]
+            numbers = numbers.float().unflatten(1, (-1, group))
+            zero: Any = 8.0
+            if self.config.zero_points:
+                rows = numbers.shape[0]
+                zero = unpack_int4(layer.weight_zero_point.t()).t()[:rows, :, None]
+            matrix = (numbers - zero) * layer.weight_scale.float()[:, :, None]
+            return torch.nn.functional.linear(x, matrix.flatten(1).to(x.dtype), bias)
+
+    class ReferenceNvfp4Kernel(NvFp4LinearKernel):  # type: ignore[misc]
+        """Kernel that dequantises a matrix for every product with 16-bit activations."""
+
+        @classmethod
+        def is_supported(cls, compute_capability: Any = None) -> tuple[bool, None]:
+            return True, None
+
+        @classmethod
+        def can_implement(cls, config: Any) -> tuple[bool, None]:
+            return True, None
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            """Keep the order."""
+
+        def apply_weights(
+            self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            matrix = dequantize_to_dtype(
+                layer.weight,
+                layer.weight_scale,
+                layer.weight_global_scale,
+                x.dtype,
+                swizzle=False,
+            )
+            return torch.nn.functional.linear(x, matrix, bias)
+
+    @replaces(nvfp4, "init_nvfp4_linear_kernel")
+    def choose(original: Any, use_a16: bool = False) -> Any:
+        config = NvFp4LinearLayerConfig()
+        return ReferenceNvfp4Kernel(config) if use_a16 else original(use_a16=use_a16)
+
+    has_kernel = hasattr(torch.ops._C, "cpu_gemm_wna16")
+    linear._POSSIBLE_KERNELS[PlatformEnum.CPU] = [
+        *([CPUInt4Kernel] if has_kernel else []),
+        ReferenceInt4Kernel,
+    ]
+    linear._POSSIBLE_MXFP8_KERNELS[PlatformEnum.CPU] = [
+        linear.EmulationMxfp8LinearKernel
+    ]
+
+
+def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
+    """Return the numbers from 0 to 15 in int32 [..., n], eight in an element from the lowest bits on: [..., 8 n]."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
+    return ((packed[..., None] >> shifts) & 15).flatten(-2)
+
+
 @_adapts("no sgl kernels")
 def _keep_biases_as_they_are() -> None:
     """Packing small 16-bit weights for AMX replaces their biases by float32 copies, which an update cannot reach."""

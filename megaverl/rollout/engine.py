@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from megaverl.distributed.shared_item import SharedItem
     from megaverl.sharding.layout import Layout
-    from megaverl.sharding.vllm import QuantisedWeight
+    from megaverl.sharding.vllm import EngineWeight
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Engine(Protocol):
         on the meta device.
         """
 
-    def quantised_weights(self) -> Mapping[str, QuantisedWeight]:
+    def quantised_weights(self) -> Mapping[str, EngineWeight]:
         """Return the storage of quantised parameters and their scales; called only if layouts name such parameters."""
         return {}
 

@@ -51,6 +51,7 @@ from megaverl.rollout.vllm_drafts import EngineDraft
 from megaverl.rollout.vllm_images import prepare_images
 from megaverl.rollout.vllm_layouts import LoaderLayouts
 from megaverl.rollout.vllm_options import VLLMOptions
+from megaverl.rollout.vllm_packed import loading_parameters_kept
 from megaverl.rollout.vllm_requests import (
     answers,
     calling_when_finished,
@@ -95,7 +96,7 @@ if TYPE_CHECKING:
 
     from megaverl.config.roles import RolloutConfig
     from megaverl.sharding.layout import Layout
-    from megaverl.sharding.vllm import QuantisedWeight
+    from megaverl.sharding.vllm import EngineWeight
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,10 @@ ENVIRONMENT = {
     # Keep the engine core in this process, so that a reshard can write its parameters.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    # With AMX, the CPU build would round activations of int4 engines to 8 bits.
+    "VLLM_CPU_INT4_W4A8": "0",
+    # MXFP8 without a kernel: keep 8-bit weights, as the planner counts them.
+    "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD": "0",
     # vLLM would warn about a missing tokenizer, compiler and sampling defaults, which
     # are left out on purpose.
     "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
@@ -205,6 +210,7 @@ class VLLMEngine:
             self._numerics(),
             to_come,
             nullcontext() if load_weights else order_kept(),
+            loading_parameters_kept(),
             model_loaded(loaded),
             limit,
         ):
@@ -277,7 +283,7 @@ class VLLMEngine:
     def named_parameters(self) -> dict[str, torch.Tensor]:
         return self._written(self.model)
 
-    def quantised_weights(self) -> dict[str, QuantisedWeight]:
+    def quantised_weights(self) -> dict[str, EngineWeight]:
         return quantised_weights(self.model)
 
     def layouts(self, shapes: Shapes) -> Callable[[int], Layout]:
@@ -604,7 +610,9 @@ def engine_arguments(
             raise RolloutError(reason)
         check_runs_here(arguments, experts=spec.moe is not None)
     if arguments.get("quantization"):
-        arguments |= quantised_arguments(arguments["quantization"])
+        arguments |= quantised_arguments(
+            arguments["quantization"], load_weights=options.load_weights
+        )
     if drafts := arguments.get("speculative_config"):
         arguments["speculative_config"] = speculation(drafts)
     return arguments

@@ -150,7 +150,7 @@ class LoaderLayouts:
             place: this rank's index in its replica.
         """
         self._quantised = {
-            name: weight.block
+            name: weight.format
             for name, weight in quantised_weights(self._model).items()
         }
         trace = self._trace(shapes, place)
@@ -179,6 +179,9 @@ class LoaderLayouts:
             logger.info(
                 "vLLM computes %s from weights, which go through its loader", names
             )
+        if self._empty and self._quantised:
+            for name in held.keys() & {*padded_tensors(self.mine)}:
+                held[name].zero_()
         # Parameters with values must not be overwritten by a trial.
         if self._empty and not self._quantised:
             self._empty = False
@@ -246,7 +249,7 @@ class LoaderLayouts:
 def laid_out(
     traced_layout: TracedLayout,
     shapes: Shapes,
-    quantised: Mapping[str, int | None] | None = None,
+    quantised: Mapping[str, str] | None = None,
 ) -> Layout:
     """Return the layout of a trace, with whole weights added for parameters that are computed from them.
 
@@ -260,7 +263,9 @@ def laid_out(
     layout = replace(
         traced_layout.layout,
         quantised={
-            n: b for n, b in (quantised or {}).items() if n in traced_layout.parameters
+            name: form
+            for name, form in (quantised or {}).items()
+            if name in traced_layout.parameters
         },
     )
     if beyond := [

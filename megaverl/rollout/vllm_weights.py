@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -33,9 +33,17 @@ import torch
 from torch import nn
 
 from megaverl.errors import RolloutError
-from megaverl.sharding.vllm import QUANTIZATIONS, QuantisedWeight, scale_shape
+from megaverl.rollout.vllm_packed import (
+    OF_CACHE,
+    is_packed,
+    packed_arguments,
+    packed_weights,
+)
+from megaverl.sharding.quantization import FORMATS, GROUP_FORMATS, BlockFormat
+from megaverl.sharding.vllm import EngineWeight, QuantisedWeight
 
 KEY = "rollout.vllm.quantization"
+FP8_BLOCK = 128
 ROUTERS = r"re:.*\.gate$"
 LINEAR_KERNELS = {
     True: (  # of blocks
@@ -58,16 +66,21 @@ EXPERT_BACKENDS = {
 }
 
 
-def quantised_arguments(method: str) -> dict[str, Any]:
+def quantised_arguments(method: str, *, load_weights: bool) -> dict[str, Any]:
     """Return the EngineArgs of an engine with this `rollout.vllm.quantization`.
 
+    Args:
+        load_weights: whether the engine reads its weights from the model's folder.
+
     Raises:
-        RolloutError: a reshard cannot write weights of this quantisation.
+        RolloutError: a reshard cannot write weights of this quantisation, or a folder's cannot be read in it.
     """
-    if method not in QUANTIZATIONS:
+    if method not in FORMATS:
         raise RolloutError(
-            f"{KEY}={method}: weights that come from an actor can be {', '.join(QUANTIZATIONS)}."
+            f"{KEY}={method}: weights that come from an actor can be {', '.join(FORMATS)}."
         )
+    if method in GROUP_FORMATS:
+        return packed_arguments(method, load_weights=load_weights)
     return {
         # vLLM's name of `fp8` for a folder that is not quantised.
         "quantization": "fp8_per_tensor" if method == "fp8" else method,
@@ -76,28 +89,28 @@ def quantised_arguments(method: str) -> dict[str, Any]:
     }
 
 
-def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
-    """Return vLLM's 8-bit tensors by name, with their scales. Most models have none.
+def quantised_weights(model: nn.Module) -> dict[str, EngineWeight]:
+    """Return vLLM's quantised matrices by name, with their scales. Most models have none.
 
     Raises:
         RolloutError: a kernel holds them in another order; names the kernel and a setting that avoids it.
     """
     modules = dict(model.named_modules())
-    weights_by_name = {}
+    weights_by_name: dict[str, EngineWeight] = {**packed_weights(model)}
     for name, parameter in model.named_parameters():
-        if parameter.dtype == torch.float8_e4m3fn:
-            owner, _, attribute = name.rpartition(".")
+        owner, _, attribute = name.rpartition(".")
+        if parameter.dtype == torch.float8_e4m3fn and not is_packed(modules[owner]):
             weights_by_name[name] = _weight(name, modules[owner], attribute)
     return weights_by_name
 
 
 def in_floating_point(
-    weights: dict[str, QuantisedWeight], dtype: torch.dtype
+    weights: Mapping[str, EngineWeight], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Return, for every quantised tensor, a meta tensor of its shape in the dtype in which it is sent."""
     return {
-        name: torch.empty_like(w.numbers, dtype=dtype, device="meta")
-        for name, w in weights.items()
+        name: torch.empty(weight.shape, dtype=dtype, device="meta")
+        for name, weight in weights.items()
     }
 
 
@@ -126,7 +139,7 @@ def _weight(name: str, module: Any, attribute: str) -> QuantisedWeight:
     weight = QuantisedWeight(
         numbers,
         scales,
-        QUANTIZATIONS["fp8_per_block"] if by_block else None,
+        FP8_BLOCK if by_block else None,
         powers_of_two,
     )
     problems = [*_problems(weight, kernel, known)]
@@ -145,7 +158,7 @@ def _problems(
         yield f"vLLM's kernel {kernel} is none of those known to keep weights in their order ({', '.join(known)})"
     rows, columns = weight.numbers.shape[-2:]
     experts = weight.numbers.shape[:-2]
-    expert_shape = scale_shape(rows, columns, weight.block)
+    expert_shape = BlockFormat(weight.block).scale_shape(rows, columns)
     # Without blocks, each expert has a single scale.
     wanted = (*experts, *(() if experts and weight.block is None else expert_shape))
     if tuple(weight.scales.shape) != wanted or weight.scales.dtype != torch.float32:
@@ -278,12 +291,15 @@ def _addresses(module: torch.nn.Module) -> dict[str, int]:
 def loaded_parameters(
     model: torch.nn.Module,
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the parameters that `load_weights` fills."""
+    """Yield the parameters that `load_weights` fills, without packed matrices, which `packed_weights` has."""
     derived = with_derived_weights(model)
+    packed = {name for name, module in model.named_modules() if is_packed(module)}
     for name, parameter in model.named_parameters():
+        owner, _, attribute = name.rpartition(".")
         # Scales are computed from weights when these are quantised.
-        is_scale = name.endswith(("weight_scale", "weight_scale_inv"))
-        if name.rpartition(".")[0] not in derived and not is_scale:
+        is_scale = attribute in ("weight_scale", "weight_scale_inv", *OF_CACHE)
+        is_of_packed = owner in packed and attribute != "bias"
+        if owner not in derived and not is_scale and not is_of_packed:
             yield name, parameter
 
 

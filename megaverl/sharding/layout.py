@@ -34,15 +34,14 @@ class Layout:
         local_shapes: shape of every local tensor, by its name in the engine. Tensors of which the rank has an empty
             shard are not listed.
         global_shapes: shape of every global tensor of which the rank holds a piece.
-        quantised: local tensors of 8-bit numbers -> rows and columns of the blocks that share a scale. None: the whole
-            matrix shares one (`sharding/vllm.py`).
+        quantised: quantised local tensors -> name of their format (`sharding/quantization.py`).
         views: name of a view -> its local tensor and strides, for pieces that lie there transposed or in steps.
     """
 
     pieces: tuple[Piece, ...]
     local_shapes: dict[str, tuple[int, ...]]
     global_shapes: dict[str, tuple[int, ...]]
-    quantised: Mapping[str, int | None] = field(default_factory=dict)
+    quantised: Mapping[str, str] = field(default_factory=dict)
     views: Mapping[str, tuple[str, Strides]] = field(default_factory=dict)
 
     def stored_in(self, local: str) -> str:
@@ -262,7 +261,7 @@ class LayoutBuilder:
             self._global_shapes[weight.name] = weight.shape
         self._local_shapes[local] = fill.shape
 
-    def build(self, quantised: Mapping[str, int | None] | None = None) -> Layout:
+    def build(self, quantised: Mapping[str, str] | None = None) -> Layout:
         """Return the layout of everything added."""
         return Layout(
             tuple(self._pieces),

@@ -1,7 +1,7 @@
 """Layout of vLLM's model parameters for any tensor-parallel rank, with and without expert parallelism.
 
-Also weights that an engine holds in 8 bits: which these are, what shares a scale, and
-in which parts they arrive.
+Also weights that an engine holds in 4 or 8 bits: which these are, and in which parts
+they arrive. `sharding/quantization.py` has their formats.
 
 An engine asks vLLM's own loader (`rollout/vllm_layouts.py`). The planner uses the rules
 below: a memory estimate must not wait 15 s for vLLM's import, nor need vLLM on a login
@@ -38,7 +38,7 @@ buffer in the dtype of the transfer. Rules: vLLM 0.32,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -46,29 +46,20 @@ from megaverl.errors import GridError
 from megaverl.sharding.boxes import Box, cut, whole
 from megaverl.sharding.layout import Fill, Layout, LayoutBuilder, Piece, stack
 from megaverl.sharding.model_spec import ModelSpec, misfits, shares_kv_heads
+from megaverl.sharding.quantization import FORMATS
 from megaverl.sharding.weight import Split, Weight, even_part, fused_parts, stacked_part
 
 if TYPE_CHECKING:
     import torch
 
 
-# vLLM's names -> rows and columns of a block that has a scale, or None for one scale
-# per matrix. vLLM treats `fp8` as `fp8_per_tensor` if the model's folder is not
-# quantized (`model_executor/model_loader/weight_utils.py`).
-QUANTIZATIONS: dict[str, int | None] = {
-    "fp8_per_block": 128,
-    "fp8_per_tensor": None,
-    "fp8": None,
-}
-# Scales are float32.
-SCALE_BYTES = 4
 # Megatron's names of routers, and of the gate of a shared expert, which vLLM keeps in
 # full precision.
 NEVER_QUANTISED = ("mlp.router.", "mlp.shared_experts.gate_weight")
 
 
 class QuantisedWeight(NamedTuple):
-    """Quantized tensor of this rank's part of an engine, and its scales: weight ≈ numbers * scale.
+    """FP8 tensor of this rank's part of an engine, and its scales: weight ≈ numbers * scale.
 
     Attributes:
         numbers: float8_e4m3fn, [rows, columns] or [experts, rows, columns], the shape in the layout.
@@ -82,6 +73,39 @@ class QuantisedWeight(NamedTuple):
     scales: torch.Tensor
     block: int | None
     powers_of_two: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight in the layout."""
+        return tuple(self.numbers.shape)
+
+    @property
+    def format(self) -> str:
+        """Name of the format in `FORMATS`."""
+        return "fp8_per_tensor" if self.block is None else "fp8_per_block"
+
+
+class PackedWeight(NamedTuple):
+    """Matrix of this rank's part of an engine in a format with groups, which a kernel may hold in an order of its own.
+
+    Attributes:
+        shape: [rows, columns], the shape in the layout.
+        format: name of the format in `GROUP_FORMATS`.
+        scale_dtype: dtype of int4 scales, which is that of activations.
+        load: writes the tensors of the format, by their names in a compressed-tensors folder, to the engine in place.
+        largest: reduces this rank's largest |element| over the engine's ranks. Collective. None: no other rank holds a
+            part of the matrix.
+    """
+
+    shape: tuple[int, ...]
+    format: str
+    scale_dtype: torch.dtype
+    load: Callable[[Mapping[str, torch.Tensor]], None]
+    largest: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+# Weights of a quantised engine, in either kind of storage.
+EngineWeight = QuantisedWeight | PackedWeight
 
 
 def quantised_tensors(weights: Sequence[Weight]) -> dict[str, None]:
@@ -99,11 +123,6 @@ def quantised_tensors(weights: Sequence[Weight]) -> dict[str, None]:
         and weight.split is not Split.VOCAB
         and not weight.megatron.startswith(NEVER_QUANTISED)
     }
-
-
-def scale_shape(rows: int, columns: int, block: int | None) -> tuple[int, ...]:
-    """Return the shape of the scales of one matrix."""
-    return (1,) if block is None else (-(-rows // block), -(-columns // block))
 
 
 def slot_of(piece: Piece) -> int:
@@ -172,14 +191,15 @@ def landing_parts(
 
 
 def held_bytes(layout: Layout, itemsize: int) -> int:
-    """Return the bytes of an engine's tensors: one per element for quantized ones, plus their scales."""
+    """Return the bytes of an engine's tensors, with the scales of quantized ones."""
     total = 0
     for name, shape in layout.local_shapes.items():
         if name not in layout.quantised:
             total += prod(shape) * itemsize
             continue
-        scales = prod(scale_shape(shape[-2], shape[-1], layout.quantised[name]))
-        total += prod(shape) + prod(shape[:-2]) * scales * SCALE_BYTES
+        rows, columns = shape[-2:]
+        matrix = FORMATS[layout.quantised[name]].num_bytes(rows, columns, itemsize)
+        total += prod(shape[:-2]) * matrix
     return total
 
 
@@ -207,7 +227,7 @@ def vllm_layouts(
         expert_parallel: vLLM's `enable_expert_parallel`.
         expert_placement: vLLM's `expert_placement_strategy`. As in vLLM, models without expert groups are always placed
             linearly.
-        quantization: vLLM's quantization, one of `QUANTIZATIONS`. None: floating-point weights.
+        quantization: vLLM's quantization, one of `FORMATS`. None: floating-point weights.
 
     Raises:
         GridError: `rollout.tp` does not divide heads, rows or the padded vocabulary, or exceeds the number of experts.
@@ -235,7 +255,7 @@ def vllm_layouts(
     quantised = (
         {}
         if quantization is None
-        else dict.fromkeys(quantised_tensors(weights), QUANTIZATIONS[quantization])
+        else dict.fromkeys(quantised_tensors(weights), quantization)
     )
 
     def layout_of(rank: int) -> Layout:

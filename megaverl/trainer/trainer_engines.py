@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megaverl.config import Config
-from megaverl.config.roles import GridConfig, TrainedConfig
+from megaverl.config.roles import ActorConfig, GridConfig, TrainedConfig
 from megaverl.distributed.groups import Grid, ProcessGroupManager
 from megaverl.models.folder import read_model
 from megaverl.sharding.model_spec import ModelSpec
@@ -57,6 +57,9 @@ def make_model(
         if trained
         else "none",
         chunked_logits=config.chunked_logits,
+        fake_quantization=config.fake_quantization
+        if isinstance(config, ActorConfig)
+        else None,
         initialize=run.model.init != "weights",
         pack_samples=config.pack_samples,
         batch_invariant=run.rollout.batch_invariant,

@@ -363,6 +363,7 @@ def build_and_step(
             seed=RANDOM,
             role=role,
             chunked_logits=section.chunked_logits,
+            fake_quantization=getattr(section, "fake_quantization", None),
             pack_samples=section.pack_samples,
         ),
         overrides=overrides,

@@ -19,6 +19,7 @@ from megaverl.config.roles import LoraConfig
 from megaverl.distributed.collectives import broadcast_json, reduce_json, together
 from megaverl.distributed.groups import Grid, ProcessGroupManager
 from megaverl.errors import ConfigError
+from megaverl.models.fake_quantization import round_hf_layers
 from megaverl.models.hf_attention import RowReading, packed
 from megaverl.models.hf_model import (
     PolicyModule,
@@ -122,6 +123,8 @@ class FSDPModel(TrainingModel):
             if grid.shape.cp > 1:
                 _check_context(model, reading, fsdp, trained, role)
             freeze_weights(model, freeze, role)
+            if options.fake_quantization is not None:
+                round_hf_layers(model, options.fake_quantization)
             self._cuts = tensor_cuts(model, grid.shape.tp, role)
             # Layouts of the whole model and of the shards, before FSDP2 replaces the
             # parameters by shards.

@@ -20,6 +20,7 @@ from megaverl.distributed.collectives import device_of
 from megaverl.errors import TrainingStopped
 from megaverl.platform import platform
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.quantization import GROUP_FORMATS
 
 # Histogram bins per factor of 2, so that percentiles are accurate to 2.2 %.
 PER_OCTAVE = 32
@@ -141,17 +142,25 @@ WITH_EXPERTS = Rounding("a mixture of experts", mean=20.0, p999=256.0, most=32.0
 QUANTISED = Rounding(
     "an engine with 8-bit weights or cache", mean=32.0, p999=512.0, most=64.0
 )
+# Rounding to 4 bits is up to 16 times as coarse.
+IN_4_BITS = Rounding("an engine with 4-bit weights", 128.0, 2048.0, 512.0)
 
 
-def rounding_of(spec: ModelSpec, rollout: RolloutConfig) -> Rounding:
+def rounding_of(
+    spec: ModelSpec, rollout: RolloutConfig, *, trained_rounded: bool = False
+) -> Rounding:
     """Return the differences that 16-bit rounding explains.
 
     An architecture that no table describes may have experts, and is treated so.
+
+    Args:
+        trained_rounded: the actor rounds its weights as the engine does (`actor.fake_quantization`).
     """
     cache = str(rollout.vllm.get("kv_cache_dtype") or "auto")
-    if rollout.vllm.get("quantization") or not cache.startswith(
-        ("auto", "bfloat16", "float16")
-    ):
+    method = None if trained_rounded else rollout.vllm.get("quantization")
+    if method in GROUP_FORMATS and GROUP_FORMATS[method].bits == 4:
+        return IN_4_BITS
+    if method or not cache.startswith(("auto", "bfloat16", "float16")):
         return QUANTISED
     return DENSE if spec.is_tabled and spec.moe is None else WITH_EXPERTS
 
@@ -172,7 +181,10 @@ def check_first_comparison(
     # From strict to loose: the user's limit, equality, float32 on a CPU, rounding of
     # 16 bits.
     tolerance = config.rollout.logprob_tolerance
-    if tolerance is None and not platform.is_cuda:
+    trained_rounded = config.actor.fake_quantization is not None
+    rounding = rounding_of(spec, config.rollout, trained_rounded=trained_rounded)
+    is_quantised = rounding in (QUANTISED, IN_4_BITS)
+    if tolerance is None and not platform.is_cuda and not is_quantised:
         if config.rollout.batch_invariant:
             tolerance = 0.0
         elif dtype == torch.float32:
@@ -185,10 +197,9 @@ def check_first_comparison(
                 differences, config, f"allowed are {tolerance:.3g} for any token"
             )
         )
-    rounding = rounding_of(spec, config.rollout)
     # On CUDA, float32 matrix products may use TF32, which has the precision of float16.
     unit = torch.finfo(torch.float16 if dtype == torch.float32 else dtype).eps
-    if rounding is QUANTISED:
+    if is_quantised:
         unit = torch.finfo(torch.bfloat16).eps
     name = str(dtype).removeprefix("torch.")
     usual = (

@@ -27,6 +27,10 @@ from megaverl.models.build import (
     why_not_cut,
     why_padded,
 )
+from megaverl.models.fake_quantization import (
+    quantised_locals,
+    round_megatron_layers,
+)
 from megaverl.models.freezing import (
     frozen_names,
     frozen_parameters,
@@ -53,6 +57,7 @@ from megaverl.platform import platform
 from megaverl.platform.batch_invariant import batch_invariant
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec, no_adapters, why_images_not_cut
+from megaverl.sharding.vllm import quantised_tensors
 from megaverl.workers.model import Loss, Taken, TrainingModel
 from megaverl.workers.model_options import ModelOptions
 
@@ -213,6 +218,8 @@ class MegatronModel(TrainingModel):
         self.parameters = {name: self.held_parameters[name] for name in named}
         if freeze:
             self._freeze(freeze)
+        if options.fake_quantization is not None:
+            self._round_weights(options.fake_quantization)
         if lora is not None:
             self.adapters = Adapters(
                 self.chunks,
@@ -260,6 +267,21 @@ class MegatronModel(TrainingModel):
             pp_size=grid.shape.pp, vp_size=grid.shape.vpp
         )
         self._p2p = StageCommunicator(grid, self.config) if grid.shape.pp > 1 else None
+
+    def _round_weights(self, method: str) -> None:
+        """Let the layers that an engine quantises multiply with rounded weights."""
+        in_engine = quantised_tensors(self.held_weights)
+        names = {
+            weight.name for weight in self.held_weights if weight.vllm in in_engine
+        }
+        held = quantised_locals(names, self.held_layout_of(self.grid.rank).by_tensor)
+        round_megatron_layers(
+            self.chunks,
+            [self.held_parameters[local] for local in sorted(held)],
+            method,
+            self.grid.tp_group,
+            self.role,
+        )
 
     def _freeze(self, patterns: Sequence[str]) -> None:
         """Freeze weights before megatron-core makes gradient buffers and an optimizer of the others."""

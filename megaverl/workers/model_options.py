@@ -24,6 +24,8 @@ class ModelOptions:
         lora: train only adapters, and a critic's head.
         activation_checkpointing: none, selective or full.
         chunked_logits: the model returns hidden states, from which log-probs are computed in chunks.
+        fake_quantization: the format in `GROUP_FORMATS` to which linear layers round their weights in every forward
+            pass. None: they do not.
         initialize: draw random weights. False: leave them uninitialised, because all of them will be loaded.
         pack_samples: concatenate the samples of a micro-batch and store a shared prompt once, if the model can read
             packed rows.
@@ -39,6 +41,7 @@ class ModelOptions:
     lora: LoraConfig | None = None
     activation_checkpointing: str = "none"
     chunked_logits: bool = False
+    fake_quantization: str | None = None
     initialize: bool = True
     pack_samples: bool = True
     batch_invariant: bool = False

@@ -180,7 +180,7 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
         (
             ["rollout.vllm.quantization=fp8_per_channel"],
             "rollout.vllm.quantization",
-            "can be fp8_per_block, fp8_per_tensor, fp8.",
+            "can be fp8_per_block, fp8_per_tensor, fp8, int4_g32",
         ),
         (
             ["rollout.vllm.quantization=fp8", "model.dtype=float32"],
@@ -418,6 +418,59 @@ def test_an_engine_whose_experts_lie_transposed_is_not_quantised(mistakes, tmp_p
         "vLLM transposes the model's experts" in found["rollout.vllm.quantization"]
         and len(found) == 1
     )
+
+
+def test_groups_of_columns_that_no_rank_has_whole(mistakes, tmp_path) -> None:
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    widths = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4}
+    config |= widths | {"num_key_value_heads": 2, "head_dim": 64}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    found = mistakes("rollout.vllm.quantization=int4_g128")
+    assert "intermediate_size=320. Use a" in found["rollout.vllm.quantization"]
+    found = mistakes(
+        "rollout.vllm.quantization=int4_g64", "rollout.tp=2", "run.nproc=2"
+    )
+    assert "intermediate_size=320 over 2 ranks" in found["rollout.vllm.quantization"]
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    }
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | experts))
+    found = mistakes("rollout.vllm.quantization=nvfp4")
+    assert "routed experts" in found["rollout.vllm.quantization"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["actor.fake_quantization=int3"], "found 'int3'; formats that can be"),
+        (["actor.fake_quantization=int4_g32"], "engine's weights are not quantised"),
+        (
+            ["actor.fake_quantization=mxfp8", "rollout.vllm.quantization=nvfp4"],
+            "engine's weights are in 'nvfp4'. Set rollout.vllm.quantization: mxfp8",
+        ),
+        (
+            [
+                "actor.fake_quantization=nvfp4",
+                "rollout.vllm.quantization=nvfp4",
+                "actor.engine=fsdp",
+            ],
+            "separate under engine: fsdp",
+        ),
+        (
+            [
+                "actor.fake_quantization=nvfp4",
+                "rollout.vllm.quantization=nvfp4",
+                "actor.lora={rank: 4}",
+            ],
+            "adapters are merged before",
+        ),
+    ],
+)
+def test_rounding_that_would_not_be_sampled(mistakes, overrides, said) -> None:
+    assert said in mistakes(*overrides)["actor.fake_quantization"]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,8 @@ from megaverl.rollout import split_prompts
 from megaverl.rollout.engine import Generation, OnLoad, Sampling, Shapes
 from megaverl.rollout.vllm_weights import in_floating_point
 from megaverl.sharding.layout import Layout
-from megaverl.sharding.vllm import QuantisedWeight, scale_shape, vllm_layouts
+from megaverl.sharding.quantization import FORMATS
+from megaverl.sharding.vllm import QuantisedWeight, vllm_layouts
 from megaverl.sharding.weight import shapes_of
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Stages, alone
@@ -462,8 +463,8 @@ class RecipeEngine:
         self._spec = builder.spec
         self.layout = layout = self.layouts(shapes_of(weights_of(builder.spec)))(rank)
         self._quantised = {
-            name: _quantised(layout.local_shapes[name], block)
-            for name, block in layout.quantised.items()
+            name: _quantised(layout.local_shapes[name], FORMATS[form])
+            for name, form in layout.quantised.items()
         }
         self._parameters = in_floating_point(self._quantised, builder.dtype) | {
             name: torch.empty(shape, dtype=builder.dtype, device="cuda")
@@ -510,13 +511,14 @@ class RecipeEngine:
         return self._quantised
 
 
-def _quantised(shape: tuple[int, ...], block: int | None) -> QuantisedWeight:
+def _quantised(shape: tuple[int, ...], form: Any) -> QuantisedWeight:
     *experts, rows, columns = shape
-    of_one = () if experts and block is None else scale_shape(rows, columns, block)
+    whole = experts and form.block is None
+    of_one = () if whole else form.scale_shape(rows, columns)
     return QuantisedWeight(
         torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda"),
         torch.empty((*experts, *of_one), dtype=torch.float32, device="cuda"),
-        block,
+        form.block,
     )
 
 

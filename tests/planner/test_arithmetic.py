@@ -274,6 +274,30 @@ def test_seconds_follow_the_bandwidths() -> None:
     )
 
 
+def test_an_engine_in_4_bits_holds_half_a_byte_an_element_and_its_scales() -> None:
+    name = "llama3_70b/grpo_8_nodes"
+    plain, int4, nvfp4 = (
+        recipe(name, 64, *([f"rollout.vllm.quantization={kind}"] if kind else []))
+        for kind in ("", "int4_g128", "nvfp4")
+    )
+    heads = (plain.spec.num_heads + 2 * plain.spec.num_kv_heads) // 8
+    shapes = [(heads * 128, 8192), (8192, 1024), (2 * 3584, 8192), (8192, 3584)]
+    linear = 80 * sum(map(math.prod, shapes))
+    held = [MemoryModel(job).rank(0).engine.weights for job in (plain, int4, nvfp4)]
+    assert held[0] - held[1] == 2 * linear - linear // 2 - 2 * linear // 128
+    globals_ = 4 * 80 * len(shapes)
+    assert held[0] - held[2] == 2 * linear - linear // 2 - linear // 16 - globals_
+
+
+def test_rounded_weights_of_an_actor_are_counted() -> None:
+    name, method = "llama3_70b/grpo_8_nodes", "int4_g128"
+    settings = [f"rollout.vllm.quantization={method}"]
+    plain = recipe(name, 64, *settings)
+    rounding = recipe(name, 64, *settings, f"actor.fake_quantization={method}")
+    parts = [MemoryModel(job).rank(0).parts["actor"] for job in (plain, rounding)]
+    assert parts[1]["rounded weights"] > 0 and "rounded weights" not in parts[0]
+
+
 def test_an_engine_in_8_bits_holds_a_byte_an_element_and_its_scales() -> None:
     name = "llama3_70b/grpo_8_nodes"
     plain, block, tensor = (

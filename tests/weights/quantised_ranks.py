@@ -19,10 +19,10 @@ from megaverl.sharding.load_balance import RankLayouts
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import MLASpec, ModelSpec
 from megaverl.sharding.plan import make_plan
+from megaverl.sharding.quantization import FORMATS, BlockFormat
 from megaverl.sharding.vllm import (
     QuantisedWeight,
     landing_parts,
-    scale_shape,
     vllm_layouts,
 )
 from megaverl.weights.fingerprint import ReshardCheck
@@ -79,7 +79,7 @@ def reference(
                 torch.exp2(torch.ceil(torch.log2(scale))) if powers_of_two else scale
             )
             numbers[place] = (one * (1 / scales[i, j])).to(torch.float8_e4m3fn)
-    return numbers, scales.reshape(scale_shape(rows, columns, block))
+    return numbers, scales.reshape(BlockFormat(block).scale_shape(rows, columns))
 
 
 class Case:
@@ -140,7 +140,7 @@ class Case:
         self.rest = {name: torch.zeros_like(tensor) for name, tensor in engine.items()}
         self.engine = engine
         self.weights = {
-            name: room(shape, self.layout.quantised[name])
+            name: room(shape, FORMATS[self.layout.quantised[name]].block)
             for name, shape in self.quantised_shapes()
         }
         self.parts = landing_parts(
@@ -234,7 +234,7 @@ def as_tensors(
 def room(shape: tuple[int, ...], block: int | None) -> QuantisedWeight:
     on_device: dict[str, Any] = {"device": platform.device}
     numbers = torch.zeros(shape, dtype=torch.float8_e4m3fn, **on_device)
-    one = scale_shape(shape[-2], shape[-1], block)
+    one = BlockFormat(block).scale_shape(shape[-2], shape[-1])
     scales = torch.zeros(
         *shape[:-2],
         *(() if len(shape) > 2 and block is None else one),

@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
+from megaverl.config.fsdp import FsdpConfig
 from megaverl.config.roles import LoraConfig, RolloutConfig
 from megaverl.distributed.grid import GridShape
+from megaverl.models.fake_quantization import quantised_locals, rounding_of
+from megaverl.models.packing import MicroBatch
+from megaverl.rollout import vllm_engine
 from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.rollout.vllm_options import VLLMOptions
+from megaverl.rollout.vllm_packed import compressed_config
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.vllm import quantised_tensors
 from megaverl.sharding.weight import shapes_of
-from megaverl.weights.transports.quantised import dequantise
+from megaverl.weights.transports.quantised import dequantise, packed_matrix
+from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.weight_sync import ActorWeights, WeightSync
 from tests.models.ranks import manager
-from tests.workers.reshard_ranks import GREEDY
+from tests.workers.reshard_ranks import GREEDY, largest_difference
 
 PROMPTS = [[2, 7, 5], [11, 4]]
 
 
 def engine(
-    folder: str, tp: int, quantization: str, *, load_weights: bool
+    folder: str,
+    tp: int,
+    quantization: str | None,
+    *,
+    load_weights: bool,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> VLLMEngine:
     return VLLMEngine(
         folder,
-        RolloutConfig(tp=tp, vllm={"quantization": quantization}),
+        RolloutConfig(
+            tp=tp, vllm={"quantization": quantization} if quantization else {}
+        ),
         VLLMOptions(
             seed=0,
-            dtype=torch.bfloat16,
+            dtype=dtype,
             max_model_len=64,
             load_weights=load_weights,
             num_sequences=4,
@@ -42,7 +59,7 @@ def engine(
 def bits(made: VLLMEngine) -> dict[str, torch.Tensor]:
     """All parameters of vLLM's model, numbers and scales, as bytes."""
     return {
-        n: p.detach().contiguous().clone().view(torch.uint8)
+        n: p.detach().flatten().clone().view(torch.uint8)
         for n, p in made.model.named_parameters()
     }
 
@@ -91,6 +108,182 @@ def reshard_and_generate(
         ]
         fresh.close()
     return found
+
+
+def reshard_groups(
+    folder: str, out: str, shape: dict[str, int], tp: int, methods: list[str]
+) -> dict[str, Any]:
+    """Engines with groups take an actor's weights, the second time other ones than the first.
+
+    Returns by method what differs from a fresh engine that loaded a compressed-tensors
+    folder with the second weights, the kernel, whether the first weights gave other
+    bits, and the responses of both engines.
+    """
+    spec = ModelSpec.from_folder(folder)
+    model = MegatronModel(
+        spec,
+        manager().grid(GridShape(**shape)),
+        ModelOptions(dtype=torch.bfloat16, seed=0),
+    )
+    found = {}
+    for method in methods:
+        model.load(folder)
+        made = engine(folder, tp, method, load_weights=False)
+        layouts = made.layouts(shapes_of(model.weights))
+        sync = WeightSync(ActorWeights.of(model), layouts, made, model.grid.world)
+        with torch.no_grad():
+            for parameter in model.parameters.values():
+                parameter.mul_(3)
+        sync.reshard()
+        before = bits(made)
+        model.load(folder)
+        sync.reshard()
+        held = bits(made)
+        responses = [g.token_ids for g in made.generate(PROMPTS, GREEDY, [0, 0])]
+        kernels = {
+            type(module.scheme.kernel).__name__
+            for module in made.model.modules()
+            if hasattr(module, "scheme")
+        }
+        odd = made.quantised_weights().keys() ^ quantised_tensors(model.weights).keys()
+        made.close()
+        target = Path(out) / method
+        if dist.get_rank() == 0:
+            write_compressed(Path(folder), target, method)
+        dist.barrier()
+        fresh, expected, afresh = from_compressed(folder, target, tp)
+        found[method] = {
+            "differ": [
+                n
+                for n in expected
+                # Of a fused layer, vLLM keeps the shape of one part.
+                if not n.endswith("weight_shape")
+                and not torch.equal(held[n], expected[n])
+            ]
+            + sorted(held.keys() ^ expected.keys())
+            + sorted(odd),
+            "kernels": sorted(kernels),
+            "changed": any(not torch.equal(held[n], before[n]) for n in held),
+            "responses": responses,
+            "afresh": afresh,
+        }
+        fresh.close()
+    return found
+
+
+def from_compressed(
+    folder: str, packed: Path, tp: int
+) -> tuple[VLLMEngine, dict[str, torch.Tensor], list[list[int]]]:
+    """An engine that vLLM makes of a compressed-tensors folder, its parameters, and its responses.
+
+    megaverl's own checks read `folder`, since a quantised one cannot be trained.
+    """
+    start = vllm_engine._start
+
+    def start_packed(_: str, arguments: dict[str, Any]) -> Any:
+        return start(str(packed), arguments)
+
+    vllm_engine._start = start_packed
+    try:
+        fresh = engine(folder, tp, None, load_weights=True)
+    finally:
+        vllm_engine._start = start
+    held = bits(fresh)
+    return fresh, held, [g.token_ids for g in fresh.generate(PROMPTS, GREEDY, [0, 0])]
+
+
+def write_compressed(folder: Path, out: Path, method: str) -> None:
+    """Quantise a folder's linear layers one by one, as llm-compressor stores them."""
+    out.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = compressed_config(method)
+    (out / "config.json").write_text(json.dumps(config))
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = tensor
+            continue
+        # Layers that vLLM fuses share NVFP4's scale of a whole matrix.
+        owner = name.removesuffix(".weight")
+        kind = owner.rpartition(".")[2]
+        fused = next((each for each in FUSED if kind in each), (kind,))
+        peers = [tensors[f"{owner.removesuffix(kind)}{k}.weight"] for k in fused]
+        largest = torch.stack([peer.abs().max() for peer in peers]).max().float()
+        packed = packed_matrix(tensor, method, torch.bfloat16, largest)
+        stored |= {f"{owner}.{key}": value for key, value in packed.items()}
+    save_file(stored, out / "model.safetensors")
+
+
+def train_what_is_sampled(
+    folder: str, shape: dict[str, Any], tp: int, methods: list[str]
+) -> dict[str, Any]:
+    """Actors that round their weights, and engines in the same formats that take these weights.
+
+    Returns by method the largest difference between log-probs of the engine's responses
+    and the actor's, with and without rounding in the actor, and between gradients of
+    the actor and those of a plain model with rounded weights.
+    """
+    found = {}
+    for method in methods:
+        models = [rounding_actor(folder, shape, each) for each in (method, None)]
+        for model in models:
+            model.load(folder)
+        rounds, plain = models
+        made = engine(folder, tp, method, load_weights=False, dtype=torch.float32)
+        layouts = made.layouts(shapes_of(rounds.weights))
+        WeightSync(ActorWeights.of(rounds), layouts, made, rounds.grid.world).reshard()
+        responses = made.generate(PROMPTS, GREEDY, [0, 0])
+        made.close()
+        found[method] = {
+            "rounded": largest_difference(rounds, PROMPTS, responses),
+            "plain": largest_difference(plain, PROMPTS, responses),
+        }
+        if isinstance(rounds, MegatronModel) and isinstance(plain, MegatronModel):
+            in_engine = quantised_tensors(plain.weights)
+            names = {w.name for w in plain.weights if w.vllm in in_engine}
+            held = quantised_locals(names, plain.layout_of(plain.grid.rank).by_tensor)
+            rounding = rounding_of(method, plain.grid.tp_group)
+            with torch.no_grad():
+                for local in sorted(held):
+                    plain.parameters[local].copy_(rounding(plain.parameters[local]))
+            found[method]["gradients"] = max(
+                float((a - b).abs().max() / b.abs().max())
+                for a, b in zip(gradients(rounds), gradients(plain), strict=True)
+            )
+    return found
+
+
+def rounding_actor(
+    folder: str, shape: dict[str, Any], method: str | None
+) -> MegatronModel | FSDPModel:
+    """An actor in float32 on a grid of Megatron-core, or under FSDP2."""
+    options = ModelOptions(dtype=torch.float32, seed=0, fake_quantization=method)
+    if "fsdp" in shape:
+        grid = manager().grid(GridShape.fit(dist.get_world_size(), tp=1))
+        fsdp = FsdpConfig(sharding_strategy=shape["fsdp"])
+        return FSDPModel(folder, grid, manager(), options, fsdp=fsdp)
+    spec = ModelSpec.from_folder(folder)
+    return MegatronModel(spec, manager().grid(GridShape(**shape)), options)
+
+
+def gradients(model: MegatronModel) -> list[torch.Tensor]:
+    """Of some loss, for every parameter of this rank."""
+    tokens = torch.tensor([[2, 7, 5, 9], [11, 4, 1, 3]])
+    lengths = torch.full((2,), 3)
+    batch = MicroBatch(torch.arange(2), tokens, torch.ones_like(lengths), lengths)
+
+    def loss(output: torch.Tensor, _: Any) -> Any:
+        value = output.float().logsumexp(-1).sin().sum()
+        return value, {"loss": value.detach()}
+
+    model.forward_backward(model.chunks, [batch], loss)
+    return [model.parameters[name].grad for name in sorted(model.parameters)]
+
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def merged_error(folder: str, shape: dict[str, int], made: VLLMEngine) -> float:

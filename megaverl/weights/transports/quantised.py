@@ -1,5 +1,5 @@
-"""Transport into quantised weights: receive parts in a buffer, then write them as 8-bit
-numbers and scales, as vLLM does.
+"""Transport into quantised weights: receive parts in a buffer, then write them as
+numbers of 4 or 8 bits and scales, as vLLM does.
 
 A part consists of whole matrices (`sharding/vllm.py`), which other transports carry as
 if the engine held them in floating point. So it has as many bytes as without
@@ -7,10 +7,11 @@ quantisation, and the buffer is the only extra memory. Quantising at the source 
 halve the bytes. But blocks may lie on several ranks, which would need one more exchange
 for their largest elements, and a layout for each way in which a source is split.
 
-Rules (vLLM 0.32): a block of 128 x 128 has the scale max|w| / 448 and the numbers w * (1 / scale), rounded to
+Rules for FP8 (vLLM 0.32): a block of 128 x 128 has the scale max|w| / 448 and the numbers w * (1 / scale), rounded to
 float8_e4m3fn (`utils/deep_gemm.py`, `per_block_cast_to_fp8`; 448 is the largest such number). A whole matrix follows
 the same rule (`layers/quantization/online/fp8.py`), where each rank scales its own part of the matrix: a product needs
-no more, and the scales are closer to the weights than one scale for all ranks.
+no more, and the scales are closer to the weights than one scale for all ranks. `weights/low_precision.py` has the
+rules for formats with a scale for adjacent columns of a row.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ import torch
 from megaverl.platform import platform
 from megaverl.sharding.boxes import Box
 from megaverl.sharding.plan import Hop, Transfer
-from megaverl.sharding.vllm import QuantisedWeight, slot_of
+from megaverl.sharding.quantization import GROUP_FORMATS
+from megaverl.sharding.vllm import (
+    EngineWeight,
+    PackedWeight,
+    QuantisedWeight,
+    slot_of,
+)
+from megaverl.weights.low_precision import packed_tensors, quantise_groups
 from megaverl.weights.transports import Moved, TransferJob, Transport, view
 
 FP8 = torch.float8_e4m3fn
@@ -37,13 +45,18 @@ CHUNK = 1 << 22  # elements that are converted to float32 at a time
 
 
 @torch.no_grad()
-def quantise(matrix: torch.Tensor, into: QuantisedWeight, expert: int = 0) -> None:
-    """Write a matrix [rows, columns] of any floating-point dtype into its place, some rows at a time.
+def quantise(matrix: torch.Tensor, into: EngineWeight, expert: int = 0) -> None:
+    """Write a matrix [rows, columns] of any floating-point dtype into its place.
+
+    Collective over the engine's ranks if `into.largest` is.
 
     Args:
         into: a weight of the matrix's shape, or of several experts.
         expert: index of the expert.
     """
+    if isinstance(into, PackedWeight):
+        _quantise_packed(matrix, into)
+        return
     several = into.numbers.dim() > 2
     numbers = into.numbers[expert] if several else into.numbers
     scales = into.scales[expert] if several else into.scales
@@ -71,6 +84,51 @@ def quantise(matrix: torch.Tensor, into: QuantisedWeight, expert: int = 0) -> No
         )
 
 
+def _quantise_packed(matrix: torch.Tensor, into: PackedWeight) -> None:
+    form = GROUP_FORMATS[into.format]
+    largest = None
+    if form.kind == "nvfp4":
+        low, high = torch.aminmax(matrix)
+        largest = torch.maximum(-low, high).float()
+        if into.largest is not None:
+            largest = into.largest(largest)
+    into.load(packed_matrix(matrix, into.format, into.scale_dtype, largest))
+
+
+def packed_matrix(
+    matrix: torch.Tensor,
+    method: str,
+    scale_dtype: torch.dtype,
+    largest: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a matrix in a format of `GROUP_FORMATS`, some rows quantised at a time.
+
+    Args:
+        matrix: [rows, columns].
+        largest: see `quantise_groups`; must be given for nvfp4.
+    """
+    form = GROUP_FORMATS[method]
+    rows, columns = matrix.shape
+    # A multiple of 8: zero points of eight rows are in one element.
+    step = max(8, CHUNK // max(1, columns) // 8 * 8)
+    parts = []
+    for top in range(0, rows, step):
+        quantised = quantise_groups(
+            matrix[top : top + step], form, scale_dtype=scale_dtype, largest=largest
+        )
+        parts.append(packed_tensors(quantised, form, scale_dtype))
+    tensors = {
+        name: torch.cat([part[name] for part in parts])
+        for name in parts[0]
+        if name not in ("weight_shape", "weight_global_scale")
+    }
+    if "weight_global_scale" in parts[0]:
+        tensors["weight_global_scale"] = parts[0]["weight_global_scale"]
+    if "weight_shape" in parts[0]:
+        tensors["weight_shape"] = torch.tensor([rows, columns], device=matrix.device)
+    return tensors
+
+
 def _quantise_blocks(
     matrix: torch.Tensor,
     numbers: torch.Tensor,
@@ -96,7 +154,7 @@ def _scale(largest: torch.Tensor, powers_of_two: bool) -> torch.Tensor:
 
 
 def dequantise(weight: QuantisedWeight, expert: int = 0) -> torch.Tensor:
-    """Return the matrix [rows, columns] in float32 that the numbers and scales represent."""
+    """Return the matrix [rows, columns] in float32 that the numbers and scales of an FP8 weight represent."""
     several = weight.numbers.dim() > 2
     numbers = (weight.numbers[expert] if several else weight.numbers).float()
     scales = weight.scales[expert] if several else weight.scales
@@ -131,7 +189,7 @@ class QuantisedDestination:
     """
 
     parts: Sequence[frozenset[str]]
-    weights: Mapping[str, QuantisedWeight] = field(default_factory=dict)
+    weights: Mapping[str, EngineWeight] = field(default_factory=dict)
     landed: Landed = lambda tensors, view_of: None
 
     @property
