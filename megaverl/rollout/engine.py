@@ -162,7 +162,7 @@ class ReceivesWeights(Protocol):
     def named_parameters(self) -> dict[str, Tensor]:
         """Return the parameters that a reshard writes in place."""
 
-    def quantised_weights(self) -> Mapping[str, QuantisedWeight]:
+    def quantised_weights(self) -> Mapping[str, EngineWeight]:
         """Return the storage of quantised parameters and their scales."""
 
     def reset_prefix_cache(self) -> None:
