@@ -50,6 +50,9 @@ KERNELS = {
         "MarlinNvFp4LinearKernel",
     ),
 }
+# Kernels that also permute a layer's bias. A reshard writes biases in their own order, and
+# every load would permute them again.
+PERMUTES_BIAS = ("MarlinLinearKernel", "MarlinNvFp4LinearKernel")
 # Parameters of an attention layer that compressed-tensors folders may have for its cache,
 # and that vLLM removes after loading -> their values where a folder has none. Then vLLM
 # takes scales of 1.
@@ -207,6 +210,11 @@ class _Layer:
                 f"{KEY}={form_name}: {name} cannot be written to by a reshard: vLLM's kernel {kernel} is none of those "
                 f"known to keep all that they derive from a weight in parameters ({', '.join(KERNELS[form.kind])}). "
                 f"Set rollout.vllm.linear_backend, choose another {KEY}, or leave it out."
+            )
+        if kernel in PERMUTES_BIAS and module.bias is not None:
+            raise RolloutError(
+                f"{KEY}={form_name}: {name} has a bias, which vLLM's kernel {kernel} keeps in another order than a "
+                f"reshard writes. Set rollout.vllm.linear_backend, or leave {KEY} out."
             )
         rows, columns = (
             module.output_size_per_partition,
