@@ -3,10 +3,10 @@
     sudo python tools/bench_delta.py --model DIR --rows rows.jsonl                    # 1e-6, 1 replica, 1 Gbit/s
     sudo python tools/bench_delta.py --model DIR --rows rows.jsonl --lr 1e-5 --replicas 4 --mbit 200
 
-Rank 0 trains a model of a Hugging Face folder in bfloat16, with float32 masters and AdamW, on a policy-gradient loss:
-rows of text with random advantages of zero mean, gradients clipped at 1. After every step it sends the weights to
-engines at TP1, twice: as changes (`reshard.delta: on`) and whole (`off`). Every rank is a node: a network namespace of
-its own, whose link carries `--mbit` in each direction (`tools/bench_fanout.py`).
+Rank 0 trains a model of a Hugging Face folder in bfloat16, with float32 masters and AdamW or Muon (`--optimizer`), on a
+policy-gradient loss: rows of text with random advantages of zero mean, gradients clipped at 1. After every step it
+sends the weights to engines at TP1, twice: as changes (`reshard.delta: on`) and whole (`off`). Every rank is a node: a
+network namespace of its own, whose link carries `--mbit` in each direction (`tools/bench_fanout.py`).
 
 The table has the share of elements that changed, the bytes of the busiest sender, and the seconds of the slowest rank.
 After every step the engines' bits after both ways are compared. `--compute` prints what encoding and decoding cost
@@ -67,6 +67,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128, help="most tokens of a row")
     parser.add_argument("--replicas", type=int, default=1, help="number of engines")
     parser.add_argument("--mbit", type=float, default=1000.0, help="rate of a link")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--compute", action="store_true")
     parser.add_argument("--changed", nargs="+", choices=OPTIMIZERS)
     parser.add_argument("--json", type=Path, help="write the figures there too")
@@ -115,7 +116,7 @@ def run_rank(
     weights = weights_of(spec)
     held = whole_layout((weight.name, weight.shape) for weight in weights)
     engine = vllm_layouts(weights, spec, 1)(0)
-    trainer = Trainer(options) if rank == 0 else None
+    trainer = Trainer(options, options.optimizer) if rank == 0 else None
     source = {} if trainer is None else trainer.tensors(held)
     sides = {mode: Side(mode, rank, nodes.count, held, engine, source) for mode in WAYS}
     figures = []
@@ -184,7 +185,7 @@ class Side:
 class Trainer:
     """A bfloat16 model with float32 masters, which AdamW updates, or Muon its matrices."""
 
-    def __init__(self, options: argparse.Namespace, optimizer: str = "adamw") -> None:
+    def __init__(self, options: argparse.Namespace, optimizer: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self._options = options
@@ -268,7 +269,7 @@ class Trainer:
 def table(figures: list[dict[str, Any]], options: argparse.Namespace) -> str:
     """Format the figures as a table in Markdown."""
     lines = [
-        f"lr {options.lr:g}, {options.replicas} replicas, links of {options.mbit:g} Mbit/s",
+        f"{options.optimizer}, lr {options.lr:g}, {options.replicas} replicas, links of {options.mbit:g} Mbit/s",
         "",
         "| Step | Changed | Changes, MB | Whole, MB | Changes, s | Whole, s |",
         "| --- | --- | --- | --- | --- | --- |",

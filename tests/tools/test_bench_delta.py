@@ -23,9 +23,9 @@ def test_the_table_has_both_ways() -> None:
         {"step": 0, "on": whole, "off": whole},
         {"step": 1, "on": delta, "off": whole},
     ]
-    options = argparse.Namespace(lr=1e-6, replicas=2, mbit=1000.0)
+    options = argparse.Namespace(optimizer="muon", lr=1e-6, replicas=2, mbit=1000.0)
     lines = bench_delta.table(figures, options).splitlines()
-    assert lines[0] == "lr 1e-06, 2 replicas, links of 1000 Mbit/s"
+    assert lines[0] == "muon, lr 1e-06, 2 replicas, links of 1000 Mbit/s"
     assert lines[-2] == "| 0 | first | 250.00 | 250.00 | 2.00 | 2.00 |"
     assert lines[-1] == "| 1 | 1.010% | 3.90 | 250.00 | 0.05 | 2.00 |"
 
