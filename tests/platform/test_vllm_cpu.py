@@ -29,6 +29,7 @@ def test_the_list_is_whole_and_says_why() -> None:
         "experts beside packed copies",
         "sigmoid scores in one group of experts",
         "quantised products by definition",
+        "products with groups by definition",
         "no sgl kernels",
         "norms in one kernel",
         "rotary embeddings of all heads",
