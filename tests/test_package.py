@@ -43,6 +43,7 @@ ORDER = (
     "gpus",
     "rank_environment",
     "outside",
+    "http_server",
     "user_code",
     "plugins",
     "child_checks",

@@ -8,15 +8,10 @@ calls: one request to the engines answers all programs that are waiting.
     POST .../chat/completions -> Session.calls.put(call)      -> step_each: take the call's tokens
                                  call.answer.result() waits      engines generate the turn
     response                  <- answer is set                <- step_each: answer the call, wait for the next
-
-Why the standard library's server: a handler does nothing but wait for its answer, which
-a thread does well. 16 clients on two cores got 8,100 answers a second from it, and as
-many from starlette on uvicorn, which `rollout.engine: hf` would not bring along.
 """
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import os
@@ -31,11 +26,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from typing import Any, ClassVar
 
 from megaverl.errors import ConfigError, EnvironmentFault, EpisodeError
+from megaverl.http_server import EmbeddedHandler, EmbeddedServer
 from megaverl.outside import clean, read_json, read_number
 from megaverl.plugins import load_function
 from megaverl.processes import ending_with_parent
@@ -167,7 +162,7 @@ class Session:
         self.calls.put(None)
 
 
-class GatewayServer(ThreadingHTTPServer):
+class GatewayServer(EmbeddedServer):
     """HTTP server for the calls of all episodes of a rank: /SESSION/v1/ and a path of `dialects`.
 
     A program that plays several episodes at one address calls /v1/, and names the
@@ -183,21 +178,19 @@ class GatewayServer(ThreadingHTTPServer):
             name is a secret too.
     """
 
-    daemon_threads = True
-    request_queue_size = 128
     _shared: ClassVar[dict[tuple[str, int, str | None], GatewayServer]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, host: str, port: int, token: str | None) -> None:
-        super().__init__((host, port), GatewayHandler)
-        self.host, self.token = host, token
+        # Calls may arrive as soon as the server listens, though not for an episode.
+        self.host = host
+        self.offers: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
+        self.sessions: dict[str, Session] = {}
+        super().__init__(host, port, GatewayHandler, "gateway", token)
         rank = int(os.environ.get("LOCAL_RANK", "0"))
         ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         first_port = self.server_address[1] - rank
         self.ports_of_node = range(first_port, first_port + ranks_of_node)
-        self.offers: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
-        self.sessions: dict[str, Session] = {}
-        threading.Thread(target=self.serve_forever, name="gateway", daemon=True).start()
 
     @classmethod
     def shared(cls, host: str, port: int, token: str | None) -> GatewayServer:
@@ -232,33 +225,20 @@ class GatewayServer(ThreadingHTTPServer):
     def open(self, session: Session) -> str:
         """Register a session and return its address, the base URL for an OpenAI client."""
         self.sessions[session.key] = session
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.server_address[1]}/{session.key}/v1"
+        return f"{self.url}/{session.key}/v1"
 
     def label(self, session: Session) -> str:
         """Return the name by which a call to /v1/ names an episode: the port of its rank, and its key."""
         return f"{self.server_address[1]}.{session.key}"
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a program that disconnects before it is answered."""
-        logger.debug("gateway: %s went away", client_address, exc_info=True)
 
-
-class GatewayHandler(BaseHTTPRequestHandler):
+class GatewayHandler(EmbeddedHandler):
     """Handler of one connection to the gateway."""
 
-    protocol_version = "HTTP/1.1"
-    # Headers and body are two packets. With Nagle's algorithm the second one waits for
-    # an acknowledgement, which the client's system delays by 40 ms: 16 clients then got
-    # 350 answers a second instead of 8,100.
-    disable_nagle_algorithm = True
     server: GatewayServer
     # API of the call, and whether its answer is sent as events.
     dialect: Dialect = DIALECTS[CHAT]
     streams: bool = False
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Suppress the access log."""
 
     def do_GET(self) -> None:
         self.dialect, self.streams = DIALECTS[CHAT], False
@@ -324,20 +304,11 @@ class GatewayHandler(BaseHTTPRequestHandler):
         self._reply(ask)
 
     def _body(self) -> bytes:
-        """Return the body of a call. One of a stranger, or one that is too long, is not read.
-
-        The connection cannot be used again then.
-        """
-        length = self.headers.get("content-length") or "0"
-        size = int(length) if length.isdecimal() else 0
-        try:
-            self._check_token()
-            if size > MAX_BYTES:
-                raise CallRefused(f"a call has at most {MAX_BYTES} bytes.")
-        except CallRefused:
-            self.close_connection = True
-            raise
-        return self.rfile.read(size)
+        """Return the body of a call. One of a stranger, or one that is too long, is not read."""
+        self._check_token()
+        if self.body_bytes > MAX_BYTES:
+            raise self.unread(CallRefused(f"a call has at most {MAX_BYTES} bytes."))
+        return self.rfile.read(self.body_bytes)
 
     def _unknown(self) -> Any:
         raise CallRefused(
@@ -346,14 +317,13 @@ class GatewayHandler(BaseHTTPRequestHandler):
         )
 
     def _check_token(self) -> None:
-        token = self.server.token
-        if token is None:
-            return
         # OpenAI's clients send the token in one way, and Anthropic's in the other.
         bearer = self.headers.get("authorization", "").removeprefix("Bearer ")
         sent = bearer or self.headers.get("x-api-key", "")
-        if not hmac.compare_digest(sent.encode(), token.encode()):
-            raise CallRefused("the call has another token than the run.", 401)
+        if not self.has_token(sent):
+            raise self.unread(
+                CallRefused("the call has another token than the run.", 401)
+            )
 
     def _parts(self) -> tuple[str, str]:
         """Return the first part of the path, an episode's key or v1, and the API's path below v1."""
@@ -424,14 +394,11 @@ class GatewayHandler(BaseHTTPRequestHandler):
             answer = self.dialect.error(str(error), is_too_long)
         streams = status == 200 and self.streams
         body = self.dialect.stream(answer) if streams else json.dumps(answer)
-        data = body.encode()
-        self.send_response(status)
-        self.send_header(
-            "Content-Type", "text/event-stream" if streams else "application/json"
+        self.send_answer(
+            status,
+            body.encode(),
+            "text/event-stream" if streams else "application/json",
         )
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
 
 
 @register_environment("gateway")

@@ -35,8 +35,8 @@ from megaverl.rewards.sandbox import machine
 from megaverl.rollout.environments.conversation import MODEL
 from megaverl.rollout.environments.environment import Codec, register_environment
 from megaverl.rollout.environments.gateway import NO_TOKEN, SHOWN, ProgramEpisode
-from megaverl.rollout.environments.harness_process import (
-    HarnessProcess,
+from megaverl.rollout.environments.package_process import (
+    PackageProcess,
     has_package,
     script,
 )
@@ -138,7 +138,7 @@ class TrialRunner:
     def __init__(self, python: str) -> None:
         self._numbers = itertools.count()
         self._waiting: dict[int, SimpleQueue[dict[str, Any] | None]] = {}
-        self.process = HarnessProcess(
+        self.process = PackageProcess(
             [python, "-P", script("harbor_worker.py")],
             self._take,
             QUIET | os.environ,

@@ -40,8 +40,8 @@ from megaverl.rollout.environments.environment import (
     register_environment,
 )
 from megaverl.rollout.environments.gateway import EPISODE, SHOWN, ProgramEpisode
-from megaverl.rollout.environments.harness_process import (
-    HarnessProcess,
+from megaverl.rollout.environments.package_process import (
+    PackageProcess,
     has_package,
     script,
 )
@@ -189,7 +189,7 @@ class StartedServers(GymServers):
         super().__init__({})
         answers: SimpleQueue[Any] = SimpleQueue()
         python = options["python"] or sys.executable
-        self.process = HarnessProcess(
+        self.process = PackageProcess(
             [python, "-P", script("nemo_gym_servers.py")], answers.put
         )
         self.process.send(

@@ -6,16 +6,14 @@ harness counts tokens as the engine does.
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import secrets
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
+from megaverl.http_server import EmbeddedHandler, EmbeddedServer
 from megaverl.outside import read_json
 from megaverl.rollout.environments.conversation import CHAT, COMPLETIONS, CallRefused
 from megaverl.trainer.harness.openai_calls import CallReader, OpenCall
@@ -27,7 +25,7 @@ MAX_BYTES = 128 * 2**20  # of the body of a call
 TOKENIZE, DETOKENIZE, TOKENIZER_INFO = "tokenize", "detokenize", "tokenizer_info"
 
 
-class OpenAIServer(ThreadingHTTPServer):
+class OpenAIServer(EmbeddedServer):
     """HTTP server on a free port of the loopback, running until `close`.
 
     Args:
@@ -43,44 +41,17 @@ class OpenAIServer(ThreadingHTTPServer):
         server.close()
     """
 
-    daemon_threads = True
-    request_queue_size = 256
+    token: str
 
     def __init__(self, reader: CallReader, submit: Callable[[OpenCall], None]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        # Calls may arrive as soon as the server listens.
         self.reader, self.submit = reader, submit
-        self.token = secrets.token_urlsafe(24)
         self.last_refusal = ""
-        self._thread = threading.Thread(
-            target=self.serve_forever, name="openai", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def url(self) -> str:
-        """Address of the server, without /v1."""
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def close(self) -> None:
-        """Stop listening."""
-        self.shutdown()
-        self.server_close()
-        self._thread.join(5.0)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Log a harness that disconnects before it is answered."""
-        logger.debug("openai: %s disconnected", client_address, exc_info=True)
+        super().__init__("127.0.0.1", 0, _Handler, "openai", secrets.token_urlsafe(24))
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    # Headers and body are two packets. Nagle's algorithm would delay the second one by
-    # 40 ms.
-    disable_nagle_algorithm = True
+class _Handler(EmbeddedHandler):
     server: OpenAIServer
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Suppress the access log."""
 
     def do_GET(self) -> None:
         self._reply({"v1/models": self._models, TOKENIZER_INFO: self._tokenizer_info})
@@ -100,10 +71,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._check_token()
             path = urlsplit(self.path).path.strip("/")
             if path not in answers:
-                # The body is not read, so the connection cannot be used again.
-                self.close_connection = True
-                raise CallRefused(
-                    f"there is no {path}; there are {', '.join(answers)}.", 404
+                raise self.unread(
+                    CallRefused(
+                        f"there is no {path}; there are {', '.join(answers)}.", 404
+                    )
                 )
             status, answer = 200, answers[path]()
         except CallRefused as error:
@@ -115,28 +86,22 @@ class _Handler(BaseHTTPRequestHandler):
             # A bug of the server must not look like one of the harness.
             status = 500
             answer = {"error": {"message": describe(error), "type": "server_error"}}
-        data = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        self.send_answer(status, json.dumps(answer).encode())
 
     def _check_token(self) -> None:
         sent = self.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(sent.encode(), self.server.token.encode()):
-            # A stranger's body is not read.
-            self.close_connection = True
-            raise CallRefused("the call has another token than the run.", 401)
+        if not self.has_token(sent):
+            raise self.unread(
+                CallRefused("the call has another token than the run.", 401)
+            )
 
     def _body(self) -> dict[str, Any]:
-        length = self.headers.get("content-length") or "0"
-        size = int(length) if length.isdecimal() else 0
-        if size > MAX_BYTES:
-            self.close_connection = True
-            raise CallRefused(f"a call has at most {MAX_BYTES} bytes.", 413)
+        if self.body_bytes > MAX_BYTES:
+            raise self.unread(
+                CallRefused(f"a call has at most {MAX_BYTES} bytes.", 413)
+            )
         try:
-            body = read_json(self.rfile.read(size) or b"{}")
+            body = read_json(self.rfile.read(self.body_bytes) or b"{}")
         except ValueError as error:
             raise CallRefused(f"the call cannot be read as JSON: {error}") from error
         if not isinstance(body, dict):

@@ -1,20 +1,14 @@
-"""HTTP server in front of `TinkerService`. Each connection has a thread, which mostly waits for a result.
-
-The standard library's server is enough, as for the gateway (`rollout/environments/gateway.py`):
-a thread waits as well as a task does, and nothing further needs to be installed.
-"""
+"""HTTP server in front of `TinkerService`. Each connection has a thread, which mostly waits for a result."""
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 from megaverl.errors import ConfigError
+from megaverl.http_server import EmbeddedHandler, EmbeddedServer
 from megaverl.trainer.tinker.service import PROTOBUF, HttpReply, Refusal
 
 logger = logging.getLogger(__name__)
@@ -25,7 +19,7 @@ MAX_BYTES = 512 * 2**20
 Answer = Callable[[str, str, bytes], HttpReply]
 
 
-class TinkerServer(ThreadingHTTPServer):
+class TinkerServer(EmbeddedServer):
     """HTTP server of the API, running until `close`.
 
     Args:
@@ -41,50 +35,19 @@ class TinkerServer(ThreadingHTTPServer):
         server.close()
     """
 
-    daemon_threads = True
-    request_queue_size = 128
-
     def __init__(self, host: str, port: int, token: str | None, answer: Answer) -> None:
+        # Calls may arrive as soon as the server listens.
+        self.answer = answer
         try:
-            super().__init__((host, port), _Handler)
+            super().__init__(host, port, _Handler, "tinker", token)
         except OSError as error:
             raise ConfigError(
                 f"tinker.port: {host}:{port} cannot be listened at ({error}). Name another port."
             ) from error
-        self.answer = answer
-        self.token = token
-        self._thread = threading.Thread(
-            target=self.serve_forever, name="tinker", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def url(self) -> str:
-        """Address for clients, as TINKER_BASE_URL."""
-        host, port = self.server_address[:2]
-        shown = f"[{host!s}]" if ":" in str(host) else str(host)
-        return f"http://{shown}:{port}"
-
-    def close(self) -> None:
-        """Stop listening."""
-        self.shutdown()
-        self.server_close()
-        self._thread.join(5.0)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Log a client that disconnects before it is answered."""
-        logger.debug("tinker: %s disconnected", client_address, exc_info=True)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    # Headers and body are two packets. Nagle's algorithm would delay the second one by
-    # 40 ms.
-    disable_nagle_algorithm = True
+class _Handler(EmbeddedHandler):
     server: TinkerServer
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Suppress the access log."""
 
     def do_GET(self) -> None:
         self._reply("GET")
@@ -107,26 +70,18 @@ class _Handler(BaseHTTPRequestHandler):
         body = reply.body
         is_json = isinstance(body, dict)
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(reply.status)
-        self.send_header("Content-Type", "application/json" if is_json else PROTOBUF)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        self.send_answer(
+            reply.status, data, "application/json" if is_json else PROTOBUF
+        )
 
     def _answer(self, method: str) -> HttpReply:
-        token = self.server.token
-        sent = self.headers.get("x-api-key", "")
-        if token is not None and not hmac.compare_digest(sent.encode(), token.encode()):
-            # A stranger's body is not read, so the connection cannot be used again.
-            self.close_connection = True
-            raise Refusal(401, "the API key is not the server's (tinker.token_env).")
-        length = self.headers.get("content-length") or "0"
-        size = int(length) if length.isdecimal() else 0
-        if size > MAX_BYTES:
-            # The body is not read, so the connection cannot be used again.
-            self.close_connection = True
-            raise Refusal(413, f"a request has at most {MAX_BYTES} bytes.")
-        data = self.rfile.read(size)
+        if not self.has_token(self.headers.get("x-api-key", "")):
+            raise self.unread(
+                Refusal(401, "the API key is not the server's (tinker.token_env).")
+            )
+        if self.body_bytes > MAX_BYTES:
+            raise self.unread(Refusal(413, f"a request has at most {MAX_BYTES} bytes."))
+        data = self.rfile.read(self.body_bytes)
         path = unquote(urlsplit(self.path).path)
         if not path.startswith(API):
             raise Refusal(404, f"there is no {path}: paths begin with {API}.")

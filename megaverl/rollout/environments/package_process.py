@@ -46,7 +46,7 @@ def has_package(python: str, package: str) -> bool:
     return probe.returncode == 0
 
 
-class HarnessProcess:
+class PackageProcess:
     """A process that reads and writes lines of JSON, and ends with this one.
 
     Args:
@@ -55,7 +55,7 @@ class HarnessProcess:
         variables: environment variables beside those of this process.
 
     Example:
-        process = HarnessProcess([python, "worker.py"], answers.put)
+        process = PackageProcess([python, "worker.py"], answers.put)
         process.send({"task": "a"})
         answer = answers.get(timeout=60)
     """
@@ -75,7 +75,7 @@ class HarnessProcess:
         # The kernel ends a process with the thread that started it, and the calling
         # thread may last for one episode only.
         threading.Thread(
-            target=self._run, args=(started,), name="harness", daemon=True
+            target=self._run, args=(started,), name="package", daemon=True
         ).start()
         started.wait()
 
