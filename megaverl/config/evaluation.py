@@ -9,7 +9,15 @@ from urllib.parse import parse_qsl, urlencode
 from pydantic import BeforeValidator, Field
 
 from megaverl.config.errors import ConfigIssue
-from megaverl.config.section import Issues, Positive, Section, Several, Text, rule
+from megaverl.config.section import (
+    Issues,
+    Minutes,
+    Positive,
+    Section,
+    Several,
+    Text,
+    rule,
+)
 from megaverl.config.wording import yaml_text
 
 SuiteName = Literal["aime", "gpqa", "code", "gsm8k", "math"]
@@ -139,7 +147,7 @@ class EvaluationConfig(Section):
     lm_eval.simple_evaluate, such as {lm-eval: {num_fewshot: 5, include_path: my_tasks}}."""
     harness_python: Text | None = None
     """Python interpreter that has the harnesses, if they are installed in another environment."""
-    harness_minutes: Annotated[float, Field(gt=0)] = 60.0
+    harness_minutes: Minutes = 60.0
     """Time after which a harness's process is ended, for each task."""
 
     @rule

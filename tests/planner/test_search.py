@@ -296,7 +296,7 @@ def test_the_recipe_that_is_written_is_laid_over_the_one_given(
         after["actor"]["tp"] == written["actor"]["tp"]
         and after["trainer"]["steps"] == 7
     )
-    roles = ("actor", "critic", "reference", "reward_model", "rollout")
+    roles = ("actor", "critic", "draft", "reference", "reward_model", "rollout")
     assert [
         name for name in before if before[name] != after[name] and name not in roles
     ] == []
