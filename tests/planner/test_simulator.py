@@ -227,7 +227,8 @@ def test_longer_responses_take_longer_and_a_long_tail_more_than_equal_ones() -> 
 
 @given(
     mean=st.floats(20, 4000),
-    limit=st.floats(4100, 40_000),
+    # A mean within 8 % of the limit needs a median beyond the range that is searched.
+    limit=st.floats(4500, 40_000),
     share=st.sampled_from([None, 0.0, 1 / 256, 1 / 64, 0.1, 0.3]),
 )
 @settings(deadline=None)
