@@ -197,25 +197,7 @@ class MegatronModel(TrainingModel):
         self.held_parameters: dict[str, torch.nn.Parameter] = named_parameters(
             self.chunks
         )
-        self.held_weights = weights_of(
-            spec, value_head=value_head, beside_logits=beside_logits
-        )
-        # Engines and folders get the weights without a value head. Layouts exist for
-        # both sets.
-        self.weights = weights_of(spec) if beside_logits else self.held_weights
-        self.held_layout_of = layouts_of(
-            self.held_weights, spec, self.config, grid.shape
-        )
-        self.layout_of = self.held_layout_of
-        if beside_logits:
-            self.layout_of = layouts_of(self.weights, spec, self.config, grid.shape)
-        # Local names that engines may ask for.
-        named = (
-            self.layout_of(grid.rank).local_shapes
-            if beside_logits
-            else self.held_parameters
-        )
-        self.parameters = {name: self.held_parameters[name] for name in named}
+        self._describe_weights()
         if freeze:
             self._freeze(freeze)
         if options.fake_quantization is not None:
@@ -251,22 +233,45 @@ class MegatronModel(TrainingModel):
             if why_not_replayed(self.config)
             else RouterReplay(self.chunks, self.config, grid)
         )
-        # Packed and context-parallel rows do not start at position 0, so rotary
-        # embeddings get explicit positions.
         self._positions = AtPositions(spec.rope_axes)
-        for chunk in self.chunks:
-            # Latent attention has a rotary embedding in every layer instead of one per
-            # chunk.
-            if (
-                self.pack or grid.shape.cp > 1 or self.vision
-            ) and not self.config.multi_latent_attention:
-                self._positions.attach(chunk.rotary_pos_emb)
-            if self.pack and chunk.pre_process:
-                chunk.embedding.register_forward_hook(as_one_row)
+        self._give_positions()
         self._schedule = get_forward_backward_func(
             pp_size=grid.shape.pp, vp_size=grid.shape.vpp
         )
         self._p2p = StageCommunicator(grid, self.config) if grid.shape.pp > 1 else None
+
+    def _describe_weights(self) -> None:
+        """Set weights, layouts and parameters: all that this model holds, and those that engines and folders get.
+
+        These are the weights without a value head.
+        """
+        spec, grid = self.spec, self.grid
+        self.held_weights = weights_of(
+            spec, value_head=self.value_head, beside_logits=self.beside_logits
+        )
+        self.held_layout_of = layouts_of(
+            self.held_weights, spec, self.config, grid.shape
+        )
+        self.weights, self.layout_of = self.held_weights, self.held_layout_of
+        self.parameters = dict(self.held_parameters)
+        if self.beside_logits:
+            self.weights = weights_of(spec)
+            self.layout_of = layouts_of(self.weights, spec, self.config, grid.shape)
+            # Local names that engines may ask for.
+            names = self.layout_of(grid.rank).local_shapes
+            self.parameters = {name: self.held_parameters[name] for name in names}
+
+    def _give_positions(self) -> None:
+        """Let rotary embeddings read explicit positions: packed and context-parallel rows do not start at 0."""
+        for chunk in self.chunks:
+            # Latent attention has a rotary embedding in every layer instead of one per
+            # chunk.
+            if (
+                self.pack or self.grid.shape.cp > 1 or self.vision
+            ) and not self.config.multi_latent_attention:
+                self._positions.attach(chunk.rotary_pos_emb)
+            if self.pack and chunk.pre_process:
+                chunk.embedding.register_forward_hook(as_one_row)
 
     def _round_weights(self, method: str) -> None:
         """Let the layers that an engine quantises multiply with rounded weights."""
