@@ -10,19 +10,16 @@ from typing import Any
 
 import pytest
 
-from megaverl.config import load_config
 from megaverl.config.files_and_packages import source_problem
 from megaverl.data.sources import kind_of, open_source
 from megaverl.errors import ConfigError, DataError, EnvironmentFault
 from megaverl.rollout.environments import Limits, check_options
 from megaverl.rollout.environments.harbor import COLUMN, TrialRunner
-from megaverl.trainer.quickstart import prepare
-from tests.faults.runs import metrics
 from tests.launcher import Launcher
 from tests.rewards.test_machine import refused_namespaces
+from tests.rollout.environments.grpo_step import take_grpo_step
 from tests.rollout.environments.harness_python import harness_python
 from tests.rollout.environments.test_gateway import Says, played, written
-from tests.rollout.environments.test_runs import CONFIGS, samples
 
 PYTHON = harness_python("harbor")
 REFUSED = refused_namespaces()
@@ -210,32 +207,14 @@ def test_an_agent_of_the_package(tmp_path: Path) -> None:
 def test_a_step_of_grpo_on_two_ranks(launch: Launcher, tmp_path: Path) -> None:
     write_task(tmp_path / "tasks" / "count", COUNTS)
     write_task(tmp_path / "tasks" / "half", "echo 0.5 > /logs/verifier/reward.txt")
-    overrides = [
-        "rollout={engine: hf, sampling: {max_tokens: 12}}",
-        "trainer={steps: 1, validate_every: 0, save_samples: 99}",
-        f"data={{train: ['harbor:{tmp_path / 'tasks'}'], validation: []}}",
-        "data={chat_template: auto, prompts_per_step: 2, max_prompt_tokens: 40}",
-        "algorithm={name: grpo, group_size: 4, num_mini_batches: 1}",
-        "environment={name: harbor, max_turns: 2, max_turn_tokens: 6}",
+    record, taken = take_grpo_step(
+        launch,
+        tmp_path,
+        "harbor",
+        f"data.train=['harbor:{tmp_path / 'tasks'}']",
         f"environment.options={json.dumps(OPTIONS)}",
-        "actor.tp=1",
-        "checkpoint.export_hf=false",
-        "run={log_with: jsonl, timeout_minutes: 2, name: run, nproc: 2}",
-        f"run.dir={tmp_path}",
-    ]
-    recipe = CONFIGS / "turn_grpo_guessing_game.yaml"
-    inputs = overrides[-2:]
-    prepare(load_config(recipe, inputs, command="quickstart", check_paths=False))
-    (tmp_path / "run" / "inputs" / "model" / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     )
-    command = ["train", f"--config={recipe}", *overrides]
-    ended = launch.command(command, ranks=2, logs=tmp_path / "output")
-    assert ended.codes == [0, 0], ended.text
-    [record, *_] = metrics(tmp_path / "run")
-    found = [
-        (sample["response"], sample["reward"]) for sample in samples(tmp_path / "run")
-    ]
+    found = [(sample["response"], sample["reward"]) for sample in taken]
     counted = [(text, reward) for text, reward in found if reward != 0.5]
     assert len(found) == 8 and len(counted) == 4
     assert all(reward == len(text) + 1 for text, reward in counted)

@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 
-from megaverl.config import load_config
 from megaverl.config.files_and_packages import source_problem
 from megaverl.data.sources import kind_of, open_source
 from megaverl.errors import ConfigError, DataError, EnvironmentFault
 from megaverl.rollout.environments import Limits, check_options
 from megaverl.rollout.environments.nemo_gym import COLUMN, GymServers, StartedServers
-from megaverl.trainer.quickstart import prepare
-from tests.faults.runs import metrics
 from tests.launcher import Launcher, free_port
+from tests.rollout.environments.grpo_step import take_grpo_step
 from tests.rollout.environments.harness_python import harness_python
 from tests.rollout.environments.test_gateway import Says, engine, played, written
-from tests.rollout.environments.test_runs import CONFIGS, samples
 
 PYTHON = harness_python("nemo-gym")
 __all__ = ["engine"]  # its fixture
@@ -211,31 +208,15 @@ def test_a_step_of_grpo_on_two_ranks(
     )  # the servers run
     source = write_rows(tmp_path / "rows.jsonl", "abc", "de")
     head = f"http://127.0.0.1:{ports.head}"
-    overrides = [
-        "rollout={engine: hf, sampling: {max_tokens: 12}}",
-        "trainer={steps: 1, validate_every: 0, save_samples: 99}",
-        f"data={{train: ['{source}'], validation: [], chat_template: auto}}",
-        "data={prompts_per_step: 2, max_prompt_tokens: 40}",
-        "algorithm={name: grpo, group_size: 4, num_mini_batches: 1}",
-        "environment={name: nemo_gym, max_turns: 2, max_turn_tokens: 6}",
+    record, taken = take_grpo_step(
+        launch,
+        tmp_path,
+        "nemo_gym",
+        f"data.train=['{source}']",
         f"environment.options={{url: '{head}', port: {ports.run}, agent: far_speller}}",
-        "actor.tp=1",
-        "checkpoint.export_hf=false",
-        "run={log_with: jsonl, timeout_minutes: 2, name: run, nproc: 2}",
-        f"run.dir={tmp_path}",
-    ]
-    recipe = CONFIGS / "turn_grpo_guessing_game.yaml"
-    inputs = overrides[-2:]
-    prepare(load_config(recipe, inputs, command="quickstart", check_paths=False))
-    (tmp_path / "run" / "inputs" / "model" / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     )
-    command = ["train", f"--config={recipe}", *overrides]
-    ended = launch.command(command, ranks=2, logs=tmp_path / "output")
-    assert ended.codes == [0, 0], ended.text
-    [record, *_] = metrics(tmp_path / "run")
-    texts = [sample["response"] for sample in samples(tmp_path / "run")]
-    rewards = [sample["reward"] for sample in samples(tmp_path / "run")]
+    texts = [sample["response"] for sample in taken]
+    rewards = [sample["reward"] for sample in taken]
     assert len(texts) == 8 and rewards == [len(text) / 10 for text in texts]
     assert record["environment/faults"] == 0 and record["actor/grad_norm"] > 0
 
