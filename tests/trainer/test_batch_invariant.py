@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.faults.runs import metrics
 from tests.launcher import Launcher
 from tests.trainer.conftest import command_arguments
 
@@ -40,9 +41,9 @@ def test_a_run_without_mismatch(
     ]
     ended = launch.command(["train", *arguments], logs=tmp_path / "logs", ranks=2)
     assert ended.codes == [0, 0], ended.text
-    lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 2
-    for step in map(json.loads, lines):
+    steps = metrics(tmp_path / "runs" / "run")
+    assert len(steps) == 2
+    for step in steps:
         assert step["rollout/logprob_diff_max"] == 0.0
         assert step["actor/mismatch_kl"] == 0.0
         assert step["actor/mismatch_ratio"] == 1.0
