@@ -14,6 +14,7 @@ from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.rollout.vllm_options import VLLMOptions
 from megaverl.sharding.weight import shapes_of
+from megaverl.workers.model import TrainingModel
 from megaverl.workers.policy import Actor, Policy
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.weight_sync import ActorWeights, WeightSync
@@ -25,6 +26,7 @@ SAMPLING = SamplingOptions(24, temperature=TEMPERATURE, ignore_eos=True)
 LENGTHS = (3, 90, 50, 5, 64, 43)
 MICRO_BATCHES = (200, 4096)
 STEPS = 2
+FEW = 3  # tokens
 
 
 def prompts_of(vocab_size: int) -> list[list[int]]:
@@ -42,8 +44,9 @@ def train_and_compare(
 
     Returns:
         `kl`: `mismatch_kl` of each update. `changed`: whether training changed the weights. `differences`: tokens
-        whose log-probs differ between engine and actor, for each number of tokens in a micro-batch. `alone`, `others`:
-        whether a response and its log-probs are the same by themselves, and among others in another order.
+        whose log-probs differ between engine and actor, for each number of tokens in a micro-batch. `short`: the same
+        for the first tokens of short samples, each by itself. `alone`, `others`: whether a response and its log-probs
+        are the same by themselves, and among others in another order.
     """
     given = getattr(torch, dtype)
     trainable = trainable_of(
@@ -102,6 +105,7 @@ def train_and_compare(
         policy = Policy(model, temperature=TEMPERATURE, micro_batch_tokens=tokens)
         differ = policy.log_probs(batch).cpu() != batch.rollout_log_probs
         differences.append(int(differ[batch.response_mask].sum()))
+    short = [actor_differs(model, prompts[i], responses[i]) for i in (0, 3)]
     alone = [rollout.generate([prompts[i]], SAMPLING, [seeds[i]])[0] for i in (1, 3, 5)]
     order = [4, 1, 0, 3]
     others = rollout.generate(
@@ -115,6 +119,7 @@ def train_and_compare(
             for old, new in zip(before, model.parameters.values(), strict=True)
         ),
         "differences": differences,
+        "short": short,
         "alone": [
             same(responses[i], found) for i, found in zip((1, 3, 5), alone, strict=True)
         ],
@@ -123,6 +128,19 @@ def train_and_compare(
         ],
         "still_on": batch_invariant.is_batch_invariant(),
     }
+
+
+def actor_differs(model: TrainingModel, prompt: list[int], response: Generation) -> int:
+    """In how many of a response's first tokens the actor differs from the engine, if it scores nothing else.
+
+    Matrix libraries take another kernel for so few rows.
+    """
+    log_probs = list(response.log_probs)[:FEW]
+    start = Generation(list(response.token_ids)[:FEW], log_probs, "length")
+    batch = RolloutBatch.from_generations([prompt], [start])
+    policy = Policy(model, temperature=TEMPERATURE, micro_batch_tokens=MICRO_BATCHES[0])
+    differ = policy.log_probs(batch).cpu() != batch.rollout_log_probs
+    return int(differ[batch.response_mask].sum())
 
 
 def same(a: Generation, b: Generation) -> bool:

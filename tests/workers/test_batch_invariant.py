@@ -33,6 +33,7 @@ def compare(
     dtype: str = "float32",
     sizes: dict[str, Any] | None = None,
     shape: dict[str, int] | None = None,
+    **options: Any,
 ) -> None:
     folder = make_tiny_folder(path / "model", architecture, **SIZES, **(sizes or {}))
     for found in launch.world(
@@ -42,11 +43,13 @@ def compare(
         shape=shape or {},
         tp=tp,
         dtype=dtype,
+        **options,
     ):
         assert found == {
             "kl": [0.0, 0.0],
             "changed": True,
             "differences": [0, 0],
+            "short": [0, 0],
             "alone": [True] * 3,
             "others": [True] * 4,
             "still_on": False,
@@ -75,6 +78,11 @@ def test_on_one_rank(
 
 def test_in_bfloat16(launch: Launcher, tmp_path: Path) -> None:
     compare(launch, tmp_path, "Qwen2ForCausalLM", dtype="bfloat16")
+
+
+def test_with_chunked_logits(launch: Launcher, tmp_path: Path) -> None:
+    """The output layer is outside of the model then."""
+    compare(launch, tmp_path, "LlamaForCausalLM", chunked_logits=True)
 
 
 @pytest.mark.parametrize(
