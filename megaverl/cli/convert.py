@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from megaverl.cli.options import Subcommand
@@ -21,6 +22,7 @@ Convert a model, with its configuration, tokenizer and chat template. The output
   megaverl convert Qwen/Qwen3-8B out/megatron                     the same, from the hub
   megaverl convert runs/mine out/hf --verify                      newest checkpoint of a run to Hugging Face
   megaverl convert out/megatron out/other --to megatron --ep 8    Megatron to Megatron, on another grid
+  megaverl convert runs/mine out/int4 --quantization int4_g32     the same in 4 bits, as vLLM loads it
   megaverl convert model.Q8_0.gguf out/hf --dtype bfloat16        GGUF to Hugging Face
 
 Critics and reward models (score.weight) are recognised by their files. torchrun is not needed; under torchrun
@@ -68,6 +70,12 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype", choices=DTYPES, help="dtype of the weights; default: as stored"
+    )
+    parser.add_argument(
+        "--quantization",
+        metavar="FORMAT",
+        help="write the linear layers of a Hugging Face target in 4 or 8 bits (compressed-tensors): int4_g128, mxfp8, "
+        "nvfp4, or another value of rollout.vllm.quantization with groups",
     )
     parser.add_argument(
         "--model",
@@ -154,6 +162,7 @@ def _convert(arguments: argparse.Namespace) -> None:
         logits=arguments.logits,
         force=arguments.force,
         quiet=arguments.quiet,
+        quantization=arguments.quantization,
     )
     if kind != "gguf":
         convert_named(request, revision=arguments.revision)
@@ -196,6 +205,8 @@ def _check(arguments: argparse.Namespace, kind: str, to: str) -> None:
         mistakes.append(
             "torchrun: a .gguf file is converted by one process, leave it away"
         )
+    if arguments.quantization is not None:
+        mistakes += _quantization_mistakes(arguments, kind, to)
     megatron_options = [
         f"--{name}" for name in GRID if getattr(arguments, name) not in (None, 1)
     ]
@@ -206,6 +217,22 @@ def _check(arguments: argparse.Namespace, kind: str, to: str) -> None:
         )
     if mistakes:
         raise ConfigError("\n".join(mistakes))
+
+
+def _quantization_mistakes(
+    arguments: argparse.Namespace, kind: str, to: str
+) -> Iterator[str]:
+    from megaverl.sharding.quantization import GROUP_FORMATS
+
+    option = f"--quantization {arguments.quantization}"
+    if arguments.quantization not in GROUP_FORMATS:
+        yield f"{option}: unknown; use one of {', '.join(GROUP_FORMATS)}"
+    if kind == "gguf":
+        yield f"{option} from a .gguf file: convert it to hf first, then that folder"
+    elif to == "megatron":
+        yield f"{option}: only for a Hugging Face target (--to hf)"
+    if arguments.logits:
+        yield f"--logits: quantised weights give other logits; leave it out, or leave {option} out"
 
 
 COMMANDS = {"convert": Subcommand(DESCRIPTION, _options, _run)}

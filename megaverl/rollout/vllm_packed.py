@@ -28,6 +28,7 @@ from torch import nn
 from megaverl.errors import RolloutError
 from megaverl.sharding.quantization import GROUP_FORMATS, GroupFormat
 from megaverl.sharding.vllm import PackedWeight
+from megaverl.weights.low_precision import compressed_config
 
 KEY = "rollout.vllm.quantization"
 # Attribute of a layer with its `_Layer`.
@@ -60,8 +61,6 @@ OF_CACHE = {
     **dict.fromkeys(("q_scale", "k_scale", "v_scale", "prob_scale"), -1.0),
     **dict.fromkeys(("q_zero_point", "k_zero_point", "v_zero_point"), 0.0),
 }
-# What stays in floating point besides embeddings: the output layer, and routers.
-IGNORED = [r"re:.*lm_head", r"re:.*\.gate$"]
 
 
 def packed_arguments(method: str, *, load_weights: bool) -> dict[str, Any]:
@@ -81,45 +80,6 @@ def packed_arguments(method: str, *, load_weights: bool) -> dict[str, Any]:
     return {
         "quantization": None,
         "hf_overrides": {"quantization_config": compressed_config(method)},
-    }
-
-
-def compressed_config(method: str) -> dict[str, Any]:
-    """Return the `quantization_config` that a compressed-tensors folder in this format has in its config.json."""
-    form = GROUP_FORMATS[method]
-    weights = {
-        "num_bits": form.bits,
-        "type": "int" if form.kind == "int4" else "float",
-        "symmetric": form.symmetric,
-        "strategy": "tensor_group" if form.kind == "nvfp4" else "group",
-        "group_size": form.group,
-        "dynamic": False,
-    }
-    formats = {
-        "int4": "pack-quantized",
-        "mxfp8": "mxfp8-quantized",
-        "nvfp4": "nvfp4-pack-quantized",
-    }
-    activations = None
-    if form.kind == "mxfp8":
-        # vLLM has MXFP8 with activations in MXFP8 only.
-        weights["scale_dtype"] = "torch.uint8"
-        activations = {**weights, "dynamic": True}
-    if form.kind == "nvfp4":
-        weights["scale_dtype"] = "torch.float8_e4m3fn"
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": activations,
-        "output_activations": None,
-        "format": formats[form.kind],
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": formats[form.kind],
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": IGNORED,
     }
 
 

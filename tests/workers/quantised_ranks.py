@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
+from megaverl.checkpoint.convert.run import ConversionRequest, convert
 from megaverl.config.fsdp import FsdpConfig
 from megaverl.config.roles import LoraConfig, RolloutConfig
 from megaverl.distributed.grid import GridShape
@@ -18,11 +17,10 @@ from megaverl.models.packing import MicroBatch
 from megaverl.rollout import vllm_engine
 from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.rollout.vllm_options import VLLMOptions
-from megaverl.rollout.vllm_packed import compressed_config
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.vllm import quantised_tensors
 from megaverl.sharding.weight import shapes_of
-from megaverl.weights.transports.quantised import dequantise, packed_matrix
+from megaverl.weights.transports.quantised import dequantise
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.model_options import ModelOptions
@@ -148,9 +146,11 @@ def reshard_groups(
         odd = made.quantised_weights().keys() ^ quantised_tensors(model.weights).keys()
         made.close()
         target = Path(out) / method
-        if dist.get_rank() == 0:
-            write_compressed(Path(folder), target, method)
-        dist.barrier()
+        convert(
+            ConversionRequest(
+                Path(folder), target, "hugging_face", quantization=method, quiet=True
+            )
+        )
         fresh, expected, afresh = from_compressed(folder, target, tp)
         found[method] = {
             "differ": [
@@ -190,31 +190,6 @@ def from_compressed(
         vllm_engine._start = start
     held = bits(fresh)
     return fresh, held, [g.token_ids for g in fresh.generate(PROMPTS, GREEDY, [0, 0])]
-
-
-def write_compressed(folder: Path, out: Path, method: str) -> None:
-    """Quantise a folder's linear layers one by one, as llm-compressor stores them."""
-    out.mkdir()
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = compressed_config(method)
-    (out / "config.json").write_text(json.dumps(config))
-    tensors = {}
-    for path in folder.glob("*.safetensors"):
-        tensors |= load_file(path)
-    stored: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if not name.endswith("_proj.weight"):
-            stored[name] = tensor
-            continue
-        # Layers that vLLM fuses share NVFP4's scale of a whole matrix.
-        owner = name.removesuffix(".weight")
-        kind = owner.rpartition(".")[2]
-        fused = next((each for each in FUSED if kind in each), (kind,))
-        peers = [tensors[f"{owner.removesuffix(kind)}{k}.weight"] for k in fused]
-        largest = torch.stack([peer.abs().max() for peer in peers]).max().float()
-        packed = packed_matrix(tensor, method, torch.bfloat16, largest)
-        stored |= {f"{owner}.{key}": value for key, value in packed.items()}
-    save_file(stored, out / "model.safetensors")
 
 
 def train_what_is_sampled(
@@ -281,9 +256,6 @@ def gradients(model: MegatronModel) -> list[torch.Tensor]:
 
     model.forward_backward(model.chunks, [batch], loss)
     return [model.parameters[name].grad for name in sorted(model.parameters)]
-
-
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def merged_error(folder: str, shape: dict[str, int], made: VLLMEngine) -> float:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from rich.console import Console
@@ -65,6 +65,61 @@ class Item:
     def nbytes(self) -> int:
         """Bytes of the elements."""
         return whole(self.shape).numel * self.dtype.itemsize
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files that it is written to."""
+        return (self.file,)
+
+    def pieces(self, reader: StoredArrayReader) -> Iterator[Piece]:
+        """Yield the bytes to write. Each piece is overwritten by the next."""
+        start = self.offset + (self.frame.data_offset if self.frame else 0)
+        at, crc = start, 0
+        for slab in slabs(reader, self.shape, self.dtype, self.parts):
+            data = bytes_of(slab)
+            if self.frame:
+                crc = zlib.crc32(data, crc)
+            yield Piece(self.file, at, data)
+            at += len(data)
+        if self.frame:
+            # The head holds the checksum, which is only known after the data.
+            head = memoryview(self.frame.head(crc))
+            yield Piece(self.file, self.offset, head, is_data=False)
+            tail = memoryview(self.frame.tail(crc))
+            yield Piece(self.file, at, tail, is_data=False)
+
+
+class Piece(NamedTuple):
+    """Bytes of an item, and their place in a file. `is_data` is False for a frame around the elements."""
+
+    file: str
+    offset: int
+    data: memoryview
+    is_data: bool = True
+
+
+class Written(Protocol):
+    """Array that a conversion writes: an `Item`, or a matrix that becomes several tensors."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def file(self) -> str: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def files(self) -> tuple[str, ...]: ...
+
+    def pieces(self, reader: StoredArrayReader) -> Iterator[Piece]: ...
+
+
+ItemType = TypeVar("ItemType", bound=Written)
 
 
 def parts_of(source_layout: Layout, dest: Layout) -> dict[str, list[ArrayPart]]:
@@ -159,9 +214,15 @@ def slabs(
         yield slab
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor, without a copy."""
+    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return data
+
+
 def write_items(
     folder: Path,
-    items: Sequence[Item],
+    items: Sequence[Written],
     reader: StoredArrayReader,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
@@ -170,41 +231,64 @@ def write_items(
     Args:
         progress: called with the bytes just written, from any thread.
     """
-    files = {
-        name: os.open(folder / name, os.O_WRONLY)
-        for name in dict.fromkeys(item.file for item in items)
-    }
     stop = threading.Event()
+    with _opened(folder, items, os.O_WRONLY) as files:
 
-    def write(item: Item) -> None:
-        descriptor, crc = files[item.file], 0
-        at = item.offset + (item.frame.data_offset if item.frame else 0)
-        for slab in slabs(reader, item.shape, item.dtype, item.parts):
-            if stop.is_set():
-                return
-            data = slab.reshape(-1).view(torch.uint8).numpy().data
-            if item.frame:
-                crc = zlib.crc32(data, crc)
-            _write(descriptor, data, at)
-            at += len(data)
-            progress(len(data))
-        if item.frame:
-            # The head holds the checksum, which is only known after the data.
-            _write(descriptor, memoryview(item.frame.head(crc)), item.offset)
-            _write(descriptor, memoryview(item.frame.tail(crc)), at)
+        def write(item: Written) -> None:
+            for piece in item.pieces(reader):
+                if stop.is_set():
+                    return
+                _write(files[piece.file], piece.data, piece.offset)
+                if piece.is_data:
+                    progress(len(piece.data))
 
-    try:
         in_threads(write, items, stop)
         # Write errors that the kernel has deferred appear here.
         for descriptor in files.values():
             os.fsync(descriptor)
+
+
+def differing_items(
+    folder: Path,
+    items: Sequence[Written],
+    reader: StoredArrayReader,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[str]:
+    """Compute items again, and return the names of those whose bytes in the files differ."""
+    differing: set[str] = set()
+    with _opened(folder, items, os.O_RDONLY) as files:
+
+        def compare(item: Written) -> None:
+            for piece in item.pieces(reader):
+                size = len(piece.data)
+                if os.pread(files[piece.file], size, piece.offset) != piece.data:
+                    differing.add(item.name)
+                if piece.is_data:
+                    progress(size)
+
+        in_threads(compare, items, threading.Event())
+    return sorted(differing)
+
+
+@contextmanager
+def _opened(
+    folder: Path, items: Iterable[Written], flags: int
+) -> Iterator[dict[str, int]]:
+    """Open the files of items: name -> descriptor."""
+    files: dict[str, int] = {}
+    try:
+        for item in items:
+            for name in item.files:
+                if name not in files:
+                    files[name] = os.open(folder / name, flags)
+        yield files
     finally:
         for descriptor in files.values():
             os.close(descriptor)
 
 
 def in_threads(
-    work: Callable[[Item], None], items: Iterable[Item], stop: threading.Event
+    work: Callable[[ItemType], None], items: Iterable[ItemType], stop: threading.Event
 ) -> None:
     """Run `work` on all items in threads. The first error stops the others and is raised."""
     # Reading, checksums and writing release the interpreter lock.
@@ -228,7 +312,7 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def share_of(items: Sequence[Item], rank: int, world: int) -> list[Item]:
+def share_of(items: Sequence[ItemType], rank: int, world: int) -> list[ItemType]:
     """Return the items of one of `world` ranks: largest first, each to the rank with the fewest bytes so far."""
     # Every rank computes the same assignment, without communication.
     load = [0] * world

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -27,13 +27,16 @@ from pydantic import ByteSize, TypeAdapter
 from megaverl.checkpoint.convert import (
     ArrayPart,
     Item,
+    Written,
     bar,
+    differing_items,
     in_threads,
     parts_of,
     share_of,
     slabs,
     write_items,
 )
+from megaverl.checkpoint.convert.packed import packed_target
 from megaverl.checkpoint.convert.source import (
     ModelSource,
     carry_files,
@@ -285,6 +288,7 @@ class ConversionRequest:
         logits: also compare logits (values, for a critic).
         force: replace an existing target.
         quiet: show no progress.
+        quantization: format of `GROUP_FORMATS` for the linear layers of a Hugging Face target. None: not quantised.
     """
 
     source: Path
@@ -302,6 +306,7 @@ class ConversionRequest:
     logits: bool = False
     force: bool = False
     quiet: bool = False
+    quantization: str | None = None
 
 
 @contextmanager
@@ -417,7 +422,9 @@ def convert(request: ConversionRequest) -> None:
                 write_items(draft, own_items, reader, count)
             # All weights are on the disk here: `together` has waited for all ranks.
             on_first_rank(lambda: _finish(draft, source, target, request))
-            if request.verify or request.logits:
+            if request.quantization is not None and request.verify:
+                _verify_items(draft, own_items, reader, shown=shown)
+            elif request.verify or request.logits:
                 _verify(draft, source, reader, request, shown=shown)
         # Only a complete and verified folder gets the name of the output.
         on_first_rank(lambda: commit(draft, request.output))
@@ -445,6 +452,9 @@ def check_output(output: Path, source: Path, *, force: bool) -> None:
 
 
 def _target(source: ModelSource, request: ConversionRequest) -> ModelTarget:
+    if request.quantization is not None:
+        shard_bytes = request.shard_bytes or SHARD_BYTES
+        return packed_target(source, request.dtype, shard_bytes, request.quantization)
     if request.to == "hugging_face":
         return hugging_face_target(
             source, request.dtype, request.shard_bytes, SHARD_BYTES
@@ -519,6 +529,7 @@ def _finish(
             source.config,
             value_head=source.value_head and to_hugging_face,
             dtype=request.dtype,
+            quantization=request.quantization,
         )
         if config is not None:
             (draft / "config.json").write_text(
@@ -553,6 +564,23 @@ def _verify(
                 # raise_together raises it on every rank.
                 error = caught
         raise_together(error)
+
+
+def _verify_items(
+    draft: Path,
+    items: Sequence[Written],
+    reader: StoredArrayReader,
+    *,
+    shown: bool,
+) -> None:
+    """Compute this rank's items again, and compare them with the files. A quantised folder is no source."""
+    total = sum(item.nbytes for item in items)
+    with together(), bar("compared", total, shown=shown) as count:
+        if differing := differing_items(draft, items, reader, count):
+            raise CheckpointError(
+                f"{draft}: what was written differs from what was computed: {', '.join(differing[:MAX_NAMED])}. "
+                "Nothing is kept; try again, and look at the disk if it happens again."
+            )
 
 
 def commit(draft: Path, output: Path) -> None:

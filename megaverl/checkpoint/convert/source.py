@@ -35,6 +35,7 @@ from megaverl.weights.load import (
     check_stored,
     open_checkpoint,
 )
+from megaverl.weights.low_precision import compressed_config
 from megaverl.weights.safetensors_writer import entries_of, framed
 from megaverl.weights.stored import (
     INDEX_FILE,
@@ -482,7 +483,11 @@ def check_same_ids(
 
 
 def converted_config(
-    config: Mapping[str, Any], *, value_head: bool, dtype: torch.dtype | None
+    config: Mapping[str, Any],
+    *,
+    value_head: bool,
+    dtype: torch.dtype | None,
+    quantization: str | None = None,
 ) -> dict[str, Any] | None:
     """Return config.json of the target, or None if the source's own is right byte for byte.
 
@@ -502,4 +507,6 @@ def converted_config(
     if dtype is not None:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         changed[key] = str(dtype).removeprefix("torch.")
+    if quantization is not None:
+        changed["quantization_config"] = compressed_config(quantization)
     return changed if changed != dict(config) else None

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import torch
 
-from megaverl.checkpoint.convert import ArrayPart, Item, Parts, parts_of, stored_box
+from megaverl.checkpoint.convert import (
+    ArrayPart,
+    Item,
+    Parts,
+    Written,
+    parts_of,
+    stored_box,
+)
 from megaverl.checkpoint.convert.source import ModelSource
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError, ReshardError
@@ -50,7 +57,7 @@ class ModelTarget:
     """
 
     files: Mapping[str, int]
-    items: Sequence[Item]
+    items: Sequence[Written]
     heads: Sequence[tuple[str, int, bytes]]
     write_index: Callable[[Path], None] = field(repr=False)
 
@@ -87,7 +94,8 @@ def hugging_face_target(
         index = index_text(headers) if len(headers) > 1 else None
     else:
         index = source.file_headers.get(INDEX_FILE)
-    items, heads, files = [], [], {}
+    items: list[Written] = []
+    heads, files = [], {}
     for file, header in headers.items():
         # A file is its header, followed by the data of its tensors.
         head = framed(header)
