@@ -26,9 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megaverl.errors import RolloutError
-from megaverl.sharding.quantization import GROUP_FORMATS, GroupFormat
+from megaverl.sharding.quantization import GROUP_FORMATS, GroupFormat, compressed_config
 from megaverl.sharding.vllm import PackedWeight
-from megaverl.weights.low_precision import compressed_config
 
 KEY = "rollout.vllm.quantization"
 # Attribute of a layer with its `_Layer`.

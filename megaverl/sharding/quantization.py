@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from megaverl.sharding.model_spec import ModelSpec
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # Columns that share an E8M0 scale (MXFP8), and an E4M3 scale (NVFP4).
 MX_GROUP, NVFP4_GROUP = 32, 16
 FP32_BYTES = 4
+# What stays in floating point besides embeddings: the output layer, and routers.
+IGNORED = [r"re:.*lm_head", r"re:.*\.gate$"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,45 @@ FORMATS: dict[str, BlockFormat | GroupFormat] = {
     "fp8": BlockFormat(None),
     **GROUP_FORMATS,
 }
+
+
+def compressed_config(method: str) -> dict[str, Any]:
+    """Return the `quantization_config` that a compressed-tensors folder in this format has in its config.json."""
+    form = GROUP_FORMATS[method]
+    weights = {
+        "num_bits": form.bits,
+        "type": "int" if form.kind == "int4" else "float",
+        "symmetric": form.symmetric,
+        "strategy": "tensor_group" if form.kind == "nvfp4" else "group",
+        "group_size": form.group,
+        "dynamic": False,
+    }
+    formats = {
+        "int4": "pack-quantized",
+        "mxfp8": "mxfp8-quantized",
+        "nvfp4": "nvfp4-pack-quantized",
+    }
+    activations = None
+    if form.kind == "mxfp8":
+        # vLLM has MXFP8 with activations in MXFP8 only.
+        weights["scale_dtype"] = "torch.uint8"
+        activations = {**weights, "dynamic": True}
+    if form.kind == "nvfp4":
+        weights["scale_dtype"] = "torch.float8_e4m3fn"
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": activations,
+        "output_activations": None,
+        "format": formats[form.kind],
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats[form.kind],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": IGNORED,
+    }
 
 
 def bytes_per_weight(method: str | None, itemsize: int) -> float:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megaverl.sharding.quantization import GROUP_FORMATS, GroupFormat
+from megaverl.sharding.quantization import GroupFormat
 
 E4M3 = torch.float8_e4m3fn
 E4M3_LARGEST = torch.finfo(E4M3).max
@@ -39,8 +39,6 @@ INT4_LEAST, INT4_MOST, INT4_STEPS = -8, 7, 15
 E4M3_EPS = torch.finfo(E4M3).eps
 E8M0_BIAS = 127
 PER_INT32 = 8
-# What stays in floating point besides embeddings: the output layer, and routers.
-IGNORED = [r"re:.*lm_head", r"re:.*\.gate$"]
 
 
 class GroupNumbers(NamedTuple):
@@ -144,45 +142,6 @@ def dequantise_groups(quantised: GroupNumbers) -> torch.Tensor:
         # vLLM keeps the reciprocal.
         scales = scales * (1.0 / global_scale)
     return (numbers * scales[..., None]).flatten(1)
-
-
-def compressed_config(method: str) -> dict[str, Any]:
-    """Return the `quantization_config` that a compressed-tensors folder in this format has in its config.json."""
-    form = GROUP_FORMATS[method]
-    weights = {
-        "num_bits": form.bits,
-        "type": "int" if form.kind == "int4" else "float",
-        "symmetric": form.symmetric,
-        "strategy": "tensor_group" if form.kind == "nvfp4" else "group",
-        "group_size": form.group,
-        "dynamic": False,
-    }
-    formats = {
-        "int4": "pack-quantized",
-        "mxfp8": "mxfp8-quantized",
-        "nvfp4": "nvfp4-pack-quantized",
-    }
-    activations = None
-    if form.kind == "mxfp8":
-        # vLLM has MXFP8 with activations in MXFP8 only.
-        weights["scale_dtype"] = "torch.uint8"
-        activations = {**weights, "dynamic": True}
-    if form.kind == "nvfp4":
-        weights["scale_dtype"] = "torch.float8_e4m3fn"
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": activations,
-        "output_activations": None,
-        "format": formats[form.kind],
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": formats[form.kind],
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": IGNORED,
-    }
 
 
 def packed_tensors(

@@ -5,10 +5,10 @@
 
 from megaverl.checkpoint.convert.items import (
     ArrayPart,
+    FileBytes,
+    FileItem,
     Item,
     Parts,
-    Piece,
-    Written,
     bar,
     bytes_of,
     differing_items,
@@ -25,8 +25,8 @@ __all__ = [
     "ArrayPart",
     "Item",
     "Parts",
-    "Piece",
-    "Written",
+    "FileBytes",
+    "FileItem",
     "bar",
     "bytes_of",
     "differing_items",

@@ -71,7 +71,7 @@ class Item:
         """Names of the files that it is written to."""
         return (self.file,)
 
-    def pieces(self, reader: StoredArrayReader) -> Iterator[Piece]:
+    def pieces(self, reader: StoredArrayReader) -> Iterator[FileBytes]:
         """Yield the bytes to write. Each piece is overwritten by the next."""
         start = self.offset + (self.frame.data_offset if self.frame else 0)
         at, crc = start, 0
@@ -79,17 +79,17 @@ class Item:
             data = bytes_of(slab)
             if self.frame:
                 crc = zlib.crc32(data, crc)
-            yield Piece(self.file, at, data)
+            yield FileBytes(self.file, at, data)
             at += len(data)
         if self.frame:
             # The head holds the checksum, which is only known after the data.
             head = memoryview(self.frame.head(crc))
-            yield Piece(self.file, self.offset, head, is_data=False)
+            yield FileBytes(self.file, self.offset, head, is_data=False)
             tail = memoryview(self.frame.tail(crc))
-            yield Piece(self.file, at, tail, is_data=False)
+            yield FileBytes(self.file, at, tail, is_data=False)
 
 
-class Piece(NamedTuple):
+class FileBytes(NamedTuple):
     """Bytes of an item, and their place in a file. `is_data` is False for a frame around the elements."""
 
     file: str
@@ -98,7 +98,7 @@ class Piece(NamedTuple):
     is_data: bool = True
 
 
-class Written(Protocol):
+class FileItem(Protocol):
     """Array that a conversion writes: an `Item`, or a matrix that becomes several tensors."""
 
     @property
@@ -116,10 +116,10 @@ class Written(Protocol):
     @property
     def files(self) -> tuple[str, ...]: ...
 
-    def pieces(self, reader: StoredArrayReader) -> Iterator[Piece]: ...
+    def pieces(self, reader: StoredArrayReader) -> Iterator[FileBytes]: ...
 
 
-ItemType = TypeVar("ItemType", bound=Written)
+ItemType = TypeVar("ItemType", bound=FileItem)
 
 
 def parts_of(source_layout: Layout, dest: Layout) -> dict[str, list[ArrayPart]]:
@@ -222,7 +222,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def write_items(
     folder: Path,
-    items: Sequence[Written],
+    items: Sequence[FileItem],
     reader: StoredArrayReader,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
@@ -234,7 +234,7 @@ def write_items(
     stop = threading.Event()
     with _opened(folder, items, os.O_WRONLY) as files:
 
-        def write(item: Written) -> None:
+        def write(item: FileItem) -> None:
             for piece in item.pieces(reader):
                 if stop.is_set():
                     return
@@ -250,7 +250,7 @@ def write_items(
 
 def differing_items(
     folder: Path,
-    items: Sequence[Written],
+    items: Sequence[FileItem],
     reader: StoredArrayReader,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
@@ -258,7 +258,7 @@ def differing_items(
     differing: set[str] = set()
     with _opened(folder, items, os.O_RDONLY) as files:
 
-        def compare(item: Written) -> None:
+        def compare(item: FileItem) -> None:
             for piece in item.pieces(reader):
                 size = len(piece.data)
                 if os.pread(files[piece.file], size, piece.offset) != piece.data:
@@ -272,7 +272,7 @@ def differing_items(
 
 @contextmanager
 def _opened(
-    folder: Path, items: Iterable[Written], flags: int
+    folder: Path, items: Iterable[FileItem], flags: int
 ) -> Iterator[dict[str, int]]:
     """Open the files of items: name -> descriptor."""
     files: dict[str, int] = {}

@@ -16,10 +16,10 @@ import torch
 
 from megaverl.checkpoint.convert import (
     ArrayPart,
+    FileBytes,
+    FileItem,
     Item,
     Parts,
-    Piece,
-    Written,
     bytes_of,
     parts_of,
     slabs,
@@ -54,7 +54,7 @@ ROW_STEP = 8
 OF_MATRIX = ("weight_shape", "weight_global_scale")
 
 
-class Matrix(NamedTuple):
+class StoredMatrix(NamedTuple):
     """A matrix of the source: its shape [rows, columns], and the parts that fill it."""
 
     shape: tuple[int, ...]
@@ -76,12 +76,12 @@ class PackedItem:
     """
 
     name: str
-    matrix: Matrix
+    matrix: StoredMatrix
     dtype: torch.dtype
     method: str
     places: Mapping[str, tuple[str, int]]
     nbytes: int
-    sharing: Sequence[Matrix] = field(repr=False)
+    sharing: Sequence[StoredMatrix] = field(repr=False)
 
     @property
     def file(self) -> str:
@@ -98,7 +98,7 @@ class PackedItem:
         """Names of the files that its tensors are in."""
         return tuple(sorted({file for file, _ in self.places.values()}))
 
-    def pieces(self, reader: StoredArrayReader) -> Iterator[Piece]:
+    def pieces(self, reader: StoredArrayReader) -> Iterator[FileBytes]:
         """Yield the bytes to write: for some rows after others, those of every tensor."""
         largest = self._largest(reader)
         for top, rows in _rows(self.matrix, self.dtype, reader):
@@ -111,7 +111,7 @@ class PackedItem:
                 lines = top // ROW_STEP if name == "weight_zero_point" else top
                 file, offset = self.places[name]
                 start = offset + lines * tensor[0].numel() * tensor.itemsize
-                yield Piece(file, start, bytes_of(tensor.contiguous()))
+                yield FileBytes(file, start, bytes_of(tensor.contiguous()))
 
     def _largest(self, reader: StoredArrayReader) -> torch.Tensor | None:
         """Return max|x| of all matrices with the same global scale, or None if the format has none."""
@@ -125,7 +125,7 @@ class PackedItem:
 
 
 def _rows(
-    matrix: Matrix, dtype: torch.dtype, reader: StoredArrayReader
+    matrix: StoredMatrix, dtype: torch.dtype, reader: StoredArrayReader
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (first row, rows [r, columns]) of a matrix."""
     rows, columns = matrix.shape
@@ -164,10 +164,10 @@ def packed_target(
     parts = parts_of(source.layout, whole_layout(shapes.items()))
     quantised = quantised_tensors(weights)
     # vLLM's parameter -> the matrices that it consists of.
-    fused: dict[str, list[Matrix]] = {}
+    fused: dict[str, list[StoredMatrix]] = {}
     for weight in weights:
         if weight.vllm in quantised:
-            matrix = Matrix(weight.shape, parts[weight.name])
+            matrix = StoredMatrix(weight.shape, parts[weight.name])
             fused.setdefault(weight.vllm, []).append(matrix)
 
     tensors: list[tuple[str, tuple[int, ...], torch.dtype]] = []
@@ -192,7 +192,7 @@ def packed_target(
         for name, entry in entries_of(header).items():
             places[name] = (file, len(head) + entry["data_offsets"][0])
 
-    items: list[Written] = []
+    items: list[FileItem] = []
     for weight in weights:
         name, shape = weight.name, weight.shape
         if name not in packed:
@@ -204,7 +204,7 @@ def packed_target(
         items.append(
             PackedItem(
                 name,
-                Matrix(shape, parts[name]),
+                StoredMatrix(shape, parts[name]),
                 dtypes[name],
                 method,
                 {suffix: places[layer + suffix] for suffix in packed[name]},

@@ -26,8 +26,8 @@ from pydantic import ByteSize, TypeAdapter
 
 from megaverl.checkpoint.convert import (
     ArrayPart,
+    FileItem,
     Item,
-    Written,
     bar,
     differing_items,
     in_threads,
@@ -183,7 +183,7 @@ def compare_logits(source: ModelSource, written: ModelSource, *, shown: bool) ->
     before, after = _outputs(source, tokens), _outputs(written, tokens)
     difference = (before - after).abs()
     scale = float(before.abs().max())
-    # Written with `not` so that NaN counts as a difference.
+    # FileItem with `not` so that NaN counts as a difference.
     if not float(difference.max()) <= TOLERANCE * max(scale, 1e-6):
         at = tuple(
             int(i)
@@ -568,7 +568,7 @@ def _verify(
 
 def _verify_items(
     draft: Path,
-    items: Sequence[Written],
+    items: Sequence[FileItem],
     reader: StoredArrayReader,
     *,
     shown: bool,

@@ -27,6 +27,7 @@ from megaverl.models.folder import read_model
 from megaverl.outside import read_json_file
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.quantization import compressed_config
 from megaverl.sharding.weight import Split, Weight
 from megaverl.weights.export import model_files
 from megaverl.weights.load import (
@@ -35,7 +36,6 @@ from megaverl.weights.load import (
     check_stored,
     open_checkpoint,
 )
-from megaverl.weights.low_precision import compressed_config
 from megaverl.weights.safetensors_writer import entries_of, framed
 from megaverl.weights.stored import (
     INDEX_FILE,

@@ -12,9 +12,9 @@ import torch
 
 from megaverl.checkpoint.convert import (
     ArrayPart,
+    FileItem,
     Item,
     Parts,
-    Written,
     parts_of,
     stored_box,
 )
@@ -57,7 +57,7 @@ class ModelTarget:
     """
 
     files: Mapping[str, int]
-    items: Sequence[Written]
+    items: Sequence[FileItem]
     heads: Sequence[tuple[str, int, bytes]]
     write_index: Callable[[Path], None] = field(repr=False)
 
@@ -94,7 +94,7 @@ def hugging_face_target(
         index = index_text(headers) if len(headers) > 1 else None
     else:
         index = source.file_headers.get(INDEX_FILE)
-    items: list[Written] = []
+    items: list[FileItem] = []
     heads, files = [], {}
     for file, header in headers.items():
         # A file is its header, followed by the data of its tensors.

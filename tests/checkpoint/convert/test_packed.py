@@ -13,7 +13,7 @@ from megaverl.checkpoint.convert import packed, run
 from megaverl.cli.main import main as megaverl
 from megaverl.errors import CheckpointError
 from megaverl.models.tiny import make_tiny_folder
-from megaverl.weights.low_precision import compressed_config
+from megaverl.sharding.quantization import compressed_config
 from megaverl.weights.transports.quantised import packed_matrix
 from tests.checkpoint.convert.folders import converted, make_model
 
