@@ -38,6 +38,9 @@ LONGEST_WAIT = 60.0
 # Rounds in which every episode may fail before any has succeeded. A single failed round
 # may be a passing fault.
 ROUNDS_WITHOUT_SUCCESS = 2
+# Different faults that are logged. Texts may contain times or addresses, so that a bound
+# keeps the log readable.
+MOST_LOGGED = 20
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ class Faults:
     _pauses: int = field(init=False, default=0)
     _metrics: dict[str, float] = field(init=False, default_factory=dict)
     _lost: set[int] = field(init=False, default_factory=set)
+    # Texts of the faults that have been logged.
+    _logged: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self._never_worked = {"reset": 0, "step": 0}
@@ -180,7 +185,21 @@ class Faults:
             if (attempt := self._next(number, paused=paused)) is not None
         }
         self._attempts |= retried
+        self._log(faults, retried)
         return retried
+
+    def _log(self, faults: Mapping[int, FailedCall], retried: Collection[int]) -> None:
+        """Log each kind of fault once. A fault that a further attempt cures would otherwise only be a number."""
+        for number, fault in sorted(faults.items()):
+            if fault.text in self._logged or len(self._logged) >= MOST_LOGGED:
+                continue
+            self._logged.add(fault.text)
+            logger.warning(
+                "environment '%s': an attempt at an episode failed, and the episode is %s. %s",
+                self.name,
+                "tried again" if number in retried else "left out",
+                fault.text,
+            )
 
     def _next(self, number: int, *, paused: bool) -> Attempt | None:
         """Return the attempt that follows a fault of an episode, or None if it is lost."""

@@ -132,10 +132,15 @@ def test_what_is_tried_again_is_what_a_run_without_faults_plays(
     )
 
 
-def test_waits_grow_and_a_lost_episode_has_no_turns() -> None:
+def test_waits_grow_and_a_lost_episode_has_no_turns(caplog) -> None:
     unreliable = Unreliable(8, lambda number, call: number == 2, LIMITS)
     views = unreliable.play()
     assert unreliable.slept == [1.0, 2.0, 4.0]
+    # The same fault of later attempts is no news.
+    (logged,) = caplog.messages
+    assert logged == (
+        "environment 'broken': an attempt at an episode failed, and the episode is tried again. no server"
+    )
     assert [view.finish_reason for view in views] == [
         *["stop"] * 2,
         FAILED,
