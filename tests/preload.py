@@ -1,7 +1,9 @@
 """What ranks find imported: multiprocessing's fork server imports this once, and each rank is a copy of the server.
 
 torch, megatron-core, transformers and vLLM, adapted to a CPU, take an interpreter some
-fifteen seconds.
+fifteen seconds. What they compute at their first use in a process, and then keep, is
+computed here as well: without it, each rank of a short run would compute for as long as
+it trains.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import gc
 import importlib
 import os
 import sys
+from pathlib import Path
 
 from megaverl.processes import end_with_parent, freeze_objects
 
@@ -24,7 +27,18 @@ MODULES = (
     "vllm.entrypoints.llm",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
+    # What an engine imports when it starts.
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.transformers",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.plugins.lora_resolvers.hf_hub_resolver",
+    "vllm.utils.cpu_triton_utils",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.pool.flash_maxsim",
 )
+CONFIGURATION = Path(__file__).parents[1] / "configs" / "gsm8k_smollm2" / "base.yaml"
 
 
 def import_everything() -> None:
@@ -39,10 +53,32 @@ def import_everything() -> None:
     platform.adapt_vllm()
     for name in MODULES:
         importlib.import_module(name)
+    compute_what_is_kept()
     sys.stdout.flush()  # what is left in it would be written by every copy
     # Copies share these pages, and need not look through them for garbage.
     freeze_objects()
     gc.set_threshold(*usual)
+
+
+def compute_what_is_kept() -> None:
+    """Fill the caches of modules, of which none depends on a rank, a file or a setting."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    from megaverl.config import load_config
+
+    # Patterns of the names of weights.
+    get_checkpoint_conversion_mapping("qwen3")
+    # For each of vLLM's loggers it goes through all loggers.
+    configure_logging_if_needed(LoggingConfig())
+    # They read the list of packages, and the attributes of vLLM's modules.
+    load_general_plugins()
+    current_platform.register_triton_kernel_overrides()
+    # Signatures in megaverl's sources, and pydantic's of its classes.
+    load_config(CONFIGURATION, ["run.nproc=2"], check_paths=False)
 
 
 end_with_parent(os.getppid())

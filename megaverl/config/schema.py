@@ -45,6 +45,11 @@ from megaverl.config.signatures import signature_of
 from megaverl.config.watching import AlertConfig
 from megaverl.errors import ConfigError
 
+try:
+    from yaml import CSafeDumper as SafeDumper
+except ImportError:  # PyYAML was built without libyaml
+    from yaml import SafeDumper  # type: ignore[assignment]
+
 # Inputs of a preference loss that come from the reference model.
 FROZEN = (
     "ref_chosen_log_probs",
@@ -392,7 +397,7 @@ class Config(Section):
         )
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(SafeDumper):
     """YAML dumper without anchors: a mapping that two roles share is written out twice."""
 
     def ignore_aliases(self, data: Any) -> bool:

@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -109,9 +109,16 @@ _adapts = functools.partial(adaptation, ADAPTATIONS)
 @_adapts("kernels in vLLM's modules alone")
 def _look_for_kernels_in_vllm() -> None:
     """To replace its Triton kernels, vLLM reads every attribute of every module.
-    Deprecated ones of torch then warn, and llvmlite's (numba) raise an error.
+    Deprecated ones of torch then warn, and llvmlite's (numba) raise an error. It does so again for every engine of a
+    process, and each time it wraps the replacements once more.
     """
     from vllm.triton_utils import dispatcher
+
+    @replaces(dispatcher, "register_kernels")
+    def register_new(register: Any, overrides: Mapping[str, Any]) -> None:
+        known = dispatcher._registry
+        if new := {name: overrides[name] for name in overrides if name not in known}:
+            register(new)
 
     @replaces(dispatcher, "_rebind_kernels")
     def rebind(everywhere: Any, overrides: Any) -> None:

@@ -72,6 +72,7 @@ def test_each_changes_what_it_says_and_twice_is_once(adapted: list[Any]) -> None
                 "ranks": [0],
             },
             "sgl": False,
+            "kernels": [],
         }
     )
 

@@ -48,9 +48,27 @@ def apply_twice() -> list[dict[str, Any]]:
         for adaptation in ADAPTATIONS:
             adaptation.apply()
         found.append(
-            state() | {"sgl": utils.check_cpu_sgl_kernel(8, 64, torch.bfloat16)}
+            state()
+            | {
+                "sgl": utils.check_cpu_sgl_kernel(8, 64, torch.bfloat16),
+                "kernels": kernels_replaced_again(),
+            }
         )
     return found
+
+
+def kernels_replaced_again() -> list[str]:
+    """Replace vLLM's Triton kernels, as the start of an engine does; the names whose replacement was replaced."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.triton_utils import dispatcher
+
+    CpuPlatform.register_triton_kernel_overrides()
+    assert dispatcher._registry
+    return [
+        name
+        for name, (original, _) in dispatcher._registry.items()
+        if isinstance(original, dispatcher.KernelOverride)
+    ]
 
 
 def norm_errors() -> dict[str, float]:
