@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import heapq
 import math
 import random
-import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,40 +48,46 @@ class Deadlock(RuntimeError):
     """Every task waits for another one, and no event is left."""
 
 
-class _NoSelector(selectors.BaseSelector):
-    """Selector of an event loop in virtual time: instead of waiting it moves the clock."""
+class VirtualTimeLoop(asyncio.BaseEventLoop):
+    """Event loop whose clock is simulated: instead of waiting it moves the clock.
+
+    Attributes:
+        tasks: all tasks so far. `asyncio.all_tasks` would go through those of earlier loops too, until these are
+            collected.
+    """
+
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]  # a heap
 
     def __init__(self) -> None:
-        self.now = 0.0
-
-    def register(
-        self, fileobj: Any, events: int, data: Any = None
-    ) -> selectors.SelectorKey:
-        return selectors.SelectorKey(fileobj, 0, events, data)
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return selectors.SelectorKey(fileobj, 0, 0, None)
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise Deadlock("every task waits for another one, and no event is left")
-        self.now += max(timeout, 0.0)
-        return []
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return {}
-
-
-class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Event loop whose clock is simulated."""
-
-    def __init__(self) -> None:
-        self._virtual = _NoSelector()
-        super().__init__(self._virtual)
+        super().__init__()
+        self.tasks: list[asyncio.Task[Any]] = []
+        self._now = 0.0
 
     def time(self) -> float:
         """Return the virtual time in seconds."""
-        return self._virtual.now
+        return self._now
+
+    def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        """Create a task as every loop does, and keep it."""
+        task: asyncio.Task[Any] = super().create_task(coro, **options)
+        self.tasks.append(task)
+        return task
+
+    def _run_once(self) -> None:
+        """Run what is ready, or else what comes next; what is scheduled for the same time comes with it."""
+        while self._scheduled and (not self._ready or self._is_next_due()):
+            if not (timer := heapq.heappop(self._scheduled)).cancelled():
+                self._now = max(self._now, timer.when())
+                self._ready.append(timer)
+        if not self._ready:
+            raise Deadlock("every task waits for another one, and no event is left")
+        for _ in range(len(self._ready)):
+            if not (handle := self._ready.popleft()).cancelled():
+                handle._run()
+
+    def _is_next_due(self) -> bool:
+        return self._scheduled[0].when() <= self._now
 
 
 @dataclass(frozen=True)
@@ -228,7 +234,7 @@ class SimulatedCluster:
                 self._run(program, make_workers, timeouts, watch)
             )
         finally:
-            for task in asyncio.all_tasks(self._loop):
+            for task in self._loop.tasks:
                 task.cancel()
             self._loop.call_soon(self._loop.stop)
             self._loop.run_forever()
