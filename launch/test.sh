@@ -11,10 +11,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MEGAVERL_ROOT" || exit
 if [[ -z "${MEGAVERL_PYTHON:-}" && "$_base_lock" == "$_cpu_lock" ]]; then
     _bootstrap environments tinker tinker-recipes trackio
-    _install_harnesses || _say "left out: tests with inspect-ai and lm-eval"
-    for name in harbor nemo-gym; do
-        _install_beside "$name" || _say "left out: tests of $name, which needs Python 3.12 (.venv/install.log)"
-    done
     # reasoning-gym has a part that is compiled; without it its tests are skipped.
     has_headers='import os, sysconfig as s; raise SystemExit(not os.path.exists(s.get_path("include") + "/Python.h"))'
     ! command -v cc >/dev/null || ! "$PYTHON" -c "$has_headers" || _bootstrap reasoning-gym
@@ -27,9 +23,27 @@ export RES_OPTIONS="${RES_OPTIONS:-timeout:1 attempts:5}" # as megaverl.rank_env
 # An environment for a CPU is tested on the CPU, whatever else is here.
 [[ -n "${MEGAVERL_PYTHON:-}" || "$_base_lock" != "$_cpu_lock" ]] || export CUDA_VISIBLE_DEVICES=""
 
-"$PYTHON" -m ruff check .
-"$PYTHON" -m ruff format --check .
-"$PYTHON" -m mypy
+# Environments beside .venv are filled while ruff and mypy read what .venv has. Their output is no terminal, on which each
+# would count seconds in the same line.
+_install_harnesses_and_agents() {
+    local name
+    _install_harnesses || _say "left out: tests with inspect-ai and lm-eval"
+    for name in harbor nemo-gym; do
+        _install_beside "$name" || _say "left out: tests of $name, which needs Python 3.12 (.venv/install.log)"
+    done
+}
+if [[ -z "${MEGAVERL_PYTHON:-}" && "$_base_lock" == "$_cpu_lock" ]]; then
+    _install_harnesses_and_agents 2>&1 | cat >&2 &
+    # Below, both return at once if they are done by then.
+    [[ $# -gt 0 || -n "${MEGAVERL_TEST_NEWER:-}" || "$_base_lock" != "cpu-py311" ]] ||
+        { _install_newer && _install_py312; } 2>&1 | cat >&2 &
+fi
+failed=0
+"$PYTHON" -m ruff check . || failed=1
+"$PYTHON" -m ruff format --check . || failed=1
+"$PYTHON" -m mypy || failed=1
+wait
+((!failed)) || exit 1
 ((!$#)) || exec "$PYTHON" -m pytest "$@"
 
 # What depends most on megatron-core; tests/cuda is what stands for GPUs.
