@@ -58,12 +58,8 @@ def locate(arrays: Mapping[str, IndexedArray]) -> dict[str, StoredArray]:
     Raises:
         CheckpointError: a chunk is damaged, or does not match the index.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     located = {}
-    # Under FakeTensorMode, torch.load reads a tensor's description but none of its
-    # elements.
-    with ExitStack() as stack, FakeTensorMode():
+    with ExitStack() as stack:
 
         @cache
         def opened(path: Path) -> BinaryIO:
@@ -119,7 +115,8 @@ def _extent(
 ) -> Extent:
     try:
         file: Any = _ChunkFile(opened(chunk.file), chunk)
-        tensor = torch.load(file, weights_only=True)
+        # Of a tensor on the meta device its description is read, and none of its elements.
+        tensor = torch.load(file, weights_only=True, map_location="meta")
         if not isinstance(tensor, torch.Tensor) or (
             tensor.dtype,
             tuple(tensor.shape),
@@ -130,7 +127,7 @@ def _extent(
         shape, strides = tuple(tensor.shape), tensor.stride()
         # torch records where the elements lie in the archive instead of reading them.
         begin = tensor.untyped_storage()._checkpoint_offset
-        assert begin is not None, "torch.load marks it under FakeTensorMode"
+        assert begin is not None, "torch.load marks it on the meta device"
         start = begin + int(tensor.storage_offset()) * dtype.itemsize
         # The last element's index decides whether the chunk is long enough, whatever
         # the strides are.

@@ -18,6 +18,8 @@ TOKENS = torch.randint(
     0, 100, (3, 17), generator=torch.Generator().manual_seed(5)
 ).tolist()
 GRIDS: list[dict[str, int]] = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
+# By whether the output layer is the embedding: both are cut in both ways, and no grid is left out.
+GRIDS_OF = {True: [{}, {"tp": 2, "pp": 2}], False: [{"tp": 2}, {"pp": 2}]}
 EXPERT_GRIDS: list[dict[str, int]] = [
     {"ep": 2},
     {"ep": 4},
@@ -37,15 +39,17 @@ WITH_EXPERTS = [a for a in ARCHITECTURES if make_spec(a).moe]
 )
 def folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+) -> tuple[Path, bool]:
+    """A model, and whether its embeddings are tied."""
     architecture, tied = request.param
     shard_bytes = 40_000 if tied else None  # sharded with an index, and one file
-    return make_tiny_folder(
+    path = make_tiny_folder(
         tmp_path_factory.mktemp(architecture),
         architecture,
         tie_embeddings=tied,
         shard_bytes=shard_bytes,
     )
+    return path, tied
 
 
 def reference_logits(folder: Path) -> torch.Tensor:
@@ -74,14 +78,17 @@ def assert_parity(
         assert (each[:, :width] - expected).abs().max() < 1e-4, grid
 
 
-def test_logits_equal_hugging_faces(launch: Launcher, folder: Path) -> None:
-    expected = reference_logits(folder)
-    for grid in GRIDS:
+def test_logits_equal_hugging_faces(
+    launch: Launcher, folder: tuple[Path, bool]
+) -> None:
+    path, tied = folder
+    expected = reference_logits(path)
+    for grid in GRIDS_OF[tied]:
         assert_parity(
             launch,
-            folder,
+            path,
             expected,
-            grid | expert_tp(ModelSpec.from_folder(folder).architecture),
+            grid | expert_tp(ModelSpec.from_folder(path).architecture),
         )
 
 
@@ -114,7 +121,7 @@ QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 5}
 def test_logits_with_windows_shorter_than_the_sequence(
     launch: Launcher, architecture: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
-    """On every grid: a stage knows which of the model's layers it has."""
+    """Whole and cut: a stage knows which of the model's layers it has."""
     folder = make_tiny_folder(tmp_path / "windowed", architecture, **config)
     expected = reference_logits(folder)
     full = {"sliding_window": 256, "use_sliding_window": False, "layer_types": None}
@@ -125,7 +132,7 @@ def test_logits_with_windows_shorter_than_the_sequence(
     )
     # The window is felt.
     assert (reference_logits(without) - expected).abs().max() > 0.01
-    for grid in GRIDS:
+    for grid in ({}, {"tp": 2, "pp": 2}):
         assert_parity(launch, folder, expected, grid | expert_tp(architecture))
 
 

@@ -28,10 +28,12 @@ WITH_EXPERTS = [name for name in ARCHITECTURES if make_spec(name).moe]
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def grids_of(architecture: str) -> list[dict[str, int]]:
+def grids_of(architecture: str, tied: bool) -> list[dict[str, int]]:
+    """Tied embeddings are on the first and on the last stage, and stages may come in turn."""
     experts = {"ep": 2, "dp": 2} if architecture in WITH_EXPERTS else {}
     experts |= expert_tp(architecture)
-    return [{}, {"tp": 2, "pp": 2, **experts}, {"tp": 2, "pp": 2, "vpp": 2, **experts}]
+    cut = {"tp": 2, "pp": 2, **experts}
+    return [{}, {**cut, "vpp": 2}] if tied else [cut]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -50,7 +52,7 @@ def test_the_same_bytes_come_back(
         shard_bytes=shard_bytes,
         seed=3,
     )
-    for number, grid in enumerate(grids_of(architecture)):
+    for number, grid in enumerate(grids_of(architecture, tied)):
         there = converted(folder, tmp_path / f"there{number}", "megatron", grid=grid)
         on = converted(
             there,
