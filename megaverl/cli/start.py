@@ -1,7 +1,7 @@
 """Commands for the first minutes with megaverl.
 
-`init` writes a recipe for the user's model and data, and `recipes` lists the recipes
-that come with the package.
+`init` writes a recipe for the user's model and data, `recipes` lists the recipes that
+come with the package, and `draft-head` writes a new head for speculative decoding.
 """
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ List the included recipes, what each shows and where it runs; or print one.
   megaverl recipes qwen                   recipes with this text in their name
   megaverl recipes gsm8k_smollm2/dapo     print one; use it as `base:` of your own
   megaverl recipes examples/ppo_trainer/run.sh   name what replaces a file of another trainer
+"""
+HEAD = """\
+Write an untrained EAGLE-3 head for a model: one decoder layer that proposes tokens from the model's hidden states.
+Train it with `draft.train`. Existing folders are not overwritten.
+
+  megaverl draft-head MODEL_FOLDER HEAD_FOLDER
 """
 # Column names that are tried for the prompt and the reference answer, the most likely
 # ones first.
@@ -507,7 +513,39 @@ def _heading(path: Path) -> str:
     return re.sub(r"(?<=\.) [^.]*:$", "", " ".join(lines))
 
 
+def _head_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="Hugging Face folder of the model")
+    parser.add_argument("folder", help="new folder for the head")
+    parser.add_argument(
+        "--intermediate-size",
+        type=int,
+        metavar="N",
+        help="width of the head's MLP (that of the model's)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (0)")
+
+
+def _head(arguments: argparse.Namespace) -> int:
+    # Imported here because it imports transformers.
+    from megaverl.models.draft_head import make_draft_head
+
+    make_draft_head(
+        arguments.folder,
+        arguments.model,
+        seed=arguments.seed,
+        intermediate_size=arguments.intermediate_size,
+    )
+    drafts = f"{{method: eagle3, model: {arguments.folder}, num_speculative_tokens: 3}}"
+    print(f"head written to {arguments.folder}; train it with a policy of this model:")
+    print(
+        f"  megaverl train ... 'rollout.vllm.speculative_config={drafts}' "
+        "'draft={train: true, engine: fsdp}'"
+    )
+    return 0
+
+
 COMMANDS = {
+    "draft-head": Subcommand(HEAD, _head_options, _head),
     "init": Subcommand(INIT, _init_options, _init),
     "recipes": Subcommand(RECIPES, _recipes_options, _recipes),
 }

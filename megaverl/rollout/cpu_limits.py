@@ -64,7 +64,7 @@ def check_runs_here(arguments: dict[str, Any], *, experts: bool) -> None:
         )
 
 
-SPECULATORS = ("ngram", "draft_model")
+SPECULATORS = ("ngram", "draft_model", "eagle3")
 
 
 def speculation_here(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def speculation_here(config: Mapping[str, Any]) -> dict[str, Any]:
     if config["method"] not in SPECULATORS:
         raise RolloutError(
             f"rollout.vllm.speculative_config.method={config['method'] or None}: of vLLM's speculators, "
-            f"{' and '.join(SPECULATORS)} are known to draw right on a CPU. Use one of them there, or "
+            f"{', '.join(SPECULATORS)} are known to draw right on a CPU. Use one of them there, or "
             "leave speculative_config out."
         )
     if config.get("rejection_sample_method", "standard") != "standard":

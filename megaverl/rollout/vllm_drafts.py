@@ -1,4 +1,4 @@
-"""Draft model of a vLLM engine, as the destination of a weight transfer.
+"""Draft model or head of a vLLM engine, as the destination of a weight transfer.
 
 vLLM reads a draft model from its folder when the engine starts. A run with `draft.train` then
 writes new weights into it after every update, like those of the main model.
@@ -22,14 +22,29 @@ if TYPE_CHECKING:
     from megaverl.sharding.vllm import QuantisedWeight
 
 
+def without_shared(draft: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Unregister modules of a head that are the target's, such as its embeddings, which the head goes on using.
+
+    The target's reshard writes them.
+    """
+    of_target = {id(module) for module in target.modules()}
+    for module in list(draft.modules()):
+        for name, child in list(module.named_children()):
+            if id(child) in of_target:
+                delattr(module, name)
+                # An attribute beside the registered modules, which a forward pass reads
+                # like one of them.
+                vars(module)[name] = child
+
+
 class EngineDraft:
-    """Draft model on this rank of an engine. Implements `megaverl.rollout.engine.ReceivesWeights`.
+    """Draft model or head on this rank of an engine. Implements `megaverl.rollout.engine.ReceivesWeights`.
 
     It shares the engine's memory: it is mapped whenever the main model is, and keeps its
     contents while the engine sleeps.
 
     Args:
-        model: vLLM's draft model on this rank.
+        model: vLLM's draft model on this rank, without modules of the main model.
         config: vLLM's configuration of the engine.
         dtype: dtype of the incoming weights.
         changed: called after new weights have arrived. Drops what was computed from the old ones.

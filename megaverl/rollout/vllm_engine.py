@@ -47,7 +47,7 @@ from megaverl.rollout.engine import (
     options_by_prompt,
 )
 from megaverl.rollout.vllm_cache import cache_limited
-from megaverl.rollout.vllm_drafts import EngineDraft
+from megaverl.rollout.vllm_drafts import EngineDraft, without_shared
 from megaverl.rollout.vllm_images import prepare_images
 from megaverl.rollout.vllm_layouts import LoaderLayouts
 from megaverl.rollout.vllm_options import VLLMOptions
@@ -275,6 +275,7 @@ class VLLMEngine:
                     "the engine has no draft model. Name one: rollout.vllm.speculative_config={model: FOLDER, "
                     "num_speculative_tokens: 3}."
                 )
+            without_shared(model, self.model)
             self._draft = EngineDraft(
                 model, self._config, self._dtype, self.reset_prefix_cache
             )

@@ -21,7 +21,10 @@ from megaverl.platform import platform
 from megaverl.rollout.cpu_limits import speculation_here
 from megaverl.rollout.engine import Generation, OnFinished, PromptScore, SavedWork
 from megaverl.rollout.vllm_images import image_input
-from megaverl.rollout.vllm_weights import drafts_from_their_folder
+from megaverl.rollout.vllm_weights import (
+    drafts_from_their_folder,
+    heads_keep_their_weights,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -114,8 +117,8 @@ def calling_when_finished(
 def speculation(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rollout.vllm.speculative_config` as vLLM takes it.
 
-    A draft model reads its weights from its folder, not from a reshard. The drafts of a
-    prompt must not depend on earlier responses.
+    A draft model or head reads its weights from its folder, not from a reshard. The
+    drafts of a prompt must not depend on earlier responses.
     """
     method, more = (
         config.get("method") or ("draft_model" if config.get("model") else ""),
@@ -129,6 +132,7 @@ def speculation(config: Mapping[str, Any]) -> dict[str, Any]:
         from vllm.config import LoadConfig
 
         drafts_from_their_folder()
+        heads_keep_their_weights()
         more = {"draft_load_config": LoadConfig()}
     if platform.is_cuda:
         return {**config, **more}

@@ -235,6 +235,34 @@ def drafts_from_their_folder() -> None:
     DraftModelProposer._create_draft_vllm_config = create_to_load
 
 
+@functools.cache
+def heads_keep_their_weights() -> None:
+    """Let a head keep an output layer and embeddings that are in its folder.
+
+    vLLM replaces them by the model's if both are equal (0.32:
+    `SpecDecodeBaseProposer._maybe_share_lm_head`, and `_should_share` of the V2
+    runner). Weights that a reshard writes into one would then appear in the other.
+    """
+    from vllm.v1.spec_decode.eagle import EagleProposer
+    from vllm.v1.worker.gpu.spec_decode.eagle import utils
+
+    utils._should_share = lambda head, flag, *weights: not getattr(head, flag, False)
+
+    for method, is_own in (
+        ("_maybe_share_lm_head", "has_own_lm_head"),
+        ("_maybe_share_embeddings", "has_own_embed_tokens"),
+    ):
+        share = getattr(EagleProposer, method)
+
+        def share_if_absent(
+            self: Any, target: Any, share: Any = share, is_own: str = is_own
+        ) -> None:
+            if not getattr(self.model, is_own, False):
+                share(self, target)
+
+        setattr(EagleProposer, method, share_if_absent)
+
+
 def with_derived_weights(model: torch.nn.Module) -> dict[str, Any]:
     """Return the modules whose own parameters vLLM computes from others (multi-head latent attention), by name."""
     from vllm.model_executor.layers.attention import MLAAttention

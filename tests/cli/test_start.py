@@ -1,4 +1,4 @@
-"""`megaverl init` and `megaverl recipes`."""
+"""`megaverl init`, `megaverl recipes` and `megaverl draft-head`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import yaml
 from megaverl.cli.main import main
 from megaverl.config import load_config
 from megaverl.config.yaml_source import all_recipes
+from megaverl.models.tiny import make_tiny_folder
+from megaverl.sharding.draft_head import HeadSpec
 from tests.test_package import ROOT
 
 ROWS = [
@@ -256,3 +258,20 @@ def test_recipes_are_listed_each_with_what_it_shows(
     with pytest.raises(SystemExit):
         main(["recipes", "llama3_70b/ppo_16_node_"])
     assert "Did you mean `llama3_70b/ppo_16_nodes`?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("num_layers", "read"), [(8, (2, 4, 5)), (2, (0, 1, 2))])
+def test_a_head_reads_the_layers_that_vllm_would_choose_or_the_last_ones(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    num_layers: int,
+    read: tuple[int, ...],
+) -> None:
+    model = make_tiny_folder(tmp_path / "model", num_hidden_layers=num_layers)
+    command = ["draft-head", str(model), str(tmp_path / "head")]
+    assert main(command) == 0
+    assert HeadSpec.from_folder(tmp_path / "head") == HeadSpec(read, 32, 100)
+    assert main(command) == 1
+    assert "there is a model already" in capsys.readouterr().err
+    assert main(["draft-head", str(tmp_path / "none"), str(tmp_path / "new")]) == 1
+    assert "needs a target of Llama's kind" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from megaverl.config.roles import RolloutConfig
 from megaverl.distributed.job_context import default_group
 from megaverl.errors import RolloutError
 from megaverl.models.architectures import weights_of
+from megaverl.models.draft_head import LlamaForCausalLMEagle3
 from megaverl.platform import platform
 from megaverl.rollout import EngineOptions, make_engine
 from megaverl.rollout.engine import (
@@ -167,6 +168,47 @@ def speculate(
         "many": [one.token_ids for one in drawn],
         "work": asdict(made.saved_work),
     }
+
+
+def head_against_vllm(folder: str, head: str, prompt: list[int]) -> float:
+    """Largest difference between the states of a head in vLLM, in its first three steps, and as it is trained."""
+    speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
+    made = engine(folder, 1, speculative_config=speculation)
+    in_vllm = made._runner.get_draft_model()
+    # Equal, as the head is new, and yet not shared: a reshard will write each.
+    output_layers = made.model.lm_head.weight, in_vllm.lm_head.weight
+    assert torch.equal(*output_layers) and output_layers[0] is not output_layers[1]
+    forward, combine = in_vllm.forward, in_vllm.combine_hidden_states
+    observed: list[torch.Tensor] = []
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def observe(states: torch.Tensor) -> Any:
+        observed.append(states.clone())
+        return combine(states)
+
+    def step(input_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+        states = forward(input_ids, *args, **options)
+        calls.append((input_ids.clone(), states[0].clone()))
+        return states
+
+    in_vllm.forward, in_vllm.combine_hidden_states = step, observe
+    made.generate([prompt], SamplingOptions(max_tokens=4, temperature=0.0), [0])
+    trained = LlamaForCausalLMEagle3.from_pretrained(head)
+    (first, states), (second, later), (third, last) = calls[:3]
+    tokens = torch.cat([torch.tensor(prompt[:1]), first, second, third])
+    with torch.no_grad():
+        embeddings = made.model.model.embed_tokens(tokens)
+        aux = torch.nn.functional.pad(observed[0], (0, 0, 0, 3))
+        steps = trained(torch.cat([embeddings, aux], dim=-1)[None], 3)[:, 0]
+    count = len(prompt)
+    assert len(first) == len(observed[0]) == count and len(second) == len(third) == 1
+    pairs = (
+        (steps[0, :count], states),
+        (steps[1, count - 1], later[0]),
+        (steps[2, count - 1], last[0]),
+    )
+    close()
+    return max(float((a - b).abs().max()) for a, b in pairs)
 
 
 def refusal(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megaverl.models.draft_head import make_draft_head
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import SamplingOptions
 from megaverl.rollout.hf_engine import HFEngine, sampled_distribution
@@ -198,14 +199,34 @@ def third_tokens(folder: str, prompt: list[int], way: SamplingOptions) -> torch.
     return found
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_drafts_change_no_distribution(
-    launch: Launcher, folder: str, method: str
+@pytest.fixture(scope="module")
+def head(folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An untrained EAGLE-3 head of the model in `folder`."""
+    return str(make_draft_head(tmp_path_factory.mktemp("heads") / "head", folder))
+
+
+def test_a_head_is_trained_as_vllm_runs_it(
+    launch: Launcher, folder: str, head: str
 ) -> None:
-    """Of tokens of the sample itself; of a draft model that proposes its likeliest token: here the same model."""
-    speculation = (
-        NGRAM if method == "ngram" else {"model": folder, "num_speculative_tokens": 2}
+    """The prompt's states, and the next two steps, which read the head's own."""
+    [difference] = launch.world(
+        1, f"{RANKS}:head_against_vllm", folder=folder, head=head, prompt=PROMPTS[0]
     )
+    assert difference < 1e-5
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
+def test_drafts_change_no_distribution(
+    launch: Launcher, folder: str, head: str, method: str
+) -> None:
+    """Of tokens of the sample itself; of a draft model that proposes its likeliest token: here the same model; of a
+    head.
+    """
+    speculation = {
+        "ngram": NGRAM,
+        "draft_model": {"model": folder, "num_speculative_tokens": 2},
+        "eagle3": {"method": "eagle3", "model": head, "num_speculative_tokens": 2},
+    }[method]
     narrow, greedy = (
         SAMPLING | {"top_k": 20, "top_p": 0.9},
         SAMPLING | {"temperature": 0.0},
@@ -240,8 +261,10 @@ def test_drafts_change_no_distribution(
     ]
     work = one["work"]
     share = work["accepted_tokens"] / work["draft_tokens"]
-    assert 0.1 < share < 1.0
-    assert work["cached_tokens"] >= 32 * (COPIES - 1)
+    # An untrained head is right by chance only.
+    assert share < 1.0 and (share > 0.1 or method == "eagle3")
+    # vLLM computes the last cached block anew for a head, which reads its states.
+    assert work["cached_tokens"] >= 32 * (COPIES - 1) * (method != "eagle3")
     likely = third_tokens(folder, REPEATED, SamplingOptions(**many["sampling"]))
     counts = torch.bincount(
         torch.tensor([tokens[2] for tokens in one["many"]]), minlength=len(likely)
