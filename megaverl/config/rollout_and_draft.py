@@ -11,9 +11,12 @@ from megaverl.config.schema import Config
 from megaverl.config.section import Issues
 from megaverl.config.wording import yaml_text
 from megaverl.errors import ModelError
+from megaverl.sharding.draft_head import HeadSpec
 from megaverl.sharding.model_spec import ModelSpec
 
 SPECULATION = "rollout.vllm.speculative_config"
+# Methods of vLLM whose drafts come from weights that a run can train.
+TRAINED_METHODS = ("draft_model", "eagle3")
 # Fields with which the engine's draft model would be another one than the trained folder.
 _OTHER_DRAFT = ("quantization", "revision", "code_revision", "use_heterogeneous_vocab")
 
@@ -68,25 +71,85 @@ def draft_issues(config: Config, spec: ModelSpec | None) -> Issues:
 
 def _method_issues(config: Config) -> Issues:
     """Yield mistakes in `rollout.vllm.speculative_config`, which names the model that is trained."""
-    drafts = config.rollout.vllm.get("speculative_config")
-    if not isinstance(drafts, dict) or not drafts:
+    drafts = config.speculation
+    if not drafts:
         text = f"is set, and {SPECULATION} is not. Name a small model of the same tokenizer there: {{model: FOLDER, "
         text += "num_speculative_tokens: 3}."
         yield ConfigIssue("draft.train", text, involves=(SPECULATION,))
         return
     method = drafts.get("method", "draft_model")
-    if method != "draft_model":
-        text = f"found {yaml_text(method)}, and draft.train trains draft models only: vLLM's heads (eagle, mtp, "
-        text += "medusa, ...) read hidden states of the actor, and n-grams have no weights. Use draft_model, or leave "
-        text += "draft.train out."
+    if method not in TRAINED_METHODS:
+        text = f"found {yaml_text(method)}, and draft.train trains draft models and EAGLE-3 heads only: megaverl has "
+        text += "no trainable heads of other kinds (eagle, mtp, medusa, ...), and n-grams have no weights. Use "
+        text += "draft_model or eagle3, or leave draft.train out."
         yield ConfigIssue(f"{SPECULATION}.method", text, involves=("draft.train",))
     elif config.draft_path is None:
-        text = "is not set, and draft.train is. Give the Hugging Face folder of a small model of the same tokenizer."
+        text = "is not set, and draft.train is. Give the Hugging Face folder of a small model of the same tokenizer, "
+        text += "or of a head (megaverl draft-head)."
         yield ConfigIssue(f"{SPECULATION}.model", text, involves=("draft.train",))
+    elif config.trains_head:
+        yield from _head_issues(config)
     for name in _OTHER_DRAFT:
         if drafts.get(name):
             text = "is set, and the engine could not take the weights that draft.train brings. Leave one of both out."
             yield ConfigIssue(f"{SPECULATION}.{name}", text, involves=("draft.train",))
+
+
+def _head_issues(config: Config) -> Issues:
+    """Yield settings with which an EAGLE-3 head cannot read the actor's hidden states."""
+    draft, actor = config.draft, config.actor
+    number = config.speculation.get("num_speculative_tokens")
+    if not isinstance(number, int) or number < 1:
+        text = f"found {yaml_text(number)}; draft.train needs the number of drafts, as many steps of the head are "
+        text += "trained. Set it, for example to 3."
+        yield ConfigIssue(f"{SPECULATION}.num_speculative_tokens", text)
+    if config.speculation.get("parallel_drafting"):
+        text = "is set, and draft.train trains heads that propose one token after the other. Leave it out."
+        yield ConfigIssue(f"{SPECULATION}.parallel_drafting", text)
+    if draft.engine != "fsdp":
+        text = f"found {draft.engine}; heads are trained under FSDP2. Set draft.engine=fsdp."
+        yield ConfigIssue("draft.engine", text, involves=(f"{SPECULATION}.method",))
+    for name, needs in (("pp", "hidden states of all layers"), ("cp", "whole rows")):
+        if (size := getattr(actor, name)) > 1:
+            text = f"found {size}, and a head needs {needs} on one rank. Set actor.{name}=1, or train a draft model."
+            yield ConfigIssue(
+                f"actor.{name}", text, involves=(f"{SPECULATION}.method",)
+            )
+    for name in ("tp", "cp"):
+        size, needed = getattr(draft, name), getattr(actor, name)
+        if size != needed:
+            text = f"found {size}, and actor.{name} is {needed}: the head reads the actor's hidden states where the "
+            text += f"actor computes them. Set draft.{name}={needed}."
+            yield ConfigIssue(f"draft.{name}", text, involves=(f"actor.{name}",))
+    if draft.fsdp.attention != "auto" or draft.fsdp.liger:
+        name = "liger" if draft.fsdp.liger else "attention"
+        text = "is set, and a head has its own attention and norms. Leave it out."
+        yield ConfigIssue(f"draft.fsdp.{name}", text)
+
+
+def _fits_head(path: str, spec: ModelSpec) -> str:
+    """Return why a head cannot read the actor's hidden states, or an empty string."""
+    try:
+        head = HeadSpec.from_folder(path)
+    except ModelError as error:
+        return str(error)
+    text = f"found {yaml_text(path)}"
+    if head.hidden_size != spec.hidden_size:
+        return (
+            f"{text} with hidden_size {head.hidden_size}, and the actor has {spec.hidden_size}. Make a head of this "
+            "actor."
+        )
+    if head.aux_layers[-1] > spec.num_layers:
+        return (
+            f"{text}, which reads the states after layer {head.aux_layers[-1]} of an actor with {spec.num_layers} "
+            "layers. Make a head of this actor."
+        )
+    if spec.embedding_scale != 1.0:
+        return (
+            f"{text}, and {spec.architecture} scales its embeddings, which vLLM's heads read unscaled. Train a draft "
+            "model."
+        )
+    return ""
 
 
 def _model_issues(config: Config, path: str, spec: ModelSpec) -> Issues:
@@ -97,6 +160,9 @@ def _model_issues(config: Config, path: str, spec: ModelSpec) -> Issues:
     if not (Path(path) / "config.json").is_file():
         text = f"found {yaml_text(path)}, which is not a Hugging Face folder with config.json."
         yield ConfigIssue(key, text, involves=involves)
+        return
+    if config.trains_head and (problem := _fits_head(path, spec)):
+        yield ConfigIssue(key, problem, involves=involves)
         return
     try:
         on_megatron = config.draft.engine == "megatron"

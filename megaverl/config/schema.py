@@ -285,11 +285,21 @@ class Config(Section):
         return any(entry.update == "reward_model" for entry in self.mix)
 
     @property
-    def draft_path(self) -> str | None:
-        """Folder or hub name of the engine's draft model, or None without one."""
+    def speculation(self) -> dict[str, Any]:
+        """The engine's `speculative_config`, or an empty dictionary."""
         drafts = self.rollout.vllm.get("speculative_config")
-        path = drafts.get("model") if isinstance(drafts, dict) else None
+        return drafts if isinstance(drafts, dict) else {}
+
+    @property
+    def draft_path(self) -> str | None:
+        """Folder or hub name of the engine's draft model or head, or None without one."""
+        path = self.speculation.get("model")
         return path if isinstance(path, str) and path else None
+
+    @property
+    def trains_head(self) -> bool:
+        """Return whether `draft` is an EAGLE-3 head, which reads the actor's hidden states."""
+        return self.draft.train and self.speculation.get("method") == "eagle3"
 
     @property
     def scores_by_megatron(self) -> bool:

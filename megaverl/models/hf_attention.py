@@ -204,6 +204,9 @@ def row_reading(
     Raises:
         AttributeError: the model's code uses something that this version of transformers lacks.
     """
+    # A class may say so by itself.
+    if reason := getattr(model, "padded_because", ""):
+        return RowReading(reason, None)
     calls: list[_Call] = []
     _current.calls = calls
     was_training = model.training

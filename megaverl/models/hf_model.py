@@ -53,8 +53,25 @@ if TYPE_CHECKING:
 QUANTISED = "quantization_config"
 
 
-class PolicyModule(nn.Module):
-    """Root module that FSDP shards: a causal language model, and a value head instead of its logits or beside them.
+class RootModule(nn.Module):
+    """Root module that FSDP shards, around a model of transformers."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+
+class HeadModule(RootModule):
+    """Root module around an EAGLE-3 head."""
+
+    def forward(self, observed: torch.Tensor, num_steps: int) -> torch.Tensor:
+        """Run `LlamaForCausalLMEagle3.forward`."""
+        states: torch.Tensor = self.model(observed, num_steps)
+        return states
+
+
+class PolicyModule(RootModule):
+    """Root module of a causal language model, and a value head instead of its logits or beside them.
 
     Args:
         model: model of transformers.
@@ -73,8 +90,7 @@ class PolicyModule(nn.Module):
         dtype: torch.dtype,
         router_loss: bool = False,
     ) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.gives_hidden = gives_hidden
         backbone = model.base_model
         # transformers returns the model itself where a class names no
@@ -497,7 +513,7 @@ def checkpoint_block(block: nn.Module, kind: str) -> None:
 
 
 def shard_module(
-    module: PolicyModule,
+    module: RootModule,
     mesh: DeviceMesh,
     *,
     param_dtype: torch.dtype | None,
@@ -526,8 +542,12 @@ def shard_module(
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     embeddings = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    # A tied weight belongs to two modules, so only the root may own it.
-    if getattr(head, "weight", None) is not embeddings.weight:
+    # A tied weight belongs to two modules, so only the root may own it. An EAGLE-3 head
+    # has no embeddings.
+    if (
+        embeddings is not None
+        and getattr(head, "weight", None) is not embeddings.weight
+    ):
         fully_shard(embeddings, reshard_after_forward=reshard_after_forward, **options)
     # The rest (norms, heads) is gathered first and used last, so it stays gathered from
     # the forward to the backward pass.
@@ -563,7 +583,7 @@ def sharded(module: nn.Module) -> list[FSDPModule]:
     ]
 
 
-def local_tensors(module: PolicyModule) -> dict[str, torch.Tensor]:
+def local_tensors(module: RootModule) -> dict[str, torch.Tensor]:
     """Return this rank's shards of parameters and its saved buffers, each once, by transformers' names.
 
     A parameter with fewer rows than ranks has empty shards on some of them. These are
@@ -572,7 +592,7 @@ def local_tensors(module: PolicyModule) -> dict[str, torch.Tensor]:
     return {name: shard for name, shard in all_shards(module).items() if shard.numel()}
 
 
-def all_shards(module: PolicyModule) -> dict[str, torch.Tensor]:
+def all_shards(module: RootModule) -> dict[str, torch.Tensor]:
     """Return what `local_tensors` returns and the empty shards, whose storage is not empty: FSDP2 pads it."""
     state = module.model.state_dict(keep_vars=True)
     if hasattr(module, VALUE_HEAD):

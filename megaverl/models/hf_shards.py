@@ -286,6 +286,8 @@ def tensor_cuts(model: PreTrainedModel, size: int, role: str) -> TensorCuts:
     """
     if size == 1:
         return TensorCuts()
+    if getattr(model, "is_whole_on_tensor_ranks", False):
+        return TensorCuts(size)
     name = type(model).__name__
     key = f"{role}.tp={size}"
     # Only entries of decoder layers are followed. Embeddings and the output layer stay
@@ -341,5 +343,5 @@ def cut_over_tensor_ranks(
     """Split a whole module in place. Every rank keeps its own part of the data that it has."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    if cuts.size > 1:
+    if cuts.plan:
         apply_tensor_parallelism(model, mesh, dict(cuts.plan))

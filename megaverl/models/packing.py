@@ -420,6 +420,7 @@ class MicroBatch:
         routed_experts: [n, s, layers, k] or [1, t, layers, k] int16, like `tokens`: experts to take, -1 where the
             router chooses. None: it always chooses.
         taught: [response tokens, hidden], on the last stage: the teacher's hidden states that predict each of them.
+        observed: [b, s, n]: another model's hidden states of each token (`workers/hidden_states.py`).
         places: [s / cp] int64: places of this context-parallel rank's tokens in the rows; see `cut`. None: it has all.
         num_response_columns: r, the longest response. Derived from the lengths.
         predicting: place of the prediction of each response token. Derived. A context-parallel rank has only those on
@@ -438,6 +439,7 @@ class MicroBatch:
     vision: VisionInputs | None = None
     routed_experts: torch.Tensor | None = None
     taught: torch.Tensor | None = None
+    observed: torch.Tensor | None = None
     places: torch.Tensor | None = None
     num_response_columns: int = -1
     predicting: Predicting = None  # type: ignore[assignment]  # `__post_init__` has these

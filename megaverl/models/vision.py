@@ -13,6 +13,7 @@ from torch import nn
 from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import ModelError
 from megaverl.platform import to_device
+from megaverl.sharding.draft_head import is_head
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -214,9 +215,16 @@ def rope_positions(
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:
-    """Return transformers' auto class for a config.json: for images and text, or for text only."""
+    """Return transformers' auto class for a config.json: for images and text, or for text only.
+
+    Of an EAGLE-3 head, which transformers does not know, it is the class of the head.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    if is_head(config.architectures):
+        from megaverl.models.draft_head import LlamaForCausalLMEagle3
+
+        return LlamaForCausalLMEagle3
     return (
         AutoModelForCausalLM
         if getattr(config, "vision_config", None) is None

@@ -43,7 +43,7 @@ from megaverl.trainer.job import patience
 from megaverl.trainer.trainer_engines import make_model, make_trainable
 from megaverl.workers import RemoteWorker
 from megaverl.workers.critic import ActorCritic, Critic
-from megaverl.workers.draft import DraftTrainer
+from megaverl.workers.draft import DraftTrainer, HeadTrainer
 from megaverl.workers.fsdp_model import count_shards
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.offload import place_for
@@ -626,8 +626,11 @@ class Builder:
             beta=section.beta,
         )
 
-    def draft(self) -> DraftTrainer:
-        """Create the draft model that the run trains.
+    def draft(self, actor: TrainingModel) -> DraftTrainer:
+        """Create the draft model or head that the run trains.
+
+        Args:
+            actor: model whose hidden states a head reads.
 
         Raises:
             ConfigError: the model takes images.
@@ -640,13 +643,17 @@ class Builder:
         model = self.model(
             section, "draft", path=self._draft_path, trained=section.lora is None
         )
-        return DraftTrainer(
-            make_trainable(model, section, section.optimizer, config.total_updates),
-            config.algorithm,
-            temperature=self.temperature,
-            micro_batch_tokens=section.micro_batch_tokens,
-            seed=config.run.seed,
+        trainable = make_trainable(
+            model, section, section.optimizer, config.total_updates
         )
+        options: dict[str, Any] = {
+            "temperature": self.temperature,
+            "micro_batch_tokens": section.micro_batch_tokens,
+            "seed": config.run.seed,
+        }
+        if config.trains_head:
+            return HeadTrainer(trainable, config.algorithm, actor=actor, **options)
+        return DraftTrainer(trainable, config.algorithm, **options)
 
     @property
     def _draft_path(self) -> str | None:

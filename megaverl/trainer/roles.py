@@ -197,8 +197,9 @@ def make_roles(builder: Builder, context: JobContext, *, generates: bool) -> Rol
     if generates and shares and not isinstance(actor, RemoteWorker):
         rollout = builder.rollout(actor.model)
         sync = rollout.sync
-    draft = builder.draft() if config.draft.train and has("actor") else None
-    draft_sync = None
+    draft = draft_sync = None
+    if config.draft.train and not isinstance(actor, RemoteWorker):
+        draft = builder.draft(actor.model)
     if config.draft.train and sync is not None:
         engine_here = rollout.engine if isinstance(rollout, Rollout) else None
         draft_sync = builder.draft_sync(draft, engine_here)

@@ -14,6 +14,7 @@ from megaverl.models.folder import read_model
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.gradient_replica import GradientReplica
+from megaverl.workers.head_model import HeadModel
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.model_options import ModelOptions
@@ -64,6 +65,16 @@ def make_model(
         pack_samples=config.pack_samples,
         batch_invariant=run.rollout.batch_invariant,
     )
+    if role == "draft" and run.trains_head:
+        return HeadModel(
+            folder,
+            grid,
+            groups,
+            options,
+            num_steps=int(run.speculation["num_speculative_tokens"]),
+            fsdp=config.fsdp,
+            freeze=trained.freeze if trained else (),
+        )
     if config.engine == "fsdp":
         return FSDPModel(
             folder,

@@ -1,7 +1,8 @@
-"""Draft model of speculative decoding, trained on the policy's own responses."""
+"""Draft model or head of speculative decoding, trained on the policy's own responses."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -9,8 +10,21 @@ import torch
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.models.packing import MicroBatch
-from megaverl.workers.micro_batches import ModelWorker, Weighting, run_updates, share
+from megaverl.workers.head_model import HeadModel
+from megaverl.workers.hidden_states import observe
+from megaverl.workers.micro_batches import (
+    ModelWorker,
+    Preparation,
+    Weighting,
+    run_updates,
+    share,
+)
+from megaverl.workers.model import TrainingModel
 from megaverl.workers.trainable import TrainableModel
+
+# Weight of a step of a head, relative to the step before (EAGLE's published training
+# code): a late draft counts only if all earlier ones are accepted.
+DECAY = 0.8
 
 
 class DraftTrainer(ModelWorker):
@@ -30,6 +44,9 @@ class DraftTrainer(ModelWorker):
     Attributes:
         algorithm: number of epochs and mini-batches, which are the actor's.
     """
+
+    # Adds what the model reads besides tokens.
+    _prepare: Preparation | None = None
 
     def __init__(
         self,
@@ -57,11 +74,67 @@ class DraftTrainer(ModelWorker):
             weighting=Weighting("token_mean"),
             fields={},
             step=step,
+            prepare=self._prepare,
         )
 
     def _loss(
-        self, logits: torch.Tensor, micro: MicroBatch
+        self, output: torch.Tensor, micro: MicroBatch
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        log_probs, _ = self.model.log_probs(logits, micro, temperature=self.temperature)
+        log_probs, _ = self.model.log_probs(output, micro, temperature=self.temperature)
         loss = -(micro.fields["weights"] * log_probs).sum()
+        return loss, {"loss": share(loss)}
+
+
+class HeadTrainer(DraftTrainer):
+    """EAGLE-3 head that learns to predict tokens from the policy's hidden states (arXiv 2503.01840).
+
+    As many steps are trained as the engine runs, each on the head's own state of the step before (training-time test).
+    The loss is the mean over the steps of the loss of a draft model, step k with the weight 0.8^k. The policy's states
+    are those of its newest weights, which the engine receives together with the head, and no gradient reaches them.
+
+    Args:
+        trainable: a `HeadModel`.
+        actor: the policy, on a grid with the head's data- and tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        trainable: TrainableModel,
+        algorithm: AlgorithmConfig,
+        *,
+        actor: TrainingModel,
+        temperature: float,
+        micro_batch_tokens: int,
+        seed: int,
+    ) -> None:
+        super().__init__(
+            trainable,
+            algorithm,
+            temperature=temperature,
+            micro_batch_tokens=micro_batch_tokens,
+            seed=seed,
+        )
+        assert isinstance(self.model, HeadModel)
+        layers = self.model.head.aux_layers
+        # Both models read the same rows.
+        self.model.token_multiple = math.lcm(
+            self.model.token_multiple, actor.token_multiple
+        )
+        self._prepare = lambda micro_batches: observe(actor, micro_batches, layers)
+
+    def _loss(
+        self, output: torch.Tensor, micro: MicroBatch
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        weights, loss = micro.fields["weights"], output.new_zeros((), dtype=torch.float)
+        scale = sum(DECAY**step for step in range(len(output)))
+        for step, states in enumerate(output):
+            # Step k at position i predicts token i + k + 2. Move its states to where a
+            # language model predicts that token: position i + k + 1.
+            log_probs, _ = self.model.log_probs(
+                states.roll(1 + step, dims=1), micro, temperature=self.temperature
+            )
+            # The engine's first draft follows the first response token, and step k
+            # predicts the token k later.
+            learned = (weights * log_probs)[:, 1 + step :].sum()
+            loss = loss - DECAY**step / scale * learned
         return loss, {"loss": share(loss)}

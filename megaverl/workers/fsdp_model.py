@@ -23,6 +23,7 @@ from megaverl.models.fake_quantization import round_hf_layers
 from megaverl.models.hf_attention import RowReading, packed
 from megaverl.models.hf_model import (
     PolicyModule,
+    RootModule,
     all_shards,
     blocks_of,
     build_module,
@@ -165,9 +166,7 @@ class FSDPModel(TrainingModel):
             router_loss_coef(model, fsdp.router_aux_loss_coef, role) if trained else 0.0
         )
         of_head, balances = torch.float32 if trained else kept, bool(self._router_loss)
-        self.module = PolicyModule(
-            model, self.value_head, gives_hidden, of_head, balances
-        )
+        self.module = self._root_module(model, gives_hidden, of_head, balances)
         self.vision = VisionReader.of(model.config)
         # Wrapped before sharding, because FSDP2 hooks the blocks that it finds.
         _prepare_blocks(
@@ -184,6 +183,16 @@ class FSDPModel(TrainingModel):
         self.files_dtype = self.dtype
         self._syncs_once = fsdp.sharding_strategy in ("shard_grad_op", "no_shard")
         self._describe(everything)
+
+    def _root_module(
+        self,
+        model: PreTrainedModel,
+        gives_hidden: bool,
+        dtype: torch.dtype,
+        balances: bool,
+    ) -> RootModule:
+        """Return the module that FSDP2 shards. Arguments are those of `PolicyModule`."""
+        return PolicyModule(model, self.value_head, gives_hidden, dtype, balances)
 
     def _shard(
         self, model: PreTrainedModel, groups: ProcessGroupManager, fsdp: FsdpConfig
@@ -277,6 +286,13 @@ class FSDPModel(TrainingModel):
     @property
     def buffers(self) -> list[torch.Tensor]:
         return list(self.module.buffers())
+
+    @property
+    def decoder_layers(self) -> list[nn.Module]:
+        return blocks_of(self.module.model)
+
+    def token_rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
 
     def outputs(
         self,

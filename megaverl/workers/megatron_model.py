@@ -65,6 +65,7 @@ platform.adapt_megatron()
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
 
@@ -320,6 +321,18 @@ class MegatronModel(TrainingModel):
     @property
     def buffers(self) -> list[torch.Tensor]:
         return [buffer for chunk in self.chunks for buffer in chunk.buffers()]
+
+    @property
+    def decoder_layers(self) -> list[torch.nn.Module]:
+        return [layer for chunk in self.chunks for layer in chunk.decoder.layers]
+
+    def token_rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        # [s / tp, b, hidden] on sequence-parallel ranks, else [s, b, hidden].
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.grid.tp_group
+            )
+        return hidden.transpose(0, 1)
 
     def outputs(
         self,

@@ -148,6 +148,15 @@ class TrainingModel(ABC):
         Returns an empty list on all but the last stage. Collective over the grid.
         """
 
+    @property
+    @abstractmethod
+    def decoder_layers(self) -> Sequence[torch.nn.Module]:
+        """Decoder layers on this rank, whose first input and first output are hidden states."""
+
+    @abstractmethod
+    def token_rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return a decoder layer's hidden states as [b, s, hidden]. Collective over the tensor-parallel group."""
+
     def own_part(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return this rank's part of a micro-batch whose rows are padded to `token_multiple`."""
         if self.grid.shape.cp == 1:

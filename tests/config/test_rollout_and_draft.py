@@ -46,9 +46,18 @@ def test_a_draft_model_has_the_actors_grid_and_a_rate_of_its_own(load, draft):
         (["draft.optimizer.lr=0.1"], "draft.optimizer", "draft.train is false"),
         ([TRAIN], "draft.train", f"is set, and {SPECULATION} is not"),
         (
-            [TRAIN, f"{SPECULATION}={{method: eagle3, model: org/head}}"],
+            [TRAIN, f"{SPECULATION}={{method: mtp, model: org/head}}"],
             f"{SPECULATION}.method",
-            "found 'eagle3', and draft.train trains draft models only",
+            "found 'mtp', and draft.train trains draft models and EAGLE-3 heads only",
+        ),
+        (
+            [
+                TRAIN,
+                "draft.engine=fsdp",
+                f"{SPECULATION}={{method: eagle3, model: org/head}}",
+            ],
+            f"{SPECULATION}.num_speculative_tokens",
+            "needs the number of drafts",
         ),
         (
             [TRAIN, f"{SPECULATION}={{method: ngram, num_speculative_tokens: 2}}"],
@@ -117,6 +126,76 @@ def test_an_architecture_without_a_table_trains_under_fsdp(mistakes, load, draft
     said = mistakes(override, TRAIN)[f"{SPECULATION}.model"]
     assert "BloomForCausalLM" in said and "Or set draft.engine: fsdp." in said
     assert load(override, TRAIN, "draft.engine=fsdp").draft.engine == "fsdp"
+
+
+HEAD = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "eagle_aux_hidden_state_layer_ids": [1, 2],
+}
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Callable[..., list[str]]:
+    """`head(key=...)`: the overrides that train a head with such a config.json."""
+
+    def make(**config: object) -> list[str]:
+        folder = tmp_path / "head"
+        folder.mkdir()
+        (folder / "config.json").write_text(
+            json.dumps({**LLAMA, "num_hidden_layers": 1, **HEAD, **config})
+        )
+        drafts = f"{{method: eagle3, model: {folder}, num_speculative_tokens: 2}}"
+        return [f"{SPECULATION}={drafts}", TRAIN, "draft.engine=fsdp"]
+
+    return make
+
+
+def test_a_head_trains_under_fsdp_on_the_actors_grid(load, head):
+    config: Config = load(*head(), "actor.tp=2", "draft.tp=2")
+    assert config.trains_head and (config.draft.engine, config.draft.tp) == ("fsdp", 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (["draft.engine=megatron"], "draft.engine", "trained under FSDP2"),
+        (
+            ["actor.pp=2", "run.nproc=2"],
+            "actor.pp",
+            "needs hidden states of all layers",
+        ),
+        (["actor.cp=2", "run.nproc=2"], "actor.cp", "a head needs whole rows"),
+        (["actor.tp=2"], "draft.tp", "found 1, and actor.tp is 2"),
+        (["draft.fsdp.attention=sdpa"], "draft.fsdp.attention", "its own attention"),
+    ],
+)
+def test_what_rules_out_a_trained_head(mistakes, head, overrides, key, said):
+    assert said in mistakes(*head(), *overrides)[key]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"hidden_size": 24}, "with hidden_size 24, and the actor has 48"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 9]},
+            "reads the states after layer 9",
+        ),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 1]}, "ascending and each once"),
+        ({"draft_vocab_size": 50}, "draft_vocab_size is 50 (a reduced vocabulary"),
+        (
+            {"norm_before_residual": True},
+            "norm_before_residual is set (the residual follows the norm)",
+        ),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "expected the architecture LlamaForCausalLMEagle3",
+        ),
+        ({"vocab_size": 99}, "with 99 tokens, and the actor has 100"),
+    ],
+)
+def test_heads_that_do_not_fit_or_cannot_be_trained(mistakes, head, config, said):
+    assert said in mistakes(*head(**config))[f"{SPECULATION}.model"]
 
 
 def test_a_resumed_run_keeps_the_trained_draft_model(load, draft):

@@ -1,4 +1,4 @@
-"""Draft models that are trained with the policy, in whole runs with real engines that speculate with them."""
+"""Draft models and heads that are trained with the policy, in whole runs with real engines that speculate with them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megaverl.data.tokenizers import load_tokenizer
+from megaverl.models.draft_head import make_draft_head
 from megaverl.models.tiny import make_tiny_folder
 from tests.faults.runs import metrics
 from tests.launcher import Launcher
@@ -28,6 +29,11 @@ RUN = [
     "reshard.check_every=1",
 ]
 TRAINED = ["draft={train: true, optimizer: {lr: 1.0e-2}}"]
+# The head's grid is the actor's.
+HEAD = [
+    "draft={train: true, engine: fsdp, tp: 2, optimizer: {lr: 3.0e-3}}",
+    "algorithm.num_epochs=4",
+]
 APART = [
     "actor={tp: 1, engine: fsdp}",
     "rollout={tp: 1, async_rollout: true, max_staleness: 1}",
@@ -53,12 +59,15 @@ def draft(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(
-    launch: Launcher, inputs: Path, runs: Path, draft: Path, *more: str
+    launch: Launcher,
+    inputs: Path,
+    runs: Path,
+    draft: Path,
+    *more: str,
+    method: str = "draft_model",
 ) -> list[dict[str, float]]:
     """The metrics of each step."""
-    drafts = (
-        f"rollout.vllm.speculative_config={{model: {draft}, num_speculative_tokens: 3}}"
-    )
+    drafts = f"rollout.vllm.speculative_config={{method: {method}, model: {draft}, num_speculative_tokens: 3}}"
     arguments = ["train", *command_arguments(inputs, runs), *RUN, drafts, *more]
     ended = launch.command(arguments, ranks=2, logs=runs / "logs")
     assert ended.codes == [0, 0], ended.text
@@ -104,21 +113,26 @@ def test_a_resumed_run_ends_with_the_same_draft_model(
     launch: Launcher, inputs: Path, draft: Path, trained: Path, tmp_path: Path
 ) -> None:
     """Bit for bit, and with the same drafts accepted on the way."""
-    half = trained / "checkpoints" / f"step_{STEPS // 2:08}"
-    resumed = train(
-        launch, inputs, tmp_path, draft, *TRAINED, f"checkpoint.resume={half}"
-    )
+    resumed = train(launch, inputs, tmp_path, draft, *TRAINED, resuming(trained))
+    assert_continued(resumed, tmp_path / "run", trained)
+
+
+def resuming(run: Path) -> str:
+    """The override that continues a run from its middle."""
+    return f"checkpoint.resume={run / 'checkpoints' / f'step_{STEPS // 2:08}'}"
+
+
+def assert_continued(resumed: list[dict[str, float]], run: Path, whole: Path) -> None:
+    """A resumed run ends with the bits of the one that was not interrupted."""
     assert [record["step"] for record in resumed][-1] == STEPS
     names = ("draft/loss", "rollout/draft_acceptance_rate", "actor/grad_norm")
-    before = {record["step"]: record for record in metrics(trained)}
+    before = {record["step"]: record for record in metrics(whole)}
     for record in resumed:
         assert [record[name] for name in names] == [
             before[record["step"]][name] for name in names
         ]
     for name in ("hf", "hf_draft"):
-        assert weights_of_folder(trained / name) == weights_of_folder(
-            tmp_path / "run" / name
-        )
+        assert weights_of_folder(whole / name) == weights_of_folder(run / name)
 
 
 def test_a_draft_model_under_fsdp_reaches_engines_on_other_ranks(
@@ -134,6 +148,61 @@ def test_a_draft_model_under_fsdp_reaches_engines_on_other_ranks(
 
 
 NO_CHECKPOINT = "checkpoint.save_interval=0"
+
+
+@pytest.fixture(scope="module")
+def head(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained head of the model in `inputs`."""
+    return make_draft_head(tmp_path_factory.mktemp("head") / "head", inputs / "model")
+
+
+@pytest.fixture(scope="module")
+def with_head(
+    launch: Launcher, inputs: Path, head: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A run that trains its head, with an actor and an engine with tensor parallelism."""
+    runs = tmp_path_factory.mktemp("with_head")
+    train(launch, inputs, runs, head, *HEAD, method="eagle3")
+    return runs / "run"
+
+
+def test_a_trained_head_is_accepted_more_often_than_a_frozen_one(
+    head: Path, with_head: Path
+) -> None:
+    """... and keeps the names and shapes of its weights."""
+    learned = metrics(with_head)
+    frozen = learned[0]["rollout/draft_acceptance_rate"]
+    assert frozen < 0.1 and accepted(learned) > 0.3
+    assert learned[-1]["draft/loss"] < learned[0]["draft/loss"] / 2
+    assert all(record["rollout/logprob_diff_max"] < 1e-3 for record in learned)
+    before, after = weights_of_folder(head), weights_of_folder(with_head / "hf_draft")
+    assert before.keys() == after.keys()
+    # Every weight has moved.
+    assert all(before[name] != after[name] for name in before)
+
+
+def test_a_resumed_run_ends_with_the_same_head(
+    launch: Launcher, inputs: Path, head: Path, with_head: Path, tmp_path: Path
+) -> None:
+    resumed = train(
+        launch, inputs, tmp_path, head, *HEAD, resuming(with_head), method="eagle3"
+    )
+    assert_continued(resumed, tmp_path / "run", with_head)
+
+
+def test_an_exported_head_is_loaded_afresh_and_trained_under_fsdp_beside_engines(
+    launch: Launcher, inputs: Path, with_head: Path, tmp_path: Path
+) -> None:
+    """The engines have ranks of their own, and read the head from the folder that the run before has written."""
+    afresh = [f"model.path={with_head / 'hf'}", "trainer.steps=2", "draft.tp=1"]
+    head = with_head / "hf_draft"
+    records = train(
+        launch, inputs, tmp_path, head, *APART, *HEAD, *afresh, NO_CHECKPOINT,
+        method="eagle3",
+    )  # fmt: skip
+    assert all(record["rollout/draft_acceptance_rate"] > 0.3 for record in records)
+    learned = metrics(with_head)
+    assert records[0]["draft/loss"] < learned[0]["draft/loss"] / 2
 
 
 def weights_of_folder(folder: Path) -> dict[str, bytes]:
