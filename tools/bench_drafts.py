@@ -1,10 +1,12 @@
 """Accepted drafts over steps of RL, and decode speed after them, with a frozen and with a trained draft model.
 
-    python tools/bench_drafts.py [--steps 100 --out FOLDER]
+    python tools/bench_drafts.py [--method eagle3] [--steps 100 --out FOLDER]
 
 A random Qwen3 and a draft model of one layer are first trained on the same rows by `megaverl sft`, until they know the
-form of an answer. Two runs of GRPO follow from the same weights and seed: `frozen` never changes the draft model, and
-`trained` trains it with the policy (`draft.train`). The acceptance is `rollout/draft_acceptance_rate`.
+form of an answer. With `--method eagle3`, the drafts come from an EAGLE-3 head instead, which first trains on responses
+of the policy while the policy does not change. Two runs of GRPO follow from the same weights and seed: `frozen` never
+changes the draft model or head, and `trained` trains it with the policy (`draft.train`). The acceptance is
+`rollout/draft_acceptance_rate`.
 
 Then the policy of the run `trained` generates without drafts, with the draft model from before the run, and with the
 trained one. The speed is that of the fastest of several rounds, because other processes only make a round slower.
@@ -33,6 +35,9 @@ from tools.one_rank import start_one_rank  # noqa: E402
 
 PREPARE, FROZEN, TRAINED, REPORT = "prepare", "frozen", "trained", "report"
 SIDES = (FROZEN, TRAINED)
+DRAFT_MODEL, HEAD = "draft_model", "eagle3"
+# A learning rate at which no weight of the policy changes in float32.
+STILL = 1e-12
 ACCEPTED = "rollout/draft_acceptance_rate"
 REWARD = "reward/mean"
 
@@ -47,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--method", choices=(DRAFT_MODEL, HEAD), default=DRAFT_MODEL)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path, help="folder that keeps models and runs")
     parser.add_argument("--only", choices=(PREPARE, *SIDES, REPORT))
@@ -56,6 +62,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=8, help="responses a prompt")
     parser.add_argument("--tokens", type=int, default=3, help="drafts at a time")
     parser.add_argument("--sft-steps", type=int, default=120, help="of both models")
+    parser.add_argument(
+        "--head-steps", type=int, default=60, help="of a head before the runs"
+    )
     parser.add_argument("--lr", type=float, default=1e-4, help="of the policy")
     parser.add_argument("--draft-lr", type=float, default=1e-3)
     parser.add_argument("--rounds", type=int, default=20, help="of generation")
@@ -79,6 +88,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     """Create data, tokenizer and both models, and train each model on the rows' answers."""
     from megaverl.data.tasks import make_task
     from megaverl.data.tokenizers import load_tokenizer
+    from megaverl.models.draft_head import make_draft_head
     from megaverl.models.tiny import make_tiny_folder
 
     if not (folder / "random").is_dir():
@@ -108,28 +118,58 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
             tokenizer.save(folder / name)
     stage = f"sft={{steps: {options.sft_steps}, batch_size: 64, lr: 1.0e-3, max_answer_tokens: {options.digits + 4}}}"
     for source, name in (("random", "policy"), ("draft_random", "draft")):
+        if name == "draft" and options.method == HEAD:
+            continue
         if not (folder / name / "hf").is_dir():
             run("sft", folder, name, source, [stage])
+    if options.method == HEAD:
+        if not (folder / "head_random").is_dir():
+            make_draft_head(folder / "head_random", folder / "policy" / "hf")
+        train(options, folder, "head", folder / "head_random", options.head_steps)
+
+
+def prepared_draft(options: argparse.Namespace, folder: Path) -> Path:
+    """Return the draft model or head that both runs start from."""
+    return folder / ("head/hf_draft" if options.method == HEAD else "draft/hf")
+
+
+def run_of(options: argparse.Namespace, side: str) -> str:
+    """Return the name of a run, which differs by method so that both can share the policy."""
+    return f"head_{side}" if options.method == HEAD else side
 
 
 def run_side(options: argparse.Namespace, folder: Path, side: str) -> None:
     """Run GRPO from the prepared policy, unless it has ended before."""
-    if (folder / side / "hf").is_dir():
+    name, draft = run_of(options, side), prepared_draft(options, folder)
+    train(options, folder, name, draft, options.steps)
+
+
+def train(
+    options: argparse.Namespace, folder: Path, name: str, draft: Path, steps: int
+) -> None:
+    """Run GRPO with a draft model or head, unless it has ended before.
+
+    The run `head` trains the head and no policy, and runs of the side `frozen` train
+    the policy alone.
+    """
+    if (folder / name / "hf").is_dir():
         return
-    drafts = f"{{model: {folder / 'draft' / 'hf'}, num_speculative_tokens: {options.tokens}}}"
+    drafts = f"{{method: {options.method}, model: {draft}, num_speculative_tokens: {options.tokens}}}"
     settings = [
         f"algorithm={{name: grpo, group_size: {options.group}}}",
-        f"actor.optimizer.lr={options.lr}",
+        f"actor.optimizer.lr={STILL if name == 'head' else options.lr}",
         f"rollout.sampling={{temperature: 1.0, max_tokens: {options.digits + 4}}}",
         "reward=[{name: exact_match}, {name: positions}]",
-        f"trainer={{steps: {options.steps}, validate_every: 0}}",
+        f"trainer={{steps: {steps}, validate_every: 0}}",
         "checkpoint={save_interval: 20, keep_last_k: 1, resume: unfinished}",
     ]
     settings.append(f"rollout.vllm.speculative_config={drafts}")
-    if side == TRAINED:
-        settings.append(f"draft={{train: true, optimizer: {{lr: {options.draft_lr}}}}}")
+    if not name.endswith(FROZEN):
+        engine = ", engine: fsdp" if options.method == HEAD else ""
+        optimizer = f"optimizer: {{lr: {options.draft_lr}}}"
+        settings.append(f"draft={{train: true, {optimizer}{engine}}}")
     settings.append(f"data.prompts_per_step={options.prompts}")
-    run("train", folder, side, "policy/hf", settings, seed=options.seed)
+    run("train", folder, name, "policy/hf", settings, seed=options.seed)
 
 
 def run(
@@ -173,12 +213,13 @@ def report(options: argparse.Namespace, folder: Path) -> None:
 
     print(
         f"GRPO on reversing {options.digits} digits, {options.prompts} x {options.group} responses a step; a policy of "
-        f"{options.layers} layers, a draft model of one, {options.tokens} drafts at a time"
+        f"{options.layers} layers, a {options.method} of one, {options.tokens} drafts at a time"
     )
     print(f"{'':12}{'accepted, %':>24}{'mean reward':>24}")
     print(f"{'steps':12}{FROZEN:>12}{TRAINED:>12}{FROZEN:>12}{TRAINED:>12}")
     records = {
-        side: list(read_metrics(folder / side / "metrics.jsonl")) for side in SIDES
+        side: list(read_metrics(folder / run_of(options, side) / "metrics.jsonl"))
+        for side in SIDES
     }
     count = min(10, options.steps)
     starts = [(options.steps - count) * quarter // 4 for quarter in range(5)]
@@ -199,8 +240,8 @@ def report_speed(options: argparse.Namespace, folder: Path) -> None:
     """Generate with the trained policy, and print tokens a second without drafts and with each draft model."""
     drafts = {
         "none": None,
-        FROZEN: folder / "draft" / "hf",
-        TRAINED: folder / TRAINED / "hf_draft",
+        FROZEN: prepared_draft(options, folder),
+        TRAINED: folder / run_of(options, TRAINED) / "hf_draft",
     }
     start_one_rank()
     speeds: dict[tuple[str, int], float] = {}
@@ -231,7 +272,7 @@ def decode(
     from megaverl.rollout.vllm_engine import VLLMEngine
     from megaverl.rollout.vllm_options import VLLMOptions
 
-    policy = folder / TRAINED / "hf"
+    policy = folder / run_of(options, TRAINED) / "hf"
     tokenizer = load_tokenizer(policy)
     lines = (folder / "held_out.jsonl").read_text().splitlines()
     prompts = [
@@ -239,6 +280,7 @@ def decode(
         for line in lines
     ]
     speculation: dict[str, Any] = {
+        "method": options.method,
         "model": str(draft),
         "num_speculative_tokens": options.tokens,
     }
