@@ -117,7 +117,7 @@ class Eagle3Layer(nn.Module):
         return states + self.mlp(self.post_attention_layernorm(states)), kept
 
 
-class LlamaForCausalLMEagle3(PreTrainedModel):
+class LlamaForCausalLMEagle3(PreTrainedModel):  # type: ignore[misc]  # transformers is untyped here
     """EAGLE-3 head with a layer of Llama's kind and the target's whole vocabulary.
 
     It has no embeddings: it reads the target's. transformers writes the name of the
