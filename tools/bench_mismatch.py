@@ -1,11 +1,17 @@
-"""Difference between engine and trainer log-probs in 16 bits, by model family, with and without router replay.
+"""Difference between engine and trainer log-probs in 16 bits, by model family and by the settings that change it.
 
     python tools/bench_mismatch.py [--families llama,qwen3_moe] [--dtype bfloat16]
 
 A random model of each family generates with vLLM, and Megatron-core scores the same tokens with the same weights. The
-output layer is scaled so that the logits have a standard deviation of 3. `p99.9` is the 99.9th percentile of the
-absolute difference. `beyond 2x` is the share of tokens whose two probabilities differ by more than a factor of 2. Each
-family is measured in a process of its own.
+output layer is scaled so that the logits have a standard deviation of 3. Columns:
+
+- `logits`: in the model's dtype, or in float32 on both sides (`model.fp32_lm_head`).
+- `experts`: those that the trainer chooses, or the engine's (`actor.router_replay`).
+- `router`: dtype of the router's products on the trainer's side (`actor.megatron.moe_router_dtype`).
+- `p99.9`: the 99.9th percentile of the absolute difference.
+- `beyond 2x`: the share of tokens whose two probabilities differ by more than a factor of 2.
+
+Each family is measured in a process of its own.
 """
 
 from __future__ import annotations
@@ -63,7 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = options.families.split(",") if options.families else list(FAMILIES)
     print(f"{options.layers} layers of width {options.hidden}, {options.dtype}")
     print(
-        f"{'family':14}{'experts':>10}{'tokens':>8}{'mean':>10}{'p99.9':>9}{'beyond 2x':>11}{'chosen otherwise':>18}"
+        f"{'family':14}{'logits':>10}{'experts':>10}{'router':>10}{'tokens':>8}{'mean':>10}{'p99.9':>9}"
+        f"{'beyond 2x':>11}{'chosen otherwise':>18}"
     )
     for family in chosen:
         command = [
@@ -80,7 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
         for side in json.loads(done.stdout.splitlines()[-1]):
             differ = side["differ"]
             print(
-                f"{family:14}{side['name']:>10}{side['tokens']:8}{side['mean']:10.2e}{side['p999']:9.4f}"
+                f"{family:14}{side['logits']:>10}{side['experts']:>10}{side['router']:>10}{side['tokens']:8}"
+                f"{side['mean']:10.2e}{side['p999']:9.4f}"
                 f"{100 * side['beyond']:10.3f}%"
                 + ("" if differ is None else f"{100 * differ:17.2f}%")
             )
@@ -104,34 +112,47 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def compare(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Return the differences of one family, for its own choice of experts and for the engine's."""
-    import torch
+    """Return the differences of one family, by the dtypes of logits and routers, and by whose experts are used."""
     import torch.distributed as dist
 
     start_one_rank()
+    model_folder = make_model(options, folder)
+    has_experts = options.one in WITH_EXPERTS
+    sides = []
+    for fp32_lm_head in (False, True):
+        batch = generate(options, model_folder, fp32_lm_head)
+        for router in ("fp32", None) if has_experts else ("",):
+            sides += [
+                {
+                    "logits": "float32" if fp32_lm_head else options.dtype,
+                    "router": router or (options.dtype if has_experts else ""),
+                    **side,
+                }
+                for side in score(options, model_folder, batch, fp32_lm_head, router)
+            ]
+    dist.destroy_process_group()
+    return sides
+
+
+def generate(options: argparse.Namespace, folder: Path, fp32_lm_head: bool) -> Any:
+    """Return a batch of responses to random prompts, with the engine's log-probs and experts."""
+    import torch
+
     from megaverl.config.roles import RolloutConfig
     from megaverl.data.batch import RolloutBatch
-    from megaverl.distributed.grid import GridShape
-    from megaverl.distributed.groups import ProcessGroupManager
     from megaverl.rollout import EngineOptions, make_engine
     from megaverl.rollout.engine import SamplingOptions
-    from megaverl.sharding.model_spec import ModelSpec
-    from megaverl.workers.megatron_model import MegatronModel
-    from megaverl.workers.model_options import ModelOptions
-    from megaverl.workers.policy import Policy
 
-    has_experts = options.one in WITH_EXPERTS
-    dtype = getattr(torch, options.dtype)
-    model_folder = make_model(options, folder)
     engine = make_engine(
         RolloutConfig(),
-        model_folder,
+        folder,
         EngineOptions(
             seed=0,
-            dtype=dtype,
+            dtype=getattr(torch, options.dtype),
             max_model_len=options.tokens + 16,
             num_sequences=options.prompts,
-            routed_experts=has_experts,
+            fp32_lm_head=fp32_lm_head,
+            routed_experts=options.one in WITH_EXPERTS,
         ),
     )
     generator = torch.Generator().manual_seed(options.seed)
@@ -139,23 +160,45 @@ def compare(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         0, options.vocab, (options.prompts, 8), generator=generator
     ).tolist()
     sampling = SamplingOptions(options.tokens, ignore_eos=True)
-    batch = RolloutBatch.from_generations(
-        prompts, engine.generate(prompts, sampling, list(range(len(prompts))))
-    )
+    generations = engine.generate(prompts, sampling, list(range(len(prompts))))
     engine.close()
+    return RolloutBatch.from_generations(prompts, generations)
+
+
+def score(
+    options: argparse.Namespace,
+    folder: Path,
+    batch: Any,
+    fp32_lm_head: bool,
+    router: str | None,
+) -> list[dict[str, Any]]:
+    """Return the differences of the trainer's log-probs, with its own experts and with the engine's."""
+    import torch
+
+    from megaverl.distributed.grid import GridShape
+    from megaverl.distributed.groups import ProcessGroupManager
+    from megaverl.sharding.model_spec import ModelSpec
+    from megaverl.workers.megatron_model import MegatronModel
+    from megaverl.workers.model_options import ModelOptions
+    from megaverl.workers.policy import Policy
+
+    has_experts = options.one in WITH_EXPERTS
     model = MegatronModel(
-        ModelSpec.from_folder(model_folder),
+        ModelSpec.from_folder(folder),
         ProcessGroupManager(None).grid(GridShape()),
-        ModelOptions(dtype=dtype, seed=0),
+        ModelOptions(
+            dtype=getattr(torch, options.dtype), seed=0, fp32_lm_head=fp32_lm_head
+        ),
+        overrides={"moe_router_dtype": router} if has_experts else {},
     )
-    model.load(model_folder)
+    model.load(folder)
     sides = []
-    for name in ("own", "replayed") if has_experts else ("",):
+    for name in ("own", "engine's") if has_experts else ("",):
         policy = Policy(
             model,
             temperature=1.0,
             micro_batch_tokens=options.tokens + 16,
-            replays=name == "replayed",
+            replays=name == "engine's",
         )
         log_probs = policy.log_probs(batch).cpu()
         mask = batch.response_mask
@@ -163,7 +206,7 @@ def compare(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         beyond = (difference > math.log(2)).double().mean()
         sides.append(
             {
-                "name": name,
+                "experts": name,
                 "tokens": int(mask.sum()),
                 "mean": float(difference.mean()),
                 "p999": float(difference.quantile(0.999)),
@@ -173,7 +216,6 @@ def compare(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         )
     if has_experts:
         sides[-1]["differ"] = model.router_metrics()["moe/routes_differ"]
-    dist.destroy_process_group()
     return sides
 
 

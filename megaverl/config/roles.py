@@ -1150,8 +1150,9 @@ class ReshardConfig(Section):
     actor.offload.parameters is set; stops comparing while changes take more than half
     of the bytes. off: always send whole weights. Engines receive the same bits in every
     case. Also for vLLM's servers: those that read a shared folder apply its changes.
-    Has no effect with actor.lora, and on engines that drop their weights while they
-    sleep (rollout.sleep on the actor's ranks)."""
+    Has no effect with actor.lora, on the matrices of quantised engines
+    (rollout.vllm.quantization), and on engines that drop their weights while they sleep
+    (rollout.sleep on the actor's ranks)."""
     check_every: Annotated[int, Field(ge=-1, le=MOST)] = 0
     """Compare fingerprints of all weights on both sides after every this many reshards. 0: only after the first
     reshard. -1: never. For servers that apply a folder's changes: after every this many versions that are changes."""

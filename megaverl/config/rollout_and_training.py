@@ -35,6 +35,7 @@ def rollout_and_training_issues(config: Config, spec: ModelSpec | None) -> Issue
     yield from _environment_issues(config)
     yield from _router_replay_issues(config, spec)
     yield from _batch_invariant_issues(config, spec)
+    yield from _fp32_lm_head_issues(config)
     yield from _harness_issues(config)
 
 
@@ -314,6 +315,7 @@ def _batch_invariant_issues(config: Config, spec: ModelSpec | None) -> Issues:
     if not rollout.batch_invariant:
         return
     on_cpu = not has_usable_gpu()
+    dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
     own_text = "plain transformers and engines of your own have no such mode"
     server_text = "servers are started with it: VLLM_BATCH_INVARIANT=1 (SGLang: --enable-deterministic-inference)"
     yield from conflict_issues(
@@ -325,9 +327,19 @@ def _batch_invariant_issues(config: Config, spec: ModelSpec | None) -> Issues:
                 server_text if rollout.engine == "server" else own_text,
             ),
             (
-                "actor.engine",
-                config.actor.engine != "megatron",
-                "transformers' modules under FSDP2 have norms and products of their own",
+                "actor.fsdp.compile",
+                on_cpu and config.actor.fsdp.compile,
+                "compiled blocks add up in orders of their own",
+            ),
+            (
+                "actor.fsdp.attention",
+                on_cpu and config.actor.fsdp.attention != "auto",
+                "only megaverl's attention adds blocks of keys in one order",
+            ),
+            (
+                "actor.fsdp.param_dtype",
+                on_cpu and config.actor.fsdp.param_dtype not in (None, dtype),
+                f"the engine computes in {dtype}",
             ),
             (
                 "rollout.vllm.quantization",
@@ -361,7 +373,11 @@ def _batch_invariant_issues(config: Config, spec: ModelSpec | None) -> Issues:
         if rollout.sampling.get(name, neutral) not in (neutral, None):
             text = f"is set, and the trainer's log-probs leave rollout.sampling.{name} out. Leave one of the two out."
             yield ConfigIssue(key, text, involves=(f"rollout.sampling.{name}",))
-    if on_cpu and config.actor.tp != rollout.tp:
+    if on_cpu and config.actor.engine == "fsdp" and config.actor.tp > 1:
+        text = f"is set, and under engine: fsdp actor.tp={config.actor.tp} has not been compared with an engine. Use "
+        text += "tp 1, or engine: megatron."
+        yield ConfigIssue(key, text, involves=("actor.tp", "actor.engine"))
+    elif on_cpu and config.actor.tp != rollout.tp:
         text = f"is set, and actor.tp={config.actor.tp} adds up parts of other widths than rollout.tp={rollout.tp}. "
         text += "Use the same tp for both."
         yield ConfigIssue(key, text, involves=("actor.tp", "rollout.tp"))
@@ -371,3 +387,15 @@ def _batch_invariant_issues(config: Config, spec: ModelSpec | None) -> Issues:
     if on_cpu and spec is not None and (reason := why_not_batch_invariant(spec)):
         text = f"is set, and on a CPU {reason}. Leave it out, or choose another model."
         yield ConfigIssue(key, text, involves=("model.path",))
+
+
+def _fp32_lm_head_issues(config: Config) -> Issues:
+    """Yield a mistake if logits in float32 are wanted of an engine that the run cannot set up."""
+    engine = config.rollout.engine
+    if not config.model.fp32_lm_head or engine in ("vllm", "hf"):
+        return
+    if engine == "server":
+        text = "is set, and servers are started by themselves, so that engine and trainer could differ. Leave it out."
+    else:
+        text = f"is set, and rollout.engine={engine} does not know of it. Leave it out, or use rollout.engine: vllm."
+    yield ConfigIssue("model.fp32_lm_head", text, involves=("rollout.engine",))

@@ -159,6 +159,9 @@ class ModelConfig(Section):
     """weights: read the safetensors. random: initialise from run.seed, for tests and the quickstart."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of weights and computation. auto: bfloat16 on a GPU, float32 on a CPU."""
+    fp32_lm_head: bool = False
+    """Compute logits in float32 from the 16-bit weights, in the engine and in all models that are trained or scored.
+    Weights, reshards and files stay in model.dtype. Not for servers and engines of your own."""
     trust_remote_code: bool = False
     """Let transformers and vLLM run Python files of the model's folder with your permissions. Without it, such a model
     is refused and no code is downloaded from a hub."""

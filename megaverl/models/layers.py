@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megaverl.platform import platform
 from megaverl.platform.batch_invariant import inverse_rms
+from megaverl.platform.float32_linear import float32_linear
 
 platform.adapt_megatron()
 
@@ -433,6 +434,27 @@ class HiddenHead:
         else:
             whole = sum_gradients(hidden, self._group)
         return whole, None
+
+
+class Float32Head(HiddenHead):
+    """Replacement for an output layer's `forward` that computes logits in float32 from a weight of 16 bits."""
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Return this rank's part of the logits, [s, b, padded_vocab / tp] float32, and no bias."""
+        whole, _ = super().__call__(hidden, weight, runtime_gather_output)
+        return float32_linear(whole, self.weight), None
+
+
+def to_float32(
+    layer: nn.Module, args: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Forward pre-hook that converts a layer's first argument to float32."""
+    return args[0].float(), *args[1:]
 
 
 class AtPositions:

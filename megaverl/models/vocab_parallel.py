@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -145,6 +146,8 @@ def parts_of(count: int, step: int) -> Iterator[slice]:
 class Distributions:
     """n distributions over the vocabulary, as logits or as hidden states with an output layer.
 
+    Hidden states in float32 are multiplied in float32, also with a weight of 16 bits.
+
     Attributes:
         rows: [..., padded_vocab / tp] logits, or with `weight` [..., hidden] hidden states.
         index: [n] int64 without duplicates, selected rows. None: all, in order.
@@ -176,17 +179,25 @@ class Distributions:
         rows = self.select_rows(part)
         if self.weight is None:
             return rows[:, :valid]
-        weight = self.weight[:valid]
+        weight = self.multiplied[:valid]
         if is_batch_invariant() and rows.device.type == "cpu":
             return linear(rows, weight)
         return rows @ weight.t()
+
+    @cached_property
+    def multiplied(self) -> torch.Tensor:
+        """The weight in the dtype of the rows, which is that of the products."""
+        assert self.weight is not None, "logits have no output layer"
+        # A copy for all chunks: converting the weight takes longer than multiplying it
+        # by the rows of one chunk.
+        return self.weight.to(self.rows.dtype)
 
     def parts(self) -> Iterator[slice]:
         """Yield slices of distributions to process at once."""
         if self.weight is not None:
             return parts_of(
                 len(self),
-                max(16, CHUNK_BYTES // (self.columns * self.weight.element_size())),
+                max(16, CHUNK_BYTES // (self.columns * self.rows.element_size())),
             )
         width = max(self.columns, 1)
         return parts_of(
@@ -242,7 +253,7 @@ class Gradients:
         weight = self._distributions.weight
         index = self._distributions.index
         flat = self.rows.view(-1, self.rows.shape[-1])
-        # The product with the weight runs in the dtype of the model; its sum over
+        # The product with the weight runs in the dtype of the rows; its sum over
         # chunks is kept in float32.
         grad = by_logits.to(self.rows.dtype)
         if weight is None:
@@ -250,7 +261,7 @@ class Gradients:
         else:
             out = flat
             # Through the output layer back to the hidden states.
-            by_rows = grad @ weight[: self._valid]
+            by_rows = grad @ self._distributions.multiplied[: self._valid]
             if self._weight is not None:
                 self._weight[: self._valid] += (
                     grad.t() @ self._distributions.select_rows(part)

@@ -34,7 +34,7 @@ from megaverl.planner.stages import (
 )
 from megaverl.planner.traffic import (
     aliased_elements,
-    compares_weights,
+    compared_share,
     reshard_plans,
     update_plans,
 )
@@ -415,8 +415,8 @@ class MemoryModel:
     def _delta_copies(self, rank: int) -> float:
         """Return the bytes of the copies that `reshard.delta` keeps on a rank: what it sends, each element once."""
         job = self.job
-        place = job.actor.place(rank)
-        if place is None or not compares_weights(job):
+        place, compared = job.actor.place(rank), compared_share(job)
+        if place is None or not compared:
             return 0.0
         volume = self._plans().volume(rank)
         node = job.machine.node_of(rank)
@@ -425,7 +425,8 @@ class MemoryModel:
             for peer, count in volume.sent.items()
             if job.config.reshard.delta == "on" or job.machine.node_of(peer) != node
         )
-        return float(job.itemsize * min(numel, job.actor.layout_of(place).numel))
+        numel = min(numel, job.actor.layout_of(place).numel)
+        return job.itemsize * numel * compared
 
     def _landing_bytes(self) -> float:
         """Return the bytes of the buffer that receives matrices before they are quantised.
@@ -566,19 +567,24 @@ class MemoryModel:
             micro_batches=self._micro_batches(role),
         )
 
-    @staticmethod
     def _head_bytes(
-        role: Role, shape: LayerShape, vocab: int, tokens: int, train: bool
+        self, role: Role, shape: LayerShape, vocab: int, tokens: int, train: bool
     ) -> float:
         # Under FSDP the output layer is replicated, so every tensor-parallel rank
         # computes all logits.
         if role.shards is not None:
             shape = replace(shape, tp=1)
+        converts = self.job.config.model.fp32_lm_head and shape.itemsize < 4
+        if converts:
+            shape = replace(shape, itemsize=4)
         if not role.config.chunked_logits:
             return head_bytes(shape, vocab, tokens, train=train)
         trains_weight = role.trained is not None and role.trained.lora is None
         return chunked_head_bytes(
-            shape, vocab, tokens, train=train, trains_weight=trains_weight
+            *(shape, vocab, tokens),
+            train=train,
+            trains_weight=trains_weight,
+            converts_weight=converts,
         )
 
     def _repeats(self, role: Role, tokens: int) -> float:

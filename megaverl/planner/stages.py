@@ -494,18 +494,17 @@ def chunked_head_bytes(
     *,
     train: bool,
     trains_weight: bool,
+    converts_weight: bool = False,
 ) -> float:
     """Return the peak bytes of log-probs if logits are computed in chunks (`megaverl.models.vocab_parallel`).
 
     These are the hidden states, in training also their gradient and a float32 gradient
-    of the output layer's weight; and one chunk with its gradient, each in the model's
-    dtype and in float32.
+    of the output layer's weight; one chunk with its gradient, each in the dtype of the
+    products and in float32; and with `converts_weight` a float32 copy of the weight
+    (`model.fp32_lm_head`).
     """
     hidden = shape.itemsize * tokens * shape.spec.hidden_size * (2 if train else 1)
-    weight = (
-        4.0 * padded_vocab * shape.spec.hidden_size / shape.tp
-        if train and trains_weight
-        else 0.0
-    )
+    copies = (train and trains_weight) + converts_weight
+    weight = 4.0 * padded_vocab * shape.spec.hidden_size / shape.tp * copies
     chunk = min(CHUNK_BYTES, shape.itemsize * tokens * padded_vocab / shape.tp)
     return hidden + weight + chunk * (2 + 2 * 4 / shape.itemsize)

@@ -14,6 +14,7 @@ from megaverl.sharding.boxes import carry, intersect
 from megaverl.sharding.deltas import AUTO_ITEMSIZE
 from megaverl.sharding.layout import EMPTY, Layout, Piece
 from megaverl.sharding.plan import Plans, Volume, make_plans
+from megaverl.sharding.vllm import matrices
 
 # Share of bfloat16 weights that one step of Adam changes at learning rates of RL.
 # Published: about 1 % (PULSE, arXiv 2602.03839). tools/bench_delta.py measures a run's.
@@ -142,8 +143,19 @@ def make_traffic(job: PlannedJob) -> ReshardTraffic:
     return ReshardTraffic(tuple(ranks), fan_out, _delta_traffic(job, ranks))
 
 
-def compares_weights(job: PlannedJob) -> bool:
-    """Return whether ranks compare what they send with the last version, as `WeightSync` and `Resharder` decide."""
+def compared_share(job: PlannedJob) -> float:
+    """Return the share of an engine's elements that ranks compare with the last version before they send them.
+
+    Matrices of quantised engines are sent whole: the engine does not hold the elements that have not changed.
+    """
+    if not _compares_weights(job):
+        return 0.0
+    layout = job.rollout.layout_of(0)
+    return 1.0 - sum(matrices(layout).values()) / layout.numel
+
+
+def _compares_weights(job: PlannedJob) -> bool:
+    """Return whether ranks send changes at all, as `WeightSync` and `Resharder` decide."""
     config = job.config
     # Adapters are merged into the engine's weights, and an engine that sleeps on the
     # actor's ranks drops its own.
@@ -158,10 +170,12 @@ def _delta_traffic(
     job: PlannedJob, ranks: Sequence[RankTraffic]
 ) -> DeltaTraffic | None:
     network = max(max(rank.sent["network"], rank.received["network"]) for rank in ranks)
-    if not network or not compares_weights(job):
+    compared = compared_share(job)
+    if not network or not compared:
         return None
     # A changed element takes its value and about one byte for its position.
-    share = CHANGED * (job.itemsize + POSITION_BYTES) / job.itemsize
+    of_changes = CHANGED * (job.itemsize + POSITION_BYTES) / job.itemsize
+    share = compared * of_changes + 1.0 - compared
     return DeltaTraffic(CHANGED, share, round(network * share))
 
 

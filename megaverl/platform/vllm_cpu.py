@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.platform.cuda_on_cpu import Adaptation, adaptation, replaces
+from megaverl.platform.float32_linear import float32_linear
 from megaverl.platform.quiet import native_stderr_without
 from megaverl.temporary import (
     MARK,
@@ -406,6 +407,36 @@ def _keep_biases_as_they_are() -> None:
     from vllm.model_executor.layers import utils
 
     utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
+@_adapts("logits in float32 without a copy of the weight")
+def _multiply_logits_in_float32() -> None:
+    """With `head_dtype: float32` a CPU build converts the whole output layer for every token that it decodes, and its
+    product depends on the batch.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        UnquantizedEmbeddingMethod,
+    )
+
+    @replaces(LogitsProcessor, "_apply_head")
+    def apply(
+        original: Any,
+        self: Any,
+        lm_head: Any,
+        hidden: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> Any:
+        method = lm_head.quant_method
+        # vLLM refuses a quantised layer.
+        is_plain = isinstance(
+            method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
+        )
+        is_wide = self.head_dtype == torch.float32 and hidden.dtype != torch.float32
+        if not is_plain or not is_wide:
+            return original(self, lm_head, hidden, bias)
+        return float32_linear(hidden, lm_head.weight, bias)
 
 
 @_adapts("norms in one kernel")

@@ -55,6 +55,7 @@ def make_engine(
             max_model_len=options.max_model_len,
             stop_token_ids=options.stop_token_ids,
             trust_remote_code=options.trust_remote_code,
+            fp32_lm_head=options.fp32_lm_head,
             reference_folder=reference_folder,
         )
     # `module:function`, a user's own engine.

@@ -21,6 +21,7 @@ class EngineOptions:
         load_weights: False: a reshard must write all of them before the first `generate`.
         trust_remote_code: run Python code from the model folder.
         num_sequences: responses that are requested at once, to size the cache; None: unknown.
+        fp32_lm_head: compute logits in float32, also with weights of 16 bits (`model.fp32_lm_head`).
         routed_experts: record which experts each token took; vLLM only.
     """
 
@@ -31,4 +32,5 @@ class EngineOptions:
     load_weights: bool = True
     trust_remote_code: bool = False
     num_sequences: int | None = None
+    fp32_lm_head: bool = False
     routed_experts: bool = False

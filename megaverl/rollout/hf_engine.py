@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megaverl.errors import RolloutError
 from megaverl.platform import flash_attention, platform
+from megaverl.platform.float32_linear import compute_in_float32
 from megaverl.rollout.engine import (
     Engine,
     Generation,
@@ -41,6 +42,7 @@ class HFEngine(Engine):
         dtype: dtype of the weights.
         max_model_len: most tokens of prompt and response together.
         stop_token_ids: tokens that end a response.
+        fp32_lm_head: compute logits in float32, also with weights of 16 bits.
         reference_folder: folder of a second, frozen model, for responses drawn from a mixture of the two.
     """
 
@@ -55,6 +57,7 @@ class HFEngine(Engine):
         max_model_len: int,
         stop_token_ids: Sequence[int] = (),
         trust_remote_code: bool = False,
+        fp32_lm_head: bool = False,
         reference_folder: str | Path | None = None,
     ) -> None:
         from transformers import AutoModelForCausalLM
@@ -78,6 +81,8 @@ class HFEngine(Engine):
             flash_attention.use_in(
                 model.to(platform.device).eval().requires_grad_(False)
             )
+            if fp32_lm_head and dtype != torch.float32:
+                compute_in_float32(model, RolloutError)
             return model
 
         self.model = load(model_folder)

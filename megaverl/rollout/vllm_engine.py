@@ -616,6 +616,10 @@ def engine_arguments(
         )
     if drafts := arguments.get("speculative_config"):
         arguments["speculative_config"] = speculation(drafts)
+    if options.fp32_lm_head:
+        # vLLM reads it from the model's config.json (`ModelConfig.head_dtype`).
+        overrides = {**arguments.get("hf_overrides", {}), "head_dtype": "float32"}
+        arguments["hf_overrides"] = overrides
     return arguments
 
 

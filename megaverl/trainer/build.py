@@ -579,6 +579,7 @@ class Builder:
                 num_sequences=-(
                     -config.samples_at_once * config.rollout.tp // dist.get_world_size()
                 ),
+                fp32_lm_head=config.model.fp32_lm_head,
                 routed_experts=config.actor.router_replay != "off",
             ),
             on_load=on_load,

@@ -58,6 +58,7 @@ def make_model(
         if trained
         else "none",
         chunked_logits=config.chunked_logits,
+        fp32_lm_head=run.model.fp32_lm_head,
         fake_quantization=config.fake_quantization
         if isinstance(config, ActorConfig)
         else None,

@@ -193,6 +193,7 @@ def _try_engine(config: Config) -> str:
                 max_model_len=config.max_tokens,
                 load_weights=False,
                 trust_remote_code=config.model.trust_remote_code,
+                fp32_lm_head=config.model.fp32_lm_head,
                 routed_experts=config.actor.router_replay != "off",
             ),
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from megaverl.config.fsdp import FsdpConfig
 from megaverl.config.roles import LoraConfig
 from megaverl.distributed.collectives import broadcast_json, reduce_json, together
 from megaverl.distributed.groups import Grid, ProcessGroupManager
-from megaverl.errors import ConfigError
+from megaverl.errors import ConfigError, ModelError
 from megaverl.models.fake_quantization import round_hf_layers
 from megaverl.models.hf_attention import RowReading, packed
 from megaverl.models.hf_model import (
@@ -48,7 +49,9 @@ from megaverl.models.lora.adapters import HFAdapters
 from megaverl.models.packing import MicroBatch
 from megaverl.models.vision import VisionReader
 from megaverl.platform import platform
-from megaverl.sharding.model_spec import ModelSpec
+from megaverl.platform.batch_invariant import batch_invariant
+from megaverl.platform.float32_linear import compute_in_float32
+from megaverl.sharding.model_spec import BATCH_INVARIANT, ModelSpec
 from megaverl.workers.model import Loss, Taken, TrainingModel
 from megaverl.workers.model_options import ModelOptions
 
@@ -148,6 +151,9 @@ class FSDPModel(TrainingModel):
         gives_hidden = not has_logits or (
             options.chunked_logits and self._logits_are_plain(model)
         )
+        self._batch_invariant = _computes_by_row(model, options)
+        # Chunks of hidden states are multiplied in the dtype that they have.
+        self._widens = has_logits and self._prepare_logits(model, gives_hidden, options)
         if not has_logits:
             _take_head_away(model)
         if lora is not None:
@@ -211,6 +217,16 @@ class FSDPModel(TrainingModel):
             in ("full_shard", "hybrid_shard"),
             cpu_offload=fsdp.cpu_offload,
         )
+
+    def _prepare_logits(
+        self, model: PreTrainedModel, gives_hidden: bool, options: ModelOptions
+    ) -> bool:
+        """Let the model compute logits in float32. Return whether its hidden states are to be converted instead."""
+        if not options.fp32_lm_head or self.dtype == torch.float32:
+            return False
+        if not gives_hidden:
+            compute_in_float32(model, ModelError)
+        return gives_hidden
 
     def _logits_are_plain(self, model: PreTrainedModel) -> bool:
         """Return whether logits can be computed from hidden states in chunks; warn on rank 0 if not."""
@@ -305,7 +321,7 @@ class FSDPModel(TrainingModel):
         with torch.no_grad(), self.on_device:
             for micro_batch in micro_batches:
                 batch = micro_batch.to(platform.device)
-                with packed(batch.packing, self._context_group):
+                with self._reading(batch):
                     taken.append(take(self._forward(batch)[0], batch))
             # Gathered parameters would be stale after the next update.
             for part in sharded(self.module):
@@ -343,7 +359,7 @@ class FSDPModel(TrainingModel):
             self._root.set_is_last_backward(last)
             self._root.set_requires_gradient_sync(last or not self._syncs_once)
             self._root.set_requires_all_reduce(last)
-            with packed(batch.packing, self._context_group):
+            with self._reading(batch):
                 output, of_routers = self._forward(batch, router_loss=bool(of_token))
                 value, sums = loss(output, batch)
                 if of_routers is not None:
@@ -366,6 +382,15 @@ class FSDPModel(TrainingModel):
                 local_gradient.copy_(whole)
         return reports
 
+    @contextmanager
+    def _reading(self, batch: MicroBatch) -> Iterator[None]:
+        """Let passes inside read the rows of a micro-batch, with the numerics of the options."""
+        with (
+            packed(batch.packing, self._context_group),
+            batch_invariant(self._batch_invariant),
+        ):
+            yield
+
     def _forward(
         self, batch: MicroBatch, *, router_loss: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -381,6 +406,8 @@ class FSDPModel(TrainingModel):
         output, values, of_routers = self.module(
             batch.tokens, positions, batch.vision, router_loss=router_loss
         )
+        if self._widens:
+            output = output.float()
         if self._beside is not None:
             self._beside.seen = values
             return output, of_routers
@@ -404,6 +431,24 @@ class _Beside:
         )
         values, self.seen = self.seen, None
         return values
+
+
+def _computes_by_row(model: PreTrainedModel, options: ModelOptions) -> bool:
+    """Prepare a model for `rollout.batch_invariant` on a CPU. Return whether it is prepared.
+
+    Other models than those in `BATCH_INVARIANT` are not compared with an engine.
+    """
+    prepared = (
+        options.batch_invariant
+        and not platform.is_cuda
+        and type(model).__name__ in BATCH_INVARIANT
+    )
+    if prepared:
+        # Not imported on CUDA.
+        from megaverl.models.hf_invariant import compute_by_row
+
+        compute_by_row(model)
+    return prepared
 
 
 def _check_ranks(

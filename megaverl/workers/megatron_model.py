@@ -38,9 +38,11 @@ from megaverl.models.freezing import (
 )
 from megaverl.models.layers import (
     AtPositions,
+    Float32Head,
     HiddenHead,
     ValuesBesideLogits,
     as_one_row,
+    to_float32,
 )
 from megaverl.models.lora.adapters import Adapters
 from megaverl.models.options import (
@@ -216,11 +218,9 @@ class MegatronModel(TrainingModel):
                 role=role,
                 seed=options.seed,
             )
-        # Only the last stage has an output layer. It is then applied to chunks of
-        # hidden states outside the model.
-        has_logits = beside_logits or not value_head
-        if options.chunked_logits and has_logits and grid.is_last_stage:
-            self._head = HiddenHead(self.chunks[-1].output_layer, grid.tp_group)
+        # Only the last stage has an output layer.
+        if (beside_logits or not value_head) and grid.is_last_stage:
+            self._prepare_head(self.chunks[-1].output_layer, options)
         self._values_beside: ValuesBesideLogits | None = None
         if beside_logits and grid.is_last_stage:
             self._values_beside = self.chunks[-1].value_head
@@ -240,6 +240,18 @@ class MegatronModel(TrainingModel):
             pp_size=grid.shape.pp, vp_size=grid.shape.vpp
         )
         self._p2p = StageCommunicator(grid, self.config) if grid.shape.pp > 1 else None
+
+    def _prepare_head(self, layer: torch.nn.Module, options: ModelOptions) -> None:
+        """Let the output layer compute in float32, or return hidden states that it is applied to in chunks."""
+        is_wide = options.fp32_lm_head and self.dtype != torch.float32
+        if is_wide:
+            # Before the hook that scales hidden states, whose result has more digits
+            # than 16 bits hold.
+            layer.register_forward_pre_hook(to_float32, prepend=True)
+        if options.chunked_logits:
+            self._head = HiddenHead(layer, self.grid.tp_group)
+        elif is_wide:
+            Float32Head(layer, self.grid.tp_group)
 
     def _describe_weights(self) -> None:
         """Set weights, layouts and parameters: all that this model holds, and those that engines and folders get.

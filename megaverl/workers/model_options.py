@@ -24,6 +24,7 @@ class ModelOptions:
         lora: train only adapters, and a critic's head.
         activation_checkpointing: none, selective or full.
         chunked_logits: the model returns hidden states, from which log-probs are computed in chunks.
+        fp32_lm_head: compute logits in float32, also with weights of 16 bits.
         fake_quantization: the format in `GROUP_FORMATS` to which linear layers round their weights in every forward
             pass. None: they do not.
         initialize: draw random weights. False: leave them uninitialised, because all of them will be loaded.
@@ -41,6 +42,7 @@ class ModelOptions:
     lora: LoraConfig | None = None
     activation_checkpointing: str = "none"
     chunked_logits: bool = False
+    fp32_lm_head: bool = False
     fake_quantization: str | None = None
     initialize: bool = True
     pack_samples: bool = True

@@ -126,6 +126,16 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
             "one update computes none",
         ),
         (
+            ["model.fp32_lm_head=true", "rollout.engine=server"],
+            "model.fp32_lm_head",
+            "servers are started by themselves",
+        ),
+        (
+            ["model.fp32_lm_head=true", "rollout.engine=some.module:engine"],
+            "model.fp32_lm_head",
+            "rollout.engine=some.module:engine does not know of it",
+        ),
+        (
             ["rollout={batch_invariant: true, engine: hf}"],
             "rollout.batch_invariant",
             "have no such mode",
@@ -136,9 +146,17 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
             "SGLang: --enable-deterministic-inference",
         ),
         (
-            ["rollout.batch_invariant=true", "actor.engine=fsdp"],
+            ["rollout={batch_invariant: true, tp: 2}", "actor={engine: fsdp, tp: 2}"],
             "rollout.batch_invariant",
-            "norms and products of their own",
+            "under engine: fsdp actor.tp=2 has not been compared",
+        ),
+        (
+            [
+                "rollout.batch_invariant=true",
+                "actor={engine: fsdp, fsdp: {attention: sdpa}}",
+            ],
+            "rollout.batch_invariant",
+            "only megaverl's attention adds blocks of keys in one order",
         ),
         (
             ["rollout={batch_invariant: true, vllm: {quantization: fp8}}"],

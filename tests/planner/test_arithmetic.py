@@ -17,6 +17,7 @@ from megaverl.planner.buffers import BufferOptions, Parameter, make_buffer
 from megaverl.planner.job import GB, Machine
 from megaverl.planner.memory import MemoryModel, RankMemory
 from megaverl.planner.stages import (
+    CHUNK_BYTES,
     LayerShape,
     Recompute,
     StageLoad,
@@ -26,9 +27,15 @@ from megaverl.planner.stages import (
     layer_bytes,
     layer_split,
     moe_bytes,
+    padded_vocab_size,
     stage_bytes,
 )
-from megaverl.planner.traffic import aliased_elements, make_traffic, reshard_plans
+from megaverl.planner.traffic import (
+    aliased_elements,
+    compared_share,
+    make_traffic,
+    reshard_plans,
+)
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.sharding.weight import shapes_of
@@ -490,6 +497,57 @@ def test_advice_cuts_a_sample_that_is_too_long() -> None:
     )
     assert cut["activations"] == pytest.approx(whole["activations"] / 2, rel=0.01)
     assert advise(job).settings == (("actor.cp", 4),)
+
+
+def test_logits_in_float32_take_more() -> None:
+    """Whole logits have twice the bytes. Chunks need a copy of the output layer, and hidden states of 4 bytes."""
+    plain, wide = (
+        [
+            recipe(
+                "llama3_70b/grpo_8_nodes", 64, f"actor.chunked_logits={chunked}", *of
+            )
+            for chunked in ("false", "true")
+        ]
+        for of in ([], ["model.fp32_lm_head=true"])
+    )
+    spec, actor = plain[0].spec, plain[0].actor
+    tp, tokens = actor.grid.tp, actor.config.micro_batch_tokens
+    columns = padded_vocab_size(spec.vocab_size, tp) / tp
+    last = actor.grid.pp - 1
+    whole, chunked = (
+        MemoryModel(after).activations("actor", last)[0]
+        - MemoryModel(before).activations("actor", last)[0]
+        for before, after in zip(plain, wide, strict=True)
+    )
+    assert whole == pytest.approx(2 * tokens * columns * (2 + 1 / 20))
+    # A chunk and its gradient have the same bytes, of fewer tokens.
+    hidden = 2 * 2 * tokens * spec.hidden_size
+    chunk = 2 * CHUNK_BYTES
+    assert chunked == pytest.approx(
+        4 * columns * spec.hidden_size + hidden - chunk, rel=0.01
+    )
+
+
+def test_changes_leave_quantised_matrices_out() -> None:
+    """They are sent whole, so no rank keeps a copy of them."""
+    plain, int4 = (
+        recipe(
+            "llama3_70b/grpo_8_nodes",
+            64,
+            *("reshard={delta: on, alias: never}", "rollout.sleep=false"),
+            *([f"rollout.vllm.quantization={kind}"] if kind else []),
+        )
+        for kind in ("", "int4_g128")
+    )
+    assert compared_share(plain) == 1.0
+    layout = int4.rollout.layout_of(0)
+    matrices = sum(
+        piece.box.numel for piece in layout.pieces if piece.local in layout.quantised
+    )
+    assert compared_share(int4) == pytest.approx(1 - matrices / layout.numel)
+    before, after = (make_traffic(job).delta for job in (plain, int4))
+    assert before is not None and after is not None
+    assert before.bytes_share < 0.02 < 0.9 < after.bytes_share
 
 
 def test_advice_may_need_more_than_one_setting_or_find_none() -> None:

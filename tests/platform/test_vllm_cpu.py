@@ -31,6 +31,7 @@ def test_the_list_is_whole_and_says_why() -> None:
         "quantised products by definition",
         "products with groups by definition",
         "no sgl kernels",
+        "logits in float32 without a copy of the weight",
         "norms in one kernel",
         "rotary embeddings of all heads",
         "attention without a wrapper",

@@ -20,7 +20,10 @@ ALGORITHM = {
 }
 # Sums of a tp of 2 are in every layer; apart, engine and actor are different processes.
 PLACES: dict[str, list[str]] = {
-    "together": ["actor.tp=2", "rollout.tp=2"],
+    "together": [
+        *("actor.tp=2", "rollout.tp=2"),
+        *("model.dtype=bfloat16", "model.fp32_lm_head=true"),
+    ],
     "apart": ["actor.tp=1", "rollout.tp=1", "placement={actor: [0], rollout: [1]}"],
 }
 

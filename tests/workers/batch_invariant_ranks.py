@@ -38,7 +38,14 @@ def prompts_of(vocab_size: int) -> list[list[int]]:
 
 
 def train_and_compare(
-    folder: str, shape: dict[str, int], tp: int, dtype: str, **options: Any
+    folder: str,
+    shape: dict[str, int],
+    tp: int,
+    dtype: str,
+    *,
+    fsdp: dict[str, Any] | None = None,
+    fp32_lm_head: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train for some steps with an engine's own responses, reshard, and compare both sides' log-probs.
 
@@ -50,7 +57,13 @@ def train_and_compare(
     """
     given = getattr(torch, dtype)
     trainable = trainable_of(
-        folder, shape, fsdp=None, dtype=given, batch_invariant=True, **options
+        folder,
+        shape,
+        fsdp=fsdp,
+        dtype=given,
+        batch_invariant=True,
+        fp32_lm_head=fp32_lm_head,
+        **options,
     )
     model = trainable.model
     engine = VLLMEngine(
@@ -62,6 +75,7 @@ def train_and_compare(
             max_model_len=192,
             load_weights=False,
             num_sequences=len(LENGTHS),
+            fp32_lm_head=fp32_lm_head,
         ),
     )
     sync = WeightSync(

@@ -80,9 +80,36 @@ def test_in_bfloat16(launch: Launcher, tmp_path: Path) -> None:
     compare(launch, tmp_path, "Qwen2ForCausalLM", dtype="bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [("Qwen2ForCausalLM", "bfloat16"), ("Qwen3ForCausalLM", "float32")],
+)
+def test_under_fsdp(
+    launch: Launcher, tmp_path: Path, architecture: str, dtype: str
+) -> None:
+    """Layers of transformers' models are replaced. Weights are float32, and gathered in the dtype of the engine."""
+    compare(
+        launch,
+        tmp_path,
+        architecture,
+        num_ranks=2,
+        shape={"dp": 2},
+        dtype=dtype,
+        fsdp={},
+    )
+
+
 def test_with_chunked_logits(launch: Launcher, tmp_path: Path) -> None:
-    """The output layer is outside of the model then."""
-    compare(launch, tmp_path, "LlamaForCausalLM", chunked_logits=True)
+    """The output layer is outside of the model then. In float32, other layers are not."""
+    compare(
+        launch,
+        tmp_path,
+        "Qwen3ForCausalLM",
+        sizes={"tie_embeddings": True},
+        dtype="bfloat16",
+        fp32_lm_head=True,
+        chunked_logits=True,
+    )
 
 
 @pytest.mark.parametrize(
