@@ -27,7 +27,7 @@ from megaverl.sharding.vllm import (
 )
 from megaverl.weights.fingerprint import ReshardCheck
 from megaverl.weights.reshard import Resharder
-from megaverl.weights.transports import TransportOptions
+from megaverl.weights.transports import DeltaMode, TransportOptions
 from megaverl.weights.transports.quantised import (
     Landed,
     QuantisedDestination,
@@ -47,6 +47,9 @@ SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "num_layers": 2,
 }
+
+# Above a few elements of a second version, whose mean is 6 and deviation 2.
+LARGE = 12.0
 
 
 def spec_of(architecture: str) -> ModelSpec:
@@ -97,6 +100,7 @@ class Case:
         expert_parallel: bool = False,
         ipc: bool = False,
         nodes: Sequence[int] | None = None,
+        delta: DeltaMode = "off",
         landed: Landed = lambda tensors, view_of: None,
     ) -> None:
         self.rank, world, spec = (
@@ -156,7 +160,11 @@ class Case:
             self.source,
             self.dest,
             options=TransportOptions(
-                bucket_bytes=2**14, alias=True, node_of=node_of, ipc=ipc
+                bucket_bytes=2**14,
+                alias=True,
+                node_of=node_of,
+                ipc=ipc,
+                delta=delta,
             ),
             quantised=QuantisedDestination(self.parts, self.weights, landed),
         )
@@ -246,7 +254,10 @@ def room(shape: tuple[int, ...], block: int | None) -> QuantisedWeight:
 
 
 def land(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Move each case's weights, twice; what is wrong then, and what travelled."""
+    """Move each case's weights in three versions, of which the last changes a few elements.
+
+    Returns what is wrong, and what travelled for the second version and (`few`) for the last one.
+    """
     found = []
     for arguments in cases:
         case = Case(**arguments)
@@ -260,9 +271,19 @@ def land(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for tensor in (*case.engine.values(), *case.expected.values()):
                 tensor.mul_(2)
         stats = case.resharder.run()
+        wrong += case.wrong()
+        for tensor in (
+            *case.source.values(),
+            *case.engine.values(),
+            *case.expected.values(),
+        ):
+            tensor[tensor > LARGE] *= 2
+        few = case.resharder.run()
         found.append(
             {
                 "wrong": wrong + case.wrong(),
+                "few": few.bytes_received,
+                "changed": few.changed_fraction,
                 "received": stats.bytes_received,
                 "elements": case.resharder._plan.num_received,
                 "parts": len(case.parts),

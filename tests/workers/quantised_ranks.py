@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megaverl.checkpoint.convert.run import ConversionRequest, convert
 from megaverl.config.fsdp import FsdpConfig
-from megaverl.config.roles import LoraConfig, RolloutConfig
+from megaverl.config.roles import LoraConfig, ReshardConfig, RolloutConfig
 from megaverl.distributed.grid import GridShape
 from megaverl.models.fake_quantization import quantised_locals, rounding_of
 from megaverl.models.packing import MicroBatch
@@ -128,14 +128,21 @@ def reshard_groups(
         model.load(folder)
         made = engine(folder, tp, method, load_weights=False)
         layouts = made.layouts(shapes_of(model.weights))
-        sync = WeightSync(ActorWeights.of(model), layouts, made, model.grid.world)
+        # Matrices arrive whole, and the rest as changes.
+        sync = WeightSync(
+            ActorWeights.of(model),
+            layouts,
+            made,
+            model.grid.world,
+            config=ReshardConfig(delta="on", ipc="never"),
+        )
         with torch.no_grad():
             for parameter in model.parameters.values():
                 parameter.mul_(3)
         sync.reshard()
         before = bits(made)
         model.load(folder)
-        sync.reshard()
+        stats = sync.reshard()
         held = bits(made)
         responses = [g.token_ids for g in made.generate(PROMPTS, GREEDY, [0, 0])]
         kernels = {
@@ -164,6 +171,7 @@ def reshard_groups(
             + sorted(odd),
             "kernels": sorted(kernels),
             "changed": any(not torch.equal(held[n], before[n]) for n in held),
+            "compared": stats.changed_fraction is not None,
             "responses": responses,
             "afresh": afresh,
         }

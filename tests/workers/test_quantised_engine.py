@@ -64,6 +64,7 @@ def test_groups_land_as_vllm_loads_them(launch: Launcher, tmp_path: Path) -> Non
                 assert result["differ"] == [], method
                 assert result["responses"] == result["afresh"], method
                 assert result["changed"] and len(result["kernels"]) == 1
+                assert result["compared"] == (world["pp"] == 2), method
 
 
 def test_a_rounding_actor_trains_what_is_sampled(
