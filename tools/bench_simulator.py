@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -30,10 +31,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megaverl.config import load_config
+from megaverl.models.architectures import weights_of
 from megaverl.planner.calibrate import PROMPT, make_inputs, sampling
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import Hardware
-from megaverl.planner.job import find_spec, make_job
+from megaverl.planner.job import PlannedJob, find_spec, make_job
 from megaverl.planner.simulator import Prediction, simulate
 from megaverl.planner.trial_steps import real_steps
 from megaverl.sharding.model_spec import ModelSpec
@@ -370,7 +372,36 @@ def published(entry: dict[str, Any], entries: dict[str, Any]) -> Prediction:
     )
     # An operator that the source's run does not have takes no time.
     absent = dict.fromkeys(entry.get("absent", ()), 0.0)
-    return simulate(job, hardware, lengths=spread, factors=absent)
+    return simulate(
+        job,
+        hardware,
+        lengths=spread,
+        factors=absent,
+        moving_seconds=refit_seconds(entry, entries, job, hardware),
+    )
+
+
+def refit_seconds(
+    entry: dict[str, Any],
+    entries: dict[str, Any],
+    job: PlannedJob,
+    hardware: Hardware,
+) -> float | None:
+    """Return the seconds in which the entry's project sends weights to engines, in bfloat16.
+
+    None: the project does not publish them, so that megaverl's reshard is predicted.
+    """
+    refit = entries["refits"].get(entry.get("source"))
+    if refit is None:
+        return None
+    nbytes = 2 * sum(math.prod(weight.shape) for weight in weights_of(job.spec))
+    if not job.placement.colocated("actor", "rollout"):
+        return float(nbytes / 1e9 / refit["separate"])
+    offload = refit["offload"].get(entry["model"], 0.0)
+    return float(
+        nbytes / 1e9 / refit["colocated"]
+        + offload * refit["host_gb_s"] / hardware.host_gb_s
+    )
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:

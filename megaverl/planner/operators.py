@@ -84,6 +84,7 @@ class StepLoad:
 
     Attributes:
         samples: samples of a step, over all ranks.
+        moving_seconds: of sending weights to the engines, if another way than megaverl's is simulated.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class StepLoad:
         hardware: Hardware,
         lengths: LengthDistribution,
         traffic: ReshardTraffic | None,
+        moving_seconds: float | None = None,
     ) -> None:
         self.job, self.hardware, self.lengths, self.traffic = (
             job,
@@ -99,6 +101,7 @@ class StepLoad:
             lengths,
             traffic,
         )
+        self.moving_seconds = moving_seconds
         self.samples = job.config.rows_per_step
         dtype = job.config.model.dtype
         if dtype == "auto":
@@ -702,6 +705,8 @@ def reshard_seconds(load: StepLoad) -> float:
     The estimate counts the bytes that an engine's rank does not hold yet, from the
     nearest ranks that hold them.
     """
+    if load.moving_seconds is not None:
+        return load.moving_seconds
     job, hardware = load.job, load.hardware
     machine = hardware.machine()
     if load.traffic is not None:

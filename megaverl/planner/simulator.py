@@ -114,6 +114,7 @@ def simulate(
     lengths: LengthDistribution | None = None,
     traffic: ReshardTraffic | None = None,
     factors: Mapping[str, float] | None = None,
+    moving_seconds: float | None = None,
 ) -> Prediction:
     """Predict a step, in milliseconds and without processes or torch.
 
@@ -122,13 +123,14 @@ def simulate(
         traffic: bytes of a reshard from the ranks' own plans (`make_traffic`, which takes seconds for 1,024 ranks).
             None: an estimate of the same bytes.
         factors: operator -> measured time divided by predicted time.
+        moving_seconds: of sending weights to the engines in another way than megaverl's; None: predicted.
 
     Raises:
         ConfigError: the hardware's description has no peak for the job's dtype.
     """
     lengths = lengths or default_lengths(job)
     factors = factors or {}
-    load = StepLoad(job, hardware, lengths, traffic)
+    load = StepLoad(job, hardware, lengths, traffic, moving_seconds)
     played = [op.times(factors.get(op.name, 1.0)) for op in operations(load)]
     rollout = job.config.rollout
     ahead = rollout.max_staleness if rollout.async_rollout else 0

@@ -29,7 +29,7 @@ def predicted() -> Predicted:
     return entries, found
 
 
-@pytest.mark.parametrize(("half", "most"), [("fit", 0.2), ("check", 0.25)])
+@pytest.mark.parametrize(("half", "most"), [("fit", 0.15), ("check", 0.2)])
 def test_steps_are_near_published_ones(
     half: str, most: float, predicted: Predicted
 ) -> None:
@@ -47,6 +47,19 @@ def test_the_faster_of_two_published_steps_is_predicted(predicted: Predicted) ->
     ratios = ratios_of(entries, entries["steps"], found)
     assert {ratio.name for ratio in ratios if not ratio.has_right_sign} == WRONG
     assert statistics.median(abs(ratio.error) for ratio in ratios) < 0.2
+
+
+def test_weights_are_sent_as_the_source_sends_them(predicted: Predicted) -> None:
+    _, found = predicted
+
+    def reshard(name: str) -> float:
+        return found[f"NeMo-RL 0.6, DeepSeek-V3, {name}"].seconds_of("reshard")
+
+    # 35 s by CUDA IPC and 20 s of offload, 14 s by broadcast; engines that sleep wake.
+    assert reshard("512 H100") == pytest.approx(35 + 20, rel=0.05)
+    assert reshard("256 + 256 H100, 1 step off") == pytest.approx(14, rel=0.1)
+    # The same transfer, with a faster link to the host.
+    assert reshard("256 GB200") == pytest.approx(35 + 20 * 50 / 225, rel=0.06)
 
 
 def test_ratios_compare_signs_and_sizes() -> None:
