@@ -27,7 +27,7 @@ from megaverl.cli.options import (
 from megaverl.config import Config, load_config, smallest_world
 from megaverl.config.errors import InvalidConfig
 from megaverl.config.field_needs import FieldMachine
-from megaverl.config.grids import OFFLINE
+from megaverl.config.grids import OFFLINE, OfflineCommand
 from megaverl.config.loader import layered, load_any
 from megaverl.config.run import DataConfig, SourceConfig
 from megaverl.config.typed_yaml import BadYaml, read_argument
@@ -209,26 +209,24 @@ def _plan(arguments: argparse.Namespace) -> int:
         {"gpus_per_node": arguments.gpus_per_node} if arguments.gpus_per_node else {}
     )
     try:
-        _refuse_offline(arguments)
-        if arguments.auto:
-            return _auto(arguments, machine_fields)
         hardware = Hardware.read(arguments.hardware) if arguments.hardware else None
         machine = (
             hardware.machine(**machine_fields)
             if hardware
             else Machine(**machine_fields)
         )
+        world = (arguments.nodes or 0) * machine.gpus_per_node or None
+        if commands := _offline_commands(arguments, world):
+            return _plan_offline(arguments, commands, hardware, machine, world)
+        if arguments.auto:
+            return _auto(arguments, machine_fields)
         # Not checked against a number of ranks here: `survey` judges the layout
         # together with the model.
         config = read_config(arguments)
         if hardware is not None:
             _check_fields(config, hardware)
         spec = find_spec(config, arguments.model_config, fallback=arguments.config)
-        world = (
-            (arguments.nodes or 0) * machine.gpus_per_node
-            or config.run.nproc
-            or smallest_world(config)
-        )
+        world = world or config.run.nproc or smallest_world(config)
         job = make_job(config, spec, world, machine)
         capacity = survey(
             job,
@@ -268,22 +266,29 @@ def _check_fields(config: Config, hardware: Hardware) -> None:
         raise InvalidConfig(mistakes, f"what {hardware.name} can compute")
 
 
-def _refuse_offline(arguments: argparse.Namespace) -> None:
-    """Refuse a configuration that is complete for a command without rollouts, such as `sft`, but not for `train`.
+def _offline_commands(
+    arguments: argparse.Namespace, world: int | None
+) -> list[OfflineCommand]:
+    """Return the commands without rollouts, such as `sft`, for which a configuration is complete, but not for `train`.
+
+    Args:
+        world: ranks of `--nodes`; None: those of the configuration.
 
     Raises:
-        ConfigError: names the commands that the configuration is complete for.
+        ConfigError: there is one, and an option asks for what has no meaning without rollouts.
     """
     try:
-        load_config(arguments.config, arguments.overrides, check_paths=False)
+        load_config(
+            arguments.config, arguments.overrides, check_paths=False, world_size=world
+        )
     except InvalidConfig as error:
         if any(mistake.key not in ONLY_TRAIN_NEEDS for mistake in error.mistakes):
             # Mistakes that have another cause are reported by the caller, together with
             # those of the model and the ranks.
-            return
+            return []
     else:
-        return
-    commands = []
+        return []
+    commands: list[OfflineCommand] = []
     for command in OFFLINE:
         with suppress(ConfigError):
             load_config(
@@ -291,15 +296,67 @@ def _refuse_offline(arguments: argparse.Namespace) -> None:
                 arguments.overrides,
                 command=command,
                 check_paths=False,
+                world_size=world,
             )
-            commands.append(f"megaverl {command}")
-    if commands:
-        names = " or ".join(f"`{command}`" for command in commands)
+            commands.append(command)
+    if commands and (arguments.auto or arguments.picture is not None):
+        names = " or ".join(f"`megaverl {command}`" for command in commands)
+        option = "--auto" if arguments.auto else "--picture"
         raise ConfigError(
-            f"This is a configuration of {names}: it has no rollouts, and `megaverl plan` counts only steps of "
-            f"`megaverl train`. `{commands[0]} --dry-run` checks it. For the memory of its model, plan a configuration "
-            "of `megaverl train` with the same section `actor`."
+            f"{option}: this is a configuration of {names}, which has no rollouts, and only steps of `megaverl train` "
+            f"are searched and drawn. Leave {option} out to see communication and time of a step, or plan a "
+            "configuration of `megaverl train` with the same section `actor`."
         )
+    return commands
+
+
+def _plan_offline(
+    arguments: argparse.Namespace,
+    commands: Sequence[OfflineCommand],
+    hardware: Hardware | None,
+    machine: Machine,
+    world: int | None,
+) -> int:
+    """Print communication and time of a step of each command.
+
+    Args:
+        hardware: None: an H100.
+        world: as in `_offline_commands`.
+    """
+    from megaverl.planner.job import make_offline_job
+    from megaverl.planner.offline import offline_as_dict, offline_as_text, with_rows
+    from megaverl.planner.simulator import default_lengths
+
+    hardware = hardware or Hardware.read("h100")
+    plans = {}
+    for command in commands:
+        config = load_config(
+            arguments.config,
+            arguments.overrides,
+            command=command,
+            check_paths=False,
+            world_size=world,
+        )
+        spec = find_spec(config, arguments.model_config, fallback=arguments.config)
+        ranks = world or config.run.nproc or smallest_world(config, command)
+        job = make_offline_job(
+            with_rows(config, command), command, spec, ranks, machine
+        )
+        lengths = default_lengths(
+            job,
+            arguments.prompt_tokens,
+            arguments.response_tokens,
+            arguments.share_at_limit,
+        )
+        plans[command] = offline_as_dict(job, command, hardware, lengths)
+    print(
+        json.dumps(plans, indent=2)
+        if arguments.json
+        else "\n\n".join(
+            offline_as_text(command, plan) for command, plan in plans.items()
+        )
+    )
+    return 0
 
 
 def _auto(arguments: argparse.Namespace, machine_fields: dict[str, Any]) -> int:

@@ -17,7 +17,7 @@ from megaverl.config.files_and_packages import (
     read_model,
     run_folder_issues,
 )
-from megaverl.config.grids import REINFORCING, STAGES, grid_mistakes
+from megaverl.config.grids import OFFLINE, REINFORCING, grid_mistakes
 from megaverl.config.lengths import length_issues
 from megaverl.config.preference_and_mix import (
     mix_issues,
@@ -93,7 +93,7 @@ def cross_mistakes(
         mistakes += _replanning_issues(config)
     if command == "tinker":
         mistakes += tinker_issues(config)
-    if command in STAGES:
+    if command in OFFLINE:
         mistakes += stage_optimizer_issues(config, command)
     if command in ("dpo", "reward"):
         mistakes += preference_issues(config, command, check_paths)

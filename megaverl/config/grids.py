@@ -53,11 +53,9 @@ if TYPE_CHECKING:
 
 # Commands that run the training loop with rollouts, and so build every role.
 REINFORCING = ("train", "quickstart")
-# Commands that train one role on a data set.
-STAGES = ("sft", "dpo", "reward")
-
 # Commands that train on given data and generate nothing.
-OFFLINE: tuple[Literal["sft", "dpo", "reward"], ...] = ("sft", "dpo", "reward")
+OfflineCommand = Literal["sft", "dpo", "reward"]
+OFFLINE: tuple[OfflineCommand, ...] = ("sft", "dpo", "reward")
 
 # Fields of TransformerConfig that distribute layers unevenly over pipeline stages. With
 # one of them the stage count need not divide the number of layers.

@@ -16,6 +16,7 @@ bytes over n ranks receives 2 (n - 1) / n B.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 from megaverl.config.megatron_defaults import ddp_defaults
 from megaverl.planner.job import Role
@@ -33,15 +34,20 @@ from megaverl.planner.stages import Recompute, padded_vocab_size
 VOCABULARY_SUMS = 5
 
 
-def received_in_collectives(load: StepLoad) -> dict[str, dict[str, float]]:
+def received_in_collectives(
+    load: StepLoad, operators: Iterable[tuple[str, Role, str]] | None = None
+) -> dict[str, dict[str, float]]:
     """Return role -> dimension -> bytes that the role's first rank receives in a step. Dimensions of size 1 are absent.
 
     Roles under FSDP are left out: `Passes` counts their gathers for each micro-batch.
+
+    Args:
+        operators: as of `scored`; None: those of a step of `megaverl train`.
     """
     total: defaultdict[str, defaultdict[str, float]] = defaultdict(
         lambda: defaultdict(float)
     )
-    for _, role, kind in scored(load.job):
+    for _, role, kind in scored(load.job) if operators is None else operators:
         if role.shards is not None:
             continue
         for dimension, count in _bytes_of_operator(

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from megaverl.config import Config, InvalidConfig
 from megaverl.config.global_model import global_section
 from megaverl.config.grids import (
+    OfflineCommand,
     grid_mistakes,
     is_placed,
     resolve_placement,
@@ -401,6 +402,48 @@ def make_job(
     return PlannedJob(config, spec, machine, world, tuple(roles), rollout, placement)
 
 
+def make_offline_job(
+    config: Config,
+    command: OfflineCommand,
+    spec: ModelSpec,
+    world: int,
+    machine: Machine | None = None,
+) -> PlannedJob:
+    """Lay out the models of a command that trains on a data set, as a job whose steps have no rollouts.
+
+    Args:
+        config: with the stage's samples in place of those of a training step (`planner.offline`).
+
+    Raises:
+        InvalidConfig, GridError: as in `make_job`.
+    """
+    mistakes = list(grid_mistakes(config, command, spec, world))
+    if mistakes:
+        raise InvalidConfig(mistakes, "the configuration, the model and the world")
+    machine = machine or Machine()
+    names = used_roles(config, command)
+    # All models are on all ranks.
+    placement = _everywhere(
+        world, ("actor", "rollout", "reward"), _nodes(config, world, machine)
+    )
+    if config.reference_is_actor and "reference" in names:
+        names.remove("reference")
+    roles = tuple(
+        _role(
+            name,
+            getattr(config, name),
+            spec,
+            placement,
+            machine,
+            on="actor",
+            value_head=name == "reward_model",
+        )
+        for name in names
+    )
+    rollout = RolloutRole((), 1, False, _Dealt(_equal_parts, (spec, 1, False, None)))
+    return PlannedJob(config, spec, machine, world, roles, rollout, placement)
+
+
 def _with_global_models(
     roles: Sequence[Role],
     config: Config,
@@ -428,24 +471,27 @@ def _with_global_models(
 
 def _placement(config: Config, world: int, machine: Machine) -> ResolvedPlacement:
     """Return the ranks of each role, on nodes that have the names of `placement`, or else their numbers."""
-    sizes = [
-        min(machine.gpus_per_node, world - first)
-        for first in range(0, world, machine.gpus_per_node)
-    ]
-    nodes = [
-        Node(name, size)
-        for name, size in zip(_node_names(config, len(sizes)), sizes, strict=True)
-    ]
+    nodes = _nodes(config, world, machine)
     if is_placed(config):
         return resolve_placement(
             config.placement,
             role_grids(config, used_roles(config, "train")),
             world,
-            nodes,
+            list(nodes),
         )
     return _everywhere(
-        world, (*used_roles(config, "train"), "rollout", "reward"), tuple(nodes)
+        world, (*used_roles(config, "train"), "rollout", "reward"), nodes
     )
+
+
+def _nodes(config: Config, world: int, machine: Machine) -> tuple[Node, ...]:
+    """Return the nodes of the job: full ones, and a last one with the remaining ranks."""
+    sizes = [
+        min(machine.gpus_per_node, world - first)
+        for first in range(0, world, machine.gpus_per_node)
+    ]
+    names = _node_names(config, len(sizes))
+    return tuple(Node(name, size) for name, size in zip(names, sizes, strict=True))
 
 
 @lru_cache(maxsize=8)

@@ -177,7 +177,7 @@ def scored(job: PlannedJob) -> Iterator[tuple[str, Role, str]]:
 def operations(load: StepLoad) -> list[Operation]:
     """List the operators of a step, in the order in which a rank with several of them runs them."""
     job, hardware = load.job, load.hardware
-    models = {name: _over_samples(load, role, kind) for name, role, kind in scored(job)}
+    models = {name: over_samples(load, role, kind) for name, role, kind in scored(job)}
     generated = rollout_duration(job, load.actor, load.lengths)
     ranks, copied = job.rollout.ranks, slept_seconds(load)
     weights_mapped, cache_mapped = mapped_seconds(load)
@@ -390,7 +390,7 @@ def _exchanged(load: StepLoad, role: Role) -> Duration:
     )
 
 
-def _over_samples(
+def over_samples(
     load: StepLoad, role: Role, kind: str
 ) -> tuple[float, float, tuple[Lane, ...]]:
     """Return (seconds, processor seconds, lanes) of scoring a step's samples, or of updating on them."""

@@ -28,6 +28,7 @@ from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.references import PendingCall
 from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.data.sources import Entry
+from megaverl.distributed.traffic import by_dimension, received_bytes
 from megaverl.errors import MegaverlError
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.profiler import Profiler
@@ -153,6 +154,7 @@ class OfflineTrainer(ABC):
     """
 
     name: str  # name of the stage, in metrics and checkpoints
+    role = "actor"  # role of the trained model
     trained: dict[str, TrainableModel]
     validate_every = 0
 
@@ -171,6 +173,8 @@ class OfflineTrainer(ABC):
         self.run_dir = builder.config.run_dir
         self.stages = Stages(Timeline(dist.get_rank()), job)
         timeline = self.stages.timeline
+        timeline.received, timeline.by_dimension = received_bytes, by_dimension
+        timeline.roles[self.name] = self.role
         self.profiler = Profiler(
             config.run.profile, self.run_dir, timeline.rank, timeline, console.warn
         )
@@ -303,7 +307,8 @@ class TrainerWorker:
         trainer.stages.step = step + 1
         trainer.profiler.begin(step + 1)
         start = time.perf_counter()
-        with trainer.stages(trainer.name):
+        timeline = trainer.stages.timeline
+        with timeline.step(step + 1), trainer.stages(trainer.name):
             records = [trainer.data[row] for row in trainer.sampler.indices(step)]
             measured = trainer.one_step(records, step)
         trainer.profiler.end(step + 1)
@@ -314,7 +319,12 @@ class TrainerWorker:
         self._metrics[f"{trainer.name}/step_time_ms"] = (
             time.perf_counter() - start
         ) * 1e3
-        self._metrics |= memory_metrics("actor")
+        received = {
+            name: value
+            for name, value in timeline.step_metrics().items()
+            if name.startswith("comm/")
+        }
+        self._metrics |= received | memory_metrics("actor")
         self._validated = {}
 
     def validate(self) -> None:

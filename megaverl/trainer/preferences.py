@@ -113,7 +113,7 @@ class RewardModelTrainer(PairTrainer):
     responses of a pair (Bradley-Terry).
     """
 
-    name = "reward_model"
+    name = role = "reward_model"
 
     def __init__(
         self, config: Config, builder: Builder, console: Console, job: Job | None = None

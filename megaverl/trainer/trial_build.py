@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from megaverl.child_checks import Check, CheckResult, CheckRunner, run_in_children
 from megaverl.config.errors import ConfigIssue
 from megaverl.config.field_needs import NEEDS, fields_of, without_repeats
-from megaverl.config.grids import REINFORCING, STAGES, used_roles
+from megaverl.config.grids import OFFLINE, REINFORCING, used_roles
 from megaverl.config.passthrough import TARGETS
 from megaverl.config.schema import Config
 from megaverl.errors import MegaverlError
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # Imports of torch and megatron-core take most of the time, and much longer on a busy
 # machine.
 DEADLINE_SECONDS = 300.0
-TRAINING = (*REINFORCING, *STAGES)
+TRAINING = (*REINFORCING, *OFFLINE)
 SMALL_HEAD = 16
 SMALL_WIDTH = 64
 SMALL_VOCABULARY = 128

@@ -273,25 +273,43 @@ def test_a_search_reports_mistakes_as_a_run_does(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "command"),
+    ("recipe", "commands"),
     [
-        ("gsm8k_smollm2/sft", "`megaverl sft`"),
-        ("preferences_smollm2/dpo", "`megaverl dpo`"),
+        ("gsm8k_smollm2/sft", ["sft"]),
+        ("preferences_smollm2/kto", ["dpo", "reward"]),
     ],
 )
-@pytest.mark.parametrize("option", [[], ["--auto"]])
-def test_a_configuration_without_rollouts_is_refused_by_its_command(
-    recipe: str, command: str, option: list[str], capsys: pytest.CaptureFixture[str]
+def test_a_configuration_without_rollouts_is_planned_for_its_commands(
+    recipe: str, commands: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(["plan", "--config", str(ROOT / "configs" / f"{recipe}.yaml"), *option])
-        == 2
-    )
+    path = ROOT / "configs" / f"{recipe}.yaml"
+    model = ROOT / "configs" / "llama3_70b" / "config.json"
+    arguments = ["plan", "--config", str(path), "--model-config", str(model)]
+    arguments += ["--nodes", "8", "actor={tp: 8, pp: 4}"]
+    assert main([*arguments, "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)
+    assert list(plans) == commands
+    for command, plan in plans.items():
+        trained = "reward_model" if command == "reward" else "actor"
+        # Pairs have two responses to a prompt; KTO's rows are single responses.
+        assert plan["samples"] == (64 if command == "reward" else 32)
+        assert plan["roles"][trained] == "tp8 pp4 dp2" and plan["ranks"] == 64
+        received = plan["collective_bytes"][trained]
+        assert set(received) == {"tp", "pp", "dp"} and min(received.values()) > 0
+        assert all(seconds > 0 for seconds in plan["seconds"].values())
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert all(f"megaverl {command} on 64 ranks" in said for command in commands)
+
+
+@pytest.mark.parametrize("option", [["--auto"], ["--picture", "plan.svg"]])
+def test_a_step_without_rollouts_is_neither_searched_nor_drawn(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = ROOT / "configs" / "gsm8k_smollm2" / "sft.yaml"
+    assert main(["plan", "--config", str(path), *option]) == 2
     said = capsys.readouterr().err
-    assert (
-        f"This is a configuration of {command}" in said
-        and "--dry-run` checks it" in said
-    )
+    assert f"{option[0]}: this is a configuration of `megaverl sft`" in said
 
 
 def test_a_mistake_of_a_training_run_is_not_taken_for_another_command(

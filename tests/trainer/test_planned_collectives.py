@@ -1,16 +1,19 @@
-"""Bytes of a step's collectives: what the plan says is what ranks count."""
+"""Bytes of a step's collectives, of `megaverl train` and of commands on a data set: ranks count what the plan says."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from megaverl.config import load_config
+from megaverl.config.grids import OfflineCommand
 from megaverl.planner.collectives import received_in_collectives
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import Hardware
+from megaverl.planner.job import make_offline_job
+from megaverl.planner.offline import operators, with_rows
 from megaverl.planner.operators import StepLoad
 from megaverl.sharding.model_spec import ModelSpec
 from tests.launcher import Launcher
@@ -30,6 +33,17 @@ GRIDS = {
     "data": ["actor={tp: 1, pp: 1}"],
     "full recomputation": ["actor={tp: 2, pp: 1, activation_checkpointing: full}"],
     "sequence parallel": ["actor={tp: 2, pp: 1, megatron: {sequence_parallel: true}}"],
+}
+
+
+# Command -> grid, and settings. A row of a pair has two responses.
+OFFLINE: dict[OfflineCommand, tuple[str, list[str]]] = {
+    "sft": (
+        "pipeline",
+        [f"sft={{steps: 2, batch_size: 16, max_answer_tokens: {RESPONSE}}}"],
+    ),
+    "dpo": ("tensor", ["preference.loss=dpo"]),
+    "reward": ("data", []),
 }
 
 
@@ -59,13 +73,6 @@ def test_the_plan_counts_what_ranks_count(
     assert launch.world(
         2, "tests.trainer.ranks:attempt", command="train", arguments=arguments
     ) == [{}, {}]
-    records = [
-        json.loads(line)
-        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    counted = {
-        name: value for name, value in records[1].items() if name.startswith("comm/")
-    }
     spec = ModelSpec.from_config(
         json.loads((inputs / "model" / "config.json").read_text())
     )
@@ -73,9 +80,64 @@ def test_the_plan_counts_what_ranks_count(
     load = StepLoad(
         job, Hardware.read("cpu"), LengthDistribution.fixed(PROMPT, RESPONSE), None
     )
-    planned: dict[str, Any] = {
+    check(tmp_path / "run", received_in_collectives(load))
+
+
+@pytest.mark.parametrize("command", OFFLINE)
+def test_the_plan_counts_what_ranks_count_on_a_data_set(
+    command: OfflineCommand, launch: Launcher, inputs: Path, tmp_path: Path
+) -> None:
+    grid, settings = OFFLINE[command]
+    rows = [
+        {
+            "prompt": f"{number:05d}",
+            "answer": f"{number:06d}",
+            "chosen": f"{number:06d}",
+            "rejected": f"{number + 1:06d}",
+        }
+        for number in range(32)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [
+        f"--config={inputs / 'run.yaml'}",
+        f"model={{path: {inputs / 'model'}, dtype: float32}}",
+        f"data.train={file}",
+        f"preference={{train: [{file}], steps: 2, batch_size: 8, max_response_tokens: {RESPONSE}}}",
+        f"run.dir={tmp_path}",
+        "actor.pack_samples=false",
+        *GRIDS[grid],
+        *settings,
+    ]
+    assert launch.world(
+        2, "tests.trainer.ranks:attempt", command=command, arguments=arguments
+    ) == [{}, {}]
+    config = load_config(
+        inputs / "run.yaml", arguments[1:], command=command, world_size=2
+    )
+    spec = ModelSpec.from_folder(inputs / "model")
+    job = make_offline_job(with_rows(config, command), command, spec, 2)
+    load = StepLoad(
+        job, Hardware.read("cpu"), LengthDistribution.fixed(PROMPT, RESPONSE), None
+    )
+    planned = received_in_collectives(load, operators(job, command))
+    # The reference's passes are in the span of the actor's update, over the same groups.
+    for dimension, count in planned.pop("reference", {}).items():
+        planned["actor"][dimension] = planned["actor"].get(dimension, 0.0) + count
+    check(tmp_path / "run", planned)
+
+
+def check(run: Path, received: dict[str, dict[str, float]]) -> None:
+    """Compare what a run's second step counted with what is planned."""
+    records = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
+    counted = {
+        name: value for name, value in records[1].items() if name.startswith("comm/")
+    }
+    planned = {
         f"comm/{role}/{dimension}_bytes": count
-        for role, counts in received_in_collectives(load).items()
+        for role, counts in received.items()
         for dimension, count in counts.items()
     }
     total = counted.pop("comm/total_bytes")
