@@ -10,6 +10,7 @@
     python tools/fault_campaign.py --in-flight              # points of one whose engine takes weights inside a step
     python tools/fault_campaign.py --overlap                # points of one whose weights travel meanwhile
     python tools/fault_campaign.py --relayed                # points of one whose engines pass weights on, on four nodes
+    python tools/fault_campaign.py --changes                # points of one that writes changes for a vLLM server
 
 The run is PPO on two ranks, actor and critic on grids of their own over both, with everything that has a state
 (adaptive KL, schedules, validation with a best score, checkpoints at every step, milestones). For every point a line:
@@ -25,6 +26,7 @@ metrics and samples are those of the untouched run to the bit. Ends with 1 if an
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
@@ -38,6 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megaverl.config.fsdp import TRAINERS
 from tests.faults.injector import Fault, Kind
 from tests.faults.points import (
+    CHANGES_POINTS,
+    CHANGES_RANKS,
     IN_FLIGHT,
     IN_FLIGHT_POINTS,
     OVERLAP,
@@ -54,14 +58,21 @@ from tests.faults.points import (
     of_kind,
     resumed_from,
     run_on,
+    with_server,
 )
 from tests.faults.runs import Remains, differences, remains
 from tests.faults.server_points import SERVER_POINTS, ServerPoint, run_on_servers
-from tests.launcher import Launcher
+from tests.launcher import Launcher, free_port
+from tests.rollout.vllm_serve import vllm_servers
 from tests.trainer.conftest import make_inputs
 
 ALL_POINTS = (
-    POINTS | PARTIAL_POINTS | IN_FLIGHT_POINTS | OVERLAP_POINTS | RELAYED_POINTS
+    POINTS
+    | PARTIAL_POINTS
+    | IN_FLIGHT_POINTS
+    | OVERLAP_POINTS
+    | RELAYED_POINTS
+    | CHANGES_POINTS
 )
 KINDS = ("kill", "stop", "term", "usr1", "exception", "stall")
 COLUMNS = "{:26} {:>4} {:>5} {:>12} {:>7}   {:24} {:>7}   {}"
@@ -100,6 +111,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="with a fan-out over four nodes (reshard.fan_out)",
     )
+    parser.add_argument(
+        "--changes",
+        action="store_true",
+        help="with a vLLM server that reads changed weights from a folder",
+    )
     names = [*ALL_POINTS, *SERVER_POINTS]
     parser.add_argument(
         "--points", metavar="NAMES", help=f"some of: {'; '.join(names)}"
@@ -118,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         points, settings = OVERLAP_POINTS, OVERLAP
     elif options.relayed:
         points, settings = RELAYED_POINTS, RELAYED
+    elif options.changes:
+        points = CHANGES_POINTS
     chosen = [
         name for name in points if options.points is None or name in options.points
     ]
@@ -129,10 +147,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.in_flight,
         options.overlap,
         options.relayed,
+        options.changes,
     )
     if sum(special) > 1:
         parser.error(
-            "--partial, --in-flight, --overlap, --relayed and --engine server are runs of their own; use one of them"
+            "--partial, --in-flight, --overlap, --relayed, --changes and --engine server are runs of their own; use "
+            "one of them"
         )
     if not chosen:
         parser.error(
@@ -144,14 +164,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.keep
         else Path(tempfile.mkdtemp(prefix="megaverl_faults_"))
     )
+    (folder / "inputs").mkdir(parents=True)
+    inputs = make_inputs(folder / "inputs")
     try:
         if options.engine == "server":
-            return campaign_of_servers(chosen, folder)
+            return campaign_of_servers(chosen, inputs)
+        if options.changes:
+            return campaign_of_changes(chosen, options.kind, inputs, options.trainer)
         return campaign(
             chosen,
             options.kind,
             options.engine,
-            folder,
+            inputs,
             options.trainer,
             settings,
             nodes,
@@ -165,7 +189,7 @@ def campaign(
     chosen: Sequence[str],
     kind: Kind,
     engine: str,
-    folder: Path,
+    inputs: Path,
     trainer: str = "megatron",
     settings: Sequence[str] = (),
     nodes: int | None = None,
@@ -173,10 +197,10 @@ def campaign(
     """Try the chosen points and return the exit status.
 
     Args:
+        inputs: what `make_inputs` made; the runs are written beside it.
         nodes: as in `hit`.
     """
-    (folder / "inputs").mkdir(parents=True)
-    inputs = make_inputs(folder / "inputs")
+    folder = inputs.parent
     more = [f"rollout.engine={engine}", *settings] + (
         [SHORT_WAIT] if kind == "stall" else []
     )
@@ -227,10 +251,22 @@ def campaign(
     return 1 if bad else 0
 
 
-def campaign_of_servers(chosen: Sequence[str], folder: Path) -> int:
+def campaign_of_changes(
+    chosen: Sequence[str], kind: Kind, inputs: Path, trainer: str
+) -> int:
+    """Try the chosen points of a run that writes changes for a vLLM server, and return the exit status."""
+    port = str(free_port())
+    os.environ["POOL_TOKEN"] = "secret"  # of the server, and of all ranks
+    with vllm_servers(inputs, inputs / "model", (port,), "POOL_TOKEN", {}):
+        settings = with_server(f"http://127.0.0.1:{port}", "POOL_TOKEN")
+        return campaign(
+            chosen, kind, "server", inputs, trainer, settings, CHANGES_RANKS
+        )
+
+
+def campaign_of_servers(chosen: Sequence[str], inputs: Path) -> int:
     """Try the chosen points of a run with servers and return the exit status."""
-    (folder / "inputs").mkdir(parents=True)
-    inputs = make_inputs(folder / "inputs")
+    folder = inputs.parent
     start, bad = time.monotonic(), []
     with Launcher() as launch:
         ended, _ = run_on_servers(launch, inputs, folder / "untouched", ServerPoint())

@@ -2,8 +2,9 @@
 
     MEGAVERL_FAULT='{"kind": "kill", "rank": 1, "step": 2, "stage": "actor_update", "mark": "/path"}'
 
-It patches three seams that a run has anyway: the note of the stage that begins, the
-file that a checkpoint is written through, and the message that a reshard sends.
+It patches seams that a run has anyway: the note of the stage that begins, the file that
+a checkpoint is written through, the message that a reshard sends, and the files of a
+version of the weights that servers read.
 `tests.faults.rank` installs it in a rank and then does what the command does.
 """
 
@@ -51,6 +52,8 @@ class Fault:
         stage: as `Stages.status` gets it, without its step.
         step: in this one, counted from 1, or the first later one that has such a stage; None: whichever comes first.
         message: before this rank sends the message of this number to another rank in the stage's reshard, from 0.
+        file: before this rank writes the file of this name for servers in the stage; with `byte`, when so many bytes
+            of it are written.
         byte: of what this rank writes from then on for that step's checkpoint, or a later one: an earlier one may still
             be on its way to the disk; None: as the stage begins.
         delay: seconds after that, while the stage runs (signals only).
@@ -67,6 +70,7 @@ class Fault:
     folder: str = ""
     mark: str = ""
     message: int | None = None
+    file: str = ""
 
     def environment(self) -> dict[str, str]:
         """What makes the ranks have it."""
@@ -131,14 +135,17 @@ class _Patches:
     def apply(self) -> None:
         from megaverl.checkpoint import ChecksummedFile
         from megaverl.trainer.job import Stages
+        from megaverl.weights import change_files
         from megaverl.weights.transports.point_to_point import PointToPoint
 
         note, write, begin = Stages.status, ChecksummedFile.write, PointToPoint._begin
+        save, write_text = change_files.save_file, Path.write_text
 
         def note_with_fault(stages: Stages, name: str) -> None:
             note(stages, name)
             if not self.armed and self.fault.happens_to(stages.step, name):
-                if self.fault.byte is None and self.fault.message is None:
+                at_once = self.fault.byte is None and self.fault.message is None
+                if at_once and not self.fault.file:
                     self.fault.strike()
                 else:
                     self.armed, self.written, self.sent = True, 0, 0
@@ -154,7 +161,7 @@ class _Patches:
         def write_with_fault(
             file: ChecksummedFile, data: Any, known_crc32: int | None = None
         ) -> int:
-            if not self._is_meant(str(file.name)):
+            if self.fault.file or not self._is_meant(str(file.name)):
                 return write(file, data, known_crc32)
             view = memoryview(data).cast("B")
             size, byte, before = len(view), self.fault.byte, 0
@@ -167,9 +174,22 @@ class _Patches:
             write(file, view[before:])
             return size
 
+        def save_with_fault(tensors: Any, path: Path, **more: Any) -> None:
+            save(tensors, path, **more)
+            if self.armed and path.name == self.fault.file:
+                os.truncate(path, self.fault.byte or 0)
+                self.fault.strike()
+
+        def write_text_with_fault(path: Path, *given: Any, **more: Any) -> int:
+            if self.armed and path.name == self.fault.file:
+                self.fault.strike()
+            return write_text(path, *given, **more)
+
         Stages.status = note_with_fault  # type: ignore[assignment, method-assign]
         ChecksummedFile.write = write_with_fault  # type: ignore[assignment, method-assign]
         PointToPoint._begin = begin_with_fault  # type: ignore[assignment, method-assign]
+        change_files.save_file = save_with_fault
+        Path.write_text = write_text_with_fault  # type: ignore[assignment, method-assign]
 
     def _is_meant(self, path: str) -> bool:
         found = re.search(r"/step_(\d+)", path)

@@ -6,6 +6,7 @@ after the other in one run.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,13 @@ from typing import Any
 
 from megaverl.errors import SAVED_AND_LEFT
 from tests.faults.injector import Fault, Kind
-from tests.faults.runs import Remains, arguments, differences, remains
+from tests.faults.runs import (
+    Remains,
+    arguments,
+    differences,
+    remains,
+    without_bytes,
+)
 from tests.launcher import JOB_DEADLINE, Ended, Launcher
 
 ALL_END_WITHIN = 60.0  # seconds after one rank is lost
@@ -28,8 +35,9 @@ def _kill(
     byte: int | None = None,
     delay: float = 0.0,
     message: int | None = None,
+    file: str = "",
 ) -> Fault:
-    return Fault("kill", rank, stage, step, byte, delay, message=message)
+    return Fault("kill", rank, stage, step, byte, delay, message=message, file=file)
 
 
 POINTS: dict[str, Fault] = {
@@ -115,6 +123,36 @@ RELAYED_POINTS: dict[str, Fault] = {
     "inside a relayed reshard, actor": _kill(0, "reshard", 2, message=2),
     "inside a relayed reshard, engine": _kill(2, "reshard", 3, message=1),
 }
+# A run whose actor, on two ranks, writes changed weights to a folder for a vLLM server
+# (`with_server`); and where it is hit meanwhile. The server answers one request at a
+# time: its last bits depend on the batch.
+CHANGES = [
+    "placement={rollout: 0, actor: 1-2}",
+    # In 16 bits, steps of this size change a part of the weights.
+    "model.dtype=bfloat16",
+    "actor.optimizer.lr=3e-6",
+    "rollout.use_dynamic_batching=false",
+    "reshard={delta: on, check_every: 1}",
+]
+CHANGES_RANKS = 3
+CHANGES_POINTS: dict[str, Fault] = {
+    "inside a file of changes": _kill(
+        2, "reshard", 2, byte=1_000, file="changes-1.safetensors"
+    ),
+    "between files of changes": _kill(1, "reshard", 3, file="changes.json"),
+    "before changes are published": _kill(1, "reshard", 3, file="fingerprint.json"),
+}
+
+
+def with_server(url: str, token_env: str) -> list[str]:
+    """Settings of `CHANGES` with a vLLM server, whose token is in a variable."""
+    servers = {
+        "urls": [url],
+        "token_env": token_env,
+        "max_requests": 1,
+        "poll_seconds": 0.05,
+    }
+    return ["rollout.engine=server", f"rollout.servers={json.dumps(servers)}", *CHANGES]
 
 
 @dataclass(frozen=True)
@@ -206,7 +244,8 @@ def finish(
     ended = run_on(launch, inputs, runs, *more, nodes=nodes)
     if any(ended.codes):
         return ended, [f"exit codes {ended.codes}: {ended.text[-500:]}"]
-    return ended, differences(remains(runs / "run"), expected)
+    found = without_bytes(remains(runs / "run"))
+    return ended, differences(found, without_bytes(expected))
 
 
 def of_kind(fault: Fault, kind: Kind) -> Fault:

@@ -25,6 +25,8 @@ PPO = [
     "checkpoint={save_interval: 1, keep_last_k: 2, milestone_interval: 3}",
     "run={name: run, nproc: 2, log_with: jsonl, timeout_minutes: 2}",
 ]
+# Metrics of what a reshard sends, which depends on how and when a run was started.
+BYTES, CHANGED = "reshard/bytes_", "reshard/changed_fraction"
 # Of the trainer's state, what the machine says.
 MACHINE = ("metrics_bytes", "generation_budget")
 
@@ -86,6 +88,19 @@ def metrics(run: Path) -> list[dict[str, float]]:
 def differences(found: Remains, expected: Remains) -> list[str]:
     """The names of what differs."""
     return [name for name in expected if found.get(name) != expected[name]]
+
+
+def without_bytes(found: Remains) -> Remains:
+    """What remains of a run, without the bytes of its reshards, which fan-out, deltas and restarts change."""
+    metrics = [
+        {
+            name: value
+            for name, value in record.items()
+            if not name.startswith((BYTES, CHANGED))
+        }
+        for record in found["metrics"]
+    ]
+    return found | {"metrics": metrics}
 
 
 def _digest(path: Path) -> str:

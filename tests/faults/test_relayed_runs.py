@@ -7,23 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.faults.points import RELAYED, RELAYED_POINTS, RELAYED_RANKS, hit, run_on
-from tests.faults.runs import Remains, differences, remains
+from tests.faults.runs import (
+    BYTES,
+    CHANGED,
+    Remains,
+    differences,
+    remains,
+    without_bytes,
+)
 from tests.launcher import Launcher
-
-BYTES, CHANGED = "reshard/bytes_", "reshard/changed_fraction"
-
-
-def without_bytes(found: Remains) -> Remains:
-    """What remains of a run, without the bytes of its reshards, which fan-out and deltas change."""
-    metrics = [
-        {
-            name: value
-            for name, value in record.items()
-            if not name.startswith((BYTES, CHANGED))
-        }
-        for record in found["metrics"]
-    ]
-    return found | {"metrics": metrics}
 
 
 def busiest(found: Remains) -> float:

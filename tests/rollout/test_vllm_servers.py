@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from megaverl.data.tokenizers import load_tokenizer
 from megaverl.errors import RewardError
 from megaverl.models.tiny import make_tiny_folder
-from megaverl.processes import ending_with_parent
 from megaverl.rewards import RewardSample, build_reward
 from megaverl.rollout.server_api import ExpectedModel, ServerRefused, VLLMServer
 from megaverl.rollout.server_pool import ChangesFolder, PublishedWeights, ServerPool
@@ -31,9 +24,18 @@ from megaverl.sharding.layout import whole_layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.change_files import ChangeWriter
 from tests.checkpoint.convert.folders import as_reward_model
-from tests.faults.runs import arguments
+from tests.faults.points import (
+    CHANGES_POINTS,
+    CHANGES_RANKS,
+    finish,
+    hit,
+    run_on,
+    with_server,
+)
+from tests.faults.runs import arguments, remains
 from tests.launcher import Ended, Launcher, free_port
-from tests.trainer.conftest import MODEL, ROOT, make_inputs
+from tests.rollout.vllm_serve import vllm_servers
+from tests.trainer.conftest import MODEL, make_inputs
 
 TOKEN, REWARD_TOKEN = "secret", "another"
 TEMPLATE = (
@@ -59,8 +61,6 @@ def letters(prompt, response, reference, extra):
         os.killpg(int(Path(FOLDER, FIRST + ".pid").read_text()), signal.SIGKILL)
     return sum(ord(letter) % 7 for letter in response) / 40
 """
-SERVE = "--kv-cache-memory-bytes 20000000 --block-size 32 --max-model-len 64 --disable-log-stats --max-num-seqs 32"
-SERVE += " --max-num-batched-tokens 2048"
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +94,6 @@ def ports(inputs: Path, classifier: Path) -> Iterator[tuple[str, str, str]]:
     """Of three servers that answer; the last one has two workers."""
     first, second, third, reward = (str(free_port()) for _ in range(4))
     (inputs / "reward_port").write_text(reward)
-    command = [
-        sys.executable,
-        "-m",
-        "tests.rollout.vllm_serve",
-        str(inputs),
-        f"{first},{second},{third}:2",
-        str(inputs / "model"),
-    ]
     vllm = "--kv-cache-memory-bytes 20000000 --block-size 32 --max-model-len 64"
     told = [
         str(classifier),
@@ -113,42 +105,20 @@ def ports(inputs: Path, classifier: Path) -> Iterator[tuple[str, str, str]]:
         "3",
         f"--vllm={vllm}",
     ]
-    environment = {**os.environ, "TEST_REWARD_SERVER": json.dumps(told)}
-    environment |= {"REWARD_TOKEN": REWARD_TOKEN, "POOL_TOKEN": TOKEN}
-    with (inputs / "servers.log").open("w") as log:
-        servers = subprocess.Popen(
-            ending_with_parent(
-                [*command, "--token-env", "POOL_TOKEN", f"--vllm={SERVE}"]
-            ),
-            stdout=log,
-            stderr=log,
-            cwd=ROOT,
-            env=environment,
-        )
-    try:
-        for port in (first, second, third, reward):
-            while not _answers(port):
-                with suppress(subprocess.TimeoutExpired):
-                    servers.wait(0.2)
-                assert servers.poll() is None, (inputs / "servers.log").read_text()
+    environment = {
+        "TEST_REWARD_SERVER": json.dumps(told),
+        "REWARD_TOKEN": REWARD_TOKEN,
+        "POOL_TOKEN": TOKEN,
+    }
+    with vllm_servers(
+        inputs,
+        inputs / "model",
+        (first, second, f"{third}:2"),
+        "POOL_TOKEN",
+        environment,
+        others=(reward,),
+    ):
         yield first, second, third
-    finally:
-        for file in inputs.glob("*.pid"):
-            with suppress(ProcessLookupError):
-                os.killpg(int(file.read_text()), signal.SIGKILL)
-        servers.kill()
-        servers.wait()
-
-
-def _answers(port: str) -> bool:
-    connection = HTTPConnection("127.0.0.1", int(port), timeout=1.0)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
 
 
 def test_who_is_refused(
@@ -500,3 +470,48 @@ def test_one_joins_and_one_is_killed(
     # The second server reads all changes so far when it joins.
     read = [each.get("reshard/bytes_received", 0.0) for each in records]
     assert sum(nbytes for nbytes, _ in sent) < sum(read) < 3 * sum(dict(sent))
+
+
+def test_killed_while_changes_are_written(
+    launch: Launcher,
+    inputs: Path,
+    ports: tuple[str, str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """... the actor of a run, started again each time: it ends with the bits of one that was left alone.
+
+    No server reads a version that is not complete, and none of them is left.
+    """
+    monkeypatch.setenv("POOL_TOKEN", TOKEN)
+    url = f"http://127.0.0.1:{ports[1]}"
+    server = VLLMServer(url, TOKEN, generating=60.0, loading=60.0)
+    settings = with_server(url, "POOL_TOKEN")
+    ended = run_on(
+        launch, inputs, tmp_path / "untouched", *settings, nodes=CHANGES_RANKS
+    )
+    assert ended.codes == [0] * CHANGES_RANKS, ended.text
+    expected = remains(tmp_path / "untouched" / "run")
+    folder = tmp_path / "hit" / "run" / "rollout_weights"
+    # `tools/fault_campaign.py --changes` tries each point by itself, and another one.
+    for name in ("inside a file of changes", "before changes are published"):
+        found = hit(
+            launch,
+            inputs,
+            tmp_path / "hit",
+            CHANGES_POINTS[name],
+            *settings,
+            nodes=CHANGES_RANKS,
+        )
+        assert found.happened and found.wrong == [], (name, found)
+        complete = {path.parent.name for path in folder.glob("*/fingerprint.json")}
+        half = {path.name for path in folder.iterdir()} - complete
+        assert len(half) == 1 and server.weight_version() in complete, name
+    ended, wrong = finish(
+        launch, inputs, tmp_path / "hit", expected, *settings, nodes=CHANGES_RANKS
+    )
+    assert wrong == [], ended
+    run_name, _, last = server.weight_version().rpartition("-")
+    left = {path.name for path in folder.iterdir()}
+    assert left == {f"{run_name}-{number + 1}" for number in range(int(last))}
+    assert all((folder / version / "fingerprint.json").exists() for version in left)

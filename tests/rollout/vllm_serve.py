@@ -3,7 +3,7 @@
     python -m tests.rollout.vllm_serve FOLDER PORT,PORT:TP MODEL ARGUMENTS
 
 An interpreter imports vLLM once, and each server is a copy of it that leads a process
-group of its own, named in FOLDER/PORT.pid.
+group of its own, named in FOLDER/PORT.pid. `vllm_servers` starts it from a test.
 """
 
 from __future__ import annotations
@@ -11,12 +11,75 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 
 from megaverl.cli.serve import COMMANDS, server_command
-from megaverl.processes import end_with_parent
+from megaverl.processes import end_with_parent, ending_with_parent
 from megaverl.rollout import serving
+
+ROOT = Path(__file__).parents[2]
+SERVE = "--kv-cache-memory-bytes 20000000 --block-size 32 --max-model-len 64 --disable-log-stats --max-num-seqs 32"
+SERVE += " --max-num-batched-tokens 2048"
+
+
+@contextmanager
+def vllm_servers(
+    folder: Path,
+    model: Path,
+    ports: Sequence[str],
+    token_env: str,
+    environment: Mapping[str, str],
+    *,
+    others: Sequence[str] = (),
+) -> Iterator[None]:
+    """Start servers of a model and wait until they answer; end them, and what is left of them, afterwards.
+
+    Args:
+        folder: for their log and the numbers of their process groups.
+        ports: PORT, or PORT:TP.
+        token_env: variable of `environment` with their token.
+        others: ports of further servers that `environment` asks for.
+    """
+    command = [sys.executable, "-m", "tests.rollout.vllm_serve", str(folder)]
+    command += [",".join(ports), str(model), "--token-env", token_env]
+    with (folder / "servers.log").open("w") as log:
+        servers = subprocess.Popen(
+            ending_with_parent([*command, f"--vllm={SERVE}"]),
+            stdout=log,
+            stderr=log,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+        )
+    try:
+        for port in (*(port.partition(":")[0] for port in ports), *others):
+            while not _answers(port):
+                with suppress(subprocess.TimeoutExpired):
+                    servers.wait(0.2)
+                assert servers.poll() is None, (folder / "servers.log").read_text()
+        yield
+    finally:
+        for file in folder.glob("*.pid"):
+            with suppress(ProcessLookupError):
+                os.killpg(int(file.read_text()), signal.SIGKILL)
+        servers.kill()
+        servers.wait()
+
+
+def _answers(port: str) -> bool:
+    connection = HTTPConnection("127.0.0.1", int(port), timeout=1.0)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
 
 
 def serve(*given: str) -> None:
