@@ -3,9 +3,6 @@
 # Exit code of a run that was asked to stop (SIGTERM, SIGUSR1) and has saved a
 # checkpoint: it can be started again (EX_TEMPFAIL of sysexits.h).
 SAVED_AND_LEFT = 75
-# Exit code of ranks that have saved a checkpoint and are restarted at once by the agent
-# that started them.
-STARTS_AGAIN = 76
 # Other exit codes of commands besides 0.
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 

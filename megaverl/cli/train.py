@@ -37,7 +37,6 @@ from megaverl.errors import (
     INTERRUPTED,
     MISTAKE,
     SAVED_AND_LEFT,
-    STARTS_AGAIN,
     ConfigError,
     MegaverlError,
 )
@@ -459,8 +458,7 @@ def _model_of_run(arguments: argparse.Namespace) -> list[str]:
 
 EXIT_CODES = (
     " Exit codes: 0 finished; 1 failed; 2 mistake in the configuration; 130 interrupted; "
-    f"{SAVED_AND_LEFT} saved and left after SIGTERM or SIGUSR1, start it again to resume; {STARTS_AGAIN} saved, to "
-    "continue on another layout: this command restarts the ranks."
+    f"{SAVED_AND_LEFT} saved and left after SIGTERM or SIGUSR1, start it again to resume."
 )
 
 

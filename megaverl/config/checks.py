@@ -90,7 +90,6 @@ def cross_mistakes(
         mistakes += draft_issues(config, spec)
         mistakes += optimizer_issues(config)
         mistakes += rollout_and_training_issues(config, spec)
-        mistakes += _replanning_issues(config)
     if command == "tinker":
         mistakes += tinker_issues(config)
     if command in OFFLINE:
@@ -149,20 +148,6 @@ def _validation_issues(config: Config) -> Issues:
     if every and not (config.data.validation or config.evaluation.tasks):
         text = f"found {every}, but data.validation is empty. Give held-out prompts, or validate_every: 0."
         yield ConfigIssue("trainer.validate_every", text, involves=("data.validation",))
-
-
-def _replanning_issues(config: Config) -> Issues:
-    """Yield settings without which `run.replan` has no effect."""
-    if config.run.replan and not config.trainer.replan_every:
-        yield ConfigIssue(
-            "run.replan",
-            "takes what trainer.replan_every finds, which is 0. Set it, such as to 50.",
-        )
-    if config.run.replan and not config.checkpoint.save_interval:
-        yield ConfigIssue(
-            "run.replan",
-            "takes another layout at a checkpoint. Set checkpoint.save_interval.",
-        )
 
 
 def _profile_issues(config: Config, command: str, world_size: int | None) -> Issues:

@@ -133,11 +133,6 @@ def load_config(
         raise InvalidConfig(mistakes, source.name)
     if command in REINFORCING:
         warnings += config.algorithm.advice("algorithm")
-    if config.run.replan and not chosen:
-        warnings.append(
-            "run.replan has no effect because no key is `auto`. Use trainer.replan_every to be told about better "
-            "layouts."
-        )
     # Kept in the configuration, for the run that prints them, and for a resumed run
     # that plans its layout again.
     config.note(

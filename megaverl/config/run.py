@@ -80,9 +80,6 @@ class RunConfig(Section):
     hardware: Text | None = None
     """Hardware for which keys set to `auto` are chosen: h100 or another name of `megaverl plan --hardware`, or a file
     of your own. null: the GPU of this machine, or two processor cores."""
-    replan: bool = False
-    """Switch to the better layout that trainer.replan_every finds. At the next checkpoint the run restarts its
-    processes with it. Only keys set to `auto` change."""
     timeout_minutes: Minutes = 10.0
     """How long a rank waits for the others before the run stops. The message names the rank that did not answer. Raise
     it if a stage can legitimately take longer."""
@@ -434,7 +431,7 @@ class LoopConfig(Section):
     """Values of k for which pass@k is reported. None may exceed validation_samples."""
     replan_every: NonNegative = 0
     """Every this many steps, search for a better layout with the measured lengths and times, and report its gain
-    (plan/gain). 0: never. See run.replan to switch to it."""
+    (plan/gain). 0: never."""
     program: Function | None = None
     """A training step of your own, as module:function: an async function of the run and the step number that calls the
     roles and returns the samples (docs/extend/program.md). It replaces the step of PPO and GRPO."""

@@ -291,42 +291,31 @@ def shown(settings: Settings) -> Settings:
     }
 
 
-def read_choice(config: Config, world: int) -> dict[str, Any]:
-    """Return the contents of `chosen.json` for this number of ranks.
+def read_choice(config: Config, world: int) -> Settings | None:
+    """Return the settings in `chosen.json` for this number of ranks.
 
-    Empty if the file is missing, damaged or for another number of ranks, or if the run
+    None if the file is missing, damaged or for another number of ranks, or if the run
     does not resume.
     """
     # A run that torchrun restarts resumes from its own checkpoint, even with `resume:
     # never`.
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if config.checkpoint.resume == "never" and not restarted:
-        return {}
+        return None
     try:
         choice = read_json_file(config.chosen_file)
-        return (
-            choice
-            if choice["ranks"] == world and isinstance(choice["settings"], dict)
-            else {}
-        )
+        settings = choice["settings"] if choice["ranks"] == world else None
     except (ValueError, KeyError, TypeError, OSError):
-        return {}
+        return None
+    return settings if isinstance(settings, dict) else None
 
 
-def write_choice(
-    config: Config,
-    world: int,
-    settings: Settings,
-    measured: Sequence[Mapping[str, Any]] = (),
-) -> Path:
+def write_choice(config: Config, world: int, settings: Settings) -> Path:
     """Write the settings to `chosen.json`, so that a resumed run on as many ranks uses them again.
 
     The file is replaced atomically.
-
-    Args:
-        measured: settings and time factors of layouts that the run has used.
     """
-    choice = {"ranks": world, "settings": settings, "measured": list(measured)}
+    choice = {"ranks": world, "settings": settings}
     part = config.chosen_file.with_name(f"{config.chosen_file.name}.part")
     part.write_text(json.dumps(choice, indent=2) + "\n", encoding="utf-8")
     os.replace(part, config.chosen_file)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,7 @@ class LayoutSearch:
         keys: keys of `AUTO_KEYS` to choose; all others keep the recipe's value.
         staleness: steps that engines on separate ranks may be ahead; 0 proposes no separate engines.
         further: whether offload and the engine's share of the memory are chosen too, if nothing fits without.
-        factors: from settings to operator -> measured time divided by predicted time.
+        factors: operator -> measured time divided by predicted time, for all layouts.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class LayoutSearch:
         machine: Machine | None = None,
         staleness: int = 0,
         further: bool = True,
-        factors: Callable[[Settings], Mapping[str, float]] = lambda settings: {},
+        factors: Mapping[str, float] | None = None,
     ) -> None:
         self.factors = factors
         self.make, self.spec, self.world, self.hardware = make, spec, world, hardware
@@ -307,9 +307,8 @@ class LayoutSearch:
                 at_best = variant.rungs[variant.rung] | variant.engine
                 single_job = self._job(at_best)
                 if single_job is not None:
-                    self._rollout_seconds[key] = self._predict(
-                        single_job, at_best
-                    ).seconds_of("rollout")
+                    predicted = self._predict(single_job)
+                    self._rollout_seconds[key] = predicted.seconds_of("rollout")
 
     def _push(self, waiting: list[_Entry], candidate: _Candidate) -> _Entry | None:
         """Predict the candidate's fastest settings that may fit, and push them; return None if no settings may fit."""
@@ -325,7 +324,7 @@ class LayoutSearch:
                 return None
             if not self.counts_memory or least_bytes(job) <= ROOM * self.machine.memory:
                 self.looked_at += 1
-                prediction = self._predict(job, candidate.settings)
+                prediction = self._predict(job)
                 entry = (
                     prediction.step_seconds,
                     key_of(candidate.settings),
@@ -374,7 +373,7 @@ class LayoutSearch:
                 if job is None:
                     continue
                 self.looked_at += 1
-                prediction = self._predict(job, settings)
+                prediction = self._predict(job)
                 if (
                     prediction.step_seconds
                     < (1 - GAIN) * choice.prediction.step_seconds
@@ -399,10 +398,8 @@ class LayoutSearch:
                     break
         return choice
 
-    def _predict(self, job: PlannedJob, settings: Settings) -> Prediction:
-        return simulate(
-            job, self.hardware, lengths=self.lengths, factors=self.factors(settings)
-        )
+    def _predict(self, job: PlannedJob) -> Prediction:
+        return simulate(job, self.hardware, lengths=self.lengths, factors=self.factors)
 
     def _job(self, settings: Settings) -> PlannedJob | None:
         """Return the job with these settings, or None if the run, the model or the number of ranks rules them out."""
@@ -459,7 +456,7 @@ class LayoutSearch:
             memory = MemoryModel(job).ranks(job.stage_ranks())
             missing, prediction = (
                 shortages(job, memory, ROOM),
-                self._predict(job, settings),
+                self._predict(job),
             )
         if missing:
             return None, False
@@ -622,7 +619,7 @@ def choose(make: Make, keys: tuple[str, ...], world: int) -> tuple[Settings, str
 
 
 def _stored(config: Config, keys: tuple[str, ...], world: int) -> Settings | None:
-    settings: Settings | None = read_choice(config, world).get("settings")
+    settings = read_choice(config, world)
     return settings if settings is not None and set(keys) <= set(settings) else None
 
 

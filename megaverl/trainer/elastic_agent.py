@@ -39,7 +39,6 @@ from megaverl.errors import (
     INTERRUPTED,
     MISTAKE,
     SAVED_AND_LEFT,
-    STARTS_AGAIN,
     GridError,
     TrainingStopped,
 )
@@ -193,7 +192,7 @@ def _meet(arguments: argparse.Namespace) -> object:
 
 
 def _restart_only_what_failed() -> None:
-    """Count only failures toward `--max-restarts`. A run that asks to start again (`STARTS_AGAIN`) is not limited.
+    """Restart no ranks that a restart cannot cure (`STAYS_DOWN`).
 
     torch's `launch_agent` creates an agent of the class that its module names and
     accepts no other class as argument (torch 2.13, torch/distributed/launcher/api.py),
@@ -211,13 +210,6 @@ def _restart_only_what_failed() -> None:
                 failure.exitcode in STAYS_DOWN for failure in result.failures.values()
             ):
                 self._remaining_restarts = 0
-            elif any(
-                failure.exitcode == STARTS_AGAIN for failure in result.failures.values()
-            ):
-                # A rank computes its number of restarts as the difference of these two
-                # values.
-                worker_group.spec.max_restarts += 1
-                self._remaining_restarts += 1
             return result
 
     api.LocalElasticAgent = Agent  # type: ignore[misc]
@@ -262,7 +254,7 @@ def _explain(exitcodes: dict[int, int], log_hint: str = "") -> int:
     # If a signal ended a rank, that rank is the cause. The others then fail because
     # their connection to it broke.
     rank, exitcode = min(ended_first.items(), key=lambda item: (item[1] > 0, item[0]))
-    if exitcode in (FAILED, MISTAKE, INTERRUPTED, SAVED_AND_LEFT, STARTS_AGAIN):
+    if exitcode in (FAILED, MISTAKE, INTERRUPTED, SAVED_AND_LEFT):
         return exitcode
     if exitcode >= 0:
         print(f"rank {rank} ended with exit code {exitcode}.", file=sys.stderr)

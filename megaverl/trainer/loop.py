@@ -326,19 +326,11 @@ class Trainer:
     # --- after a step -------------------------------------------------------------------------------------------------
 
     def save_if_due(self, done: int) -> None:
-        """Save a checkpoint if one is due after `done` steps. Collective over all ranks.
-
-        Raises:
-            Leaving: the run continues on another layout.
-        """
+        """Save a checkpoint if one is due after `done` steps. Collective over all ranks."""
         last = done == self.config.trainer.steps
         is_best = self.validation.best.step == done
         if self.saving.is_due(done, last=last, is_best=is_best):
             self._save(done, best=is_best, wait=last)
-            # A run is left for another layout only right after a checkpoint.
-            self.replanning.saved(
-                done, self.run_state.context.control, self.saving.settle
-            )
 
     def report(self, done: int) -> dict[str, float]:
         """Write and display the metrics of the last completed step, with some of its samples.

@@ -77,11 +77,7 @@ async def begin(run: Run, first_step: int) -> None:
 
 
 async def take_step(run: Run, step: int) -> None:
-    """Run one step, then report it, validate if due and save if due.
-
-    Raises:
-        RunLeft: the run saved a checkpoint and continues on another layout (`run.replan`).
-    """
+    """Run one step, then report it, validate if due and save if due."""
     # Not awaited, because the engines may still be generating samples of a later step.
     run.session.begin_step(step)
     samples = await run.step(run, step)
@@ -91,8 +87,7 @@ async def take_step(run: Run, step: int) -> None:
     run.session.report_step(step + 1)
     if run.validates and is_validation_due(run, step + 1):
         await validate(run, step + 1)
-    if await run.session.save_if_due(step + 1):
-        raise RunLeft
+    await run.session.save_if_due(step + 1)
 
 
 async def validate(run: Run, done: int) -> None:

@@ -1,42 +1,28 @@
-"""Replanning: find a better layout from a run's measurements, and continue on it after a checkpoint.
+"""Replanning: find a better layout from a run's measurements, and report its gain.
 
 Measured sequence lengths and operator times correct the planner's prediction. The ratio
 of measured to predicted time of each operator is assumed to hold for other layouts,
-too. For a layout that the run has used before, its own measured ratios are known. The
-run switches layouts at a checkpoint, in new processes.
+too.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import psutil
-import torch.distributed as dist
 
 from megaverl.config import Config
 from megaverl.config.loader import AUTO_KEYS, Make
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import sequence_lengths
-from megaverl.distributed.collectives import reduce_json
-from megaverl.errors import STARTS_AGAIN, ConfigError
+from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
-from megaverl.planner.candidates import (
-    Settings,
-    key_of,
-    read_choice,
-    shown,
-    write_choice,
-)
+from megaverl.planner.candidates import Settings, shown
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.job import find_spec, make_job
 from megaverl.planner.search import LayoutSearch, hardware_of
 from megaverl.planner.simulator import Prediction, simulate
-from megaverl.trainer.job import Leaving
 
 # Smallest share of a step's time by which a layout counts as better.
 LEAST_GAIN = 0.03
@@ -64,13 +50,11 @@ class Replanned:
     Attributes:
         settings: settings of the better layout, or of the current one if none is better.
         before, after: corrected predictions of a step's seconds on the current and on this layout.
-        factors: ratio of measured to predicted seconds by operator, on the current layout.
     """
 
     settings: Settings
     before: float
     after: float
-    factors: Factors
 
     @property
     def gain(self) -> float:
@@ -81,10 +65,6 @@ class Replanned:
     def is_better(self) -> bool:
         """Return whether the gain is large enough to matter."""
         return self.gain >= LEAST_GAIN
-
-    def pays(self, steps: int, restart: float) -> bool:
-        """Return whether `steps` steps save more seconds than `restart`, the duration of a restart."""
-        return self.is_better and steps * (self.before - self.after) > restart
 
 
 def factors_of(seconds: Mapping[str, float], prediction: Prediction) -> Factors:
@@ -111,13 +91,7 @@ def factors_of(seconds: Mapping[str, float], prediction: Prediction) -> Factors:
     }
 
 
-def replan(
-    config: Config,
-    make: Make,
-    world: int,
-    seen: Observation,
-    known: Mapping[Any, Factors],
-) -> Replanned:
+def replan(config: Config, make: Make, world: int, seen: Observation) -> Replanned:
     """Search the best layout for a run's measurements.
 
     The keys that were `auto` are chosen again. If there were none, all keys that could
@@ -125,7 +99,6 @@ def replan(
 
     Args:
         make: returns the configuration with changed settings.
-        known: ratios of layouts that the run has used before, by `key_of` their settings.
 
     Raises:
         ConfigError: the model or the machine is unknown.
@@ -145,26 +118,20 @@ def replan(
         keys=keys,
         lengths=lengths,
         further=False,
-        factors=lambda settings: known.get(key_of(settings), factors),
+        factors=factors,
     )
     best = search.best(1).choices[0]
     after = best.prediction.step_seconds
     if after >= before:
-        return Replanned(dict(config.chosen), before, before, factors)
-    return Replanned(best.settings, before, after, factors)
+        return Replanned(dict(config.chosen), before, before)
+    return Replanned(best.settings, before, after)
 
 
 WARM_UP = 1  # steps after a start that are not measured
 
 
-class StartingAgain(Leaving):
-    """Exception of a run that has saved and continues on another layout. Ranks exit with `errors.STARTS_AGAIN`."""
-
-    code = STARTS_AGAIN
-
-
 class Replanning:
-    """Handler of `trainer.replan_every` and `run.replan`. The rank that keeps the records searches; all ranks leave.
+    """Handler of `trainer.replan_every`. The rank that keeps the records searches.
 
     Args:
         keeps: whether this rank keeps the records.
@@ -173,13 +140,11 @@ class Replanning:
     def __init__(self, config: Config, console: Console, *, keeps: bool) -> None:
         self.config, self.console = config, console
         self.every, self.keeps = config.trainer.replan_every, keeps
-        self.found: Replanned | None = None
         self._world = int(os.environ.get("WORLD_SIZE", "1"))
         self._prompts: list[int] = []
         self._responses: list[int] = []
         self._seconds: list[dict[str, float]] = []
         self._steps = 0
-        self._start = 0.0
 
     def look(
         self, done: int, metrics: Mapping[str, float], batch: RolloutBatch
@@ -188,8 +153,6 @@ class Replanning:
         if not self.every or not self.keeps:
             return {}
         self._steps += 1
-        if self._steps == 1:
-            self._start = self.seconds_until(metrics)
         # The first step after a start is slower, because caches are empty and kernels
         # are compiled.
         if self._steps > WARM_UP:
@@ -220,72 +183,18 @@ class Replanning:
         seen = Observation(self._prompts, self._responses, seconds)
         self._prompts, self._responses, self._seconds = [], [], []
         try:
-            better = replan(
-                self.config, self.config.layered, self._world, seen, self._known()
-            )
+            better = replan(self.config, self.config.layered, self._world, seen)
         except ConfigError as error:
             # The model and the machine do not change during the run, so a later search
             # would fail as well.
             self.console.warn(f"trainer.replan_every: {error}")
             self.every = 0
             return {}
-        self.found = (
-            better
-            if better.pays(self.config.trainer.steps - done, self._start)
-            else None
-        )
         self._say(better, done)
         return {
             "plan/gain": better.gain,
             "plan/step_ms": better.before * 1e3,
             "plan/better_step_ms": better.after * 1e3,
-        }
-
-    def seconds_until(self, metrics: Mapping[str, float]) -> float:
-        """Return the seconds from the start of this process to its first step, which a restart would take.
-
-        Args:
-            metrics: metrics of the first step, which has just ended.
-        """
-        started: float = psutil.Process().create_time()
-        return time.time() - started - metrics.get("time/step_ms", 0.0) / 1e3
-
-    def saved(
-        self, done: int, group: dist.ProcessGroup | None, settle: Callable[[], bool]
-    ) -> None:
-        """Leave the run after a checkpoint if a better layout was found. Collective over `group`.
-
-        Args:
-            settle: waits until the checkpoint is complete and returns False if it failed.
-
-        Raises:
-            StartingAgain: the run continues on the better layout.
-        """
-        steps = self.config.trainer.steps
-        if done == steps or not (self.config.run.replan and self.config.chosen):
-            return
-        # Only the rank with the records has searched, so the result is shared first.
-        if not reduce_json(self.found is not None, any, group) or not settle():
-            return
-        if (better := self.found) is not None:
-            measured = [
-                *self._measured(),
-                {"settings": dict(self.config.chosen), "factors": better.factors},
-            ]
-            write_choice(self.config, self._world, better.settings, measured)
-        raise StartingAgain(
-            f"replan: saved after {done} of {steps} steps, which go on on the other layout."
-        )
-
-    def _measured(self) -> list[dict[str, Any]]:
-        """Return the measurements of other layouts that the run has used. The current layout has a newer one."""
-        own_key = key_of(self.config.chosen)
-        choices = read_choice(self.config, self._world).get("measured", [])
-        return [choice for choice in choices if key_of(choice["settings"]) != own_key]
-
-    def _known(self) -> dict[Any, dict[str, float]]:
-        return {
-            key_of(choice["settings"]): choice["factors"] for choice in self._measured()
         }
 
     def _say(self, plan: Replanned, done: int) -> None:
@@ -297,14 +206,7 @@ class Replanning:
         settings = " ".join(
             f"{key}={value}" for key, value in shown(plan.settings).items()
         )
-        taken = ""
-        if self.config.run.replan and self.config.chosen:
-            taken = (
-                "; taken at the next checkpoint"
-                if self.found
-                else "; too few steps are left for a restart"
-            )
         self.console.print(
             f"replan: {settings} would take {plan.after:.3g} s a step instead of {plan.before:.3g} s "
-            f"({100 * plan.gain:.0f} % less, as predicted and corrected by {done} steps){taken}."
+            f"({100 * plan.gain:.0f} % less, as predicted and corrected by {done} steps)."
         )

@@ -201,16 +201,13 @@ class SessionGroup(WorkerGroup):
         """Print a warning."""
         return self.report("warn", NoneType, text)
 
-    def save_if_due(self, done: int) -> PendingCall[bool]:
+    def save_if_due(self, done: int) -> PendingCall[None]:
         """Save a checkpoint if one is due after `done` steps.
 
         A checkpoint is due according to `checkpoint.save_every`, after the best
         validation so far and after the last step.
-
-        Returns:
-            Whether the ranks exit now because the run continues on another layout (`run.replan`).
         """
-        return self.report("save_if_due", bool, done)
+        return self.report("save_if_due", NoneType, done)
 
     def leave(
         self,

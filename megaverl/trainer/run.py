@@ -18,7 +18,7 @@ from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import ConfigError, DataError, TrainingStopped
 from megaverl.monitoring.console import Console, redirect_output
 from megaverl.monitoring.tracker import write_versions
-from megaverl.planner.candidates import read_choice, write_choice
+from megaverl.planner.candidates import write_choice
 from megaverl.planner.placed_run import with_engine_share
 from megaverl.platform import platform
 from megaverl.rollout import sample_seed
@@ -137,12 +137,7 @@ def prepare_folder(run_dir: Path, config: Config, command: str) -> None:
         # A resumed run on the same number of ranks reads this choice again.
         if config.chosen:
             world = int(os.environ.get("WORLD_SIZE", "1"))
-            write_choice(
-                config,
-                world,
-                config.chosen,
-                read_choice(config, world).get("measured", ()),
-            )
+            write_choice(config, world, config.chosen)
         write_versions(run_dir)
     except OSError as error:
         raise ConfigError(

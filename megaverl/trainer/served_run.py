@@ -357,15 +357,10 @@ class SessionWorker:
         """Print a warning."""
         self._trainer.console.warn(text)
 
-    def save_if_due(self, done: int) -> bool:
-        """Save if a checkpoint is due. Return whether the run leaves for another layout."""
-        trainer = self._trainer
-        try:
-            trainer.save_if_due(done)
-        except Leaving as leaving:
-            self.leaving = leaving
-        trainer.saving.look()
-        return self.leaving is not None
+    def save_if_due(self, done: int) -> None:
+        """Save if a checkpoint is due, and commit an earlier one that has been written."""
+        self._trainer.save_if_due(done)
+        self._trainer.saving.look()
 
     def leave(
         self, signal: int, rollouts: RolloutBatch | None, scores: Scores | None

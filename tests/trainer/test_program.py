@@ -114,7 +114,7 @@ def simulate(
     config = configuration(settings)
     calls: list[str] = []
     standard = {
-        "save_if_due": lambda done: False,
+        "save_if_due": lambda done: None,
         "update": lambda rollouts, experience, step: True,
         **dict.fromkeys(NOTHING, lambda *arguments: None),
         **answers,
@@ -344,7 +344,7 @@ def test_a_signal_is_followed_where_nothing_is_lost(after: str) -> None:
 
     def note(*arguments: object) -> object:
         controllers[0].signal = signal.SIGTERM
-        return False if after == "save_if_due" else after
+        return None if after == "save_if_due" else after
 
     settings = {"algorithm": {"name": "grpo", "group_size": 4}, "trainer": {"steps": 3}}
     calls = simulate(
@@ -358,10 +358,3 @@ def test_a_signal_is_followed_where_nothing_is_lost(after: str) -> None:
     assert kept == [(signal.SIGTERM, *values)]
     assert calls[-1] == "session.leave"
     assert calls.count("session.begin_step") == 1
-
-
-def test_a_run_that_goes_on_on_another_layout_takes_no_further_step() -> None:
-    settings = {"algorithm": {"name": "grpo", "group_size": 4}, "trainer": {"steps": 3}}
-    calls = simulate(settings, save_if_due=lambda done: done == 2)
-    assert calls.count("session.begin_step") == 2
-    assert calls[-1] == "session.save_if_due"

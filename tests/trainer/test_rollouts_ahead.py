@@ -121,9 +121,8 @@ class Worker:
     async def report_step(self, done: int) -> None:
         await self._work("report", done)
 
-    async def save_if_due(self, done: int) -> bool:
+    async def save_if_due(self, done: int) -> None:
         self.trace.append(f"save {done}")
-        return False
 
 
 def run_asynchronously(
