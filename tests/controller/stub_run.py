@@ -15,7 +15,7 @@ from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.moves import Rows
 from megaverl.controller.references import PendingCall, Ref
-from megaverl.controller.simulation import (
+from tests.controller.simulation import (
     Fault,
     Latencies,
     SimulatedCluster,

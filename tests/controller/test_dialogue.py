@@ -12,7 +12,7 @@ from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.failures import CallFailed
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.references import PendingCall
-from megaverl.controller.simulation import SimulatedCluster, SimulatedOutcome
+from tests.controller.simulation import SimulatedCluster, SimulatedOutcome
 
 SEEDS = range(20)
 

@@ -10,8 +10,8 @@ from megaverl.controller.core import CallTimeouts, Controller, RankWatch
 from megaverl.controller.failures import CallFailed
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.references import PendingCall
-from megaverl.controller.simulation import Fault, SimulatedCluster, SimulatedOutcome
 from megaverl.distributed.heartbeat import Heartbeat
+from tests.controller.simulation import Fault, SimulatedCluster, SimulatedOutcome
 
 BEGIN = 20.0  # virtual seconds until the call that stalls
 WATCH = RankWatch(stalled_after=5.0, lost_after=8.0)

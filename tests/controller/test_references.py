@@ -9,7 +9,7 @@ from typing import Any
 from megaverl.controller.core import Controller
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.references import PendingCall, Ref
-from megaverl.controller.simulation import SimulatedCluster
+from tests.controller.simulation import SimulatedCluster
 
 
 class Samples:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from megaverl.controller.failures import CallFailed
-from megaverl.controller.simulation import Deadlock, Fault, FaultKind
+from tests.controller.simulation import Deadlock, Fault, FaultKind
 from tests.controller.stub_run import (
     LONGEST,
     PROGRAMS,

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.controller.simulation import SimulatedCluster
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.on_ranks import FlowWorker, run_flow
 from megaverl.dataflow.runner import OperatorRunner, Result
 from megaverl.errors import ConfigError
+from tests.controller.simulation import SimulatedCluster
 from tests.launcher import Launcher
 
 PLACES = {"actor": (0, 1), "critic": (2,), "rollout": (3, 4), "reward": (3, 4)}

@@ -14,7 +14,6 @@ from megaverl.controller.core import Controller
 from megaverl.controller.failures import CallFailed
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.references import Ref
-from megaverl.controller.simulation import SimulatedCluster, SimulatedOutcome
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.errors import TrainingStopped
@@ -22,6 +21,7 @@ from megaverl.trainer.islands import reporting_ranks
 from megaverl.trainer.program import finish_updates, policy_step
 from megaverl.trainer.role_groups import Run, make_run
 from megaverl.workers.decisions import Decision, GradientReport, UpdateCounts, Verdict
+from tests.controller.simulation import SimulatedCluster, SimulatedOutcome
 
 GRIDS = ("actor", "critic", "reference", "reward", "rollout", "coordinator")
 PPO = {"algorithm": {"advantage": "gae"}}

@@ -9,8 +9,8 @@ import pytest
 
 from megaverl.controller.core import Controller
 from megaverl.controller.failures import CallFailed
-from megaverl.controller.simulation import SimulatedCluster, SimulatedOutcome
 from megaverl.trainer.offline import TrainerGroup, train_on_rows
+from tests.controller.simulation import SimulatedCluster, SimulatedOutcome
 
 
 class Worker:

@@ -12,7 +12,6 @@ import pytest
 from megaverl.config import Config
 from megaverl.controller.core import Controller
 from megaverl.controller.groups import WorkerGroup
-from megaverl.controller.simulation import SimulatedCluster, SimulatedOutcome
 from megaverl.distributed.placement import Node
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.trainer import (
@@ -26,6 +25,7 @@ from megaverl.trainer.program import flow_step, policy_step, train
 from megaverl.trainer.role_groups import StepProgram, TrainedGroup, make_run
 from megaverl.trainer.served_run import RecorderWorker, SessionWorker
 from megaverl.trainer.step_flow import make_plan
+from tests.controller.simulation import SimulatedCluster, SimulatedOutcome
 
 WORKERS: dict[type[WorkerGroup], type] = {
     role_groups.SessionGroup: SessionWorker,

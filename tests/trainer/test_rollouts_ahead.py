@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from megaverl.config import Config
 from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.failures import CallFailed
-from megaverl.controller.simulation import SimulatedCluster
 from megaverl.distributed.grid import Sizes
 from megaverl.distributed.placement import parse_wanted
 from megaverl.distributed.placement_resolver import resolve
@@ -21,6 +20,7 @@ from megaverl.trainer.role_groups import make_run
 from megaverl.trainer.rollouts_ahead import RolloutsAhead
 from megaverl.trainer.sample_rows import SampleFacts
 from megaverl.trainer.schedule import Schedule
+from tests.controller.simulation import SimulatedCluster
 
 GRIDS = {"actor": Sizes(), "rollout": Sizes(), "reward": None}
 PLACEMENT = resolve({"rollout": parse_wanted(0), "actor": parse_wanted(1)}, 2, GRIDS)
