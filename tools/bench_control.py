@@ -52,7 +52,8 @@ from torch.distributed import distributed_c10d
 
 from megaverl.distributed import job_context
 from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json
-from megaverl.distributed.liveness import Liveness, Timeouts
+from megaverl.distributed.heartbeat import RankWatch
+from megaverl.distributed.liveness import Liveness
 from megaverl.distributed.messages import HostMessages
 from megaverl.distributed.placement import Node, ResolvedPlacement, RoleGroup
 from megaverl.distributed.store import keep_store
@@ -500,7 +501,7 @@ def at_rest(store: dist.Store, rank: int, size: int) -> dict[str, float]:
         rank,
         size,
         coordinator=0,
-        timeouts=Timeouts(stalled_after=3600.0),
+        watch=RankWatch(stalled_after=3600.0),
     )
     begun, requests, seconds = time.monotonic(), traffic.messages, time.process_time()
     time.sleep(REST)

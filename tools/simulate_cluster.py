@@ -61,8 +61,9 @@ from megaverl.checkpoint import (
 )
 from megaverl.checkpoint.commit import Committer, commit, prepare_folder
 from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json
+from megaverl.distributed.heartbeat import RankWatch
 from megaverl.distributed.job_context import JobContext
-from megaverl.distributed.liveness import Liveness, Timeouts
+from megaverl.distributed.liveness import Liveness
 from megaverl.distributed.placement import parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
@@ -105,7 +106,7 @@ class Setup(NamedTuple):
     size: int
     port: int
     folder: Path
-    timeouts: Timeouts
+    watch: RankWatch
     rest: float  # seconds in which liveness is counted
 
     @property
@@ -259,7 +260,7 @@ class Rank:
     def rest(self) -> None:
         name, world = self.context.describe, self.context.role_group.name
         self.liveness = Liveness(
-            self.store, self.rank, self.setup.size, coordinator=self.setup.size - 1, timeouts=self.setup.timeouts,
+            self.store, self.rank, self.setup.size, coordinator=self.setup.size - 1, watch=self.setup.watch,
             name=name, world=world, log=lambda text: None, end=self._end,
         )  # fmt: skip
         begun, before = time.monotonic(), replace(self.traffic)
@@ -353,14 +354,12 @@ def keep(pipe: Connection, parent: int) -> None:
 class Cluster:
     """The processes of all simulated ranks."""
 
-    def __init__(
-        self, size: int, folder: Path, timeouts: Timeouts, rest: float
-    ) -> None:
+    def __init__(self, size: int, folder: Path, watch: RankWatch, rest: float) -> None:
         # By their first rank; the store's: -1.
         self._processes: dict[int, tuple[Any, Connection]] = {}
         plans(size)  # once for all, who are copies of this process
         port = self._start(-1, keep).recv()
-        self.setup = Setup(size, port, folder, timeouts, rest)
+        self.setup = Setup(size, port, folder, watch, rest)
         own_process = [0, self.setup.hit, size - 1]
         others = [rank for rank in range(size) if rank not in own_process]
         many = [
@@ -402,16 +401,16 @@ class Cluster:
             Seconds until the first rank knew and until the last one had ended, and the named ranks with the number of
             ranks that named each.
         """
-        timeouts, hit = self.setup.timeouts, 0 if fault == "first" else self.setup.hit
+        watch, hit = self.setup.watch, 0 if fault == "first" else self.setup.hit
         self._tell("steps")
         time.sleep(2.0 + 2 * self.setup.size / PACE)
         begun = time.time()
         if fault == "slow":
-            self._tell(4 * timeouts.stalled_after + 30.0, [hit])
+            self._tell(4 * watch.stalled_after + 30.0, [hit])
         elif fault == "flapping":
             for signal_number in (signal.SIGSTOP, signal.SIGCONT) * 3:
                 self._signal(hit, signal_number)
-                time.sleep(timeouts.lost_after / 2)
+                time.sleep(watch.lost_after / 2)
             self._tell("stop", [0])
         else:
             self._signal(hit, signal.SIGSTOP if fault == "silent" else signal.SIGKILL)
@@ -422,7 +421,7 @@ class Cluster:
         left = [
             pipe for name, (_, pipe) in self._processes.items() if name not in silent
         ]
-        end = time.time() + 60.0 + 2 * (timeouts.lost_after + timeouts.stalled_after)
+        end = time.time() + 60.0 + 2 * (watch.lost_after + watch.stalled_after)
         reports: dict[int, tuple[str, float, float]] = {}
         while left and time.time() < end:
             for pipe in [pipe for pipe in left if pipe in wait(left, timeout=1.0)]:
@@ -467,7 +466,7 @@ class Cluster:
 
 
 def simulate(
-    size: int, faults: Sequence[str], timeouts: Timeouts, rest: float
+    size: int, faults: Sequence[str], watch: RankWatch, rest: float
 ) -> dict[str, Any]:
     """Simulate one size of cluster.
 
@@ -476,10 +475,10 @@ def simulate(
         `Cluster.suffer` by fault.
     """
     results: dict[str, Any] = {"costs": {}, "faults": {}}
-    timeouts = replace(timeouts, interval=max(1.0, size / 256))
+    watch = replace(watch, interval=max(1.0, size / 256))
     for fault in faults or [""]:
         with tempfile.TemporaryDirectory(prefix="megaverl_cluster_") as folder:
-            cluster = Cluster(size, Path(folder) / "checkpoints", timeouts, rest)
+            cluster = Cluster(size, Path(folder) / "checkpoints", watch, rest)
             try:
                 for phase in PHASES:
                     begun = time.monotonic()
@@ -554,9 +553,9 @@ def extrapolated(sizes: Sequence[int], values: Sequence[float]) -> float:
     return along(closest, LARGE)
 
 
-def table_of_faults(results: dict[int, Any], timeouts: Timeouts) -> list[str]:
+def table_of_faults(results: dict[int, Any], watch: RankWatch) -> list[str]:
     """Return the table of the times to detect each fault, and the named ranks."""
-    due = {"silent": timeouts.lost_after, "slow": timeouts.stalled_after}
+    due = {"silent": watch.lost_after, "slow": watch.stalled_after}
     lines = [
         "| fault | ranks | due after, s | found after, s | all ended after, s | named |",
         "| --- " * 6 + "|",
@@ -610,17 +609,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = described.parse_args(arguments)
     raise_open_files()
-    timeouts = Timeouts(
+    watch = RankWatch(
         stalled_after=options.stalled_after, lost_after=options.lost_after, grace=2.0
     )
     faults = [fault for fault in options.faults.split(",") if fault]
     results = {
-        int(size): simulate(int(size), faults, timeouts, options.rest)
+        int(size): simulate(int(size), faults, watch, options.rest)
         for size in options.ranks.split(",")
     }
-    print(
-        "\n".join([*table_of_costs(results), "", *table_of_faults(results, timeouts)])
-    )
+    print("\n".join([*table_of_costs(results), "", *table_of_faults(results, watch)]))
     return 0
 
 

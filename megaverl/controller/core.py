@@ -52,7 +52,12 @@ from megaverl.controller.messages import (
 from megaverl.controller.moves import Rows, plan_moves
 from megaverl.controller.references import PendingCall, Ref
 from megaverl.controller.transport import ControllerTransport, Lost
-from megaverl.distributed.heartbeat import Heartbeat, blame, who_is_gone, who_stalls
+from megaverl.distributed.heartbeat import (
+    Heartbeat,
+    RankWatch,
+    who_is_gone,
+    who_stalls,
+)
 
 T = TypeVar("T")
 Wanted = Mapping[int, Rows | None]
@@ -63,7 +68,7 @@ class CallTimeouts:
     """Limits on the controller's waiting, in seconds.
 
     Attributes:
-        call: for the replies to one call, unless the call has its own deadline.
+        call: for the replies to one call.
         slow: until it logs which ranks a call waits for; then again after the same time.
         answer: for the answer to `Where`.
         grace: after the first sign of a failure, for signs nearer to the cause.
@@ -84,27 +89,6 @@ LOSS_GRACES = 3
 RANKS_A_SECOND = 256
 
 
-@dataclass(frozen=True)
-class RankWatch:
-    """Watch over the ranks while a program runs: the controller asks all of them what they do, again and again.
-
-    It finds ranks that hold the others up inside a call, and ranks that do not answer.
-    Broken connections are noticed by the transport.
-
-    Attributes:
-        stalled_after: seconds that a rank may wait for others.
-        lost_after: seconds without an answer after which a rank counts as lost. It must exceed the longest call that
-            holds the interpreter.
-        interval: seconds between two rounds of questions.
-        show: gets the last heartbeats of all ranks after every round.
-    """
-
-    stalled_after: float
-    lost_after: float
-    interval: float = 1.0
-    show: Callable[[Mapping[int, Heartbeat]], object] = lambda beats: None
-
-
 @dataclass(eq=False)
 class _Running:
     """Call that some ranks have not replied to.
@@ -121,7 +105,6 @@ class _Running:
     waiting: set[int]
     finish: Callable[[dict[int, Reply]], Any]
     future: asyncio.Future[Any]
-    deadline: float
     ask: Callable[[int, bytes], None] = lambda rank, value: None
     replies: dict[int, Reply] = field(default_factory=dict)
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
@@ -135,7 +118,8 @@ class Controller:
         num_ranks: ranks of the job.
         node_of: node of a rank; rows stay inside nodes where they can.
         log: receives one line for a person.
-        watch: watch over the ranks; None: only broken connections and deadlines of calls end the run.
+        watch: watch over the ranks while the program runs: it finds ranks that hold the others up inside a call, and
+            ranks that do not answer. None: only broken connections and deadlines of calls end the run.
         name: returns the name of a rank in messages.
 
     Attributes:
@@ -246,7 +230,6 @@ class Controller:
         finish: Callable[[dict[int, Reply]], T],
         keeps: bool = False,
         wanted: Mapping[int, Wanted] | None = None,
-        deadline: float | None = None,
         asking: Sequence[int] = (),
     ) -> PendingCall[T]:
         """Send one call and return a handle. Ranks run calls in the order in which `call` was called.
@@ -258,7 +241,6 @@ class Controller:
             keeps: ranks keep the returned value; the result is to be a reference.
             wanted: by id of a referenced value, what each rank needs of it. Default: ranks that hold some rows keep to
                 these, others receive the whole value.
-            deadline: seconds until the call has failed.
             asking: ranks that ask the program while they run the method.
         """
         name = f"{role}.{method}"
@@ -280,10 +262,7 @@ class Controller:
         involved = sorted(
             {*ranks, *(move.source for move in moves), *(move.dest for move in moves)}
         )
-        seconds = self.timeouts.call if deadline is None else deadline
-        running = _Running(
-            id, name, tuple(ranks), set(involved), finish, future, seconds
-        )
+        running = _Running(id, name, tuple(ranks), set(involved), finish, future)
         self._running[id] = running
         # The handle must not refer to `running`, which refers to it: a cycle would keep
         # the result, and with it a value on the ranks, until the garbage collector runs.
@@ -301,11 +280,9 @@ class Controller:
             keeps,
             involved,
         )
-        running.timers.append(loop.call_later(seconds, self._pass_deadline, running))
-        if self.timeouts.slow < seconds:
-            running.timers.append(
-                loop.call_later(self.timeouts.slow, self._report_slow, running)
-            )
+        self._start_later(self.timeouts.call, self._explain_deadline, running)
+        if self.timeouts.slow < self.timeouts.call:
+            self._start_later(self.timeouts.slow, self._report_slow, running)
         return pending
 
     def _answer(self, id: int, ranks: tuple[int, ...], value: object) -> None:
@@ -496,8 +473,16 @@ class Controller:
         if self._failed is not None and not self._failed.done():
             self._failed.set_exception(error)
 
-    def _pass_deadline(self, running: _Running) -> None:
-        self._start(self._explain_deadline(running))
+    def _start_later(
+        self,
+        seconds: float,
+        work: Callable[[_Running], Coroutine[Any, Any, None]],
+        running: _Running,
+    ) -> None:
+        """Start a task about a call that has not ended after these seconds."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(seconds, lambda: self._start(work(running)))
+        running.timers.append(timer)
 
     async def _explain_deadline(self, running: _Running) -> None:
         # The call that passed its deadline need not be the slow one, so all ranks with
@@ -506,7 +491,7 @@ class Controller:
         if running.id in self._running:
             self._note(
                 PassedDeadline(
-                    running.name, running.deadline, self._unfinished(), statuses
+                    running.name, self.timeouts.call, self._unfinished(), statuses
                 )
             )
 
@@ -519,10 +504,7 @@ class Controller:
                 calls.setdefault(rank, running.name)
         return calls
 
-    def _report_slow(self, running: _Running) -> None:
-        self._start(self._describe_slow(running))
-
-    async def _describe_slow(self, running: _Running) -> None:
+    async def _report_slow(self, running: _Running) -> None:
         waiting = sorted(running.waiting & self._present)
         statuses = await self.ask(waiting)
         # The call may have ended while the ranks were asked.
@@ -534,10 +516,7 @@ class Controller:
         ]
         more = f", and {len(waiting) - 4} more ranks" if len(waiting) > 4 else ""
         self._log(f"{running.name} still waits: {'; '.join(lines)}{more}")
-        loop = asyncio.get_running_loop()
-        running.timers.append(
-            loop.call_later(self.timeouts.slow, self._report_slow, running)
-        )
+        self._start_later(self.timeouts.slow, self._report_slow, running)
 
     async def _watch_ranks(self, watch: RankWatch) -> None:
         """Ask all ranks what they do, and note those that stall or are silent, until one is found."""
@@ -574,17 +553,13 @@ class Controller:
                     busy[rank] = status.beat
             watch.show(beats)
             # An ended process has broken its connection, which the transport notices.
-            text = who_is_gone(
+            ranks, text = who_is_gone(
                 beats, silent, watch.lost_after, self._name, lambda beat: False
             )
+            if not text:
+                ranks, text = who_stalls(busy, watch.stalled_after, self._name)
             if text:
-                quiet = tuple(rank for rank in beats if silent[rank] > watch.lost_after)
-                self._note(StalledRanks(quiet, text))
-                return
-            blamed = blame(busy, watch.stalled_after)
-            if blamed is not None:
-                text = who_stalls(busy, watch.stalled_after, self._name)
-                self._note(StalledRanks(tuple(blamed[0]), text))
+                self._note(StalledRanks(tuple(ranks), text))
 
     async def ask(self, ranks: Sequence[int]) -> dict[int, Status]:
         """Return what ranks say they are doing. A rank that does not answer in time has no entry."""
@@ -610,23 +585,9 @@ def first_value(kind: type[T]) -> Callable[[dict[int, Reply]], T]:
     """Return a `finish` for `Controller.call` that takes the value of the group's first rank."""
 
     def finish(replies: dict[int, Reply]) -> T:
-        return _value_of(replies[min(replies)], kind)
+        return decode_value(replies[min(replies)].value, kind)
 
     return finish
-
-
-def all_values(kind: type[T]) -> Callable[[dict[int, Reply]], list[T]]:
-    """Return a `finish` for `Controller.call` that takes the values of all ranks, in rank order."""
-
-    def finish(replies: dict[int, Reply]) -> list[T]:
-        return [_value_of(replies[rank], kind) for rank in sorted(replies)]
-
-    return finish
-
-
-def _value_of(reply: Reply, kind: type[T]) -> T:
-    assert reply.value, "a rank that keeps nothing replies with a value"
-    return decode_value(reply.value, kind)
 
 
 def list_references(arguments: Sequence[object]) -> list[Ref[Any]]:

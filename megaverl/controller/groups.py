@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from megaverl.controller.core import Controller, Wanted, all_values, first_value
+from megaverl.controller.core import Controller, Wanted, first_value
 from megaverl.controller.messages import Reply
 from megaverl.controller.references import PendingCall, Ref
 
@@ -37,7 +37,6 @@ class WorkerGroup:
         method: str,
         *arguments: object,
         wanted: Mapping[int, Wanted] | None = None,
-        deadline: float | None = None,
         asking: Sequence[int] = (),
     ) -> PendingCall[Ref[Any]]:
         """Run a method whose value stays on the ranks; the result is a reference to it.
@@ -58,7 +57,6 @@ class WorkerGroup:
             finish=finish,
             keeps=True,
             wanted=wanted,
-            deadline=deadline,
             asking=asking,
         )
 
@@ -68,7 +66,6 @@ class WorkerGroup:
         kind: type[T],
         *arguments: object,
         wanted: Mapping[int, Wanted] | None = None,
-        deadline: float | None = None,
         asking: Sequence[int] = (),
     ) -> PendingCall[T]:
         """Run a method that returns a small value, the same on every rank; the result is the first rank's.
@@ -83,27 +80,5 @@ class WorkerGroup:
             arguments,
             finish=first_value(kind),
             wanted=wanted,
-            deadline=deadline,
-            asking=asking,
-        )
-
-    def report_all(
-        self,
-        method: str,
-        kind: type[T],
-        *arguments: object,
-        wanted: Mapping[int, Wanted] | None = None,
-        deadline: float | None = None,
-        asking: Sequence[int] = (),
-    ) -> PendingCall[list[T]]:
-        """Run a method that returns a small value; the result has one for each rank, in rank order."""
-        return self._controller.call(
-            self.ranks,
-            self.role,
-            method,
-            arguments,
-            finish=all_values(kind),
-            wanted=wanted,
-            deadline=deadline,
             asking=asking,
         )

@@ -9,16 +9,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megaverl.controller.core import CallTimeouts, Controller, RankWatch
+from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.failures import CallFailed, ControllerLost, default_name
 from megaverl.controller.relay import Relay
 from megaverl.controller.serving import Served, run_blocking, serve
 from megaverl.controller.status_board import StatusBoard
 from megaverl.controller.thread import ControllerThread
-from megaverl.controller.zmq_transport import Address, ZmqRank
+from megaverl.controller.zmq_transport import Address, ZmqController, ZmqRank
 from megaverl.dataflow.value_mover import ValueMover
 from megaverl.distributed.collectives import broadcast_json, reduce_json
+from megaverl.distributed.heartbeat import RankWatch
 from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.store import own_address
@@ -84,17 +85,21 @@ def run_program(
     failures = failures or FailureHandling()
     coordinator = context.placement.coordinator
     thread: ControllerThread[None] | None = None
-    if context.rank == coordinator:
-        thread = ControllerThread(
-            own_address(),
+
+    def control(transport: ZmqController) -> Coroutine[Any, Any, None]:
+        controller = Controller(
+            transport,
             context.placement.size,
-            program,
             timeouts=timeouts,
             node_of=context.placement.node_of,
             log=log,
             watch=failures.watch,
             name=failures.name,
         )
+        return controller.run(program(controller))
+
+    if context.rank == coordinator:
+        thread = ControllerThread(own_address(), context.placement.size, control)
     # The other ranks need the controller's address to connect to it.
     encoded = broadcast_json(
         thread.address.encode().hex() if thread is not None else None,

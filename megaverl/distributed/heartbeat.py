@@ -1,8 +1,8 @@
 """Heartbeats of ranks, and the decision from them which rank is lost or stalled.
 
-Both watchers use these rules: a program's controller, which asks for heartbeats
-(`controller.core.RankWatch`), and at other times the job's store, to which every rank
-writes one a second (`liveness`).
+Both watchers use these rules and limits (`RankWatch`): a program's controller, which
+asks for heartbeats, and at other times the job's store, to which every rank writes one
+a second (`liveness`).
 
 All functions are pure except `this_host`, `process_is_gone` and `place`.
 """
@@ -101,6 +101,35 @@ class Heartbeat:
         return f"it was in {self.doing} for {self.seconds:.0f} s (process {self.pid} on {machine}){waits}"
 
 
+def show_nothing(beats: Mapping[int, Heartbeat]) -> None:
+    """Do nothing with heartbeats."""
+
+
+@dataclass(frozen=True)
+class RankWatch:
+    """Limits of a watch over the ranks, in seconds.
+
+    Attributes:
+        stalled_after: how long a rank may wait for others.
+        interval: between heartbeats, or between two rounds of questions.
+        lost_after: silence after which a rank counts as lost. It must exceed the longest call that holds the
+            interpreter.
+        grace: how long a rank may take to end by itself after a failure.
+        show: gets the last heartbeats of all ranks whenever they are read.
+    """
+
+    stalled_after: float
+    interval: float = 1.0
+    lost_after: float = 30.0
+    grace: float = 4.0
+    show: Callable[[Mapping[int, Heartbeat]], object] = show_nothing
+
+    @property
+    def until_found(self) -> float:
+        """Seconds within which a lost rank is detected: two heartbeats to miss it, and two to publish it."""
+        return 4 * self.interval + 0.5
+
+
 def this_host() -> str:
     """Return the machine and the process id namespace."""
     try:
@@ -129,8 +158,8 @@ def who_is_gone(
     lost_after: float,
     name: Callable[[int], str],
     is_gone: Callable[[Heartbeat], bool] = process_is_gone,
-) -> str:
-    """Return a text that names the ranks that are lost, or "".
+) -> tuple[list[int], str]:
+    """Return the ranks that are lost, and a text that names them.
 
     Args:
         beats: rank -> last heartbeat.
@@ -138,17 +167,17 @@ def who_is_gone(
         lost_after: seconds of silence after which a rank counts as lost.
         name: name of a rank in the text.
     """
-    texts = []
+    texts = {}
     for rank, beat in sorted(beats.items()):
         if beat.left:
             continue
         if is_gone(beat):
-            texts.append(f"{name(rank)} is gone: {beat}")
+            texts[rank] = f"{name(rank)} is gone: {beat}"
         elif silent.get(rank, 0.0) > lost_after:
-            texts.append(
+            texts[rank] = (
                 f"{name(rank)} has not been heard of for {silent[rank]:.0f} s: {beat}"
             )
-    return "; ".join(texts)
+    return list(texts), "; ".join(texts.values())
 
 
 def is_behind(beat: Heartbeat, other: Heartbeat) -> bool:
@@ -221,11 +250,11 @@ def blame(
 
 def who_stalls(
     beats: Mapping[int, Heartbeat], stalled_after: float, name: Callable[[int], str]
-) -> str:
-    """Return a text about the ranks that `blame` finds, or "" if none stalls."""
+) -> tuple[list[int], str]:
+    """Return the ranks that `blame` finds, and a text about them, which is "" if none stalls."""
     blamed = blame(beats, stalled_after)
     if blamed is None:
-        return ""
+        return [], ""
     to_blame, witness = blamed
     texts = [
         f"{name(rank)} stalls: {beats[rank]}, at {beats[rank].where}"
@@ -243,7 +272,7 @@ def who_stalls(
     seconds = waits.waited if waits.waited > stalled_after else waits.seconds
     collective = f", in {waits.collective}" if waits.collective and to_blame else ""
     text = f". {name(witness)} has waited for {seconds:.0f} s in {waits.doing}{collective} (run.timeout_minutes)"
-    return "; ".join(texts) + text
+    return to_blame, "; ".join(texts) + text
 
 
 def place(frame: FrameType | None) -> tuple[str, Wait]:

@@ -1,6 +1,6 @@
 """Detects lost and stalled ranks while no program is served, and names them on every rank.
 
-A program's controller watches the ranks itself (`controller.core.RankWatch`): its
+A program's controller watches the ranks itself (`controller.core.Controller`): its
 connections break with their processes, and it asks every rank what it does. Before the
 first program (start, build, resume), between programs that a Python program serves, and
 after the last one (export, end) there is no controller. Then heartbeats in the job's
@@ -36,7 +36,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +46,7 @@ from torch._C import _distributed_c10d
 from megaverl.distributed.failures import says_peer_is_gone
 from megaverl.distributed.heartbeat import (
     Heartbeat,
+    RankWatch,
     Wait,
     place,
     this_host,
@@ -210,29 +210,6 @@ _REASON = "liveness/failure_reason"
 ASKS_AFTER = 10.0  # seconds of waiting after which the flight recorder is read
 
 
-@dataclass(frozen=True)
-class Timeouts:
-    """Time limits in seconds.
-
-    Attributes:
-        stalled_after: how long a rank may wait for others.
-        interval: between heartbeats.
-        lost_after: silence after which a rank counts as lost. It must exceed the longest call that holds the
-            interpreter.
-        grace: how long a rank may take to end by itself after a failure.
-    """
-
-    stalled_after: float
-    interval: float = 1.0
-    lost_after: float = 30.0
-    grace: float = 4.0
-
-    @property
-    def until_found(self) -> float:
-        """Seconds within which a lost rank is detected: two heartbeats to miss it, and two to publish it."""
-        return 4 * self.interval + 0.5
-
-
 class Liveness:
     """Liveness of one rank. Every rank of the job creates one, on its main thread.
 
@@ -241,15 +218,14 @@ class Liveness:
         rank: this rank.
         size: number of ranks.
         coordinator: the rank that reads all heartbeats.
-        timeouts: time limits.
+        watch: limits of the watch over the ranks.
         name: returns the name of a rank in messages.
         world: name of this rank's world; ranks with the same name run the same stages.
         log: shows the failure reason before this rank ends.
         end: ends this rank with an exit code.
-        show: gets all heartbeats on the coordinator whenever they are read.
 
     Example:
-        liveness = Liveness(store, rank, size, coordinator=0, timeouts=Timeouts(stalled_after=1800.0))
+        liveness = Liveness(store, rank, size, coordinator=0, watch=RankWatch(stalled_after=1800.0))
         liveness.status("generate", step=3)
         ...
         liveness.leave()
@@ -262,16 +238,14 @@ class Liveness:
         size: int,
         *,
         coordinator: int,
-        timeouts: Timeouts,
+        watch: RankWatch,
         name: Callable[[int], str] = lambda rank: f"rank {rank}",
         world: str = "",
         log: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
         end: Callable[[int], object] = os._exit,
-        show: Callable[[Mapping[int, Heartbeat]], object] = lambda beats: None,
     ) -> None:
         self.rank, self.size, self.coordinator = rank, size, coordinator
-        self.timeouts, self.name, self._say, self._end_rank = timeouts, name, log, end
-        self._show = show
+        self.watch, self.name, self._say, self._end_rank = watch, name, log, end
         self.failure_reason: str | None = None
         self._found = threading.Event()
         self._stop = threading.Event()
@@ -354,7 +328,7 @@ class Liveness:
         """Declare that this rank ends without a failure, and stop the thread."""
         self._left = True
         self._stop.set()
-        self._thread.join(timeout=2 * self.timeouts.interval)
+        self._thread.join(timeout=2 * self.watch.interval)
         self._try_to_publish()
 
     def report_failure(self, text: str) -> str:
@@ -385,7 +359,7 @@ class Liveness:
         reason = self.failure_reason or self.report_failure(otherwise)
         if self._store_ends_with_me():
             # Let the others read the reason first.
-            time.sleep(3 * self.timeouts.interval)
+            time.sleep(3 * self.watch.interval)
         return reason
 
     def _store_ends_with_me(self) -> bool:
@@ -418,7 +392,7 @@ class Liveness:
         error_text = describe(error)
         own_reason = f"{self.name(self.rank)} failed in {self._doing}: {error_text}"
         reason = self.settle(
-            self.timeouts.lost_after + 3 * self.timeouts.interval
+            self.watch.lost_after + 3 * self.watch.interval
             if says_peer_is_gone(error)
             else 0.0,
             own_reason,
@@ -433,16 +407,16 @@ class Liveness:
         interpreter does not count as silence.
         """
         rounds, seen = 0, self._rounds
-        while not self._stop.wait(self.timeouts.interval):
+        while not self._stop.wait(self.watch.interval):
             rounds, seen = (
                 (0, self._rounds) if seen != self._rounds else (rounds + 1, seen)
             )
-            if rounds * self.timeouts.interval > self.timeouts.lost_after:
-                self._end(self._without_a_store(silent=rounds * self.timeouts.interval))
+            if rounds * self.watch.interval > self.watch.lost_after:
+                self._end(self._without_a_store(silent=rounds * self.watch.interval))
 
     def _watch(self) -> None:
         try:
-            while not self._stop.wait(self.timeouts.interval):
+            while not self._stop.wait(self.watch.interval):
                 self._rounds += 1
                 if not self._is_served or self.rank == self.coordinator:
                     self._publish()
@@ -491,21 +465,21 @@ class Liveness:
         seen = {rank: self._seen[rank] for rank in ranks}
         beats = {rank: beat for rank, (beat, _) in seen.items()}
         if watches_all:
-            self._show(beats)
+            self.watch.show(beats)
         silent = {
             rank: now - max(changed, self._resumed_at)
             for rank, (_, changed) in seen.items()
         }
-        text = who_is_gone(beats, silent, self.timeouts.lost_after, self.name)
+        _, text = who_is_gone(beats, silent, self.watch.lost_after, self.name)
         if not text and watches_all:
-            text = who_stalls(beats, self.timeouts.stalled_after, self.name)
+            _, text = who_stalls(beats, self.watch.stalled_after, self.name)
         return self.report_failure(text) if text else ""
 
     def _end(self, reason: str) -> None:
         """Set the failure reason, and end the process unless it ends by itself within the grace period."""
         self.failure_reason = reason
         self._found.set()
-        if self._stop.wait(self.timeouts.grace):
+        if self._stop.wait(self.watch.grace):
             return
         self.end_now(reason)
 
@@ -545,7 +519,7 @@ class Liveness:
         # same call.
         if call != self._call:
             self._call, self._called, self._collective = call, now, None
-        asks_after = min(ASKS_AFTER, self.timeouts.stalled_after / 2)
+        asks_after = min(ASKS_AFTER, self.watch.stalled_after / 2)
         if waits_for and self._collective is None and now - self._called > asks_after:
             self._collective = waits_in()
         step, begun = self._position

@@ -32,9 +32,9 @@ from megaverl.config.grids import (
     used_roles,
 )
 from megaverl.controller.status_board import StatusBoard
-from megaverl.distributed.heartbeat import Heartbeat
+from megaverl.distributed.heartbeat import Heartbeat, RankWatch
 from megaverl.distributed.job_context import JobContext, default_group_context, join
-from megaverl.distributed.liveness import Liveness, Timeouts, write_flight_record
+from megaverl.distributed.liveness import Liveness, write_flight_record
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
@@ -121,7 +121,7 @@ def join_job(
         rank,
         size,
         coordinator=placement.coordinator,
-        timeouts=Timeouts(
+        watch=RankWatch(
             stalled_after=seconds,
             interval=min(1.0, seconds / 10),
             # No longer than the run lets ranks be silent.
@@ -129,6 +129,7 @@ def join_job(
                 LOST_AFTER_ON_GPUS if platform.is_cuda else LOST_AFTER, seconds
             ),
             grace=min(4.0, seconds / 2),
+            show=RanksFile(config.run_dir),
         ),
         world=role_group,
         # With all roles on all ranks, the name of a role group adds nothing to a rank's
@@ -137,7 +138,6 @@ def join_job(
         if placement.is_colocated
         else context.describe,
         log=console.error,
-        show=RanksFile(config.run_dir),
     )
     return Job(context, liveness)
 

@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 from megaverl.config import Config
-from megaverl.controller.core import CallTimeouts, Controller, RankWatch
+from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.status_board import StatusBoard
 from megaverl.dataflow.program_runner import FailureHandling, run_program
 from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.liveness import Liveness
 from megaverl.monitoring.console import Console
-from megaverl.trainer.job import PreemptionHandler, RanksFile, Stages
+from megaverl.trainer.job import PreemptionHandler, Stages
 from megaverl.trainer.sample_rows import RowMover
 
 
@@ -48,9 +48,9 @@ def serve_program(
         stages.board, failures = StatusBoard(), FailureHandling()
     else:
         stages.board = StatusBoard(observe=liveness.answer)
-        failures = handle_failures(liveness, config)
+        failures = handle_failures(liveness)
         # The watch names the rank that stalls before a deadline names a call.
-        seconds += liveness.timeouts.until_found
+        seconds += liveness.watch.until_found
     mover = RowMover(context)
     # If roles share all ranks, a rank that waits has nothing else to do, so its wait is
     # not recorded as a stage.
@@ -76,20 +76,13 @@ def serve_program(
     mover.settle()
 
 
-def handle_failures(liveness: Liveness, config: Config) -> FailureHandling:
+def handle_failures(liveness: Liveness) -> FailureHandling:
     """Return what a program does about ranks that fail, in a job whose ranks liveness watches otherwise."""
-    timeouts = liveness.timeouts
-    watch = RankWatch(
-        stalled_after=timeouts.stalled_after,
-        lost_after=timeouts.lost_after,
-        interval=timeouts.interval,
-        show=RanksFile(config.run_dir),
-    )
     return FailureHandling(
-        watch=watch,
+        watch=liveness.watch,
         name=liveness.name,
         agree=partial(liveness.settle, 0.0),
         # The coordinator's process may have ended, which liveness then finds.
-        explain_loss=partial(liveness.settle, timeouts.until_found),
+        explain_loss=partial(liveness.settle, liveness.watch.until_found),
         end_process=liveness.end_now,
     )

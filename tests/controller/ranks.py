@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,15 +16,15 @@ import torch.distributed as dist
 
 from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.failures import CallFailed, ControllerLost
-from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.messages import RowTransfer
 from megaverl.controller.references import PendingCall, Ref
 from megaverl.controller.serving import run_blocking, serve
 from megaverl.controller.status_board import StatusBoard
 from megaverl.controller.thread import ControllerThread
-from megaverl.controller.zmq_transport import Address, ZmqRank
+from megaverl.controller.zmq_transport import Address, ZmqController, ZmqRank
 from megaverl.dataflow import program_runner
 from megaverl.distributed.placement import Node, ResolvedPlacement, RoleGroup
+from tests.controller.every_rank import EveryRank
 
 FOUR_RANKS = (0, 1, 2, 3)
 TWO_NODES = ResolvedPlacement(
@@ -104,7 +105,7 @@ class Worker:
         return 0
 
 
-class Group(WorkerGroup):
+class Group(EveryRank):
     def generate(self, step: int, num_rows: int) -> PendingCall[Ref[Shard]]:
         return self.keep("generate", step, num_rows)
 
@@ -159,12 +160,7 @@ def run(how: str = "", relayed: bool = False) -> dict[str, Any]:
     key = f"controller-{how}-{relayed}"
     thread: ControllerThread[list[list[float]]] | None = None
     if rank == 0:
-        thread = ControllerThread(
-            "127.0.0.1",
-            4,
-            lambda controller: _program(controller, how),
-            timeouts=_timeouts(how),
-        )
+        thread = ControllerThread("127.0.0.1", 4, partial(_control, how=how))
         store.set(key, thread.address.encode())
     board = StatusBoard()
     address = Address.decode(store.get(key))
@@ -206,6 +202,13 @@ def lost(how: str, relayed: bool = False) -> dict[str, Any]:
 
 def _timeouts(how: str) -> CallTimeouts:
     return CallTimeouts(call=1.5 if how == "stay" else 60.0, answer=0.5, leave=2.0)
+
+
+def _control(
+    transport: ZmqController, how: str
+) -> Coroutine[Any, Any, list[list[float]]]:
+    controller = Controller(transport, 4, timeouts=_timeouts(how))
+    return controller.run(_program(controller, how))
 
 
 def _program(

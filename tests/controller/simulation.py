@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from megaverl.controller.core import CallTimeouts, Controller, RankWatch
+from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.failures import ControllerLost
 from megaverl.controller.messages import (
@@ -35,7 +35,7 @@ from megaverl.controller.messages import (
 from megaverl.controller.serving import serve
 from megaverl.controller.status_board import StatusBoard
 from megaverl.controller.transport import Lost, Received
-from megaverl.distributed.heartbeat import Heartbeat
+from megaverl.distributed.heartbeat import Heartbeat, RankWatch
 
 T = TypeVar("T")
 # Seconds in which a rank's main thread must have left its call once the run has failed.

@@ -15,6 +15,7 @@ from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.moves import Rows
 from megaverl.controller.references import PendingCall, Ref
+from tests.controller.every_rank import EveryRank
 from tests.controller.simulation import (
     Fault,
     Latencies,
@@ -219,7 +220,7 @@ class RolloutGroup(WorkerGroup):
         return self.report("load", int, weights)
 
 
-class ActorGroup(WorkerGroup):
+class ActorGroup(EveryRank):
     def update(
         self, batch: Ref[Batch], scores: Ref[Batch], step: int, version: int
     ) -> PendingCall[list[int]]:

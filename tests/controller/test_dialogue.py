@@ -10,8 +10,8 @@ import pytest
 
 from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.failures import CallFailed
-from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.references import PendingCall
+from tests.controller.every_rank import EveryRank
 from tests.controller.simulation import SimulatedCluster, SimulatedOutcome
 
 SEEDS = range(20)
@@ -40,7 +40,7 @@ class Worker:
         return 0
 
 
-class Group(WorkerGroup):
+class Group(EveryRank):
     """Handle on the workers."""
 
     def update(self, asking: list[int], count: int) -> PendingCall[list[list[int]]]:

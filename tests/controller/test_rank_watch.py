@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from megaverl.controller.core import CallTimeouts, Controller, RankWatch
+from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.failures import CallFailed
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.references import PendingCall
-from megaverl.distributed.heartbeat import Heartbeat
+from megaverl.distributed.heartbeat import Heartbeat, RankWatch
 from tests.controller.simulation import Fault, SimulatedCluster, SimulatedOutcome
 
 BEGIN = 20.0  # virtual seconds until the call that stalls

@@ -7,15 +7,16 @@ import time
 import torch
 import torch.distributed as dist
 
-from megaverl.distributed.liveness import Liveness, Timeouts
+from megaverl.distributed.heartbeat import RankWatch
+from megaverl.distributed.liveness import Liveness
 
 
 def stall_in_a_collective() -> str | None:
     """Rank 0 is in an all-reduce that rank 1 does not come to before there is a failure reason, which is returned."""
     rank, group = dist.get_rank(), dist.new_group([0, 1], group_desc="tensor-parallel")
     store = dist.PrefixStore("stalls", dist.distributed_c10d._get_default_store())
-    timeouts = Timeouts(stalled_after=1.0, interval=0.1, lost_after=20.0, grace=30.0)
-    liveness = Liveness(store, rank, 2, coordinator=0, timeouts=timeouts)
+    watch = RankWatch(stalled_after=1.0, interval=0.1, lost_after=20.0, grace=30.0)
+    liveness = Liveness(store, rank, 2, coordinator=0, watch=watch)
     dist.all_reduce(torch.ones(2), group=group)
     dist.barrier()
     liveness.status("actor_update", 3)

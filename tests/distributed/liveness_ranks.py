@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from megaverl.checkpoint.commit import Committer
 from megaverl.distributed.collectives import barrier
+from megaverl.distributed.heartbeat import RankWatch
 from megaverl.distributed.job_context import JobContext
-from megaverl.distributed.liveness import Liveness, Timeouts
+from megaverl.distributed.liveness import Liveness
 from megaverl.errors import CheckpointError, TrainingStopped
 from tests.distributed.ranks import start
 
@@ -23,13 +24,13 @@ ROLES = {"actor": "0-1", "critic": 2, "coordinator": 3}
 
 def make() -> tuple[JobContext, Liveness]:
     context = start({**ROLES, "rollout": "actor"})
-    timeouts = Timeouts(stalled_after=1.0, interval=0.1, lost_after=5.0, grace=0.5)
+    watch = RankWatch(stalled_after=1.0, interval=0.1, lost_after=5.0, grace=0.5)
     liveness = Liveness(
         context.store,
         context.rank,
         4,
         coordinator=3,
-        timeouts=timeouts,
+        watch=watch,
         name=context.describe,
         world=context.role_group.name,
     )

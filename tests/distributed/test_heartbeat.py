@@ -41,23 +41,24 @@ def test_whom_the_others_wait_for() -> None:
         2: beat(waited=2.0),
         3: beat(left=True),
     }
-    assert who_stalls(beats, 4.0, name) == (
+    assert who_stalls(beats, 4.0, name)[1] == (
         "rank 1 stalls: it was in x for 5 s (process 7 on h), at a.py:1 (f). rank 0 has waited for 5 s in w "
         "(run.timeout_minutes)"
     )
-    assert who_stalls(beats, 6.0, name) == ""
-    assert who_stalls(beats | {1: beat(seconds=3.0)}, 4.0, name) == "", (
+    assert who_stalls(beats, 6.0, name)[1] == ""
+    assert who_stalls(beats | {1: beat(seconds=3.0)}, 4.0, name)[1] == "", (
         "it has begun something new since"
     )
-    assert "all ranks wait for each other; rank 0: it was in w" in who_stalls(
-        {0: beats[0]}, 4.0, name
+    assert (
+        "all ranks wait for each other; rank 0: it was in w"
+        in who_stalls({0: beats[0]}, 4.0, name)[1]
     )
     waits = beat(waited=5.0, doing="w", collective="all_reduce 7 of the group tp")
     assert (
         "has waited for 5 s in w, in all_reduce 7 of the group tp (run"
-        in who_stalls(beats | {0: waits}, 4.0, name)
+        in who_stalls(beats | {0: waits}, 4.0, name)[1]
     )
-    told = who_stalls({0: waits}, 4.0, name)
+    told = who_stalls({0: waits}, 4.0, name)[1]
     assert (
         told.count(
             "(process 7 on h), waiting in all_reduce 7 of the group tp, at a.py:1"
@@ -69,7 +70,9 @@ def test_whom_the_others_wait_for() -> None:
 
 def test_who_is_gone_and_who_is_silent() -> None:
     beats = {0: beat(pid=1), 1: beat(pid=2), 2: beat(pid=2, left=True), 3: beat(pid=3)}
-    told = who_is_gone(beats, {3: 9.0}, 5.0, "rank {}".format, lambda one: one.pid == 2)
+    told = who_is_gone(
+        beats, {3: 9.0}, 5.0, "rank {}".format, lambda one: one.pid == 2
+    )[1]
     assert (
         told.startswith("rank 1 is gone: it was in x")
         and "rank 3 has not been heard of for 9 s" in told

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import TCPStore
 
-from megaverl.distributed.liveness import Liveness, Timeouts
+from megaverl.distributed.heartbeat import RankWatch
+from megaverl.distributed.liveness import Liveness
 from tests.distributed.test_heartbeat import beat
 from tests.launcher import Launcher
 
@@ -80,30 +81,28 @@ def test_a_rank_that_waits_on_its_device_is_not_accused(
 def test_a_program_watches_the_ranks_by_itself() -> None:
     """Meanwhile the other ranks may be silent for as long as they like, and the coordinator's heartbeat goes on."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    timeouts = Timeouts(stalled_after=9.0, interval=0.05, lost_after=0.6)
+    watch = RankWatch(stalled_after=9.0, interval=0.05, lost_after=0.6)
     ended: list[int] = []
 
     def join(rank: int) -> Liveness:
-        return Liveness(
-            store, rank, 2, coordinator=0, timeouts=timeouts, end=ended.append
-        )
+        return Liveness(store, rank, 2, coordinator=0, watch=watch, end=ended.append)
 
     with ThreadPoolExecutor() as threads:
         first, second = threads.map(join, range(2))
     # The coordinator has read both heartbeats.
-    time.sleep(3 * timeouts.interval)
+    time.sleep(3 * watch.interval)
     with second.handed_over():
         with first.handed_over():
             for liveness in (second, first):
                 liveness.answer()
                 liveness.status("values", 1)
-            time.sleep(3 * timeouts.lost_after)
+            time.sleep(3 * watch.lost_after)
             assert (first.failure_reason, second.failure_reason) == (None, None)
             assert second.last_heard(0).startswith("it was in step 1: values for")
         # The coordinator's rank is the first to come back.
-        time.sleep(3 * timeouts.interval)
+        time.sleep(3 * watch.interval)
         assert first.failure_reason is None
-    time.sleep(3 * timeouts.interval)
+    time.sleep(3 * watch.interval)
     assert first.last_heard(1).startswith("it was in step 1: values for")
     assert (first.failure_reason, ended) == (None, [])
     first.leave()
@@ -114,9 +113,7 @@ def test_who_keeps_the_store_is_named_when_it_is_silent_or_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    liveness = Liveness(
-        store, 0, 1, coordinator=0, timeouts=Timeouts(stalled_after=9.0)
-    )
+    liveness = Liveness(store, 0, 1, coordinator=0, watch=RankWatch(stalled_after=9.0))
     liveness.leave()
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     keeper = "rank 0, which keeps the job's store,"
