@@ -120,6 +120,7 @@ def measure(out: Path, name: str, steps: int) -> tuple[float, float]:
     from megaverl.checkpoint.training_state import seed_generators
     from megaverl.config import load_config
     from megaverl.monitoring.console import Console
+    from megaverl.trainer.job import alone
     from megaverl.trainer.loop import Trainer
 
     warm = warm_start(out, 0)
@@ -129,7 +130,7 @@ def measure(out: Path, name: str, steps: int) -> tuple[float, float]:
     settings["checkpoint"] |= {"resume": "never"}
     settings["data"] |= {"validation": []}
     config = load_config(settings, world_size=1)
-    trainer, clock = Trainer(config, Console(rank=1)), Clock()
+    trainer, clock = Trainer(config, Console(rank=1), alone(config)), Clock()
     watch(trainer, clock)
     times: list[tuple[float, float]] = []
     begin_step, report = trainer.begin_step, trainer.report

@@ -263,7 +263,7 @@ def _save_rank(options: argparse.Namespace) -> int:
     from megaverl.monitoring.console import redirect_output
     from megaverl.platform import platform
     from megaverl.trainer.build import Builder
-    from megaverl.trainer.job import kept_objects
+    from megaverl.trainer.job import alone, kept_objects
     from megaverl.trainer.supervised import SFTTrainer
 
     rank = int(os.environ["RANK"])
@@ -278,7 +278,7 @@ def _save_rank(options: argparse.Namespace) -> int:
         ],
         command="sft",
     )
-    trainer = SFTTrainer(config, Builder(config), console)
+    trainer = SFTTrainer(config, Builder(config), console, alone(config))
     roles = trainer.trained
     store = CheckpointStore(
         options.folder / "saves", retention=Retention(keep_last_k=1)

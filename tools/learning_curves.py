@@ -155,11 +155,12 @@ def attempt(config: Any) -> str | None:
     from megaverl.checkpoint.training_state import seed_generators
     from megaverl.errors import MegaverlError
     from megaverl.monitoring.console import Console
+    from megaverl.trainer.job import alone
     from megaverl.trainer.loop import Trainer
 
     seed_generators(config.run.seed)
     try:
-        Trainer(config, Console(rank=1)).train()
+        Trainer(config, Console(rank=1), alone(config)).train()
     except MegaverlError as failed:
         return f"{type(failed).__name__}: {failed}"
     return None
@@ -178,6 +179,7 @@ def warm_start(out: Path, seed: int) -> Path:
     from megaverl.checkpoint.training_state import seed_generators
     from megaverl.monitoring.console import Console
     from megaverl.trainer.build import Builder
+    from megaverl.trainer.job import alone
     from megaverl.trainer.quickstart import prepare
     from megaverl.trainer.saving import export_model
     from megaverl.trainer.supervised import warm_up
@@ -191,7 +193,9 @@ def warm_start(out: Path, seed: int) -> Path:
         seed_generators(seed)
         builder = Builder(config)
         export_model(
-            warm_up(config, builder, Console(rank=1)), builder, inputs / "warm"
+            warm_up(config, builder, Console(rank=1), alone(config)),
+            builder,
+            inputs / "warm",
         )
     return inputs / "warm"
 

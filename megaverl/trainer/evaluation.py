@@ -54,7 +54,7 @@ from megaverl.trainer.harness.engine_rows import (
     EngineRows,
     answer_rows,
 )
-from megaverl.trainer.job import Job, PreemptionHandler, Stages, alone
+from megaverl.trainer.job import Job, PreemptionHandler, Stages
 from megaverl.trainer.serving import serve_program
 from megaverl.trainer.validation import held_out_responses, measure_held_out
 from megaverl.workers.player import Player
@@ -130,7 +130,7 @@ class EvaluatorGroup(WorkerGroup):
 
 
 def evaluate(
-    builder: Builder, console: Console, job: Job | None, *, against: str | None
+    builder: Builder, console: Console, job: Job, *, against: str | None
 ) -> None:
     """Evaluate a model on `evaluation.suites` and `evaluation.tasks`, or else on `data.validation`.
 
@@ -170,7 +170,6 @@ def evaluate(
         program,
         {"evaluator": worker},
         config=config,
-        context=job.context if job is not None else alone(config),
         stages=stages,
         leave=PreemptionHandler(),
         console=console,

@@ -67,9 +67,20 @@ PlacementCheck = Callable[[Config, ResolvedPlacement], None]
 
 @dataclass
 class Job:
-    """This rank's place in the job, and the monitor that exchanges heartbeats with the other ranks."""
+    """This rank's place in the job, and the monitor that exchanges heartbeats with the other ranks.
+
+    Attributes:
+        liveness: None if a program created the default process group itself (`alone`).
+    """
 
     context: JobContext
+    liveness: Liveness | None = None
+
+
+@dataclass
+class WatchedJob(Job):
+    """Job whose ranks `join_job` has made watch each other."""
+
     liveness: Liveness
 
 
@@ -80,7 +91,7 @@ def patience(minutes: float) -> timedelta:
 
 def join_job(
     config: Config, command: str, console: Console, check: PlacementCheck | None = None
-) -> Job:
+) -> WatchedJob:
     """Join the job: exchange facts with the other ranks, resolve the placement and create the process groups.
 
     Args:
@@ -139,13 +150,13 @@ def join_job(
         else context.describe,
         log=console.error,
     )
-    return Job(context, liveness)
+    return WatchedJob(context, liveness)
 
 
-def alone(config: Config) -> JobContext:
-    """Return the context of a program that created the default group itself. Every role has all ranks of the group."""
+def alone(config: Config) -> Job:
+    """Return the job of a program that created the default group itself. Every role has all ranks of the group."""
     roles = [*used_roles(config, "train"), "rollout", "reward", "coordinator"]
-    return default_group_context(roles, patience(config.run.timeout_minutes))
+    return Job(default_group_context(roles, patience(config.run.timeout_minutes)))
 
 
 def place(
@@ -249,7 +260,7 @@ class Stages:
             generate()
     """
 
-    def __init__(self, timeline: Timeline, job: Job | None = None) -> None:
+    def __init__(self, timeline: Timeline, job: Job) -> None:
         self.timeline, self.job = timeline, job
         self.step: int | None = None
         self.board: StatusBoard | None = None
@@ -273,7 +284,7 @@ class Stages:
 
     def status(self, name: str) -> None:
         """Publish the beginning of a stage without recording a span."""
-        if self.job is not None:
+        if self.job.liveness is not None:
             self.job.liveness.status(name, self.step)
         if self.board is not None:
             self.board.enter(name if self.step is None else f"step {self.step}: {name}")

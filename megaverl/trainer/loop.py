@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megaverl.checkpoint.commit import Committer
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
@@ -31,7 +29,6 @@ from megaverl.trainer.job import (
     Leaving,
     PreemptionHandler,
     Stages,
-    alone,
     kept_objects,
     reporter,
 )
@@ -67,7 +64,7 @@ class Trainer:
     the run (`program.train`), and all ranks serve its calls.
 
     Args:
-        job: this rank's place in the job. None: the default process group is the whole job.
+        job: this rank's place in the job.
 
     Attributes:
         next_step: next step of the run, counted from 0.
@@ -76,7 +73,7 @@ class Trainer:
         served: this rank's part in the programs of the run, once the run has begun.
 
     Example:
-        trainer = Trainer(config, console, job=join_job(config, "train", console))
+        trainer = Trainer(config, console, join_job(config, "train", console))
         metrics = trainer.train()
     """
 
@@ -84,15 +81,14 @@ class Trainer:
         self,
         config: Config,
         console: Console,
+        job: Job,
         builder: Builder | None = None,
-        job: Job | None = None,
     ) -> None:
         self.config, self.console = config, console
-        rank = job.context.rank if job else dist.get_rank()
-        self.keeps_records = rank == (reporter(job.context.placement) if job else 0)
-        self.builder = builder = builder or Builder(
-            config, context=job.context if job else None
-        )
+        context = job.context
+        rank, placement = context.rank, context.placement
+        self.keeps_records = rank == reporter(placement)
+        self.builder = builder = builder or Builder(config, context=context)
         self.run_dir = builder.config.run_dir
         self.records = Records(config, self.run_dir, console, keeps=self.keeps_records)
         held_out = (
@@ -114,14 +110,11 @@ class Trainer:
         replay = config.trainer.replay_rollouts
         replayed = RolloutFolder(replay) if replay is not None else None
         self.stages.status("resume")
-        placed = job is not None and not job.context.placement.is_colocated
         # With separate role groups, the coordinator's rank decides on commits for all
         # ranks of the job.
         committer = Committer()
-        if job is not None and placed:
-            committer = Committer(
-                job.context.control, job.context.placement.coordinator
-            )
+        if not placement.is_colocated:
+            committer = Committer(context.control, placement.coordinator)
         self.saving = Saving(
             config, self.run_dir, self.stages.status, console, committer
         )
@@ -129,7 +122,6 @@ class Trainer:
         # The weights of trained roles come from the checkpoint, so the builder does not
         # read them from the model's folder.
         builder.resumes = self.saving.resumed_from is not None
-        context = job.context if job is not None else alone(config)
         self.roles = make_roles(builder, context, generates=replayed is None)
         self.run_state = RunState(
             builder.config, self.roles, context, self.stages, console, replayed
@@ -138,15 +130,12 @@ class Trainer:
         if note := self.roles.reward.reward.accuracy_note:
             console.print(note)
         for operator in self._stage_operators():
-            own_roles = job.context.placement.roles_of(rank) if job else operator.roles
-            if here := [role for role in operator.roles if role in own_roles]:
+            if here := [role for role in operator.roles if context.has(role)]:
                 # The timeline shows an operator of several roles under the last of its
                 # roles on this rank.
                 self.timeline.roles[operator.name] = here[-1]
-        self.stragglers = self._stragglers(job)
-        self.rate = self._rate(
-            job.context.placement.size if job else dist.get_world_size()
-        )
+        self.stragglers = self._stragglers()
+        self.rate = self._rate(placement.size)
         if config.run.profile.steps:
             self.profiler.dims = self._named_groups()
         self.next_step = 0
@@ -185,7 +174,7 @@ class Trainer:
                 ).append(f"{role} {dim}")
         return {ranks: ", ".join(names) for ranks, names in group_names.items()}
 
-    def _stragglers(self, job: Job | None) -> Stragglers | None:
+    def _stragglers(self) -> Stragglers | None:
         """Create the straggler detection, or return None if `run.stragglers_every` is 0.
 
         Ranks are compared with each other if they have the same roles and the same
@@ -193,14 +182,18 @@ class Trainer:
         """
         if not (every := self.config.run.stragglers_every):
             return None
-        with together(self.run_state.context.control):
+        context = self.run_state.context
+        with together(context.control):
             meter = KernelMeter() if platform.is_cuda else ProcessorMeter(self.timeline)
-        actor, roles = self.roles.actor, job.context.roles if job else ()
+        actor = self.roles.actor
         stage = None if isinstance(actor, RemoteWorker) else actor.model.grid.coords.pp
-        name = job.context.describe if job else "rank {}".format
-        group, warn = self.run_state.context.control, self.console.warn
         return Stragglers(
-            meter, f"{roles} {stage}", every, group=group, name=name, log=warn
+            meter,
+            f"{context.roles} {stage}",
+            every,
+            group=context.control,
+            name=context.describe,
+            log=self.console.warn,
         )
 
     def _rate(self, world: int) -> MeasuredRate | None:

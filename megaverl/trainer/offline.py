@@ -39,7 +39,6 @@ from megaverl.trainer.job import (
     Leaving,
     PreemptionHandler,
     Stages,
-    alone,
     kept_objects,
 )
 from megaverl.trainer.resuming import GoingOn
@@ -163,12 +162,11 @@ class OfflineTrainer(ABC):
         config: Config,
         builder: Builder,
         console: Console,
-        job: Job | None,
+        job: Job,
         stage: SFTConfig | PreferenceConfig,
         sources: Sequence[Entry],
     ) -> None:
         self.config, self.builder, self.console = config, builder, console
-        self.context = job.context if job is not None else alone(config)
         self.steps, self.is_first = stage.steps, dist.get_rank() == 0
         self.run_dir = builder.config.run_dir
         self.stages = Stages(Timeline(dist.get_rank()), job)
@@ -241,7 +239,6 @@ class OfflineTrainer(ABC):
                     program,
                     {"trainer": TrainerWorker(self)},
                     config=self.config,
-                    context=self.context,
                     stages=self.stages,
                     leave=self.leave,
                     console=self.console,

@@ -34,7 +34,7 @@ class PairTrainer(OfflineTrainer):
         config: Config,
         builder: Builder,
         console: Console,
-        job: Job | None = None,
+        job: Job,
         *,
         pairs_only: bool = True,
     ) -> None:
@@ -83,7 +83,7 @@ class PreferenceTrainer(PairTrainer):
     name = "dpo"
 
     def __init__(
-        self, config: Config, builder: Builder, console: Console, job: Job | None = None
+        self, config: Config, builder: Builder, console: Console, job: Job
     ) -> None:
         preference, actor = config.preference, config.actor
         super().__init__(
@@ -116,7 +116,7 @@ class RewardModelTrainer(PairTrainer):
     name = role = "reward_model"
 
     def __init__(
-        self, config: Config, builder: Builder, console: Console, job: Job | None = None
+        self, config: Config, builder: Builder, console: Console, job: Job
     ) -> None:
         super().__init__(config, builder, console, job)
         section = config.reward_model

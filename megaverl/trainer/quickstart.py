@@ -124,7 +124,7 @@ def _tokenizer_of_characters(config: Config, path: Path) -> Path:
     return train_sentencepiece(texts, path, vocab_size=size, symbols=symbols)
 
 
-def quickstart(config: Config, console: Console, job: Job | None = None) -> None:
+def quickstart(config: Config, console: Console, job: Job) -> None:
     """Run warm-up and training, then print accuracy before and after, the curve, and the output paths.
 
     A run that resumes from a checkpoint skips the warm-up.
@@ -136,7 +136,7 @@ def quickstart(config: Config, console: Console, job: Job | None = None) -> None
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"path": str(warm)})}
     )
-    trainer = Trainer(config, console, Builder(config, builder.groups), job)
+    trainer = Trainer(config, console, job, Builder(config, builder.groups))
     trainer.train()
     if dist.get_rank() == 0:
         _report(trainer, console)

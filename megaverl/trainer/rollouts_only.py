@@ -19,7 +19,7 @@ from megaverl.distributed.collectives import on_first_rank
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.build import Builder
-from megaverl.trainer.job import Job, PreemptionHandler, Stages, alone
+from megaverl.trainer.job import Job, PreemptionHandler, Stages
 from megaverl.trainer.program import policy_step, sample
 from megaverl.trainer.role_groups import make_run
 from megaverl.trainer.role_workers import RewardWorker, RolloutWorker
@@ -78,13 +78,13 @@ class StorageWorker:
         self._console.step(step + 1, num_steps, stored.metrics)
 
 
-def generate_only(config: Config, console: Console, job: Job | None = None) -> None:
+def generate_only(config: Config, console: Console, job: Job) -> None:
     """Store the rollouts of `trainer.steps` steps in the run folder. Collective over all ranks.
 
     Each step takes the same prompts and seeds as a training run. An interrupted run
     continues after its last stored step, unless `checkpoint.resume` is never.
     """
-    context = job.context if job is not None else alone(config)
+    context = job.context
     builder = Builder(config)
     stages = Stages(Timeline(), job)
     prompts, rollout = builder.prompts(), builder.rollout(None)
@@ -129,7 +129,6 @@ def generate_only(config: Config, console: Console, job: Job | None = None) -> N
         store_rollouts,
         workers,
         config=config,
-        context=context,
         stages=stages,
         leave=PreemptionHandler(),
         console=console,

@@ -23,7 +23,7 @@ from megaverl.planner.placed_run import with_engine_share
 from megaverl.platform import platform
 from megaverl.rollout import sample_seed
 from megaverl.rollout.engine import sampling_options
-from megaverl.trainer.job import Job, Leaving, PlacementCheck, join_job
+from megaverl.trainer.job import Job, Leaving, PlacementCheck, WatchedJob, join_job
 from megaverl.trainer.preflight import check_in_ranks
 from megaverl.user_code import exits_fail
 
@@ -87,7 +87,7 @@ def _check_and_do(
     config: Config,
     command: str,
     console: Console,
-    job: Job,
+    job: WatchedJob,
     options: dict[str, Any],
     *,
     checks_files: bool,
@@ -145,9 +145,7 @@ def prepare_folder(run_dir: Path, config: Config, command: str) -> None:
         ) from error
 
 
-def _train(
-    config: Config, console: Console, job: Job | None, options: dict[str, Any]
-) -> None:
+def _train(config: Config, console: Console, job: Job, options: dict[str, Any]) -> None:
     if config.trainer.rollout_only:
         from megaverl.trainer.rollouts_only import generate_only
 
@@ -155,12 +153,10 @@ def _train(
         return
     from megaverl.trainer.loop import Trainer
 
-    Trainer(config, console, job=job).train()
+    Trainer(config, console, job).train()
 
 
-def _sft(
-    config: Config, console: Console, job: Job | None, options: dict[str, Any]
-) -> None:
+def _sft(config: Config, console: Console, job: Job, options: dict[str, Any]) -> None:
     from megaverl.trainer.supervised import SFTTrainer
 
     SFTTrainer(
@@ -168,9 +164,7 @@ def _sft(
     ).train()
 
 
-def _dpo(
-    config: Config, console: Console, job: Job | None, options: dict[str, Any]
-) -> None:
+def _dpo(config: Config, console: Console, job: Job, options: dict[str, Any]) -> None:
     from megaverl.trainer.preferences import PreferenceTrainer
 
     builder = _offline_builder(config, config.preference.max_response_tokens)
@@ -178,7 +172,7 @@ def _dpo(
 
 
 def _reward(
-    config: Config, console: Console, job: Job | None, options: dict[str, Any]
+    config: Config, console: Console, job: Job, options: dict[str, Any]
 ) -> None:
     from megaverl.trainer.preferences import RewardModelTrainer
 
@@ -193,9 +187,7 @@ def _offline_builder(config: Config, longest: int | None) -> Builder:
     return Builder(with_longest(config, longest))
 
 
-def _eval(
-    config: Config, console: Console, job: Job | None, options: dict[str, Any]
-) -> None:
+def _eval(config: Config, console: Console, job: Job, options: dict[str, Any]) -> None:
     from megaverl.trainer.build import Builder
     from megaverl.trainer.evaluation import evaluate
 
@@ -203,7 +195,7 @@ def _eval(
 
 
 def _generate(
-    config: Config, console: Console, job: Job | None, options: dict[str, Any]
+    config: Config, console: Console, job: Job, options: dict[str, Any]
 ) -> None:
     from megaverl.trainer.build import Builder
 
@@ -264,7 +256,7 @@ def _generate(
 
 
 def _quickstart(
-    config: Config, console: Console, job: Job | None, options: dict[str, Any]
+    config: Config, console: Console, job: Job, options: dict[str, Any]
 ) -> None:
     from megaverl.trainer.quickstart import quickstart
 
@@ -272,14 +264,14 @@ def _quickstart(
 
 
 def _tinker(
-    config: Config, console: Console, job: Job | None, options: dict[str, Any]
+    config: Config, console: Console, job: Job, options: dict[str, Any]
 ) -> None:
     from megaverl.trainer.tinker.command import serve_tinker
 
     serve_tinker(config, console, job)
 
 
-Command = Callable[[Config, Console, Job | None, dict[str, Any]], None]
+Command = Callable[[Config, Console, Job, dict[str, Any]], None]
 COMMANDS: dict[str, Command] = {
     "train": _train,
     "sft": _sft,

@@ -204,7 +204,6 @@ class ServedRun:
             lambda controller: program(self._make_run(controller)),
             self._workers,
             config=self._config,
-            context=self._context,
             stages=trainer.stages,
             leave=trainer.leave,
             console=trainer.console,

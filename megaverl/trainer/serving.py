@@ -12,7 +12,6 @@ from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.status_board import StatusBoard
 from megaverl.dataflow.program_runner import FailureHandling, run_program
-from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.liveness import Liveness
 from megaverl.monitoring.console import Console
 from megaverl.trainer.job import PreemptionHandler, Stages
@@ -24,7 +23,6 @@ def serve_program(
     workers: Mapping[str, object],
     *,
     config: Config,
-    context: JobContext,
     stages: Stages,
     leave: PreemptionHandler,
     console: Console,
@@ -35,14 +33,14 @@ def serve_program(
     Args:
         program: makes the program, which runs on the coordinator's rank.
         workers: workers of this rank by role.
-        stages: show the controller what this rank does.
+        stages: this rank's place in the job. They show the controller what this rank does.
         leave: notes signals, which reach the program with the replies to its calls.
         dialogue: lets workers' methods ask the program.
 
     Raises:
         TrainingStopped: another rank failed or was lost. The message names it.
     """
-    liveness = None if stages.job is None else stages.job.liveness
+    context, liveness = stages.job.context, stages.job.liveness
     seconds = config.run.timeout_minutes * 60
     if liveness is None:
         stages.board, failures = StatusBoard(), FailureHandling()

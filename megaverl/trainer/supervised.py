@@ -18,7 +18,7 @@ from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
 from megaverl.rollout.engine import Generation
 from megaverl.trainer.build import Builder
-from megaverl.trainer.job import Job, PreemptionHandler, Stages, alone
+from megaverl.trainer.job import Job, PreemptionHandler, Stages
 from megaverl.trainer.offline import OfflineTrainer, TrainerGroup, with_optimizer
 from megaverl.trainer.saving import export_model
 from megaverl.trainer.serving import serve_program
@@ -57,7 +57,7 @@ class SFTTrainer(OfflineTrainer):
     name = "sft"
 
     def __init__(
-        self, config: Config, builder: Builder, console: Console, job: Job | None = None
+        self, config: Config, builder: Builder, console: Console, job: Job
     ) -> None:
         super().__init__(
             config, builder, console, job, config.sft, answer_sources(config)
@@ -80,7 +80,7 @@ class SFTTrainer(OfflineTrainer):
 
 
 def warm_up(
-    config: Config, builder: Builder, console: Console, job: Job | None = None
+    config: Config, builder: Builder, console: Console, job: Job
 ) -> TrainingModel:
     """Run all steps of `sft` without saving or recording anything. Return the model that RL starts from."""
     stages = Stages(Timeline(), job)
@@ -96,7 +96,6 @@ def warm_up(
             program,
             {"trainer": worker},
             config=config,
-            context=job.context if job is not None else alone(config),
             stages=stages,
             leave=PreemptionHandler(),
             console=console,

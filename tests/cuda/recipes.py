@@ -224,9 +224,9 @@ class RecipeRank:
 
     def start(self) -> dict[str, Any]:
         """All that a run makes on this rank: every role, the plans, the flow of a step."""
-        stages = Stages(Timeline(self.rank))
+        job = alone(self.config)
+        stages, context = Stages(Timeline(self.rank), job), job.context
         console: Any = SimpleNamespace(warn=print)
-        context = alone(self.config)
         roles = make_roles(self.builder, context, generates=True)
         self.state = RunState(self.config, roles, context, stages, console)
         assert isinstance(roles.actor, Actor) and roles.sync is not None
@@ -319,7 +319,8 @@ class RecipeRank:
         there to this one, as between roles on ranks of their own: fields of a batch,
         and a tensor of an operator's own.
         """
-        context, other = alone(self.config), (self.rank + 1) % dist.get_world_size()
+        context = alone(self.config).context
+        other = (self.rank + 1) % dist.get_world_size()
         batch = RolloutBatch.from_generations(
             [[1, 2]] * 4, [response(number) for number in range(4)]
         )

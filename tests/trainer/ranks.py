@@ -26,6 +26,7 @@ from megaverl.errors import MegaverlError
 from megaverl.models.packing import MicroBatch
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
+from megaverl.trainer.job import alone
 from megaverl.trainer.loop import Trainer
 from megaverl.trainer.run import COMMANDS, prepare_folder
 from megaverl.weights import reshard
@@ -58,7 +59,8 @@ def attempt(
     )
     try:
         on_first_rank(lambda: prepare_folder(config.run_dir, config, command))
-        COMMANDS[command](config, Console(rank=dist.get_rank()), None, options or {})
+        console = Console(rank=dist.get_rank())
+        COMMANDS[command](config, console, alone(config), options or {})
     except MegaverlError as error:
         return {"class": type(error).__name__, "text": str(error)}
     return {}
@@ -75,7 +77,8 @@ def train_with_a_wrong_engine(
     Returns: the error that this rank hears, or what it has said.
     """
     said = io.StringIO()
-    trainer = Trainer(configuration(arguments), Console(rank=dist.get_rank(), out=said))
+    config, console = configuration(arguments), Console(rank=dist.get_rank(), out=said)
+    trainer = Trainer(config, console, alone(config))
     rollout, sync = trainer.roles.rollout, trainer.roles.sync
     reshard = sync.reshard
 
@@ -133,9 +136,9 @@ def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
         samples; `held`, the samples that this rank had in the last step; `groups`, of how many ranks each is; `parts`
         of a reshard in the background.
     """
-    trainer = Trainer(
-        configuration(arguments), Console(rank=dist.get_rank(), out=io.StringIO())
-    )
+    config = configuration(arguments)
+    console = Console(rank=dist.get_rank(), out=io.StringIO())
+    trainer = Trainer(config, console, alone(config))
     state = trainer.run_state
     if whole:
         state._readers = None
@@ -234,9 +237,9 @@ def hold_and_give_back(count: int, group_size: int) -> dict[str, Any]:
 
 def train_until_a_part_is_lost(arguments: list[str], stalls: bool) -> str:
     """Train while weights move in the background, where those of rank 1 raise or never come; how it ends."""
-    trainer = Trainer(
-        configuration(arguments), Console(rank=dist.get_rank(), out=io.StringIO())
-    )
+    config = configuration(arguments)
+    console = Console(rank=dist.get_rank(), out=io.StringIO())
+    trainer = Trainer(config, console, alone(config))
     let_go = threading.Event()
 
     def lost(function: Any) -> Any:

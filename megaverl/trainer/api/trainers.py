@@ -46,7 +46,7 @@ from megaverl.user_code import describe, exits_fail
 
 if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
-    from megaverl.trainer.job import Job
+    from megaverl.trainer.job import WatchedJob
     from megaverl.trainer.loop import Trainer
     from megaverl.trainer.stored_rollouts import StoredRollouts
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 class _Joined:
     """Job that this process has joined. There is at most one."""
 
-    job: Job | None = None
+    job: WatchedJob | None = None
     config: Config | None = None
     # Configurations whose code and data were checked.
     checked: ClassVar[list[Config]] = []
@@ -65,7 +65,7 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and not JOB_OF_ONE
 
 
-def init_distributed(config: Description) -> Job:
+def init_distributed(config: Description) -> WatchedJob:
     """Join the job of this process: create the default process group, place the roles and monitor for lost ranks.
 
     Under torchrun every rank must call it. Otherwise the job is this process. A second
@@ -127,7 +127,7 @@ def init_distributed(config: Description) -> Job:
     return _Joined.job
 
 
-def _check_code(config: Config, job: Job) -> None:
+def _check_code(config: Config, job: WatchedJob) -> None:
     """Check code and data of a configuration once. Collective over all ranks.
 
     Raises:
@@ -304,7 +304,7 @@ class RLTrainer:
             console.warn(warning)
         for choice in self.config.choices:
             console.print(choice)
-        return Trainer(self.config, console, job=job)
+        return Trainer(self.config, console, job)
 
 
 class PPOTrainer(RLTrainer):

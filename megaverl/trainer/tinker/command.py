@@ -13,7 +13,7 @@ from megaverl.controller.core import Controller
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.build import Builder
-from megaverl.trainer.job import Job, PreemptionHandler, Stages, alone, kept_objects
+from megaverl.trainer.job import Job, PreemptionHandler, Stages, kept_objects
 from megaverl.trainer.serving import serve_program
 from megaverl.trainer.tinker.http_server import TinkerServer
 from megaverl.trainer.tinker.program import (
@@ -32,7 +32,7 @@ from megaverl.workers.model import TrainingModel
 from megaverl.workers.optimizers import MegatronTrainable
 
 
-def serve_tinker(config: Config, console: Console, job: Job | None) -> None:
+def serve_tinker(config: Config, console: Console, job: Job) -> None:
     """Serve clients until the job receives SIGTERM. Every rank of the job calls it."""
     stages = Stages(Timeline(dist.get_rank()), job)
     builder = Builder(config)
@@ -89,7 +89,6 @@ def serve_tinker(config: Config, console: Console, job: Job | None) -> None:
             program,
             {"adapters": worker},
             config=config,
-            context=job.context if job is not None else alone(config),
             stages=stages,
             leave=leave,
             console=console,
