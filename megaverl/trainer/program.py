@@ -24,19 +24,20 @@ have their own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import functools
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from megaverl.controller.references import PendingCall, Ref
 from megaverl.data.batch import RolloutBatch
 from megaverl.trainer.role_groups import (
     AGENT,
-    EarlySamples,
     Run,
     Samples,
     TrainedGroup,
     changes_prompts,
 )
+from megaverl.trainer.rollouts_ahead import EarlySamples
 from megaverl.trainer.sample_rows import Fields
 from megaverl.trainer.update_decisions import decide_together
 from megaverl.workers.decisions import Rules
@@ -47,6 +48,22 @@ class RunLeft(Exception):
     """Signal that the run has saved a checkpoint and that its ranks exit before the last step."""
 
 
+def until_left(
+    program: Callable[[Run, int], Awaitable[None]],
+) -> Callable[[Run, int], Coroutine[Any, Any, None]]:
+    """Return a program that ends without an error when the run is left."""
+
+    @functools.wraps(program)
+    async def run_until_left(run: Run, step: int) -> None:
+        try:
+            await program(run, step)
+        except RunLeft:
+            return
+
+    return run_until_left
+
+
+@until_left
 async def train(run: Run, first_step: int) -> None:
     """Run the remaining steps. After each step, validate, save or leave if that is due.
 
@@ -60,8 +77,6 @@ async def train(run: Run, first_step: int) -> None:
             await take_step(run, step)
             if step + 1 < last_step:
                 await leave_if_asked(run)
-    except RunLeft:
-        return
     finally:
         if run.ahead is not None:
             # The task would otherwise start samples of further steps while the ranks
@@ -347,36 +362,28 @@ async def leave_if_asked(
     raise RunLeft
 
 
-async def begin_given(run: Run, first_step: int) -> None:
-    """Begin a run whose steps a Python program takes."""
-    try:
-        await begin(run, first_step)
-    except RunLeft:
-        return
+# Begins a run whose steps a Python program takes.
+begin_given = until_left(begin)
 
 
+@until_left
 async def give_rollouts(run: Run, step: int) -> None:
     """Generate the responses of a step and copy them to every rank, for a Python program that trains on them."""
-    try:
-        rollouts = await run.rollout.generate(step)
-        await leave_if_asked(run, rollouts)
-        await run.session.share(rollouts)
-    except RunLeft:
-        return
+    rollouts = await run.rollout.generate(step)
+    await leave_if_asked(run, rollouts)
+    await run.session.share(rollouts)
 
 
+@until_left
 async def take_given_step(run: Run, step: int) -> None:
     """Run one step on responses that a Python program provides on every rank."""
     # The program would change the responses of a checkpoint once more when it goes on.
     run.may_leave_inside = False
-    try:
-        await take_step(run, step)
-        if run.next_rollouts is not None:
-            await run.session.share(await run.next_rollouts)
-        if step + 1 < run.config.trainer.steps:
-            await leave_if_asked(run)
-    except RunLeft:
-        return
+    await take_step(run, step)
+    if run.next_rollouts is not None:
+        await run.session.share(await run.next_rollouts)
+    if step + 1 < run.config.trainer.steps:
+        await leave_if_asked(run)
 
 
 async def agents_step(run: Run, step: int) -> Samples:

@@ -26,6 +26,7 @@ from megaverl.dataflow.plan import CompiledFlow
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.trainer.harness.engine_rows import EngineAnswers, EngineRows
 from megaverl.trainer.islands import reporting_ranks
+from megaverl.trainer.rollouts_ahead import RolloutsAhead
 from megaverl.trainer.sample_rows import Fields, SampleFacts
 from megaverl.trainer.update_decisions import decide_together
 from megaverl.workers.decisions import Rules
@@ -54,13 +55,6 @@ class Samples(NamedTuple):
 
     rollouts: Ref[RolloutBatch]
     scores: Ref[Scores]
-
-
-class EarlySamples(NamedTuple):
-    """Samples of a future step. `scores` is None if the reward ranks do not score ahead of training."""
-
-    rollouts: Ref[RolloutBatch]
-    scores: Ref[Scores] | None
 
 
 class Assignments:
@@ -528,25 +522,6 @@ class OperatorGroup(SampleGroup):
         )
 
 
-class SamplesAhead(Protocol):
-    """Source of samples of later steps, which the engines generate while other ranks train.
-
-    Implemented by `rollouts_ahead.RolloutsAhead`.
-    """
-
-    async def take(self, step: int) -> EarlySamples:
-        """Wait for the samples of a step and return them. All earlier steps must be complete on all ranks."""
-
-    async def until_begun(self, step: int) -> None:
-        """Wait until the engines have begun all samples that the weights before the update of `step` generate."""
-
-    async def until_new_weights(self, step: int) -> None:
-        """Wait until the engines have received the weights that arrive in the middle of the responses of `step`."""
-
-    def stop(self) -> None:
-        """Start no further samples."""
-
-
 class TrainsAgent(Protocol):
     """Agent of a game, with its own actor and critic. Implemented by `agents.GameAgent`."""
 
@@ -609,7 +584,7 @@ class Run:
     may_leave_inside: bool = True
     restored_steps: Set[int] = frozenset()
     agents: Mapping[str, TrainsAgent] = field(default_factory=dict)
-    ahead: SamplesAhead | None = None
+    ahead: RolloutsAhead | None = None
     scores_arriving: bool = False
     scores_ahead: bool = False
     may_generate_next: Callable[[int], bool] | None = None

@@ -11,26 +11,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
-from megaverl.trainer.role_groups import EarlySamples, Run
+from megaverl.controller.references import Ref
+from megaverl.data.batch import RolloutBatch
+from megaverl.trainer.schedule import Schedule
+from megaverl.workers.reward import Scores
 
-# Maps a step to the number of completed steps after which the engines begin it, or take
-# new weights within it.
-AfterSteps = Callable[[int], int]
+
+class EarlySamples(NamedTuple):
+    """Samples of a future step. `scores` is None if the reward ranks do not score ahead of training."""
+
+    rollouts: Ref[RolloutBatch]
+    scores: Ref[Scores] | None
 
 
 class RolloutsAhead:
     """Task that generates samples while the program trains on earlier ones.
 
     Args:
+        schedule: after how many completed steps the engines begin a step, and take new weights within it.
         sample: generates the samples of a step, and also scores them if the reward ranks may run ahead.
-        begins_after: returns after how many completed steps the engines begin a step.
-        new_weights_after: returns after how many completed steps the engines take new weights in the middle of a step's
-            responses (`rollout.in_flight_updates`). None: they do not.
         first_step, last_step: range of the run's steps, excluding `last_step`.
+        is_in_flight: whether the engines take new weights in the middle of a step's responses.
 
     Example:
-        ahead = RolloutsAhead(run, sample, lambda step: max(0, step - 1), 0, 100)
+        ahead = RolloutsAhead(Schedule.of(config, placement), sample, 0, 100, is_in_flight=False)
         for step in range(100):
             samples = await ahead.take(step)
             ...                             # train
@@ -40,15 +46,18 @@ class RolloutsAhead:
 
     def __init__(
         self,
-        run: Run,
-        sample: Callable[[Run, int], Awaitable[EarlySamples]],
-        begins_after: AfterSteps,
+        schedule: Schedule,
+        sample: Callable[[int], Awaitable[EarlySamples]],
         first_step: int,
         last_step: int,
-        new_weights_after: AfterSteps | None = None,
+        *,
+        is_in_flight: bool,
     ) -> None:
-        self._run, self._sample = run, sample
-        self._begins_after, self._new_weights_after = begins_after, new_weights_after
+        self._schedule, self._sample, self._is_in_flight = (
+            schedule,
+            sample,
+            is_in_flight,
+        )
         self._first_step, self._last_step = first_step, last_step
         self._num_done = first_step  # steps completed on all ranks
         self._num_begun = first_step  # steps whose generation has begun
@@ -74,17 +83,15 @@ class RolloutsAhead:
 
     async def until_begun(self, step: int) -> None:
         """Wait until the engines have begun all samples that the weights before the update of `step` generate."""
-        last_begun = self._last_due(self._begins_after, step)
-        last_resumed = (
-            -1
-            if self._new_weights_after is None
-            else self._last_due(self._new_weights_after, step)
-        )
+        last_begun = self._last_due(self._schedule.begins_after, step)
+        last_resumed = -1
+        if self._is_in_flight:
+            last_resumed = self._last_due(self._schedule.new_weights_after, step)
         await self._wait(
             lambda: self._num_begun > last_begun and self._num_resumed > last_resumed
         )
 
-    def _last_due(self, is_after: AfterSteps, step: int) -> int:
+    def _last_due(self, is_after: Callable[[int], int], step: int) -> int:
         """Return the last step of which a phase must happen before the update of `step`."""
         return max(
             later for later in range(step, self._last_step) if is_after(later) <= step
@@ -92,9 +99,8 @@ class RolloutsAhead:
 
     async def until_new_weights(self, step: int) -> None:
         """Wait until the engines have received the weights that arrive in the middle of the responses of `step`."""
-        assert self._new_weights_after is not None, "rollout.in_flight_updates is off"
-        earliest = self._new_weights_after(step)
-        await self._wait_until_done(earliest)
+        assert self._is_in_flight, "rollout.in_flight_updates is off"
+        await self._wait_until_done(self._schedule.new_weights_after(step))
         # Tasks that wait for this wake up only after the caller has made its next call.
         self._num_resumed = step + 1
         asyncio.ensure_future(self._notify())
@@ -106,9 +112,8 @@ class RolloutsAhead:
 
     async def _generate(self) -> None:
         for step in range(self._first_step, self._last_step):
-            earliest = self._begins_after(step)
-            await self._wait_until_done(earliest)
-            generation = asyncio.ensure_future(self._sample(self._run, step))
+            await self._wait_until_done(self._schedule.begins_after(step))
+            generation = asyncio.ensure_future(self._sample(step))
             # Let the task make its first call, so that calls of tasks that wait for it
             # are sent afterwards.
             await asyncio.sleep(0)

@@ -114,7 +114,7 @@ class RunState:
         self._readers = self.routing.readers(self.flow) if self.is_shared else None
         self.generates = context.has("rollout")
         self.makes_samples = self.generates or context.has("reward")
-        self.lag = Schedule.of(config, placement).lag(context.rank)
+        self._is_ahead = Schedule.of(config, placement).engines_ahead > 0
         self.waiting = WaitingSamples(config, context)
         self.step_metrics: StepMetrics = CollectedMetrics(context, self.reporter)
         if self.is_shared:
@@ -372,7 +372,8 @@ class RunState:
     @property
     def _keeps_waiting(self) -> bool:
         """Return whether this rank keeps samples that are generated ahead, to save them in a checkpoint."""
-        return self.waiting.is_here and self.lag > 0 and self.step.replayed is None
+        is_ahead = self._is_ahead and self.step.replayed is None
+        return self.waiting.is_here and is_ahead
 
     # --- after a step -------------------------------------------------------------------------------------------------
 

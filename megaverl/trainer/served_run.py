@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from signal import Signals
 from typing import Any, Protocol
 
@@ -116,6 +117,7 @@ class ServedRun:
         self._config = trainer.config
         state, operators = trainer.run_state, trainer.step
         self._context, self._placement = state.context, state.context.placement
+        self._schedule = Schedule.of(self._config, self._placement)
         state.start(trainer.next_step)
         trainer.profiler.end(trainer.next_step)
         store = SampleStore()
@@ -230,11 +232,7 @@ class ServedRun:
             or self._is_given
         ):
             return False
-        rewards = self._placement.ranks["reward"][0]
-        is_free = (
-            not self._is_ahead
-            or Schedule.of(self._config, self._placement).lag(rewards) > 0
-        )
+        is_free = not self._is_ahead or self._schedule.rewards_ahead > 0
         return is_free and can_arrive(self._config, self._placement)
 
     def _choose_step(self) -> StepProgram:
@@ -275,35 +273,24 @@ class ServedRun:
         run.is_given = self._is_given
         run.scores_arriving = self._scores_arriving
         if self._is_ahead:
-            run.ahead = self._samples_ahead(run)
+            run.scores_ahead = (
+                self._schedule.rewards_ahead > 0 and not self._config.trainer.operators
+            )
+            run.ahead = RolloutsAhead(
+                self._schedule,
+                partial(sample_ahead, run),
+                self._trainer.next_step,
+                self._config.trainer.steps,
+                is_in_flight=self._config.rollout.in_flight_updates,
+            )
         elif self._may_run_ahead:
             run.may_generate_next = self._may_generate_next
         return run
 
     def _may_generate_next(self, step: int) -> bool:
         """Return whether the engines may begin the step after `step` before `step` is complete."""
-        schedule = Schedule.of(self._config, self._placement)
-        steps_ahead = schedule.lag(self._placement.ranks["rollout"][0])
         is_last = step + 1 >= self._config.trainer.steps
-        return not is_last and schedule.begins_after(step + 1, steps_ahead) <= step
-
-    def _samples_ahead(self, run: Run) -> RolloutsAhead:
-        """Create the task that generates samples ahead of training, as far as the schedule allows."""
-        schedule = Schedule.of(self._config, self._placement)
-        steps_ahead = schedule.lag(self._placement.ranks["rollout"][0])
-        are_scores_early = schedule.lag(self._placement.ranks["reward"][0]) > 0
-        run.scores_ahead = are_scores_early and not self._config.trainer.operators
-        is_in_flight = self._config.rollout.in_flight_updates
-        return RolloutsAhead(
-            run,
-            sample_ahead,
-            lambda step: schedule.begins_after(step, steps_ahead),
-            self._trainer.next_step,
-            self._config.trainer.steps,
-            (lambda step: schedule.in_flight_after(step, steps_ahead))
-            if is_in_flight
-            else None,
-        )
+        return not is_last and self._schedule.begins_after(step + 1) <= step
 
 
 class SessionWorker:

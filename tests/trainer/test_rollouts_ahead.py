@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import pytest
@@ -180,16 +181,12 @@ def run_asynchronously(
             restored_steps=frozenset(),
         )
         run.scores_ahead = True
-        lag = schedule.lag(ENGINE)
         run.ahead = RolloutsAhead(
-            run,
-            sample_ahead,
-            lambda step: schedule.begins_after(step, lag),
+            schedule,
+            partial(sample_ahead, run),
             0,
             num_steps,
-            (lambda step: schedule.in_flight_after(step, lag))
-            if is_in_flight
-            else None,
+            is_in_flight=is_in_flight,
         )
         return train(run, 0)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megaverl.config import Config
 from megaverl.distributed.placement import parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.trainer.saving import append_samples, forget_samples
@@ -30,53 +31,44 @@ PLACEMENT = resolve(
 )
 def test_who_is_ahead_by_how_much(staleness: int, lags: list[int]) -> None:
     """One less for each hand that the samples have gone through; the critic only values them, the actor never is."""
-    schedule = Schedule(PLACEMENT, staleness, 0, 0)
-    assert [schedule.lag(rank) for rank in range(5)] == lags
+    assert [PLACEMENT.lag(rank, staleness) for rank in range(5)] == lags
 
 
 def test_rounds_are_of_one_version() -> None:
     """Engines and rewards begin a step together: inside its rounds no weights come, and no run is left."""
-    lags = [Schedule(PLACEMENT, 2, 0, 0, in_rounds=True).lag(rank) for rank in range(5)]
+    lags = [PLACEMENT.lag(rank, 2, in_rounds=True) for rank in range(5)]
     assert lags == [2, 2, 1, 1, 0]
     said = {"rollout": parse_wanted(0), "reward": parse_wanted("actor")}
     beside = resolve(said, 2, dict.fromkeys(said))
-    assert [
-        Schedule(beside, 2, 0, 0, in_rounds=each).lag(0) for each in (False, True)
-    ] == [2, 0]
+    assert [beside.lag(0, 2, in_rounds=each) for each in (False, True)] == [2, 0]
+
+
+def test_engines_and_rewards_are_ahead_as_their_ranks_are() -> None:
+    settings = {
+        "model": {"path": "model"},
+        "rollout": {"async_rollout": True, "max_staleness": 3},
+        "checkpoint": {"save_interval": 4},
+        "trainer": {"validate_every": 6},
+    }
+    config = Config.model_validate(settings)
+    assert Schedule.of(config, PLACEMENT) == Schedule(3, 2, 4, 6)
 
 
 def test_nobody_is_ahead_of_a_save_or_a_validation() -> None:
-    schedule = Schedule(PLACEMENT, 3, save_interval=4, validate_every=6)
-    assert [schedule.begins_after(step, 3) for step in range(13)] == [
-        0,
-        0,
-        0,
-        0,
-        4,
-        4,
-        6,
-        6,
-        8,
-        8,
-        8,
-        8,
-        12,
-    ]
-    assert [
-        Schedule(PLACEMENT, 3, 0, 0).begins_after(step, 3) for step in range(7)
-    ] == [0, 0, 0, 0, 1, 2, 3]
+    schedule = Schedule(3, 2, save_interval=4, validate_every=6)
+    begins = [0, 0, 0, 0, 4, 4, 6, 6, 8, 8, 8, 8, 12]
+    assert [schedule.begins_after(step) for step in range(13)] == begins
+    unbound = Schedule(3, 2, 0, 0)
+    begins = [0, 0, 0, 0, 1, 2, 3]
+    assert [unbound.begins_after(step) for step in range(7)] == begins
 
 
 def test_weights_that_come_while_a_step_is_generated_wait_for_nobody() -> None:
-    """Every other world has agreed to them when it begins the step, or does before it waits for samples."""
-    schedule = Schedule(PLACEMENT, 3, save_interval=4, validate_every=0, in_flight=True)
+    schedule = Schedule(3, 2, save_interval=4, validate_every=0)
     for step in range(13):
-        taken = schedule.in_flight_after(step, schedule.lag(0))
-        begun = [schedule.begins_after(step, schedule.lag(rank)) for rank in range(5)]
-        assert max(taken, begun[0]) <= step and all(
-            taken <= other for other in begun[1:]
-        )
-        assert taken <= begun[0] or taken % 4, "nobody saves inside a step"
+        taken, begun = schedule.new_weights_after(step), schedule.begins_after(step)
+        assert begun <= taken <= step
+        assert taken <= begun or taken % 4, "nobody saves inside a step"
 
 
 @pytest.mark.parametrize("done", [0, 1, 3, 5])
