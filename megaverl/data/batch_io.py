@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as save_bytes
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -62,19 +63,30 @@ def from_json(text: str) -> RolloutBatch:
 def save(batch: RolloutBatch, path: str | Path) -> None:
     """Write the batch as a safetensors file, atomically, with its columns in the metadata."""
     path = Path(path)
-    columns, shared = taken_out(batch.columns)
-    stored = {**batch.tensors, **_named(shared)}
-    tensors = {
-        name: tensor.detach().cpu().contiguous() for name, tensor in stored.items()
-    }
+    tensors, metadata = _stored(batch)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        save_file(tensors, scratch, metadata={"columns": _columns_json(columns)})
+        save_file(tensors, scratch, metadata)
         scratch.replace(path)
     finally:
         # After a successful write the scratch file has been renamed.
         with contextlib.suppress(FileNotFoundError):
             scratch.unlink()
+
+
+def to_bytes(batch: RolloutBatch) -> bytes:
+    """Return the contents of the file that `save` writes."""
+    return save_bytes(*_stored(batch))
+
+
+def _stored(batch: RolloutBatch) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a batch on the host, and its columns as metadata."""
+    columns, shared = taken_out(batch.columns)
+    stored = {**batch.tensors, **_named(shared)}
+    tensors = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in stored.items()
+    }
+    return tensors, {"columns": _columns_json(columns)}
 
 
 def load(path: str | Path) -> RolloutBatch:

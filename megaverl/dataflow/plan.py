@@ -413,35 +413,31 @@ def _transfers(
     ranks: Mapping[str, tuple[int, ...] | None],
 ) -> list[ValueTransfer]:
     """Return a transfer for every value that a rank needs and does not make. Each rank receives a value once."""
-    place = {op.name: number for number, op in enumerate(order)}
-    takers_of: dict[tuple[str, str], dict[tuple[int, ...], list[str]]] = {}
-    for op in order:
-        for value, maker in makers[op.name].items():
-            source, dest = ranks.get(maker), ranks[op.name]
-            if maker == GIVEN or source is None or dest is None:
-                # Every rank already has the value, or makes it itself.
-                continue
-            sent = takers_of.setdefault((value, maker), {})
-            # Leave out ranks that have the value or already receive it for an earlier
-            # operator.
-            missing = tuple(
-                rank
-                for rank in dest
-                if rank not in source and not any(rank in to for to in sent)
-            )
-            # The operator shares a transfer that already brings the value to its ranks.
-            for to, takers in sent.items():
-                if not set(to).isdisjoint(dest):
-                    takers.append(op.name)
-            if missing:
-                sent[missing] = [op.name]
     transfers: list[ValueTransfer] = []
-    # Sorted, because every rank must list the transfers in the same order.
-    for value, maker in sorted(takers_of, key=lambda key: (place[key[1]], key[0])):
-        for dest, takers in takers_of[value, maker].items():
-            source = ranks[maker]
-            assert source is not None
-            transfers.append(ValueTransfer(value, maker, tuple(takers), source, dest))
+    for maker in order:
+        source = ranks[maker.name]
+        if source is None:
+            continue  # every rank makes the value itself
+        for value in sorted(maker.gives):
+            dest_of = {
+                op.name: ranks[op.name] or ()
+                for op in order
+                if makers[op.name].get(value) == maker.name
+            }
+            holders = set(source)
+            for dest in dest_of.values():
+                missing = tuple(rank for rank in dest if rank not in holders)
+                if not missing:
+                    continue
+                holders.update(missing)
+                takers = tuple(
+                    name
+                    for name, other_dest in dest_of.items()
+                    if not set(missing).isdisjoint(other_dest)
+                )
+                transfers.append(
+                    ValueTransfer(value, maker.name, takers, source, missing)
+                )
     return transfers
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
@@ -27,17 +26,6 @@ from megaverl.distributed.ragged import RaggedBatch
 
 _NAME = "arriving samples"
 _FILLS: dict[str, float | bool] = {name: field.fill for name, field in FIELDS.items()}
-
-
-class TakesSamples(Protocol):
-    """Receiver of samples, one by one as an engine finishes them."""
-
-    def give(self, row: int, sample: RolloutBatch) -> None:
-        """Take one sample.
-
-        Args:
-            row: number of the sample in its step.
-        """
 
 
 def can_arrive(config: Config, placement: ResolvedPlacement) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from megaverl.distributed.channels import PendingSends, receive_json, send_json
 from megaverl.distributed.collectives import barrier
@@ -20,25 +19,6 @@ OF_A_RANK = (
     "memory/process_rss_mb",
     "memory/process_peak_rss_mb",
 )
-
-
-class StepMetrics(Protocol):
-    """Source of the metrics of completed steps on one rank. All ranks call the same methods in the same order."""
-
-    def measure(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """Return this rank's metrics of a step that has just ended, for `collect`."""
-
-    def collect(self, own_metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the step's metrics on ranks that have them, and an empty dictionary elsewhere."""
-
-    def book(self, step: int) -> None:
-        """Attribute the bytes received since the last call to a step, which may be ahead of training."""
-
-    def write_timeline(self, timeline: Timeline, run_dir: Path) -> None:
-        """Write the spans of this rank's stages, on the ranks whose timelines are kept."""
-
-    def join_timelines(self, run_dir: Path) -> None:
-        """Merge the timelines of all ranks that wrote one. Collective over all ranks of the job."""
 
 
 class SharedMetrics:
@@ -177,6 +157,10 @@ class CollectedMetrics:
                 for role_group in self.context.placement.role_groups
             ]
             merge_traces(traces, run_dir / "timeline.json")
+
+
+# All ranks call the same methods in the same order.
+StepMetrics = SharedMetrics | CollectedMetrics
 
 
 def _timeline_of(run_dir: Path, role_group: str) -> Path:

@@ -25,7 +25,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -241,8 +240,8 @@ class GroupsInProgress:
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def writer(self) -> Callable[[Path], None]:
-        """Return a function that writes the groups as they are now. It may be called later."""
+    def to_bytes(self) -> bytes:
+        """Return the groups as the contents of a file."""
         batch = _batch(self.groups)
         facts = [
             {
@@ -258,10 +257,10 @@ class GroupsInProgress:
             batch.tensors,
             {_FACTS: facts, "finish_reason": batch.columns["finish_reason"]},
         )
-        return partial(batch_io.save, kept)
+        return batch_io.to_bytes(kept)
 
     def read(self, path: Path) -> None:
-        """Restore groups from a file that `writer` wrote.
+        """Restore groups from a file with the contents of `to_bytes`.
 
         Raises:
             DataError: the file is missing or damaged.

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from megaverl.config import Config
@@ -48,7 +47,7 @@ from megaverl.trainer.saving import Records
 from megaverl.trainer.schedule import Schedule
 from megaverl.trainer.step import RLStep
 from megaverl.trainer.step_flow import make_flow
-from megaverl.trainer.stored_rollouts import RolloutFolder
+from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.waiting_samples import WaitingSamples
 from megaverl.weights.reshard import HIDDEN
 from megaverl.workers.decisions import (
@@ -105,7 +104,7 @@ class RunState:
         self.config, self.context, self.stages = config, context, stages
         self.roles = roles
         self.dialogue = Dialogue()
-        self.step = RLStep(config, self.roles, replayed, warn=console.warn, span=stages)
+        self.step = RLStep(config, self.roles, replayed, warn=console.warn)
         self.is_shared = placement.is_colocated
         self.flow = make_flow(self.step, None if self.is_shared else placement.ranks)
         self.reporter = reporter(placement)
@@ -348,11 +347,9 @@ class RunState:
                 step - self._done, self.step.metrics
             )
         if self._keeps_waiting:
+            version = self.roles.engines.weight_version
             self.waiting.keep(
-                step,
-                self.roles.engines.weight_version,
-                {"rollouts": rollouts},
-                self.step.metrics,
+                StoredRollouts(step, version, rollouts, metrics=self.step.metrics)
             )
         self._idle_since = time.perf_counter()
 
@@ -445,9 +442,7 @@ class RunState:
         }
         groups = self.step.in_progress
         if self.waiting.is_here and groups is not None and groups.groups:
-            with TemporaryDirectory() as folder:
-                groups.writer()(Path(folder) / PARTIAL_FILE)
-                files[PARTIAL_FILE] = (Path(folder) / PARTIAL_FILE).read_bytes()
+            files[PARTIAL_FILE] = groups.to_bytes()
         return files | self.waiting.files
 
     def write_timeline(self, records: Records, run_dir: Path) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from megaverl.rollout.engine import (
     select_options,
 )
 from megaverl.rollout.sampling_rules import sampling_of
-from megaverl.trainer.arriving_samples import TakesSamples
+from megaverl.trainer.arriving_samples import SampleSender
 from megaverl.trainer.mix import Mix
 from megaverl.trainer.partial_rollouts import (
     GroupsInProgress,
@@ -64,7 +63,6 @@ class RLStep:
         outlet: receives samples as they are finished, or None if samples are delivered all at once.
         waiting: by step, samples that were generated before an interruption.
         warn: shows a warning to the user.
-        span: opens a named span around an operator.
         readers: row selection by which each rank receives its samples, or None if every rank receives all.
         in_progress: groups that continue over an update (`rollout.partial`, `rollout.in_flight_updates`).
         epochs: by step that a program has begun, the number of passes over the data before it.
@@ -76,12 +74,9 @@ class RLStep:
     metrics: dict[str, float] = field(default_factory=dict)
     stored: StoredRollouts | None = None
     newest_version: int = 0
-    outlet: TakesSamples | None = None
+    outlet: SampleSender | None = None
     waiting: dict[int, StoredRollouts] = field(default_factory=dict)
     warn: Callable[[str], None] = print
-    span: Callable[[str], AbstractContextManager[Any]] = field(
-        default=lambda name: nullcontext()
-    )
     readers: RowSelection | None = None
     credit: AdvantageComputer = field(init=False)
     in_progress: GroupsInProgress | None = field(init=False, default=None)

@@ -44,15 +44,6 @@ class StoredRollouts:
     scores: Scores | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """Return the values of a step's flow that these samples provide."""
-        return (
-            {"rollouts": self.batch}
-            if self.scores is None
-            else {"rollouts": self.batch, "scores": self.scores}
-        )
-
     def drawn_with(self, sampling: Mapping[str, Any]) -> StoredRollouts:
         """Return a copy that records the temperature at which its samples were drawn.
 
@@ -79,6 +70,14 @@ class StoredRollouts:
 
     def write(self, path: Path) -> None:
         """Write the batch and its scores as a safetensors file."""
+        batch_io.save(self._with_scores(), path)
+
+    def to_bytes(self) -> bytes:
+        """Return the contents of the file that `write` writes."""
+        return batch_io.to_bytes(self._with_scores())
+
+    def _with_scores(self) -> RolloutBatch:
+        """Return the batch with a column of its scores."""
         batch = self.batch
         if self.scores is not None:
             scores = self.scores
@@ -95,7 +94,7 @@ class StoredRollouts:
                 for i in range(len(batch))
             ]
             batch = batch.with_columns(**{SCORE_COLUMN: rows})
-        batch_io.save(batch, path)
+        return batch
 
     @classmethod
     def read(cls, path: Path, facts: dict[str, Any]) -> StoredRollouts:

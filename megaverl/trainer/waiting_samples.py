@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from megaverl.config import Config
@@ -47,36 +47,21 @@ class WaitingSamples:
         """
         return self._samplers.get(done)
 
-    def keep(
-        self,
-        step: int,
-        version: int,
-        values: Mapping[str, Any],
-        metrics: Mapping[str, float],
-    ) -> None:
-        """Keep the samples of a step, and their scores if they have any, until the step is trained on.
-
-        Args:
-            version: version of the weights that generated the samples.
-        """
-        kept_metrics = {
-            name: value for name, value in metrics.items() if name.startswith(KEPT)
+    def keep(self, samples: StoredRollouts) -> None:
+        """Keep the samples of a step, and their scores if they have any, until the step is trained on."""
+        metrics = {
+            name: value
+            for name, value in samples.metrics.items()
+            if name.startswith(KEPT)
         }
-        self._kept[step] = StoredRollouts(
-            step, version, values["rollouts"], values.get("scores"), kept_metrics
-        )
+        self._kept[samples.step] = replace(samples, metrics=metrics)
 
     def add_scores(
         self, step: int, scores: Scores, metrics: Mapping[str, float]
     ) -> None:
         """Add scores, and the metrics measured since, to samples that wait."""
         if (kept := self._kept.get(step)) is not None:
-            self.keep(
-                step,
-                kept.weight_version,
-                {"rollouts": kept.batch, "scores": scores},
-                metrics,
-            )
+            self.keep(replace(kept, scores=scores, metrics=dict(metrics)))
 
     def add_pause(self, seconds: float) -> None:
         """Add time in which the engines waited for new weights."""
@@ -114,13 +99,9 @@ class WaitingSamples:
     @property
     def files(self) -> dict[str, bytes]:
         """Return the batches as file contents, by file name in a checkpoint."""
-        files = {}
-        with TemporaryDirectory() as folder:
-            for step, rollouts in self._kept.items():
-                path = Path(folder) / file_of(step)
-                rollouts.write(path)
-                files[path.name] = path.read_bytes()
-        return files
+        return {
+            file_of(step): rollouts.to_bytes() for step, rollouts in self._kept.items()
+        }
 
 
 def read_waiting(
