@@ -1,8 +1,7 @@
-"""Lossless storage of a RolloutBatch as JSON or as a safetensors file, without pickle."""
+"""Lossless storage of a RolloutBatch as a safetensors file, without pickle."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -10,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_bytes
 from safetensors.torch import save_file
@@ -24,40 +21,6 @@ from megaverl.outside import read_json
 
 # Prefix of tensors that rows of a column share, such as images.
 _SHARED = "shared/"
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.int64, torch.float32, torch.int16, torch.uint8, torch.bool)
-}
-
-
-def to_json(batch: RolloutBatch) -> str:
-    """Return the batch as one JSON object. Tensors are base64 of their little-endian bytes, so they stay bitwise equal.
-
-    Raises:
-        DataError: a column holds a value that JSON cannot.
-    """
-    columns, shared = taken_out(batch.columns)
-    tensors = {
-        name: _encoded(tensor)
-        for name, tensor in {**batch.tensors, **_named(shared)}.items()
-    }
-    return f'{{"columns": {_columns_json(columns)}, "tensors": {json.dumps(tensors)}}}'
-
-
-def from_json(text: str) -> RolloutBatch:
-    """Return the batch that `to_json` converted, on the CPU.
-
-    Raises:
-        DataError: the text is not such an object, or its tensors do not match the schema.
-    """
-    try:
-        content = read_json(text, not_finite=True, keeps_texts=True)
-        tensors = {name: _decoded(entry) for name, entry in content["tensors"].items()}
-        return _batch(tensors, content["columns"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"this is not a batch in JSON: {type(error).__name__}: {error}"
-        ) from error
 
 
 def save(batch: RolloutBatch, path: str | Path) -> None:
@@ -149,23 +112,3 @@ def _columns_json(columns: Mapping[str, list[Any]]) -> str:
                 f"column '{name}' cannot be written as JSON: {error}"
             ) from error
     return json.dumps(columns)
-
-
-def _encoded(tensor: Tensor) -> dict[str, Any]:
-    """Return a tensor as a JSON value."""
-    array = tensor.detach().cpu().contiguous().numpy()
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    data = base64.b64encode(little.tobytes()).decode()
-    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
-
-
-def _decoded(entry: dict[str, Any]) -> Tensor:
-    """Return the tensor of a JSON value."""
-    dtype = _DTYPES[entry["dtype"]]
-    data = base64.b64decode(entry["data"], validate=True)
-    array = numpy.frombuffer(data, numpy.dtype(entry["dtype"]).newbyteorder("<"))
-    native = array.astype(entry["dtype"]).reshape(entry["shape"])
-    return torch.from_numpy(native).to(dtype)
-
-
-__all__ = ["from_json", "load", "save", "to_json"]

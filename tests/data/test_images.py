@@ -19,7 +19,7 @@ from PIL import Image
 
 from megaverl.config.run import DataConfig, ImagesConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.batch_io import from_json, load, save, to_json
+from megaverl.data.batch_io import load, save
 from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.data.examine import encoder_of, examine
 from megaverl.data.images import COLUMN, Images, image_column
@@ -455,7 +455,6 @@ def test_a_group_shares_its_images_wherever_its_rows_go(
     assert (tmp_path / "batch.safetensors").stat().st_size < 3 * once
     for found in (
         load(tmp_path / "batch.safetensors"),
-        from_json(to_json(batch)),
         RolloutBatch.concat([batch[:2]]),
     ):
         kept = found.columns[COLUMN][1][0].tensors

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-from megaverl.data.batch_io import from_json, to_json
+from megaverl.data.batch_io import load, save
 from megaverl.data.datasets import PromptRecord
 from megaverl.rewards import Reward
 from megaverl.rollout.engine import Generation
@@ -41,7 +41,7 @@ def test_nothing_to_forget(tmp_path: Path) -> None:
     assert not (tmp_path / "samples.jsonl").exists()
 
 
-def test_an_episode_as_a_batch_also_after_it_was_stored() -> None:
+def test_an_episode_as_a_batch_also_after_it_was_stored(tmp_path: Path) -> None:
     """Only the model's own tokens train; a turn's reward stands at its end; a reward sees the last turn."""
     view = View([7, 8])
     view.write(Generation([1, 2], [-0.1, -0.2], "stop"))
@@ -50,9 +50,9 @@ def test_an_episode_as_a_batch_also_after_it_was_stored() -> None:
     view.write(Generation([3], [-0.3], "stop"))
     view.finish_reason = "stop"
     record = PromptRecord(0, "p", "p", [7, 8], "r", {}, "row 1", [])
-    batch = from_json(
-        to_json(episodes_batch([record], [{"a": view, "b": view}], ("a", "b"), [4]))
-    )
+    path = tmp_path / "batch.safetensors"
+    save(episodes_batch([record], [{"a": view, "b": view}], ("a", "b"), [4]), path)
+    batch = load(path)
     assert batch.response_mask.tolist() == [[True, True, False, True]] * 2
     assert batch.turn_ids.tolist() == [[0, 0, 0, 1]] * 2
     assert batch.turn_rewards.tolist() == [[0.0, 0.5, 0.0, 0.0]] * 2
