@@ -214,11 +214,7 @@ class ReplicaIsland:
     def __init__(
         self, context: JobContext, trainable: GradientReplica, link: GlobalModelLink
     ) -> None:
-        islands = context.placement.islands
-        self.number = next(
-            n for n, ranks in enumerate(islands) if context.rank in ranks
-        )
-        self.part = (self.number, len(islands))
+        self.part = island_of(context)
         self._context, self._trainable, self._link = context, trainable, link
 
     def before_update(
@@ -229,14 +225,14 @@ class ReplicaIsland:
         context, answer = self._context, None
         coordinator = context.placement.coordinator
         if context.group_rank == 0:
-            sent = send_json(context, _SUMS, coordinator, _as_lists(sums))
+            sent = send_json(context, _SUMS, coordinator, as_lists(sums))
             answer = receive_json(context, _GLOBAL, coordinator)
             sent.wait()
         answer = broadcast_json(answer, 0)
         self._trainable.global_gradient = GlobalGradient(
             norm=answer["norm"], learning_rate=answer["learning_rate"]
         )
-        return _as_sums(answer["sums"])
+        return as_sums(answer["sums"])
 
     def after_update(self) -> None:
         """Pass the program's decision on to the coordinator's ranks, and receive the new weights."""
@@ -282,8 +278,8 @@ class GlobalModel:
         if self._context.group_rank == 0:
             for rank in self._first_ranks:
                 island_sums = receive_json(self._context, _SUMS, rank)
-                total = add_metrics(total, _as_sums(island_sums))
-        self._sums = _as_sums(broadcast_json(_as_lists(total), 0))
+                total = add_metrics(total, as_sums(island_sums))
+        self._sums = as_sums(broadcast_json(as_lists(total), 0))
         return self._sums
 
     def after_update(self) -> None:
@@ -296,7 +292,7 @@ class GlobalModel:
         is_applied = None
         if self._context.group_rank == 0:
             answer = {
-                "sums": _as_lists(self._sums),
+                "sums": as_lists(self._sums),
                 "norm": report.norm,
                 "learning_rate": self._trainable.learning_rate,
             }
@@ -315,11 +311,20 @@ class GlobalModel:
         return [ranks[0] for ranks in self._context.placement.islands]
 
 
-def _as_lists(sums: MetricSums) -> dict[str, list[float]]:
+def island_of(context: JobContext) -> tuple[int, int]:
+    """Return the number of this rank's island, and the number of islands."""
+    islands = context.placement.islands
+    number = next(n for n, ranks in enumerate(islands) if context.rank in ranks)
+    return number, len(islands)
+
+
+def as_lists(sums: MetricSums) -> dict[str, list[float]]:
+    """Return loss sums as JSON-compatible values."""
     return {name: value.tolist() for name, value in sums.items()}
 
 
-def _as_sums(lists: Mapping[str, Sequence[float]]) -> MetricSums:
+def as_sums(lists: Mapping[str, Sequence[float]]) -> MetricSums:
+    """Return the loss sums that `as_lists` converted."""
     sums = MetricSums()
     for name, values in lists.items():
         sums[name] = torch.tensor(values, dtype=torch.float64)

@@ -37,7 +37,7 @@ from megaverl.distributed.traffic import ISLANDS, count_received
 from megaverl.errors import CheckpointError, TrainingStopped
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
-from megaverl.trainer.global_model import GlobalModel
+from megaverl.trainer.global_model import GlobalModel, as_lists, as_sums, island_of
 from megaverl.trainer.roles import BESIDE_ACTOR
 from megaverl.workers.decisions import UpdateCounts
 from megaverl.workers.trainable import TrainableModel
@@ -334,11 +334,7 @@ class Island:
         config: CoordinatorConfig,
         done: int,
     ) -> None:
-        islands = context.placement.islands
-        self.number = next(
-            n for n, ranks in enumerate(islands) if context.rank in ranks
-        )
-        self.part = (self.number, len(islands))
+        self.part = island_of(context)
         self._context, self._trainable, self._every, self._done = (
             context,
             trainable,
@@ -454,12 +450,11 @@ class Island:
         """Sum the metrics of all islands through their first ranks. Collective over the ranks of this island."""
         context, whole = self._context, None
         if context.group_rank == 0:
-            values = {name: value.tolist() for name, value in sums.items()}
             coordinator = context.placement.coordinator
-            sent = send_json(context, _SUMS, coordinator, values)
+            sent = send_json(context, _SUMS, coordinator, as_lists(sums))
             whole = receive_json(context, _SUMS, coordinator)
             sent.wait()
-        return _as_sums(broadcast_json(whole, 0))
+        return as_sums(broadcast_json(whole, 0))
 
 
 class IslandUpdates:
@@ -504,9 +499,8 @@ def serve_update(context: JobContext) -> None:
     firsts = [ranks[0] for ranks in context.placement.islands]
     total = MetricSums()
     for rank in firsts:
-        total = add_metrics(total, _as_sums(receive_json(context, _SUMS, rank)))
-    answer = {name: value.tolist() for name, value in total.items()}
-    for sent in [send_json(context, _SUMS, rank, answer) for rank in firsts]:
+        total = add_metrics(total, as_sums(receive_json(context, _SUMS, rank)))
+    for sent in [send_json(context, _SUMS, rank, as_lists(total)) for rank in firsts]:
         sent.wait()
 
 
@@ -563,10 +557,3 @@ def island_file(role: str, rank: int) -> str:
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
-
-
-def _as_sums(totals: Mapping[str, Sequence[float]]) -> MetricSums:
-    sums = MetricSums()
-    for name, value in totals.items():
-        sums[name] = torch.tensor(value, dtype=torch.float64)
-    return sums

@@ -23,7 +23,7 @@ from megaverl.planner.placed_run import with_engine_share
 from megaverl.platform import platform
 from megaverl.rollout import sample_seed
 from megaverl.rollout.engine import sampling_options
-from megaverl.trainer.job import Job, Leaving, PlacementCheck, WatchedJob, join_job
+from megaverl.trainer.job import Job, Leaving, PlacementCheck, join_job
 from megaverl.trainer.preflight import check_in_ranks
 from megaverl.user_code import exits_fail
 
@@ -64,9 +64,10 @@ def main(
         config = with_engine_share(config, job.context.placement)
     try:
         with exits_fail():
-            code = _check_and_do(
-                config, command, console, job, options, checks_files=checks_files
-            )
+            if checks_files:
+                job.liveness.status("checking code and data")
+                check_in_ranks(config, command, job.context.control)
+            code = _do(config, command, console, job, options)
     except BaseException as error:
         # If a rank is lost, each other rank fails in its own way. Report the common
         # cause instead.
@@ -81,21 +82,6 @@ def main(
         job.context.messages.close()
         dist.destroy_process_group()
     return code
-
-
-def _check_and_do(
-    config: Config,
-    command: str,
-    console: Console,
-    job: WatchedJob,
-    options: dict[str, Any],
-    *,
-    checks_files: bool,
-) -> int:
-    if checks_files:
-        job.liveness.status("checking code and data")
-        check_in_ranks(config, command, job.context.control)
-    return _do(config, command, console, job, options)
 
 
 def _absolute_option(name: str, value: Any) -> Any:
