@@ -123,9 +123,7 @@ def run_on_ranks(
         mover=mover,
         board=StatusBoard(),
         timeouts=CallTimeouts(call=TIMEOUT.total_seconds()),
-        signal=lambda: 0,
         waiting=partial(span, "wait"),
-        log=print,
     )
     mover.settle()
     return True

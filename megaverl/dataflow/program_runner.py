@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -19,8 +18,8 @@ from megaverl.controller.thread import ControllerThread
 from megaverl.controller.zmq_transport import Address, ZmqController, ZmqRank
 from megaverl.dataflow.value_mover import ValueMover
 from megaverl.distributed.collectives import broadcast_json, reduce_json
-from megaverl.distributed.heartbeat import RankWatch
 from megaverl.distributed.job_context import JobContext
+from megaverl.distributed.liveness import Liveness
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.store import own_address
 from megaverl.errors import TrainingStopped
@@ -31,25 +30,6 @@ from megaverl.errors import TrainingStopped
 RELAYED_FROM = 128
 
 
-@dataclass(frozen=True)
-class FailureHandling:
-    """Reaction of a job to ranks that fail while a program runs.
-
-    Attributes:
-        watch: the controller's watch over the ranks; None: it only notices broken connections and missed deadlines.
-        name: returns the name of a rank in messages.
-        agree: gets the reason for which the program failed, on every rank; returns the job's failure reason.
-        explain_loss: gets a message about the lost controller; returns the job's failure reason.
-        end_process: ends a rank that does not leave its call; it is given the reason. None: prints it.
-    """
-
-    watch: RankWatch | None = None
-    name: Callable[[int], str] = default_name
-    agree: Callable[[str], str] = str
-    explain_loss: Callable[[str], str] = str
-    end_process: Callable[[str], None] | None = None
-
-
 def run_program(
     context: JobContext,
     program: Callable[[Controller], Coroutine[Any, Any, None]],
@@ -58,10 +38,10 @@ def run_program(
     mover: ValueMover,
     board: StatusBoard,
     timeouts: CallTimeouts,
-    signal: Callable[[], int],
     waiting: Callable[[], AbstractContextManager[Any]],
-    log: Callable[[str], None],
-    failures: FailureHandling | None = None,
+    signal: Callable[[], int] = lambda: 0,
+    log: Callable[[str], None] = print,
+    liveness: Liveness | None = None,
     dialogue: Dialogue | None = None,
 ) -> None:
     """Serve a program until it ends. Every rank of the job takes part.
@@ -72,17 +52,17 @@ def run_program(
         mover: transfers values between ranks.
         board: shows the stage of this rank to the controller.
         timeouts: limits on the duration of a call.
-        signal: returns the number of the signal that asked this rank to leave the run, or 0.
         waiting: opens a context around the wait for each call.
+        signal: returns the number of the signal that asked this rank to leave the run, or 0.
         log: prints one line for the user, on the coordinator's rank.
-        failures: what the job does about ranks that fail.
+        liveness: names the ranks of the job and knows its failure reason. It leaves the watch over the ranks to the
+            controller. None: only broken connections and missed deadlines are noticed.
         dialogue: lets workers' methods ask the program.
 
     Raises:
         TrainingStopped: another rank failed or was lost. The message names it.
         BaseException: any exception that a call raised on this rank.
     """
-    failures = failures or FailureHandling()
     coordinator = context.placement.coordinator
     thread: ControllerThread[None] | None = None
 
@@ -93,8 +73,8 @@ def run_program(
             timeouts=timeouts,
             node_of=context.placement.node_of,
             log=log,
-            watch=failures.watch,
-            name=failures.name,
+            watch=None if liveness is None else liveness.watch,
+            name=default_name if liveness is None else liveness.name,
         )
         return controller.run(program(controller))
 
@@ -108,34 +88,45 @@ def run_program(
     )
     controller = Address.decode(bytes.fromhex(encoded))
     nearest = node_address(controller, context.placement, context.rank, context.control)
-    with (
-        nearest as address,
-        ZmqRank(
-            address, context.rank, board, end_process=failures.end_process
-        ) as transport,
-    ):
-        try:
-            served = run_blocking(
-                serve(
-                    context.rank,
-                    transport,
-                    workers,
-                    mover,
-                    board,
-                    signal,
-                    waiting,
-                    dialogue,
+    end_process = None if liveness is None else liveness.end_now
+    # Until the failure reason of the program stands, liveness looks for none of its own.
+    with nullcontext() if liveness is None else liveness.handed_over():
+        with (
+            nearest as address,
+            ZmqRank(
+                address, context.rank, board, end_process=end_process
+            ) as transport,
+        ):
+            try:
+                served = run_blocking(
+                    serve(
+                        context.rank,
+                        transport,
+                        workers,
+                        mover,
+                        board,
+                        signal,
+                        waiting,
+                        dialogue,
+                    )
                 )
-            )
-        except ControllerLost as error:
-            raise TrainingStopped(failures.explain_loss(str(error))) from None
-    _finish(served, thread, failures.agree)
+            except ControllerLost as error:
+                reason = str(error)
+                if liveness is not None:
+                    # The coordinator's process may have ended, which liveness then finds.
+                    reason = liveness.settle(liveness.watch.until_found, reason)
+                raise TrainingStopped(reason) from None
+        _finish(served, thread, liveness)
 
 
 def _finish(
-    served: Served, thread: ControllerThread[None] | None, agree: Callable[[str], str]
+    served: Served, thread: ControllerThread[None] | None, liveness: Liveness | None
 ) -> None:
     """Raise the error that is closest to the cause on this rank, if the program failed."""
+
+    def agree(reason: str) -> str:
+        return reason if liveness is None else liveness.settle(0.0, reason)
+
     # Every rank reports the same reason, so that it stands in all logs.
     reason = agree(served.reason) if served.reason else ""
     # This rank's own error has a traceback into the user's code, so it goes before the

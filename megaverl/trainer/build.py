@@ -195,23 +195,33 @@ class Builder:
             model.load_adapters(model.adapters.config.path)
         return model
 
+    def _trainable(
+        self, section: TrainedConfig, role: str, total_updates: int, **options: Any
+    ) -> TrainableModel:
+        """Create a role's model with its optimizer.
+
+        Args:
+            total_updates: number of optimizer steps of the whole run.
+            options: further arguments of `model`.
+        """
+        return make_trainable(
+            self.model(section, role, trained=section.lora is None, **options),
+            section,
+            section.optimizer,
+            total_updates,
+            is_replica=self._is_replicated(role),
+        )
+
     def actor(self, heads: int = 1) -> Actor:
         """Create the actor. With `critic.share_backbone` it has `heads` value heads."""
         config, shares = self.config, self.config.shares_backbone
-        model = self.model(
-            config.actor,
-            "actor",
-            value_head=heads if shares else 0,
-            beside_logits=shares,
-            trained=config.actor.lora is None,
-        )
         return (ActorCritic if shares else Actor)(
-            make_trainable(
-                model,
+            self._trainable(
                 config.actor,
-                config.actor.optimizer,
+                "actor",
                 config.total_updates,
-                is_replica=self._is_replicated("actor"),
+                value_head=heads if shares else 0,
+                beside_logits=shares,
             ),
             config.algorithm,
             temperature=self.temperature,
@@ -223,20 +233,13 @@ class Builder:
     def critic(self, heads: int = 1) -> Critic:
         """Create the critic. `heads` is the number of values per token, one for each agent."""
         config = self.config
-        model = self.model(
-            config.critic,
-            "critic",
-            path=config.critic.path,
-            value_head=heads,
-            trained=config.critic.lora is None,
-        )
         return Critic(
-            make_trainable(
-                model,
+            self._trainable(
                 config.critic,
-                config.critic.optimizer,
+                "critic",
                 config.total_updates,
-                is_replica=self._is_replicated("critic"),
+                path=config.critic.path,
+                value_head=heads,
             ),
             config.algorithm,
             micro_batch_tokens=config.critic.micro_batch_tokens,
@@ -274,7 +277,9 @@ class Builder:
         """Return whether islands have replicas of a role without an optimizer."""
         if not self.config.aggregates_gradients or self.context is None:
             return False
-        if role == "critic" and not self.config.uses_critic:
+        if role not in ("actor", "critic") or (
+            role == "critic" and not self.config.uses_critic
+        ):
             return False
         return self.context.placement.colocated(role, "actor")
 
@@ -605,23 +610,17 @@ class Builder:
             for entry in config.reward
             if entry.path is not None and entry.engine == "megatron"
         ]
-        model = self.model(
-            section,
-            "reward_model",
-            path=path,
-            value_head=1,
-            trained=section.lora is None,
+        return self._trainable(
+            section, "reward_model", config.trainer.steps, path=path, value_head=1
         )
-        return make_trainable(model, section, section.optimizer, config.trainer.steps)
 
     def implicit_reward(self) -> ImplicitRewardModel:
         """Create PRIME's reward model."""
         config, section = self.config, self.config.reward_model
-        model = self.model(
-            section, "reward_model", path=section.path, trained=section.lora is None
-        )
         return ImplicitRewardModel(
-            make_trainable(model, section, section.optimizer, config.trainer.steps),
+            self._trainable(
+                section, "reward_model", config.trainer.steps, path=section.path
+            ),
             temperature=self.temperature,
             micro_batch_tokens=section.micro_batch_tokens,
             beta=section.beta,
@@ -641,11 +640,8 @@ class Builder:
             raise ConfigError(
                 "draft.train is true, and the model takes images, which draft models do not read. Leave it out."
             )
-        model = self.model(
-            section, "draft", path=self._draft_path, trained=section.lora is None
-        )
-        trainable = make_trainable(
-            model, section, section.optimizer, config.total_updates
+        trainable = self._trainable(
+            section, "draft", config.total_updates, path=self._draft_path
         )
         options: dict[str, Any] = {
             "temperature": self.temperature,

@@ -228,11 +228,7 @@ class RolloutWorker:
                 roles.player,
                 self._state.held_out_readers,
             )
-            with together():
-                # Responses of a later step must not reuse cache entries of the
-                # validation, so that its results do not depend on when the run
-                # validates.
-                roles.engines.engine.reset_prefix_cache()
+            self._reset_cache()
         return self._store.give(batch)
 
     def answer_rows(self, rows: EngineRows) -> EngineAnswers:
@@ -242,11 +238,13 @@ class RolloutWorker:
         assert isinstance(rollout, Rollout)
         with self._stages("validation"):
             answers = answer_rows(self._config, rollout, rows)
-            with together():
-                # As after a validation: the responses of later steps do not depend on
-                # it.
-                rollout.engine.reset_prefix_cache()
+            self._reset_cache()
         return answers
+
+    def _reset_cache(self) -> None:
+        """Reset the engine's cache, so that responses of later steps do not depend on when the run validates."""
+        with together():
+            self._state.roles.engines.engine.reset_prefix_cache()
 
     def measure_held_out(self, responses: SampleValue, scores: Scores) -> HeldOutResult:
         """Compute validation metrics and sample records from scored responses."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,7 @@ from megaverl.config import Config
 from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.status_board import StatusBoard
-from megaverl.dataflow.program_runner import FailureHandling, run_program
-from megaverl.distributed.liveness import Liveness
+from megaverl.dataflow.program_runner import run_program
 from megaverl.monitoring.console import Console
 from megaverl.trainer.job import PreemptionHandler, Stages
 from megaverl.trainer.sample_rows import RowMover
@@ -42,45 +41,27 @@ def serve_program(
     """
     context, liveness = stages.job.context, stages.job.liveness
     seconds = config.run.timeout_minutes * 60
-    if liveness is None:
-        stages.board, failures = StatusBoard(), FailureHandling()
-    else:
-        stages.board = StatusBoard(observe=liveness.answer)
-        failures = handle_failures(liveness)
+    stages.board = StatusBoard(observe=None if liveness is None else liveness.answer)
+    if liveness is not None:
         # The watch names the rank that stalls before a deadline names a call.
         seconds += liveness.watch.until_found
     mover = RowMover(context)
     # If roles share all ranks, a rank that waits has nothing else to do, so its wait is
     # not recorded as a stage.
     waiting = nullcontext if context.placement.is_colocated else partial(stages, "wait")
-    with ExitStack() as watched:
-        if liveness is not None:
-            watched.enter_context(liveness.handed_over())
-        run_program(
-            context,
-            program,
-            workers,
-            mover=mover,
-            board=stages.board,
-            timeouts=CallTimeouts(call=seconds),
-            signal=lambda: leave.number,
-            waiting=waiting,
-            log=console.print,
-            failures=failures,
-            dialogue=dialogue,
-        )
+    run_program(
+        context,
+        program,
+        workers,
+        mover=mover,
+        board=stages.board,
+        timeouts=CallTimeouts(call=seconds),
+        signal=lambda: leave.number,
+        waiting=waiting,
+        log=console.print,
+        liveness=liveness,
+        dialogue=dialogue,
+    )
     stages.board = None
     # Sent tensors must stay alive until their receivers have taken them.
     mover.settle()
-
-
-def handle_failures(liveness: Liveness) -> FailureHandling:
-    """Return what a program does about ranks that fail, in a job whose ranks liveness watches otherwise."""
-    return FailureHandling(
-        watch=liveness.watch,
-        name=liveness.name,
-        agree=partial(liveness.settle, 0.0),
-        # The coordinator's process may have ended, which liveness then finds.
-        explain_loss=partial(liveness.settle, liveness.watch.until_found),
-        end_process=liveness.end_now,
-    )
