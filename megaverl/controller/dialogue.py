@@ -50,21 +50,17 @@ class Dialogue:
     def __init__(self) -> None:
         self._transport: RankTransport | None = None
         self._board: StatusBoard | None = None
-        self._call = 0
         self._postponed: deque[ToRank] = deque()
 
     def connect(self, transport: RankTransport, board: StatusBoard) -> None:
         """Use the connection of a program that begins.
 
         Args:
-            board: shows the controller which ranks wait for an answer. They do not hold up the others.
+            board: knows the running call, whose method may ask, and shows the controller which ranks wait for an
+                answer. They do not hold up the others.
         """
         self._transport, self._board = transport, board
         self._postponed.clear()
-
-    def begin(self, call: int) -> None:
-        """Note that a call begins. Its method may ask."""
-        self._call = call
 
     def take_postponed(self) -> ToRank | None:
         """Return the next message that arrived while a call waited for an answer, or None."""
@@ -86,17 +82,17 @@ class Dialogue:
             "only a call of a program can ask"
         )
         if question is not None:
-            transport.send(encode(Question(self._call, encode_value(question))))
+            transport.send(encode(Question(board.call, encode_value(question))))
         board.ask(True)
         try:
-            return decode_value(await self._receive_answer(transport), kind)
+            return decode_value(await self._receive_answer(transport, board.call), kind)
         finally:
             board.ask(False)
 
-    async def _receive_answer(self, transport: RankTransport) -> bytes:
+    async def _receive_answer(self, transport: RankTransport, call: int) -> bytes:
         while True:
             message = decode_for_rank(await transport.receive())
-            if isinstance(message, ProgramAnswer) and message.call == self._call:
+            if isinstance(message, ProgramAnswer) and message.call == call:
                 return message.value
             if isinstance(message, End):
                 # The calls in between do not run any more.

@@ -152,8 +152,6 @@ async def serve(
             if message.method
             else f"rows for {message.role}",
         )
-        # Questions that the method asks carry the id of this call.
-        dialogue.begin(message.id)
         if has_failed:
             # The first error is reported already. A transfer that fails now is a
             # consequence.

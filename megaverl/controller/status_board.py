@@ -50,6 +50,11 @@ class StatusBoard:
         self._set(self._call, self._name, "", True)
 
     @property
+    def call(self) -> int:
+        """Return the id of the running call, or of the last one."""
+        return self._call
+
+    @property
     def stage(self) -> str:
         """Return the stage that the running call has named last, or "" if it has named none."""
         return "" if self._stage in (START, RUN) else self._stage

@@ -86,7 +86,13 @@ class Batch:
         With `host=False`, only the current stream waits for messages of a device.
         """
         for work, (peer, tensor) in zip(self.works, self.tensors, strict=False):
-            self.channel.wait(work, peer, tensor, host=host)
+            with self.channel.waiting_for(peer):
+                if not tensor.is_cuda:
+                    work.wait(self.channel.context.timeout)
+                    continue
+                work.wait()
+                if host:
+                    torch.cuda.current_stream().synchronize()
 
 
 @dataclass(frozen=True)
@@ -130,17 +136,8 @@ class Channel:
         sent = PendingSends()
         for rank in dest:
             with self.waiting_for(rank):
-                sent.add(
-                    PendingSends(
-                        [
-                            ToHost(
-                                self,
-                                rank,
-                                self.context.messages.send(rank, self.name, parts),
-                            )
-                        ]
-                    )
-                )
+                taken = self.context.messages.send(rank, self.name, parts)
+                sent.add(PendingSends([ToHost(self, rank, taken)]))
         return sent
 
     def receive_from(self, source: int) -> list[Tensor]:
@@ -195,18 +192,6 @@ class Channel:
         with self.waiting_for(moving[0][1]):
             works = dist.batch_isend_irecv(operations)
         return Batch(self, works, [(peer, tensor) for _, peer, tensor in moving])
-
-    def wait(
-        self, work: dist.Work, peer: int, tensor: Tensor, *, host: bool = True
-    ) -> None:
-        """Wait until a message from or to a peer is received or sent; see `Batch.wait`."""
-        with self.waiting_for(peer):
-            if tensor.is_cuda:
-                work.wait()
-                if host:
-                    torch.cuda.current_stream().synchronize()
-            else:
-                work.wait(self.context.timeout)
 
     @contextmanager
     def waiting_for(self, peer: int) -> Iterator[None]:

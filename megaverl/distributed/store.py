@@ -131,24 +131,11 @@ def own_address() -> str:
     addresses = _named_interface()
     with suppress(OSError):
         if host := os.environ.get("MASTER_ADDR"):
-            for family, *_, address in socket.getaddrinfo(
-                # No packet is sent: connecting a datagram socket only selects a route.
-                host,
-                9,
-                type=socket.SOCK_DGRAM,
-            ):
-                with (
-                    suppress(OSError),
-                    socket.socket(family, socket.SOCK_DGRAM) as probe,
-                ):
-                    probe.connect(address)  # selects a route without sending anything
-                    source_address = str(probe.getsockname()[0])
-                    addresses += (
-                        [source_address]
-                        if host in ("localhost", source_address)
-                        or not ip_address(source_address).is_loopback
-                        else []
-                    )
+            addresses += [
+                source
+                for _, source in _routes_to(host)
+                if host in ("localhost", source) or not ip_address(source).is_loopback
+            ]
         named = {
             str(address[0])
             for *_, address in socket.getaddrinfo(socket.gethostname(), 9)
@@ -165,13 +152,18 @@ def address_towards(host: str) -> str:
     Processes on `host` and on this job's nodes reach this machine there.
     """
     with suppress(OSError):
-        for family, *_, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            if ip_address(address[0]).is_loopback:
-                continue
-            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)  # selects a route without sending anything
-                return str(probe.getsockname()[0])
+        for address, source in _routes_to(host):
+            if not ip_address(address).is_loopback:
+                return source
     return own_address()
+
+
+def _routes_to(host: str) -> Iterator[tuple[str, str]]:
+    """Yield each address of a host, with this machine's address on the route to it."""
+    for family, *_, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # selects a route without sending anything
+            yield str(address[0]), str(probe.getsockname()[0])
 
 
 def family_of(

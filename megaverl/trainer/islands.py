@@ -53,28 +53,24 @@ class Compressor:
     The sum of all sent values therefore differs from the exact sum by at most one
     rounding error. Errors are dropped if their shape differs from the values, as after
     a resume on another grid.
+
+    Attributes:
+        left: rounding errors that have not been sent yet, by name.
     """
 
     def __init__(self) -> None:
-        self._left: dict[str, Tensor] = {}
+        self.left: dict[str, Tensor] = {}
 
     def compress(self, name: str, values: Tensor) -> Tensor:
         """Return the values plus the last rounding error of this name, in bfloat16."""
-        left = self._left.get(name)
+        left = self.left.get(name)
         whole = values if left is None or left.shape != values.shape else values + left
         rounded = whole.to(torch.bfloat16)
         left = whole - rounded.to(values.dtype)
         # The coordinator skips an update with an infinite gradient. A kept inf would
         # spoil the next update as well.
-        self._left[name] = torch.where(torch.isfinite(left), left, 0.0)
+        self.left[name] = torch.where(torch.isfinite(left), left, 0.0)
         return rounded
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the rounding errors that have not been sent yet, by name."""
-        return dict(self._left)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._left = dict(state)
 
 
 class OuterOptimizer:
@@ -137,54 +133,35 @@ class IslandMember:
     Args:
         compress: send bfloat16 with error feedback. The sums are received in float32.
         bucket: elements of a bucket.
+
+    Attributes:
+        compressor: None without compression.
     """
 
     def __init__(
         self, context: JobContext, *, compress: bool = False, bucket: int = BUCKET
     ) -> None:
         self._context, self._bucket = context, bucket
-        self._compressor = Compressor() if compress else None
+        self.compressor = Compressor() if compress else None
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the rounding errors that have not been sent yet."""
-        return self._compressor.state_dict() if self._compressor else {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if self._compressor is not None:
-            self._compressor.load_state_dict(state)
-
-    def join(
-        self, gradients: Mapping[str, Tensor], *, tokens: float, divided_by: float
-    ) -> float:
-        """Replace this island's gradients, in place, by those of the mean loss over the tokens of all islands.
+    def join(self, tensors: Mapping[str, Tensor], *, mean: bool = False) -> None:
+        """Replace this island's tensors, in place, by their sum or mean over all islands.
 
         Collective over every rank of every island, with tensors of the same shapes in
         the same order. The coordinator takes part with `serve_join`.
 
-        Args:
-            tokens: number of tokens in this island's loss.
-            divided_by: number by which that loss was divided.
-
-        Returns:
-            Number of tokens of all islands.
-
         Raises:
-            TrainingStopped: the islands have different grids, bucket sizes or compression, no island has a token, or
-                the coordinator was lost.
+            TrainingStopped: the islands have different grids, bucket sizes or compression, or the coordinator was lost.
         """
         context, channel, coordinator = (
             self._context,
             Channel(self._context, _NAME),
             self._context.placement.coordinator,
         )
-        count = sum(tensor.numel() for tensor in gradients.values())
-        # float64 represents all of these numbers exactly.
-        numbers = torch.tensor(
-            [count, tokens, self._bucket, self._compressor is not None],
-            dtype=torch.float64,
-        )
+        count = sum(tensor.numel() for tensor in tensors.values())
+        numbers = torch.tensor([count, self._bucket, self.compressor is not None])
         channel.send_to([coordinator], numbers).wait()
-        numbers = channel.receive_from(coordinator)[0].view(torch.float64)
+        numbers = channel.receive_from(coordinator)[0].view(torch.int64)
         # The coordinator returns -1 if the islands do not match.
         if numbers[0] != count:
             raise TrainingStopped(
@@ -192,17 +169,11 @@ class IslandMember:
                 f"the first island's rank {int(numbers[0])}, or another bucket or compression. All islands need one "
                 "grid."
             )
-        total = float(numbers[1])
-        if total <= 0:
-            raise TrainingStopped("no island has a token to train on.")
-        for number, views in enumerate(_buckets(gradients, self._bucket)):
-            # Undo the division of this island's loss, and divide by the tokens of all
-            # islands instead.
-            flat = torch.cat([view.float() for view in views]) * (divided_by / total)
+        share = 1.0 / len(context.placement.islands) if mean else 1.0
+        for number, views in enumerate(_buckets(tensors, self._bucket)):
+            flat = torch.cat([view.float() for view in views]) * share
             wire = (
-                self._compressor.compress(str(number), flat)
-                if self._compressor
-                else flat
+                self.compressor.compress(str(number), flat) if self.compressor else flat
             )
             if context.has_device(coordinator):
                 channel.send(context.group, {coordinator: wire}).wait()
@@ -216,7 +187,6 @@ class IslandMember:
                 views, answer.split([view.numel() for view in views]), strict=True
             ):
                 view.copy_(part)
-        return total
 
 
 def serve_join(context: JobContext) -> None:
@@ -230,32 +200,30 @@ def serve_join(context: JobContext) -> None:
     """
     channel, islands = Channel(context, _NAME), context.placement.islands
     numbers = {
-        rank: channel.receive_from(rank)[0].view(torch.float64)
+        rank: channel.receive_from(rank)[0].view(torch.int64)
         for ranks in islands
         for rank in ranks
     }
     places = list(zip(*islands, strict=True))
     answers = PendingSends()
     # Count, bucket, compressed.
-    shapes = {rank: values[[0, 2, 3]].tolist() for rank, values in numbers.items()}
+    shapes = {rank: values.tolist() for rank, values in numbers.items()}
     differ = [
         ranks
         for ranks in places
         if any(shapes[rank] != shapes[ranks[0]] for rank in ranks)
     ]
-    tokens = sum(float(numbers[ranks[0]][1]) for ranks in islands)
     for ranks in places:
         answer = numbers[ranks[0]].clone()
-        answer[0], answer[1] = -1.0 if differ else answer[0], tokens
+        if differ:
+            answer[0] = -1
         answers.add(channel.send_to(ranks, answer))
     answers.wait()
     if differ:
         raise TrainingStopped(
             f"the actor's islands differ at the ranks {differ}: all islands need one grid."
         )
-    if tokens <= 0:
-        raise TrainingStopped("no island has a token to train on.")
-    sizes = {ranks: [int(number) for number in shapes[ranks[0]]] for ranks in places}
+    sizes = {ranks: shapes[ranks[0]] for ranks in places}
     # Number of buckets of the longest part, rounded up.
     longest = max(
         (-(-count // bucket) for count, bucket, _ in sizes.values()), default=0
@@ -367,10 +335,9 @@ class Island:
             The sums of all islands if they join every update, otherwise `sums`.
         """
         if self._outer is None:
-            # With these arguments `join` computes a plain sum, because the loss was
-            # divided by the tokens of the whole mini-batch.
-            count = float(self.part[1])
-            self._member.join(self._trainable.gradients, tokens=1.0, divided_by=count)
+            # A plain sum, because the loss was divided by the tokens of the whole
+            # mini-batch.
+            self._member.join(self._trainable.gradients)
             return self._join_sums(sums)
         # The loss was divided by the tokens of the whole mini-batch. Divide by the
         # tokens of this island instead.
@@ -385,15 +352,16 @@ class Island:
         if self._outer is not None and self._done % self._every == 0:
             masters = self._trainable.masters
             change = self._outer.change(masters)
-            # With these arguments `join` computes the mean over the islands.
-            self._member.join(change, tokens=1.0, divided_by=1.0)
+            self._member.join(change, mean=True)
             self._outer.step(masters, change)
             self._trainable.follow_masters()
 
     def state(self) -> bytes:
         """Return this rank's state for a checkpoint, as a safetensors file."""
+        compressor = self._member.compressor
         tensors = {
-            f"left.{name}": tensor for name, tensor in self._member.state_dict().items()
+            f"left.{name}": tensor
+            for name, tensor in (compressor.left if compressor else {}).items()
         }
         if self._outer is not None:
             for part, held in self._outer.state_dict().items():
@@ -431,7 +399,8 @@ class Island:
                     "placement, actor_islands, grids and lora that it was saved with."
                 )
             self._outer.load_state_dict(parts)
-        self._member.load_state_dict(parts["left"])
+        if self._member.compressor is not None:
+            self._member.compressor.left = parts["left"]
 
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> float:
         num_tokens = sum(

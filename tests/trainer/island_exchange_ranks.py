@@ -37,29 +37,22 @@ def islands_join() -> dict[str, Any]:
         except TrainingStopped as error:
             return {"joins": 3, "refused": str(error)}
     gradients = [make_gradients(island) for island in range(3)]
-    tokens = [3.0, 1.0, 8.0]
-    # Of each island's loss; that over all islands' tokens is divided by their number.
-    divisors = [3.0, 1.0, 1.0]
-    expected = {
-        name: sum(
-            one[name].double() * by / sum(tokens)
-            for one, by in zip(gradients, divisors, strict=True)
-        ).float()
-        for name in gradients[0]
-    }
-    errors, digest, total = [], 0.0, 0.0
+    sums = {name: sum(one[name].double() for one in gradients) for name in gradients[0]}
+    errors, digest = [], 0.0
     for compress in (False, True):
         member = IslandMember(context, compress=compress, bucket=64)
         mine = {name: tensor.clone() for name, tensor in gradients[rank].items()}
-        total = member.join(mine, tokens=tokens[rank], divided_by=divisors[rank])
+        member.join(mine, mean=compress)
+        expected = {
+            name: (total / 3 if compress else total).float()
+            for name, total in sums.items()
+        }
         errors.append(
             max(float((mine[name] - expected[name]).abs().max()) for name in mine)
         )
         digest = float(sum(tensor.double().sum() for tensor in mine.values()))
     try:
-        IslandMember(context, bucket=64).join(
-            {"w": torch.zeros(4 + (rank == 2))}, tokens=1.0, divided_by=1.0
-        )
+        IslandMember(context, bucket=64).join({"w": torch.zeros(4 + (rank == 2))})
         refused = ""
     except TrainingStopped as error:
         refused = "islands differ" if "islands differ" in str(error) else str(error)
@@ -67,7 +60,6 @@ def islands_join() -> dict[str, Any]:
         "error": errors[0],
         "compressed": errors[1],
         "digest": digest,
-        "tokens": total,
         "refused": refused,
     }
 

@@ -75,7 +75,7 @@ def test_what_rounding_takes_is_given_back(values: list[float]) -> None:
 def test_what_another_grid_left_is_not_given_back() -> None:
     before, compressor = Compressor(), Compressor()
     before.compress("0", torch.tensor([1.0 + 2**-12]))
-    compressor.load_state_dict(before.state_dict())
+    compressor.left = dict(before.left)
     assert compressor.compress("0", torch.zeros(3)).tolist() == [0.0] * 3
 
 
@@ -136,7 +136,7 @@ def test_gradients_go_through_the_coordinator(launch: Launcher) -> None:
     ended = launch.ranks(4, "tests.trainer.island_exchange_ranks:islands_join")
     *members, coordinator = ended.check()
     for member in members:
-        assert member["error"] < 1e-6 and member["tokens"] == 12.0
+        assert member["error"] < 1e-6
         assert member["compressed"] < 0.02 and member["compressed"] > 0
     assert members[0]["digest"] == members[1]["digest"] == members[2]["digest"], (
         "the same to the bit"
