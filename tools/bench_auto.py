@@ -264,7 +264,7 @@ def main() -> None:
                 job = search._job(settings)
                 assert job is not None
                 print(
-                    f"    {name:16}{search._predict(job, settings).step_seconds:8.3f}{median_seconds[name]:8.3f}"
+                    f"    {name:16}{search._predict(job).step_seconds:8.3f}{median_seconds[name]:8.3f}"
                 )
     print(f"\nwithin {NEAR - 1:.0%} of the best: {near} of {whole} settings")
 

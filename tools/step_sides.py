@@ -258,6 +258,7 @@ def run_megaverl(job: Job, folder: Path) -> None:
     from megaverl.config import load_config
     from megaverl.monitoring.console import redirect_output
     from megaverl.platform import platform
+    from megaverl.trainer.job import alone
     from megaverl.trainer.loop import Trainer
 
     check_device(job)
@@ -291,7 +292,7 @@ def run_megaverl(job: Job, folder: Path) -> None:
             turns.report(done - 1, seconds)
             return super().report(done)
 
-    Bench(config, console).train()
+    Bench(config, console, alone(config)).train()
     dist.destroy_process_group()
 
 
