@@ -145,10 +145,6 @@ def _reduce(
     return _bytes_of(tensors) if group.rank() == root else 0.0
 
 
-def _gather(group: dist.ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> float:
-    return _others_share(group) * _bytes_of(outputs)
-
-
 def _scatter(
     group: dist.ProcessGroup, outputs: Any, inputs: Any, options: Any = None, *rest: Any
 ) -> float:
@@ -190,7 +186,7 @@ COUNTED: dict[str, Count] = {
     "alltoall": _all_to_all,
     "broadcast": _broadcast,
     "reduce": _reduce,
-    "gather": _gather,
+    "gather": _all_gather,
     "scatter": _scatter,
     **dict.fromkeys(("recv", "recv_anysource"), _receive),
 }

@@ -17,25 +17,9 @@ from megaverl.trainer.step import RLStep
 from megaverl.workers import local
 from megaverl.workers.micro_batches import Updated, rows_of_updates
 
-# Operators that declare which rows of the rollouts they read. Any other (`mix`, a
-# user's operator) reads all rows.
-SELECTIVE = (
-    "reward",
-    "ref_log_probs",
-    "old_log_probs",
-    "score_norms",
-    "implicit_rewards",
-    "values",
-    "advantages",
-    "draft_update",
-)
 TOKENS = frozenset({"input_ids", "generated_ids"})
-# Operators that work with a rank's local rows. Any other operator needs all samples on
-# every rank.
-OF_HELD = frozenset(
-    {*SELECTIVE, "rollout", "critic_update", "actor_update", "reshard"}
-    - {"implicit_rewards"}
-)
+# Operators that read no rows of their own, or that follow the rows of others.
+WITHOUT_ROWS = {"rollout", "critic_update", "actor_update", "reshard"}
 
 
 # Maps the lengths of a step's samples to the rows that each rank reads.
@@ -107,11 +91,14 @@ class SampleRouting:
             selects or algorithm.top_entropy is not None or algorithm.positive_coef > 0
         )
         estimator = advantage_estimators.get(algorithm.advantage_name)
+        # Operators that work with a rank's local rows. Any other (`mix`, a user's
+        # operator) needs all samples on every rank.
+        of_held = {*selectors, *WITHOUT_ROWS} - {"implicit_rewards"}
         if (
             looks_at_all
             or selects
             or not estimator.of_groups
-            or not OF_HELD.issuperset(operators)
+            or not of_held.issuperset(operators)
         ):
             return None
         selectors_here = [selectors[name] for name in here if name in selectors]
@@ -163,16 +150,14 @@ class SampleRouting:
         assert self.roles.implicit is not None
         return self._on("actor", self.roles.implicit.rows(lengths))
 
-    def _values(self, lengths: SequenceLengths) -> Rows:
-        critic = self.roles.critic
-        assert critic is not None
-        return self._on("critic", critic.rows(lengths))
-
     def _critic(self, lengths: SequenceLengths) -> Rows:
         critic = self.roles.critic
         assert critic is not None
         return join_rows(
-            [self._values(lengths), self._updates("critic", local(critic), lengths)]
+            [
+                self._on("critic", critic.rows(lengths)),
+                self._updates("critic", local(critic), lengths),
+            ]
         )
 
     def _trained(self, lengths: SequenceLengths) -> Rows:
