@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import NoneType
 from typing import Any
 
 from megaverl.controller.core import CallTimeouts, Controller
@@ -29,10 +28,6 @@ class FlowGroup(WorkerGroup):
     def run(self, operator: str, inputs: list[Ref[Any]]) -> PendingCall[Ref[Any]]:
         """Run an operator. Return its outputs as one value."""
         return self.keep("run", operator, inputs)
-
-    def finish(self, operator: str, inputs: list[Ref[Any]]) -> PendingCall[None]:
-        """Run an operator without outputs."""
-        return self.report("finish", NoneType, operator, inputs)
 
     def pick(self, outputs: Ref[Any], name: str) -> PendingCall[Ref[Any]]:
         """Return one of the outputs."""
@@ -61,10 +56,6 @@ class FlowWorker:
         self._runner.result.update(zip(chosen.takes, inputs, strict=True))
         return self._runner.run(chosen)
 
-    def finish(self, operator: str, inputs: list[Any]) -> None:
-        """Run an operator without outputs."""
-        self.run(operator, inputs)
-
     def pick(self, outputs: dict[str, Any], name: str) -> Any:
         """Return one of the outputs."""
         return outputs[name]
@@ -92,12 +83,9 @@ async def run_flow(
         ranks = plan.ranks[operator.name]
         group = FlowGroup("flow", everyone if ranks is None else ranks, controller)
         inputs = [values[name] for name in operator.takes]
-        if not operator.gives:
-            group.finish(operator.name, inputs)
-            continue
-        outputs = await group.run(operator.name, inputs)
+        outputs = group.run(operator.name, inputs)
         for name in operator.gives:
-            values[name] = await group.pick(outputs, name)
+            values[name] = await group.pick(await outputs, name)
 
 
 def run_on_ranks(
