@@ -271,15 +271,9 @@ class Controller:
             name, future, asking, lambda value: self._answer(id, answered, value)
         )
         running.ask = pending.take_question
-        self._send_call(
-            running,
-            role,
-            method,
-            tuple(map(_encode_argument, arguments)),
-            moves,
-            keeps,
-            involved,
-        )
+        encoded = tuple(map(_encode_argument, arguments))
+        request = CallRequest(id, role, method, encoded, keeps=keeps)
+        self._send_call(request, ranks, moves, involved)
         self._start_later(self.timeouts.call, self._explain_deadline, running)
         if self.timeouts.slow < self.timeouts.call:
             self._start_later(self.timeouts.slow, self._report_slow, running)
@@ -326,12 +320,9 @@ class Controller:
 
     def _send_call(
         self,
-        running: _Running,
-        role: str,
-        method: str,
-        arguments: tuple[Argument, ...],
+        request: CallRequest,
+        ranks: Sequence[int],
         moves: Sequence[RowTransfer],
-        keeps: bool,
         involved: Sequence[int],
     ) -> None:
         """Send one message to all ranks that need the same one, and a message of its own to each of the others."""
@@ -340,28 +331,22 @@ class Controller:
         special = {
             rank for move in moves for rank in (move.source, move.dest)
         } | self._released.keys()
-        common = [rank for rank in running.ranks if rank not in special]
+        common = [rank for rank in ranks if rank not in special]
         if common:
-            message = CallRequest(running.id, role, method, arguments, keeps=keeps)
-            self._transport.send(common, encode(message))
-        for rank in involved:
-            if rank not in special:
-                continue
+            self._transport.send(common, encode(request))
+        # Ranks that do not run the method only send or receive rows.
+        only_moves = CallRequest(request.id, request.role, "", ())
+        for rank in sorted(special.intersection(involved)):
             own_moves = tuple(
                 move for move in moves if rank in (move.source, move.dest)
             )
             # Releases ride on the next call instead of costing a message. In call
             # order, a rank cannot drop a value that an earlier call still reads.
             releases = tuple(self._released.pop(rank, ()))
-            runs = rank in running.ranks
-            message = CallRequest(
-                running.id,
-                role,
-                method if runs else "",
-                arguments if runs else (),
-                own_moves,
-                keeps and runs,
-                releases,
+            message = msgspec.structs.replace(
+                request if rank in ranks else only_moves,
+                moves=own_moves,
+                releases=releases,
             )
             self._transport.send([rank], encode(message))
 
