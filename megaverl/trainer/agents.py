@@ -6,7 +6,7 @@ by `environment.agents: own`. With `shared`, all agents are one actor
 (`AdvantageComputer.assign_each`).
 
     program                  agents                       actor.NAME, critic.NAME, weights.NAME
-    GameAgent()      ---->   select_rollouts, select_scores
+    GameAgent.train  ---->   select_rollouts, select_scores
                      ---------------------------------->  the calls of `program.train_on`
                      ---->   end_training
 """
@@ -76,14 +76,14 @@ class GameAgent:
         run: the run, in which actor, critic and reference are those of this agent.
 
     Example:
-        await run.agents["first"](rollouts, scores, step)
+        await run.agents["first"].train(rollouts, scores, step)
     """
 
     name: str
     run: Run
     group: AgentsGroup
 
-    async def __call__(
+    async def train(
         self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int
     ) -> None:
         """Train the agent on its own samples and advantages, then update its engine's weights."""

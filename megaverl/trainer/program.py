@@ -392,8 +392,8 @@ async def agents_step(run: Run, step: int) -> Samples:
     Source: independent PPO, arXiv 2011.09533.
     """
     samples = await sample(run, step)
-    for train_agent in run.agents.values():
-        await train_agent(*samples, step)
+    for agent in run.agents.values():
+        await agent.train(*samples, step)
     return samples
 
 
@@ -422,9 +422,9 @@ async def flow_step(run: Run, step: int) -> Samples:
     for operator in remaining:
         if operator.name == "reshard" and run.ahead is not None:
             await run.ahead.until_begun(step)
-        train_agent = run.agents.get(operator.name.removeprefix(AGENT))
-        if train_agent is not None:
-            await train_agent(values["rollouts"], values["scores"], step)
+        agent = run.agents.get(operator.name.removeprefix(AGENT))
+        if agent is not None:
+            await agent.train(values["rollouts"], values["scores"], step)
             continue
         inputs = [values[name] for name in operator.takes]
         model = trained.get(operator.name)

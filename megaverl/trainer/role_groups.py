@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -522,9 +522,15 @@ class OperatorGroup(SampleGroup):
         )
 
 
-# Trains an agent of a game on its own samples, then updates its engine's weights
-# (`agents.GameAgent`).
-TrainAgent = Callable[[Ref[RolloutBatch], Ref[Scores], int], Awaitable[None]]
+class TrainsAgent(Protocol):
+    """Agent of a game, with its own actor and critic. Implemented by `agents.GameAgent`."""
+
+    async def train(
+        self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int
+    ) -> None:
+        """Train the agent on its own samples and advantages, then update its engine's weights."""
+
+
 # Program of one step. It returns the samples that the step trained on, for the records.
 StepProgram = Callable[["Run", int], Awaitable[Samples]]
 
@@ -577,7 +583,7 @@ class Run:
     is_given: bool = False
     may_leave_inside: bool = True
     restored_steps: Set[int] = frozenset()
-    agents: Mapping[str, TrainAgent] = field(default_factory=dict)
+    agents: Mapping[str, TrainsAgent] = field(default_factory=dict)
     ahead: RolloutsAhead | None = None
     scores_arriving: bool = False
     scores_ahead: bool = False
