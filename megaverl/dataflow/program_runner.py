@@ -93,9 +93,7 @@ def run_program(
     with nullcontext() if liveness is None else liveness.handed_over():
         with (
             nearest as address,
-            ZmqRank(
-                address, context.rank, board, end_process=end_process
-            ) as transport,
+            ZmqRank(address, context.rank, board, end_process=end_process) as transport,
         ):
             try:
                 served = run_blocking(
