@@ -133,13 +133,15 @@ class _Patches:
         self.written = self.sent = 0
 
     def apply(self) -> None:
+        from safetensors.torch import save_file
+
         from megaverl.checkpoint import ChecksummedFile
         from megaverl.trainer.job import Stages
         from megaverl.weights import change_files
         from megaverl.weights.transports.point_to_point import PointToPoint
 
         note, write, begin = Stages.status, ChecksummedFile.write, PointToPoint._begin
-        save, write_text = change_files.save_file, Path.write_text
+        save, write_text = save_file, Path.write_text
 
         def note_with_fault(stages: Stages, name: str) -> None:
             note(stages, name)
@@ -188,7 +190,7 @@ class _Patches:
         Stages.status = note_with_fault  # type: ignore[assignment, method-assign]
         ChecksummedFile.write = write_with_fault  # type: ignore[assignment, method-assign]
         PointToPoint._begin = begin_with_fault  # type: ignore[assignment, method-assign]
-        change_files.save_file = save_with_fault
+        vars(change_files)["save_file"] = save_with_fault
         Path.write_text = write_text_with_fault  # type: ignore[assignment, method-assign]
 
     def _is_meant(self, path: str) -> bool:
