@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
@@ -16,16 +15,29 @@ _draws = random.Random()
 
 
 def unreliable(expression: str) -> str:
-    """Return the value of an arithmetic expression, or fail.
-
-    Raises:
-        RuntimeError: in 5 % of the calls.
-    """
+    """Return the value of an arithmetic expression, or fail."""
     drawn = _draws.random()
     if drawn < TIME_OUT:
-        time.sleep(600)
-    elif drawn < TIME_OUT + RAISE:
-        raise RuntimeError("no state")
-    elif drawn < TIME_OUT + RAISE + KILL:
-        os.kill(os.getpid(), signal.SIGKILL)
+        return time_out(expression)
+    if drawn < TIME_OUT + RAISE:
+        return raise_error(expression)
+    if drawn < TIME_OUT + RAISE + KILL:
+        return end_process(expression)
+    return calculate(expression)
+
+
+def time_out(expression: str) -> str:
+    """Take longer than any limit."""
+    time.sleep(600)
+    return calculate(expression)
+
+
+def raise_error(expression: str) -> str:
+    """Raise an error that the argument does not explain."""
+    raise RuntimeError("no state")
+
+
+def end_process(expression: str) -> str:
+    """End the tool's process. A tool may not call `os.kill`: that would be an error that the model reads."""
+    signal.raise_signal(signal.SIGKILL)
     return calculate(expression)
