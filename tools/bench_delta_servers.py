@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from http.client import HTTPConnection
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +26,12 @@ ROOT = Path(__file__).resolve().parents[1]
 # A checkout needs no installation of megaverl.
 sys.path.insert(0, str(ROOT))
 
-from megaverl.processes import ending_with_parent
 from tests.faults.runs import arguments
 from tests.launcher import free_port
+from tests.rollout.vllm_serve import vllm_servers
 from tests.trainer.conftest import environment, make_inputs
 
-SERVE = (
-    "--kv-cache-memory-bytes 20000000 --block-size 32 --max-model-len 64 --disable-log-stats --max-num-seqs 32 "
-    "--max-num-batched-tokens 2048"
-)
-START_SECONDS, RUN_SECONDS = 180.0, 240.0
-POLL_SECONDS = 0.5
+RUN_SECONDS = 240.0
 TRANSFERS, WAYS = ("folder", "direct"), ("on", "off")
 
 
@@ -69,46 +61,9 @@ def main() -> int:
 def serving(inputs: Path, count: int) -> Iterator[list[str]]:
     """Start servers of the model, wait until they answer, and yield their URLs."""
     ports = [free_port() for _ in range(count)]
-    command = [
-        sys.executable,
-        "-m",
-        "tests.rollout.vllm_serve",
-        str(inputs),
-        ",".join(map(str, ports)),
-        str(inputs / "model"),
-        f"--vllm={SERVE}",
-    ]
-    log = inputs / "servers.log"
-    with log.open("w", encoding="utf-8") as out:
-        servers = subprocess.Popen(
-            ending_with_parent(command), stdout=out, stderr=out, cwd=ROOT
-        )
-    try:
-        end = time.monotonic() + START_SECONDS
-        for port in ports:
-            while not answers(port):
-                if servers.poll() is not None or time.monotonic() > end:
-                    raise SystemExit(log.read_text(encoding="utf-8"))
-                time.sleep(POLL_SECONDS)
+    names = [str(port) for port in ports]
+    with vllm_servers(inputs, inputs / "model", names):
         yield [f"http://127.0.0.1:{port}" for port in ports]
-    finally:
-        for file in inputs.glob("*.pid"):
-            with suppress(ProcessLookupError):
-                os.killpg(int(file.read_text(encoding="utf-8")), 9)
-        servers.kill()
-        servers.wait()
-
-
-def answers(port: int) -> bool:
-    """Return whether a server is ready."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=1.0)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
 
 
 def measure(

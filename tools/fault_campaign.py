@@ -257,7 +257,7 @@ def campaign_of_changes(
     """Try the chosen points of a run that writes changes for a vLLM server, and return the exit status."""
     port = str(free_port())
     os.environ["POOL_TOKEN"] = "secret"  # of the server, and of all ranks
-    with vllm_servers(inputs, inputs / "model", (port,), "POOL_TOKEN", {}):
+    with vllm_servers(inputs, inputs / "model", [port], token_env="POOL_TOKEN"):
         settings = with_server(f"http://127.0.0.1:{port}", "POOL_TOKEN")
         return campaign(
             chosen, kind, "server", inputs, trainer, settings, CHANGES_RANKS

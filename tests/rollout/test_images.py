@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http.client import HTTPConnection
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from megaverl.config import RolloutConfig
 from megaverl.errors import RolloutError
 from megaverl.models.tiny import make_tiny_vision_folder
-from megaverl.processes import ending_with_parent
 from megaverl.rollout.engine import SamplingOptions
 from megaverl.rollout.server_engine import ServerEngine
 from megaverl.rollout.server_pool import PublishedWeights
@@ -31,7 +25,7 @@ from tests.rollout.image_ranks import (
     pictures,
     written,
 )
-from tests.trainer.conftest import ROOT
+from tests.rollout.vllm_serve import vllm_servers
 
 
 @pytest.mark.parametrize(("family", "tp"), [("qwen2_vl", 2), ("qwen3_vl", 1)])
@@ -87,35 +81,8 @@ TOKENS = (10, 11, 12, 13, 14, 15)
 def served(model: Path, folder: Path) -> Iterator[str]:
     """Run a real `vllm serve` of a model, as `megaverl serve rollout` starts it; yields its URL."""
     port = str(free_port())
-    command = [sys.executable, "-m", "tests.rollout.vllm_serve", str(folder), port]
-    command += [str(model), f"--vllm={SERVE}"]
-    log = folder / "server.log"
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            ending_with_parent(command), stdout=output, stderr=output, cwd=ROOT
-        )
-    try:
-        while not answers(port):
-            with suppress(subprocess.TimeoutExpired):
-                server.wait(0.2)
-            assert server.poll() is None, log.read_text()
+    with vllm_servers(folder, model, [port], arguments=SERVE):
         yield f"http://127.0.0.1:{port}"
-    finally:
-        with suppress(ProcessLookupError, FileNotFoundError):
-            os.killpg(int((folder / f"{port}.pid").read_text()), signal.SIGKILL)
-        server.kill()
-        server.wait()
-
-
-def answers(port: str) -> bool:
-    connection = HTTPConnection("127.0.0.1", int(port), timeout=1.0)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
 
 
 def weights(folder: Path, model: Any, name: str) -> PublishedWeights:

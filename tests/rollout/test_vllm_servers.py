@@ -114,8 +114,8 @@ def ports(inputs: Path, classifier: Path) -> Iterator[tuple[str, str, str]]:
         inputs,
         inputs / "model",
         (first, second, f"{third}:2"),
-        "POOL_TOKEN",
-        environment,
+        token_env="POOL_TOKEN",
+        environment=environment,
         others=(reward,),
     ):
         yield first, second, third

@@ -14,10 +14,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
+from types import MappingProxyType
 
 from megaverl.cli.serve import COMMANDS, server_command
 from megaverl.processes import end_with_parent, ending_with_parent
@@ -26,6 +28,8 @@ from megaverl.rollout import serving
 ROOT = Path(__file__).parents[2]
 SERVE = "--kv-cache-memory-bytes 20000000 --block-size 32 --max-model-len 64 --disable-log-stats --max-num-seqs 32"
 SERVE += " --max-num-batched-tokens 2048"
+# On a machine that runs other tests too.
+START_SECONDS = 300.0
 
 
 @contextmanager
@@ -33,35 +37,41 @@ def vllm_servers(
     folder: Path,
     model: Path,
     ports: Sequence[str],
-    token_env: str,
-    environment: Mapping[str, str],
     *,
+    token_env: str = "",
+    environment: Mapping[str, str] = MappingProxyType({}),
     others: Sequence[str] = (),
+    arguments: str = SERVE,
 ) -> Iterator[None]:
     """Start servers of a model and wait until they answer; end them, and what is left of them, afterwards.
 
     Args:
         folder: for their log and the numbers of their process groups.
         ports: PORT, or PORT:TP.
-        token_env: variable of `environment` with their token.
+        token_env: variable of `environment` with their token. "": they have none.
         others: ports of further servers that `environment` asks for.
+        arguments: of `vllm serve`.
     """
     command = [sys.executable, "-m", "tests.rollout.vllm_serve", str(folder)]
-    command += [",".join(ports), str(model), "--token-env", token_env]
+    command += [",".join(ports), str(model)]
+    command += ["--token-env", token_env] if token_env else []
     with (folder / "servers.log").open("w") as log:
         servers = subprocess.Popen(
-            ending_with_parent([*command, f"--vllm={SERVE}"]),
+            ending_with_parent([*command, f"--vllm={arguments}"]),
             stdout=log,
             stderr=log,
             cwd=ROOT,
             env={**os.environ, **environment},
         )
+    end = time.monotonic() + START_SECONDS
     try:
         for port in (*(port.partition(":")[0] for port in ports), *others):
             while not _answers(port):
                 with suppress(subprocess.TimeoutExpired):
                     servers.wait(0.2)
-                assert servers.poll() is None, (folder / "servers.log").read_text()
+                is_late = time.monotonic() > end
+                if servers.poll() is not None or is_late:
+                    raise RuntimeError((folder / "servers.log").read_text())
         yield
     finally:
         for file in folder.glob("*.pid"):
