@@ -464,7 +464,7 @@ class Controller:
         work: Callable[[_Running], Coroutine[Any, Any, None]],
         running: _Running,
     ) -> None:
-        """Start a task about a call that has not ended after these seconds."""
+        """Start a task for a call that is still running after `seconds`."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(seconds, lambda: self._start(work(running)))
         running.timers.append(timer)

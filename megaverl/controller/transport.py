@@ -1,4 +1,4 @@
-"""Interface of what carries control messages: sockets (`zmq_transport`), and a simulation in tests/controller.
+"""Interface of transports for control messages: sockets (`zmq_transport`), and a simulation in tests/controller.
 
 Every transport keeps the order of messages between the controller and one rank, in both
 directions. Between two ranks there is no order. A connection that breaks stays broken:

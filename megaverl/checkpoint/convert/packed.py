@@ -99,7 +99,7 @@ class PackedItem:
         return tuple(sorted({file for file, _ in self.places.values()}))
 
     def pieces(self, reader: StoredArrayReader) -> Iterator[FileBytes]:
-        """Yield the bytes to write: for some rows after others, those of every tensor."""
+        """Yield the bytes of all tensors, some rows at a time."""
         largest = self._largest(reader)
         for top, rows in _rows(self.matrix, self.dtype, reader):
             tensors = packed_matrix(rows, self.method, self.dtype, largest)

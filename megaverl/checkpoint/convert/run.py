@@ -183,7 +183,7 @@ def compare_logits(source: ModelSource, written: ModelSource, *, shown: bool) ->
     before, after = _outputs(source, tokens), _outputs(written, tokens)
     difference = (before - after).abs()
     scale = float(before.abs().max())
-    # FileItem with `not` so that NaN counts as a difference.
+    # Written with `not` so that NaN counts as a difference.
     if not float(difference.max()) <= TOLERANCE * max(scale, 1e-6):
         at = tuple(
             int(i)
@@ -573,7 +573,7 @@ def _verify_items(
     *,
     shown: bool,
 ) -> None:
-    """Compute this rank's items again, and compare them with the files. A quantised folder is no source."""
+    """Compute this rank's items again and compare them with the files: `open_source` reads no quantised folder."""
     total = sum(item.nbytes for item in items)
     with together(), bar("compared", total, shown=shown) as count:
         if differing := differing_items(draft, items, reader, count):
