@@ -30,6 +30,8 @@ from megaverl.sharding.draft_head import (
     HeadSpec,
     default_aux_layers,
 )
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.weights.safetensors_writer import cannot_write
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 # Those of the steps before. A tuple, because FSDP2 passes copies of lists to a layer,
@@ -205,9 +207,15 @@ def make_draft_head(
         intermediate_size: of the MLP. None: the target's.
 
     Raises:
-        ModelError: the target has no folder with weights, or is of another kind than Llama; `folder` exists.
+        ModelError: the target has no folder with weights, is of another kind than Llama, or scales its embeddings;
+            `folder` exists; `intermediate_size` is below 1.
+        CheckpointError: `folder` cannot be written.
     """
     folder, target = Path(folder), Path(target)
+    if intermediate_size is not None and intermediate_size < 1:
+        raise ModelError(
+            f"intermediate_size={intermediate_size}: a head's MLP has a width of 1 or more."
+        )
     if (folder / "config.json").exists():
         raise ModelError(f"{folder}: there is a model already. Name a new folder.")
     config = _config_for(target, intermediate_size)
@@ -218,16 +226,25 @@ def make_draft_head(
     if output.shape != head.lm_head.weight.shape:
         raise ModelError(
             f"{target}: its output layer has the shape {tuple(output.shape)}, and config.json describes "
-            f"{tuple(head.lm_head.weight.shape)}."
+            f"{tuple(head.lm_head.weight.shape)}. Use the config.json that belongs to the weights."
         )
     with torch.no_grad():
         head.lm_head.weight.copy_(output)
-    head.to(output.dtype).save_pretrained(folder)
+    try:
+        head.to(output.dtype).save_pretrained(folder)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
     return folder
 
 
 def _config_for(target: Path, intermediate_size: int | None) -> LlamaConfig:
     """Return the configuration of a head for a target."""
+    spec = ModelSpec.outline(target)
+    if spec.embedding_scale != 1.0:
+        raise ModelError(
+            f"{target}: {spec.architecture} scales its embeddings, which vLLM's heads read unscaled. Train a draft "
+            "model instead."
+        )
     try:
         of_target = AutoConfig.from_pretrained(str(target)).get_text_config()
         sizes = {
@@ -246,7 +263,8 @@ def _config_for(target: Path, intermediate_size: int | None) -> LlamaConfig:
         num_layers = int(of_target.num_hidden_layers)
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(
-            f"{target}: an EAGLE-3 head needs a target of Llama's kind in a Hugging Face folder: {error}"
+            f"{target}: an EAGLE-3 head needs a target of Llama's kind in a Hugging Face folder ({error}). Train a "
+            "draft model instead."
         ) from error
     config = LlamaConfig(
         **sizes,
@@ -287,5 +305,6 @@ def _output_layer(target: Path) -> torch.Tensor:
                 weight: torch.Tensor = tensors.get_tensor(name)
                 return weight
     raise ModelError(
-        f"{target}: neither lm_head.weight nor model.embed_tokens.weight is in its safetensors files."
+        f"{target}: neither lm_head.weight nor model.embed_tokens.weight is in its safetensors files. Name a "
+        "folder with the whole model."
     )

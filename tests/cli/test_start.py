@@ -273,5 +273,13 @@ def test_a_head_reads_the_layers_that_vllm_would_choose_or_the_last_ones(
     assert HeadSpec.from_folder(tmp_path / "head") == HeadSpec(read, 32, 100)
     assert main(command) == 1
     assert "there is a model already" in capsys.readouterr().err
-    assert main(["draft-head", str(tmp_path / "none"), str(tmp_path / "new")]) == 1
-    assert "needs a target of Llama's kind" in capsys.readouterr().err
+    gemma = make_tiny_folder(tmp_path / "gemma", "Gemma3ForCausalLM")
+    for arguments, said in (
+        ([str(tmp_path / "none"), "new"], "none/config.json: not found"),
+        ([str(gemma), "new"], "Gemma3ForCausalLM scales its embeddings"),
+        ([str(model), "new", "--intermediate-size=-4"], "a width of 1 or more"),
+        ([str(model), "/proc/new/head"], "/proc/new/head: cannot be written"),
+    ):
+        assert main(["draft-head", *arguments]) == 1
+        assert said in capsys.readouterr().err
+    assert not Path("new").exists()
