@@ -38,6 +38,24 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)  # pytest registers what prints in the same hook
+def pytest_configure(config: pytest.Config) -> None:
+    """Print failures at once, on the process that prints: a run that is cut off has named them all the same."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(_PrintsFailures(terminal))
+
+
+class _PrintsFailures:
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.write_line(f"\nfailed ({report.when}): {report.nodeid}")
+            self._terminal.write_line(report.longreprtext)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What was skipped, and what it wants, in a line each."""
     for line in skipped_lines(

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -155,14 +156,20 @@ class FanOutItem(NamedTuple):
             yield ShardRange(self.group, low, high, self.first_part + part)
 
 
+class Slot(NamedTuple):
+    """Root in a region: the wanter number `wanter` on node number `node`."""
+
+    node: int
+    wanter: int
+
+
 class FanOutRun(NamedTuple):
-    """Units of an item that have the same root: the wanter number `wanter` on node number `node` of a region."""
+    """Units of an item that have the same root."""
 
     item: FanOutItem
     low: int
     high: int
-    node: int
-    wanter: int
+    root: Slot
 
 
 @dataclass
@@ -190,18 +197,20 @@ class Line:
         """All items."""
         return (item for items in self.chunks for item in items)
 
-    def region_of(self, node: int) -> tuple[int, tuple[int, ...]]:
-        """Return the number and the nodes of the region that contains a node."""
+    def region_of(self, node: int) -> int:
+        """Return the number of the region that contains a node."""
         return next(
-            (number, nodes)
-            for number, nodes in enumerate(self.regions)
-            if node in nodes
+            number for number, nodes in enumerate(self.regions) if node in nodes
         )
+
+    def root(self, region: int, slot: Slot) -> int:
+        """Return the rank of a root in the region of this number."""
+        return self.wanters[self.regions[region][slot.node]][slot.wanter]
 
     def runs(self, region: Sequence[int]) -> Iterator[FanOutRun]:
         """Yield all units with their roots. Every wanter of the region is the root of an equal share."""
         slots = [
-            (number, wanter)
+            Slot(number, wanter)
             for number, node in enumerate(region)
             for wanter in range(len(self.wanters[node]))
         ]
@@ -223,15 +232,15 @@ class Line:
                         else item.first_unit(slot + 1, item.start, len(slots), total)
                     )
                     if low < high:
-                        yield FanOutRun(item, low, high, *turned[slot])
+                        yield FanOutRun(item, low, high, turned[slot])
                         low = high
                     if low < item.high:
                         slot += 1
 
-    def entry(self, node: int, run: FanOutRun) -> int:
-        """Return the rank through which a run's units enter a node of the root's region."""
+    def entry(self, node: int, root: Slot) -> int:
+        """Return the rank through which a root's units enter a node of its region. On its own node it is the root."""
         ranks = self.wanters[node]
-        return ranks[run.wanter % len(ranks)]
+        return ranks[root.wanter % len(ranks)]
 
 
 @dataclass
@@ -271,6 +280,8 @@ class HolderSet:
 WantedShards = Mapping[tuple[int, ...], Mapping[int, Sequence[tuple[int, ShardRange]]]]
 # Parts of what a rank sends or receives: peer -> ranges, for each entry of ORDER.
 ByHop = tuple[dict[int, list[ShardRange]], ...]
+# Id of a line, and how many ranks of each node of a region want it.
+RegionShape = tuple[int, tuple[int, ...]]
 
 
 class Loads(NamedTuple):
@@ -364,9 +375,8 @@ class FanOut:
             [0, *accumulate(sum(cell.numel for cell in part.cells) for part in sets)]
             for sets in parts
         ]
-        self._runs: dict[
-            tuple[int, tuple[int, ...]], dict[tuple[int, ...], list[FanOutRun]]
-        ] = {}
+        self._runs: dict[RegionShape, dict[tuple[int, ...], list[FanOutRun]]] = {}
+        self._numels: dict[RegionShape, dict[Slot, int]] = {}
 
     def _atoms(self, groups: Sequence[TensorGroup]) -> list[Atom]:
         """Return what no node of the wanters holds, in boxes that the same classes want."""
@@ -518,14 +528,18 @@ class FanOut:
         self, line: Line, number: int
     ) -> dict[tuple[int, ...], list[FanOutRun]]:
         """Return holders -> runs of a region, computed once for regions with as many wanters on each node."""
-        region = line.regions[number]
-        key = (id(line), tuple(len(line.wanters[node]) for node in region))
+        key = self._shape_of(line, number)
         if key not in self._runs:
             by_holders: dict[tuple[int, ...], list[FanOutRun]] = {}
-            for run in line.runs(region):
+            for run in line.runs(line.regions[number]):
                 by_holders.setdefault(run.item.holders, []).append(run)
             self._runs[key] = by_holders
         return self._runs[key]
+
+    def _shape_of(self, line: Line, number: int) -> RegionShape:
+        """Return what regions have in common whose units have the same roots."""
+        region = line.regions[number]
+        return id(line), tuple(len(line.wanters[node]) for node in region)
 
     def parts(self, rank: int) -> tuple[ByHop, ByHop]:
         """Return what a rank receives and what it sends, by hop and peer."""
@@ -543,16 +557,61 @@ class FanOut:
 
     def volume(self, rank: int) -> tuple[dict[int, int], dict[int, int]]:
         """Return the elements that a rank receives and sends, by peer. Counts units without listing their parts."""
-        received: dict[int, int] = {}
-        sent: dict[int, int] = {}
-        for sends, _, peer, item, low, high in self._moves(rank):
-            totals = sent if sends else received
-            totals[peer] = (
-                totals.get(peer, 0)
-                + self._before_unit(item, high)
-                - self._before_unit(item, low)
-            )
+        from_holders, to_roots = self._first_hops
+        received = dict(from_holders.get(rank, {}))
+        sent = dict(to_roots.get(rank, {}))
+        for line, number in self._regions_of(rank):
+            for root, numel in self._numel_by_root(line, number).items():
+                for sends, _, peer in self._later_hops(rank, line, number, root):
+                    totals = sent if sends else received
+                    totals[peer] = totals.get(peer, 0) + numel
         return received, sent
+
+    def peers(self, rank: int) -> set[int]:
+        """Return the ranks that a rank exchanges something with."""
+        received, sent = self.volume(rank)
+        return {*received, *sent}
+
+    @cached_property
+    def _first_hops(
+        self,
+    ) -> tuple[dict[int, dict[int, int]], dict[int, dict[int, int]]]:
+        """Elements of hop 0: root -> holder -> number, and holder -> root -> number.
+
+        They are counted for all ranks together. Rank by rank, every unit would be looked
+        at once for each of its holders.
+        """
+        received: dict[int, dict[int, int]] = {}
+        sent: dict[int, dict[int, int]] = {}
+        for line in self._lines.values():
+            for number in range(len(line.regions)):
+                for classes, runs in self._runs_in(line, number).items():
+                    for run in runs:
+                        root = line.root(number, run.root)
+                        for holder, low, high in self._holders[classes].serving(
+                            run, number, len(line.regions)
+                        ):
+                            numel = self._numel(run.item, low, high)
+                            of_root = received.setdefault(root, {})
+                            of_root[holder] = of_root.get(holder, 0) + numel
+                            of_holder = sent.setdefault(holder, {})
+                            of_holder[root] = of_holder.get(root, 0) + numel
+        return received, sent
+
+    def _numel_by_root(self, line: Line, number: int) -> dict[Slot, int]:
+        """Return the elements that each root of a region forwards, computed once for regions that share their runs."""
+        key = self._shape_of(line, number)
+        if key not in self._numels:
+            totals: dict[Slot, int] = {}
+            for run in chain.from_iterable(self._runs_in(line, number).values()):
+                numel = self._numel(run.item, run.low, run.high)
+                totals[run.root] = totals.get(run.root, 0) + numel
+            self._numels[key] = totals
+        return self._numels[key]
+
+    def _numel(self, item: FanOutItem, low: int, high: int) -> int:
+        """Return the elements of an item's units from `low` to `high` (exclusive)."""
+        return self._before_unit(item, high) - self._before_unit(item, low)
 
     def _before_unit(self, item: FanOutItem, unit: int) -> int:
         """Return the elements of an item's units before one of them."""
@@ -570,42 +629,54 @@ class FanOut:
         """Yield (whether the rank sends it, hop, peer, item, first unit, end) for all that a rank exchanges."""
         source_class = self._source.class_of[rank]
         for line in self._lines.values():
-            for number, region in enumerate(line.regions):
+            for number in range(len(line.regions)):
                 for classes, runs in self._runs_in(line, number).items():
                     if source_class not in classes:
                         continue
                     held = self._holders[classes]
                     for run in runs:
-                        root = line.wanters[region[run.node]][run.wanter]
+                        root = line.root(number, run.root)
                         for holder, low, high in held.serving(
                             run, number, len(line.regions)
                         ):
                             if holder == rank:
                                 yield True, 0, root, run.item, low, high
-        node = self._node_of[rank]
-        for line in self._lines_of_class.get(self._dest.class_of[rank], ()):
-            if node not in line.wanters:
-                continue
-            number, region = line.region_of(node)
-            neighbours = [other for other in line.wanters[node] if other != rank]
+        for line, number in self._regions_of(rank):
             for run in chain.from_iterable(self._runs_in(line, number).values()):
-                item, low, high = run.item, run.low, run.high
-                root_node = region[run.node]
-                root, entry = line.wanters[root_node][run.wanter], line.entry(node, run)
-                if rank == root:
+                item = run.item
+                if rank == line.root(number, run.root):
                     held = self._holders[item.holders]
                     for holder, a, b in held.serving(run, number, len(line.regions)):
                         yield False, 0, holder, item, a, b
-                    for peer in region:
-                        if peer != root_node:
-                            yield True, 1, line.entry(peer, run), item, low, high
-                elif rank == entry:
-                    yield False, 1, root, item, low, high
-                if rank == entry:
-                    for peer in neighbours:
-                        yield True, 2, peer, item, low, high
-                else:
-                    yield False, 2, entry, item, low, high
+                for sends, hop, peer in self._later_hops(rank, line, number, run.root):
+                    yield sends, hop, peer, item, run.low, run.high
+
+    def _regions_of(self, rank: int) -> Iterator[tuple[Line, int]]:
+        """Yield every line that a rank receives, with the number of the rank's region."""
+        node = self._node_of[rank]
+        for line in self._lines_of_class.get(self._dest.class_of[rank], ()):
+            if node in line.wanters:
+                yield line, line.region_of(node)
+
+    def _later_hops(
+        self, rank: int, line: Line, number: int, slot: Slot
+    ) -> Iterator[tuple[bool, int, int]]:
+        """Yield (whether the rank sends it, hop, peer) of hops 1 and 2, for everything with the same root."""
+        region, node = line.regions[number], self._node_of[rank]
+        root, root_node = line.root(number, slot), region[slot.node]
+        entry = line.entry(node, slot)
+        if rank == root:
+            for other in region:
+                if other != root_node:
+                    yield True, 1, line.entry(other, slot)
+        elif rank == entry:
+            yield False, 1, root
+        if rank == entry:
+            for neighbour in line.wanters[node]:
+                if neighbour != rank:
+                    yield True, 2, neighbour
+        else:
+            yield False, 2, entry
 
     @property
     def copies(self) -> float:
@@ -625,10 +696,6 @@ class FanOut:
             if total
             else 0.0
         )
-
-    def peers(self, rank: int) -> set[int]:
-        """Return the ranks that a rank exchanges something with."""
-        return {peer for _, _, peer, *_ in self._moves(rank)}
 
 
 def _by_node(ranks: Sequence[int], node_of: Sequence[int]) -> dict[int, list[int]]:

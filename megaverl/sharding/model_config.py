@@ -378,9 +378,12 @@ class Described:
         return key in self._written
 
     def _value(self, key: str) -> str:
-        return f"{self.values.get(key)!r}" + (
-            "" if self.is_written(key) else " (transformers' default)"
-        )
+        value = self.values.get(key)
+        text = f"{value!r}"
+        if key == "quantization_config" and isinstance(value, dict):
+            # It lists every layer that is left out.
+            text = f"of the method {value.get('quant_method')!r}"
+        return text + ("" if self.is_written(key) else " (transformers' default)")
 
 
 def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:

@@ -33,14 +33,15 @@ def apply_twice() -> list[dict[str, Any]]:
             cpu_worker.init_worker_distributed_environment,
         )
         log_probs = torch.tensor([[-1.0, -0.5, -3.0]])
+        # vLLM compiles the count of ranks: a minute on a busy machine, for one row.
+        with torch.compiler.set_stance("force_eager"):
+            drawn = sampler.Sampler.gather_logprobs(log_probs, 0, torch.tensor([0]))
         return {
             "weight_kept": layer.weight.numel() == 64 * 64,
             "wrapped": [times_wrapped(f) for f in wrapped],
             "own_norm": "forward_cpu" in vars(RMSNorm),
             "opaque": CpuPlatform.opaque_attention_op(),
-            "ranks": sampler.Sampler.gather_logprobs(
-                log_probs, 0, torch.tensor([0])
-            ).selected_token_ranks.tolist(),
+            "ranks": drawn.selected_token_ranks.tolist(),
         }
 
     found = [state()]

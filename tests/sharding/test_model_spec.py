@@ -575,7 +575,7 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
         (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            "quantization_config is {'quant_method': 'fp8'}",
+            "quantization_config is of the method 'fp8'",
         ),
         ({"mlp_bias": True}, "mlp_bias is True; only False"),
         (
