@@ -35,9 +35,10 @@ from megaverl.trainer.preflight import CHECKED
 from tests import rank as rank_program
 
 ROOT = Path(__file__).resolve().parents[1]
-# Seconds until a job counts as hung.
-JOB_DEADLINE = float(os.environ.get("MEGAVERL_TEST_DEADLINE", "120"))
-# Seconds: the first world waits for the imports, on a busy machine.
+# Seconds until a job counts as hung. Many times what any takes, because a machine may be
+# busy, and nothing of a new environment has been imported yet.
+JOB_DEADLINE = float(os.environ.get("MEGAVERL_TEST_DEADLINE", "300"))
+# Seconds: the first world waits for the imports.
 START_DEADLINE = 180.0
 # Seconds in which the other ranks may answer once one has raised.
 GRACE_AFTER_ERROR = 10.0
@@ -141,7 +142,12 @@ class Launcher:
         return results
 
     def ranks(
-        self, num_ranks: int, target: str, *, deadline: float = 150.0, **kwargs: Any
+        self,
+        num_ranks: int,
+        target: str,
+        *,
+        deadline: float = JOB_DEADLINE,
+        **kwargs: Any,
     ) -> Ended:
         """Run `target` on new ranks without a process group, until all have ended by themselves.
 
@@ -167,7 +173,7 @@ class Launcher:
         environment: Mapping[str, str] | None = None,
         on_rank: Mapping[int, Mapping[str, str]] | None = None,
         more: Mapping[int, Sequence[str]] | None = None,
-        deadline: float = 120.0,
+        deadline: float = JOB_DEADLINE,
         folder: Path | None = None,
     ) -> Ended:
         """Run `megaverl ARGUMENTS` on new ranks without a GPU, until all have ended by themselves.

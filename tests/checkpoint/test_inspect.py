@@ -49,7 +49,7 @@ def inspect(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         *map(str, arguments),
     ]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False
+        command, capture_output=True, text=True, timeout=300, check=False
     )
 
 

@@ -162,7 +162,7 @@ def test_a_real_run_from_outside(
     # The store, and gloo.
     assert len(listening) >= 2 and set(listening) == {"127.0.0.1"}
     os.killpg(running.pid, signal.SIGINT)
-    out, err = running.communicate(timeout=60)
+    out, err = running.communicate(timeout=300)
     assert all(line.startswith("step ") for line in out.splitlines()), out
     assert (running.returncode, err) == (
         130,

@@ -155,7 +155,7 @@ def nodes_of(tmp_path):
 def test_groups_of_nodes_under_slurm(tmp_path):
     """Each node is told its own number, the first node's name, and what it is; the arguments arrive in one piece."""
     job = slurm(tmp_path, "--config", "run.yaml", "trainer.steps=3")
-    assert job.wait(timeout=60) == 0, job.communicate()
+    assert job.wait(timeout=300) == 0, job.communicate()
     found = nodes_of(tmp_path)
     roles = {
         0: ("train", 8),
@@ -192,7 +192,7 @@ def test_a_job_under_slurm_leaves_and_is_queued_again(tmp_path):
         while len(nodes_of(tmp_path)) < 16 and job.poll() is None:
             time.sleep(0.02)
         job.send_signal(signal.SIGUSR1)
-        assert job.wait(timeout=60) == 75
+        assert job.wait(timeout=300) == 75
     finally:
         (tmp_path / "hold").unlink()
     assert (tmp_path / "scontrol.log").read_text() == "requeue 4711\n"
@@ -205,7 +205,7 @@ def test_containers_under_slurm(tmp_path):
             tmp_path,
             CONTAINER_IMAGE="/images/megaverl.sqsh",
             CONTAINER_MOUNTS="/data:/data",
-        ).wait(timeout=60)
+        ).wait(timeout=300)
         == 0
     )
     root = LAUNCH.parent
@@ -286,10 +286,10 @@ def test_the_image_is_made_of_what_is_here():
 
 def test_what_goes_wrong_under_slurm(tmp_path):
     (tmp_path / "fails.group1-3").touch()
-    assert slurm(tmp_path).wait(timeout=60) == 1
+    assert slurm(tmp_path).wait(timeout=300) == 1
     assert not (tmp_path / "scontrol.log").exists(), "a failed job is not queued again"
     job = slurm(tmp_path, ROLES="train rollout")
     assert (
-        job.wait(timeout=60) == 2
+        job.wait(timeout=300) == 2
         and "4 groups of nodes for 2 roles (ROLES=train rollout)" in job.stderr.read()
     )

@@ -29,7 +29,7 @@ def run_script(tmp_path: Path, body: str, rank: int = 0) -> Finished:
     code = textwrap.dedent(head) + textwrap.dedent(body)
     command = [sys.executable, "-c", code]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False
+        command, capture_output=True, text=True, timeout=300, check=False
     )
 
 

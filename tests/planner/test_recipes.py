@@ -53,7 +53,7 @@ def small_config(path: Path, config: Config) -> dict[str, Any]:
 
 def test_every_recipe_is_planned(launch: Launcher, tmp_path: Path) -> None:
     [found] = launch.ranks(
-        1, "tests.planner.test_recipes:plan_all", deadline=500, folder=tmp_path
+        1, "tests.planner.test_recipes:plan_all", folder=tmp_path
     ).check()
     assert {name for name, *_ in found} == {name_of(path) for path in RECIPES}
     assert [each for each in found if each[2:] != [0, ""]] == []

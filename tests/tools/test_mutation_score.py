@@ -129,7 +129,7 @@ def test_nothing_is_left_of_a_run_that_is_ended(toy: Path) -> None:
     while "killed" not in process.stderr.readline():
         assert process.poll() is None
     process.terminate()
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == 143 and nothing_is_left(toy)
 
 

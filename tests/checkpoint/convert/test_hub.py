@@ -183,7 +183,7 @@ def test_the_command_takes_a_name(hub: FakeHub, folder: Path, tmp_path: Path) ->
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert ended.returncode == 0, ended.stderr
     assert_same_files(
