@@ -7,6 +7,9 @@ The task is that of configs/games/calculator_tool.yaml, with the same warm start
 accuracy by step for every run, how many episodes were tried again and left out, and what the runs of the first seed
 hold: the resident memory of their processes, their number and their open files, at a tenth of the run and at its end.
 
+Failed calls are repeated with the same draws. Unless an episode is left out or replaced, a run with the unreliable tool
+has therefore the losses of the run with the tool that works, and the number of steps whose losses differ is printed.
+
 Ends with 1 if the unreliable runs learn less: if the mean of their accuracies over the last half of the run is below
 those of all seeds with the tool that works. Ends with 1, too, if the unreliable run leaks: if it has more processes or
 files at its end, or if its memory grows by more than 2 % beyond the growth of the run that works. That one grows as
@@ -87,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             values = accuracies(records[seed])
             name = f"seed {seed}{kind}"
             print(f"{name:24}" + "".join(f"{value:>8.1%}" for value in values))
+        differ = steps_that_differ(working[seed], unreliable[seed])
+        print(f"seed {seed}: losses differ in {differ} of {options.steps} steps")
     learns = learns_as_much([*working.values()], [*unreliable.values()])
     print_faults(unreliable[first])
     flat = is_flat(held_by_working, held_by_unreliable)
@@ -164,6 +169,20 @@ def read_records(metrics: Path) -> list[dict[str, float]]:
 def accuracies(records: Records) -> list[float]:
     """Return the validation accuracies of a run, in the order of its steps."""
     return [record[ACCURACY] for record in records if ACCURACY in record]
+
+
+def steps_that_differ(some: Records, other: Records) -> int:
+    """Return the number of steps whose loss or gradient norm is not the same in two runs."""
+
+    def numbers(records: Records) -> dict[float, tuple[float, float]]:
+        return {
+            record["step"]: (record["actor/loss"], record["actor/grad_norm"])
+            for record in records
+            if "actor/loss" in record
+        }
+
+    one, two = numbers(some), numbers(other)
+    return sum(one.get(step) != two.get(step) for step in {*one, *two})
 
 
 def learns_as_much(working: Sequence[Records], unreliable: Sequence[Records]) -> bool:
