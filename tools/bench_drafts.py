@@ -1,9 +1,9 @@
 """Accepted drafts over steps of RL, and decode speed after them, with a frozen and with a trained draft model.
 
-    python tools/bench_drafts.py [--method eagle3] [--steps 100 --out FOLDER]
+    python tools/bench_drafts.py [--method eagle3|mtp] [--steps 100 --out FOLDER]
 
 A random Qwen3 and a draft model of one layer are first trained on the same rows by `megaverl sft`, until they know the
-form of an answer. With `--method eagle3`, the drafts come from an EAGLE-3 head instead, which first trains on responses
+form of an answer. With `--method eagle3` or `mtp`, the drafts come from a head instead, which first trains on responses
 of the policy while the policy does not change. Two runs of GRPO follow from the same weights and seed: `frozen` never
 changes the draft model or head, and `trained` trains it with the policy (`draft.train`). The acceptance is
 `rollout/draft_acceptance_rate`.
@@ -35,7 +35,9 @@ from tools.one_rank import start_one_rank  # noqa: E402
 
 PREPARE, FROZEN, TRAINED, REPORT = "prepare", "frozen", "trained", "report"
 SIDES = (FROZEN, TRAINED)
-DRAFT_MODEL, HEAD = "draft_model", "eagle3"
+DRAFT_MODEL = "draft_model"
+# vLLM's method -> beginning of the names of its folders and runs.
+HEADS = {"eagle3": "head", "mtp": "mtp_head"}
 # A learning rate at which no weight of the policy changes in float32.
 STILL = 1e-12
 ACCEPTED = "rollout/draft_acceptance_rate"
@@ -52,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--method", choices=(DRAFT_MODEL, HEAD), default=DRAFT_MODEL)
+    parser.add_argument("--method", choices=(DRAFT_MODEL, *HEADS), default=DRAFT_MODEL)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path, help="folder that keeps models and runs")
     parser.add_argument("--only", choices=(PREPARE, *SIDES, REPORT))
@@ -88,7 +90,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     """Create data, tokenizer and both models, and train each model on the rows' answers."""
     from megaverl.data.tasks import make_task
     from megaverl.data.tokenizers import load_tokenizer
-    from megaverl.models.draft_head import make_draft_head
+    from megaverl.models.new_heads import make_draft_head
     from megaverl.models.tiny import make_tiny_folder
 
     if not (folder / "random").is_dir():
@@ -118,24 +120,27 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
             tokenizer.save(folder / name)
     stage = f"sft={{steps: {options.sft_steps}, batch_size: 64, lr: 1.0e-3, max_answer_tokens: {options.digits + 4}}}"
     for source, name in (("random", "policy"), ("draft_random", "draft")):
-        if name == "draft" and options.method == HEAD:
+        if name == "draft" and options.method in HEADS:
             continue
         if not (folder / name / "hf").is_dir():
             run("sft", folder, name, source, [stage])
-    if options.method == HEAD:
-        if not (folder / "head_random").is_dir():
-            make_draft_head(folder / "head_random", folder / "policy" / "hf")
-        train(options, folder, "head", folder / "head_random", options.head_steps)
+    if head := HEADS.get(options.method):
+        random = folder / f"{head}_random"
+        if not random.is_dir():
+            make_draft_head(random, folder / "policy" / "hf", method=options.method)
+        train(options, folder, head, random, options.head_steps)
 
 
 def prepared_draft(options: argparse.Namespace, folder: Path) -> Path:
     """Return the draft model or head that both runs start from."""
-    return folder / ("head/hf_draft" if options.method == HEAD else "draft/hf")
+    head = HEADS.get(options.method)
+    return folder / ("draft/hf" if head is None else f"{head}/hf_draft")
 
 
 def run_of(options: argparse.Namespace, side: str) -> str:
     """Return the name of a run, which differs by method so that both can share the policy."""
-    return f"head_{side}" if options.method == HEAD else side
+    head = HEADS.get(options.method)
+    return side if head is None else f"{head}_{side}"
 
 
 def run_side(options: argparse.Namespace, folder: Path, side: str) -> None:
@@ -149,7 +154,7 @@ def train(
 ) -> None:
     """Run GRPO with a draft model or head, unless it has ended before.
 
-    The run `head` trains the head and no policy, and runs of the side `frozen` train
+    The run named in `HEADS` trains the head and no policy, and runs of the side `frozen` train
     the policy alone.
     """
     if (folder / name / "hf").is_dir():
@@ -157,7 +162,7 @@ def train(
     drafts = f"{{method: {options.method}, model: {draft}, num_speculative_tokens: {options.tokens}}}"
     settings = [
         f"algorithm={{name: grpo, group_size: {options.group}}}",
-        f"actor.optimizer.lr={STILL if name == 'head' else options.lr}",
+        f"actor.optimizer.lr={STILL if name in HEADS.values() else options.lr}",
         f"rollout.sampling={{temperature: 1.0, max_tokens: {options.digits + 4}}}",
         "reward=[{name: exact_match}, {name: positions}]",
         f"trainer={{steps: {steps}, validate_every: 0}}",
@@ -165,7 +170,7 @@ def train(
     ]
     settings.append(f"rollout.vllm.speculative_config={drafts}")
     if not name.endswith(FROZEN):
-        engine = ", engine: fsdp" if options.method == HEAD else ""
+        engine = ", engine: fsdp" if options.method in HEADS else ""
         optimizer = f"optimizer: {{lr: {options.draft_lr}}}"
         settings.append(f"draft={{train: true, {optimizer}{engine}}}")
     settings.append(f"data.prompts_per_step={options.prompts}")

@@ -54,7 +54,7 @@ COMMANDS = {
         "convert",
         "convert between Hugging Face, Megatron (any grid) and GGUF",
     ),
-    "draft-head": ("start", "write an untrained EAGLE-3 head for a model"),
+    "draft-head": ("start", "write an untrained draft head for a model"),
     "check-plugin": ("plan", "test a reward, loss, environment, ... of your own"),
     "data": ("plan", "check: list the rows of a data set that cannot be used"),
     "flow": ("plan", "show: print the operators of a training step"),

@@ -29,6 +29,7 @@ from megaverl.config.wording import did_you_mean
 from megaverl.config.yaml_source import all_recipes, recipe, recipes_folder
 from megaverl.errors import MegaverlError
 from megaverl.gpus import count_gpus
+from megaverl.sharding.draft_head import EAGLE3, HEAD_METHODS
 
 INIT = """\
 Write a configuration for your own model and data: train.yaml, with a comment for each key, and rewards.py if the reward
@@ -47,10 +48,11 @@ List the included recipes, what each shows and where it runs; or print one.
   megaverl recipes examples/ppo_trainer/run.sh   name what replaces a file of another trainer
 """
 HEAD = """\
-Write an untrained EAGLE-3 head for a model: one decoder layer that proposes tokens from the model's hidden states.
+Write an untrained head for a model: one decoder layer that proposes tokens from the model's hidden states.
 Train it with `draft.train`. Existing folders are not overwritten.
 
-  megaverl draft-head MODEL_FOLDER HEAD_FOLDER
+  megaverl draft-head MODEL_FOLDER HEAD_FOLDER              an EAGLE-3 head
+  megaverl draft-head MODEL_FOLDER HEAD_FOLDER --kind mtp   an MTP head, with the model's output layer
 """
 # Column names that are tried for the prompt and the reference answer, the most likely
 # ones first.
@@ -517,25 +519,32 @@ def _head_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="Hugging Face folder of the model")
     parser.add_argument("folder", help="new folder for the head")
     parser.add_argument(
+        "--kind",
+        choices=HEAD_METHODS,
+        default=EAGLE3,
+        help="vLLM's speculative method (eagle3)",
+    )
+    parser.add_argument(
         "--intermediate-size",
         type=int,
         metavar="N",
-        help="width of the head's MLP (that of the model's)",
+        help="width of an EAGLE-3 head's MLP (that of the model's)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the weights (0)")
 
 
 def _head(arguments: argparse.Namespace) -> int:
     # Imported here because it imports transformers.
-    from megaverl.models.draft_head import make_draft_head
+    from megaverl.models.new_heads import make_draft_head
 
     make_draft_head(
         arguments.folder,
         arguments.model,
+        method=arguments.kind,
         seed=arguments.seed,
         intermediate_size=arguments.intermediate_size,
     )
-    drafts = f"{{method: eagle3, model: {arguments.folder}, num_speculative_tokens: 3}}"
+    drafts = f"{{method: {arguments.kind}, model: {arguments.folder}, num_speculative_tokens: 3}}"
     print(f"head written to {arguments.folder}; train it with a policy of this model:")
     print(
         f"  megaverl train ... 'rollout.vllm.speculative_config={drafts}' "

@@ -635,10 +635,10 @@ class DraftConfig(TrainedConfig):
     """`draft`: training of the draft model of speculative decoding. Its grid defaults to the actor's."""
 
     train: bool = False
-    """Train the draft model or EAGLE-3 head of rollout.vllm.speculative_config on the responses of every step, so that
-    the engine keeps accepting its drafts while the actor changes. It trains on the actor's ranks, with the epochs and
+    """Train the draft model or head of rollout.vllm.speculative_config on the responses of every step, so that the
+    engine keeps accepting its drafts while the actor changes. It trains on the actor's ranks, with the epochs and
     mini-batches of `algorithm`, and the engine receives its weights together with the actor's. For the methods
-    draft_model and eagle3; a head needs engine: fsdp."""
+    draft_model, eagle3 and mtp; a head needs engine: fsdp."""
     optimizer: Annotated[Passthrough, over(DRAFT_OPTIMIZER)] = DRAFT_OPTIMIZER
     """Fields of megatron-core's OptimizerConfig."""
 

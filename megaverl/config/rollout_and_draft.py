@@ -11,12 +11,18 @@ from megaverl.config.schema import Config
 from megaverl.config.section import Issues
 from megaverl.config.wording import yaml_text
 from megaverl.errors import ModelError
-from megaverl.sharding.draft_head import HeadSpec
+from megaverl.sharding.draft_head import (
+    HEAD_METHODS,
+    MTP,
+    HeadSpec,
+    misfits_target,
+    why_no_mtp,
+)
 from megaverl.sharding.model_spec import ModelSpec
 
 SPECULATION = "rollout.vllm.speculative_config"
 # Methods of vLLM whose drafts come from weights that a run can train.
-TRAINED_METHODS = ("draft_model", "eagle3")
+TRAINED_METHODS = ("draft_model", *HEAD_METHODS)
 # Fields with which the engine's draft model would be another one than the trained folder.
 _OTHER_DRAFT = ("quantization", "revision", "code_revision", "use_heterogeneous_vocab")
 
@@ -79,13 +85,16 @@ def _method_issues(config: Config) -> Issues:
         return
     method = drafts.get("method", "draft_model")
     if method not in TRAINED_METHODS:
-        text = f"found {yaml_text(method)}, and draft.train trains draft models and EAGLE-3 heads only: megaverl has "
-        text += "no trainable heads of other kinds (eagle, mtp, medusa, ...), and n-grams have no weights. Use "
-        text += "draft_model or eagle3, or leave draft.train out."
+        text = f"found {yaml_text(method)}, and draft.train trains draft models, EAGLE-3 heads and MTP heads only: "
+        text += "megaverl has no trainable heads of other kinds (eagle, medusa, ...), and n-grams have no weights. Use "
+        text += "draft_model, eagle3 or mtp, or leave draft.train out."
         yield ConfigIssue(f"{SPECULATION}.method", text, involves=("draft.train",))
     elif config.draft_path is None:
         text = "is not set, and draft.train is. Give the Hugging Face folder of a small model of the same tokenizer, "
         text += "or of a head (megaverl draft-head)."
+        if method == MTP:
+            text += " MTP layers inside the actor's folder cannot be trained: make a head with `megaverl draft-head "
+            text += "--kind mtp`."
         yield ConfigIssue(f"{SPECULATION}.model", text, involves=("draft.train",))
     elif config.trains_head:
         yield from _head_issues(config)
@@ -96,7 +105,7 @@ def _method_issues(config: Config) -> Issues:
 
 
 def _head_issues(config: Config) -> Issues:
-    """Yield settings with which an EAGLE-3 head cannot read the actor's hidden states."""
+    """Yield settings with which a head cannot read the actor's hidden states, or the engine not take its weights."""
     draft, actor = config.draft, config.actor
     number = config.speculation.get("num_speculative_tokens")
     if not isinstance(number, int) or number < 1:
@@ -121,23 +130,40 @@ def _head_issues(config: Config) -> Issues:
             text = f"found {size}, and actor.{name} is {needed}: the head reads the actor's hidden states where the "
             text += f"actor computes them. Set draft.{name}={needed}."
             yield ConfigIssue(f"draft.{name}", text, involves=(f"actor.{name}",))
+    if config.speculation["method"] == MTP and config.rollout.vllm.get("quantization"):
+        text = "is set, and vLLM would quantise an MTP head too, to which new weights could not be written. Leave it "
+        text += "out, or train an EAGLE-3 head."
+        involves = (f"{SPECULATION}.method",)
+        yield ConfigIssue("rollout.vllm.quantization", text, involves=involves)
     if draft.fsdp.attention != "auto" or draft.fsdp.liger:
         name = "liger" if draft.fsdp.liger else "attention"
         text = "is set, and a head has its own attention and norms. Leave it out."
         yield ConfigIssue(f"draft.fsdp.{name}", text)
 
 
-def _fits_head(path: str, spec: ModelSpec) -> str:
+def _fits_head(path: str, method: str, spec: ModelSpec) -> str:
     """Return why a head cannot read the actor's hidden states, or an empty string."""
     try:
         head = HeadSpec.from_folder(path)
     except ModelError as error:
         return str(error)
     text = f"found {yaml_text(path)}"
+    if head.method != method:
+        return (
+            f"{text}, a head for the method {head.method}, and method is {method}. Set {SPECULATION}.method="
+            f"{head.method}, or make another head."
+        )
+    if method == MTP and (reason := why_no_mtp(spec)):
+        return f"{text}, and the actor {reason}. Make an EAGLE-3 head."
     if head.hidden_size != spec.hidden_size:
         return (
             f"{text} with hidden_size {head.hidden_size}, and the actor has {spec.hidden_size}. Make a head of this "
             "actor."
+        )
+    if differences := misfits_target(head, spec):
+        return (
+            f"{text} with {', '.join(differences)}: vLLM builds an MTP head with the actor's dimensions. Make a "
+            "head of this actor."
         )
     if head.aux_layers[-1] > spec.num_layers:
         return (
@@ -161,9 +187,11 @@ def _model_issues(config: Config, path: str, spec: ModelSpec) -> Issues:
         text = f"found {yaml_text(path)}, which is not a Hugging Face folder with config.json."
         yield ConfigIssue(key, text, involves=involves)
         return
-    if config.trains_head and (problem := _fits_head(path, spec)):
-        yield ConfigIssue(key, problem, involves=involves)
-        return
+    if config.trains_head:
+        method = str(config.speculation["method"])
+        if problem := _fits_head(path, method, spec):
+            yield ConfigIssue(key, problem, involves=involves)
+            return
     try:
         on_megatron = config.draft.engine == "megatron"
         draft = (ModelSpec.from_folder if on_megatron else ModelSpec.outline)(path)

@@ -44,6 +44,7 @@ from megaverl.config.serving import TinkerConfig
 from megaverl.config.signatures import signature_of
 from megaverl.config.watching import AlertConfig
 from megaverl.errors import ConfigError
+from megaverl.sharding.draft_head import HEAD_METHODS
 
 try:
     from yaml import CSafeDumper as SafeDumper
@@ -298,8 +299,8 @@ class Config(Section):
 
     @property
     def trains_head(self) -> bool:
-        """Return whether `draft` is an EAGLE-3 head, which reads the actor's hidden states."""
-        return self.draft.train and self.speculation.get("method") == "eagle3"
+        """Return whether `draft` is a head, which reads the actor's hidden states."""
+        return self.draft.train and self.speculation.get("method") in HEAD_METHODS
 
     @property
     def scores_by_megatron(self) -> bool:

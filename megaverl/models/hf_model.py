@@ -62,10 +62,10 @@ class RootModule(nn.Module):
 
 
 class HeadModule(RootModule):
-    """Root module around an EAGLE-3 head."""
+    """Root module around the head of a speculative decoder."""
 
     def forward(self, observed: torch.Tensor, num_steps: int) -> torch.Tensor:
-        """Run `LlamaForCausalLMEagle3.forward`."""
+        """Run `DraftHead.forward`."""
         states: torch.Tensor = self.model(observed, num_steps)
         return states
 
@@ -542,8 +542,8 @@ def shard_module(
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     embeddings = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    # A tied weight belongs to two modules, so only the root may own it. An EAGLE-3 head
-    # has no embeddings.
+    # A tied weight belongs to two modules, so only the root may own it. A draft head has
+    # no embeddings.
     if (
         embeddings is not None
         and getattr(head, "weight", None) is not embeddings.weight

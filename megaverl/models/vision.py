@@ -13,7 +13,7 @@ from torch import nn
 from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import ModelError
 from megaverl.platform import to_device
-from megaverl.sharding.draft_head import is_head
+from megaverl.sharding.draft_head import head_method
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -217,14 +217,14 @@ def rope_positions(
 def auto_class_of(config: PretrainedConfig) -> Any:
     """Return transformers' auto class for a config.json: for images and text, or for text only.
 
-    Of an EAGLE-3 head, which transformers does not know, it is the class of the head.
+    Of a draft head, which transformers does not know, it is the class of the head.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if is_head(config.architectures):
-        from megaverl.models.draft_head import LlamaForCausalLMEagle3
+    if (method := head_method(config.to_dict())) is not None:
+        from megaverl.models.draft_head import HEADS
 
-        return LlamaForCausalLMEagle3
+        return HEADS[method]
     return (
         AutoModelForCausalLM
         if getattr(config, "vision_config", None) is None

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from megaverl.errors import RolloutError
+from megaverl.errors import ModelError, RolloutError
+from megaverl.sharding.draft_head import MTP, HeadSpec
 
 LATENT_ATTENTION = "CPU_MLA"
 # These models attend to all tokens of an image at once, but vLLM's CPU attention is
@@ -64,7 +65,7 @@ def check_runs_here(arguments: dict[str, Any], *, experts: bool) -> None:
         )
 
 
-SPECULATORS = ("ngram", "draft_model", "eagle3")
+SPECULATORS = ("ngram", "draft_model", "eagle3", MTP)
 
 
 def speculation_here(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,6 +84,8 @@ def speculation_here(config: Mapping[str, Any]) -> dict[str, Any]:
             f"{', '.join(SPECULATORS)} are known to draw right on a CPU. Use one of them there, or "
             "leave speculative_config out."
         )
+    if config["method"] == MTP:
+        _check_mtp_head(config.get("model"))
     if config.get("rejection_sample_method", "standard") != "standard":
         raise RolloutError(
             "rollout.vllm.speculative_config.rejection_sample_method: vLLM's CPU build has kernels for `standard` "
@@ -94,3 +97,25 @@ def speculation_here(config: Mapping[str, Any]) -> dict[str, Any]:
         if number
         else dict(config)
     )
+
+
+def _check_mtp_head(folder: Any) -> None:
+    """Refuse MTP heads other than those in a folder of their own, which `megaverl draft-head` makes.
+
+    Raises:
+        RolloutError: names what is wrong with the folder.
+    """
+    key = "rollout.vllm.speculative_config.model"
+    advice = "Make a head with `megaverl draft-head --kind mtp`."
+    if not folder:
+        raise RolloutError(
+            f"{key}: is not set. On a CPU, MTP layers inside a model have not been run. {advice}"
+        )
+    try:
+        head = HeadSpec.from_folder(str(folder))
+    except ModelError as error:
+        raise RolloutError(f"{key}: {error}") from error
+    if head.method != MTP:
+        raise RolloutError(
+            f"{key}={folder}: a head for the method {head.method}, and method is {MTP}. {advice}"
+        )

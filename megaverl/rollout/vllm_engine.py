@@ -59,6 +59,7 @@ from megaverl.rollout.vllm_requests import (
     expert_arguments,
     experts_of_requests,
     generation,
+    overrides_for_head,
     prompt_score,
     speculation,
     vllm_cpu,
@@ -616,6 +617,8 @@ def engine_arguments(
         )
     if drafts := arguments.get("speculative_config"):
         arguments["speculative_config"] = speculation(drafts)
+        if more := overrides_for_head(drafts):
+            arguments["hf_overrides"] = {**arguments.get("hf_overrides", {}), **more}
     if options.fp32_lm_head:
         # vLLM reads it from the model's config.json (`ModelConfig.head_dtype`).
         overrides = {**arguments.get("hf_overrides", {}), "head_dtype": "float32"}

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from megaverl.errors import RolloutError
+from megaverl.outside import read_json_file
 from megaverl.platform import platform
 from megaverl.rollout.cpu_limits import speculation_here
 from megaverl.rollout.engine import Generation, OnFinished, PromptScore, SavedWork
@@ -25,6 +27,7 @@ from megaverl.rollout.vllm_weights import (
     drafts_from_their_folder,
     heads_keep_their_weights,
 )
+from megaverl.sharding.draft_head import MTP, NUM_MTP_LAYERS, head_method
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -137,6 +140,19 @@ def speculation(config: Mapping[str, Any]) -> dict[str, Any]:
     if platform.is_cuda:
         return {**config, **more}
     return speculation_here({**config, "method": method, **more})
+
+
+def overrides_for_head(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of the model's config.json from which vLLM builds an MTP head in a folder of its own.
+
+    vLLM reads their number from the main model's configuration (0.32: `MiMoMTP`), whose
+    own folder has none.
+    """
+    folder = config.get("model")
+    if config.get("method") != MTP or not (Path(str(folder)) / "config.json").is_file():
+        return {}
+    described = read_json_file(Path(str(folder)) / "config.json")
+    return {NUM_MTP_LAYERS: 1} if head_method(described) == MTP else {}
 
 
 def count_drafts(scheduler: Any, work: Callable[[], SavedWork]) -> None:

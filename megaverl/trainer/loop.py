@@ -41,6 +41,7 @@ from megaverl.trainer.run_state import RunState
 from megaverl.trainer.saving import (
     Records,
     Saving,
+    export_draft,
     export_model,
     sample_records,
     settle_file,
@@ -452,8 +453,7 @@ class Trainer:
             self.console.print(f"models written to {folder}: {', '.join(models)}")
         if (draft := self.roles.draft) is not None:
             draft_folder = folder.with_name("hf_draft")
-            path = self.config.draft_path
-            export_model(draft.model, self.builder, draft_folder, path=path)
+            export_draft(draft.model, self.builder, draft_folder, actor_folder=folder)
             self.console.print(f"draft model written to {draft_folder}")
 
     def _save(

@@ -488,6 +488,25 @@ def export_model(
         )
 
 
+def export_draft(
+    model: TrainingModel, builder: Builder, folder: Path, *, actor_folder: Path
+) -> None:
+    """Write the draft model or head as `export_model` does. Collective over all ranks.
+
+    Args:
+        actor_folder: exported actor, whose output layer vLLM expects beside an MTP head.
+    """
+    config = builder.config
+    export_model(model, builder, folder, path=config.draft_path)
+    if config.trains_head:
+        # Imported here because it imports transformers' models.
+        from megaverl.models.new_heads import copy_target_layers
+
+        on_first_rank(
+            lambda: copy_target_layers(folder, actor_folder), model.grid.world
+        )
+
+
 def export_classifier(
     model: TrainingModel, builder: Builder, folder: Path, *, path: str | None
 ) -> None:

@@ -86,7 +86,7 @@ class DraftTrainer(ModelWorker):
 
 
 class HeadTrainer(DraftTrainer):
-    """EAGLE-3 head that learns to predict tokens from the policy's hidden states (arXiv 2503.01840).
+    """Head that learns to predict tokens from the policy's hidden states (arXiv 2503.01840, 2412.19437).
 
     As many steps are trained as the engine runs, each on the head's own state of the step before (training-time test).
     The loss is the mean over the steps of the loss of a draft model, step k with the weight 0.8^k. The policy's states
@@ -115,12 +115,17 @@ class HeadTrainer(DraftTrainer):
             seed=seed,
         )
         assert isinstance(self.model, HeadModel)
-        layers = self.model.head.aux_layers
+        self.actor, layers = actor, self.model.head.aux_layers
         # Both models read the same rows.
         self.model.token_multiple = math.lcm(
             self.model.token_multiple, actor.token_multiple
         )
         self._prepare = lambda micro_batches: observe(actor, micro_batches, layers)
+
+    def update(self, batch: RolloutBatch, *, step: int) -> dict[str, float]:
+        assert isinstance(self.model, HeadModel)
+        with self.model.output_of(self.actor):
+            return super().update(batch, step=step)
 
     def _loss(
         self, output: torch.Tensor, micro: MicroBatch

@@ -307,6 +307,19 @@ class FSDPModel(TrainingModel):
     def decoder_layers(self) -> list[nn.Module]:
         return blocks_of(self.module.model)
 
+    @property
+    def last_norm(self) -> nn.Module:
+        # The name in all architectures that MTP heads are trained for.
+        norm: nn.Module = self.module.model.base_model.norm
+        return norm
+
+    def output_weight(self) -> torch.Tensor:
+        # Between passes the weight is sharded.
+        sharded_weight: Any = self.module.model.get_output_embeddings().weight.detach()
+        on_device = sharded_weight.to(platform.device, self.dtype)
+        weight: torch.Tensor = on_device.full_tensor()
+        return weight
+
     def token_rows(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 

@@ -1,4 +1,4 @@
-"""Hidden states of a model, for another model that reads them: the actor's, for an EAGLE-3 head."""
+"""Hidden states of a model, for another model that reads them: the actor's, for a draft head."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megaverl.models.packing import MicroBatch
+from megaverl.sharding.draft_head import AFTER_LAST_NORM
 from megaverl.workers.model import TrainingModel
 
 
@@ -32,7 +33,7 @@ def observe(
         # Megatron's rows may be padded to a multiple of the tensor-parallel size.
         return torch.cat(rows, dim=-1)[:, : batch.tokens.shape[1]]
 
-    with _kept_states(model.decoder_layers, {0, *layers}) as seen:
+    with _kept_states(model, {0, *layers}) as seen:
         observed = model.outputs(micro_batches, take)
     return [
         replace(batch, observed=states)
@@ -42,10 +43,11 @@ def observe(
 
 @contextmanager
 def _kept_states(
-    layers: Sequence[torch.nn.Module], numbers: set[int]
+    model: TrainingModel, numbers: set[int]
 ) -> Iterator[dict[int, torch.Tensor]]:
     """Keep hidden states of the last forward pass by their number, in the layout of the model's layers."""
     seen: dict[int, torch.Tensor] = {}
+    layers = model.decoder_layers
 
     def keep_input(number: int) -> Any:
         def hook(layer: Any, args: Any, options: Any) -> None:
@@ -53,17 +55,23 @@ def _kept_states(
 
         return hook
 
-    def keep_output(layer: Any, args: Any, output: Any) -> None:
-        seen[len(layers)] = output[0] if isinstance(output, tuple) else output
+    def keep_output(number: int) -> Any:
+        def hook(layer: Any, args: Any, output: Any) -> None:
+            seen[number] = output[0] if isinstance(output, tuple) else output
+
+        return hook
 
     hooks = [
         layers[number].register_forward_pre_hook(keep_input(number), with_kwargs=True)
         for number in sorted(numbers)
-        if number < len(layers)
+        if 0 <= number < len(layers)
     ]
     # The states after the last layer are no layer's input.
     if len(layers) in numbers:
-        hooks.append(layers[-1].register_forward_hook(keep_output))
+        hooks.append(layers[-1].register_forward_hook(keep_output(len(layers))))
+    if AFTER_LAST_NORM in numbers:
+        norm = model.last_norm
+        hooks.append(norm.register_forward_hook(keep_output(AFTER_LAST_NORM)))
     try:
         yield seen
     finally:

@@ -338,6 +338,21 @@ class MegatronModel(TrainingModel):
     def decoder_layers(self) -> list[torch.nn.Module]:
         return [layer for chunk in self.chunks for layer in chunk.decoder.layers]
 
+    @property
+    def last_norm(self) -> torch.nn.Module:
+        norm: torch.nn.Module = self.chunks[-1].decoder.final_layernorm
+        return norm
+
+    def output_weight(self) -> torch.Tensor:
+        model = self.chunks[-1]
+        weight: torch.Tensor = (
+            model.shared_embedding_or_output_weight()
+            if model.share_embeddings_and_output_weights
+            else model.output_layer.weight
+        )
+        # A copy, because the weights may be offloaded while it is used.
+        return weight.detach().clone() if self.offloads else weight.detach()
+
     def token_rows(self, hidden: torch.Tensor) -> torch.Tensor:
         # [s / tp, b, hidden] on sequence-parallel ranks, else [s, b, hidden].
         if self.config.sequence_parallel:

@@ -153,9 +153,25 @@ class TrainingModel(ABC):
     def decoder_layers(self) -> Sequence[torch.nn.Module]:
         """Decoder layers on this rank, whose first input and first output are hidden states."""
 
+    @property
+    @abstractmethod
+    def last_norm(self) -> torch.nn.Module:
+        """Norm behind the last decoder layer. Only the last stage has it."""
+
+    @abstractmethod
+    def output_weight(self) -> torch.Tensor:
+        """Return this rank's part of the output layer's weight, [padded_vocab / tp, hidden], detached.
+
+        The parts belong to the ranks of `vocab_group`. Only the last stage has it.
+        Collective over the grid.
+        """
+
     @abstractmethod
     def token_rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return a decoder layer's hidden states as [b, s, hidden]. Collective over the tensor-parallel group."""
+        """Return hidden states of a decoder layer or the last norm as [b, s, hidden].
+
+        Collective over the tensor-parallel group.
+        """
 
     def own_part(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return this rank's part of a micro-batch whose rows are padded to `token_multiple`."""

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from megaverl.cli.main import main
 from megaverl.config import load_config
 from megaverl.config.yaml_source import all_recipes
 from megaverl.models.tiny import make_tiny_folder
-from megaverl.sharding.draft_head import HeadSpec
+from megaverl.sharding.draft_head import AFTER_LAST_NORM, HeadSpec, misfits_target
+from megaverl.sharding.model_spec import ModelSpec
 from tests.test_package import ROOT
 
 ROWS = [
@@ -260,6 +262,24 @@ def test_recipes_are_listed_each_with_what_it_shows(
     assert "Did you mean `llama3_70b/ppo_16_nodes`?" in capsys.readouterr().err
 
 
+def test_an_mtp_head_reads_the_last_norm_and_has_the_layers_that_vllm_asks_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny_folder(tmp_path / "model", tie_embeddings=True)
+    folder = tmp_path / "head"
+    assert main(["draft-head", str(model), str(folder), "--kind=mtp"]) == 0
+    assert f"{{method: mtp, model: {folder}, num_spec" in capsys.readouterr().out
+    head = HeadSpec.from_folder(folder)
+    assert (head.method, head.aux_layers) == ("mtp", (AFTER_LAST_NORM,))
+    assert misfits_target(head, ModelSpec.from_folder(model)) == []
+    weights = load_file(folder / "model.safetensors")
+    assert all(name.startswith("model.mtp_layers.0.") for name in weights)
+    embeddings = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    beside = load_file(folder / "target.safetensors")
+    assert set(beside) == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert all(layer.equal(embeddings) for layer in beside.values())
+
+
 @pytest.mark.parametrize(("num_layers", "read"), [(8, (2, 4, 5)), (2, (0, 1, 2))])
 def test_a_head_reads_the_layers_that_vllm_would_choose_or_the_last_ones(
     tmp_path: Path,
@@ -274,11 +294,15 @@ def test_a_head_reads_the_layers_that_vllm_would_choose_or_the_last_ones(
     assert main(command) == 1
     assert "there is a model already" in capsys.readouterr().err
     gemma = make_tiny_folder(tmp_path / "gemma", "Gemma3ForCausalLM")
+    make_tiny_folder(tmp_path / "wide", "Qwen3ForCausalLM", head_dim=16)
+    of_kind = [str(model), "new", "--kind=mtp"]
     for arguments, said in (
         ([str(tmp_path / "none"), "new"], "none/config.json: not found"),
         ([str(gemma), "new"], "Gemma3ForCausalLM scales its embeddings"),
         ([str(model), "new", "--intermediate-size=-4"], "a width of 1 or more"),
         ([str(model), "/proc/new/head"], "/proc/new/head: cannot be written"),
+        ([*of_kind, "--intermediate-size=4"], "an MTP head the target's MLP"),
+        ([str(tmp_path / "wide"), "new", "--kind=mtp"], "has 4 heads of 16 dimensions"),
     ):
         assert main(["draft-head", *arguments]) == 1
         assert said in capsys.readouterr().err

@@ -46,9 +46,14 @@ def test_a_draft_model_has_the_actors_grid_and_a_rate_of_its_own(load, draft):
         (["draft.optimizer.lr=0.1"], "draft.optimizer", "draft.train is false"),
         ([TRAIN], "draft.train", f"is set, and {SPECULATION} is not"),
         (
-            [TRAIN, f"{SPECULATION}={{method: mtp, model: org/head}}"],
+            [TRAIN, f"{SPECULATION}={{method: medusa, model: org/head}}"],
             f"{SPECULATION}.method",
-            "found 'mtp', and draft.train trains draft models and EAGLE-3 heads only",
+            "found 'medusa', and draft.train trains draft models, EAGLE-3 heads and MTP heads only",
+        ),
+        (
+            [TRAIN, f"{SPECULATION}={{method: mtp, num_speculative_tokens: 1}}"],
+            f"{SPECULATION}.model",
+            "MTP layers inside the actor's folder cannot be trained: make a head with `megaverl draft-head --kind mtp`",
         ),
         (
             [
@@ -133,25 +138,29 @@ HEAD = {
     "eagle_aux_hidden_state_layer_ids": [1, 2],
 }
 
+MTP_HEAD = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+
 
 @pytest.fixture
 def head(tmp_path: Path) -> Callable[..., list[str]]:
     """`head(key=...)`: the overrides that train a head with such a config.json."""
 
-    def make(**config: object) -> list[str]:
+    def make(method: str = "eagle3", **config: object) -> list[str]:
         folder = tmp_path / "head"
         folder.mkdir()
+        kind = HEAD if method == "eagle3" else MTP_HEAD
         (folder / "config.json").write_text(
-            json.dumps({**LLAMA, "num_hidden_layers": 1, **HEAD, **config})
+            json.dumps({**LLAMA, "num_hidden_layers": 1, **kind, **config})
         )
-        drafts = f"{{method: eagle3, model: {folder}, num_speculative_tokens: 2}}"
+        drafts = f"{{method: {method}, model: {folder}, num_speculative_tokens: 2}}"
         return [f"{SPECULATION}={drafts}", TRAIN, "draft.engine=fsdp"]
 
     return make
 
 
-def test_a_head_trains_under_fsdp_on_the_actors_grid(load, head):
-    config: Config = load(*head(), "actor.tp=2", "draft.tp=2")
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_a_head_trains_under_fsdp_on_the_actors_grid(load, head, method):
+    config: Config = load(*head(method), "actor.tp=2", "draft.tp=2")
     assert config.trains_head and (config.draft.engine, config.draft.tp) == ("fsdp", 2)
 
 
@@ -196,6 +205,57 @@ def test_what_rules_out_a_trained_head(mistakes, head, overrides, key, said):
 )
 def test_heads_that_do_not_fit_or_cannot_be_trained(mistakes, head, config, said):
     assert said in mistakes(*head(**config))[f"{SPECULATION}.model"]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2"),
+        ({"num_hidden_layers": 36}, "A whole model with num_nextn_predict_layers is"),
+        (HEAD, "a head for the method eagle3, and method is mtp"),
+        (
+            {"intermediate_size": 64, "rope_theta": 5e5},
+            "with ffn_hidden_size 64 and not 96, rope_theta 500000.0 and not 10000.0",
+        ),
+        ({"hidden_size": 24}, "with hidden_size 24, and the actor has 48"),
+        ({"vocab_size": 99}, "with 99 tokens, and the actor has 100"),
+    ],
+)
+def test_mtp_heads_that_do_not_fit_or_cannot_be_trained(mistakes, head, config, said):
+    assert said in mistakes(*head("mtp", **config))[f"{SPECULATION}.model"]
+
+
+@pytest.mark.parametrize(
+    ("actor", "said"),
+    [
+        ({"head_dim": 8}, "has 12 heads of 8 dimensions"),
+        ({"architectures": ["MistralForCausalLM"]}, "is a MistralForCausalLM"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "has a config.json that cannot be read in full",
+        ),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 16,
+                "max_window_layers": 0,
+            },
+            "has a sliding window",
+        ),
+    ],
+)
+def test_actors_that_cannot_have_an_mtp_head(mistakes, head, tmp_path, actor, said):
+    roles = [f"{role}.engine=fsdp" for role in ("actor", "critic", "reference")]
+    overrides = [*head("mtp"), *roles]
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**LLAMA, **actor}))
+    assert said in mistakes(*overrides)[f"{SPECULATION}.model"]
+
+
+def test_an_mtp_head_is_not_quantised_with_the_engine(mistakes, head):
+    overrides = [*head("mtp"), "rollout.vllm.quantization=fp8"]
+    key = "rollout.vllm.quantization"
+    assert "would quantise an MTP head too" in mistakes(*overrides)[key]
 
 
 def test_a_resumed_run_keeps_the_trained_draft_model(load, draft):

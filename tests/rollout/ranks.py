@@ -14,13 +14,14 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from megaverl.announcements import announcements
 from megaverl.config.roles import RolloutConfig
 from megaverl.distributed.job_context import default_group
 from megaverl.errors import RolloutError
 from megaverl.models.architectures import weights_of
-from megaverl.models.draft_head import LlamaForCausalLMEagle3
+from megaverl.models.draft_head import HEADS
 from megaverl.platform import platform
 from megaverl.rollout import EngineOptions, make_engine
 from megaverl.rollout.engine import (
@@ -170,15 +171,16 @@ def speculate(
     }
 
 
-def head_against_vllm(folder: str, head: str, prompt: list[int]) -> float:
+def head_against_vllm(folder: str, method: str, head: str, prompt: list[int]) -> float:
     """Largest difference between the states of a head in vLLM, in its first three steps, and as it is trained."""
-    speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
+    speculation = {"method": method, "model": head, "num_speculative_tokens": 3}
     made = engine(folder, 1, speculative_config=speculation)
     in_vllm = made._runner.get_draft_model()
-    # Equal, as the head is new, and yet not shared: a reshard will write each.
+    # Equal, as an EAGLE-3 head is new, and yet not shared: a reshard will write each.
     output_layers = made.model.lm_head.weight, in_vllm.lm_head.weight
-    assert torch.equal(*output_layers) and output_layers[0] is not output_layers[1]
-    forward, combine = in_vllm.forward, in_vllm.combine_hidden_states
+    assert torch.equal(*output_layers)
+    assert (output_layers[0] is output_layers[1]) == (method == "mtp")
+    forward = in_vllm.forward
     observed: list[torch.Tensor] = []
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -187,13 +189,19 @@ def head_against_vllm(folder: str, head: str, prompt: list[int]) -> float:
         return combine(states)
 
     def step(input_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if method == "mtp":
+            observed.append(options["hidden_states"].clone())
         states = forward(input_ids, *args, **options)
-        calls.append((input_ids.clone(), states[0].clone()))
+        output = states if method == "mtp" else states[0]
+        calls.append((input_ids.clone(), output.clone()))
         return states
 
-    in_vllm.forward, in_vllm.combine_hidden_states = step, observe
+    in_vllm.forward = step
+    if method == "eagle3":
+        combine = in_vllm.combine_hidden_states
+        in_vllm.combine_hidden_states = observe
     made.generate([prompt], SamplingOptions(max_tokens=4, temperature=0.0), [0])
-    trained = LlamaForCausalLMEagle3.from_pretrained(head)
+    trained = HEADS[method].from_pretrained(head)
     (first, states), (second, later), (third, last) = calls[:3]
     tokens = torch.cat([torch.tensor(prompt[:1]), first, second, third])
     with torch.no_grad():
@@ -207,6 +215,11 @@ def head_against_vllm(folder: str, head: str, prompt: list[int]) -> float:
         (steps[1, count - 1], later[0]),
         (steps[2, count - 1], last[0]),
     )
+    if method == "mtp":
+        # The states after the target's last norm, as `observe` takes them.
+        target = AutoModelForCausalLM.from_pretrained(folder).model
+        after_norm = target(torch.tensor([prompt])).last_hidden_state[0].detach()
+        pairs += ((after_norm, observed[0]),)
     close()
     return max(float((a - b).abs().max()) for a, b in pairs)
 

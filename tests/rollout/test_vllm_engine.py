@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from megaverl.models.draft_head import make_draft_head
+from megaverl.models.new_heads import make_draft_head
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import SamplingOptions
 from megaverl.rollout.hf_engine import HFEngine, sampled_distribution
+from megaverl.sharding.draft_head import HEAD_METHODS
 from tests.launcher import Launcher
 
 RANKS = "tests.rollout.ranks"
@@ -200,24 +202,40 @@ def third_tokens(folder: str, prompt: list[int], way: SamplingOptions) -> torch.
 
 
 @pytest.fixture(scope="module")
-def head(folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An untrained EAGLE-3 head of the model in `folder`."""
-    return str(make_draft_head(tmp_path_factory.mktemp("heads") / "head", folder))
+def heads(folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Untrained heads of the model in `folder`, by vLLM's method. Norms and biases of the MTP head are random too."""
+    root = tmp_path_factory.mktemp("heads")
+    made = {
+        method: make_draft_head(root / method, folder, method=method)
+        for method in HEAD_METHODS
+    }
+    weights = load_file(made["mtp"] / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for weight in weights.values():
+        weight += 0.1 * torch.randn(weight.shape, generator=generator)
+    save_file(weights, made["mtp"] / "model.safetensors", metadata={"format": "pt"})
+    return {method: str(head) for method, head in made.items()}
 
 
+@pytest.mark.parametrize("method", HEAD_METHODS)
 def test_a_head_is_trained_as_vllm_runs_it(
-    launch: Launcher, folder: str, head: str
+    launch: Launcher, folder: str, heads: dict[str, str], method: str
 ) -> None:
     """The prompt's states, and the next two steps, which read the head's own."""
     [difference] = launch.world(
-        1, f"{RANKS}:head_against_vllm", folder=folder, head=head, prompt=PROMPTS[0]
+        1,
+        f"{RANKS}:head_against_vllm",
+        folder=folder,
+        method=method,
+        head=heads[method],
+        prompt=PROMPTS[0],
     )
     assert difference < 1e-5
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", *HEAD_METHODS])
 def test_drafts_change_no_distribution(
-    launch: Launcher, folder: str, head: str, method: str
+    launch: Launcher, folder: str, heads: dict[str, str], method: str
 ) -> None:
     """Of tokens of the sample itself; of a draft model that proposes its likeliest token: here the same model; of a
     head.
@@ -225,7 +243,10 @@ def test_drafts_change_no_distribution(
     speculation = {
         "ngram": NGRAM,
         "draft_model": {"model": folder, "num_speculative_tokens": 2},
-        "eagle3": {"method": "eagle3", "model": head, "num_speculative_tokens": 2},
+        **{
+            of_head: {"method": of_head, "model": head, "num_speculative_tokens": 2}
+            for of_head, head in heads.items()
+        },
     }[method]
     narrow, greedy = (
         SAMPLING | {"top_k": 20, "top_p": 0.9},
@@ -262,9 +283,9 @@ def test_drafts_change_no_distribution(
     work = one["work"]
     share = work["accepted_tokens"] / work["draft_tokens"]
     # An untrained head is right by chance only.
-    assert share < 1.0 and (share > 0.1 or method == "eagle3")
+    assert share < 1.0 and (share > 0.1 or method in heads)
     # vLLM computes the last cached block anew for a head, which reads its states.
-    assert work["cached_tokens"] >= 32 * (COPIES - 1) * (method != "eagle3")
+    assert work["cached_tokens"] >= 32 * (COPIES - 1) * (method not in heads)
     likely = third_tokens(folder, REPEATED, SamplingOptions(**many["sampling"]))
     counts = torch.bincount(
         torch.tensor([tokens[2] for tokens in one["many"]]), minlength=len(likely)

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megaverl.data.tokenizers import load_tokenizer
-from megaverl.models.draft_head import make_draft_head
+from megaverl.models.new_heads import make_draft_head
 from megaverl.models.tiny import make_tiny_folder
+from megaverl.sharding.draft_head import HEAD_METHODS, Method
 from tests.faults.runs import metrics
 from tests.launcher import Launcher
 from tests.trainer.conftest import MODEL, command_arguments
@@ -150,19 +151,33 @@ def test_a_draft_model_under_fsdp_reaches_engines_on_other_ranks(
 NO_CHECKPOINT = "checkpoint.save_interval=0"
 
 
+@pytest.fixture(scope="module", params=HEAD_METHODS)
+def method(request: pytest.FixtureRequest) -> Method:
+    """Kind of the head."""
+    kind: Method = request.param
+    return kind
+
+
 @pytest.fixture(scope="module")
-def head(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def head(
+    inputs: Path, method: Method, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """An untrained head of the model in `inputs`."""
-    return make_draft_head(tmp_path_factory.mktemp("head") / "head", inputs / "model")
+    folder = tmp_path_factory.mktemp(method) / "head"
+    return make_draft_head(folder, inputs / "model", method=method)
 
 
 @pytest.fixture(scope="module")
 def with_head(
-    launch: Launcher, inputs: Path, head: Path, tmp_path_factory: pytest.TempPathFactory
+    launch: Launcher,
+    inputs: Path,
+    method: Method,
+    head: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """A run that trains its head, with an actor and an engine with tensor parallelism."""
     runs = tmp_path_factory.mktemp("with_head")
-    train(launch, inputs, runs, head, *HEAD, method="eagle3")
+    train(launch, inputs, runs, head, *HEAD, method=method)
     return runs / "run"
 
 
@@ -182,23 +197,28 @@ def test_a_trained_head_is_accepted_more_often_than_a_frozen_one(
 
 
 def test_a_resumed_run_ends_with_the_same_head(
-    launch: Launcher, inputs: Path, head: Path, with_head: Path, tmp_path: Path
+    launch: Launcher,
+    inputs: Path,
+    method: Method,
+    head: Path,
+    with_head: Path,
+    tmp_path: Path,
 ) -> None:
     resumed = train(
-        launch, inputs, tmp_path, head, *HEAD, resuming(with_head), method="eagle3"
+        launch, inputs, tmp_path, head, *HEAD, resuming(with_head), method=method
     )
     assert_continued(resumed, tmp_path / "run", with_head)
 
 
 def test_an_exported_head_is_loaded_afresh_and_trained_under_fsdp_beside_engines(
-    launch: Launcher, inputs: Path, with_head: Path, tmp_path: Path
+    launch: Launcher, inputs: Path, method: Method, with_head: Path, tmp_path: Path
 ) -> None:
     """The engines have ranks of their own, and read the head from the folder that the run before has written."""
     afresh = [f"model.path={with_head / 'hf'}", "trainer.steps=2", "draft.tp=1"]
     head = with_head / "hf_draft"
     records = train(
         launch, inputs, tmp_path, head, *APART, *HEAD, *afresh, NO_CHECKPOINT,
-        method="eagle3",
+        method=method,
     )  # fmt: skip
     assert all(record["rollout/draft_acceptance_rate"] > 0.3 for record in records)
     learned = metrics(with_head)

@@ -1,4 +1,4 @@
-"""What the ranks of a test world do with an EAGLE-3 head and the actor that it reads."""
+"""What the ranks of a test world do with a draft head and the actor that it reads."""
 
 from __future__ import annotations
 
@@ -61,12 +61,17 @@ def update_head(
         "micro_batch_tokens": micro_batch_tokens,
         "seed": 0,
     }
+    # The trainer reads the actor's weights of the moment of an update, not of its start.
+    with torch.no_grad():
+        for parameter in of_actor.model.parameters.values():
+            parameter.zero_()
     trainer = HeadTrainer(
         FSDPTrainable(model, optimizer=optimizer, scheduler={}, total_updates=10),
         algorithm,
         actor=of_actor.model,
         **options,
     )
+    of_actor.model.load(folder)
     actor = Actor(of_actor, algorithm, **options)
     batch = experience()
     before = actor.log_probs(batch)

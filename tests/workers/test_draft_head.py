@@ -1,4 +1,4 @@
-"""An update of an EAGLE-3 head is the one that loops over positions, the paper's steps and autograd give in float64."""
+"""An update of a draft head is the one that loops over positions, the papers' steps and autograd give in float64."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megaverl.models.draft_head import make_draft_head
+from megaverl.models.new_heads import make_draft_head
 from megaverl.models.tiny import make_tiny_folder
+from megaverl.sharding.draft_head import HEAD_METHODS
 from tests.launcher import Launcher
 from tests.workers.ranks import experience
 from tests.workers.test_against_transformers import TEMPERATURE, assert_right
@@ -58,62 +59,108 @@ def attended(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     return torch.cat(outputs)
 
 
+class Eagle3:
+    """The paper's head: its layer reads an embedding and a state side by side."""
+
+    prefix = "layers.0."
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.w = weights
+
+    def first_state(self, aux: Tensor) -> Tensor:
+        return self.w["fc.weight"] @ aux
+
+    def inputs(self, embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """(of attention, of the residual connection)."""
+        x = norm(embedding, self.w["layers.0.input_layernorm.weight"])
+        y = norm(state, self.w["layers.0.hidden_norm.weight"])
+        return torch.cat([x, y]), state
+
+    def outputs(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """(logits, state of the next step)."""
+        return self.w["lm_head.weight"] @ norm(state, self.w["norm.weight"]), state
+
+
+class Mtp:
+    """The layer reads a projection of embedding and state; logits are the actor's of its normed output."""
+
+    prefix = "model.mtp_layers.0."
+
+    def __init__(self, weights: dict[str, Tensor], output: Tensor) -> None:
+        self.w = {name.removeprefix(self.prefix): w for name, w in weights.items()}
+        self.output = output
+
+    def first_state(self, aux: Tensor) -> Tensor:
+        return aux
+
+    def inputs(self, embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        x = norm(state, self.w["hidden_layernorm.weight"])
+        y = norm(embedding, self.w["token_layernorm.weight"])
+        projected = self.w["input_proj.weight"] @ torch.cat([x, y])
+        return norm(projected, self.w["input_layernorm.weight"]), projected
+
+    def outputs(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        normed = norm(state, self.w["final_layernorm.weight"])
+        return self.output @ normed, normed
+
+
 def steps_at(
-    w: dict[str, Tensor], aux: Tensor, embeddings: Tensor
+    head: Eagle3 | Mtp, weights: dict[str, Tensor], aux: Tensor, embeddings: Tensor
 ) -> list[list[Tensor]]:
     """The logits of each step at each position of one sample, [steps][positions]."""
-    layer = "layers.0."
+    layer = {
+        name.removeprefix(head.prefix): weight
+        for name, weight in weights.items()
+        if name.startswith(head.prefix)
+    }
+
+    def projected(name: str, x: Tensor, heads: int) -> Tensor:
+        bias = layer.get(f"self_attn.{name}_proj.bias", 0.0)
+        return (layer[f"self_attn.{name}_proj.weight"] @ x + bias).view(heads, -1)
+
     found: list[list[Tensor]] = []
     columns: list[list[tuple[Tensor, Tensor]]] = []
-    states = [w["fc.weight"] @ row for row in aux]
+    states = [head.first_state(row) for row in aux]
     for step in range(STEPS):
-        inputs, found_here = [], []
         # Positions whose next tokens exist.
-        for place in range(len(aux) - 1 - step):
-            embedding = norm(
-                embeddings[place + 1 + step], w[layer + "input_layernorm.weight"]
-            )
-            state = norm(states[place], w[layer + "hidden_norm.weight"])
-            inputs.append(torch.cat([embedding, state]))
+        inputs = [
+            head.inputs(embeddings[place + 1 + step], states[place])
+            for place in range(len(aux) - 1 - step)
+        ]
         columns.append(
             [
                 (
-                    rotated(
-                        (w[layer + "self_attn.k_proj.weight"] @ x).view(KV_HEADS, -1),
-                        place + step,
-                    ),
-                    (w[layer + "self_attn.v_proj.weight"] @ x).view(KV_HEADS, -1),
+                    rotated(projected("k", x, KV_HEADS), place + step),
+                    projected("v", x, KV_HEADS),
                 )
-                for place, x in enumerate(inputs)
+                for place, (x, _) in enumerate(inputs)
             ]
         )
-        following = []
-        for place, x in enumerate(inputs):
-            query = rotated(
-                (w[layer + "self_attn.q_proj.weight"] @ x).view(HEADS, -1), place + step
-            )
+        states, found_here = [], []
+        for place, (x, state) in enumerate(inputs):
+            query = rotated(projected("q", x, HEADS), place + step)
             # Tokens that the first step has seen, and the drafts of this position.
             seen = columns[0][: place + 1] + [column[place] for column in columns[1:]]
             attention = attended(query, [k for k, _ in seen], [v for _, v in seen])
-            state = states[place] + w[layer + "self_attn.o_proj.weight"] @ attention
-            normed = norm(state, w[layer + "post_attention_layernorm.weight"])
+            state = state + layer["self_attn.o_proj.weight"] @ attention
+            normed = norm(state, layer["post_attention_layernorm.weight"])
             gate, up = (
-                w[f"{layer}mlp.{name}_proj.weight"] @ normed for name in ("gate", "up")
+                layer[f"mlp.{name}_proj.weight"] @ normed for name in ("gate", "up")
             )
-            state = state + w[layer + "mlp.down_proj.weight"] @ (
+            state = state + layer["mlp.down_proj.weight"] @ (
                 torch.nn.functional.silu(gate) * up
             )
-            following.append(state)
-            found_here.append(w["lm_head.weight"] @ norm(state, w["norm.weight"]))
-        states = following
+            logits, following = head.outputs(state)
+            states.append(following)
+            found_here.append(logits)
         found.append(found_here)
     return found
 
 
 def by_loops(
-    folder: Path, head: Path, layers: list[int]
+    folder: Path, head_folder: Path, layers: list[int]
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """(metrics, weights) after the updates."""
+    """(metrics, weights) after the updates. An MTP head reads no layers, but the state after the last norm."""
     actor = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     kept: dict[int, Tensor] = {}
     for number, layer in enumerate(actor.model.layers):
@@ -124,8 +171,10 @@ def by_loops(
         )
     weights = {
         name: weight.double().requires_grad_()
-        for name, weight in load_file(head / "model.safetensors").items()
+        for name, weight in load_file(head_folder / "model.safetensors").items()
     }
+    output = actor.lm_head.weight.detach()
+    head = Eagle3(weights) if layers else Mtp(weights, output)
     optimizer = torch.optim.Adam(weights.values(), lr=0.1, eps=1.0)
     batch = experience()
     losses, norms = [], []
@@ -138,10 +187,15 @@ def by_loops(
                 [batch.input_ids[row, :prompt], batch.generated_ids[row, :response]]
             )
             with torch.no_grad():
-                actor(tokens[None])
+                last = actor.model(tokens[None]).last_hidden_state[0]
                 embeddings = actor.model.embed_tokens(tokens)
-                aux = torch.cat([kept[number][0] for number in layers], dim=-1)
-            for step, logits in enumerate(steps_at(weights, aux, embeddings)):
+                aux = torch.cat(
+                    [kept[number][0] for number in layers] or [last], dim=-1
+                )
+                if not layers:
+                    # vLLM hides the token at position 0 from an MTP head.
+                    embeddings[1] = 0.0
+            for step, logits in enumerate(steps_at(head, weights, aux, embeddings)):
                 for place, row_logits in enumerate(logits):
                     # Position i of step k predicts token i + k + 2. The engine's first
                     # position is the prompt's last token.
@@ -161,19 +215,37 @@ def by_loops(
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model and an untrained head of it, whose weights are large enough that each has a gradient."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    """A model and untrained heads of it, whose weights are large enough that each has a gradient."""
     root = tmp_path_factory.mktemp("heads")
-    model = make_tiny_folder(root / "model", "Qwen3ForCausalLM", initializer_range=0.15)
-    return model, make_draft_head(root / "head", model)
+    # The actor's output layer, which the MTP head uses, is tied.
+    model = make_tiny_folder(
+        root / "model", "Qwen3ForCausalLM", initializer_range=0.15, tie_embeddings=True
+    )
+    heads = {
+        method: make_draft_head(root / method, model, method=method)
+        for method in HEAD_METHODS
+    }
+    weights = load_file(heads["mtp"] / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for weight in weights.values():
+        weight += 0.2 * torch.randn(weight.shape, generator=generator)
+    save_file(weights, heads["mtp"] / "model.safetensors", metadata={"format": "pt"})
+    return model, heads
 
 
+@pytest.mark.parametrize(("method", "layers"), [("eagle3", [2, 3, 4]), ("mtp", [])])
 def test_an_update_is_that_of_the_papers_steps_and_autograd(
-    launch: Launcher, folders: tuple[Path, Path], tmp_path: Path
+    launch: Launcher,
+    folders: tuple[Path, dict[str, Path]],
+    tmp_path: Path,
+    method: str,
+    layers: list[int],
 ) -> None:
     """... on every grid, whichever engine the actor has."""
-    folder, head = folders
-    expected = by_loops(folder, head, [2, 3, 4])
+    folder, heads = folders
+    head = heads[method]
+    expected = by_loops(folder, head, layers)
     before = load_file(head / "model.safetensors")
     for name, (shape, options) in CASES.items():
         given = {"micro_batch_tokens": 64, **options}
