@@ -59,6 +59,7 @@ CPU_ADAPTATIONS = (
     "no sgl kernels",
     "rotary embeddings of all heads",
     "images without torchvision",
+    "shared memory by job",
 )
 # The last line of a traceback in a log of vLLM's processes, such as
 # "(EngineCore pid=7) ERROR 11-26 01:21:09 [core.py:9] ValueError: ..."
