@@ -92,6 +92,21 @@ def temporary_folder() -> Iterator[Path]:
             tempfile.tempdir = None  # tempfile reads TMPDIR again
 
 
+@contextlib.contextmanager
+def folder_for_processes() -> Iterator[dict[str, str]]:
+    """Yield environment variables for processes that are started and have ended inside this block.
+
+    They use one temporary folder, which is removed with everything that they left in
+    it. This process does not use it.
+    """
+    folders, variables = create_folder(Path(tempfile.gettempdir()))
+    try:
+        yield variables
+    finally:
+        for folder in folders:
+            folder.release()
+
+
 def use_temporary_folder() -> Path:
     """Use one temporary folder from here on: the one that the parent process names, or a new one.
 
@@ -115,25 +130,40 @@ def use_temporary_folder() -> Path:
     remove_abandoned(base)
     remove_abandoned(SHARED_MEMORY)
     try:
-        folder = _create(base)
+        folders, variables = create_folder(base)
     except OSError:
         # The disk may be full, and `megaverl doctor` must still start to report it.
         return base
-    _claimed.append(folder)
+    _claimed.extend(folders)
+    os.environ |= variables
+    tempfile.tempdir = variables["TMPDIR"]
+    return folders[0].path
+
+
+def create_folder(base: Path) -> tuple[list[ClaimedFolder], dict[str, str]]:
+    """Create a temporary folder in `base`; return it, and the environment variables that make processes use it.
+
+    If its path is too long for sockets, a second folder is created for them. The caller
+    releases the folders when the processes have ended.
+
+    Raises:
+        OSError: a folder cannot be created in `base`.
+    """
+    folders = [_create(base)]
+    path = str(folders[0].path)
     # torch keeps compiled kernels in the temporary folder by default. Later runs reuse
     # them, so they stay outside.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_kernel_cache(base)))
-    os.environ[INHERITED] = os.environ["TMPDIR"] = tempfile.tempdir = str(folder.path)
+    kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(_kernel_cache(base)))
+    variables = {"TMPDIR": path, INHERITED: path, "TORCHINDUCTOR_CACHE_DIR": kernels}
     if (
-        len(os.fsencode(folder.path)) > MAX_SOCKET_FOLDER
+        len(os.fsencode(path)) > MAX_SOCKET_FOLDER
         and "VLLM_RPC_BASE_PATH" not in os.environ
     ):
         remove_abandoned(SHORT_FOLDER)
         with contextlib.suppress(OSError):
-            sockets = _create(SHORT_FOLDER)
-            _claimed.append(sockets)
-            os.environ["VLLM_RPC_BASE_PATH"] = str(sockets.path)
-    return folder.path
+            folders.append(_create(SHORT_FOLDER))
+            variables["VLLM_RPC_BASE_PATH"] = str(folders[1].path)
+    return folders, variables
 
 
 def remove_temporary_folder() -> None:

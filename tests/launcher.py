@@ -19,10 +19,8 @@ import json
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.gpus import count_gpus
+from megaverl.temporary import folder_for_processes
 from megaverl.trainer.preflight import CHECKED
 from tests import rank as rank_program
 
@@ -155,12 +154,12 @@ class Launcher:
         left at the deadline in seconds, or is stopped by a signal with nobody else
         left, is killed.
         """
-        with tempfile.TemporaryDirectory(prefix="megaverl_ranks_") as folder:
+        with folder_for_processes() as variables:
             return _until_ended(
                 target,
                 [_plain(kwargs)] * num_ranks,
-                [{}] * num_ranks,
-                Path(folder),
+                [variables] * num_ranks,
+                Path(variables["TMPDIR"]),
                 deadline,
             )
 
@@ -195,10 +194,14 @@ class Launcher:
         # The command that starts ranks has checked code and data, for which each test
         # would wait seconds.
         of_all = {**CPU_ONLY, CHECKED: "1", **(environment or {})}
-        environments = [{**of_all, **on_rank.get(rank, {})} for rank in range(ranks)]
-        return _until_ended(
-            "tests.faults.rank:command", kwargs, environments, logs, deadline
-        )
+        with folder_for_processes() as variables:
+            environments = [
+                {**variables, **of_all, **on_rank.get(rank, {})}
+                for rank in range(ranks)
+            ]
+            return _until_ended(
+                "tests.faults.rank:command", kwargs, environments, logs, deadline
+            )
 
     def _keep(self, num_worlds: int) -> None:
         """Close the least recently used worlds until so many are left."""
@@ -211,13 +214,16 @@ class World:
 
     def __init__(self, num_ranks: int, *, bare: bool = False) -> None:
         self.num_ranks = num_ranks
-        self.folder = Path(tempfile.mkdtemp(prefix=f"megaverl_world{num_ranks}_"))
+        # Also for what ranks and engines leave when they are killed.
+        self._files = contextlib.ExitStack()
+        variables = self._files.enter_context(folder_for_processes())
+        self.folder = Path(variables["TMPDIR"])
         self.processes: list[multiprocessing.process.BaseProcess] = []
         self.pipes: list[Connection] = []
         port = free_port()
         for rank in range(num_ranks):
             pipe, theirs = multiprocessing.Pipe()
-            environment = rank_environment(rank, num_ranks, port)
+            environment = rank_environment(rank, num_ranks, port) | variables
             with theirs:
                 self.processes.append(
                     start(
@@ -338,7 +344,7 @@ class World:
         for process, pipe in zip(self.processes, self.pipes, strict=True):
             process.join(GRACE_AFTER_ERROR)
             pipe.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._files.close()
 
 
 def start(

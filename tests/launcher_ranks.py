@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 
 _imported = [name in sys.modules for name in ("torch", "vllm")]
 
@@ -20,12 +21,14 @@ def count_calls(scale: int, path: str = "") -> dict[str, object]:
     total = torch.tensor(dist.get_rank() * scale)
     dist.all_reduce(total)
     print("a rank prints; the pipes must not mind")
+    left = tempfile.mkdtemp()
     return {
         "total": int(total),
         "calls": _calls,
         "pid": os.getpid(),
         "rank": int(os.environ["RANK"]),
         "path": path,
+        "left": left,
     }
 
 

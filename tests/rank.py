@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -113,6 +114,7 @@ def _live(log: Path, environment: dict[str, str], body: Callable[[], int]) -> No
     cast(io.TextIOWrapper, sys.stdout).reconfigure(write_through=True)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # a copy knows that of the server of copies
     # Ignored by what a script starts in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

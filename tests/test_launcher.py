@@ -34,6 +34,7 @@ def test_fresh_world_is_new(launch: Launcher) -> None:
     [kept] = launch.world(1, f"{RANKS}:count_calls", scale=1)
     [fresh] = launch.world(1, f"{RANKS}:count_calls", scale=1, fresh=True)
     assert fresh["calls"] == 1 and fresh["pid"] != kept["pid"]
+    assert Path(kept["left"]).exists() and not Path(fresh["left"]).exists()
 
 
 def test_raising_rank_fails_with_its_traceback_and_the_world_restarts(

@@ -576,8 +576,17 @@ def _own_shared_memory_by_job() -> None:
 
     @replaces(cpu_worker, "init_worker_distributed_environment")
     def start_with_unique_name(start: Any, *args: Any, **kwargs: Any) -> None:
-        with unique_shared_memory():
-            start(*args, **kwargs)
+        if dist.is_initialized():
+            with unique_shared_memory():
+                start(*args, **kwargs)
+            return
+        # Workers of a server: vLLM draws their name, and never removes the files.
+        start(*args, **kwargs)
+        dist.barrier()
+        # Every rank has mapped them.
+        name = os.environ["VLLM_DIST_IDENT"]
+        for buffer in SHARED_MEMORY.glob(f"{name}-*-cpushm*"):
+            buffer.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -59,6 +59,7 @@ CPU_ADAPTATIONS = (
     "no sgl kernels",
     "rotary embeddings of all heads",
     "images without torchvision",
+    "shared memory by job",
 )
 # The last line of a traceback in a log of vLLM's processes, such as
 # "(EngineCore pid=7) ERROR 11-26 01:21:09 [core.py:9] ValueError: ..."
@@ -310,7 +311,8 @@ def watch_server(
                 with suppress(subprocess.TimeoutExpired):
                     server.wait(GRACE_SECONDS)
         finally:
-            _end_group(server)
+            end_group(server.pid)
+            server.wait()
     if received:
         return INTERRUPTED if received[0] == signal.SIGINT else 0
     if server.returncode == 0:
@@ -320,8 +322,8 @@ def watch_server(
     )
 
 
-def _end_group(server: subprocess.Popen[bytes]) -> None:
-    """Kill the server's process group, and leave its resource trackers the time to remove shared memory.
+def end_group(group: int) -> None:
+    """Kill a server's process group, and leave its resource trackers the time to remove shared memory.
 
     vLLM's processes share hundreds of MB in /dev/shm, which no kernel frees.
     multiprocessing's tracker process removes what they have created once all of them
@@ -329,7 +331,7 @@ def _end_group(server: subprocess.Popen[bytes]) -> None:
     """
     trackers: list[psutil.Process] = []
     # A process may end while the group is listed.
-    for process in _members(server.pid):
+    for process in _members(group):
         with suppress(psutil.Error):
             if any(
                 "multiprocessing.resource_tracker" in word for word in process.cmdline()
@@ -337,10 +339,9 @@ def _end_group(server: subprocess.Popen[bytes]) -> None:
                 trackers.append(process)
             else:
                 process.kill()
-    server.wait()
     psutil.wait_procs(trackers, timeout=TRACKER_SECONDS)
     with suppress(ProcessLookupError):  # those that were started meanwhile
-        os.killpg(server.pid, signal.SIGKILL)
+        os.killpg(group, signal.SIGKILL)
 
 
 def _members(group: int) -> list[psutil.Process]:

@@ -72,6 +72,7 @@ from megaverl.rollout.vllm_tracing import (
     process_state_kept,
     random_state_kept,
     release_groups,
+    unlink_queue_buffers,
 )
 from megaverl.rollout.vllm_weights import (
     CACHE,
@@ -189,6 +190,7 @@ class VLLMEngine:
         )
 
         def loaded(model: torch.nn.Module) -> None:
+            unlink_queue_buffers()
             self._config = current_config()
             self._layouts = LoaderLayouts(
                 model, self._config, dtype, empty=not load_weights

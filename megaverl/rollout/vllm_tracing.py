@@ -114,6 +114,23 @@ def release_groups(shutdown_ray: bool = False) -> None:
     parallel_state._NODE_COUNT = None
 
 
+def unlink_queue_buffers() -> None:
+    """Remove the names of the shared memory through which vLLM's groups broadcast objects. Safe to repeat.
+
+    Every rank has mapped it when its group exists. Without a name in /dev/shm it ends
+    with the last of these processes, however they end.
+    """
+    from vllm.distributed import parallel_state
+
+    for reference in parallel_state._groups.values():
+        group = reference()
+        queue = None if group is None else group.mq_broadcaster
+        buffer = None if queue is None else queue.buffer
+        if buffer is not None and buffer.is_creator:
+            buffer.shared_memory.unlink()
+            buffer.is_creator = False  # its destructor would unlink it again
+
+
 def keep_transformers_classes() -> None:
     """Keep vLLM's Transformers backend from changing classes of transformers. Safe to repeat.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ class DeviceMode(TorchDispatchMode):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._collectives: dict[str, list[int]] = {}
+        self._page_locked = 0
 
     def take_collectives(self) -> dict[str, list[int]]:
         """By name: how often, and the bytes of this rank's tensors; and begin anew."""
@@ -50,7 +52,11 @@ class DeviceMode(TorchDispatchMode):
         if func.namespace == "c10d":
             return self._communicate(func, name, tensors, args, kwargs)
         if name == "_pin_memory" or kwargs.get("pin_memory"):
-            locked = func(*args, **kwargs)
+            locked = (
+                func(*args, **kwargs)
+                if name == "_pin_memory"
+                else self._reserve(func, args, kwargs)
+            )
             locked.is_page_locked = True
             return locked
         if name in ("_to_copy", "copy_"):
@@ -63,6 +69,26 @@ class DeviceMode(TorchDispatchMode):
             with self.fake:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def take_page_locked(self) -> int:
+        """Bytes of page-locked memory that was made for copies of the device; and begin anew."""
+        found, self._page_locked = self._page_locked, 0
+        return found
+
+    def _reserve(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Page-locked memory that the device alone fills: of addresses, since no copy
+        of a fake tensor writes it. They are counted, and not against the rank's limit.
+        """
+        limit, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        locked: torch.Tensor = func(*args, **kwargs)
+        if limit != most:
+            limit += locked.nbytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+        self._page_locked += locked.nbytes
+        return locked
 
     def _count_sent(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -23,7 +23,8 @@ from typing import Any
 from tests.cuda import fake_device
 
 AT_ONCE = 2  # ranks
-# Bytes of addresses that a rank may have: no copy of a model's state may grow beyond.
+# Bytes of addresses that a rank may have besides page-locked memory
+# (`DeviceMode._reserve`): no copy of a model's state may grow beyond.
 HOST_MEMORY = 14 << 30
 
 
@@ -119,7 +120,8 @@ def main(library: Path, cases: list[dict[str, Any]], out: Path) -> None:
 def _run(case: dict[str, Any], into: Path) -> None:
     from tests.cuda.recipes import run
 
-    resource.setrlimit(resource.RLIMIT_AS, (HOST_MEMORY, HOST_MEMORY))
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (HOST_MEMORY, most))
     try:
         found = run(**case)
     except BaseException:

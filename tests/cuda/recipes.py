@@ -93,6 +93,7 @@ def run(
             "sent": HostReads.take_sent(),
             "unknown_waits": HostReads.take_unknown(),
             "collectives": mode.take_collectives(),
+            "page_locked": mode.take_page_locked(),
             "seconds": time.process_time() - begin,
             "says": says,
         }

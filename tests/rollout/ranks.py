@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
@@ -368,6 +369,17 @@ def state_around(folder: str) -> dict[str, Any]:
 
 def after_close(folder: str) -> dict[str, Any]:
     made = engine(folder, 2)
+    dist.barrier()  # the first rank's engine is there too
+    queue = [
+        line
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "/dev/shm/psm_" in line
+    ]
+    folders = {
+        os.path.dirname(connection.laddr)
+        for connection in psutil.Process().net_connections("unix")
+        if connection.laddr.startswith("/")
+    }
     close()
     try:
         made.named_parameters()
@@ -377,7 +389,14 @@ def after_close(folder: str) -> dict[str, Any]:
     total = torch.ones(1)
     dist.all_reduce(total)
     left = [file.name for file in Path("/dev/shm").glob("megaverl-*")]
-    return {"message": message, "world": int(total), "shared_memory": left}
+    return {
+        "message": message,
+        "world": int(total),
+        "shared_memory": left,
+        "queue": [len(queue), sum(not line.endswith("(deleted)") for line in queue)],
+        "sockets": sorted(folders),
+        "temporary": os.environ["TMPDIR"],
+    }
 
 
 def budgets(folder: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from types import MappingProxyType
 from megaverl.cli.serve import COMMANDS, server_command
 from megaverl.processes import end_with_parent, ending_with_parent
 from megaverl.rollout import serving
+from megaverl.temporary import folder_for_processes
 
 ROOT = Path(__file__).parents[2]
 SERVE = "--kv-cache-memory-bytes 20000000 --block-size 32 --max-model-len 64 --disable-log-stats --max-num-seqs 32"
@@ -55,30 +55,30 @@ def vllm_servers(
     command = [sys.executable, "-m", "tests.rollout.vllm_serve", str(folder)]
     command += [",".join(ports), str(model)]
     command += ["--token-env", token_env] if token_env else []
-    with (folder / "servers.log").open("w") as log:
-        servers = subprocess.Popen(
-            ending_with_parent([*command, f"--vllm={arguments}"]),
-            stdout=log,
-            stderr=log,
-            cwd=ROOT,
-            env={**os.environ, **environment},
-        )
-    end = time.monotonic() + START_SECONDS
-    try:
-        for port in (*(port.partition(":")[0] for port in ports), *others):
-            while not _answers(port):
-                with suppress(subprocess.TimeoutExpired):
-                    servers.wait(0.2)
-                is_late = time.monotonic() > end
-                if servers.poll() is not None or is_late:
-                    raise RuntimeError((folder / "servers.log").read_text())
-        yield
-    finally:
-        for file in folder.glob("*.pid"):
-            with suppress(ProcessLookupError):
-                os.killpg(int(file.read_text()), signal.SIGKILL)
-        servers.kill()
-        servers.wait()
+    with folder_for_processes() as variables:
+        with (folder / "servers.log").open("w") as log:
+            servers = subprocess.Popen(
+                ending_with_parent([*command, f"--vllm={arguments}"]),
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                env={**os.environ, **variables, **environment},
+            )
+        end = time.monotonic() + START_SECONDS
+        try:
+            for port in (*(port.partition(":")[0] for port in ports), *others):
+                while not _answers(port):
+                    with suppress(subprocess.TimeoutExpired):
+                        servers.wait(0.2)
+                    is_late = time.monotonic() > end
+                    if servers.poll() is not None or is_late:
+                        raise RuntimeError((folder / "servers.log").read_text())
+            yield
+        finally:
+            for file in folder.glob("*.pid"):
+                serving.end_group(int(file.read_text()))
+            servers.kill()
+            servers.wait()
 
 
 def _answers(port: str) -> bool:

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megaverl.temporary import folder_for_processes
 from tests.launcher import ROOT, TIMED_OUT, Ended, free_port, rank_environment
 from tests.softcuda import install, vllm
 from tests.softcuda.install import Options
@@ -132,12 +133,12 @@ class SoftwareDevice:
             chosen = replace(
                 options or Options(devices=num_ranks), reports=str(reports)
             )
+            variables = stack.enter_context(folder_for_processes())
             port = free_port()
             jobs = []
             for rank in range(num_ranks):
-                of_rank = rank_environment(rank, num_ranks, port) | {
-                    "TORCHDYNAMO_DISABLE": "1"
-                }
+                of_rank = rank_environment(rank, num_ranks, port) | variables
+                of_rank["TORCHDYNAMO_DISABLE"] = "1"
                 of_rank["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(num_ranks)))
                 jobs.append(
                     {
@@ -302,6 +303,7 @@ def _be_a_rank(job: dict[str, Any]) -> None:
     try:
         os.environ.clear()
         os.environ.update(job["environment"])
+        tempfile.tempdir = None  # that of the process it is a copy of
         sys.argv = [__file__]
         install.configure(Options(**job["options"]))
         module, function = job["target"].split(":")

@@ -12,7 +12,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -20,7 +22,7 @@ import torch.distributed as dist
 
 from megaverl.monitoring.doctor import Finding
 from megaverl.processes import ending_with_parent, free_port
-from megaverl.temporary import INHERITED, SHARED_MEMORY, remove_abandoned
+from megaverl.temporary import SHARED_MEMORY, folder_for_processes, remove_abandoned
 
 RANKS = 2
 # Limit of each trial; a cold import of vLLM alone was measured at 33 s.
@@ -72,7 +74,9 @@ class Trial:
         self._start = time.monotonic()
         self._logs: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(ranks)]  # noqa: SIM115 - read by finish()
         # `finish` removes the folder, since a killed rank cannot.
-        self._scratch = tempfile.TemporaryDirectory(prefix="megaverl_trial_")
+        self._files = ExitStack()
+        variables = self._files.enter_context(folder_for_processes())
+        self._scratch = Path(variables["TMPDIR"])
         port = str(free_port())
         kept = {
             key: value for key, value in os.environ.items() if key not in KEPT_APART
@@ -85,8 +89,7 @@ class Trial:
                 stdin=subprocess.DEVNULL,
                 env={
                     **kept,
-                    "TMPDIR": self._scratch.name,
-                    INHERITED: self._scratch.name,
+                    **variables,
                     **environment,
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
@@ -144,7 +147,7 @@ class Trial:
             self._processes[rank].kill()
         for process in self._processes:
             process.wait()
-        self._scratch.cleanup()
+        self._files.close()
         remove_abandoned(SHARED_MEMORY)
 
     def _answer(self, rank: int) -> dict[str, Any] | None:

@@ -162,7 +162,7 @@ def test_a_rank_without_an_answer_fails_a_trial(tmp_path: Path) -> None:
         ("hangs", "not done after"),
     ):
         trial = Trial("sum", ANSWERING, 2, "fix it", {}, arguments=["exits", other])
-        scratch = Path(trial._scratch.name)
+        scratch = trial._scratch
         finding = trial.finish(deadline_after_answers(trial))
         assert finding.status == "fail" and said in finding.found
         assert not scratch.exists(), "a rank that was cut off leaves nothing"
