@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from megaverl.sharding.draft_head import (
 )
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.safetensors_writer import cannot_write
+from megaverl.weights.stored import read_weight_map
 
 EMBEDDINGS, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 # Beside model.safetensors, which alone is read to train a head.
@@ -175,7 +175,7 @@ def _target_layer(target: Path, *names: str) -> torch.Tensor:
     """Return the first of these weights that the target has."""
     index = target / "model.safetensors.index.json"
     files = (
-        json.loads(index.read_text())["weight_map"]
+        read_weight_map(index)
         if index.is_file()
         else dict.fromkeys(names, "model.safetensors")
     )
