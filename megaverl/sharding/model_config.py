@@ -38,6 +38,7 @@ MODEL_TYPES = {
     "Glm4ForCausalLM": "glm4",
     "CwmForCausalLM": "cwm",
     "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granitemoe",
     "ArceeForCausalLM": "arcee",
     "NemotronForCausalLM": "nemotron",
     "Starcoder2ForCausalLM": "starcoder2",
@@ -127,6 +128,7 @@ EXPERT_KEYS = {
         "num_local_experts", width="intermediate_size", by_sigmoid=True
     ),
     "GptOssForCausalLM": ExpertKeys("num_local_experts", width="intermediate_size"),
+    "GraniteMoeForCausalLM": ExpertKeys("num_local_experts", width="intermediate_size"),
     "Qwen2MoeForCausalLM": ExpertKeys(
         "num_experts", shared_width="shared_expert_intermediate_size"
     ),
@@ -188,6 +190,8 @@ WINDOWED_BY_LAYER = (
     "Cohere2ForCausalLM",
     "Gemma3ForCausalLM",
 )
+# vLLM's models of these architectures (0.32) ignore `head_dim`.
+HEADS_FILL_HIDDEN = ("OlmoeForCausalLM", "GraniteMoeForCausalLM")
 # transformers cannot compute these architectures without a window, or vLLM cannot.
 NEEDS_WINDOW = (
     "MinistralForCausalLM",
@@ -212,6 +216,13 @@ OTHER_ACTIVATION = {
     "NemotronForCausalLM": ("relu2", "squared_relu"),
 }
 
+# vLLM (0.32, `granite.py`) reads these keys of Granite's models, and transformers' class
+# of these models does not.
+PLAIN_GRANITE: dict[str, tuple[Any, ...]] = {
+    "layer_types": (None,),
+    "layer_rope_theta": (None,),
+    "attention_sinks": (False, None),
+}
 # Architecture ("" for all) -> key -> values that are computed correctly. Messages name
 # the first one.
 ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -275,6 +286,8 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "use_qk_norm": (False, None),
         "rms_norm_eps": (None,),
     },
+    "GraniteForCausalLM": PLAIN_GRANITE,
+    "GraniteMoeForCausalLM": PLAIN_GRANITE,
     # vLLM (0.32, `olmoe.py`) always computes these values.
     "OlmoeForCausalLM": {
         "clip_qkv": (None,),
@@ -304,13 +317,15 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 # Keys that scale what a layer computes, by the architecture that has them. `logit_scale`
 # multiplies logits, `logits_scaling` divides them.
+GRANITE_SCALES = (
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
 SCALES = {
-    "GraniteForCausalLM": (
-        "embedding_multiplier",
-        "attention_multiplier",
-        "residual_multiplier",
-        "logits_scaling",
-    ),
+    "GraniteForCausalLM": GRANITE_SCALES,
+    "GraniteMoeForCausalLM": GRANITE_SCALES,
     "Cohere2ForCausalLM": ("logit_scale",),
     "Gemma3ForCausalLM": ("query_pre_attn_scalar",),
 }
@@ -503,7 +518,7 @@ def _heads(described: Described) -> Iterator[str]:
             f"{heads} for one per head."
         )
         return
-    if described.architecture == "OlmoeForCausalLM":
+    if described.architecture in HEADS_FILL_HIDDEN:
         size = values["hidden_size"] // heads
         if values.get("head_dim") not in (None, size):
             yield f"{described.says('head_dim')}; only {size}=hidden_size/num_attention_heads is computed. {AGAIN}"

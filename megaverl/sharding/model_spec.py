@@ -17,6 +17,7 @@ from megaverl.sharding.model_config import (
     AGAIN,
     ALTERNATING_AXES,
     EXPERT_KEYS,
+    GRANITE_SCALES,
     IMAGE_MODEL_TYPES,
     LATENT_SIZES,
     MAYBE_NORMALIZED,
@@ -27,6 +28,7 @@ from megaverl.sharding.model_config import (
     ROTARY_BY_LAYER,
     ROTARY_IN_WINDOWS,
     ROTATED_IN_PAIRS,
+    SCALES,
     SLIDING,
     SOMETIMES_ROTARY,
     WITH_ATTENTION_BIAS,
@@ -635,7 +637,7 @@ def _scales(described: Described) -> dict[str, float]:
     """Return the factors on embeddings, scores of attention, outputs of layers and logits, if there are any."""
     values = described.values
     architecture = described.architecture
-    if architecture == "GraniteForCausalLM":
+    if SCALES.get(architecture) == GRANITE_SCALES:
         return {
             "embedding_scale": float(values["embedding_multiplier"]),
             "softmax_scale": float(values["attention_multiplier"]),
@@ -701,8 +703,8 @@ def _read_experts(described: Described) -> MoESpec:
         num_experts=values[keys.number],
         experts_per_token=values["num_experts_per_tok"],
         ffn_hidden_size=width,
-        # Mixtral's and gpt-oss's classes have no such key; their weights always sum to
-        # one.
+        # The classes of Mixtral, gpt-oss and Granite MoE have no such key; their weights
+        # always sum to one.
         normalize_weights=bool(values["norm_topk_prob"])
         if described.architecture in MAYBE_NORMALIZED
         else True,

@@ -426,6 +426,12 @@ GRANITE, ARCEE, NEMOTRON, STARCODER2, EXAONE4, GEMMA3, COHERE2, OLMOE = (
         "Olmoe",
     )
 )
+GRANITE_MOE = {
+    **GRANITE,
+    "architectures": ["GraniteMoeForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 MINIMAX = {
     "architectures": ["MiniMaxM2ForCausalLM"],
     "head_dim": 8,
@@ -458,6 +464,17 @@ def test_what_scales_layers() -> None:
     )
     assert (granite.embedding_scale, granite.softmax_scale) == (12.0, 0.0078125)
     assert (granite.residual_scale, granite.logit_scale) == (0.22, 1 / 16)
+    # As ibm-granite/granite-3.1-1b-a400m-instruct's.
+    routed = spec(
+        **GRANITE_MOE,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.015625,
+        residual_multiplier=0.22,
+        logits_scaling=6.0,
+    )
+    assert (routed.embedding_scale, routed.softmax_scale) == (12.0, 0.015625)
+    assert (routed.residual_scale, routed.logit_scale) == (0.22, 1 / 6)
+    assert routed.moe == MoESpec(8, 2, 96, normalize_weights=True)
     cohere = spec(**COHERE2, logit_scale=0.25)
     assert (cohere.logit_scale, cohere.norm, cohere.parallel_layers) == (
         0.25,
@@ -557,6 +574,20 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
             "num_experts_per_tok is 129, of 128 experts",
         ),
         (QWEN3_MOE | {"moe_intermediate_size": None}, "moe_intermediate_size is None"),
+        (
+            GRANITE_MOE | {"num_experts_per_tok": 1},
+            "The only expert's weight is thus 1",
+        ),
+        (
+            GRANITE_MOE | {"head_dim": 16},
+            "head_dim is 16; only 8=hidden_size/num_attention_heads is computed",
+        ),
+        # With this key vLLM's models also have sinks.
+        (
+            GRANITE_MOE | {"layer_types": ["full_attention"] * 3},
+            "layer_types is ['full_attention', 'full_attention', 'full_attention']; only None is computed",
+        ),
+        (GRANITE | {"attention_sinks": True}, "attention_sinks is True; only False"),
         (
             DEEPSEEK | {"scoring_func": "softmax"},
             "scoring_func is 'softmax'; only 'sigmoid'",

@@ -170,9 +170,21 @@ def by_transformers(
     return metrics, dict(one_by_one(model))
 
 
+# Granite MoE's modules have other names than its files.
+STORED_NAMES = {
+    "experts.gate_up_proj": "input_linear.weight",
+    "experts.down_proj": "output_linear.weight",
+    "router.weight": "router.layer.weight",
+}
+
+
 def one_by_one(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weights as their files have them: each expert's matrices, which transformers holds stacked."""
     for name, weight in model.named_parameters():
+        if model.config.model_type == "granitemoe":
+            before, block, inside = name.rpartition("block_sparse_moe.")
+            yield before + block + STORED_NAMES.get(inside, inside), weight.detach()
+            continue
         stem, _, kind = name.rpartition(".")
         # Whose files stack them too.
         if not stem.endswith(".experts") or model.config.model_type == "gpt_oss":
@@ -229,14 +241,16 @@ def test_an_update_is_that_of_transformers_and_autograd(
 
 # What some architectures have and others lack: norms after, rotated pairs and gates
 # fused in files; all projections fused; layers without rotary embeddings; a shared
-# expert with a gate; scaled layers; layer norms, biases and no gates; norms over all
-# heads; two rotary bases; one norm for attention and MLP.
+# expert with a gate; scaled layers; scaled layers with all experts in one array; layer
+# norms, biases and no gates; norms over all heads; two rotary bases; one norm for
+# attention and MLP.
 SPECIAL: dict[str, list[dict[str, int]]] = {
     "Glm4ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Phi3ForCausalLM": [{"tp": 2}],
     "SmolLM3ForCausalLM": [{"pp": 2}],
     "Qwen2MoeForCausalLM": [{"tp": 2}, {"dp": 2, "ep": 2}],
     "GraniteForCausalLM": [{"tp": 2}],
+    "GraniteMoeForCausalLM": [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}],
     "Starcoder2ForCausalLM": [{"tp": 2}],
     "Olmo2ForCausalLM": [{"tp": 2}],
     # With sequence parallelism.

@@ -43,6 +43,7 @@ MORE = {
     "Gemma3ForCausalLM": {"initializer_range": 0.01, "sliding_window": 6},
     "Cohere2ForCausalLM": {"initializer_range": 0.3},
     "GraniteForCausalLM": {"attention_multiplier": 0.2},
+    "GraniteMoeForCausalLM": {"attention_multiplier": 0.2},
     "Exaone4ForCausalLM": {"sliding_window": 6},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 16},
 } | dict.fromkeys(("DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"), LATENT)
@@ -259,6 +260,11 @@ def test_an_engine_whose_ranks_hold_whole_experts(
     launch: Launcher, architecture: str, tmp_path: Path
 ) -> None:
     check(launch, tmp_path, architecture, EXPERT_GRIDS, 2, enable_expert_parallel=True)
+
+
+def test_experts_that_files_hold_in_one_array(launch: Launcher, tmp_path: Path) -> None:
+    """Granite MoE, whose factors the engine applies as well."""
+    check(launch, tmp_path, "GraniteMoeForCausalLM", EXPERT_GRIDS, 2)
 
 
 def test_experts_that_files_hold_transposed_and_in_one_array(

@@ -10,6 +10,7 @@ from megaverl.models.architectures.deepseek import (
     router_bias,
 )
 from megaverl.models.architectures.gpt_oss import GPT_OSS
+from megaverl.models.architectures.granite_moe import GRANITE_MOE
 from megaverl.models.architectures.llama import (
     ATTENTION,
     FC1,
@@ -63,6 +64,7 @@ LAYERS = {
         + SHARED_GATE
     ),
     "GraniteForCausalLM": llama.LAYERS,
+    "GraniteMoeForCausalLM": GRANITE_MOE,
     "ArceeForCausalLM": Layers(dense=ATTENTION + llama.plain_mlp()),
     "NemotronForCausalLM": Layers(
         dense=ATTENTION + llama.plain_mlp() + llama.NORM_BIASES,
