@@ -93,6 +93,14 @@ TINY_MORE: dict[str, dict[str, Any]] = {
     # Shorter than most samples. Every other layer has full attention, without rotary
     # embeddings.
     "Exaone4ForCausalLM": {"sliding_window": 8, "sliding_window_pattern": 2},
+    # Caps so low that they change scores and logits.
+    "Gemma2ForCausalLM": {
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 10,
+        "attn_logit_softcapping": 1.0,
+        "final_logit_softcapping": 1.5,
+        "pad_token_id": None,
+    },
     "Gemma3ForCausalLM": {
         "sliding_window": 8,
         "sliding_window_pattern": 2,

@@ -44,6 +44,7 @@ MODEL_TYPES = {
     "Starcoder2ForCausalLM": "starcoder2",
     "Olmo2ForCausalLM": "olmo2",
     "Exaone4ForCausalLM": "exaone4",
+    "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "Cohere2ForCausalLM": "cohere2",
     "OlmoeForCausalLM": "olmoe",
@@ -188,6 +189,7 @@ WINDOWED_BY_LAYER = (
     "CwmForCausalLM",
     "Exaone4ForCausalLM",
     "Cohere2ForCausalLM",
+    "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
 )
 # vLLM's models of these architectures (0.32) ignore `head_dim`.
@@ -197,6 +199,7 @@ NEEDS_WINDOW = (
     "MinistralForCausalLM",
     "CwmForCausalLM",
     "Cohere2ForCausalLM",
+    "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
 )
 SLIDING = "sliding_attention"
@@ -210,6 +213,7 @@ NORM_EPS = {
 # of `hidden_act`, and the name in `ModelSpec.activation`.
 OTHER_ACTIVATION = {
     "GemmaForCausalLM": ("gelu_pytorch_tanh", "gelu_tanh"),
+    "Gemma2ForCausalLM": ("gelu_pytorch_tanh", "gelu_tanh"),
     "Gemma3ForCausalLM": ("gelu_pytorch_tanh", "gelu_tanh"),
     "Starcoder2ForCausalLM": ("gelu_pytorch_tanh", "gelu_tanh"),
     "ArceeForCausalLM": ("relu2", "squared_relu"),
@@ -327,7 +331,13 @@ SCALES = {
     "GraniteForCausalLM": GRANITE_SCALES,
     "GraniteMoeForCausalLM": GRANITE_SCALES,
     "Cohere2ForCausalLM": ("logit_scale",),
+    "Gemma2ForCausalLM": ("query_pre_attn_scalar",),
     "Gemma3ForCausalLM": ("query_pre_attn_scalar",),
+}
+# Soft caps on attention's scores and on logits, which may be null, by the architecture
+# that has them.
+SOFTCAPS = {
+    "Gemma2ForCausalLM": ("attn_logit_softcapping", "final_logit_softcapping"),
 }
 # Biases of the attention projections: optional in GLM-4, GLM-4.5 and Seed-OSS
 # (`attention_bias`) and in Qwen2-MoE (`qkv_bias`), always there in Qwen2 and gpt-oss,
@@ -433,6 +443,9 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
         value = config.get(key, 1.0)
         if not _is_positive(value):
             yield f"{key} is {value!r}; expected a number above 0. {AGAIN}"
+    for key in SOFTCAPS.get(architecture, ()):
+        if config.get(key) is not None and not _is_positive(config[key]):
+            yield f"{key} is {config[key]!r}; expected a number above 0, or null. {AGAIN}"
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key), dict | None):
             yield f"{key} is {config[key]!r}; expected a JSON object or null. {AGAIN}"
@@ -443,7 +456,7 @@ def not_computed(described: Described) -> Iterator[str]:
     architecture = described.architecture
     values = described.values
     allowed = {**ONLY[""], **ONLY.get(architecture, {})}
-    for key in SCALES.get(architecture, ()):
+    for key in (*SCALES.get(architecture, ()), *SOFTCAPS.get(architecture, ())):
         allowed.pop(key, None)
     if architecture not in (*WITH_OPTIONAL_BIAS, *WITH_ATTENTION_BIAS):
         allowed["attention_bias"] = (False, None)
@@ -489,7 +502,8 @@ def _activation(described: Described) -> Iterator[str]:
     if architecture in OTHER_ACTIVATION:
         expected = (OTHER_ACTIVATION[architecture][0],)
     # transformers treats `gelu` in Gemma's first folders as the tanh form.
-    key = "hidden_activation" if architecture == "Gemma3ForCausalLM" else "hidden_act"
+    is_new_gemma = architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
+    key = "hidden_activation" if is_new_gemma else "hidden_act"
     if described.values[key] not in expected:
         yield f"{described.says(key)}; only {expected[0]} is computed. {OTHER_MODEL}"
     # transformers' Gemma ignores hidden_activation, and vLLM's (0.32) prefers it.

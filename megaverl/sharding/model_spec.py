@@ -30,6 +30,7 @@ from megaverl.sharding.model_config import (
     ROTATED_IN_PAIRS,
     SCALES,
     SLIDING,
+    SOFTCAPS,
     SOMETIMES_ROTARY,
     WITH_ATTENTION_BIAS,
     WITH_LATENT_ATTENTION,
@@ -51,8 +52,6 @@ NO_TABLE = {
     "Engine, both for GPUs alone, and reads packed rows from 0.19 on",
     "Llama4ForCausalLM": "megatron-core (0.16 to 0.19) has no attention within chunks, nor its queries' growing "
     "temperature",
-    "Gemma2ForCausalLM": "attention (megatron-core 0.16 to 0.19, and fused kernels) and chunked log-probs have no "
-    "soft caps",
     "Ernie4_5_MoeForCausalLM": "megatron-core's router (0.16 to 0.19) adds a bias only to sigmoid scores, this model "
     "to softmax scores",
     "FalconH1ForCausalLM": _MAMBA,
@@ -110,6 +109,7 @@ WITH_NORMS_AFTER = (
     "Glm4ForCausalLM",
     "Olmo2ForCausalLM",
     "Exaone4ForCausalLM",
+    "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
 )
 # No norms over the inputs of attention and MLP.
@@ -133,7 +133,12 @@ WITH_PROJECTION_NORM = (
 WITH_LAYER_NORM = ("NemotronForCausalLM", "Starcoder2ForCausalLM")
 WITH_CENTRED_NORM = ("Cohere2ForCausalLM",)
 # Norms that multiply by weight + 1.
-NORM_PLUS_ONE = ("GemmaForCausalLM", "Gemma3ForCausalLM", "NemotronForCausalLM")
+NORM_PLUS_ONE = (
+    "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "NemotronForCausalLM",
+)
 # The MLP has no gate.
 WITHOUT_GATE = ("ArceeForCausalLM", "NemotronForCausalLM", "Starcoder2ForCausalLM")
 # Attention and MLP read the same norm's output.
@@ -257,6 +262,8 @@ class ModelSpec:
         softmax_scale: factor on attention's scores. None: 1 / sqrt(head_dim).
         residual_scale: factor on the outputs of attention and MLP (Granite).
         logit_scale: factor on logits.
+        attention_softcap: cap c of attention's scores s, which become c tanh(s / c) (Gemma 2). None: no cap.
+        logit_softcap: the same for logits.
         sliding_window: attention's window in tokens. None: full attention.
         windowed_layers: whether each layer attends within the window. Empty: all layers do.
         linear_bias: all linear layers of the decoder have a bias, including experts and routers.
@@ -303,6 +310,8 @@ class ModelSpec:
     softmax_scale: float | None = None
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
     sliding_window: int | None = None
     windowed_layers: tuple[bool, ...] = ()
     linear_bias: bool = False
@@ -553,6 +562,10 @@ def _read(described: Described) -> dict[str, Any]:
         "parallel_layers": architecture in WITH_PARALLEL_LAYERS,
         **_scales(described),
     }
+    if architecture in SOFTCAPS:
+        caps = [values[key] for key in SOFTCAPS[architecture]]
+        of_scores, of_logits = (None if cap is None else float(cap) for cap in caps)
+        fields |= {"attention_softcap": of_scores, "logit_softcap": of_logits}
     if architecture in WITH_LAYER_NORM:
         fields["norm"] = "layer"
     elif architecture in WITH_CENTRED_NORM:
@@ -646,10 +659,14 @@ def _scales(described: Described) -> dict[str, float]:
         }
     if architecture == "Cohere2ForCausalLM":
         return {"logit_scale": float(values["logit_scale"])}
-    if architecture not in ("GemmaForCausalLM", "Gemma3ForCausalLM"):
+    if architecture not in (
+        "GemmaForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+    ):
         return {}
     scales = {"embedding_scale": values["hidden_size"] ** 0.5}
-    if architecture == "Gemma3ForCausalLM":
+    if architecture != "GemmaForCausalLM":
         scales["softmax_scale"] = values["query_pre_attn_scalar"] ** -0.5
     return scales
 

@@ -169,6 +169,12 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"sliding_window": None, "layer_types": ["full_attention"] * 2},
         {"layer_types": ["full_attention", "sliding_attention"]},
     ],
+    "Gemma2ForCausalLM": [
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 5.0},
+        {"query_pre_attn_scalar": 100},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+    ],
     "Gemma3ForCausalLM": [
         {"rope_local_base_freq": 300.0},
         {"layer_types": ["full_attention", "full_attention"]},

@@ -28,7 +28,12 @@ ROUTED = (
     "GraniteMoeForCausalLM",
 )
 # vLLM's models of these architectures are always tied, or never.
-ALWAYS_TIED = ("GemmaForCausalLM", "Gemma3ForCausalLM", "Cohere2ForCausalLM")
+ALWAYS_TIED = (
+    "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Cohere2ForCausalLM",
+)
 NEVER_TIED = (
     "DeepseekV3ForCausalLM",
     "DeepseekV2ForCausalLM",
@@ -39,6 +44,9 @@ NEVER_TIED = (
     "MiniMaxM2ForCausalLM",
 )
 LATENT = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM")
+# Attention of transformers that computes the model, where its default, sdpa, leaves a
+# soft cap on scores out.
+TRANSFORMERS_ATTENTION = {"Gemma2ForCausalLM": "eager"}
 # Whose experts have biases, and so no tensor parallelism of their own.
 UNCUT = "GptOssForCausalLM"
 # Whose weights lie in engines as in files, so that they can be quantised there.
@@ -154,6 +162,13 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "Olmo2ForCausalLM": AFTER | SPANS,
     "Exaone4ForCausalLM": AFTER,
+    "Gemma2ForCausalLM": GEMMA
+    | {
+        "norms_after": True,
+        "softmax_scale": 0.3,
+        "attention_softcap": 1.0,
+        "logit_softcap": 1.5,
+    },
     "Gemma3ForCausalLM": GEMMA
     | {
         "qk_norm": True,

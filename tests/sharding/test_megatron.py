@@ -105,7 +105,7 @@ def test_every_parameter_holds_what_megatron_would_cut(case: tuple[Any, ...]) ->
                 norms = {}
             elif spec.parallel_layers:
                 del norms["pre_mlp_layernorm"]
-            elif spec.architecture == "Gemma3ForCausalLM":
+            elif spec.architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
                 norms["pre_mlp_layernorm"] = "pre_feedforward_layernorm"
             if spec.qk_norm:
                 norms |= {

@@ -412,7 +412,7 @@ SEED_OSS, SMOLLM3, ERNIE, QWEN2_MOE, PHI3, GLM4, MINISTRAL = (
         "MinistralForCausalLM",
     )
 )
-GRANITE, ARCEE, NEMOTRON, STARCODER2, EXAONE4, GEMMA3, COHERE2, OLMOE = (
+GRANITE, ARCEE, NEMOTRON, STARCODER2, EXAONE4, GEMMA2, GEMMA3, COHERE2, OLMOE = (
     {"architectures": [f"{name}ForCausalLM"]}
     | ({"rms_norm_eps": None} if name == "Cohere2" else {})
     for name in (
@@ -421,6 +421,7 @@ GRANITE, ARCEE, NEMOTRON, STARCODER2, EXAONE4, GEMMA3, COHERE2, OLMOE = (
         "Nemotron",
         "Starcoder2",
         "Exaone4",
+        "Gemma2",
         "Gemma3",
         "Cohere2",
         "Olmoe",
@@ -481,6 +482,28 @@ def test_what_scales_layers() -> None:
         "centred",
         True,
     )
+
+
+def test_gemma_2_as_its_folders_write_it() -> None:
+    """As transformers 4 wrote google/gemma-2-2b-it's."""
+    written = {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 10000.0,
+        "sliding_window": 128,
+    }
+    found = spec(**GEMMA2, **written)
+    assert (found.attention_softcap, found.logit_softcap) == (50.0, 30.0)
+    assert (found.softmax_scale, found.embedding_scale) == (1 / 16, 48**0.5)
+    assert found.windowed_layers == (True, False, True)
+    assert found.norms_after and found.norm_plus_one and not found.qk_norm
+    without = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    plain = spec(**GEMMA2, **written | without)
+    assert plain.attention_softcap is None and plain.logit_softcap is None
 
 
 def test_gemma_3_as_its_folders_write_it() -> None:
@@ -822,6 +845,10 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
                 }
             },
             "only the rope_type default with a rope_theta above 0 is computed",
+        ),
+        (
+            GEMMA2 | {"final_logit_softcapping": 0.0},
+            "final_logit_softcapping is 0.0; expected a number above 0, or null",
         ),
         (
             GEMMA3 | {"hidden_activation": "silu"},

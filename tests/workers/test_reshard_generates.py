@@ -41,6 +41,13 @@ MORE = {
     "GptOssForCausalLM": {"intermediate_size": 128},
     # Norms after layers make their outputs large beside small embeddings.
     "Gemma3ForCausalLM": {"initializer_range": 0.01, "sliding_window": 6},
+    # Without norms of queries and keys: scores that the cap changes.
+    "Gemma2ForCausalLM": {
+        "initializer_range": 0.03,
+        "query_pre_attn_scalar": 1,
+        "attn_logit_softcapping": 1.0,
+        "sliding_window": 6,
+    },
     "Cohere2ForCausalLM": {"initializer_range": 0.3},
     "GraniteForCausalLM": {"attention_multiplier": 0.2},
     "GraniteMoeForCausalLM": {"attention_multiplier": 0.2},
@@ -66,6 +73,7 @@ DENSE = (
     "Starcoder2ForCausalLM",
     "Olmo2ForCausalLM",
     "Exaone4ForCausalLM",
+    "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Cohere2ForCausalLM",
 )
