@@ -551,9 +551,14 @@ def why_not_cut(config: TransformerConfig) -> str:
             "GPU and is not here, cuts its sequences"
         )
     if config.cp_comm_type is not None:
+        absence = (
+            "it needs a GPU and is not here"
+            if softcap_of(config) is None
+            else "it has no soft cap on scores, which this model needs"
+        )
         return (
             f"megatron.cp_comm_type={config.cp_comm_type} is how Transformer Engine's attention sends keys and "
-            "values; it needs a GPU and is not here, and ours gathers them. Leave cp_comm_type out"
+            f"values; {absence}, and ours gathers them. Leave cp_comm_type out"
         )
     return ""
 
