@@ -47,8 +47,8 @@ class FsdpConfig(Section):
         "flex_attention",
     ] = "auto"
     """transformers' attn_implementation; any value but auto pads the rows. auto: megaverl's attention, which uses
-    FlashAttention or PyTorch's kernels and also reads packed rows; for models with capped scores or sinks, the choice
-    of transformers."""
+    FlashAttention or PyTorch's kernels and also reads packed rows; for models with sinks, the choice of
+    transformers."""
     liger: bool = False
     """Use Liger's fused kernels for norms, rotary embeddings and MLPs. Requires a GPU, the package liger-kernel, and an
     architecture that it supports. Not for engine: megatron: Liger replaces modules of transformers, and megatron-core

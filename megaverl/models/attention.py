@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,12 +31,22 @@ from megatron.core.transformer.utils import (  # noqa: E402
     make_sharded_tensors_for_checkpoint,
 )
 
+# Capped scores that are computed at a time: 256 MiB in float32.
+LARGEST_SCORES = 1 << 26
+
+
+def softcap_of(config: TransformerConfig) -> float | None:
+    """Return the soft cap on attention's scores, an attribute that `transformer_config` sets. None: no cap."""
+    softcap: float | None = getattr(config, "attention_softcap", None)
+    return softcap
+
 
 class CausalAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v under a causal mask (arXiv 1706.03762, eq. 1), without materializing [s, s] matrices.
 
     With sinks (`softmax_offset`, [heads / tp]) the softmax of each head has one more
-    score, whose value is zero (arXiv 2508.10925, section 2.2).
+    score, whose value is zero (arXiv 2508.10925, section 2.2). With a soft cap c each
+    score s becomes c tanh(s / c) before the mask (arXiv 2408.00118, section 2).
 
     megatron-core's own `DotProductAttention` stores the scores of all heads, masks and
     normalizes them in separate passes, and repeats keys and values for grouped queries.
@@ -57,6 +68,7 @@ class CausalAttention(nn.Module):
         super().__init__()
         # None stands for 1 / sqrt(head_dim).
         self.softmax_scale = softmax_scale
+        self.softcap = softcap_of(config)
         has_window = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
@@ -121,7 +133,14 @@ class CausalAttention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing
     ) -> torch.Tensor:
         return attend_packed(
-            q, k, v, packing, self.softmax_scale, self.window, self.softmax_offset
+            q,
+            k,
+            v,
+            packing,
+            self.softmax_scale,
+            self.window,
+            self.softmax_offset,
+            self.softcap,
         )
 
     def _attend_rows(
@@ -132,7 +151,14 @@ class CausalAttention(nn.Module):
         look: torch.Tensor | None,
     ) -> torch.Tensor:
         return attend_rows(
-            q, k, v, look, self.softmax_scale, self.window, self.softmax_offset
+            q,
+            k,
+            v,
+            look,
+            self.softmax_scale,
+            self.window,
+            self.softmax_offset,
+            self.softcap,
         )
 
     def sharded_state_dict(
@@ -162,6 +188,7 @@ def attend_packed(
     scale: float | None,
     window: int | None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Compute attention within the sequences of a packed row.
 
@@ -171,6 +198,7 @@ def attend_packed(
         scale: factor on the scores. None: 1 / sqrt(head_dim).
         window: number of keys that a query sees, its own included. None: all before it.
         sinks: [heads]: one more score per head with a value of zero. Not supported with a `VarlenPacking`.
+        softcap: cap of the scores. None: no cap. Not supported with sinks.
 
     Returns:
         [t, heads * head_dim of the values].
@@ -185,10 +213,15 @@ def attend_packed(
             flash_attention.Segments(packing.cu_seqlens_kv, packing.max_seqlen_kv),
             scale=scale,
             window=window,
+            softcap=softcap,
         ).flatten(1)
     assert isinstance(packing, DensePacking)
     return packing.attend(
-        functools.partial(_attend, scale=scale, sinks=sinks), q, k, v, window
+        functools.partial(_attend, scale=scale, sinks=sinks, softcap=softcap),
+        q,
+        k,
+        v,
+        window,
     )
 
 
@@ -200,6 +233,7 @@ def attend_rows(
     scale: float | None,
     window: int | None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Compute attention of rows that are one sequence each.
 
@@ -207,7 +241,7 @@ def attend_rows(
         q: [b, heads, s, head_dim].
         k, v: [b, kv_heads, s, head_dim].
         look: as in `_attend`.
-        scale, window, sinks: as in `attend_packed`.
+        scale, window, sinks, softcap: as in `attend_packed`.
 
     Returns:
         [b, heads, s, head_dim].
@@ -216,7 +250,7 @@ def attend_rows(
     # faster causal path is taken.
     if look is None and window is not None and window < q.shape[2]:
         look = _inside_window(q.shape[2], window, q.device)
-    return _attend(q, k, v, look, scale, sinks)
+    return _attend(q, k, v, look, scale, sinks, softcap)
 
 
 def _attend(
@@ -226,18 +260,23 @@ def _attend(
     look: torch.Tensor | None,
     scale: float | None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """Compute attention with PyTorch's fused kernel, or inside `batch_invariant` without it.
+    """Compute attention with PyTorch's fused kernel, or inside `batch_invariant` or with a soft cap without it.
 
     Args:
         q: [b, heads, q, head_dim].
         k, v: [b, kv_heads, k, head_dim].
         look: [b or 1, 1, q, k] bool, True where a query may look. None: causal.
         sinks: [heads].
+        softcap: cap of the scores.
 
     Returns:
         [b, heads, q, head_dim].
     """
+    if softcap is not None:
+        assert sinks is None, "no model has both"
+        return _attend_capped(q, k, v, look, scale, softcap)
     # The actor has no sinks then (`sharding/model_spec.py:why_not_batch_invariant`). A reference may have.
     is_invariant = batch_invariant.is_batch_invariant() and sinks is None
     if is_invariant and q.device.type == "cpu":
@@ -277,6 +316,108 @@ class _InvariantAttention(torch.autograd.Function):
             q, k, v = (x.detach().requires_grad_() for x in saved)
             out = _attend_fused(q, k, v, look, ctx.scale)
         return *torch.autograd.grad(out, (q, k, v), grad), None, None
+
+
+def _attend_capped(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    look: torch.Tensor | None,
+    scale: float | None,
+    softcap: float,
+) -> torch.Tensor:
+    """Compute `_attend` with a soft cap on the scores, which PyTorch's fused kernel does not have."""
+    # FlashAttention keeps scores in float32 too.
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    wide = [x.to(dtype) for x in (q, k, v)]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out: torch.Tensor = _CappedAttention.apply(*wide, look, scale, softcap)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
+    return out.to(q.dtype)
+
+
+class _CappedAttention(torch.autograd.Function):
+    """Attention with capped scores, for a block of queries at a time.
+
+    The backward pass computes each block again, so that only the scores of one block
+    exist.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        look: torch.Tensor | None,
+        scale: float,
+        softcap: float,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v, look)
+        ctx.options = scale, softcap
+        outputs = [
+            _capped_block(
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], seen, scale, softcap
+            )
+            for rows, keys, seen in _blocks(q, k, look)
+        ]
+        return torch.cat(outputs, dim=2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, look = ctx.saved_tensors
+        scale, softcap = ctx.options
+        totals = [torch.zeros_like(x) for x in (q, k, v)]
+        for rows, keys, seen in _blocks(q, k, look):
+            places = (rows, keys, keys)
+            with torch.enable_grad():
+                parts = [
+                    x[:, :, place].detach().requires_grad_()
+                    for x, place in zip((q, k, v), places, strict=True)
+                ]
+                queries, part_keys, values = parts
+                out = _capped_block(queries, part_keys, values, seen, scale, softcap)
+            grads = torch.autograd.grad(out, parts, grad[:, :, rows])
+            for total, place, part in zip(totals, places, grads, strict=True):
+                total[:, :, place] += part
+        return *totals, None, None, None
+
+
+def _blocks(
+    q: torch.Tensor, k: torch.Tensor, look: torch.Tensor | None
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Yield adjacent queries, the keys that they may see, and a mask that broadcasts to [b, heads, queries, keys]."""
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    scores_per_query = q.shape[0] * q.shape[1] * num_keys
+    step = max(1, LARGEST_SCORES // max(1, scores_per_query))
+    for start in range(0, num_queries, step):
+        stop = min(start + step, num_queries)
+        if look is None:
+            # Causal: no query of the block sees a key behind the block's last one.
+            places = torch.arange(stop, device=q.device)
+            seen = places <= places[start:, None]
+            yield slice(start, stop), slice(0, stop), seen
+        else:
+            yield slice(start, stop), slice(0, num_keys), look[..., start:stop, :]
+
+
+def _capped_block(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """Return [b, heads, queries, head_dim] of a block of queries."""
+    batch, heads, num_queries, dim = q.shape
+    # Queries of all heads that share a key-value head are multiplied at once:
+    # [b, kv_heads, heads / kv_heads * queries, head_dim].
+    products = q.reshape(batch, k.shape[1], -1, dim) @ k.transpose(-1, -2)
+    scores = softcap * torch.tanh(products * (scale / softcap))
+    scores = scores.view(batch, heads, num_queries, -1)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+    return (weights.view(products.shape) @ v).view(batch, heads, num_queries, -1)
 
 
 def _attend_fused(

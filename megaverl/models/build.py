@@ -16,6 +16,7 @@ from megaverl.models.attention import (
     LocalLatentAttention,
     SharedKVAttention,
     is_plain,
+    softcap_of,
 )
 from megaverl.models.context_attention import (
     ContextAttention,
@@ -109,6 +110,8 @@ def block_spec(
             layer.submodules.self_attention.module = SharedKVAttention
         if not with_engine:
             _use_our_parts(layer, config, NORMS[spec.norm])
+        elif not attends_with_engine(config):
+            _use_our_attention(layer, config)
         elif not config.multi_latent_attention or config.context_parallel_size == 1:
             # Imported here because the module needs Transformer Engine.
             from megaverl.models.engine_attention import EngineAttention
@@ -170,9 +173,7 @@ def _use_our_parts(
     layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention.submodules
     if is_plain(config):
-        attention.core_attention = (
-            CausalAttention if config.context_parallel_size == 1 else ContextAttention
-        )
+        _use_our_attention(layer, config)
     if config.multi_latent_attention:
         attention.q_layernorm = RMSNorm
         attention.kv_layernorm = RMSNorm
@@ -181,6 +182,13 @@ def _use_our_parts(
         # sees the whole sequence.
         attention.q_layernorm = _HeadNorm
         attention.k_layernorm = _HeadNorm
+
+
+def _use_our_attention(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Replace the attention of a layer specification by this package's."""
+    layer.submodules.self_attention.submodules.core_attention = (
+        CausalAttention if config.context_parallel_size == 1 else ContextAttention
+    )
 
 
 class _HeadNorm(RMSNorm):
@@ -487,6 +495,11 @@ def layouts_of(
     )
 
 
+def attends_with_engine(config: TransformerConfig) -> bool:
+    """Return whether Transformer Engine computes attention. It has no soft cap on scores (2.3 to 2.18)."""
+    return uses_transformer_engine() and softcap_of(config) is None
+
+
 def packer(config: TransformerConfig, part: Part = WHOLE) -> Pack:
     """Return the function that packs samples into rows for the model's attention.
 
@@ -495,14 +508,16 @@ def packer(config: TransformerConfig, part: Part = WHOLE) -> Pack:
     Args:
         part: context-parallel rank that reads the rows.
     """
-    engine = uses_transformer_engine()
+    engine = attends_with_engine(config)
     # FlashAttention 2 supports no values with another head size than the keys.
     latent = config.multi_latent_attention
     sinks = config.softmax_type != "vanilla"
     varlen = engine or not (
         latent
         or sinks
-        or flash_attention.why_not_for(config.params_dtype, config.kv_channels)
+        or flash_attention.why_not_for(
+            config.params_dtype, config.kv_channels, softcap_of(config)
+        )
     )
     if part.size == 1:
         return pack_varlen if varlen else pack
@@ -525,7 +540,7 @@ def why_not_cut(config: TransformerConfig) -> str:
     """Return why sequences cannot be split over context-parallel ranks, or "" if they can or need not be."""
     if config.context_parallel_size == 1:
         return ""
-    if uses_transformer_engine():
+    if attends_with_engine(config):
         # Imported here because the module needs Transformer Engine.
         from megaverl.models import engine_attention
 
@@ -536,9 +551,14 @@ def why_not_cut(config: TransformerConfig) -> str:
             "GPU and is not here, cuts its sequences"
         )
     if config.cp_comm_type is not None:
+        absence = (
+            "it needs a GPU and is not here"
+            if softcap_of(config) is None
+            else "it has no soft cap on scores, which this model needs"
+        )
         return (
             f"megatron.cp_comm_type={config.cp_comm_type} is how Transformer Engine's attention sends keys and "
-            "values; it needs a GPU and is not here, and ours gathers them. Leave cp_comm_type out"
+            f"values; {absence}, and ours gathers them. Leave cp_comm_type out"
         )
     return ""
 
@@ -549,7 +569,7 @@ def why_padded(config: TransformerConfig) -> str:
         return "latent attention cuts whole sequences alone over context-parallel ranks"
     if not is_plain(config):
         return "attention has dropout, or a window that looks ahead"
-    if not uses_transformer_engine():
+    if not attends_with_engine(config):
         return ""
     # Imported here because the module needs Transformer Engine.
     from megaverl.models import engine_attention

@@ -88,7 +88,14 @@ class ContextAttention(CausalAttention):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing
     ) -> torch.Tensor:
         return attend_packed_part(
-            q, k, v, packing, self.softmax_scale, self.window, self.softmax_offset
+            q,
+            k,
+            v,
+            packing,
+            self.softmax_scale,
+            self.window,
+            self.softmax_offset,
+            self.softcap,
         )
 
     def _attend_rows(
@@ -107,6 +114,7 @@ class ContextAttention(CausalAttention):
             self.softmax_scale,
             self.window,
             self.softmax_offset,
+            self.softcap,
         )
 
     def _whole_row(
@@ -140,13 +148,14 @@ def attend_packed_part(
     scale: float | None,
     window: int | None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Compute `attend_packed` of a rank's queries [t / cp, heads, d] over the keys and values of the whole row."""
     if not isinstance(packing, CutPacking):
-        return attend_packed(q, k, v, packing, scale, window, sinks)
+        return attend_packed(q, k, v, packing, scale, window, sinks, softcap)
     query_halves = zip(packing.halves, q.chunk(2), strict=True)
     outputs = [
-        attend_packed(queries, k, v, half, scale, window, sinks)
+        attend_packed(queries, k, v, half, scale, window, sinks, softcap)
         for half, queries in query_halves
     ]
     return torch.cat(outputs)
@@ -160,6 +169,7 @@ def attend_rows_part(
     scale: float | None,
     window: int | None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Compute `attend_rows` of a rank's queries [b, heads, s / cp, d] over the keys and values of whole rows."""
     outputs = []
@@ -175,7 +185,9 @@ def attend_rows_part(
             look = (distance >= 0) & (distance < (window or end))
         keys = k[:, :, :end]
         values = v[:, :, :end]
-        outputs.append(attend_rows(half, keys, values, look, scale, window, sinks))
+        outputs.append(
+            attend_rows(half, keys, values, look, scale, window, sinks, softcap)
+        )
     return torch.cat(outputs, dim=2)
 
 

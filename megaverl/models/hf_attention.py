@@ -33,7 +33,6 @@ NAME = "megaverl"
 # Arguments of transformers' attention functions that `attend` does not support ->
 # reason for a message.
 NOT_COMPUTED = {
-    "softcap": "attention's scores are capped",
     "s_aux": "attention has sinks",
 }
 # Names of layer kinds in transformers' `layer_types`.
@@ -48,6 +47,7 @@ class _Call:
     problem: str
     window: int | None
     head_dims: tuple[int, int]
+    softcap: float | None
 
 
 @dataclass
@@ -94,6 +94,7 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention, with the signature of transformers' attention functions.
@@ -118,22 +119,27 @@ def attend(
         )
         problem = problem or ("attention has dropout" if dropout else "")
         _current.calls.append(
-            _Call(problem, sliding_window, (query.shape[-1], value.shape[-1]))
+            _Call(problem, sliding_window, (query.shape[-1], value.shape[-1]), softcap)
         )
         # The right shape on the meta device, so that the pass goes on.
         return query.new_empty(
             query.shape[0], query.shape[2], query.shape[1], value.shape[-1]
         ), None
     if (group := _current.context_group) is not None:
-        return _attend_part(query, key, value, group, scaling, sliding_window), None
-    if _current.packing is None:
-        return attend_rows(query, key, value, None, scaling, sliding_window).transpose(
-            1, 2
+        return _attend_part(
+            query, key, value, group, scaling, sliding_window, softcap
         ), None
+    if _current.packing is None:
+        rows = attend_rows(
+            query, key, value, None, scaling, sliding_window, softcap=softcap
+        )
+        return rows.transpose(1, 2), None
     # A packed row has a batch of one.
     # [t, heads, d]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = attend_packed(q, k, v, _current.packing, scaling, sliding_window)
+    out = attend_packed(
+        q, k, v, _current.packing, scaling, sliding_window, softcap=softcap
+    )
     return out.view(1, len(q), query.shape[1], value.shape[-1]), None
 
 
@@ -144,6 +150,7 @@ def _attend_part(
     group: dist.ProcessGroup,
     scale: float | None,
     window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """Compute `attend` of a context-parallel rank's part of each row. Collective over the group."""
     # [b, kv_heads, s / cp, d] -> [s, b, kv_heads, d]
@@ -152,9 +159,12 @@ def _attend_part(
     if packing is None:
         part = Part(group.rank(), group.size())
         k, v = k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
-        return attend_rows_part(query, k, v, part, scale, window).transpose(1, 2)
+        rows = attend_rows_part(query, k, v, part, scale, window, softcap=softcap)
+        return rows.transpose(1, 2)
     q = query[0].transpose(0, 1)
-    out = attend_packed_part(q, k[:, 0], v[:, 0], packing, scale, window)
+    out = attend_packed_part(
+        q, k[:, 0], v[:, 0], packing, scale, window, softcap=softcap
+    )
     return out.view(1, len(q), query.shape[1], value.shape[-1])
 
 
@@ -249,9 +259,11 @@ def row_reading(
         return RowReading("its layers do not say how far their attention looks", None)
     if not _takes_positions(model):
         return RowReading("its tokens' positions cannot be given", None)
-    # All layers have the same head sizes.
-    (width, of_values), *_ = (call.head_dims for call in calls)
-    varlen = width == of_values and not flash_attention.why_not_for(dtype, width)
+    # All layers have the same head sizes and the same soft cap.
+    width, of_values = calls[0].head_dims
+    varlen = width == of_values and not flash_attention.why_not_for(
+        dtype, width, calls[0].softcap
+    )
     return RowReading(pack=pack_varlen if varlen else pack)
 
 

@@ -41,7 +41,8 @@ from megaverl.models.vision import (
     tower_of,
     zero_of_tower,
 )
-from megaverl.platform import platform
+from megaverl.models.vocab_parallel import capped
+from megaverl.platform import flash_attention, platform
 from megaverl.sharding.model_config import instead_of
 from megaverl.sharding.tracing import weights_of_module
 from megaverl.user_code import describe, user_code
@@ -238,7 +239,7 @@ def build_module(
 
     Raises:
         ModelError: transformers cannot build it, or its weights are quantized.
-        ConfigError: Liger's kernels cannot be used here.
+        ConfigError: Liger's kernels cannot be used here, or `attention` does not compute the model.
     """
     register()
     # Read on every rank. Nothing is downloaded here.
@@ -248,6 +249,11 @@ def build_module(
             "its weights are quantised, and only floating-point weights can be trained."
         )
         raise ModelError(f"{folder}: {problem} {instead_of(QUANTISED, quantised)}")
+    if attention == "sdpa" and flash_attention.score_softcap(config) is not None:
+        raise ConfigError(
+            f"fsdp.attention=sdpa: transformers' sdpa leaves out the soft cap on scores of {config.model_type} models. "
+            "Leave it at auto."
+        )
     with torch.device("meta"):
         # A copy on the meta device shows how the model reads rows. It takes no memory,
         # and any dtype will do.
@@ -418,17 +424,20 @@ def router_loss_coef(model: PreTrainedModel, wanted: float | None, role: str) ->
     return wanted
 
 
-def logits_are_plain(model: PreTrainedModel) -> bool:
-    """Return whether logits are exactly the last hidden states times the output layer's weight.
+def logits_are_plain(model: PreTrainedModel, softcap: float | None = None) -> bool:
+    """Return whether logits are exactly the last hidden states times the output layer's weight, with a soft cap.
 
     Found by a forward pass in which backbone and output layer return made-up tensors. A
-    model that scales or caps its logits changes them.
+    model that scales its logits, or caps them otherwise, changes them.
+
+    Args:
+        softcap: the cap. None: no cap.
     """
     head: nn.Module = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         return False
     # Values that a soft cap, a scale or a norm between the hidden states and the logits
-    # would change.
+    # changes.
     hidden = torch.linspace(-3.0, 3.0, 2 * head.in_features).view(1, 2, -1)
     logits = torch.linspace(-50.0, 50.0, 2 * 8).view(1, 2, -1)
     seen: list[torch.Tensor] = []
@@ -456,7 +465,9 @@ def logits_are_plain(model: PreTrainedModel) -> bool:
         except ModelError:
             return False
     return (
-        len(seen) == 1 and torch.equal(seen[0], hidden) and torch.equal(result, logits)
+        len(seen) == 1
+        and torch.equal(seen[0], hidden)
+        and torch.equal(result, capped(logits, softcap))
     )
 
 

@@ -270,6 +270,8 @@ def transformer_config(
     }
     if spec.parallel_layers:
         _check_parallel_layers(options)
+    if spec.attention_softcap is not None:
+        _check_softcap(options)
     if shape.tp == 1 and options.get("sequence_parallel"):
         # A sequence split over one rank is whole. Roles inherit the actor's fields, and
         # may have a smaller tp.
@@ -290,6 +292,8 @@ def transformer_config(
     # GPTModel reads these attributes, though they are no fields of the configuration.
     for name, value in yarn_options(spec).items():
         setattr(config, name, value)
+    # `models/attention.py` reads this one.
+    config.attention_softcap = spec.attention_softcap
     return config
 
 
@@ -319,6 +323,20 @@ def _check_parallel_layers(options: Mapping[str, Any]) -> None:
         raise ModelError(
             "megatron.recompute_modules: layernorm cannot be recomputed in this model, because attention and MLP read "
             "the same norm's output. Leave layernorm out, or use activation_checkpointing: full."
+        )
+
+
+def _check_softcap(options: Mapping[str, Any]) -> None:
+    """Refuse options that only megatron-core's or Transformer Engine's attention has, which have no soft cap."""
+    window = options.get("window_size")
+    wrong = [
+        *(["attention_dropout"] if options["attention_dropout"] else []),
+        *(["window_size"] if window is not None and window[1] != 0 else []),
+    ]
+    if wrong:
+        raise ModelError(
+            f"megatron.{', megatron.'.join(wrong)}: this model caps attention's scores, and only megaverl's attention, "
+            "which has no dropout and no window that looks ahead, has a cap. Leave it out."
         )
 
 
@@ -354,9 +372,10 @@ def token_multiple(config: TransformerConfig, shape: GridShape) -> int:
 def recompute_options(kind: str, spec: ModelSpec) -> dict[str, Any]:
     """Return TransformerConfig's fields for `activation_checkpointing` of this model."""
     dense = spec.moe is None or bool(spec.moe.num_dense_layers)
-    engine = uses_transformer_engine()
+    # `CausalAttention` computes capped scores again by itself.
+    fused = uses_transformer_engine() or spec.attention_softcap is not None
     return recompute_fields(
-        kind, dense=dense, experts=spec.moe is not None, fused_attention=engine
+        kind, dense=dense, experts=spec.moe is not None, fused_attention=fused
     )
 
 

@@ -48,6 +48,14 @@ LATENT = {
     # configured one.
     "rms_norm_eps": 1e-6,
 }
+# Granite's factors on embeddings, scores of attention and outputs of layers, and the
+# divisor of its logits.
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.5,
+}
 # Further settings by architecture. Fields that a configuration class does not know are
 # left out.
 TINY_MORE: dict[str, dict[str, Any]] = {
@@ -78,17 +86,21 @@ TINY_MORE: dict[str, dict[str, Any]] = {
     # from the file.
     "MiniMaxM2ForCausalLM": EXPERTS
     | {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 4},
-    "GraniteForCausalLM": {
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.4,
-        "residual_multiplier": 0.6,
-        "logits_scaling": 2.5,
-    },
+    "GraniteForCausalLM": MULTIPLIERS,
+    "GraniteMoeForCausalLM": EXPERTS | MULTIPLIERS,
     "Starcoder2ForCausalLM": {"norm_epsilon": 1e-5},
     "Olmo2ForCausalLM": {"pad_token_id": None},
     # Shorter than most samples. Every other layer has full attention, without rotary
     # embeddings.
     "Exaone4ForCausalLM": {"sliding_window": 8, "sliding_window_pattern": 2},
+    # Caps so low that they change scores and logits.
+    "Gemma2ForCausalLM": {
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 10,
+        "attn_logit_softcapping": 1.0,
+        "final_logit_softcapping": 1.5,
+        "pad_token_id": None,
+    },
     "Gemma3ForCausalLM": {
         "sliding_window": 8,
         "sliding_window_pattern": 2,
@@ -167,7 +179,7 @@ def make_tiny_folder(
         # These models' norms multiply by weight + 1.
         norms_at_zero = architecture.startswith(("Gemma", "Nemotron"))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+            if name.endswith(("mlp.gate.weight", ".router.weight")):
                 # Some routers are initialized with zeros, where all experts score alike
                 # and ties decide.
                 tensor.data.normal_(0.0, 0.5)

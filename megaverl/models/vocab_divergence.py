@@ -40,13 +40,14 @@ class _Divergences(torch.autograd.Function):
         rows: torch.Tensor,
         weight: torch.Tensor | None,
         index: torch.Tensor,
+        softcap: float | None,
         teacher: Distributions,
         divergence: Divergence,
         shard: Shard,
         temperature: float,
         top_k: int | None,
     ) -> torch.Tensor:
-        student = Distributions(rows, index, weight)
+        student = Distributions(rows, index, weight, softcap)
         count = len(index)
         # [2, n]: log sum e^z of student and teacher.
         totals = torch.zeros(2, count, device=rows.device)
@@ -87,24 +88,28 @@ class _Divergences(torch.autograd.Function):
             sums[1],
             floors,
         )
+        ctx.softcaps = softcap, teacher.softcap
         ctx.options = divergence, shard, temperature, top_k
         return sums[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, index, *teacher_tensors, totals, slope_sums, floors = (
-            ctx.saved_tensors
-        )
+        rows, weight, index, *of_teacher, totals, slope_sums, floors = ctx.saved_tensors
+        teacher_rows, teacher_index, teacher_weight = of_teacher
         divergence, shard, temperature, top_k = ctx.options
-        student = Distributions(rows, index, weight)
-        teacher = Distributions(*teacher_tensors)
+        student_softcap, teacher_softcap = ctx.softcaps
+        student = Distributions(rows, index, weight, student_softcap)
+        teacher = Distributions(
+            teacher_rows, teacher_index, teacher_weight, teacher_softcap
+        )
         gradients = Gradients(student, shard.valid, with_weight=ctx.needs_input_grad[1])
         # A rank with padding only has no gradient to add, and takes part in no
         # collective here.
         for part in _parts(student) if shard.valid else ():
+            logits = student.logits(part, shard.valid)
             both = [
-                _scaled(model.logits(part, shard.valid), temperature)
-                for model in (student, teacher)
+                _scaled(each, temperature)
+                for each in (logits, teacher.logits(part, shard.valid))
             ]
             if top_k is not None:
                 _cut(both, floors[part])
@@ -115,8 +120,8 @@ class _Divergences(torch.autograd.Function):
             _, slopes = _with_slopes(divergence, log_p, log_q)
             # The slopes' sum belongs to the normalization: dD/dz = g - p sum g.
             grad = slopes - log_p.exp_().mul_(slope_sums[part, None])
-            gradients.put(part, grad.mul_(grads[0][part, None] / temperature))
-        return gradients.rows, gradients.weight, None, None, None, None, None, None
+            gradients.put(part, grad.mul_(grads[0][part, None] / temperature), logits)
+        return gradients.rows, gradients.weight, *(None,) * 7
 
 
 def vocab_parallel_divergence(
@@ -147,6 +152,7 @@ def vocab_parallel_divergence(
         student.rows,
         student.weight,
         student.index,
+        student.softcap,
         teacher,
         divergence,
         shard,

@@ -136,6 +136,14 @@ class Shard(NamedTuple):
         return torch.cat(parts, dim=1)
 
 
+def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Return softcap * tanh(logits / softcap) in float32 (arXiv 2408.00118, section 2), or the logits without a cap."""
+    if softcap is None:
+        return logits
+    # In place on one copy: a chunk's logits are the largest tensors here.
+    return logits.to(torch.float32, copy=True).div_(softcap).tanh_().mul_(softcap)
+
+
 def parts_of(count: int, step: int) -> Iterator[slice]:
     """Yield slices that cover 0 to `count`, at most `step` long."""
     for start in range(0, count, step):
@@ -152,11 +160,13 @@ class Distributions:
         rows: [..., padded_vocab / tp] logits, or with `weight` [..., hidden] hidden states.
         index: [n] int64 without duplicates, selected rows. None: all, in order.
         weight: [padded_vocab / tp, hidden], this rank's part of an output layer.
+        softcap: soft cap that is applied to `rows`, or to their products with `weight`. None: no cap.
     """
 
     rows: torch.Tensor
     index: torch.Tensor | None = None
     weight: torch.Tensor | None = None
+    softcap: float | None = None
 
     @property
     def columns(self) -> int:
@@ -178,11 +188,11 @@ class Distributions:
         """Return the logits of the distributions in `part`, [m, valid]."""
         rows = self.select_rows(part)
         if self.weight is None:
-            return rows[:, :valid]
+            return capped(rows[:, :valid], self.softcap)
         weight = self.multiplied[:valid]
         if is_batch_invariant() and rows.device.type == "cpu":
-            return linear(rows, weight)
-        return rows @ weight.t()
+            return capped(linear(rows, weight), self.softcap)
+        return capped(rows @ weight.t(), self.softcap)
 
     @cached_property
     def multiplied(self) -> torch.Tensor:
@@ -248,9 +258,12 @@ class Gradients:
             else self._weight.to(self._distributions.weight.dtype)
         )
 
-    def put(self, part: slice, by_logits: torch.Tensor) -> None:
-        """Add the chunk `part`, given the gradient of its logits [m, valid]."""
+    def put(self, part: slice, by_logits: torch.Tensor, logits: torch.Tensor) -> None:
+        """Add the chunk `part`, given its logits [m, valid] and their gradient, which may be overwritten."""
         weight = self._distributions.weight
+        if (softcap := self._distributions.softcap) is not None:
+            # y = c tanh(x / c) has the slope 1 - (y / c)^2.
+            by_logits.mul_((logits / softcap).square_().neg_().add_(1.0))
         index = self._distributions.index
         flat = self.rows.view(-1, self.rows.shape[-1])
         # The product with the weight runs in the dtype of the rows; its sum over
@@ -370,23 +383,24 @@ class _LogProbs(torch.autograd.Function):
         shard: Shard,
         drawn: Drawn,
         with_entropy: bool,
+        softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        distributions = Distributions(rows, index, weight)
+        distributions = Distributions(rows, index, weight, softcap)
         # The floor needs a pass of its own, before probabilities are known.
         drawn = _with_floor(distributions, shard, drawn)
         sums = _logit_sums(distributions, targets, shard, drawn, with_mean=with_entropy)
         entropy = sums.log_total - sums.mean if with_entropy else sums.mean
         # Three numbers per token are kept, and no logits.
         ctx.save_for_backward(rows, weight, index, targets, sums.log_total, entropy)
-        ctx.options = shard, drawn, with_entropy
+        ctx.options = shard, drawn, with_entropy, softcap
         return sums.at_target - sums.log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_log_probs, grad_entropy = grads
         rows, weight, index, targets, log_total, entropy = ctx.saved_tensors
-        shard, drawn, with_entropy = ctx.options
-        distributions = Distributions(rows, index, weight)
+        shard, drawn, with_entropy, softcap = ctx.options
+        distributions = Distributions(rows, index, weight, softcap)
         gradients = Gradients(
             distributions, shard.valid, with_weight=ctx.needs_input_grad[1]
         )
@@ -405,9 +419,11 @@ class _LogProbs(torch.autograd.Function):
             # all logits.
             logits = distributions.logits(part, shard.valid)
             gradients.put(
-                part, _logit_gradient(logits, *where, by, sums, drawn.select(part))
+                part,
+                _logit_gradient(logits, *where, by, sums, drawn.select(part)),
+                logits,
             )
-        return gradients.rows, gradients.weight, None, None, None, None, None
+        return gradients.rows, gradients.weight, *(None,) * 6
 
 
 def _logit_gradient(
@@ -455,6 +471,7 @@ def vocab_parallel_log_probs(
     with_entropy: bool = False,
     group: dist.ProcessGroup | None = None,
     index: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-prob of each target and the entropy of each distribution, in float32.
 
@@ -470,6 +487,7 @@ def vocab_parallel_log_probs(
         with_entropy: False returns zeros for the entropy.
         group: ranks that share the vocabulary, in order. Collective over them.
         index: [n] int64 without duplicates, rows that predict the targets. None: all.
+        softcap: soft cap to apply to the logits, before the temperature. None: no cap, or logits that have it already.
 
     Returns:
         (log_probs [n], entropy [n]), equal on every rank of the group.
@@ -477,7 +495,7 @@ def vocab_parallel_log_probs(
     shard = Shard.of(Distributions(rows, index, weight).columns, vocab_size, group)
     drawn = Drawn(temperature, top_k)
     result: tuple[torch.Tensor, torch.Tensor] = _LogProbs.apply(  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
-        rows, weight, index, targets, shard, drawn, with_entropy
+        rows, weight, index, targets, shard, drawn, with_entropy, softcap
     )
     return result
 
@@ -493,12 +511,13 @@ def vocab_parallel_squared_probs(
     top_k: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     index: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log_probs [n] and sum of p^2 over the vocabulary [n], in float32 without gradient.
 
     For arguments, see `vocab_parallel_log_probs`.
     """
-    distributions = Distributions(rows, index, weight)
+    distributions = Distributions(rows, index, weight, softcap)
     shard = Shard.of(distributions.columns, vocab_size, group)
     drawn = _with_floor(distributions, shard, Drawn(temperature, top_k))
     sums = _logit_sums(distributions, targets, shard, drawn, with_squares=True)

@@ -12,23 +12,25 @@ import torch
 from megaverl.platform import platform
 
 LOWEST_VERSION = (2, 5)
+# From this version on it has soft caps on scores.
+LOWEST_WITH_SOFTCAP = (2, 6)
 LOWEST_CAPABILITY = (8, 0)  # Ampere
 # Dimensions, in multiples of 8: all that its kernels are built for (2.5 to 2.8).
 LARGEST_HEAD = 256
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
 
-def is_flash_attn_available() -> bool:
-    """Return whether FlashAttention can compute here.
+def is_flash_attn_available(softcap: float | None = None) -> bool:
+    """Return whether FlashAttention can compute here, with this soft cap on scores.
 
-    It can if `flash_attn` 2.5 or later imports, and this process's device is a CUDA GPU
-    of compute capability 8.0 or more.
+    It can if `flash_attn` 2.5 or later imports, with a cap 2.6, and this process's
+    device is a CUDA GPU of compute capability 8.0 or more.
     """
-    return not why_not()
+    return not (why_not() or (softcap is not None and _why_no_softcap()))
 
 
 @functools.cache
@@ -53,14 +55,19 @@ def reason(capability: tuple[int, int] | None) -> str:
         # Missing, or built for another torch, CUDA or C library, for which the loader
         # may raise anything.
         return f"flash_attn cannot be imported: {type(error).__name__}: {error}"
-    numbers = [int(part) for part in version.split(".")[:2] if part.isdigit()]
-    if len(numbers) < 2 or tuple(numbers) < LOWEST_VERSION:
+    if not _is_at_least(version, LOWEST_VERSION):
         return f"flash_attn 2.5 or later is needed, and {version} is installed"
     return ""
 
 
-def why_not_for(dtype: torch.dtype, head_dim: int) -> str:
-    """Return why FlashAttention cannot compute attention of this dtype and head size here; empty if it can."""
+def _is_at_least(version: str, lowest: tuple[int, int]) -> bool:
+    """Return whether a version, such as "2.8.3", is `lowest` or later. False if it is no version."""
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    return len(numbers) == 2 and numbers >= lowest
+
+
+def why_not_for(dtype: torch.dtype, head_dim: int, softcap: float | None = None) -> str:
+    """Return why FlashAttention cannot compute attention of this dtype, head size and soft cap; empty if it can."""
     if dtype.itemsize != 2:
         return f"FlashAttention computes in 16 bits, and the model is in {dtype}"
     if head_dim > LARGEST_HEAD or head_dim % 8:
@@ -68,7 +75,19 @@ def why_not_for(dtype: torch.dtype, head_dim: int) -> str:
             f"FlashAttention takes heads of up to {LARGEST_HEAD} dimensions, a "
             f"multiple of 8; the model has {head_dim}"
         )
-    return why_not()
+    if softcap is None or why_not():
+        return why_not()
+    return _why_no_softcap()
+
+
+def _why_no_softcap() -> str:
+    """Return why the installed FlashAttention has no soft caps on scores; empty if it has."""
+    version = str(importlib.import_module("flash_attn").__version__)
+    if _is_at_least(version, LOWEST_WITH_SOFTCAP):
+        return ""
+    return (
+        f"flash_attn 2.6 or later has soft caps on scores, and {version} is installed"
+    )
 
 
 class Segments(NamedTuple):
@@ -92,6 +111,7 @@ def attend_varlen(
     *,
     scale: float | None,
     window: int | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Compute causal attention within sequences that are concatenated; the last query of each sees its last key.
 
@@ -105,6 +125,7 @@ def attend_varlen(
         queries, keys: the sequences' queries and keys, equally many.
         scale: scale of the scores; None: 1 / sqrt(d).
         window: number of keys that a query sees, its own included; None: all before it.
+        softcap: cap of the scores; None: no cap.
 
     Returns:
         [queries, heads, d].
@@ -125,16 +146,35 @@ def attend_varlen(
         softmax_scale=scale,
         causal=True,
         window_size=window_size,
+        # Versions before 2.6 have no such argument.
+        **({} if softcap is None else {"softcap": softcap}),
     )
     return attended
 
 
 def use_in(model: PreTrainedModel) -> None:
-    """Let a transformers model use FlashAttention if it is available and the model supports it."""
-    if model.dtype.itemsize == 2 and is_flash_attn_available():
+    """Let a transformers model use FlashAttention if it is available and the model supports it.
+
+    A model with a soft cap on scores computes them with plain products otherwise:
+    transformers' default, `sdpa`, leaves the cap out (5.19,
+    integrations/sdpa_attention.py).
+    """
+    softcap = score_softcap(model.config)
+    if model.dtype.itemsize == 2 and is_flash_attn_available(softcap):
         try:
             model.set_attn_implementation("flash_attention_2")
+            return
         except (ImportError, ValueError) as error:
             logger.info(
                 "%s attends without FlashAttention: %s", type(model).__name__, error
             )
+    if softcap is not None:
+        model.set_attn_implementation("eager")
+
+
+def score_softcap(config: PretrainedConfig) -> float | None:
+    """Return the soft cap on attention's scores that transformers reads from a model's configuration, or None."""
+    softcap: float | None = getattr(
+        config.get_text_config(), "attn_logit_softcapping", None
+    )
+    return softcap

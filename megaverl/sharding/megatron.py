@@ -37,7 +37,7 @@ from typing import Literal, NamedTuple
 
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import GridError
-from megaverl.sharding.boxes import Box, cut, whole
+from megaverl.sharding.boxes import Box, cut
 from megaverl.sharding.layout import (
     Fill,
     Layout,
@@ -47,7 +47,6 @@ from megaverl.sharding.layout import (
     stack,
 )
 from megaverl.sharding.model_spec import ModelSpec, misfits
-from megaverl.sharding.strided import Strides
 from megaverl.sharding.weight import Split, Weight, even_part, fused_parts, stacked_part
 
 
@@ -265,12 +264,9 @@ class _Model:
         """Return a parameter's contents on one tensor-parallel rank, or expert `stacked` of an array of all experts."""
         first = weights[0]
         if stacked is not None:
-            part = stacked_part(first, range(stacked, stacked + 1), tp, tp_rank)
-            # Files store these matrices as `[in, out]`, the parameter is `[out, in]`.
-            view = None if part.view is None else Strides((1, 0), (0, 0), (1, 1))
-            return Fill(
-                ((0, part.box, whole(part.box.shape[1:])),), part.shape[1:], view
-            )
+            part = stacked_part(first, stacked, tp, tp_rank)
+            parts = tuple((0, box, local) for box, local in part.placed())
+            return Fill(parts, part.shape, part.view)
         if first.split is Split.VOCAB:
             # Padding is at the end. The last ranks may hold fewer rows of the
             # vocabulary, or none.

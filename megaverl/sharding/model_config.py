@@ -38,11 +38,13 @@ MODEL_TYPES = {
     "Glm4ForCausalLM": "glm4",
     "CwmForCausalLM": "cwm",
     "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granitemoe",
     "ArceeForCausalLM": "arcee",
     "NemotronForCausalLM": "nemotron",
     "Starcoder2ForCausalLM": "starcoder2",
     "Olmo2ForCausalLM": "olmo2",
     "Exaone4ForCausalLM": "exaone4",
+    "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "Cohere2ForCausalLM": "cohere2",
     "OlmoeForCausalLM": "olmoe",
@@ -127,6 +129,7 @@ EXPERT_KEYS = {
         "num_local_experts", width="intermediate_size", by_sigmoid=True
     ),
     "GptOssForCausalLM": ExpertKeys("num_local_experts", width="intermediate_size"),
+    "GraniteMoeForCausalLM": ExpertKeys("num_local_experts", width="intermediate_size"),
     "Qwen2MoeForCausalLM": ExpertKeys(
         "num_experts", shared_width="shared_expert_intermediate_size"
     ),
@@ -186,13 +189,17 @@ WINDOWED_BY_LAYER = (
     "CwmForCausalLM",
     "Exaone4ForCausalLM",
     "Cohere2ForCausalLM",
+    "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
 )
+# vLLM's models of these architectures (0.32) ignore `head_dim`.
+HEADS_FILL_HIDDEN = ("OlmoeForCausalLM", "GraniteMoeForCausalLM")
 # transformers cannot compute these architectures without a window, or vLLM cannot.
 NEEDS_WINDOW = (
     "MinistralForCausalLM",
     "CwmForCausalLM",
     "Cohere2ForCausalLM",
+    "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
 )
 SLIDING = "sliding_attention"
@@ -206,12 +213,20 @@ NORM_EPS = {
 # of `hidden_act`, and the name in `ModelSpec.activation`.
 OTHER_ACTIVATION = {
     "GemmaForCausalLM": ("gelu_pytorch_tanh", "gelu_tanh"),
+    "Gemma2ForCausalLM": ("gelu_pytorch_tanh", "gelu_tanh"),
     "Gemma3ForCausalLM": ("gelu_pytorch_tanh", "gelu_tanh"),
     "Starcoder2ForCausalLM": ("gelu_pytorch_tanh", "gelu_tanh"),
     "ArceeForCausalLM": ("relu2", "squared_relu"),
     "NemotronForCausalLM": ("relu2", "squared_relu"),
 }
 
+# vLLM (0.32, `granite.py`) reads these keys of Granite's models, and transformers' class
+# of these models does not.
+PLAIN_GRANITE: dict[str, tuple[Any, ...]] = {
+    "layer_types": (None,),
+    "layer_rope_theta": (None,),
+    "attention_sinks": (False, None),
+}
 # Architecture ("" for all) -> key -> values that are computed correctly. Messages name
 # the first one.
 ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -275,6 +290,8 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "use_qk_norm": (False, None),
         "rms_norm_eps": (None,),
     },
+    "GraniteForCausalLM": PLAIN_GRANITE,
+    "GraniteMoeForCausalLM": PLAIN_GRANITE,
     # vLLM (0.32, `olmoe.py`) always computes these values.
     "OlmoeForCausalLM": {
         "clip_qkv": (None,),
@@ -304,15 +321,23 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 # Keys that scale what a layer computes, by the architecture that has them. `logit_scale`
 # multiplies logits, `logits_scaling` divides them.
+GRANITE_SCALES = (
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
 SCALES = {
-    "GraniteForCausalLM": (
-        "embedding_multiplier",
-        "attention_multiplier",
-        "residual_multiplier",
-        "logits_scaling",
-    ),
+    "GraniteForCausalLM": GRANITE_SCALES,
+    "GraniteMoeForCausalLM": GRANITE_SCALES,
     "Cohere2ForCausalLM": ("logit_scale",),
+    "Gemma2ForCausalLM": ("query_pre_attn_scalar",),
     "Gemma3ForCausalLM": ("query_pre_attn_scalar",),
+}
+# Soft caps on attention's scores and on logits, which may be null, by the architecture
+# that has them.
+SOFTCAPS = {
+    "Gemma2ForCausalLM": ("attn_logit_softcapping", "final_logit_softcapping"),
 }
 # Biases of the attention projections: optional in GLM-4, GLM-4.5 and Seed-OSS
 # (`attention_bias`) and in Qwen2-MoE (`qkv_bias`), always there in Qwen2 and gpt-oss,
@@ -421,6 +446,9 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
         value = config.get(key, 1.0)
         if not _is_positive(value):
             yield f"{key} is {value!r}; expected a number above 0. {AGAIN}"
+    for key in SOFTCAPS.get(architecture, ()):
+        if config.get(key) is not None and not _is_positive(config[key]):
+            yield f"{key} is {config[key]!r}; expected a number above 0, or null. {AGAIN}"
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key), dict | None):
             yield f"{key} is {config[key]!r}; expected a JSON object or null. {AGAIN}"
@@ -431,7 +459,7 @@ def not_computed(described: Described) -> Iterator[str]:
     architecture = described.architecture
     values = described.values
     allowed = {**ONLY[""], **ONLY.get(architecture, {})}
-    for key in SCALES.get(architecture, ()):
+    for key in (*SCALES.get(architecture, ()), *SOFTCAPS.get(architecture, ())):
         allowed.pop(key, None)
     if architecture not in (*WITH_OPTIONAL_BIAS, *WITH_ATTENTION_BIAS):
         allowed["attention_bias"] = (False, None)
@@ -477,7 +505,8 @@ def _activation(described: Described) -> Iterator[str]:
     if architecture in OTHER_ACTIVATION:
         expected = (OTHER_ACTIVATION[architecture][0],)
     # transformers treats `gelu` in Gemma's first folders as the tanh form.
-    key = "hidden_activation" if architecture == "Gemma3ForCausalLM" else "hidden_act"
+    is_new_gemma = architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
+    key = "hidden_activation" if is_new_gemma else "hidden_act"
     if described.values[key] not in expected:
         yield f"{described.says(key)}; only {expected[0]} is computed. {OTHER_MODEL}"
     # transformers' Gemma ignores hidden_activation, and vLLM's (0.32) prefers it.
@@ -506,7 +535,7 @@ def _heads(described: Described) -> Iterator[str]:
             f"{heads} for one per head."
         )
         return
-    if described.architecture == "OlmoeForCausalLM":
+    if described.architecture in HEADS_FILL_HIDDEN:
         size = values["hidden_size"] // heads
         if values.get("head_dim") not in (None, size):
             yield f"{described.says('head_dim')}; only {size}=hidden_size/num_attention_heads is computed. {AGAIN}"

@@ -17,6 +17,7 @@ from megaverl.sharding.model_config import (
     AGAIN,
     ALTERNATING_AXES,
     EXPERT_KEYS,
+    GRANITE_SCALES,
     IMAGE_MODEL_TYPES,
     LATENT_SIZES,
     MAYBE_NORMALIZED,
@@ -27,7 +28,9 @@ from megaverl.sharding.model_config import (
     ROTARY_BY_LAYER,
     ROTARY_IN_WINDOWS,
     ROTATED_IN_PAIRS,
+    SCALES,
     SLIDING,
+    SOFTCAPS,
     SOMETIMES_ROTARY,
     WITH_ATTENTION_BIAS,
     WITH_LATENT_ATTENTION,
@@ -49,8 +52,6 @@ NO_TABLE = {
     "Engine, both for GPUs alone, and reads packed rows from 0.19 on",
     "Llama4ForCausalLM": "megatron-core (0.16 to 0.19) has no attention within chunks, nor its queries' growing "
     "temperature",
-    "Gemma2ForCausalLM": "attention (megatron-core 0.16 to 0.19, and fused kernels) and chunked log-probs have no "
-    "soft caps",
     "Ernie4_5_MoeForCausalLM": "megatron-core's router (0.16 to 0.19) adds a bias only to sigmoid scores, this model "
     "to softmax scores",
     "FalconH1ForCausalLM": _MAMBA,
@@ -108,6 +109,7 @@ WITH_NORMS_AFTER = (
     "Glm4ForCausalLM",
     "Olmo2ForCausalLM",
     "Exaone4ForCausalLM",
+    "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
 )
 # No norms over the inputs of attention and MLP.
@@ -131,7 +133,12 @@ WITH_PROJECTION_NORM = (
 WITH_LAYER_NORM = ("NemotronForCausalLM", "Starcoder2ForCausalLM")
 WITH_CENTRED_NORM = ("Cohere2ForCausalLM",)
 # Norms that multiply by weight + 1.
-NORM_PLUS_ONE = ("GemmaForCausalLM", "Gemma3ForCausalLM", "NemotronForCausalLM")
+NORM_PLUS_ONE = (
+    "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "NemotronForCausalLM",
+)
 # The MLP has no gate.
 WITHOUT_GATE = ("ArceeForCausalLM", "NemotronForCausalLM", "Starcoder2ForCausalLM")
 # Attention and MLP read the same norm's output.
@@ -255,6 +262,8 @@ class ModelSpec:
         softmax_scale: factor on attention's scores. None: 1 / sqrt(head_dim).
         residual_scale: factor on the outputs of attention and MLP (Granite).
         logit_scale: factor on logits.
+        attention_softcap: cap c of attention's scores s, which become c tanh(s / c) (Gemma 2). None: no cap.
+        logit_softcap: the same for logits.
         sliding_window: attention's window in tokens. None: full attention.
         windowed_layers: whether each layer attends within the window. Empty: all layers do.
         linear_bias: all linear layers of the decoder have a bias, including experts and routers.
@@ -301,6 +310,8 @@ class ModelSpec:
     softmax_scale: float | None = None
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
     sliding_window: int | None = None
     windowed_layers: tuple[bool, ...] = ()
     linear_bias: bool = False
@@ -551,6 +562,10 @@ def _read(described: Described) -> dict[str, Any]:
         "parallel_layers": architecture in WITH_PARALLEL_LAYERS,
         **_scales(described),
     }
+    if architecture in SOFTCAPS:
+        caps = [values[key] for key in SOFTCAPS[architecture]]
+        of_scores, of_logits = (None if cap is None else float(cap) for cap in caps)
+        fields |= {"attention_softcap": of_scores, "logit_softcap": of_logits}
     if architecture in WITH_LAYER_NORM:
         fields["norm"] = "layer"
     elif architecture in WITH_CENTRED_NORM:
@@ -635,7 +650,7 @@ def _scales(described: Described) -> dict[str, float]:
     """Return the factors on embeddings, scores of attention, outputs of layers and logits, if there are any."""
     values = described.values
     architecture = described.architecture
-    if architecture == "GraniteForCausalLM":
+    if SCALES.get(architecture) == GRANITE_SCALES:
         return {
             "embedding_scale": float(values["embedding_multiplier"]),
             "softmax_scale": float(values["attention_multiplier"]),
@@ -644,10 +659,14 @@ def _scales(described: Described) -> dict[str, float]:
         }
     if architecture == "Cohere2ForCausalLM":
         return {"logit_scale": float(values["logit_scale"])}
-    if architecture not in ("GemmaForCausalLM", "Gemma3ForCausalLM"):
+    if architecture not in (
+        "GemmaForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+    ):
         return {}
     scales = {"embedding_scale": values["hidden_size"] ** 0.5}
-    if architecture == "Gemma3ForCausalLM":
+    if architecture != "GemmaForCausalLM":
         scales["softmax_scale"] = values["query_pre_attn_scalar"] ** -0.5
     return scales
 
@@ -701,8 +720,8 @@ def _read_experts(described: Described) -> MoESpec:
         num_experts=values[keys.number],
         experts_per_token=values["num_experts_per_tok"],
         ffn_hidden_size=width,
-        # Mixtral's and gpt-oss's classes have no such key; their weights always sum to
-        # one.
+        # The classes of Mixtral, gpt-oss and Granite MoE have no such key; their weights
+        # always sum to one.
         normalize_weights=bool(values["norm_topk_prob"])
         if described.architecture in MAYBE_NORMALIZED
         else True,

@@ -21,6 +21,7 @@ Rules (vLLM 0.32, `model_executor/layers/linear.py`, `vocab_parallel_embedding.p
   (`fused_moe/expert_map_manager.py`). Router and shared experts are not affected.
 - gpt-oss's experts are as in its files, but `[expert, out, in]`. Without expert parallelism `w2_bias` is on the first
   rank only, and zero on the others.
+- Granite MoE's experts lie as other models' do: its files store all of them in one array, in the same order.
 
 - A vision tower's linear layers are split like the decoder's, without sharing of heads: q, k and v rows, or all rows of
   a fused array, of column-parallel layers, columns of row-parallel ones. Sizes that the ranks do not divide stay whole.
@@ -112,14 +113,17 @@ def quantised_tensors(weights: Sequence[Weight]) -> dict[str, None]:
     """Return vLLM's parameters that are quantized, in the order of the weights.
 
     These are matrices of linear layers and experts, but not embeddings, the
-    language-model head, routers and gates.
+    language-model head, routers and gates. vLLM transposes gpt-oss's experts as it loads
+    them, and cannot quantize them.
     """
     return {
         weight.vllm: None
         for weight in weights
         if weight.vllm is not None
-        and len(weight.shape) == 2
-        and not weight.is_stacked
+        and (
+            weight.split in (Split.STACKED_GATE_UP, Split.STACKED_ROW)
+            or (len(weight.shape) == 2 and not weight.is_stacked)
+        )
         and weight.split is not Split.VOCAB
         and not weight.megatron.startswith(NEVER_QUANTISED)
     }
@@ -131,9 +135,10 @@ def slot_of(piece: Piece) -> int:
 
 
 def matrices(layout: Layout) -> dict[frozenset[str], int]:
-    """Return each set of global tensors that fills a quantized matrix, and the matrix's number of elements.
+    """Return each set of global tensors that fills quantized matrices, and the matrices' number of elements.
 
-    They are in the order of the pieces.
+    They are in the order of the pieces. A set fills one matrix, or those of all experts
+    if files store these in one array.
     """
     tensors_of: dict[tuple[str, int], set[str]] = {}
     for piece in layout.pieces:
@@ -141,10 +146,12 @@ def matrices(layout: Layout) -> dict[frozenset[str], int]:
             tensors_of.setdefault((piece.local, slot_of(piece)), set()).add(
                 piece.tensor
             )
-    return {
-        frozenset(tensors): prod(layout.local_shapes[local][-2:])
-        for (local, _), tensors in tensors_of.items()
-    }
+    numels: dict[frozenset[str], int] = {}
+    for (local, _), names in tensors_of.items():
+        tensors = frozenset(names)
+        numel = prod(layout.local_shapes[local][-2:])
+        numels[tensors] = numels.get(tensors, 0) + numel
+    return numels
 
 
 def landing_parts(
@@ -362,14 +369,19 @@ def _add_stacked(
 ) -> None:
     """Add the weights of all layers that files store as one array of all experts."""
     for local, weight in stacked.items():
-        part = stacked_part(weight, held, tp_size, tp_rank)
+        experts = [stacked_part(weight, expert, tp_size, tp_rank) for expert in held]
+        shape, view = experts[0].shape, experts[0].view
         # The ranks' outputs are summed, so only one rank may add the bias.
-        parts = (
-            ()
-            if weight.split is Split.STACKED_WHOLE and tp_rank
-            else ((0, part.box, whole(part.box.shape)),)
+        has_none = weight.split is Split.STACKED_WHOLE and tp_rank > 0
+        parts = tuple(
+            (0, box, Box((index, *inner.start), (index + 1, *inner.stop)))
+            for index, part in enumerate(experts)
+            for box, inner in part.placed()
+            if not has_none
         )
-        builder.add(local, [weight], Fill(parts, part.shape, part.view))
+        # The engine's array has the experts in front.
+        view = None if view is None else view.behind(1)
+        builder.add(local, [weight], Fill(parts, (len(held), *shape), view))
 
 
 def _kind(weights: Sequence[Weight]) -> _Kind:
@@ -458,7 +470,14 @@ def _problems(
         spec, tp=tp_size, etp=1 if expert_parallel else tp_size, engine=True
     )
     yield from (f"rollout.tp={tp_size} {misfit.reason}" for misfit in misfitting)
-    expert = next((weight for weight in weights if weight.expert is not None), None)
+    expert = next(
+        (
+            weight
+            for weight in weights
+            if weight.expert is not None or weight.is_stacked
+        ),
+        None,
+    )
     if expert and spec.moe and expert_parallel and spec.moe.num_experts < tp_size:
         yield (
             f"{expert.name}: the layer's {spec.moe.num_experts} experts are fewer than the rollout.tp {tp_size} "

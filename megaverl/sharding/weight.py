@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from math import prod
 from typing import Literal, NamedTuple
@@ -19,12 +19,15 @@ class Split(Enum):
     columns (axis 1). Q, K, V and GATE, UP also name the part of a fused tensor.
     FUSED_QKV and FUSED_GATE_UP are fused in the files already (Phi-3): all q rows, all
     k rows, then all v rows; all gate rows, then all up rows. Each of these parts is
-    split. STACKED weights hold all routed experts of a layer along axis 0, each
-    transposed (`[in, out]`) or as a bias: STACKED_OUT is split along the outputs,
-    STACKED_IN along the inputs. STACKED_WHOLE, a bias on outputs that are summed over
-    ranks, is not split. HEADS_IN_VLLM, a norm over all heads, is whole in Megatron and
-    split by heads in vLLM. So are the other splits IN_VLLM, of a vision tower's linear
-    layers: along the rows, the columns, or the rows of each of q, k and v.
+    split. STACKED weights hold all routed experts of a layer along axis 0. gpt-oss
+    stores each one transposed (`[in, out]`) or as a bias: STACKED_OUT is split along the
+    outputs, STACKED_IN along the inputs. STACKED_WHOLE, a bias on outputs that are summed
+    over ranks, is not split. Granite MoE stores each one as `[out, in]`:
+    STACKED_GATE_UP has all gate rows, then all up rows of an expert, each split;
+    STACKED_ROW is split along the input columns. HEADS_IN_VLLM, a norm over all heads,
+    is whole in Megatron and split by heads in vLLM. So are the other splits IN_VLLM, of
+    a vision tower's linear layers: along the rows, the columns, or the rows of each of
+    q, k and v.
     """
 
     REPLICATED = "replicated"
@@ -41,6 +44,8 @@ class Split(Enum):
     STACKED_OUT = "stacked out"
     STACKED_IN = "stacked in"
     STACKED_WHOLE = "stacked whole"
+    STACKED_GATE_UP = "stacked gate, up"
+    STACKED_ROW = "stacked row"
     HEADS_IN_VLLM = "heads in vLLM"
     ROWS_IN_VLLM = "rows in vLLM"
     COLUMNS_IN_VLLM = "columns in vLLM"
@@ -55,6 +60,17 @@ WHOLE_IN_MEGATRON = (
     Split.COLUMNS_IN_VLLM,
     Split.FUSED_QKV_IN_VLLM,
 )
+# Axis along which tensor parallelism splits an array of all experts. A bias on outputs
+# has one axis less, which is the last one as well. None: not split.
+STACKED_AXIS = {
+    Split.STACKED_OUT: -1,
+    Split.STACKED_IN: 1,
+    Split.STACKED_WHOLE: None,
+    Split.STACKED_GATE_UP: 1,
+    Split.STACKED_ROW: 2,
+}
+# Arrays of all experts whose matrices are transposed in files.
+TRANSPOSED = (Split.STACKED_OUT, Split.STACKED_IN)
 
 
 class Weight(NamedTuple):
@@ -87,7 +103,7 @@ class Weight(NamedTuple):
     @property
     def is_stacked(self) -> bool:
         """Return whether the array holds all routed experts of a layer."""
-        return self.split in (Split.STACKED_OUT, Split.STACKED_IN, Split.STACKED_WHOLE)
+        return self.split in STACKED_AXIS
 
 
 def shapes_of(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
@@ -147,36 +163,49 @@ def fused_parts(weights: Sequence[Weight], q_rows: int, kv_rows: int) -> list[Ro
 
 
 class StackedPart(NamedTuple):
-    """Some experts of an array that holds all of them, `[experts, in, out]` or `[experts, out]`, and their local array.
+    """Part of one expert out of an array that holds all of them, and the expert's own array.
 
     Attributes:
-        box: box of the global array.
-        shape: shape of the local array, `[experts, out, in]` or `[experts, out]`.
-        view: view of the local array in the order of the global one. None: the order is the same.
+        boxes: boxes of the global array. They follow each other along axis 0 of the expert's array, or of its view.
+        shape: shape of the expert's array, `[out, in]` or `[out]`.
+        view: view of the expert's array in the order of the global one. None: the order is the same.
     """
 
-    box: Box
+    boxes: tuple[Box, ...]
     shape: tuple[int, ...]
     view: Strides | None
 
+    def placed(self) -> Iterator[tuple[Box, Box]]:
+        """Yield each box of the global array, and the box of the expert's array, or of its view, that holds it."""
+        first = 0
+        for box in self.boxes:
+            rows, *rest = box.shape[1:]
+            start = (first, *(0 for _ in rest))
+            yield box, Box(start, (first + rows, *rest))
+            first += rows
 
-def stacked_part(weight: Weight, experts: range, tp: int, tp_rank: int) -> StackedPart:
-    """Return one of `tp` parts of adjacent experts. The split size must be divisible by `tp`."""
-    # Axis that tensor parallelism splits. None: STACKED_WHOLE is not split.
-    axis = {Split.STACKED_OUT: len(weight.shape) - 1, Split.STACKED_IN: 1}.get(
-        weight.split
-    )
-    start = [experts.start] + [0] * (len(weight.shape) - 1)
-    stop = [experts.stop, *weight.shape[1:]]
-    if axis is not None:
-        run = weight.shape[axis] // tp
-        start[axis], stop[axis] = tp_rank * run, (tp_rank + 1) * run
-    box = Box(tuple(start), tuple(stop))
-    # Biases `[experts, out]` lie as in the files. Matrices are transposed.
-    if len(box.shape) == 2:
-        return StackedPart(box, box.shape, None)
-    view = Strides((0, 2, 1), (0, 0, 0), (1, 1, 1))
-    return StackedPart(box, view.shape_of(box.shape), view)
+
+def stacked_part(weight: Weight, expert: int, tp: int, tp_rank: int) -> StackedPart:
+    """Return one of `tp` parts of an expert. The split size must be divisible by `tp`."""
+    axis = STACKED_AXIS[weight.split]
+    # Gate rows and up rows are split separately.
+    num_boxes = 2 if weight.split is Split.STACKED_GATE_UP else 1
+    boxes = []
+    for number in range(num_boxes):
+        start = [expert] + [0] * (len(weight.shape) - 1)
+        stop = [expert + 1, *weight.shape[1:]]
+        if axis is not None:
+            run = weight.shape[axis] // (num_boxes * tp)
+            start[axis] = (number * tp + tp_rank) * run
+            stop[axis] = start[axis] + run
+        boxes.append(Box(tuple(start), tuple(stop)))
+    rows, *rest = boxes[0].shape[1:]
+    shape = (num_boxes * rows, *rest)
+    # Biases have one axis, and lie as in the files.
+    if weight.split not in TRANSPOSED or len(shape) == 1:
+        return StackedPart(tuple(boxes), shape, None)
+    view = Strides((1, 0), (0, 0), (1, 1))
+    return StackedPart(tuple(boxes), view.shape_of(shape), view)
 
 
 NUMBER = re.compile(r"\d+")

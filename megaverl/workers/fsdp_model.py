@@ -184,6 +184,7 @@ class FSDPModel(TrainingModel):
         # The head is applied outside of the module, to chunks of hidden states.
         if gives_hidden and has_logits:
             self._head = model.get_output_embeddings()
+            self.logit_softcap = _softcap_of(model)
         self._beside = _Beside() if beside_logits else None
         self._values_beside = self._beside
         self.files_dtype = self.dtype
@@ -230,7 +231,8 @@ class FSDPModel(TrainingModel):
 
     def _logits_are_plain(self, model: PreTrainedModel) -> bool:
         """Return whether logits can be computed from hidden states in chunks; warn on rank 0 if not."""
-        if not (plain := logits_are_plain(model)) and not self.grid.rank:
+        softcap = _softcap_of(model)
+        if not (plain := logits_are_plain(model, softcap)) and not self.grid.rank:
             logger.warning(
                 "%s.chunked_logits: logits are made whole: %s makes more of them than its output layer gives.",
                 self.role,
@@ -444,6 +446,13 @@ class _Beside:
         )
         values, self.seen = self.seen, None
         return values
+
+
+def _softcap_of(model: PreTrainedModel) -> float | None:
+    """Return the soft cap that a model's configuration has for logits, or None."""
+    config = model.config.get_text_config()
+    softcap: float | None = getattr(config, "final_logit_softcapping", None)
+    return softcap
 
 
 def _computes_by_row(model: PreTrainedModel, options: ModelOptions) -> bool:

@@ -20,6 +20,7 @@ from megaverl.distributed.groups import Grid
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import (
+    attends_with_engine,
     build_model,
     layouts_of,
     named_parameters,
@@ -50,7 +51,6 @@ from megaverl.models.options import (
     recompute_options,
     token_multiple,
     transformer_config,
-    uses_transformer_engine,
 )
 from megaverl.models.packing import MicroBatch, Pack
 from megaverl.models.router_replay import RouterReplay, why_not_replayed
@@ -165,6 +165,7 @@ class MegatronModel(TrainingModel):
             raise ModelError(f"{role}.lora: {reason}")
         self.spec, self.grid, self.role, self.value_head = spec, grid, role, value_head
         self.vocab_size, self.dtype = spec.vocab_size, options.dtype
+        self.logit_softcap = spec.logit_softcap
         self._batch_invariant = options.batch_invariant
         # The user's fields come last and win.
         checkpointing = recompute_options(options.activation_checkpointing, spec)
@@ -227,7 +228,7 @@ class MegatronModel(TrainingModel):
         self.pack = self._packer() if options.pack_samples else None
         # Transformer Engine splits each packed sequence into two chunks per
         # context-parallel rank, to balance causal attention.
-        if self.pack and grid.shape.cp > 1 and uses_transformer_engine():
+        if self.pack and grid.shape.cp > 1 and attends_with_engine(self.config):
             self.sequence_multiple = 2 * grid.shape.cp
         self._replay = (
             None

@@ -82,6 +82,7 @@ class TrainingModel(ABC):
         weights: weights in a Hugging Face folder or an engine; `layout_of` gives their layouts. The `held_` variants
             include a value head beside the logits.
         files_dtype: dtype of the folders that `export` writes. None: that of the parameters.
+        logit_softcap: soft cap to apply to the model's logits. None: none, or the model applies it.
         in_order: sets of `parameters` that get their new values together, in the order of an optimizer step. Empty: all
             parameters get them at its end.
         adapters: trained instead of the model's own parameters, if present.
@@ -107,6 +108,7 @@ class TrainingModel(ABC):
     held_layout_of: Callable[[int], Layout]
     files_dtype: torch.dtype | None = None
     in_order: Sequence[frozenset[str]] = ()
+    logit_softcap: float | None = None
     adapters: AdapterSet | None = None
     on_device: AbstractContextManager[Any] = nullcontext()
     _head: OutputLayer | None = None
@@ -399,6 +401,7 @@ class TrainingModel(ABC):
             # Rows and positions become an index into the flattened [b * s] outputs.
             "index": row * output.shape[1] + position,
             "weight": None if self._head is None else self._head.weight,
+            "softcap": self.logit_softcap,
             "vocab_size": self.vocab_size,
             "group": self.vocab_group,
             **batch.drawing(sample, temperature),
@@ -426,7 +429,8 @@ class TrainingModel(ABC):
         """
         _, row, position = batch.predicting
         weight = None if self._head is None else self._head.weight
-        return Distributions(output, row * output.shape[1] + position, weight)
+        index = row * output.shape[1] + position
+        return Distributions(output, index, weight, self.logit_softcap)
 
     def values(
         self, output: torch.Tensor, batch: MicroBatch

@@ -106,7 +106,9 @@ class Teacher:
         )
         # The states of the response tokens are already selected, in order.
         index = torch.arange(len(micro.taught), device=micro.taught.device)
-        teacher = Distributions(micro.taught, index, self.model.head_weight)
+        teacher = Distributions(
+            micro.taught, index, self.model.head_weight, self.model.logit_softcap
+        )
         values = vocab_parallel_divergence(
             student.distributions(output, micro),
             teacher,

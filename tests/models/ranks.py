@@ -15,10 +15,12 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import Grid, ProcessGroupManager
 from megaverl.models.packing import MicroBatch
+from megaverl.models.vocab_parallel import capped
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import micro_batches_for
 from megaverl.workers.model_options import ModelOptions
+from tests.sharding.specs import TRANSFORMERS_ATTENTION
 
 
 @functools.cache
@@ -99,7 +101,8 @@ def logits(
     def score(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
         parts = [torch.empty_like(output) for _ in range(tp)]
         dist.all_gather(parts, output.contiguous(), group=model.grid.tp_group)
-        found.append(torch.cat(parts, dim=-1)[..., : model.spec.vocab_size])
+        whole = torch.cat(parts, dim=-1)[..., : model.spec.vocab_size]
+        found.append(capped(whole, model.logit_softcap))
         return output.new_zeros(micro.response_mask.shape)
 
     batch = whole_rows(tokens)
@@ -126,6 +129,8 @@ def _difference(config: dict[str, Any], tokens: torch.Tensor) -> float:
     model = model_class(
         model_class.config_class.from_dict(json.loads(json.dumps(config)))
     ).eval()
+    if attention := TRANSFORMERS_ATTENTION.get(config["architectures"][0]):
+        model.set_attn_implementation(attention)
     _draw_large(model)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         expected = model(tokens).logits

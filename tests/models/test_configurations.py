@@ -35,6 +35,7 @@ NEEDED = {
     "CwmForCausalLM": HEADS,
     "NemotronForCausalLM": HEADS,
     "OlmoeForCausalLM": HEADS,
+    "GraniteMoeForCausalLM": HEADS,
     # torch multiplies by no matrix of the default's odd width on a CPU.
     "DeepseekV2ForCausalLM": {*CHOICE, "moe_intermediate_size"},
 }
@@ -151,6 +152,11 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
     ],
     "GraniteForCausalLM": [{"num_key_value_heads": None}, {"logits_scaling": 8}],
+    "GraniteMoeForCausalLM": [
+        {"num_key_value_heads": None},
+        {"logits_scaling": 8},
+        {"num_experts_per_tok": 3},
+    ],
     "NemotronForCausalLM": [{"partial_rotary_factor": 1.0}, {"norm_eps": 1e-2}],
     "Starcoder2ForCausalLM": [
         {"use_bias": False},
@@ -161,6 +167,12 @@ MORE: dict[str, list[dict[str, Any]]] = {
     "Exaone4ForCausalLM": [
         # Rotary embeddings in all layers.
         {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+    ],
+    "Gemma2ForCausalLM": [
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 5.0},
+        {"query_pre_attn_scalar": 100},
         {"layer_types": ["full_attention", "sliding_attention"]},
     ],
     "Gemma3ForCausalLM": [
@@ -247,6 +259,8 @@ def is_refused(architecture: str, change: dict[str, Any]) -> bool:
         return "yarn" in rope.values() or bool(unread & change.keys())
     if architecture == "Gemma3ForCausalLM":  # has a dictionary for each type of layers
         return "yarn" in rope.values() or "rope_parameters" in change
+    if architecture == "GraniteMoeForCausalLM":  # vLLM does not read it
+        return "head_dim" in change
     if architecture in ("OlmoeForCausalLM", "DeepseekV2ForCausalLM"):
         refused = {"norm_topk_prob", "head_dim"}
         if architecture == "OlmoeForCausalLM":  # vLLM does not read it

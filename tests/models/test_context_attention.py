@@ -254,3 +254,6 @@ def test_what_cannot_be_cut_is_said() -> None:
     assert "megatron.cp_comm_type=p2p is how Transformer Engine's" in why_not_cut(
         config(2, cp_comm_type="p2p")
     )
+    assert "it has no soft cap on scores" in why_not_cut(
+        config(2, cp_comm_type="p2p", attention_softcap=50.0)
+    )

@@ -214,6 +214,22 @@ def test_the_users_fields_win_but_not_over_the_grid() -> None:
     assert config.tensor_model_parallel_size == 2
 
 
+def test_what_only_an_attention_without_a_soft_cap_has_is_refused() -> None:
+    spec = make_spec("Gemma2ForCausalLM")
+    config = transformer_config(
+        spec, GridShape(), torch.float32, {"window_size": [3, 0]}
+    )
+    assert config.attention_softcap == spec.attention_softcap
+    refused: list[dict[str, Any]] = [
+        {"attention_dropout": 0.1},
+        {"window_size": [3, 3]},
+    ]
+    for overrides in refused:
+        (key,) = overrides
+        with pytest.raises(ModelError, match=f"megatron.{key}: this model caps"):
+            transformer_config(spec, GridShape(), torch.float32, overrides)
+
+
 def test_what_megatron_core_refuses_is_passed_on() -> None:
     refused = {
         "recompute_granularity": "full",

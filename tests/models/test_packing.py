@@ -55,8 +55,11 @@ def of_prompts(shared: list[int], groups: list[int]) -> PrefixTree:
     return PrefixTree.of_prompts(groups, [count + 1 for count in shared])
 
 
-def attention_config(window: int | None, *, sinks: bool) -> SimpleNamespace:
+def attention_config(
+    window: int | None, *, sinks: bool, softcap: float | None = None
+) -> SimpleNamespace:
     return SimpleNamespace(
+        attention_softcap=softcap,
         window_size=None if window is None else (window - 1, 0),
         window_attn_skip_freq=None,
         softmax_type="learnable" if sinks else "vanilla",
@@ -66,10 +69,11 @@ def attention_config(window: int | None, *, sinks: bool) -> SimpleNamespace:
     )
 
 
-def attention(window: int | None, *, sinks: bool = False) -> CausalAttention:
-    return with_sinks(
-        CausalAttention(attention_config(window, sinks=sinks), 1, None, "self")
-    )
+def attention(
+    window: int | None, *, sinks: bool = False, softcap: float | None = None
+) -> CausalAttention:
+    config = attention_config(window, sinks=sinks, softcap=softcap)
+    return with_sinks(CausalAttention(config, 1, None, "self"))
 
 
 def with_sinks(attends: CausalAttention) -> CausalAttention:
@@ -93,6 +97,7 @@ def varlen(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """What flash_attn_varlen_func says that it computes (flash-attn 2.8.3, flash_attn/flash_attn_interface.py)."""
     for cu, rows, longest in (
@@ -109,7 +114,25 @@ def varlen(
         cu_seqlens_q, cu_seqlens_k, len(q), len(k), window_size, bottom_right=True
     )
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if softcap:
+        return capped_by_the_book(q, k, v, seen, scale, softcap)
     return attend(*(x.transpose(0, 1) for x in (q, k, v)), seen, scale).transpose(0, 1)
+
+
+def capped_by_the_book(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """arXiv 2408.00118, section 2: [q, heads, d], of scores that a mask [q, k] leaves."""
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)
 
 
 @settings(max_examples=100)
@@ -118,7 +141,7 @@ def varlen(
     groups=GROUPS,
     window=st.sampled_from([None, 1, 3, 100]),
     multiple_of=st.sampled_from([1, 4]),
-    sinks=st.booleans(),
+    more=st.sampled_from([{}, {"sinks": True}, {"softcap": 0.5}]),
     seed=st.integers(0, 99),
 )
 def test_attention_over_a_packed_row_is_that_of_each_sequence(
@@ -126,11 +149,11 @@ def test_attention_over_a_packed_row_is_that_of_each_sequence(
     groups: list[tuple[int, list[list[int]]]],
     window: int | None,
     multiple_of: int,
-    sinks: bool,
+    more: dict[str, Any],
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    if sinks:
+    if "sinks" in more:
         laid = pack  # FlashAttention 2 has none
     sequences, tree = sequences_of(groups)
     lengths = [len(tokens) for tokens in sequences]
@@ -145,7 +168,7 @@ def test_attention_over_a_packed_row_is_that_of_each_sequence(
     with mock.patch.dict(
         sys.modules, {"flash_attn": SimpleNamespace(flash_attn_varlen_func=varlen)}
     ):
-        attends = attention(window, sinks=sinks)
+        attends = attention(window, **more)
         out = attends(
             *(x.unsqueeze(1) for x in row), None, packed_seq_params=packing
         ).squeeze(1)
@@ -202,6 +225,30 @@ def test_a_sink_is_one_more_score_of_nothing(window: int | None) -> None:
     of_found, of_expected = (
         torch.autograd.grad((x * factor).sum(), [q, k, v, sinks])
         for x in (found, expected)
+    )
+    for mine, theirs in zip(of_found, of_expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_soft_cap_in_blocks_of_queries(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three queries at a time, the last block shorter."""
+    monkeypatch.setattr("megaverl.models.attention.LARGEST_SCORES", 3 * HEADS * 7)
+    torch.manual_seed(0)
+    q, k, v = (
+        drawn(7, heads).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    attends = attention(window, softcap=0.5)
+    found = attends(*(x.unsqueeze(1) for x in (q, k, v)), None).squeeze(1)
+    behind = torch.arange(7)[:, None] - torch.arange(7)
+    seen = (behind >= 0) & (behind < (window or 7))
+    expected = capped_by_the_book(q, k, v, seen, DIM**-0.5, 0.5).flatten(1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    factor = torch.randn_like(found)
+    of_found, of_expected = (
+        torch.autograd.grad((x * factor).sum(), [q, k, v]) for x in (found, expected)
     )
     for mine, theirs in zip(of_found, of_expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
@@ -290,8 +337,10 @@ def test_flash_attention_packs_where_it_computes(
         *,
         latent: bool = False,
         softmax: str = "vanilla",
+        softcap: float | None = None,
     ) -> Any:
         return SimpleNamespace(
+            attention_softcap=softcap,
             params_dtype=dtype,
             kv_channels=head_dim,
             multi_latent_attention=latent,
@@ -313,6 +362,10 @@ def test_flash_attention_packs_where_it_computes(
     assert build.packer(config(torch.bfloat16, softmax="learnable")) is pack, (
         "it has no sinks"
     )
+    for version, packs in (("2.5.9", pack), ("2.6.0", pack_varlen)):
+        module = SimpleNamespace(__version__=version)
+        monkeypatch.setitem(sys.modules, "flash_attn", module)
+        assert build.packer(config(torch.bfloat16, softcap=50.0)) is packs
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])

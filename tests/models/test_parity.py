@@ -12,7 +12,12 @@ from safetensors.torch import load_file, save_file
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
 from tests.launcher import Launcher
-from tests.sharding.specs import UNCUT, expert_tp, make_spec
+from tests.sharding.specs import (
+    TRANSFORMERS_ATTENTION,
+    UNCUT,
+    expert_tp,
+    make_spec,
+)
 
 TOKENS = torch.randint(
     0, 100, (3, 17), generator=torch.Generator().manual_seed(5)
@@ -55,7 +60,10 @@ def folder(
 def reference_logits(folder: Path) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    attention = TRANSFORMERS_ATTENTION.get(ModelSpec.from_folder(folder).architecture)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=torch.float32, attn_implementation=attention
+    )
     with torch.no_grad():
         return model(torch.tensor(TOKENS)).logits
 

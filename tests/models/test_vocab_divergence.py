@@ -19,9 +19,13 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", divergences)
 @pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("top_k", [None, 4, 99])
+@pytest.mark.parametrize(("top_k", "softcap"), [(None, None), (4, 2.0), (99, None)])
 def test_the_same_as_of_whole_log_probs(
-    name: str, chunked: bool, top_k: int | None, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    chunked: bool,
+    top_k: int | None,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The student as logits, and as hidden states with an output layer; in chunks of 16 tokens, the last one short.
 
@@ -34,15 +38,18 @@ def test_the_same_as_of_whole_log_probs(
     taught, teachers = normal(37, 5, seed=3), normal(PADDED, 5, seed=4)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     student = Distributions(
-        *((hidden, index, weight) if chunked else (hidden @ weight.t(), index))
+        *((hidden, index, weight) if chunked else (hidden @ weight.t(), index)),
+        softcap=softcap,
     )
     function = divergences.get(name).function
-    teacher = Distributions(taught, torch.arange(37), teachers)
+    teacher = Distributions(taught, torch.arange(37), teachers, softcap)
     found = vocab_parallel_divergence(
         student, teacher, function, vocab_size=VOCAB, temperature=0.7, top_k=top_k
     )
     logits = hidden.reshape(-1, WIDTH)[index] @ weight[:VOCAB].t()
     known = taught @ teachers[:VOCAB].t()
+    if softcap is not None:
+        logits, known = (softcap * torch.tanh(x / softcap) for x in (logits, known))
     kept = [
         sorted(range(VOCAB), key=row.__getitem__)[-(top_k or VOCAB) :]
         for row in known.tolist()

@@ -40,14 +40,19 @@ def example(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
     )
 
 
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_what_whole_logits_give(small_chunks: None, with_entropy: bool) -> None:
+@pytest.mark.parametrize(
+    ("with_entropy", "softcap"), [(False, None), (True, None), (True, 3.0)]
+)
+def test_what_whole_logits_give(
+    small_chunks: None, with_entropy: bool, softcap: float | None
+) -> None:
     hidden, weight, index, targets = example(60)
     drawn = {
         "temperature": torch.linspace(0.5, 1.5, len(index)),
         "top_k": torch.arange(len(index)) % 7,
     }
     options: dict[str, Any] = {"index": index, "vocab_size": VOCAB, **drawn}
+    options["softcap"] = softcap
     found = []
     for function in (
         lambda h, w: vocab_parallel_log_probs(

@@ -59,6 +59,39 @@ def test_rows_by_index_of_a_batch_of_sequences(small_chunks: None) -> None:
     assert not gradient[others].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_soft_cap(small_chunks: None, dtype: torch.dtype) -> None:
+    """Before the temperature and the choice of the likeliest tokens; half of the logits are above it."""
+    logits, targets, weights = example(8, 20, seed=9)
+    given = logits.to(dtype).requires_grad_()
+    top_k = torch.tensor([4, 0, 1, 30, 2, 0, 7, 3])
+    log_probs, entropy = vocab_parallel_log_probs(
+        given,
+        targets,
+        vocab_size=20,
+        temperature=0.7,
+        top_k=top_k,
+        with_entropy=True,
+        softcap=2.0,
+    )
+    (weights[0] * log_probs + weights[1] * entropy).sum().backward()
+    plain = given.detach().double().requires_grad_()
+    capped = 2.0 * torch.tanh(plain / 2.0)
+    *expected, by_capped = reference(capped, targets, 20, weights, 0.7, top_k.tolist())
+    assert_close(log_probs, expected[0])
+    assert_close(entropy, expected[1])
+    (gradient,) = torch.autograd.grad(capped, plain, by_capped)
+    assert given.grad is not None
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(
+        given.grad.double(), gradient, atol=tolerance, rtol=tolerance
+    )
+    again, _ = vocab_parallel_squared_probs(
+        given, targets, vocab_size=20, softcap=2.0, temperature=0.7, top_k=top_k
+    )
+    assert_close(again, expected[0])
+
+
 def test_impossible_tokens_do_no_harm() -> None:
     logits, targets, weights = example(2, PADDED, seed=7)
     logits[0, 5:] = -torch.inf

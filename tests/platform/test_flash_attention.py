@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megaverl.distributed.grid import GridShape
-from megaverl.errors import ModelError
+from megaverl.errors import ConfigError, ModelError
+from megaverl.models.hf_model import build_module
 from megaverl.models.options import transformer_config
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.platform import flash_attention
@@ -113,3 +114,24 @@ def test_a_model_of_transformers_that_cannot_keeps_its_attention(
     assert model.config._attn_implementation == "sdpa", "it computes in 16 bits alone"
     flash_attention.use_in(model.bfloat16())  # on the CPU
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_of_transformers_whose_scores_are_capped_leaves_sdpa(
+    tmp_path: Path,
+) -> None:
+    """sdpa, transformers' own choice, computes another model: it leaves the cap out."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_tiny_folder(tmp_path, "Gemma2ForCausalLM", initializer_range=0.3)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        without = model(tokens).logits
+        flash_attention.use_in(model)
+        capped = model(tokens).logits
+    assert model.config._attn_implementation == "eager"
+    assert (capped - without).abs().max() > 1e-3
+    with pytest.raises(
+        ConfigError, match="leaves out the soft cap on scores of gemma2"
+    ):
+        build_module(folder, dtype=torch.float32, seed=None, attention="sdpa")

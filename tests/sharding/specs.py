@@ -25,9 +25,15 @@ ROUTED = (
     "MiniMaxM2ForCausalLM",
     "DeepseekV2ForCausalLM",
     "Glm4MoeLiteForCausalLM",
+    "GraniteMoeForCausalLM",
 )
 # vLLM's models of these architectures are always tied, or never.
-ALWAYS_TIED = ("GemmaForCausalLM", "Gemma3ForCausalLM", "Cohere2ForCausalLM")
+ALWAYS_TIED = (
+    "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Cohere2ForCausalLM",
+)
 NEVER_TIED = (
     "DeepseekV3ForCausalLM",
     "DeepseekV2ForCausalLM",
@@ -38,6 +44,9 @@ NEVER_TIED = (
     "MiniMaxM2ForCausalLM",
 )
 LATENT = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM")
+# Attention of transformers that computes the model, where its default, sdpa, leaves a
+# soft cap on scores out.
+TRANSFORMERS_ATTENTION = {"Gemma2ForCausalLM": "eager"}
 # Whose experts have biases, and so no tensor parallelism of their own.
 UNCUT = "GptOssForCausalLM"
 # Whose weights lie in engines as in files, so that they can be quantised there.
@@ -76,6 +85,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"n_group": 1, "topk_group": 1}
     | {"topk_method": "greedy", "scoring_func": "softmax"},
     "OlmoeForCausalLM": {"num_experts": 6, "intermediate_size": 16},
+    "GraniteMoeForCausalLM": {"num_local_experts": 6, "intermediate_size": 16},
     "MiniMaxM2ForCausalLM": {"num_local_experts": 6, "intermediate_size": 16},
     "Glm4MoeForCausalLM": {
         "n_routed_experts": 6,
@@ -114,6 +124,12 @@ GEMMA: dict[str, Any] = {
     "norm_plus_one": True,
     "embedding_scale": 8**0.5,
 }
+GRANITE: dict[str, Any] = {
+    "embedding_scale": 3.0,
+    "softmax_scale": 0.4,
+    "residual_scale": 0.6,
+    "logit_scale": 0.4,
+}
 # What an architecture has beside Llama's layers.
 FIELDS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"qk_norm": True},
@@ -129,12 +145,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         "linear_bias": True,
         "attention_sinks": True,
     },
-    "GraniteForCausalLM": {
-        "embedding_scale": 3.0,
-        "softmax_scale": 0.4,
-        "residual_scale": 0.6,
-        "logit_scale": 0.4,
-    },
+    "GraniteForCausalLM": GRANITE,
+    "GraniteMoeForCausalLM": GRANITE,
     "ArceeForCausalLM": {"activation": "squared_relu", "is_gated": False},
     "NemotronForCausalLM": {
         "activation": "squared_relu",
@@ -150,6 +162,13 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "Olmo2ForCausalLM": AFTER | SPANS,
     "Exaone4ForCausalLM": AFTER,
+    "Gemma2ForCausalLM": GEMMA
+    | {
+        "norms_after": True,
+        "softmax_scale": 0.3,
+        "attention_softcap": 1.0,
+        "logit_softcap": 1.5,
+    },
     "Gemma3ForCausalLM": GEMMA
     | {
         "qk_norm": True,

@@ -105,7 +105,7 @@ def test_every_parameter_holds_what_megatron_would_cut(case: tuple[Any, ...]) ->
                 norms = {}
             elif spec.parallel_layers:
                 del norms["pre_mlp_layernorm"]
-            elif spec.architecture == "Gemma3ForCausalLM":
+            elif spec.architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
                 norms["pre_mlp_layernorm"] = "pre_feedforward_layernorm"
             if spec.qk_norm:
                 norms |= {
@@ -230,6 +230,8 @@ def test_experts_are_those_that_megatron_would_cut(case: tuple[Any, ...]) -> Non
     block, parts = "mlp", ("gate_proj", "up_proj", "down_proj")
     if spec.architecture in ("MixtralForCausalLM", "MiniMaxM2ForCausalLM"):
         block, parts = "block_sparse_moe", ("w1", "w3", "w2")
+    elif spec.architecture == "GraniteMoeForCausalLM":
+        block = "block_sparse_moe"
     starts = [0, *np.cumsum(split)]
     num_local = spec.moe.num_experts // shape.ep
     for rank in range(shape.world_size):
@@ -247,6 +249,17 @@ def test_experts_are_those_that_megatron_would_cut(case: tuple[Any, ...]) -> Non
             ):
                 here = f"{prefix}decoder.layers.{layer - starts[stage]}.mlp."
                 there = f"model.layers.{layer}.{block}."
+                if spec.architecture == "GraniteMoeForCausalLM":
+                    _pop_stacked_in_order(
+                        tensors,
+                        ids,
+                        here,
+                        there,
+                        range(at.ep * num_local, (at.ep + 1) * num_local),
+                        engine,
+                        (shape.expert_tp, at.etp),
+                    )
+                    continue
                 if spec.architecture == "GptOssForCausalLM":
                     _pop_stacked(
                         tensors,
@@ -307,6 +320,31 @@ def test_experts_are_those_that_megatron_would_cut(case: tuple[Any, ...]) -> Non
                         tensors.pop(here + "router.expert_bias") == ids[there + bias]
                     ).all()
         assert not [name for name in tensors if "expert" in name or "router" in name]
+
+
+def _pop_stacked_in_order(
+    tensors: dict[str, np.ndarray],
+    ids: dict[str, np.ndarray],
+    here: str,
+    there: str,
+    held: range,
+    engine: bool,
+    part: tuple[int, int],
+) -> None:
+    """Granite MoE's: two arrays of all experts, of which each is cut by `part` (ranks, this rank)."""
+    ranks, rank = part
+    for i, expert in enumerate(held):
+        gate, up = np.split(ids[f"{there}input_linear.weight"][expert], 2)
+        gate, up = (np.split(array, ranks)[rank] for array in (gate, up))
+        down = ids[f"{there}output_linear.weight"][expert]
+        down = np.split(down, ranks, axis=1)[rank]
+        names = [f"experts.local_experts.{i}.linear_fc{n}.weight" for n in (1, 2)]
+        if engine:
+            names = [f"experts.linear_fc{n}.weight{i}" for n in (1, 2)]
+        assert (tensors.pop(here + names[0]) == np.concatenate([gate, up])).all()
+        assert (tensors.pop(here + names[1]) == down).all()
+    router = ids[f"{there}router.layer.weight"]
+    assert (tensors.pop(f"{here}router.weight") == router).all()
 
 
 def _pop_stacked(

@@ -412,7 +412,7 @@ SEED_OSS, SMOLLM3, ERNIE, QWEN2_MOE, PHI3, GLM4, MINISTRAL = (
         "MinistralForCausalLM",
     )
 )
-GRANITE, ARCEE, NEMOTRON, STARCODER2, EXAONE4, GEMMA3, COHERE2, OLMOE = (
+GRANITE, ARCEE, NEMOTRON, STARCODER2, EXAONE4, GEMMA2, GEMMA3, COHERE2, OLMOE = (
     {"architectures": [f"{name}ForCausalLM"]}
     | ({"rms_norm_eps": None} if name == "Cohere2" else {})
     for name in (
@@ -421,11 +421,18 @@ GRANITE, ARCEE, NEMOTRON, STARCODER2, EXAONE4, GEMMA3, COHERE2, OLMOE = (
         "Nemotron",
         "Starcoder2",
         "Exaone4",
+        "Gemma2",
         "Gemma3",
         "Cohere2",
         "Olmoe",
     )
 )
+GRANITE_MOE = {
+    **GRANITE,
+    "architectures": ["GraniteMoeForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 MINIMAX = {
     "architectures": ["MiniMaxM2ForCausalLM"],
     "head_dim": 8,
@@ -458,12 +465,45 @@ def test_what_scales_layers() -> None:
     )
     assert (granite.embedding_scale, granite.softmax_scale) == (12.0, 0.0078125)
     assert (granite.residual_scale, granite.logit_scale) == (0.22, 1 / 16)
+    # As ibm-granite/granite-3.1-1b-a400m-instruct's.
+    routed = spec(
+        **GRANITE_MOE,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.015625,
+        residual_multiplier=0.22,
+        logits_scaling=6.0,
+    )
+    assert (routed.embedding_scale, routed.softmax_scale) == (12.0, 0.015625)
+    assert (routed.residual_scale, routed.logit_scale) == (0.22, 1 / 6)
+    assert routed.moe == MoESpec(8, 2, 96, normalize_weights=True)
     cohere = spec(**COHERE2, logit_scale=0.25)
     assert (cohere.logit_scale, cohere.norm, cohere.parallel_layers) == (
         0.25,
         "centred",
         True,
     )
+
+
+def test_gemma_2_as_its_folders_write_it() -> None:
+    """As transformers 4 wrote google/gemma-2-2b-it's."""
+    written = {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 10000.0,
+        "sliding_window": 128,
+    }
+    found = spec(**GEMMA2, **written)
+    assert (found.attention_softcap, found.logit_softcap) == (50.0, 30.0)
+    assert (found.softmax_scale, found.embedding_scale) == (1 / 16, 48**0.5)
+    assert found.windowed_layers == (True, False, True)
+    assert found.norms_after and found.norm_plus_one and not found.qk_norm
+    without = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    plain = spec(**GEMMA2, **written | without)
+    assert plain.attention_softcap is None and plain.logit_softcap is None
 
 
 def test_gemma_3_as_its_folders_write_it() -> None:
@@ -557,6 +597,20 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
             "num_experts_per_tok is 129, of 128 experts",
         ),
         (QWEN3_MOE | {"moe_intermediate_size": None}, "moe_intermediate_size is None"),
+        (
+            GRANITE_MOE | {"num_experts_per_tok": 1},
+            "The only expert's weight is thus 1",
+        ),
+        (
+            GRANITE_MOE | {"head_dim": 16},
+            "head_dim is 16; only 8=hidden_size/num_attention_heads is computed",
+        ),
+        # With this key vLLM's models also have sinks.
+        (
+            GRANITE_MOE | {"layer_types": ["full_attention"] * 3},
+            "layer_types is ['full_attention', 'full_attention', 'full_attention']; only None is computed",
+        ),
+        (GRANITE | {"attention_sinks": True}, "attention_sinks is True; only False"),
         (
             DEEPSEEK | {"scoring_func": "softmax"},
             "scoring_func is 'softmax'; only 'sigmoid'",
@@ -791,6 +845,10 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
                 }
             },
             "only the rope_type default with a rope_theta above 0 is computed",
+        ),
+        (
+            GEMMA2 | {"final_logit_softcapping": 0.0},
+            "final_logit_softcapping is 0.0; expected a number above 0, or null",
         ),
         (
             GEMMA3 | {"hidden_activation": "silu"},

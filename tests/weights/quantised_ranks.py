@@ -60,7 +60,7 @@ def spec_of(architecture: str) -> ModelSpec:
             "num_kv_heads": 4,
             "moe": make_experts(architecture, 4, 80),
         }
-    elif architecture == "Qwen3MoeForCausalLM":
+    elif architecture in ("Qwen3MoeForCausalLM", "GraniteMoeForCausalLM"):
         sizes["moe"] = make_experts(architecture, 4, 80)
     return make_spec(architecture, **sizes)
 

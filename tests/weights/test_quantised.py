@@ -14,10 +14,11 @@ from megaverl.weights.transports.quantised import FP8, dequantise, quantise
 from tests.launcher import Launcher
 from tests.weights.quantised_ranks import reference
 
-QWEN2, MOE, DEEPSEEK = (
+QWEN2, MOE, DEEPSEEK, GRANITE_MOE = (
     "Qwen2ForCausalLM",
     "Qwen3MoeForCausalLM",
     "DeepseekV3ForCausalLM",
+    "GraniteMoeForCausalLM",
 )
 
 
@@ -104,6 +105,9 @@ CASES = {
         case(MOE, {"tp": 2}, 2),
         case(MOE, {"dp": 2, "ep": 2}, 2, expert_parallel=True),
         case(DEEPSEEK, {"tp": 2}, 2),
+        # Files hold all experts of a layer in one array.
+        case(GRANITE_MOE, {"tp": 2}, 2),
+        case(GRANITE_MOE, {"dp": 2, "ep": 2}, 2, expert_parallel=True),
         case(
             DEEPSEEK,
             {"tp": 2, "ep": 2, "etp": 1},

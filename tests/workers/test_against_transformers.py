@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from megaverl.data.batch import RolloutBatch
 from megaverl.models.tiny import make_tiny_folder
 from tests.launcher import Launcher
+from tests.sharding.specs import TRANSFORMERS_ATTENTION
 from tests.workers.ranks import experience
 from tests.workers.test_parallel_invariance import updated
 
@@ -98,6 +99,9 @@ def policy_tokens(
         scale = getattr(model.config, "logit_scale", 1.0)
         scale = scale / getattr(model.config, "logits_scaling", 1.0)
         logits = model.lm_head(hidden) * scale
+        softcap = getattr(model.config, "final_logit_softcapping", None)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
         log_p = torch.log_softmax(logits / TEMPERATURE, dim=-1)
         chosen = log_p.gather(1, tokens[:, None])[:, 0]
         ratio, advantages = (
@@ -151,6 +155,8 @@ def by_transformers(
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager"
     )
+    if attention := TRANSFORMERS_ATTENTION.get(type(model).__name__):
+        model.set_attn_implementation(attention)
     if loss_of is value_error:
         model.score = torch.nn.Linear(
             model.config.hidden_size, 1, bias=False, dtype=torch.float64
@@ -170,9 +176,21 @@ def by_transformers(
     return metrics, dict(one_by_one(model))
 
 
+# Granite MoE's modules have other names than its files.
+STORED_NAMES = {
+    "experts.gate_up_proj": "input_linear.weight",
+    "experts.down_proj": "output_linear.weight",
+    "router.weight": "router.layer.weight",
+}
+
+
 def one_by_one(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weights as their files have them: each expert's matrices, which transformers holds stacked."""
     for name, weight in model.named_parameters():
+        if model.config.model_type == "granitemoe":
+            before, block, inside = name.rpartition("block_sparse_moe.")
+            yield before + block + STORED_NAMES.get(inside, inside), weight.detach()
+            continue
         stem, _, kind = name.rpartition(".")
         # Whose files stack them too.
         if not stem.endswith(".experts") or model.config.model_type == "gpt_oss":
@@ -229,18 +247,21 @@ def test_an_update_is_that_of_transformers_and_autograd(
 
 # What some architectures have and others lack: norms after, rotated pairs and gates
 # fused in files; all projections fused; layers without rotary embeddings; a shared
-# expert with a gate; scaled layers; layer norms, biases and no gates; norms over all
-# heads; two rotary bases; one norm for attention and MLP.
+# expert with a gate; scaled layers; scaled layers with all experts in one array; layer
+# norms, biases and no gates; norms over all heads; soft caps; two rotary bases; one norm
+# for attention and MLP.
 SPECIAL: dict[str, list[dict[str, int]]] = {
     "Glm4ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Phi3ForCausalLM": [{"tp": 2}],
     "SmolLM3ForCausalLM": [{"pp": 2}],
     "Qwen2MoeForCausalLM": [{"tp": 2}, {"dp": 2, "ep": 2}],
     "GraniteForCausalLM": [{"tp": 2}],
+    "GraniteMoeForCausalLM": [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}],
     "Starcoder2ForCausalLM": [{"tp": 2}],
     "Olmo2ForCausalLM": [{"tp": 2}],
     # With sequence parallelism.
     "OlmoeForCausalLM": [{"tp": 2}],
+    "Gemma2ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Gemma3ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Cohere2ForCausalLM": [{"tp": 2}, {"pp": 2}],
 }
@@ -347,6 +368,7 @@ GEMMA3 = {
     [
         ("Qwen2ForCausalLM", PPO, ppo, list(CUTS)),
         ("LlamaForCausalLM", CRITIC, value_error, ["full"]),
+        ("Gemma2ForCausalLM", PPO, ppo, ["full", "padded"]),
         ("Gemma3ForCausalLM", GRPO, grpo, ["full", "padded"]),
         ("Qwen3ForCausalLM", PPO, ppo, ["compiled"]),
         ("Qwen3MoeForCausalLM", GRPO, grpo, ["no shard"]),

@@ -41,8 +41,16 @@ MORE = {
     "GptOssForCausalLM": {"intermediate_size": 128},
     # Norms after layers make their outputs large beside small embeddings.
     "Gemma3ForCausalLM": {"initializer_range": 0.01, "sliding_window": 6},
+    # Without norms of queries and keys: scores that the cap changes.
+    "Gemma2ForCausalLM": {
+        "initializer_range": 0.03,
+        "query_pre_attn_scalar": 1,
+        "attn_logit_softcapping": 1.0,
+        "sliding_window": 6,
+    },
     "Cohere2ForCausalLM": {"initializer_range": 0.3},
     "GraniteForCausalLM": {"attention_multiplier": 0.2},
+    "GraniteMoeForCausalLM": {"attention_multiplier": 0.2},
     "Exaone4ForCausalLM": {"sliding_window": 6},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 16},
 } | dict.fromkeys(("DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"), LATENT)
@@ -65,6 +73,7 @@ DENSE = (
     "Starcoder2ForCausalLM",
     "Olmo2ForCausalLM",
     "Exaone4ForCausalLM",
+    "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Cohere2ForCausalLM",
 )
@@ -259,6 +268,11 @@ def test_an_engine_whose_ranks_hold_whole_experts(
     launch: Launcher, architecture: str, tmp_path: Path
 ) -> None:
     check(launch, tmp_path, architecture, EXPERT_GRIDS, 2, enable_expert_parallel=True)
+
+
+def test_experts_that_files_hold_in_one_array(launch: Launcher, tmp_path: Path) -> None:
+    """Granite MoE, whose factors the engine applies as well."""
+    check(launch, tmp_path, "GraniteMoeForCausalLM", EXPERT_GRIDS, 2)
 
 
 def test_experts_that_files_hold_transposed_and_in_one_array(

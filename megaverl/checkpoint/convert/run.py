@@ -217,6 +217,7 @@ def _by_transformers(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     from transformers import AutoConfig, AutoModel
 
     from megaverl.models.vision import auto_class_of
+    from megaverl.platform import flash_attention
 
     config = AutoConfig.from_pretrained(source.model_folder, local_files_only=True)
     options: dict[str, Any] = {
@@ -227,9 +228,11 @@ def _by_transformers(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     if not source.value_head:
         model_class = auto_class_of(config)
         model = model_class.from_pretrained(source.folder, **options).eval()
+        flash_attention.use_in(model)
         logits: torch.Tensor = model(tokens).logits
         return logits
     backbone = AutoModel.from_pretrained(source.folder, **options).eval()
+    flash_attention.use_in(backbone)
     # [1, hidden]. It is applied here to the hidden states of the backbone.
     score = torch.empty(1, source.spec.hidden_size)
     with StoredArrayReader(source.arrays) as reader:
@@ -240,6 +243,7 @@ def _by_transformers(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
 def _by_megatron(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     from megaverl.distributed.groups import ProcessGroupManager
     from megaverl.models.packing import MicroBatch
+    from megaverl.models.vocab_parallel import capped
     from megaverl.workers.megatron_model import MegatronModel
     from megaverl.workers.model_options import ModelOptions
 
@@ -263,7 +267,8 @@ def _by_megatron(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
 
     def keep(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
         # Logits of padded tokens do not exist in the other format.
-        outputs.append(output[..., : source.spec.vocab_size].float().cpu())
+        logits = output[..., : source.spec.vocab_size]
+        outputs.append(capped(logits, model.logit_softcap).float().cpu())
         return output.new_zeros(micro.response_mask.shape)
 
     model.score([batch], keep, (len(tokens), length - 1))

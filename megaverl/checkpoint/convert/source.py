@@ -28,7 +28,7 @@ from megaverl.outside import read_json_file
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.quantization import compressed_config
-from megaverl.sharding.weight import Split, Weight
+from megaverl.sharding.weight import TRANSPOSED, Split, Weight
 from megaverl.weights.export import model_files
 from megaverl.weights.load import (
     IGNORED_SUFFIXES,
@@ -190,12 +190,12 @@ def _open_hugging_face(folder: Path, model_folder: Path) -> ModelSource:
             f"{folder}: {LM_HEAD} and a value head: a model can have only one of the two. Remove one of them."
         )
     arrays = stored_arrays(stored)
-    # Stacked experts [experts, out, in]: some targets hold [experts, in, out]. These
-    # are views, and copy nothing.
+    # gpt-oss's files hold experts as [experts, in, out], and targets as [experts, out,
+    # in]. These are views, and copy nothing.
     arrays |= {
         transposed_name(weight.name): arrays[weight.name].transposed((0, 2, 1))
         for weight in weights
-        if weight.is_stacked and len(weight.shape) == 3
+        if weight.split in TRANSPOSED and len(weight.shape) == 3
     }
     embedding = next(weight for weight in weights if weight.split is Split.VOCAB)
     headers = _file_headers(folder, {tensor.file.name for tensor in stored.values()})

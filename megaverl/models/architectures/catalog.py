@@ -10,9 +10,9 @@ from megaverl.models.architectures.deepseek import (
     router_bias,
 )
 from megaverl.models.architectures.gpt_oss import GPT_OSS
+from megaverl.models.architectures.granite_moe import GRANITE_MOE
 from megaverl.models.architectures.llama import (
     ATTENTION,
-    FC1,
     MLP,
     QK_NORMS,
     QKV_BIAS,
@@ -63,6 +63,7 @@ LAYERS = {
         + SHARED_GATE
     ),
     "GraniteForCausalLM": llama.LAYERS,
+    "GraniteMoeForCausalLM": GRANITE_MOE,
     "ArceeForCausalLM": Layers(dense=ATTENTION + llama.plain_mlp()),
     "NemotronForCausalLM": Layers(
         dense=ATTENTION + llama.plain_mlp() + llama.NORM_BIASES,
@@ -88,13 +89,8 @@ LAYERS = {
         + llama.MLP_PROJECTIONS
         + llama.NORMS_AFTER_BOTH
     ),
-    "Gemma3ForCausalLM": Layers(
-        dense=ATTENTION
-        + QK_NORMS
-        + (llama.norm("pre_feedforward_layernorm", "pre_mlp_layernorm", FC1[0]),)
-        + llama.MLP_PROJECTIONS
-        + llama.NORMS_AFTER_BOTH
-    ),
+    "Gemma2ForCausalLM": Layers(dense=ATTENTION + llama.MLP_BETWEEN_NORMS),
+    "Gemma3ForCausalLM": Layers(dense=ATTENTION + QK_NORMS + llama.MLP_BETWEEN_NORMS),
     # Attention and MLP read the output of the same norm.
     "Cohere2ForCausalLM": Layers(
         dense=(llama.norm("input_layernorm", "input_layernorm"),)

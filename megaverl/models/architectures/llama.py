@@ -106,8 +106,14 @@ def norms_after(attention: str, mlp: str) -> tuple[Rule, ...]:
 
 
 NORMS_AFTER = norms_after("post_self_attn_layernorm", "post_mlp_layernorm")
-# OLMo-2, EXAONE 4 and Gemma 3 name them in this way.
+# OLMo-2, EXAONE 4, Gemma 2 and 3 name them in this way.
 NORMS_AFTER_BOTH = norms_after("post_attention_layernorm", "post_feedforward_layernorm")
+# Gemma 2 and 3 have another norm before the MLP as well.
+MLP_BETWEEN_NORMS = (
+    norm("pre_feedforward_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1"),
+    *MLP_PROJECTIONS,
+    *NORMS_AFTER_BOTH,
+)
 # Qwen2 has biases on the query, key and value projections. Qwen3 has a norm over each
 # query and key head. GLM-4.5 has either, both or none.
 QKV_BIAS = tuple(
