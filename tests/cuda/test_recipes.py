@@ -191,7 +191,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
     )
     found = [folder / f"{number}.json" for number in range(len(CASES))]
     assert all(path.exists() for path in found), ended.stdout + ended.stderr
