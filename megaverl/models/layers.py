@@ -57,6 +57,23 @@ class RMSNorm(nn.Module):
         return F.rms_norm(hidden, self.hidden_size, factor, self.eps)
 
 
+class NormAfterRope(RMSNorm):
+    """RMSNorm over each query or key head after the rotary embedding, as in HunYuan.
+
+    megatron-core's attention (0.16 to 0.19) normalizes before it. A hook before core
+    attention calls `normalize` (`models/build.py`), so Transformer Engine's attention
+    reads normalized heads too.
+    """
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return the heads unchanged, because megatron-core calls the norm before the rotary embedding."""
+        return heads
+
+    def normalize(self, heads: torch.Tensor) -> torch.Tensor:
+        """Normalize [..., head_dim]; the result has the same shape and dtype."""
+        return super().forward(heads)
+
+
 class CentredNorm(nn.Module):
     """LayerNorm without a bias (arXiv 1607.06450), as in Cohere's models, computed in float32.
 

@@ -115,6 +115,16 @@ TINY_MORE: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
         "rms_norm_eps": None,
     },
+    # The scaling that the published folders have.
+    "HunYuanDenseV1ForCausalLM": {
+        "pad_token_id": None,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 10000.0,
+            "factor": 1.0,
+            "alpha": 50.0,
+        },
+    },
     "Glm4MoeForCausalLM": GROUPED
     | {"attention_bias": True, "use_qk_norm": True, "norm_topk_prob": True},
     "GptOssForCausalLM": EXPERTS

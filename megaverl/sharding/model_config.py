@@ -51,6 +51,7 @@ MODEL_TYPES = {
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
 }
 
 # Likewise for supported models that take images: a decoder, whose fields are in
@@ -194,6 +195,8 @@ WINDOWED_BY_LAYER = (
 )
 # vLLM's models of these architectures (0.32) ignore `head_dim`.
 HEADS_FILL_HIDDEN = ("OlmoeForCausalLM", "GraniteMoeForCausalLM")
+# transformers cannot build these architectures with a `head_dim` of null.
+NEEDS_HEAD_DIM = ("MinistralForCausalLM", "HunYuanDenseV1ForCausalLM")
 # transformers cannot compute these architectures without a window, or vLLM cannot.
 NEEDS_WINDOW = (
     "MinistralForCausalLM",
@@ -318,6 +321,11 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     },
+    # transformers' class ignores these keys of Tencent's own class.
+    "HunYuanDenseV1ForCausalLM": {
+        "use_qk_norm": (True,),
+        "use_cla": (False, None),
+    },
 }
 # Keys that scale what a layer computes, by the architecture that has them. `logit_scale`
 # multiplies logits, `logits_scaling` divides them.
@@ -362,7 +370,11 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", *LLAMA3_ROPE),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "dynamic": ("alpha",),
 }
+# Architectures in which the scaling "dynamic" multiplies the rotary base by a power of
+# `alpha`, for all lengths up to `max_position_embeddings`.
+WITH_ALPHA = ("HunYuanDenseV1ForCausalLM",)
 OPTIONAL_ROPE_NUMBERS = ("beta_fast", "beta_slow", "attention_factor")
 
 
@@ -524,7 +536,7 @@ def _heads(described: Described) -> Iterator[str]:
         if values["head_dim"] != values["qk_rope_head_dim"]:
             yield f"{described.says('head_dim')}; only {described.named('qk_rope_head_dim')} is computed. {AGAIN}"
         return
-    if described.architecture == "MinistralForCausalLM" and values["head_dim"] is None:
+    if described.architecture in NEEDS_HEAD_DIM and values["head_dim"] is None:
         size = values["hidden_size"] // values["num_attention_heads"]
         yield f"{described.says('head_dim')}; transformers needs it for {described.architecture}. Set it to {size}."
     heads = values["num_attention_heads"]
@@ -653,7 +665,15 @@ def _rope(described: Described) -> Iterator[str]:
     rope = described.rope
     kind = described.rope.get("rope_type")
     is_latent = described.architecture in WITH_LATENT_ATTENTION
-    supported = ("default", "yarn") if is_latent else tuple(ROPE_NUMBERS)
+    supported = (
+        ("default", "yarn")
+        if is_latent
+        else tuple(
+            name
+            for name in ROPE_NUMBERS
+            if name != "dynamic" or described.architecture in WITH_ALPHA
+        )
+    )
     if described.architecture in IMAGE_MODEL_TYPES:
         # Three-dimensional positions were compared with transformers without scaling only.
         supported = ("default",)
@@ -693,6 +713,8 @@ def _rope(described: Described) -> Iterator[str]:
         yield f"rope_type is llama3 in {rope}; only {LLAMA3_ROPE} are computed (megatron-core). {OTHER_MODEL}"
     elif not wrong and kind == "yarn":
         yield from _yarn(described, fraction)
+    elif kind == "dynamic" and (described.values["head_dim"] or 4) <= 2:
+        yield f"{described.says('head_dim')}; alpha in {rope} needs heads of more than 2 dimensions. {AGAIN}"
 
 
 def _rope_in_three_dimensions(described: Described) -> Iterator[str]:

@@ -32,6 +32,7 @@ HEADS = {"num_attention_heads", "num_key_value_heads"}
 CHOICE = {"n_group", "topk_group", "num_experts_per_tok"}
 NEEDED = {
     "MinistralForCausalLM": {"head_dim"},
+    "HunYuanDenseV1ForCausalLM": {"head_dim"},
     "CwmForCausalLM": HEADS,
     "NemotronForCausalLM": HEADS,
     "OlmoeForCausalLM": HEADS,
@@ -187,6 +188,23 @@ MORE: dict[str, list[dict[str, Any]]] = {
     ],
     "OlmoeForCausalLM": [{"num_experts_per_tok": 1}, {"num_experts_per_tok": 4}],
     "MiniMaxM2ForCausalLM": [{"num_experts_per_tok": 3}],
+    "HunYuanDenseV1ForCausalLM": [
+        # As the published folders write it.
+        {
+            "rope_parameters": None,
+            "rope_theta": 1e4,
+            "rope_scaling": {
+                "type": "dynamic",
+                "alpha": 1000.0,
+                "factor": 1.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.0,
+            },
+        },
+        {"rope_parameters": None, "num_key_value_heads": None},
+    ],
     "DeepseekV2ForCausalLM": [
         {"q_lora_rank": None},
         {"num_experts_per_tok": 1},

@@ -184,6 +184,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "OlmoeForCausalLM": SPANS,
     "MiniMaxM2ForCausalLM": SPANS,
+    "HunYuanDenseV1ForCausalLM": {"qk_norm": True, "qk_norm_after_rope": True},
 }
 
 

@@ -31,6 +31,8 @@ NORMS = {
     "input_layernorm": "input_layernorm",
     "pre_mlp_layernorm": "post_attention_layernorm",
 }
+# Names of norms over heads where they are not Qwen3's.
+HEAD_NORMS = {"HunYuanDenseV1ForCausalLM": ("query_layernorm", "key_layernorm")}
 NORMS_AFTER = ("post_self_attn_layernorm", "post_mlp_layernorm")
 # Names of an MLP's projections where they are not Llama's.
 UNGATED = {"Starcoder2ForCausalLM": ("mlp.c_fc", "mlp.c_proj")}
@@ -108,9 +110,12 @@ def test_every_parameter_holds_what_megatron_would_cut(case: tuple[Any, ...]) ->
             elif spec.architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
                 norms["pre_mlp_layernorm"] = "pre_feedforward_layernorm"
             if spec.qk_norm:
+                theirs_of_heads = HEAD_NORMS.get(
+                    spec.architecture, ("q_norm", "k_norm")
+                )
                 norms |= {
-                    f"self_attention.{part}_layernorm": f"self_attn.{part}_norm"
-                    for part in "qk"
+                    f"self_attention.{part}_layernorm": f"self_attn.{name}"
+                    for part, name in zip("qk", theirs_of_heads, strict=True)
                 }
             if spec.architecture == "Glm4ForCausalLM":
                 norms |= dict(zip(NORMS_AFTER, NORMS_AFTER, strict=True))

@@ -249,7 +249,7 @@ def test_an_update_is_that_of_transformers_and_autograd(
 # fused in files; all projections fused; layers without rotary embeddings; a shared
 # expert with a gate; scaled layers; scaled layers with all experts in one array; layer
 # norms, biases and no gates; norms over all heads; soft caps; two rotary bases; one norm
-# for attention and MLP.
+# for attention and MLP; norms after the rotary embedding.
 SPECIAL: dict[str, list[dict[str, int]]] = {
     "Glm4ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Phi3ForCausalLM": [{"tp": 2}],
@@ -264,6 +264,7 @@ SPECIAL: dict[str, list[dict[str, int]]] = {
     "Gemma2ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Gemma3ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Cohere2ForCausalLM": [{"tp": 2}, {"pp": 2}],
+    "HunYuanDenseV1ForCausalLM": [{"tp": 2}, {"cp": 2}],
 }
 
 

@@ -76,6 +76,7 @@ DENSE = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Cohere2ForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
 )
 WITH_EXPERTS = (
     "MixtralForCausalLM",

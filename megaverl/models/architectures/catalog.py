@@ -104,6 +104,9 @@ LAYERS = {
         + experts("block_sparse_moe", "w1", "w3", "w2")
         + router_bias("block_sparse_moe.e_score_correction_bias")
     ),
+    "HunYuanDenseV1ForCausalLM": Layers(
+        dense=ATTENTION + llama.head_norms("query_layernorm", "key_layernorm") + MLP
+    ),
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "Glm4MoeLiteForCausalLM": DEEPSEEK_V3,
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
