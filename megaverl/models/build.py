@@ -27,6 +27,7 @@ from megaverl.models.context_attention import (
 )
 from megaverl.models.layers import (
     BiasedRouter,
+    BiasedSoftmaxRouter,
     CentredNorm,
     KeyProjectionNorm,
     LayerNorm,
@@ -133,7 +134,9 @@ def block_spec(
         parts = _parts_of(layer.submodules.mlp)
         # Layers without experts have no router.
         if spec.moe is not None and spec.moe.router_bias and hasattr(parts, "router"):
-            parts.router = BiasedRouter
+            parts.router = (
+                BiasedRouter if spec.moe.router == "sigmoid" else BiasedSoftmaxRouter
+            )
     # Transformer Engine's LayerNorm always has a bias.
     if not with_engine or spec.norm == "centred":
         block.layer_norm = NORMS[spec.norm]

@@ -69,6 +69,13 @@ TINY_MORE: dict[str, dict[str, Any]] = {
     "Qwen2MoeForCausalLM": EXPERTS
     | {"norm_topk_prob": True, "shared_expert_intermediate_size": 48},
     "MixtralForCausalLM": EXPERTS,
+    "Ernie4_5_MoeForCausalLM": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+        "pad_token_id": None,
+    },
     "Qwen3MoeForCausalLM": EXPERTS | {"norm_topk_prob": True},
     "DeepseekV3ForCausalLM": GROUPED
     | LATENT

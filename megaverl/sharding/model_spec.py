@@ -52,8 +52,6 @@ NO_TABLE = {
     "Engine, both for GPUs alone, and reads packed rows from 0.19 on",
     "Llama4ForCausalLM": "megatron-core (0.16 to 0.19) has no attention within chunks, nor its queries' growing "
     "temperature",
-    "Ernie4_5_MoeForCausalLM": "megatron-core's router (0.16 to 0.19) adds a bias only to sigmoid scores, this model "
-    "to softmax scores",
     "FalconH1ForCausalLM": _MAMBA,
     "NemotronHForCausalLM": _MAMBA,
 }
@@ -736,10 +734,10 @@ def _read_experts(described: Described) -> MoESpec:
     width = values[keys.width]
     moe = MoESpec(
         num_experts=values[keys.number],
-        experts_per_token=values["num_experts_per_tok"],
+        experts_per_token=values[keys.per_token],
         ffn_hidden_size=width,
-        # The classes of Mixtral, gpt-oss and Granite MoE have no such key; their weights
-        # always sum to one.
+        # The classes of Mixtral, gpt-oss, Granite MoE and Ernie 4.5 have no such key;
+        # their weights always sum to one.
         normalize_weights=bool(values["norm_topk_prob"])
         if described.architecture in MAYBE_NORMALIZED
         else True,
@@ -759,8 +757,16 @@ def _read_experts(described: Described) -> MoESpec:
             shared_ffn_hidden_size=values["n_shared_experts"] * width,
             scaling=float(values["routed_scaling_factor"]),
         )
+    if keys.num_shared:
+        moe = replace(
+            moe,
+            num_dense_layers=values["moe_layer_start_index"],
+            shared_ffn_hidden_size=values[keys.num_shared] * width,
+        )
     if keys.by_sigmoid:
         moe = replace(moe, router="sigmoid", router_bias=True)
+    elif keys.by_biased_softmax:
+        moe = replace(moe, router_bias=True)
     if keys.has_groups:
         moe = replace(
             moe,

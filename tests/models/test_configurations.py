@@ -34,6 +34,7 @@ NEEDED = {
     "MinistralForCausalLM": {"head_dim"},
     "HunYuanDenseV1ForCausalLM": {"head_dim"},
     "CwmForCausalLM": HEADS,
+    "Ernie4_5_MoeForCausalLM": {*HEADS, "moe_k"},
     "NemotronForCausalLM": HEADS,
     "OlmoeForCausalLM": HEADS,
     "GraniteMoeForCausalLM": HEADS,
@@ -188,6 +189,11 @@ MORE: dict[str, list[dict[str, Any]]] = {
     ],
     "OlmoeForCausalLM": [{"num_experts_per_tok": 1}, {"num_experts_per_tok": 4}],
     "MiniMaxM2ForCausalLM": [{"num_experts_per_tok": 3}],
+    "Ernie4_5_MoeForCausalLM": [
+        {"moe_k": 3},
+        {"moe_num_shared_experts": 0, "moe_layer_start_index": 0},
+        {"moe_layer_end_index": 29},
+    ],
     "HunYuanDenseV1ForCausalLM": [
         # As the published folders write it.
         {
@@ -269,7 +275,7 @@ def is_refused(architecture: str, change: dict[str, Any]) -> bool:
     if architecture == "Phi3ForCausalLM":
         return bool(rope)
     # megatron-core's YaRN does not rotate pairs.
-    if architecture in ("Ernie4_5ForCausalLM", "Glm4ForCausalLM"):
+    if architecture.startswith(("Ernie4_5", "Glm4For")):
         return "yarn" in rope.values()
     if architecture == "Cohere2ForCausalLM":
         # vLLM reads two keys that transformers ignores.

@@ -14,7 +14,7 @@ from megaverl.errors import GridError
 from megaverl.models.architectures import weights_of
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ARCHITECTURES
-from megaverl.sharding.weight import Split
+from megaverl.sharding.weight import WHOLE_IN_MEGATRON
 from tests.launcher import Launcher
 from tests.sharding.specs import (
     DENSE,
@@ -211,7 +211,7 @@ def test_every_element_is_held_by_as_many_ranks_as_replicate_it(
             if weight.expert is not None or weight.is_stacked
             else shape.dp
         )
-        if weight.split in (Split.REPLICATED, Split.HEADS_IN_VLLM):
+        if weight.split in WHOLE_IN_MEGATRON:
             copies *= shape.tp
         if weight.megatron_tied and shape.pp * (shape.vpp or 1) > 1:
             copies *= 2
@@ -321,6 +321,8 @@ def test_experts_are_those_that_megatron_would_cut(case: tuple[Any, ...]) -> Non
                     bias = "gate.e_score_correction_bias"
                     if spec.architecture == "MiniMaxM2ForCausalLM":
                         bias = "e_score_correction_bias"
+                    elif spec.architecture == "Ernie4_5_MoeForCausalLM":
+                        bias = "moe_statics.e_score_correction_bias"
                     assert (
                         tensors.pop(here + "router.expert_bias") == ids[there + bias]
                     ).all()

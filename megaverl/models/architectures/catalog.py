@@ -5,6 +5,7 @@ from megaverl.models.architectures import llama
 from megaverl.models.architectures.deepseek import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    ERNIE_ROUTER_BIAS,
     ROUTER_BIAS,
     SHARED_EXPERTS,
     router_bias,
@@ -49,6 +50,10 @@ LAYERS = {
     "SeedOssForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + MLP),
     "SmolLM3ForCausalLM": llama.LAYERS,
     "Ernie4_5ForCausalLM": llama.LAYERS,
+    "Ernie4_5_MoeForCausalLM": Layers(
+        dense=ATTENTION + MLP,
+        routed=ATTENTION + experts() + ERNIE_ROUTER_BIAS + SHARED_EXPERTS,
+    ),
     "MinistralForCausalLM": llama.LAYERS,
     "CwmForCausalLM": llama.LAYERS,
     "Phi3ForCausalLM": Layers(dense=llama.FUSED_ATTENTION + llama.FUSED_MLP),
