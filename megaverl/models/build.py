@@ -27,9 +27,11 @@ from megaverl.models.context_attention import (
 )
 from megaverl.models.layers import (
     BiasedRouter,
+    BiasedSoftmaxRouter,
     CentredNorm,
     KeyProjectionNorm,
     LayerNorm,
+    NormAfterRope,
     ProjectionNorm,
     QueryProjectionNorm,
     RMSNorm,
@@ -121,6 +123,10 @@ def block_spec(
             attention = layer.submodules.self_attention.submodules
             attention.q_layernorm = QueryProjectionNorm
             attention.k_layernorm = KeyProjectionNorm
+        elif spec.qk_norm_after_rope:
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm = NormAfterRope
+            attention.k_layernorm = NormAfterRope
         if spec.parallel_layers:
             _place_norms(layer, NORMS[spec.norm], SharedNormOutput, with_engine)
         elif not spec.norms_before:
@@ -128,7 +134,9 @@ def block_spec(
         parts = _parts_of(layer.submodules.mlp)
         # Layers without experts have no router.
         if spec.moe is not None and spec.moe.router_bias and hasattr(parts, "router"):
-            parts.router = BiasedRouter
+            parts.router = (
+                BiasedRouter if spec.moe.router == "sigmoid" else BiasedSoftmaxRouter
+            )
     # Transformer Engine's LayerNorm always has a bias.
     if not with_engine or spec.norm == "centred":
         block.layer_norm = NORMS[spec.norm]
@@ -276,6 +284,8 @@ def build_model(
         _change_outputs(model, spec)
         if spec.parallel_layers:
             _share_norms(model)
+        if spec.qk_norm_after_rope:
+            _normalize_after_rope(model)
         if spec.local_rope_theta is not None:
             _rotate_by_layer(model, spec, spec.local_rope_theta)
         for module in model.modules():
@@ -348,6 +358,26 @@ def _share_norms(model: GPTModel) -> None:
     """Give the output of each layer's norm before attention to its MLP as well."""
     for layer in model.decoder.layers:
         layer.input_layernorm.register_forward_hook(layer.pre_mlp_layernorm.keep)
+
+
+def _normalize_after_rope(model: GPTModel) -> None:
+    """Normalize queries and keys between their rotary embedding and attention."""
+
+    def normalize(
+        attention: Any, module: Any, args: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        query, key, *others = args
+        return (
+            attention.q_layernorm.normalize(query),
+            attention.k_layernorm.normalize(key),
+            *others,
+        )
+
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        attention.core_attention.register_forward_pre_hook(
+            partial(normalize, attention)
+        )
 
 
 def _rotate_by_layer(model: GPTModel, spec: ModelSpec, local_theta: float) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,23 @@ class RMSNorm(nn.Module):
                 hidden.dtype
             )
         return F.rms_norm(hidden, self.hidden_size, factor, self.eps)
+
+
+class NormAfterRope(RMSNorm):
+    """RMSNorm over each query or key head after the rotary embedding, as in HunYuan.
+
+    megatron-core's attention (0.16 to 0.19) normalizes before it. A hook before core
+    attention calls `normalize` (`models/build.py`), so Transformer Engine's attention
+    reads normalized heads too.
+    """
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return the heads unchanged, because megatron-core calls the norm before the rotary embedding."""
+        return heads
+
+    def normalize(self, heads: torch.Tensor) -> torch.Tensor:
+        """Normalize [..., head_dim]; the result has the same shape and dtype."""
+        return super().forward(heads)
 
 
 class CentredNorm(nn.Module):
@@ -255,6 +272,61 @@ class BiasedRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no co
         super().__init__(config=config, **arguments)
         bias = torch.zeros(config.num_moe_experts, dtype=torch.float32)
         self.expert_bias = nn.Parameter(bias, requires_grad=False)
+
+
+class BiasedSoftmaxRouter(BiasedRouter):
+    """`BiasedRouter` with softmax scores, as in Ernie 4.5.
+
+    megatron-core (0.16 to 0.19) adds a bias to sigmoid scores only. It passes logits to
+    `router_replay`, which chooses experts, and weighs these by the softmax of their
+    logits. So only the choice is replaced.
+    """
+
+    @property
+    def router_replay(self) -> BiasedChoice:
+        """Object that chooses experts by biased scores, or takes those of a `ReplayedRouter`."""
+        return BiasedChoice(self.expert_bias, self._replay)
+
+    @router_replay.setter
+    def router_replay(self, replay: Any) -> None:
+        self._replay = replay
+
+
+class BiasedChoice(NamedTuple):
+    """Choice of experts by softmax scores plus a bias, with the interface of megatron-core's `RouterReplay`.
+
+    Attributes:
+        bias: [experts].
+        replay: object that may take other experts. None: none.
+    """
+
+    bias: torch.Tensor
+    replay: Any
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose experts for logits [tokens, experts]. Return logits and numbers of the chosen ones, [tokens, k]."""
+
+        def choose(
+            logits: torch.Tensor, topk: int, **groups: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            biased = torch.softmax(logits.to(_wide(logits)), dim=-1) + self.bias
+            _, experts = default_compute_topk(biased, topk, **groups)
+            return logits.gather(1, experts), experts
+
+        groups = {"num_groups": num_groups, "group_topk": group_topk}
+        if self.replay is None:
+            return choose(scores, topk, **groups)
+        chosen: tuple[torch.Tensor, torch.Tensor] = self.replay.get_replay_topk(
+            scores, topk, **groups, default_compute_topk=choose
+        )
+        return chosen
 
 
 class ValueHead(nn.Module):

@@ -278,7 +278,7 @@ def transformer_config(
         options["sequence_parallel"] = False
     # Only experts depend on combinations that megatron-core checks late.
     if spec.moe is not None:
-        _check_expert_options(options, shape)
+        _check_expert_options(options, shape, spec.moe)
     _check_attention_backend(options.get("attention_backend", AttnBackend.auto))
     if options.get("fp8"):
         options.setdefault("fp8_recipe", "tensorwise")
@@ -411,7 +411,9 @@ def expert_options(moe: MoESpec, num_layers: int, shape: GridShape) -> dict[str,
     return options
 
 
-def _check_expert_options(options: Mapping[str, Any], shape: GridShape) -> None:
+def _check_expert_options(
+    options: Mapping[str, Any], shape: GridShape, moe: MoESpec
+) -> None:
     """Refuse expert settings that change the policy, or that megatron-core would refuse only in the first batch."""
     if shape.tp > 1 and not options["sequence_parallel"]:
         raise ModelError(
@@ -421,6 +423,11 @@ def _check_expert_options(options: Mapping[str, Any], shape: GridShape) -> None:
         raise ModelError(
             "megatron.moe_expert_capacity_factor: dropped tokens would make the trained policy another one than the "
             "sampled. Leave it out."
+        )
+    if options.get("moe_router_fusion") and moe.router_bias and moe.router == "softmax":
+        raise ModelError(
+            "megatron.moe_router_fusion: this model's router adds a bias to softmax scores, and the fused kernel only "
+            "to sigmoid scores. Leave it out."
         )
     if options.get("moe_router_enable_expert_bias"):
         raise ModelError(

@@ -69,6 +69,13 @@ TINY_MORE: dict[str, dict[str, Any]] = {
     "Qwen2MoeForCausalLM": EXPERTS
     | {"norm_topk_prob": True, "shared_expert_intermediate_size": 48},
     "MixtralForCausalLM": EXPERTS,
+    "Ernie4_5_MoeForCausalLM": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+        "pad_token_id": None,
+    },
     "Qwen3MoeForCausalLM": EXPERTS | {"norm_topk_prob": True},
     "DeepseekV3ForCausalLM": GROUPED
     | LATENT
@@ -114,6 +121,16 @@ TINY_MORE: dict[str, dict[str, Any]] = {
         "logit_scale": 0.5,
         "pad_token_id": None,
         "rms_norm_eps": None,
+    },
+    # The scaling that the published folders have.
+    "HunYuanDenseV1ForCausalLM": {
+        "pad_token_id": None,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 10000.0,
+            "factor": 1.0,
+            "alpha": 50.0,
+        },
     },
     "Glm4MoeForCausalLM": GROUPED
     | {"attention_bias": True, "use_qk_norm": True, "norm_topk_prob": True},

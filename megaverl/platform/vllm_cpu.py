@@ -229,15 +229,21 @@ def repack_weights(model: torch.nn.Module) -> None:
             repack()
 
 
-@_adapts("sigmoid scores in one group of experts")
-def _route_sigmoid_scores() -> None:
-    """Without groups of experts, the CPU build routes only softmax scores, though one group changes nothing."""
+@_adapts("sigmoid or biased scores in one group of experts")
+def _route_all_scores() -> None:
+    """Route sigmoid scores, and softmax scores with a bias, as if all experts were one group, which changes nothing.
+
+    Without groups the CPU build (0.32) refuses sigmoid scores, and silently ignores a
+    bias on softmax scores.
+    """
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     @replaces(CPURouter, "__init__")
     def in_one_group(create: Any, self: Any, **options: Any) -> None:
-        has_groups = options.get("use_grouped_topk")
-        if options.get("scoring_func") == "sigmoid" and not has_groups:
+        scores = options.get("scoring_func", "softmax")
+        is_biased = options.get("e_score_correction_bias") is not None
+        is_unknown = scores == "sigmoid" or (scores == "softmax" and is_biased)
+        if is_unknown and not options.get("use_grouped_topk"):
             options |= {
                 "use_grouped_topk": True,
                 "num_expert_group": 1,

@@ -57,6 +57,7 @@ CPU_ENVIRONMENT = {
 CPU_ADAPTATIONS = (
     "kernels in vLLM's modules alone",
     "no sgl kernels",
+    "sigmoid or biased scores in one group of experts",
     "rotary embeddings of all heads",
     "images without torchvision",
     "shared memory by job",

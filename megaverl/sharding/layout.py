@@ -236,6 +236,11 @@ def stack(boxes: Sequence[tuple[int, Box]], rows: int | None = None) -> Fill:
     return Fill(tuple(parts), (offset if rows is None else rows, *tail))
 
 
+def flatten(shape: tuple[int, ...]) -> Fill:
+    """Return a local tensor [n] that holds a weight of the shape [1, n]."""
+    return Fill(((0, whole(shape), whole(shape[1:])),), shape[1:])
+
+
 class LayoutBuilder:
     """Collects the pieces of one rank, one local tensor after the other."""
 

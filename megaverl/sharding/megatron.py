@@ -43,6 +43,7 @@ from megaverl.sharding.layout import (
     Layout,
     LayoutBuilder,
     Piece,
+    flatten,
     join_layouts,
     stack,
 )
@@ -275,6 +276,8 @@ class _Model:
             return stack(
                 [(0, cut(first.shape, 0, low, min(low + rows, first.shape[0])))], rows
             )
+        if first.split is Split.FLATTENED:
+            return flatten(first.shape)
         if first.split in (Split.Q, Split.FUSED_QKV):
             return stack([*_interleaved(weights, self._spec, tp, tp_rank)])
         if first.split is Split.FUSED_GATE_UP:

@@ -32,6 +32,7 @@ MODEL_TYPES = {
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "Ernie4_5ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "MinistralForCausalLM": "ministral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Phi3ForCausalLM": "phi3",
@@ -51,6 +52,7 @@ MODEL_TYPES = {
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
 }
 
 # Likewise for supported models that take images: a decoder, whose fields are in
@@ -80,6 +82,7 @@ LARGEST = {
     "num_hidden_layers": 10_000,
     "num_experts": 100_000,
     "num_local_experts": 100_000,
+    "moe_num_experts": 100_000,
     "n_routed_experts": 100_000,
     "n_shared_experts": 1_000,
 }
@@ -91,21 +94,28 @@ class ExpertKeys(NamedTuple):
     Attributes:
         number: key of the number of experts.
         width: key of the inner width of one expert.
+        per_token: key of the number of experts that a token goes to.
         by_sigmoid: the router uses sigmoid scores and a bias.
+        by_biased_softmax: the router uses softmax scores and a bias.
         has_groups: experts are in `n_group` groups.
         has_shared: `n_shared_experts` shared experts stand beside the routed ones, the first layers are dense, and
             `routed_scaling_factor` scales the routed experts' output.
         has_aux_loss: transformers computes a load-balancing loss.
         shared_width: key of the inner width of a shared expert whose output a sigmoid gate scales. "": none.
+        num_shared: key of the number of shared experts, which may be 0 and have no scaling, in models whose first
+            layers, up to `moe_layer_start_index`, are dense. "": none.
     """
 
     number: str
     width: str = "moe_intermediate_size"
+    per_token: str = "num_experts_per_tok"
     by_sigmoid: bool = False
+    by_biased_softmax: bool = False
     has_groups: bool = False
     has_shared: bool = False
     has_aux_loss: bool = True
     shared_width: str = ""
+    num_shared: str = ""
 
 
 DEEPSEEK_KEYS = ExpertKeys(
@@ -132,6 +142,12 @@ EXPERT_KEYS = {
     "GraniteMoeForCausalLM": ExpertKeys("num_local_experts", width="intermediate_size"),
     "Qwen2MoeForCausalLM": ExpertKeys(
         "num_experts", shared_width="shared_expert_intermediate_size"
+    ),
+    "Ernie4_5_MoeForCausalLM": ExpertKeys(
+        "moe_num_experts",
+        per_token="moe_k",
+        by_biased_softmax=True,
+        num_shared="moe_num_shared_experts",
     ),
 }
 # Architectures in which `norm_topk_prob` decides whether the chosen experts' weights
@@ -166,7 +182,12 @@ ROTARY_IN_WINDOWS = ("Exaone4ForCausalLM", "Cohere2ForCausalLM")
 ROTARY_BY_LAYER = ("Gemma3ForCausalLM",)
 # Rotary embeddings rotate pairs of neighbouring dimensions in these architectures, and
 # in others each dimension with the one half a head further on.
-ROTATED_IN_PAIRS = ("Ernie4_5ForCausalLM", "Glm4ForCausalLM", "Cohere2ForCausalLM")
+ROTATED_IN_PAIRS = (
+    "Ernie4_5ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "Glm4ForCausalLM",
+    "Cohere2ForCausalLM",
+)
 WITH_LATENT_ATTENTION = (
     "DeepseekV3ForCausalLM",
     "DeepseekV2ForCausalLM",
@@ -194,6 +215,8 @@ WINDOWED_BY_LAYER = (
 )
 # vLLM's models of these architectures (0.32) ignore `head_dim`.
 HEADS_FILL_HIDDEN = ("OlmoeForCausalLM", "GraniteMoeForCausalLM")
+# transformers cannot build these architectures with a `head_dim` of null.
+NEEDS_HEAD_DIM = ("MinistralForCausalLM", "HunYuanDenseV1ForCausalLM")
 # transformers cannot compute these architectures without a window, or vLLM cannot.
 NEEDS_WINDOW = (
     "MinistralForCausalLM",
@@ -275,6 +298,12 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "Phi3ForCausalLM": {"resid_pdrop": (0.0, None), "embd_pdrop": (0.0, None)},
     "Ernie4_5ForCausalLM": {"use_bias": (False, None)},
+    # vLLM (0.32, `ernie45_moe.py`) ignores `moe_norm_min`.
+    "Ernie4_5_MoeForCausalLM": {
+        "use_bias": (False, None),
+        "moe_layer_interval": (1,),
+        "moe_norm_min": (1e-12,),
+    },
     "Qwen2MoeForCausalLM": {
         "qkv_bias": (True, False),
         "decoder_sparse_step": (1,),
@@ -317,6 +346,11 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "rope_interleave": (True,),
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
+    },
+    # transformers' class ignores these keys of Tencent's own class.
+    "HunYuanDenseV1ForCausalLM": {
+        "use_qk_norm": (True,),
+        "use_cla": (False, None),
     },
 }
 # Keys that scale what a layer computes, by the architecture that has them. `logit_scale`
@@ -362,7 +396,11 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", *LLAMA3_ROPE),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "dynamic": ("alpha",),
 }
+# Architectures in which the scaling "dynamic" multiplies the rotary base by a power of
+# `alpha`, for all lengths up to `max_position_embeddings`.
+WITH_ALPHA = ("HunYuanDenseV1ForCausalLM",)
 OPTIONAL_ROPE_NUMBERS = ("beta_fast", "beta_slow", "attention_factor")
 
 
@@ -418,7 +456,7 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
     experts = EXPERT_KEYS.get(architecture)
     if experts is not None:
         numbers += [
-            "num_experts_per_tok",
+            experts.per_token,
             experts.number,
             "num_experts",
             "num_local_experts",
@@ -524,7 +562,7 @@ def _heads(described: Described) -> Iterator[str]:
         if values["head_dim"] != values["qk_rope_head_dim"]:
             yield f"{described.says('head_dim')}; only {described.named('qk_rope_head_dim')} is computed. {AGAIN}"
         return
-    if described.architecture == "MinistralForCausalLM" and values["head_dim"] is None:
+    if described.architecture in NEEDS_HEAD_DIM and values["head_dim"] is None:
         size = values["hidden_size"] // values["num_attention_heads"]
         yield f"{described.says('head_dim')}; transformers needs it for {described.architecture}. Set it to {size}."
     heads = values["num_attention_heads"]
@@ -653,7 +691,15 @@ def _rope(described: Described) -> Iterator[str]:
     rope = described.rope
     kind = described.rope.get("rope_type")
     is_latent = described.architecture in WITH_LATENT_ATTENTION
-    supported = ("default", "yarn") if is_latent else tuple(ROPE_NUMBERS)
+    supported = (
+        ("default", "yarn")
+        if is_latent
+        else tuple(
+            name
+            for name in ROPE_NUMBERS
+            if name != "dynamic" or described.architecture in WITH_ALPHA
+        )
+    )
     if described.architecture in IMAGE_MODEL_TYPES:
         # Three-dimensional positions were compared with transformers without scaling only.
         supported = ("default",)
@@ -693,6 +739,8 @@ def _rope(described: Described) -> Iterator[str]:
         yield f"rope_type is llama3 in {rope}; only {LLAMA3_ROPE} are computed (megatron-core). {OTHER_MODEL}"
     elif not wrong and kind == "yarn":
         yield from _yarn(described, fraction)
+    elif kind == "dynamic" and (described.values["head_dim"] or 4) <= 2:
+        yield f"{described.says('head_dim')}; alpha in {rope} needs heads of more than 2 dimensions. {AGAIN}"
 
 
 def _rope_in_three_dimensions(described: Described) -> Iterator[str]:
@@ -825,12 +873,15 @@ def _experts(described: Described) -> Iterator[str]:
     values = described.values
     keys = EXPERT_KEYS[described.architecture]
     num_experts = values[keys.number]
-    per_token = values["num_experts_per_tok"]
+    per_token = values[keys.per_token]
+    if type(num_experts) is not int:
+        yield f"{described.says(keys.number)}; expected a whole number above 0. {AGAIN}"
+        return
     if type(per_token) is not int:
-        yield f"{described.says('num_experts_per_tok')}; expected a whole number above 0. {AGAIN}"
+        yield f"{described.says(keys.per_token)}; expected a whole number above 0. {AGAIN}"
         return
     if per_token > num_experts:
-        yield f"{described.says('num_experts_per_tok')}, of {num_experts} experts. {AGAIN}"
+        yield f"{described.says(keys.per_token)}, of {num_experts} experts. {AGAIN}"
         return
     is_divided = (
         bool(values.get("norm_topk_prob"))
@@ -838,10 +889,12 @@ def _experts(described: Described) -> Iterator[str]:
     )
     if keys.has_shared:
         yield from _dense_layers(described)
+    if keys.num_shared:
+        yield from _first_layer_with_experts(described, keys.num_shared)
     if not keys.by_sigmoid:
         if per_token == 1 and is_divided:
             yield (
-                f"{described.says('num_experts_per_tok')}, and the weights of a token's experts "
+                f"{described.says(keys.per_token)}, and the weights of a token's experts "
                 "are scaled to sum to 1. The only expert's weight is thus 1 for every token, no gradient reaches the "
                 "router, and megatron-core does not compute it. Use a model that sends a token to two experts or "
                 "more, or one with norm_topk_prob false."
@@ -858,6 +911,29 @@ def _experts(described: Described) -> Iterator[str]:
         )
     if keys.has_groups:
         yield from _groups_of_experts(described, num_experts, per_token)
+
+
+def _first_layer_with_experts(described: Described, num_shared: str) -> Iterator[str]:
+    """Yield problems with the layers that have experts, and with the number of shared experts (Ernie 4.5)."""
+    values = described.values
+    first, last, layers, shared = (
+        values[key]
+        for key in (
+            "moe_layer_start_index",
+            "moe_layer_end_index",
+            "num_hidden_layers",
+            num_shared,
+        )
+    )
+    if type(shared) is not int or not 0 <= shared <= LARGEST["n_shared_experts"]:
+        yield f"{described.says(num_shared)}; expected a whole number from 0 to {LARGEST['n_shared_experts']}. {AGAIN}"
+    if type(first) is not int or not 0 <= first < layers:
+        yield f"{described.says('moe_layer_start_index')}, of {layers} layers. {AGAIN}"
+    if type(last) is not int or last < layers - 1:
+        yield (
+            f"{described.says('moe_layer_end_index')}; only dense layers followed by layers with experts are computed, "
+            f"{layers} in all. {OTHER_MODEL}"
+        )
 
 
 def _dense_layers(described: Described) -> Iterator[str]:

@@ -52,12 +52,8 @@ NO_TABLE = {
     "Engine, both for GPUs alone, and reads packed rows from 0.19 on",
     "Llama4ForCausalLM": "megatron-core (0.16 to 0.19) has no attention within chunks, nor its queries' growing "
     "temperature",
-    "Ernie4_5_MoeForCausalLM": "megatron-core's router (0.16 to 0.19) adds a bias only to sigmoid scores, this model "
-    "to softmax scores",
     "FalconH1ForCausalLM": _MAMBA,
     "NemotronHForCausalLM": _MAMBA,
-    "HunYuanDenseV1ForCausalLM": "megatron-core's attention (0.16) normalizes queries and keys before the rotary "
-    "embedding, this model after it",
 }
 # Likewise for other models with images.
 NO_TOWER = (
@@ -121,7 +117,10 @@ WITH_QK_NORM = (
     "Exaone4ForCausalLM",
     "Gemma3ForCausalLM",
     "Qwen3VLForConditionalGeneration",
+    "HunYuanDenseV1ForCausalLM",
 )
+# These norms follow the rotary embedding.
+WITH_QK_NORM_AFTER_ROPE = ("HunYuanDenseV1ForCausalLM",)
 MAYBE_QK_NORM = ("Glm4MoeForCausalLM",)
 # Norms over all query heads together, and over all key heads together.
 WITH_PROJECTION_NORM = (
@@ -252,6 +251,7 @@ class ModelSpec:
         norms_after: norms over the outputs of attention and MLP, before they are added (GLM-4).
         parallel_layers: the MLP reads the same norm's output as attention does, and both outputs are added (Cohere).
         qk_norm_spans_heads: `qk_norm` is over all query heads together, and all key heads together (OLMo-2).
+        qk_norm_after_rope: `qk_norm` follows the rotary embedding (HunYuan). False: it precedes it.
         rotary_fraction: fraction of each head, from its first dimension on, that rotary embeddings rotate.
         rotary_pairs: rotary embeddings rotate pairs of neighbouring dimensions of a head, as in GLM-4. False: each
             dimension of a head's first half with that of its second half.
@@ -304,6 +304,7 @@ class ModelSpec:
     norms_after: bool = False
     parallel_layers: bool = False
     qk_norm_spans_heads: bool = False
+    qk_norm_after_rope: bool = False
     local_rope_theta: float | None = None
     local_rope_layers: tuple[bool, ...] = ()
     embedding_scale: float = 1.0
@@ -545,8 +546,9 @@ def _read(described: Described) -> dict[str, Any]:
         "qk_norm": architecture in (*WITH_QK_NORM, *WITH_PROJECTION_NORM)
         or (architecture in MAYBE_QK_NORM and bool(values["use_qk_norm"])),
         "qk_norm_spans_heads": architecture in WITH_PROJECTION_NORM,
+        "qk_norm_after_rope": architecture in WITH_QK_NORM_AFTER_ROPE,
         "norm_eps": values[NORM_EPS.get(architecture, "rms_norm_eps")],
-        "rope_theta": float(rope["rope_theta"]),
+        "rope_theta": _rotary_base(described),
         "rope_scaling": _rope_scaling(rope),
         "rotary_fraction": float(rope.get("partial_rotary_factor", 1.0))
         if is_partly_rotary
@@ -702,9 +704,23 @@ def _layers_without_rope(described: Described) -> tuple[bool, ...]:
     return () if all(with_rope) else tuple(not entry for entry in with_rope)
 
 
+def _rotary_base(described: Described) -> float:
+    """Return the base of the rotary embedding, multiplied by alpha^(d / (d - 2)) for scaling "dynamic"."""
+    rope = described.rope
+    base = float(rope["rope_theta"])
+    if rope["rope_type"] != "dynamic":
+        return base
+    head_dim = described.values["head_dim"]
+    factor: float = rope["alpha"] ** (head_dim / (head_dim - 2))
+    return base * factor
+
+
 def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the scaling of the rotary embedding under its new name `rope_type`, or None without scaling."""
-    if rope["rope_type"] == "default":
+    """Return the scaling of the rotary embedding under its new name `rope_type`, or None without scaling.
+
+    `_rotary_base` contains the scaling "dynamic".
+    """
+    if rope["rope_type"] in ("default", "dynamic"):
         return None
     # `type` is the old name of `rope_type`. The other two are fields of ModelSpec.
     elsewhere = ("type", "rope_theta", "partial_rotary_factor")
@@ -718,10 +734,10 @@ def _read_experts(described: Described) -> MoESpec:
     width = values[keys.width]
     moe = MoESpec(
         num_experts=values[keys.number],
-        experts_per_token=values["num_experts_per_tok"],
+        experts_per_token=values[keys.per_token],
         ffn_hidden_size=width,
-        # The classes of Mixtral, gpt-oss and Granite MoE have no such key; their weights
-        # always sum to one.
+        # The classes of Mixtral, gpt-oss, Granite MoE and Ernie 4.5 have no such key;
+        # their weights always sum to one.
         normalize_weights=bool(values["norm_topk_prob"])
         if described.architecture in MAYBE_NORMALIZED
         else True,
@@ -741,8 +757,16 @@ def _read_experts(described: Described) -> MoESpec:
             shared_ffn_hidden_size=values["n_shared_experts"] * width,
             scaling=float(values["routed_scaling_factor"]),
         )
+    if keys.num_shared:
+        moe = replace(
+            moe,
+            num_dense_layers=values["moe_layer_start_index"],
+            shared_ffn_hidden_size=values[keys.num_shared] * width,
+        )
     if keys.by_sigmoid:
         moe = replace(moe, router="sigmoid", router_bias=True)
+    elif keys.by_biased_softmax:
+        moe = replace(moe, router_bias=True)
     if keys.has_groups:
         moe = replace(
             moe,

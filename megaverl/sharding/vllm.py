@@ -45,7 +45,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megaverl.errors import GridError
 from megaverl.sharding.boxes import Box, cut, whole
-from megaverl.sharding.layout import Fill, Layout, LayoutBuilder, Piece, stack
+from megaverl.sharding.layout import (
+    Fill,
+    Layout,
+    LayoutBuilder,
+    Piece,
+    flatten,
+    stack,
+)
 from megaverl.sharding.model_spec import ModelSpec, misfits, shares_kv_heads
 from megaverl.sharding.quantization import FORMATS
 from megaverl.sharding.weight import Split, Weight, even_part, fused_parts, stacked_part
@@ -400,6 +407,8 @@ def _fill(
         return stack(
             [(0, cut(first.shape, 0, low, min(low + run, first.shape[0])))], run
         )
+    if first.split is Split.FLATTENED:
+        return flatten(first.shape)
     if first.split in (Split.FUSED_QKV, Split.FUSED_GATE_UP):
         return stack([*_fused_rows(first, spec, tp_size, tp_rank)])
     if first.split is Split.FUSED_QKV_IN_VLLM:

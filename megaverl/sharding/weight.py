@@ -24,7 +24,8 @@ class Split(Enum):
     outputs, STACKED_IN along the inputs. STACKED_WHOLE, a bias on outputs that are summed
     over ranks, is not split. Granite MoE stores each one as `[out, in]`:
     STACKED_GATE_UP has all gate rows, then all up rows of an expert, each split;
-    STACKED_ROW is split along the input columns. HEADS_IN_VLLM, a norm over all heads,
+    STACKED_ROW is split along the input columns. FLATTENED is `[1, n]` in files, and
+    `[n]` on every rank of Megatron and vLLM. HEADS_IN_VLLM, a norm over all heads,
     is whole in Megatron and split by heads in vLLM. So are the other splits IN_VLLM, of
     a vision tower's linear layers: along the rows, the columns, or the rows of each of
     q, k and v.
@@ -46,6 +47,7 @@ class Split(Enum):
     STACKED_WHOLE = "stacked whole"
     STACKED_GATE_UP = "stacked gate, up"
     STACKED_ROW = "stacked row"
+    FLATTENED = "flattened"
     HEADS_IN_VLLM = "heads in vLLM"
     ROWS_IN_VLLM = "rows in vLLM"
     COLUMNS_IN_VLLM = "columns in vLLM"
@@ -55,6 +57,7 @@ class Split(Enum):
 # Splits of weights that every rank of Megatron holds whole.
 WHOLE_IN_MEGATRON = (
     Split.REPLICATED,
+    Split.FLATTENED,
     Split.HEADS_IN_VLLM,
     Split.ROWS_IN_VLLM,
     Split.COLUMNS_IN_VLLM,

@@ -244,7 +244,7 @@ def further_predictors(folder: Path, weights: Sequence[Weight]) -> tuple[str, ..
     """Return the name prefixes of layers for multi-token prediction, which a policy does not use.
 
     DeepSeek-V3 and GLM-4.5 have `num_nextn_predict_layers` of them behind the last
-    decoder layer.
+    decoder layer. Ernie 4.5's names start with `model.mtp_`.
     """
     file = folder / "config.json"
     config = read_json_file(file) if file.is_file() else {}
@@ -252,10 +252,9 @@ def further_predictors(folder: Path, weights: Sequence[Weight]) -> tuple[str, ..
         (weight.stage for weight in weights if isinstance(weight.stage, int)),
         default=-1,
     )
-    return tuple(
-        f"model.layers.{first + number}."
-        for number in range(config.get("num_nextn_predict_layers") or 0)
-    )
+    number = config.get("num_nextn_predict_layers") or 0
+    behind = (f"model.layers.{layer}." for layer in range(first, first + number))
+    return (*behind, "model.mtp_") if number else ()
 
 
 def check_shapes(

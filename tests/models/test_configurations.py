@@ -32,7 +32,9 @@ HEADS = {"num_attention_heads", "num_key_value_heads"}
 CHOICE = {"n_group", "topk_group", "num_experts_per_tok"}
 NEEDED = {
     "MinistralForCausalLM": {"head_dim"},
+    "HunYuanDenseV1ForCausalLM": {"head_dim"},
     "CwmForCausalLM": HEADS,
+    "Ernie4_5_MoeForCausalLM": {*HEADS, "moe_k"},
     "NemotronForCausalLM": HEADS,
     "OlmoeForCausalLM": HEADS,
     "GraniteMoeForCausalLM": HEADS,
@@ -187,6 +189,28 @@ MORE: dict[str, list[dict[str, Any]]] = {
     ],
     "OlmoeForCausalLM": [{"num_experts_per_tok": 1}, {"num_experts_per_tok": 4}],
     "MiniMaxM2ForCausalLM": [{"num_experts_per_tok": 3}],
+    "Ernie4_5_MoeForCausalLM": [
+        {"moe_k": 3},
+        {"moe_num_shared_experts": 0, "moe_layer_start_index": 0},
+        {"moe_layer_end_index": 29},
+    ],
+    "HunYuanDenseV1ForCausalLM": [
+        # As the published folders write it.
+        {
+            "rope_parameters": None,
+            "rope_theta": 1e4,
+            "rope_scaling": {
+                "type": "dynamic",
+                "alpha": 1000.0,
+                "factor": 1.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.0,
+            },
+        },
+        {"rope_parameters": None, "num_key_value_heads": None},
+    ],
     "DeepseekV2ForCausalLM": [
         {"q_lora_rank": None},
         {"num_experts_per_tok": 1},
@@ -251,7 +275,7 @@ def is_refused(architecture: str, change: dict[str, Any]) -> bool:
     if architecture == "Phi3ForCausalLM":
         return bool(rope)
     # megatron-core's YaRN does not rotate pairs.
-    if architecture in ("Ernie4_5ForCausalLM", "Glm4ForCausalLM"):
+    if architecture.startswith(("Ernie4_5", "Glm4For")):
         return "yarn" in rope.values()
     if architecture == "Cohere2ForCausalLM":
         # vLLM reads two keys that transformers ignores.

@@ -259,6 +259,19 @@ def test_a_norm_that_attention_and_mlp_share_is_kept(
         )
 
 
+def test_a_fused_router_that_would_leave_the_bias_out_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options, "_check_needs", lambda overrides: None)
+    with pytest.raises(ModelError, match="adds a bias to softmax scores"):
+        transformer_config(
+            make_spec("Ernie4_5_MoeForCausalLM"),
+            GridShape(),
+            torch.float32,
+            {"moe_router_fusion": True},
+        )
+
+
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
 
 

@@ -42,6 +42,7 @@ PACKED: dict[str, tuple[str, dict[str, Any]]] = {
     "layer norms, no gates": ("Starcoder2ForCausalLM", SEQUENCE_PARALLEL),
     "two rotary bases": ("Gemma3ForCausalLM", SEQUENCE_PARALLEL),
     "soft caps": ("Gemma2ForCausalLM", SEQUENCE_PARALLEL),
+    "norms after rotation": ("HunYuanDenseV1ForCausalLM", SEQUENCE_PARALLEL),
     "cut": ("Qwen2ForCausalLM", {"shape": {"cp": 2}, "megatron": {}}),
     "latent": (LATENT, SEQUENCE_PARALLEL),
     # experts with biases, gates in turn; a window in every other layer

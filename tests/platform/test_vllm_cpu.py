@@ -27,7 +27,7 @@ def test_the_list_is_whole_and_says_why() -> None:
         "kernels in vLLM's modules alone",
         "weights beside packed copies",
         "experts beside packed copies",
-        "sigmoid scores in one group of experts",
+        "sigmoid or biased scores in one group of experts",
         "quantised products by definition",
         "products with groups by definition",
         "no sgl kernels",

@@ -26,6 +26,7 @@ ROUTED = (
     "DeepseekV2ForCausalLM",
     "Glm4MoeLiteForCausalLM",
     "GraniteMoeForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
 )
 # vLLM's models of these architectures are always tied, or never.
 ALWAYS_TIED = (
@@ -87,6 +88,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "OlmoeForCausalLM": {"num_experts": 6, "intermediate_size": 16},
     "GraniteMoeForCausalLM": {"num_local_experts": 6, "intermediate_size": 16},
     "MiniMaxM2ForCausalLM": {"num_local_experts": 6, "intermediate_size": 16},
+    "Ernie4_5_MoeForCausalLM": {
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 12,
+        "moe_num_shared_experts": 2,
+    },
     "Glm4MoeForCausalLM": {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
@@ -136,6 +143,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {"qk_norm": True},
     "Glm4MoeForCausalLM": {"qk_norm": True},
     "Ernie4_5ForCausalLM": {"rotary_pairs": True},
+    "Ernie4_5_MoeForCausalLM": {"rotary_pairs": True},
     "Glm4ForCausalLM": {"rotary_pairs": True, "norms_after": True},
     "GemmaForCausalLM": GEMMA,
     "GptOssForCausalLM": {
@@ -184,6 +192,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "OlmoeForCausalLM": SPANS,
     "MiniMaxM2ForCausalLM": SPANS,
+    "HunYuanDenseV1ForCausalLM": {"qk_norm": True, "qk_norm_after_rope": True},
 }
 
 
@@ -236,8 +245,16 @@ def make_experts(
             shared_ffn_hidden_size=2 * ffn_hidden_size,
             scaling=2.5,
         )
+    if keys.num_shared:
+        experts = replace(
+            experts,
+            num_dense_layers=num_dense_layers,
+            shared_ffn_hidden_size=2 * ffn_hidden_size,
+        )
     if keys.by_sigmoid:
         experts = replace(experts, router="sigmoid", router_bias=True)
+    elif keys.by_biased_softmax:
+        experts = replace(experts, router_bias=True)
     return replace(experts, num_groups=2) if keys.has_groups else experts
 
 

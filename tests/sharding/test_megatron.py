@@ -14,7 +14,7 @@ from megaverl.errors import GridError
 from megaverl.models.architectures import weights_of
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ARCHITECTURES
-from megaverl.sharding.weight import Split
+from megaverl.sharding.weight import WHOLE_IN_MEGATRON
 from tests.launcher import Launcher
 from tests.sharding.specs import (
     DENSE,
@@ -31,6 +31,8 @@ NORMS = {
     "input_layernorm": "input_layernorm",
     "pre_mlp_layernorm": "post_attention_layernorm",
 }
+# Names of norms over heads where they are not Qwen3's.
+HEAD_NORMS = {"HunYuanDenseV1ForCausalLM": ("query_layernorm", "key_layernorm")}
 NORMS_AFTER = ("post_self_attn_layernorm", "post_mlp_layernorm")
 # Names of an MLP's projections where they are not Llama's.
 UNGATED = {"Starcoder2ForCausalLM": ("mlp.c_fc", "mlp.c_proj")}
@@ -108,9 +110,12 @@ def test_every_parameter_holds_what_megatron_would_cut(case: tuple[Any, ...]) ->
             elif spec.architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
                 norms["pre_mlp_layernorm"] = "pre_feedforward_layernorm"
             if spec.qk_norm:
+                theirs_of_heads = HEAD_NORMS.get(
+                    spec.architecture, ("q_norm", "k_norm")
+                )
                 norms |= {
-                    f"self_attention.{part}_layernorm": f"self_attn.{part}_norm"
-                    for part in "qk"
+                    f"self_attention.{part}_layernorm": f"self_attn.{name}"
+                    for part, name in zip("qk", theirs_of_heads, strict=True)
                 }
             if spec.architecture == "Glm4ForCausalLM":
                 norms |= dict(zip(NORMS_AFTER, NORMS_AFTER, strict=True))
@@ -206,7 +211,7 @@ def test_every_element_is_held_by_as_many_ranks_as_replicate_it(
             if weight.expert is not None or weight.is_stacked
             else shape.dp
         )
-        if weight.split in (Split.REPLICATED, Split.HEADS_IN_VLLM):
+        if weight.split in WHOLE_IN_MEGATRON:
             copies *= shape.tp
         if weight.megatron_tied and shape.pp * (shape.vpp or 1) > 1:
             copies *= 2
@@ -316,6 +321,8 @@ def test_experts_are_those_that_megatron_would_cut(case: tuple[Any, ...]) -> Non
                     bias = "gate.e_score_correction_bias"
                     if spec.architecture == "MiniMaxM2ForCausalLM":
                         bias = "e_score_correction_bias"
+                    elif spec.architecture == "Ernie4_5_MoeForCausalLM":
+                        bias = "moe_statics.e_score_correction_bias"
                     assert (
                         tensors.pop(here + "router.expert_bias") == ids[there + bias]
                     ).all()

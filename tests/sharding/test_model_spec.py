@@ -412,6 +412,16 @@ SEED_OSS, SMOLLM3, ERNIE, QWEN2_MOE, PHI3, GLM4, MINISTRAL = (
         "MinistralForCausalLM",
     )
 )
+ERNIE_MOE = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "moe_num_experts": 16,
+    "moe_k": 4,
+    "moe_intermediate_size": 12,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+}
+HUNYUAN = {"architectures": ["HunYuanDenseV1ForCausalLM"], "head_dim": 16}
+ALPHA = {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}
 GRANITE, ARCEE, NEMOTRON, STARCODER2, EXAONE4, GEMMA2, GEMMA3, COHERE2, OLMOE = (
     {"architectures": [f"{name}ForCausalLM"]}
     | ({"rms_norm_eps": None} if name == "Cohere2" else {})
@@ -504,6 +514,28 @@ def test_gemma_2_as_its_folders_write_it() -> None:
     without = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     plain = spec(**GEMMA2, **written | without)
     assert plain.attention_softcap is None and plain.logit_softcap is None
+
+
+def test_ernie_with_experts() -> None:
+    found = spec(**ERNIE_MOE)
+    assert found.rotary_pairs and found.moe == MoESpec(
+        num_experts=16,
+        experts_per_token=4,
+        ffn_hidden_size=12,
+        normalize_weights=True,
+        num_dense_layers=1,
+        shared_ffn_hidden_size=24,
+        router_bias=True,
+    )
+
+
+def test_hunyuan_as_its_folders_write_it() -> None:
+    """As tencent/Hunyuan-7B-Instruct's, whose frequencies depend on `alpha` alone."""
+    more = {"use_qk_norm": True, "use_cla": False, "rope_theta": 1e4}
+    found = spec(**HUNYUAN | more | {"rope_scaling": ALPHA})
+    assert found.qk_norm and found.qk_norm_after_rope and found.rope_scaling is None
+    assert found.rope_theta == pytest.approx(1e4 * 1000 ** (16 / 14))
+    assert spec(**HUNYUAN, rope_theta=1e4).rope_theta == 1e4
 
 
 def test_gemma_3_as_its_folders_write_it() -> None:
@@ -875,6 +907,41 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
             GRANITE | {"logits_scaling": 0},
             "logits_scaling is 0; expected a number above 0",
         ),
+        (ERNIE_MOE | {"moe_k": 17}, "moe_k is 17, of 16 experts"),
+        (ERNIE_MOE | {"moe_k": 1}, "The only expert's weight is thus 1"),
+        (
+            ERNIE_MOE | {"moe_k": None},
+            "moe_k is None; expected a whole number",
+        ),
+        (
+            ERNIE_MOE | {"moe_layer_interval": 2},
+            "moe_layer_interval is 2; only 1",
+        ),
+        (
+            ERNIE_MOE | {"moe_layer_start_index": 3},
+            "moe_layer_start_index is 3, of 3 layers",
+        ),
+        (
+            ERNIE_MOE | {"moe_layer_end_index": 1},
+            "only dense layers followed by layers with experts are computed, 3 in all",
+        ),
+        (
+            ERNIE_MOE | {"moe_num_shared_experts": -1},
+            "moe_num_shared_experts is -1; expected a whole number from 0",
+        ),
+        (ERNIE_MOE | {"moe_norm_min": 0.1}, "moe_norm_min is 0.1; only 1e-12"),
+        (
+            HUNYUAN | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "alpha is None in the rotary embedding's",
+        ),
+        (
+            HUNYUAN | {"rope_scaling": ALPHA, "head_dim": 2},
+            "head_dim is 2; alpha in",
+        ),
+        (HUNYUAN | {"head_dim": None}, "transformers needs it for HunYuanDenseV1"),
+        (HUNYUAN | {"use_qk_norm": False}, "use_qk_norm is False; only True"),
+        (HUNYUAN | {"use_cla": True}, "use_cla is True; only False"),
+        ({"rope_scaling": ALPHA}, "rope_type is 'dynamic'"),
         (ARCEE | {"hidden_act": "silu"}, "hidden_act is 'silu'; only relu2"),
         (
             STARCODER2 | {"residual_dropout": 0.2},

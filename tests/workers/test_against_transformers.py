@@ -187,6 +187,9 @@ STORED_NAMES = {
 def one_by_one(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weights as their files have them: each expert's matrices, which transformers holds stacked."""
     for name, weight in model.named_parameters():
+        # A parameter in Ernie 4.5 alone, and without a gradient.
+        if name.endswith("e_score_correction_bias"):
+            continue
         if model.config.model_type == "granitemoe":
             before, block, inside = name.rpartition("block_sparse_moe.")
             yield before + block + STORED_NAMES.get(inside, inside), weight.detach()
@@ -249,7 +252,8 @@ def test_an_update_is_that_of_transformers_and_autograd(
 # fused in files; all projections fused; layers without rotary embeddings; a shared
 # expert with a gate; scaled layers; scaled layers with all experts in one array; layer
 # norms, biases and no gates; norms over all heads; soft caps; two rotary bases; one norm
-# for attention and MLP.
+# for attention and MLP; norms after the rotary embedding; a bias on a
+# router's softmax scores.
 SPECIAL: dict[str, list[dict[str, int]]] = {
     "Glm4ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Phi3ForCausalLM": [{"tp": 2}],
@@ -264,6 +268,8 @@ SPECIAL: dict[str, list[dict[str, int]]] = {
     "Gemma2ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Gemma3ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Cohere2ForCausalLM": [{"tp": 2}, {"pp": 2}],
+    "HunYuanDenseV1ForCausalLM": [{"tp": 2}, {"cp": 2}],
+    "Ernie4_5_MoeForCausalLM": [{"tp": 2}, {"dp": 2, "ep": 2}],
 }
 
 

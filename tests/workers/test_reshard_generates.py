@@ -76,6 +76,7 @@ DENSE = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Cohere2ForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
 )
 WITH_EXPERTS = (
     "MixtralForCausalLM",
@@ -83,8 +84,13 @@ WITH_EXPERTS = (
     "Glm4MoeForCausalLM",
     "Qwen2MoeForCausalLM",
 )
-# Their layers differ from those above outside of the experts alone: one engine of each.
-MORE_WITH_EXPERTS = ("OlmoeForCausalLM", "MiniMaxM2ForCausalLM")
+# One engine of each: their experts are like those above, and norms span all heads, or
+# the router adds a bias to softmax scores.
+MORE_WITH_EXPERTS = (
+    "OlmoeForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+)
 GRIDS: list[dict[str, int]] = [{"tp": 2}, {"pp": 2}, {"dp": 2}]
 EXPERT_GRIDS: list[dict[str, int]] = [
     {"tp": 2},
@@ -257,7 +263,7 @@ def test_with_experts(
 
 
 @pytest.mark.parametrize("architecture", MORE_WITH_EXPERTS)
-def test_norms_over_all_heads_beside_experts(
+def test_further_parts_beside_experts(
     launch: Launcher, architecture: str, tmp_path: Path
 ) -> None:
     check(launch, tmp_path, architecture, EXPERT_GRIDS[:3], 2)

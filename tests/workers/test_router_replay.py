@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megaverl.config.passthrough import recompute_fields
 from megaverl.data.batch import RolloutBatch
+from megaverl.models.layers import BiasedChoice
 from megaverl.models.router_replay import ReplayedRouter, counted
 from megaverl.models.tiny import make_tiny_folder
 from tests.launcher import Launcher
@@ -195,6 +196,19 @@ def test_layers_that_are_computed_again_take_what_their_forward_pass_took() -> N
     assert run() == [0, 3]
     one.forget()
     assert run() == [0, 1], "its own choice"
+
+
+def test_a_bias_on_softmax_scores_changes_the_choice_alone() -> None:
+    """As in Ernie 4.5, with replay and without. Scores are 0.64, 0.24, 0.09 and 0.03."""
+    bias, logits = torch.tensor([0.0, -0.2, 0.0, 0.1]), torch.arange(4.0, 0.0, -1)[None]
+    replay = router()
+    for choice in (BiasedChoice(bias, None), BiasedChoice(bias, replay)):
+        values, experts = choice.get_replay_topk(logits, 2, None, None, top_k)
+        assert experts.tolist() == [[0, 3]] and values.tolist() == [[4.0, 1.0]]
+    replay.expect(torch.tensor([[1, 2]]), torch.ones(1), is_kept=False)
+    values, experts = choice.get_replay_topk(logits, 2, None, None, top_k)
+    assert experts.tolist() == [[1, 2]] and values.tolist() == [[3.0, 2.0]]
+    assert counted(replay.counts[None])["moe/routes_differ"] == 1.0
 
 
 def test_what_is_counted_of_choices() -> None:

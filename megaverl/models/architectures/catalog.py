@@ -5,6 +5,7 @@ from megaverl.models.architectures import llama
 from megaverl.models.architectures.deepseek import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    ERNIE_ROUTER_BIAS,
     ROUTER_BIAS,
     SHARED_EXPERTS,
     router_bias,
@@ -49,6 +50,10 @@ LAYERS = {
     "SeedOssForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + MLP),
     "SmolLM3ForCausalLM": llama.LAYERS,
     "Ernie4_5ForCausalLM": llama.LAYERS,
+    "Ernie4_5_MoeForCausalLM": Layers(
+        dense=ATTENTION + MLP,
+        routed=ATTENTION + experts() + ERNIE_ROUTER_BIAS + SHARED_EXPERTS,
+    ),
     "MinistralForCausalLM": llama.LAYERS,
     "CwmForCausalLM": llama.LAYERS,
     "Phi3ForCausalLM": Layers(dense=llama.FUSED_ATTENTION + llama.FUSED_MLP),
@@ -103,6 +108,9 @@ LAYERS = {
         + llama.projection_norms(Split.HEADS_IN_VLLM)
         + experts("block_sparse_moe", "w1", "w3", "w2")
         + router_bias("block_sparse_moe.e_score_correction_bias")
+    ),
+    "HunYuanDenseV1ForCausalLM": Layers(
+        dense=ATTENTION + llama.head_norms("query_layernorm", "key_layernorm") + MLP
     ),
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "Glm4MoeLiteForCausalLM": DEEPSEEK_V3,

@@ -80,6 +80,18 @@ def router_bias(name: str) -> tuple[Rule, ...]:
     return (Rule(name, ("expert_bias",), WHOLE, "mlp.router.expert_bias", name),)
 
 
+# Ernie 4.5's files hold this bias in a module of its own, with an axis of size one.
+ERNIE_ROUTER_BIAS = (
+    Rule(
+        "mlp.moe_statics.e_score_correction_bias",
+        ("one", "expert_bias"),
+        Split.FLATTENED,
+        "mlp.router.expert_bias",
+        BIAS,
+    ),
+)
+
+
 ROUTER_BIAS = router_bias(BIAS)
 DEEPSEEK_V2 = Layers(
     dense=LATENT_ATTENTION + llama.MLP,

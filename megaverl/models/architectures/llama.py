@@ -120,15 +120,26 @@ QKV_BIAS = tuple(
     linear(f"self_attn.{part}_proj", (f"{axis}_bias",), split, QKV, "bias")
     for part, axis, split in PARTS
 )
-QK_NORMS = tuple(
-    linear(
-        f"self_attn.{part}_norm",
-        ("head_norm",),
-        Split.REPLICATED,
-        (f"self_attention.{part}_layernorm", f"self_attn.{part}_norm"),
+
+
+def head_norms(query: str = "q_norm", key: str = "k_norm") -> tuple[Rule, ...]:
+    """Return the rules of norms over each query head and over each key head.
+
+    Args:
+        query, key: Hugging Face names of the two norms.
+    """
+    return tuple(
+        linear(
+            f"self_attn.{name}",
+            ("head_norm",),
+            Split.REPLICATED,
+            (f"self_attention.{part}_layernorm", f"self_attn.{name}"),
+        )
+        for part, name in (("q", query), ("k", key))
     )
-    for part in ("q", "k")
-)
+
+
+QK_NORMS = head_norms()
 
 
 def projection_norms(split: Split = Split.REPLICATED) -> tuple[Rule, ...]:
