@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from megaverl.models.new_heads import make_draft_head
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import SamplingOptions
 from megaverl.rollout.hf_engine import HFEngine, sampled_distribution
 from megaverl.sharding.draft_head import HEAD_METHODS
+from tests.draft_heads import make_heads
 from tests.launcher import Launcher
 
 RANKS = "tests.rollout.ranks"
@@ -203,17 +202,8 @@ def third_tokens(folder: str, prompt: list[int], way: SamplingOptions) -> torch.
 
 @pytest.fixture(scope="module")
 def heads(folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Untrained heads of the model in `folder`, by vLLM's method. Norms and biases of the MTP head are random too."""
-    root = tmp_path_factory.mktemp("heads")
-    made = {
-        method: make_draft_head(root / method, folder, method=method)
-        for method in HEAD_METHODS
-    }
-    weights = load_file(made["mtp"] / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    for weight in weights.values():
-        weight += 0.1 * torch.randn(weight.shape, generator=generator)
-    save_file(weights, made["mtp"] / "model.safetensors", metadata={"format": "pt"})
+    """Untrained heads of the model in `folder`, by vLLM's method."""
+    made = make_heads(tmp_path_factory.mktemp("heads"), folder, spread=0.1)
     return {method: str(head) for method, head in made.items()}
 
 

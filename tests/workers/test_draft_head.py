@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megaverl.models.new_heads import make_draft_head
 from megaverl.models.tiny import make_tiny_folder
-from megaverl.sharding.draft_head import HEAD_METHODS
+from tests.draft_heads import make_heads
 from tests.launcher import Launcher
 from tests.workers.ranks import experience
 from tests.workers.test_against_transformers import TEMPERATURE, assert_right
@@ -222,15 +221,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, P
     model = make_tiny_folder(
         root / "model", "Qwen3ForCausalLM", initializer_range=0.15, tie_embeddings=True
     )
-    heads = {
-        method: make_draft_head(root / method, model, method=method)
-        for method in HEAD_METHODS
-    }
-    weights = load_file(heads["mtp"] / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    for weight in weights.values():
-        weight += 0.2 * torch.randn(weight.shape, generator=generator)
-    save_file(weights, heads["mtp"] / "model.safetensors", metadata={"format": "pt"})
+    heads = make_heads(root, model, spread=0.2)
     return model, heads
 
 
