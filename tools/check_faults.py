@@ -13,7 +13,7 @@ has therefore the losses of the run with the tool that works, and the number of 
 Ends with 1 if the unreliable runs learn less: if the mean of their accuracies over the last half of the run is below
 those of all seeds with the tool that works. Ends with 1, too, if the unreliable run leaks: if it has more processes or
 files at its end, or if its memory grows by more than 2 % beyond the growth of the run that works. That one grows as
-well, because vLLM's CPU build keeps a compiled matrix product for up to 128 numbers of rows in each layer.
+well, because vLLM's CPU build keeps compiled products for up to 32 numbers of rows of each matrix (0.32).
 """
 
 from __future__ import annotations
