@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -280,28 +280,35 @@ class BiasedSoftmaxRouter(BiasedRouter):
     megatron-core (0.16 to 0.19) adds a bias to sigmoid scores only. It passes logits to
     `router_replay`, which chooses experts, and weighs these by the softmax of their
     logits. So only the choice is replaced.
+
+    Attributes:
+        replay: object that may take other experts, such as a `ReplayedRouter`. None: none.
     """
+
+    def __init__(self, config: TransformerConfig, **arguments: Any) -> None:
+        super().__init__(config, **arguments)
+        self._choice = BiasedChoice(self)
 
     @property
     def router_replay(self) -> BiasedChoice:
-        """Object that chooses experts by biased scores, or takes those of a `ReplayedRouter`."""
-        return BiasedChoice(self.expert_bias, self._replay)
+        """Object that chooses experts by biased scores, or takes those of `replay`."""
+        return self._choice
 
     @router_replay.setter
     def router_replay(self, replay: Any) -> None:
-        self._replay = replay
+        self.replay = replay
 
 
-class BiasedChoice(NamedTuple):
+class BiasedChoice:
     """Choice of experts by softmax scores plus a bias, with the interface of megatron-core's `RouterReplay`.
 
     Attributes:
-        bias: [experts].
-        replay: object that may take other experts. None: none.
+        layer_number: number of the router's layer, which megatron-core (0.19) sets.
     """
 
-    bias: torch.Tensor
-    replay: Any
+    def __init__(self, router: BiasedSoftmaxRouter) -> None:
+        self._router = router
+        self.layer_number: int | None = None
 
     def get_replay_topk(
         self,
@@ -316,14 +323,16 @@ class BiasedChoice(NamedTuple):
         def choose(
             logits: torch.Tensor, topk: int, **groups: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            biased = torch.softmax(logits.to(_wide(logits)), dim=-1) + self.bias
+            probabilities = torch.softmax(logits.to(_wide(logits)), dim=-1)
+            biased = probabilities + self._router.expert_bias
             _, experts = default_compute_topk(biased, topk, **groups)
             return logits.gather(1, experts), experts
 
         groups = {"num_groups": num_groups, "group_topk": group_topk}
-        if self.replay is None:
+        replay = self._router.replay
+        if replay is None:
             return choose(scores, topk, **groups)
-        chosen: tuple[torch.Tensor, torch.Tensor] = self.replay.get_replay_topk(
+        chosen: tuple[torch.Tensor, torch.Tensor] = replay.get_replay_topk(
             scores, topk, **groups, default_compute_topk=choose
         )
         return chosen
