@@ -99,6 +99,7 @@ DEFAULT_NUM_SEQUENCES = 128
 MAX_CACHE_BYTES = 1 << 30
 BLOCK_TOKENS = 32  # the CPU attention kernel works on multiples of this
 NORM_LANES = 16  # the CPU norm kernels work on multiples of this
+MAX_UNPACKED = 2**17  # elements of a float32 weight up to which it is not packed
 EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 REPACK = "megaverl_repack_experts"
 
@@ -137,12 +138,22 @@ def _look_for_kernels_in_vllm() -> None:
 
 @_adapts("weights beside packed copies")
 def _keep_weights_beside_packed() -> None:
-    """Packing linear weights for oneDNN replaces them by empty tensors, to which nothing can be written."""
+    """Packing linear weights for oneDNN replaces them by empty tensors, to which nothing can be written.
+
+    oneDNN also compiles a product for each shape and number of rows, in 0.5 to 1 ms, and
+    keeps up to 1,024 of them. Small float32 weights are therefore not packed: torch
+    multiplies them as fast and compiles nothing.
+    """
     from vllm.model_executor.layers import utils
 
     @replaces(utils, "dispatch_cpu_unquantized_gemm")
     def pack_and_keep(pack: Any, layer: torch.nn.Module, remove_weight: bool) -> None:
-        pack(layer, remove_weight=False)
+        weight = layer.weight
+        is_matrix = weight.ndim == 2 and weight.dtype == torch.float32
+        if is_matrix and weight.numel() <= MAX_UNPACKED:
+            layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
+        else:
+            pack(layer, remove_weight=False)
 
 
 @_adapts("experts beside packed copies")

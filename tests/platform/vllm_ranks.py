@@ -9,7 +9,11 @@ from typing import Any
 import torch
 
 from megaverl.platform import Platform
-from megaverl.platform.vllm_cpu import ADAPTATIONS, shared_memory_name
+from megaverl.platform.vllm_cpu import (
+    ADAPTATIONS,
+    repack_weights,
+    shared_memory_name,
+)
 
 
 def adapt_cuda_then_cpu() -> list[Any]:
@@ -26,7 +30,8 @@ def apply_twice() -> list[dict[str, Any]]:
     from vllm.v1.sample import sampler
 
     def state() -> dict[str, Any]:
-        layer = torch.nn.Linear(64, 64, bias=False)
+        # Larger than the weights that are not packed.
+        layer = torch.nn.Linear(512, 512, bias=False)
         utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
         wrapped = (
             utils.dispatch_cpu_unquantized_gemm,
@@ -37,7 +42,7 @@ def apply_twice() -> list[dict[str, Any]]:
         with torch.compiler.set_stance("force_eager"):
             drawn = sampler.Sampler.gather_logprobs(log_probs, 0, torch.tensor([0]))
         return {
-            "weight_kept": layer.weight.numel() == 64 * 64,
+            "weight_kept": layer.weight.numel() == 512 * 512,
             "wrapped": [times_wrapped(f) for f in wrapped],
             "own_norm": "forward_cpu" in vars(RMSNorm),
             "opaque": CpuPlatform.opaque_attention_op(),
@@ -70,6 +75,41 @@ def kernels_replaced_again() -> list[str]:
         for name, (original, _) in dispatcher._registry.items()
         if isinstance(original, dispatcher.KernelOverride)
     ]
+
+
+def products_after_a_write() -> dict[str, Any]:
+    """By case: error of a product after its weight was written in place and packed again, and what oneDNN compiled."""
+    Platform(is_cuda=False).adapt_vllm()
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    compiled: list[tuple[int, ...]] = []
+    multiply = _custom_ops.onednn_mm
+
+    def noted(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        compiled.append(tuple(x.shape))
+        return multiply(handler, x, bias)
+
+    _custom_ops.onednn_mm = noted
+    found = {}
+    try:
+        for width, dtype in itertools.product(
+            (64, 512), (torch.float32, torch.bfloat16)
+        ):
+            compiled.clear()
+            layer = torch.nn.Linear(width, width, bias=False).to(dtype)
+            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+            with torch.no_grad():
+                layer.weight.copy_(torch.randn(width, width))
+            repack_weights(layer)
+            x = torch.randn(3, width).to(dtype)
+            product = utils.cpu_unquantized_gemm(layer, x, layer.weight)
+            exact = x.double() @ layer.weight.double().T
+            error = float((product - exact).abs().max() / exact.abs().max())
+            found[f"{width} {dtype}"] = [error, len(compiled)]
+    finally:
+        _custom_ops.onednn_mm = multiply
+    return found
 
 
 def norm_errors() -> dict[str, float]:
