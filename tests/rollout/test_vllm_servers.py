@@ -44,10 +44,11 @@ TEMPLATE = (
 # What is told of a run besides: its rewards, in order, let things happen to the
 # servers.
 REWARD = """
-import os, signal
+import os
 from pathlib import Path
 
 from megaverl.cli.main import main
+from megaverl.rollout.serving import end_group
 
 FOLDER, RUN, FIRST, SECOND = {names!r}
 calls = 0
@@ -58,7 +59,8 @@ def letters(prompt, response, reference, extra):
     if os.environ["RANK"] == "0" and calls == {joins}:
         assert main(["rollout-pool", "add", RUN, "http://127.0.0.1:" + SECOND]) == 0
     if os.environ["RANK"] == "0" and calls == {dies}:
-        os.killpg(int(Path(FOLDER, FIRST + ".pid").read_text()), signal.SIGKILL)
+        # Kills all but multiprocessing's tracker, which removes their shared memory.
+        end_group(int(Path(FOLDER, FIRST + ".pid").read_text()))
     return sum(ord(letter) % 7 for letter in response) / 40
 """
 
