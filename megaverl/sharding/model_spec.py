@@ -52,6 +52,8 @@ NO_TABLE = {
     "Engine, both for GPUs alone, and reads packed rows from 0.19 on",
     "Llama4ForCausalLM": "megatron-core (0.16 to 0.19) has no attention within chunks, nor its queries' growing "
     "temperature",
+    "DeepseekV32ForCausalLM": "megatron-core's sparse attention (0.16 to 0.19) needs fast-hadamard-transform, which is "
+    "for GPUs alone, and reads packed rows from 0.19 on",
     "FalconH1ForCausalLM": _MAMBA,
     "NemotronHForCausalLM": _MAMBA,
 }
@@ -384,8 +386,8 @@ class ModelSpec:
                 reason = NO_TOWER
             remark = "" if reason is None else f" by Megatron: {reason}"
             raise ModelError(
-                f"{source}: architecture {architecture!r} is not supported{remark}. Supported: "
-                f"{', '.join((*ARCHITECTURES, *IMAGE_ARCHITECTURES))}. {_under_fsdp(config)}"
+                f"{source}: architecture {architecture!r} is not supported{remark}. `megaverl models` lists those that "
+                f"are. {_under_fsdp(config)}"
             )
         written_type = config.get("model_type")
         model_type = (MODEL_TYPES | IMAGE_MODEL_TYPES)[architecture]

@@ -207,7 +207,7 @@ def test_the_installed_transformers_is_read_back() -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "'GPT2LMHeadModel' is not supported. Supported: LlamaForCausalLM",
+            "'GPT2LMHeadModel' is not supported. `megaverl models` lists those that are",
         ),
         (
             {"architectures": ["Llama4ForCausalLM"]},
