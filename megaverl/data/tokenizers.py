@@ -562,6 +562,11 @@ def _tokenizer_folder(source: str, trust_remote_code: bool) -> Path:
 
 def _not_loaded(source: str, error: BaseException) -> DataError:
     reason = describe(error).strip().split("\n")[0]
+    if "trust_remote_code" in describe(error):
+        return DataError(
+            f"{source}: the tokenizer is Python code that comes with the model. If you trust it, set "
+            "model.trust_remote_code=true. Or name a folder with a tokenizer.json by model.tokenizer."
+        )
     return DataError(
         f"{source}: no tokenizer could be loaded from it ({reason}). A folder needs tokenizer.json and "
         "tokenizer_config.json; copy them from the model's source, or name another tokenizer with model.tokenizer."

@@ -53,9 +53,13 @@ MODEL_TYPES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "InternLM3ForCausalLM": "internlm3",
 }
+# transformers (5.19) has no class of these architectures. `own_configs.py` has classes
+# that read their config.json.
+NOT_IN_TRANSFORMERS = ("InternLM3ForCausalLM",)
 
-# Likewise for supported models that take images: a decoder, whose fields are in
+# Like MODEL_TYPES, for supported models that take images: a decoder, whose fields are in
 # `text_config`, and transformers' vision tower.
 IMAGE_MODEL_TYPES = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
@@ -347,6 +351,8 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     },
+    # vLLM (0.32, `llama.py`) has no biases in the MLP, which this key asks for.
+    "InternLM3ForCausalLM": {"bias": (False, None), "qkv_bias": (False, True, None)},
     # transformers' class ignores these keys of Tencent's own class.
     "HunYuanDenseV1ForCausalLM": {
         "use_qk_norm": (True,),
@@ -374,8 +380,8 @@ SOFTCAPS = {
     "Gemma2ForCausalLM": ("attn_logit_softcapping", "final_logit_softcapping"),
 }
 # Biases of the attention projections: optional in GLM-4, GLM-4.5 and Seed-OSS
-# (`attention_bias`) and in Qwen2-MoE (`qkv_bias`), always there in Qwen2 and gpt-oss,
-# nowhere else.
+# (`attention_bias`) and in Qwen2-MoE and InternLM 3 (`qkv_bias`), always there in Qwen2
+# and gpt-oss, nowhere else.
 WITH_OPTIONAL_BIAS = ("Glm4ForCausalLM", "Glm4MoeForCausalLM", "SeedOssForCausalLM")
 WITH_ATTENTION_BIAS = (
     "Qwen2ForCausalLM",
@@ -396,11 +402,14 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", *LLAMA3_ROPE),
     "yarn": ("factor", "original_max_position_embeddings"),
-    "dynamic": ("alpha",),
 }
-# Architectures in which the scaling "dynamic" multiplies the rotary base by a power of
-# `alpha`, for all lengths up to `max_position_embeddings`.
-WITH_ALPHA = ("HunYuanDenseV1ForCausalLM",)
+# Architectures with the scaling "dynamic" -> the number that it needs. It multiplies the
+# rotary base by a power of `alpha` for all lengths up to `max_position_embeddings`.
+# With `factor` it changes the base only for longer samples, which a run refuses.
+DYNAMIC_NUMBERS = {
+    "HunYuanDenseV1ForCausalLM": "alpha",
+    "InternLM3ForCausalLM": "factor",
+}
 OPTIONAL_ROPE_NUMBERS = ("beta_fast", "beta_slow", "attention_factor")
 
 
@@ -691,15 +700,10 @@ def _rope(described: Described) -> Iterator[str]:
     rope = described.rope
     kind = described.rope.get("rope_type")
     is_latent = described.architecture in WITH_LATENT_ATTENTION
-    supported = (
-        ("default", "yarn")
-        if is_latent
-        else tuple(
-            name
-            for name in ROPE_NUMBERS
-            if name != "dynamic" or described.architecture in WITH_ALPHA
-        )
-    )
+    dynamic = DYNAMIC_NUMBERS.get(described.architecture)
+    supported = ("default", "yarn") if is_latent else tuple(ROPE_NUMBERS)
+    if dynamic is not None:
+        supported = (*supported, "dynamic")
     if described.architecture in IMAGE_MODEL_TYPES:
         # Three-dimensional positions were compared with transformers without scaling only.
         supported = ("default",)
@@ -713,11 +717,8 @@ def _rope(described: Described) -> Iterator[str]:
             f"{described.architecture}. {OTHER_MODEL}"
         )
         return
-    wrong = [
-        key
-        for key in ("rope_theta", *ROPE_NUMBERS[kind])
-        if not _is_positive(rope.get(key))
-    ]
+    numbers = (dynamic,) if kind == "dynamic" else ROPE_NUMBERS[kind]
+    wrong = [key for key in ("rope_theta", *numbers) if not _is_positive(rope.get(key))]
     if kind == "yarn":
         wrong += [
             key
@@ -739,6 +740,8 @@ def _rope(described: Described) -> Iterator[str]:
         yield f"rope_type is llama3 in {rope}; only {LLAMA3_ROPE} are computed (megatron-core). {OTHER_MODEL}"
     elif not wrong and kind == "yarn":
         yield from _yarn(described, fraction)
+    elif dynamic == "factor" and "alpha" in rope:
+        yield f"{rope} has a factor and an alpha; vLLM (0.32) reads alpha alone. {AGAIN}"
     elif kind == "dynamic" and (described.values["head_dim"] or 4) <= 2:
         yield f"{described.says('head_dim')}; alpha in {rope} needs heads of more than 2 dimensions. {AGAIN}"
 

@@ -23,6 +23,7 @@ from megaverl.sharding.model_config import (
     MAYBE_NORMALIZED,
     MODEL_TYPES,
     NORM_EPS,
+    NOT_IN_TRANSFORMERS,
     OTHER_ACTIVATION,
     PARTLY_ROTARY,
     ROTARY_BY_LAYER,
@@ -676,6 +677,7 @@ def _scales(described: Described) -> dict[str, float]:
 # Architectures whose key of biases on queries, keys and values is not `attention_bias`.
 QKV_BIAS_KEYS = {
     "Qwen2MoeForCausalLM": "qkv_bias",
+    "InternLM3ForCausalLM": "qkv_bias",
     "Starcoder2ForCausalLM": "use_bias",
 }
 
@@ -705,10 +707,10 @@ def _layers_without_rope(described: Described) -> tuple[bool, ...]:
 
 
 def _rotary_base(described: Described) -> float:
-    """Return the base of the rotary embedding, multiplied by alpha^(d / (d - 2)) for scaling "dynamic"."""
+    """Return the base of the rotary embedding, multiplied by alpha^(d / (d - 2)) for scaling "dynamic" with alpha."""
     rope = described.rope
     base = float(rope["rope_theta"])
-    if rope["rope_type"] != "dynamic":
+    if rope["rope_type"] != "dynamic" or "alpha" not in rope:
         return base
     head_dim = described.values["head_dim"]
     factor: float = rope["alpha"] ** (head_dim / (head_dim - 2))
@@ -844,6 +846,17 @@ def why_not_in_vllm(spec: ModelSpec) -> str:
             f"{spec.sliding_window} tokens in {sum(spec.windowed_layers)} of its {spec.num_layers} layers"
         )
     return ""
+
+
+def why_not_in_transformers(architecture: str) -> str:
+    """Return why transformers cannot build a model without the code in its folder, or "" if it can."""
+    if architecture not in NOT_IN_TRANSFORMERS:
+        return ""
+    return (
+        f"transformers (5.19) has no class of {architecture}, so that actor.engine=fsdp and rollout.engine=hf cannot "
+        "build it. Use actor.engine=megatron and rollout.engine=vllm. If you trust the Python files that come with the "
+        "model, model.trust_remote_code=true tries them instead."
+    )
 
 
 def shares_kv_heads(spec: ModelSpec, tp: int) -> bool:

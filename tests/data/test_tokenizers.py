@@ -233,6 +233,15 @@ def test_a_protobuf_that_is_too_old_is_named(
         load_tokenizer(tmp_path / "any.model")
 
 
+def test_a_tokenizer_that_is_code_is_not_run(tmp_path: Path) -> None:
+    """As InternLM 3 comes."""
+    code = {"AutoTokenizer": ["absent.InternLM3Tokenizer", None]}
+    config = {"tokenizer_class": "InternLM3Tokenizer", "auto_map": code}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="is Python code .* model.trust_remote_code"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_folder_with_a_torn_tokenizer_is_named(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:

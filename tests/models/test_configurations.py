@@ -211,6 +211,16 @@ MORE: dict[str, list[dict[str, Any]]] = {
         },
         {"rope_parameters": None, "num_key_value_heads": None},
     ],
+    "InternLM3ForCausalLM": [
+        {"qkv_bias": False},
+        {"num_key_value_heads": None, "head_dim": None},
+        # As the published folders write it.
+        {
+            "rope_parameters": None,
+            "rope_theta": 5e7,
+            "rope_scaling": {"rope_type": "dynamic", "factor": 6.0},
+        },
+    ],
     "DeepseekV2ForCausalLM": [
         {"q_lora_rank": None},
         {"num_experts_per_tok": 1},

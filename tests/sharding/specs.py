@@ -123,6 +123,7 @@ WITH_QKV_BIAS = (
     "SeedOssForCausalLM",
     "Qwen2MoeForCausalLM",
     "Starcoder2ForCausalLM",
+    "InternLM3ForCausalLM",
 )
 AFTER: dict[str, Any] = {"norms_before": False, "norms_after": True, "qk_norm": True}
 SPANS: dict[str, Any] = {"qk_norm": True, "qk_norm_spans_heads": True}

@@ -20,6 +20,7 @@ from megaverl.sharding.model_spec import (
     why_images_not_cut,
     why_not_in_vllm,
 )
+from tests.references import model_class_of
 from tests.sharding.specs import LATENT
 
 ROOT = Path(__file__).parents[2]
@@ -169,8 +170,6 @@ def test_rotary_settings_of_either_transformers(
 
 
 def test_the_installed_transformers_is_read_back() -> None:
-    import transformers
-
     for architecture in ARCHITECTURES:
         by_layer = architecture == "Gemma3ForCausalLM"
         rope = {"rope_type": "default", "rope_theta": 1e6}
@@ -180,7 +179,7 @@ def test_the_installed_transformers_is_read_back() -> None:
         needed: dict[str, Any] = {"head_dim": 8}
         if architecture in LATENT:
             needed = {"num_experts_per_tok": 8, "first_k_dense_replace": 1}
-        config = getattr(transformers, architecture).config_class(
+        config = model_class_of(architecture).config_class(
             **{
                 key: value
                 for key, value in CONFIG.items()
@@ -421,6 +420,7 @@ ERNIE_MOE = {
     "moe_layer_start_index": 1,
 }
 HUNYUAN = {"architectures": ["HunYuanDenseV1ForCausalLM"], "head_dim": 16}
+INTERNLM3 = {"architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3"}
 ALPHA = {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}
 GRANITE, ARCEE, NEMOTRON, STARCODER2, EXAONE4, GEMMA2, GEMMA3, COHERE2, OLMOE = (
     {"architectures": [f"{name}ForCausalLM"]}
@@ -527,6 +527,22 @@ def test_ernie_with_experts() -> None:
         shared_ffn_hidden_size=24,
         router_bias=True,
     )
+
+
+def test_internlm_3_as_its_folders_write_it() -> None:
+    """As internlm/internlm3-8b-instruct's: frequencies change only behind the longest sample of a run."""
+    found = spec(
+        **INTERNLM3,
+        bias=False,
+        qkv_bias=False,
+        head_dim=16,
+        rope_theta=5e7,
+        rope_scaling={"factor": 6.0, "rope_type": "dynamic"},
+        auto_map={"AutoConfig": "configuration_internlm3.InternLM3Config"},
+    )
+    assert (found.rope_theta, found.rope_scaling, found.head_dim) == (5e7, None, 16)
+    assert not found.qkv_bias and spec(**INTERNLM3, qkv_bias=True).qkv_bias
+    assert spec(**INTERNLM3, num_key_value_heads=None).num_kv_heads == found.num_heads
 
 
 def test_hunyuan_as_its_folders_write_it() -> None:
@@ -941,6 +957,19 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
         (HUNYUAN | {"head_dim": None}, "transformers needs it for HunYuanDenseV1"),
         (HUNYUAN | {"use_qk_norm": False}, "use_qk_norm is False; only True"),
         (HUNYUAN | {"use_cla": True}, "use_cla is True; only False"),
+        (INTERNLM3 | {"bias": True}, "bias is True; only False is computed"),
+        (
+            INTERNLM3 | {"attention_bias": True},
+            "attention_bias is True; only False is computed",
+        ),
+        (
+            INTERNLM3 | {"rope_scaling": {"rope_type": "dynamic", "factor": 0}},
+            "factor is 0 in the rotary embedding's",
+        ),
+        (
+            INTERNLM3 | {"rope_scaling": ALPHA},
+            "has a factor and an alpha; vLLM (0.32) reads alpha alone",
+        ),
         ({"rope_scaling": ALPHA}, "rope_type is 'dynamic'"),
         (ARCEE | {"hidden_act": "silu"}, "hidden_act is 'silu'; only relu2"),
         (

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from megaverl.data.batch import RolloutBatch
 from megaverl.models.tiny import make_tiny_folder
 from tests.launcher import Launcher
+from tests.references import load_reference
 from tests.sharding.specs import TRANSFORMERS_ATTENTION
 from tests.workers.ranks import experience
 from tests.workers.test_parallel_invariance import updated
@@ -152,9 +153,7 @@ def by_transformers(
     folder: Path, loss_of: Loss, **samples: Any
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """(metrics, weights) after the updates on such samples (`experience`)."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, experts_implementation="eager"
-    )
+    model = load_reference(folder, dtype=torch.float64, experts_implementation="eager")
     if attention := TRANSFORMERS_ATTENTION.get(type(model).__name__):
         model.set_attn_implementation(attention)
     if loss_of is value_error:
@@ -270,6 +269,7 @@ SPECIAL: dict[str, list[dict[str, int]]] = {
     "Cohere2ForCausalLM": [{"tp": 2}, {"pp": 2}],
     "HunYuanDenseV1ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Ernie4_5_MoeForCausalLM": [{"tp": 2}, {"dp": 2, "ep": 2}],
+    "InternLM3ForCausalLM": [{"tp": 2}],
 }
 
 

@@ -53,6 +53,8 @@ MORE = {
     "GraniteMoeForCausalLM": {"attention_multiplier": 0.2},
     "Exaone4ForCausalLM": {"sliding_window": 6},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 16},
+    # Code that neither the trainer nor the engine may look for.
+    "InternLM3ForCausalLM": {"auto_map": {"AutoConfig": "absent.InternLM3Config"}},
 } | dict.fromkeys(("DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"), LATENT)
 DENSE = (
     "LlamaForCausalLM",
@@ -77,6 +79,7 @@ DENSE = (
     "Gemma3ForCausalLM",
     "Cohere2ForCausalLM",
     "HunYuanDenseV1ForCausalLM",
+    "InternLM3ForCausalLM",
 )
 WITH_EXPERTS = (
     "MixtralForCausalLM",

@@ -62,6 +62,7 @@ from megaverl.models.hub import find_model
 from megaverl.models.options import padded_vocab_size
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import whole_layout
+from megaverl.sharding.model_spec import why_not_in_transformers
 from megaverl.sharding.plan import MAX_NAMED
 from megaverl.weights.export import SHARD_BYTES
 from megaverl.weights.load import BESIDE_KEY, clear_padding, fill
@@ -398,6 +399,11 @@ def convert(request: ConversionRequest) -> None:
         source = open_source(
             request.source, role=request.role, model_folder=request.model_folder
         )
+        reason = why_not_in_transformers(source.spec.architecture)
+        if reason and request.logits and "hugging_face" in (source.kind, request.to):
+            raise ConfigError(
+                f"--logits: {reason.partition(',')[0]}. Leave --logits out; --verify compares every byte."
+            )
         if request.tokenizer is not None:
             check_tokenizer(request.tokenizer, source.spec, source.model_folder)
         target = _target(source, request)

@@ -112,6 +112,7 @@ LAYERS = {
     "HunYuanDenseV1ForCausalLM": Layers(
         dense=ATTENTION + llama.head_norms("query_layernorm", "key_layernorm") + MLP
     ),
+    "InternLM3ForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + MLP),
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "Glm4MoeLiteForCausalLM": DEEPSEEK_V3,
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
@@ -126,6 +127,7 @@ WITH_QKV_BIAS = (
     "SeedOssForCausalLM",
     "Qwen2MoeForCausalLM",
     "Starcoder2ForCausalLM",
+    "InternLM3ForCausalLM",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
 )
