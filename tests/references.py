@@ -28,7 +28,16 @@ class InternLM3Reference(transformers.LlamaForCausalLM):
         self.post_init()
 
 
-REFERENCES: dict[str, Any] = {"InternLM3ForCausalLM": InternLM3Reference}
+class MiMoReference(transformers.Qwen2ForCausalLM):
+    """Qwen2."""
+
+    config_class = OWN_CONFIGS["MiMoForCausalLM"]
+
+
+REFERENCES: dict[str, Any] = {
+    "InternLM3ForCausalLM": InternLM3Reference,
+    "MiMoForCausalLM": MiMoReference,
+}
 
 
 def model_class_of(architecture: str) -> Any:

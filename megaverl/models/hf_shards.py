@@ -25,6 +25,7 @@ from megaverl.sharding.boxes import Box, cut, whole
 from megaverl.sharding.layout import Layout, join_layouts, shard_box, whole_layout
 from megaverl.sharding.model_spec import ModelSpec, why_not_in_transformers
 from megaverl.sharding.tracing import weights_of_module
+from megaverl.sharding.transformers_config import is_model_type
 from megaverl.sharding.weight import Split, Weight
 from megaverl.user_code import describe, user_code
 
@@ -72,8 +73,12 @@ def check_in_transformers(folder: str | Path, *, trust_remote_code: bool) -> Non
     file = path / "config.json" if path.is_dir() else path
     if trust_remote_code or not file.is_file():
         return
-    architecture = (read_json_file(file).get("architectures") or [""])[0]
-    if reason := why_not_in_transformers(architecture):
+    config = read_json_file(file)
+    # A head for multi-token prediction is a MiMoForCausalLM to vLLM, and a Llama to
+    # transformers.
+    if is_model_type(config.get("model_type")):
+        return
+    if reason := why_not_in_transformers((config.get("architectures") or [""])[0]):
         raise ModelError(f"{folder}: {reason}")
 
 

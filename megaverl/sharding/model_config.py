@@ -54,10 +54,11 @@ MODEL_TYPES = {
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "InternLM3ForCausalLM": "internlm3",
+    "MiMoForCausalLM": "mimo",
 }
 # transformers (5.19) has no class of these architectures. `own_configs.py` has classes
 # that read their config.json.
-NOT_IN_TRANSFORMERS = ("InternLM3ForCausalLM",)
+NOT_IN_TRANSFORMERS = ("InternLM3ForCausalLM", "MiMoForCausalLM")
 
 # Like MODEL_TYPES, for supported models that take images: a decoder, whose fields are in
 # `text_config`, and transformers' vision tower.
@@ -209,6 +210,7 @@ WINDOWED_EVERYWHERE = (
 )
 WINDOWED_BY_LAYER = (
     "Qwen2ForCausalLM",
+    "MiMoForCausalLM",
     "Qwen3ForCausalLM",
     "MinistralForCausalLM",
     "CwmForCausalLM",
@@ -218,7 +220,11 @@ WINDOWED_BY_LAYER = (
     "Gemma3ForCausalLM",
 )
 # vLLM's models of these architectures (0.32) ignore `head_dim`.
-HEADS_FILL_HIDDEN = ("OlmoeForCausalLM", "GraniteMoeForCausalLM")
+HEADS_FILL_HIDDEN = (
+    "OlmoeForCausalLM",
+    "GraniteMoeForCausalLM",
+    "MiMoForCausalLM",
+)
 # transformers cannot build these architectures with a `head_dim` of null.
 NEEDS_HEAD_DIM = ("MinistralForCausalLM", "HunYuanDenseV1ForCausalLM")
 # transformers cannot compute these architectures without a window, or vLLM cannot.
@@ -353,6 +359,7 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     # vLLM (0.32, `llama.py`) has no biases in the MLP, which this key asks for.
     "InternLM3ForCausalLM": {"bias": (False, None), "qkv_bias": (False, True, None)},
+    "MiMoForCausalLM": {"use_mrope": (False, None)},
     # transformers' class ignores these keys of Tencent's own class.
     "HunYuanDenseV1ForCausalLM": {
         "use_qk_norm": (True,),
@@ -380,11 +387,12 @@ SOFTCAPS = {
     "Gemma2ForCausalLM": ("attn_logit_softcapping", "final_logit_softcapping"),
 }
 # Biases of the attention projections: optional in GLM-4, GLM-4.5 and Seed-OSS
-# (`attention_bias`) and in Qwen2-MoE and InternLM 3 (`qkv_bias`), always there in Qwen2
-# and gpt-oss, nowhere else.
+# (`attention_bias`) and in Qwen2-MoE and InternLM 3 (`qkv_bias`), always there in Qwen2,
+# MiMo and gpt-oss, nowhere else.
 WITH_OPTIONAL_BIAS = ("Glm4ForCausalLM", "Glm4MoeForCausalLM", "SeedOssForCausalLM")
 WITH_ATTENTION_BIAS = (
     "Qwen2ForCausalLM",
+    "MiMoForCausalLM",
     "GptOssForCausalLM",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",

@@ -145,7 +145,11 @@ WITHOUT_GATE = ("ArceeForCausalLM", "NemotronForCausalLM", "Starcoder2ForCausalL
 WITH_PARALLEL_LAYERS = ("Cohere2ForCausalLM",)
 # vLLM's own models (0.32, `qwen2.py` and `qwen3.py`) have a window in all layers or in
 # none.
-NO_WINDOW_BY_LAYER_IN_VLLM = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+NO_WINDOW_BY_LAYER_IN_VLLM = (
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MiMoForCausalLM",
+)
 # vLLM's windows (0.32) are one token longer than transformers'.
 LONGER_WINDOW_IN_VLLM = ("Cohere2ForCausalLM",)
 TEXT_PARTS = ("text_config", "llm_config", "language_config")

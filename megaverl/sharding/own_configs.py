@@ -12,6 +12,7 @@ from __future__ import annotations
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 
 
 @strict
@@ -26,9 +27,19 @@ class InternLM3Config(LlamaConfig):  # type: ignore[misc]  # transformers export
     bias: bool = False
 
 
+@strict
+class MiMoConfig(Qwen2Config):  # type: ignore[misc]  # as above
+    """Configuration of MiMo: Qwen2, whose folders also hold layers for multi-token prediction."""
+
+    model_type = "mimo"
+
+    num_nextn_predict_layers: int = 0
+
+
 # Architecture -> class that reads its config.json.
 OWN_CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "InternLM3ForCausalLM": InternLM3Config,
+    "MiMoForCausalLM": MiMoConfig,
 }
 
 

@@ -37,6 +37,7 @@ NEEDED = {
     "Ernie4_5_MoeForCausalLM": {*HEADS, "moe_k"},
     "NemotronForCausalLM": HEADS,
     "OlmoeForCausalLM": HEADS,
+    "MiMoForCausalLM": HEADS,
     "GraniteMoeForCausalLM": HEADS,
     # torch multiplies by no matrix of the default's odd width on a CPU.
     "DeepseekV2ForCausalLM": {*CHOICE, "moe_intermediate_size"},
@@ -211,6 +212,12 @@ MORE: dict[str, list[dict[str, Any]]] = {
         },
         {"rope_parameters": None, "num_key_value_heads": None},
     ],
+    "MiMoForCausalLM": [
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0},
+        {"attention_bias": True, "head_dim": 8, "use_mrope": False},  # as published
+        {"num_nextn_predict_layers": 1},
+    ],
     "InternLM3ForCausalLM": [
         {"qkv_bias": False},
         {"num_key_value_heads": None, "head_dim": None},
@@ -293,8 +300,9 @@ def is_refused(architecture: str, change: dict[str, Any]) -> bool:
         return "yarn" in rope.values() or bool(unread & change.keys())
     if architecture == "Gemma3ForCausalLM":  # has a dictionary for each type of layers
         return "yarn" in rope.values() or "rope_parameters" in change
-    if architecture == "GraniteMoeForCausalLM":  # vLLM does not read it
-        return "head_dim" in change
+    # vLLM does not read it.
+    if architecture in ("GraniteMoeForCausalLM", "MiMoForCausalLM"):
+        return change == {"head_dim": 16}
     if architecture in ("OlmoeForCausalLM", "DeepseekV2ForCausalLM"):
         refused = {"norm_topk_prob", "head_dim"}
         if architecture == "OlmoeForCausalLM":  # vLLM does not read it

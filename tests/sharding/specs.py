@@ -124,6 +124,7 @@ WITH_QKV_BIAS = (
     "Qwen2MoeForCausalLM",
     "Starcoder2ForCausalLM",
     "InternLM3ForCausalLM",
+    "MiMoForCausalLM",
 )
 AFTER: dict[str, Any] = {"norms_before": False, "norms_after": True, "qk_norm": True}
 SPANS: dict[str, Any] = {"qk_norm": True, "qk_norm_spans_heads": True}

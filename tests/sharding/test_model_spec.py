@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -421,6 +422,7 @@ ERNIE_MOE = {
 }
 HUNYUAN = {"architectures": ["HunYuanDenseV1ForCausalLM"], "head_dim": 16}
 INTERNLM3 = {"architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3"}
+MIMO = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
 ALPHA = {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}
 GRANITE, ARCEE, NEMOTRON, STARCODER2, EXAONE4, GEMMA2, GEMMA3, COHERE2, OLMOE = (
     {"architectures": [f"{name}ForCausalLM"]}
@@ -543,6 +545,17 @@ def test_internlm_3_as_its_folders_write_it() -> None:
     assert (found.rope_theta, found.rope_scaling, found.head_dim) == (5e7, None, 16)
     assert not found.qkv_bias and spec(**INTERNLM3, qkv_bias=True).qkv_bias
     assert spec(**INTERNLM3, num_key_value_heads=None).num_kv_heads == found.num_heads
+
+
+def test_mimo_as_its_folders_write_it() -> None:
+    """As XiaomiMiMo/MiMo-7B-RL's, whose layers for multi-token prediction a policy does not use."""
+    more = {"use_mrope": False, "attention_bias": True, "use_sliding_window": False}
+    more |= {"num_nextn_predict_layers": 1, "max_window_layers": 36}
+    found = spec(**MIMO, **more, rope_theta=640000)
+    qwen2 = spec(architectures=["Qwen2ForCausalLM"], rope_theta=640000)
+    assert found == replace(qwen2, architecture="MiMoForCausalLM") and found.qkv_bias
+    window = {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1}
+    assert "no sliding window in some layers" in why_not_in_vllm(spec(**MIMO, **window))
 
 
 def test_hunyuan_as_its_folders_write_it() -> None:
@@ -957,6 +970,8 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
         (HUNYUAN | {"head_dim": None}, "transformers needs it for HunYuanDenseV1"),
         (HUNYUAN | {"use_qk_norm": False}, "use_qk_norm is False; only True"),
         (HUNYUAN | {"use_cla": True}, "use_cla is True; only False"),
+        (MIMO | {"use_mrope": True}, "use_mrope is True; only False is computed"),
+        (MIMO | {"head_dim": 4}, "head_dim is 4; only 8=hidden_size"),
         (INTERNLM3 | {"bias": True}, "bias is True; only False is computed"),
         (
             INTERNLM3 | {"attention_bias": True},

@@ -55,6 +55,7 @@ MORE = {
     "MiniMaxM2ForCausalLM": {"rotary_dim": 16},
     # Code that neither the trainer nor the engine may look for.
     "InternLM3ForCausalLM": {"auto_map": {"AutoConfig": "absent.InternLM3Config"}},
+    "MiMoForCausalLM": {"auto_map": {"AutoConfig": "absent.MiMoConfig"}},
 } | dict.fromkeys(("DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"), LATENT)
 DENSE = (
     "LlamaForCausalLM",
@@ -80,6 +81,7 @@ DENSE = (
     "Cohere2ForCausalLM",
     "HunYuanDenseV1ForCausalLM",
     "InternLM3ForCausalLM",
+    "MiMoForCausalLM",
 )
 WITH_EXPERTS = (
     "MixtralForCausalLM",

@@ -113,6 +113,7 @@ LAYERS = {
         dense=ATTENTION + llama.head_norms("query_layernorm", "key_layernorm") + MLP
     ),
     "InternLM3ForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + MLP),
+    "MiMoForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + MLP),
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "Glm4MoeLiteForCausalLM": DEEPSEEK_V3,
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
@@ -128,6 +129,7 @@ WITH_QKV_BIAS = (
     "Qwen2MoeForCausalLM",
     "Starcoder2ForCausalLM",
     "InternLM3ForCausalLM",
+    "MiMoForCausalLM",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
 )
