@@ -102,6 +102,19 @@ TINY_MORE: dict[str, dict[str, Any]] = {
     # from the file.
     "MiniMaxM2ForCausalLM": EXPERTS
     | {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 4},
+    "BailingMoeV2ForCausalLM": {
+        "first_k_dense_replace": 1,
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+        "partial_rotary_factor": 0.5,
+        "pad_token_id": None,
+        "eos_token_id": None,
+    },
     "GraniteForCausalLM": MULTIPLIERS,
     "GraniteMoeForCausalLM": EXPERTS | MULTIPLIERS,
     "Starcoder2ForCausalLM": {"norm_epsilon": 1e-5},

@@ -55,10 +55,15 @@ MODEL_TYPES = {
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "InternLM3ForCausalLM": "internlm3",
     "MiMoForCausalLM": "mimo",
+    "BailingMoeV2ForCausalLM": "bailing_moe",
 }
 # transformers (5.19) has no class of these architectures. `own_configs.py` has classes
 # that read their config.json.
-NOT_IN_TRANSFORMERS = ("InternLM3ForCausalLM", "MiMoForCausalLM")
+NOT_IN_TRANSFORMERS = (
+    "InternLM3ForCausalLM",
+    "MiMoForCausalLM",
+    "BailingMoeV2ForCausalLM",
+)
 
 # Like MODEL_TYPES, for supported models that take images: a decoder, whose fields are in
 # `text_config`, and transformers' vision tower.
@@ -90,6 +95,7 @@ LARGEST = {
     "moe_num_experts": 100_000,
     "n_routed_experts": 100_000,
     "n_shared_experts": 1_000,
+    "num_shared_experts": 1_000,
 }
 
 
@@ -103,8 +109,9 @@ class ExpertKeys(NamedTuple):
         by_sigmoid: the router uses sigmoid scores and a bias.
         by_biased_softmax: the router uses softmax scores and a bias.
         has_groups: experts are in `n_group` groups.
-        has_shared: `n_shared_experts` shared experts stand beside the routed ones, the first layers are dense, and
+        has_shared: shared experts stand beside the routed ones, the first layers are dense, and
             `routed_scaling_factor` scales the routed experts' output.
+        shared_number: key of their number.
         has_aux_loss: transformers computes a load-balancing loss.
         shared_width: key of the inner width of a shared expert whose output a sigmoid gate scales. "": none.
         num_shared: key of the number of shared experts, which may be 0 and have no scaling, in models whose first
@@ -118,6 +125,7 @@ class ExpertKeys(NamedTuple):
     by_biased_softmax: bool = False
     has_groups: bool = False
     has_shared: bool = False
+    shared_number: str = "n_shared_experts"
     has_aux_loss: bool = True
     shared_width: str = ""
     num_shared: str = ""
@@ -148,6 +156,9 @@ EXPERT_KEYS = {
     "Qwen2MoeForCausalLM": ExpertKeys(
         "num_experts", shared_width="shared_expert_intermediate_size"
     ),
+    "BailingMoeV2ForCausalLM": DEEPSEEK_KEYS._replace(
+        number="num_experts", shared_number="num_shared_experts"
+    ),
     "Ernie4_5_MoeForCausalLM": ExpertKeys(
         "moe_num_experts",
         per_token="moe_k",
@@ -165,6 +176,7 @@ MAYBE_NORMALIZED = (
     "Glm4MoeLiteForCausalLM",
     "OlmoeForCausalLM",
     "DeepseekV2ForCausalLM",
+    "BailingMoeV2ForCausalLM",
 )
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 GROUP_NUMBERS = ("n_group", "topk_group")
@@ -176,6 +188,7 @@ PARTLY_ROTARY = (
     "Phi3ForCausalLM",
     "NemotronForCausalLM",
     "MiniMaxM2ForCausalLM",
+    "BailingMoeV2ForCausalLM",
 )
 # `no_rope_layers` has a 0 for layers without rotary embeddings in these architectures.
 SOMETIMES_ROTARY = ("SmolLM3ForCausalLM",)
@@ -360,6 +373,18 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
     # vLLM (0.32, `llama.py`) has no biases in the MLP, which this key asks for.
     "InternLM3ForCausalLM": {"bias": (False, None), "qkv_bias": (False, True, None)},
     "MiMoForCausalLM": {"use_mrope": (False, None)},
+    # vLLM (0.32, `bailing_moe.py`) reads `use_rmsnorm` and `norm_head`, the model's own
+    # code does not.
+    "BailingMoeV2ForCausalLM": {
+        "use_bias": (False,),
+        "use_qkv_bias": (False,),
+        "use_rmsnorm": (True,),
+        "norm_head": (False, None),
+        "embedding_dropout": (0.0,),
+        "output_dropout": (0.0,),
+        "score_function": ("sigmoid",),
+        "moe_router_enable_expert_bias": (True,),
+    },
     # transformers' class ignores these keys of Tencent's own class.
     "HunYuanDenseV1ForCausalLM": {
         "use_qk_norm": (True,),
@@ -480,7 +505,7 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
             experts.width,
         ]
         numbers += GROUP_NUMBERS if experts.has_groups else ()
-        numbers += ["n_shared_experts"] if experts.has_shared else []
+        numbers += [experts.shared_number] if experts.has_shared else []
         numbers += [experts.shared_width] if experts.shared_width else []
     if architecture in WITH_LATENT_ATTENTION:
         numbers += [*LATENT_SIZES, "q_lora_rank"]
@@ -531,6 +556,8 @@ def not_computed(described: Described) -> Iterator[str]:
     yield from _layers_without_rope(described)
     if architecture in EXPERT_KEYS:
         yield from _experts(described)
+    if architecture == "BailingMoeV2ForCausalLM":
+        yield from _sizes_given_twice(described)
 
 
 def instead_of(key: str, value: Any) -> str:
@@ -752,6 +779,19 @@ def _rope(described: Described) -> Iterator[str]:
         yield f"{rope} has a factor and an alpha; vLLM (0.32) reads alpha alone. {AGAIN}"
     elif kind == "dynamic" and (described.values["head_dim"] or 4) <= 2:
         yield f"{described.says('head_dim')}; alpha in {rope} needs heads of more than 2 dimensions. {AGAIN}"
+
+
+def _sizes_given_twice(described: Described) -> Iterator[str]:
+    """Yield sizes of BailingMoE-V2 that vLLM (0.32) reads from another key than the model's own code."""
+    values = described.values
+    rotated = int(values["head_dim"] * described.rope["partial_rotary_factor"])
+    expected = {
+        "moe_shared_expert_intermediate_size": values["moe_intermediate_size"],
+        "rotary_dim": rotated,
+    }
+    for key, size in expected.items():
+        if values.get(key) not in (None, size):
+            yield f"{described.says(key)}; only {size} is computed, which other keys ask for. {AGAIN}"
 
 
 def _rope_in_three_dimensions(described: Described) -> Iterator[str]:

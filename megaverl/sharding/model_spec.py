@@ -98,9 +98,9 @@ OTHER_NAMES = {
 # vLLM's Phi-3 (0.32, `phi3.py`) has no windows. Its Transformers backend, which runs
 # StarCoder2, has them only for models with `layer_types`.
 NO_WINDOW_IN_VLLM = ("Phi3ForCausalLM", "Starcoder2ForCausalLM")
-# Files hold gate and up rows in one array. Those of Phi-3 hold q, k and v rows in
-# another.
-FUSED_IN_FILES = ("Phi3ForCausalLM", "Glm4ForCausalLM")
+# Files hold gate and up rows in one array (Phi-3, GLM-4), or q, k and v rows (Phi-3,
+# BailingMoE-V2).
+FUSED_IN_FILES = ("Phi3ForCausalLM", "Glm4ForCausalLM", "BailingMoeV2ForCausalLM")
 # Norms over the outputs of attention and MLP, besides those over their inputs.
 WITH_NORMS_AFTER = (
     "Glm4ForCausalLM",
@@ -122,7 +122,7 @@ WITH_QK_NORM = (
 )
 # These norms follow the rotary embedding.
 WITH_QK_NORM_AFTER_ROPE = ("HunYuanDenseV1ForCausalLM",)
-MAYBE_QK_NORM = ("Glm4MoeForCausalLM",)
+MAYBE_QK_NORM = ("Glm4MoeForCausalLM", "BailingMoeV2ForCausalLM")
 # Norms over all query heads together, and over all key heads together.
 WITH_PROJECTION_NORM = (
     "Olmo2ForCausalLM",
@@ -760,7 +760,7 @@ def _read_experts(described: Described) -> MoESpec:
         moe = replace(
             moe,
             num_dense_layers=num_dense_layers(values),
-            shared_ffn_hidden_size=values["n_shared_experts"] * width,
+            shared_ffn_hidden_size=values[keys.shared_number] * width,
             scaling=float(values["routed_scaling_factor"]),
         )
     if keys.num_shared:
@@ -878,9 +878,10 @@ def why_images_not_cut(spec: ModelSpec, cp: int) -> str:
 def no_adapters(spec: ModelSpec, tp: int) -> str:
     """Return why a model cannot have low-rank adapters with this `tp`, or "" if it can."""
     if spec.architecture in FUSED_IN_FILES:
+        has_class = spec.architecture not in NOT_IN_TRANSFORMERS
         return (
             f"{spec.architecture}'s files hold several projections in one array, for which megaverl has no adapters on "
-            "Megatron. Leave lora out, or use engine: fsdp."
+            f"Megatron. Leave lora out{', or use engine: fsdp' * has_class}."
         )
     if not shares_kv_heads(spec, tp):
         return ""

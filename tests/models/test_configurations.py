@@ -212,6 +212,15 @@ MORE: dict[str, list[dict[str, Any]]] = {
         },
         {"rope_parameters": None, "num_key_value_heads": None},
     ],
+    "BailingMoeV2ForCausalLM": [
+        {"use_qk_norm": False},
+        {"partial_rotary_factor": 1.0},
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+        {"num_shared_experts": 2, "first_k_dense_replace": 0},
+        {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
+        # As the published folders write it.
+        {"moe_shared_expert_intermediate_size": 32, "rotary_dim": 4},
+    ],
     "MiMoForCausalLM": [
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
         {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0},
@@ -313,7 +322,12 @@ def is_refused(architecture: str, change: dict[str, Any]) -> bool:
             {"mscale", "mscale_all_dim", "attention_factor"} & rope.keys()
         )
     # Of half of each head.
-    half = ("Glm4MoeForCausalLM", "NemotronForCausalLM", "MiniMaxM2ForCausalLM")
+    half = (
+        "Glm4MoeForCausalLM",
+        "NemotronForCausalLM",
+        "MiniMaxM2ForCausalLM",
+        "BailingMoeV2ForCausalLM",
+    )
     return architecture in half and "yarn" in rope.values()
 
 

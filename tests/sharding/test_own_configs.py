@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from math import prod
 from pathlib import Path
 from subprocess import run
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from megaverl.errors import ConfigError, MegaverlError, ModelError, RolloutError
+from megaverl.models.architectures import weights_of
 from megaverl.models.hf_model import build_module
 from megaverl.models.hf_shards import module_without_data
 from megaverl.models.tiny import make_tiny_folder
@@ -30,6 +32,43 @@ def test_the_lists_agree() -> None:
         assert CONFIG_MAPPING._mapping.get(kind.model_type) is None, (
             "transformers has a class of it by now"
         )
+
+
+# The sizes in the published config.json, and billions of parameters without layers for
+# multi-token prediction.
+INTERNLM3_8B = {
+    "architectures": ["InternLM3ForCausalLM"],
+    "vocab_size": 128512,
+    "hidden_size": 4096,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+}
+MIMO_7B = {
+    "architectures": ["MiMoForCausalLM"],
+    "vocab_size": 151680,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+}
+LING_MINI_2 = {
+    "architectures": ["BailingMoeV2ForCausalLM"],
+    "routed_scaling_factor": 2.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"), [(INTERNLM3_8B, 8.8), (MIMO_7B, 7.6), (LING_MINI_2, 16.3)]
+)
+def test_sizes_of_published_models(config: dict[str, Any], billions: float) -> None:
+    """Ling-mini-2.0 has the sizes that its class has by default."""
+    weights = weights_of(ModelSpec.from_config(config))
+    assert round(sum(prod(weight.shape) for weight in weights) / 1e9, 1) == billions
 
 
 @pytest.fixture

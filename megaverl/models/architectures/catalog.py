@@ -2,6 +2,7 @@
 
 from megaverl.errors import ModelError
 from megaverl.models.architectures import llama
+from megaverl.models.architectures.bailing import BAILING_MOE_V2
 from megaverl.models.architectures.deepseek import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -114,6 +115,7 @@ LAYERS = {
     ),
     "InternLM3ForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + MLP),
     "MiMoForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + MLP),
+    "BailingMoeV2ForCausalLM": BAILING_MOE_V2,
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "Glm4MoeLiteForCausalLM": DEEPSEEK_V3,
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
