@@ -471,7 +471,10 @@ class Described:
         self._written = written
 
     def says(self, key: str) -> str:
-        """Return "key is value", followed by "(transformers' default)" if the file leaves the key out."""
+        """Return "key is value", followed by "(transformers' default)" if the file leaves the key out.
+
+        Defaults of megaverl's own configuration classes are called "the model's".
+        """
         return f"{key} is {self._value(key)}"
 
     def named(self, *keys: str) -> str:
@@ -488,7 +491,11 @@ class Described:
         if key == "quantization_config" and isinstance(value, dict):
             # It lists every layer that is left out.
             text = f"of the method {value.get('quant_method')!r}"
-        return text + ("" if self.is_written(key) else " (transformers' default)")
+        if self.is_written(key):
+            return text
+        is_own = self.architecture in NOT_IN_TRANSFORMERS
+        owner = "the model's" if is_own else "transformers'"
+        return f"{text} ({owner} default)"
 
 
 def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:

@@ -1047,7 +1047,7 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
         ),
         (
             BAILING | {"num_experts_per_tok": 4},
-            "num_experts_per_tok=4 and topk_group=4 (transformers' default) cannot be computed",
+            "num_experts_per_tok=4 and topk_group=4 (the model's default) cannot be computed",
         ),
         (
             BAILING | {"norm_topk_prob": False},

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from megaverl.errors import ConfigError, MegaverlError, ModelError, RolloutError
@@ -97,6 +97,42 @@ def test_the_code_of_a_folder_does_not_run(folder: Path) -> None:
         CONFIG_MAPPING._extra_content = kept
     assert type(config) is OWN_CONFIGS[spec.architecture]
     assert config.vocab_size == spec.vocab_size
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class InternLM3Config(LlamaConfig):
+    model_type = "internlm3"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = InternLM3Config
+"""
+
+
+def test_trusted_code_of_a_folder_builds_the_model_beside_an_engine(
+    tmp_path: Path,
+) -> None:
+    """By its own configuration class, and by megaverl's once an engine has registered that."""
+    architecture = "InternLM3ForCausalLM"
+    kept = dict(CONFIG_MAPPING._extra_content)
+    models = AutoModelForCausalLM._model_mapping
+    kept_models = dict(models._extra_content)
+    try:
+        for number in range(2):
+            name = f"own{number}"
+            code = {"AutoConfig": f"{name}.InternLM3Config"}
+            code |= {"AutoModelForCausalLM": f"{name}.OwnModel"}
+            folder = make_tiny_folder(tmp_path / name, architecture, auto_map=code)
+            (folder / f"{name}.py").write_text(CODE)
+            model = module_without_data(folder, trust_remote_code=True)
+            assert type(model).__name__ == "OwnModel"
+            is_own = type(model.config) is OWN_CONFIGS[architecture]
+            assert is_own == bool(number)
+            register_config(architecture)
+    finally:
+        CONFIG_MAPPING._extra_content = kept
+        models._extra_content = kept_models
 
 
 @pytest.mark.parametrize("folder", NOT_IN_TRANSFORMERS, indirect=True)
