@@ -591,9 +591,15 @@ def _load_hugging_face(
     if (folder / "tokenizer.json").is_file() and named in GENERIC_CLASSES:
         loader: Any = transformers.PreTrainedTokenizerFast
     else:
+        from megaverl.sharding.own_configs import register_config
+
         # Importing this class loads all that models need, which takes four seconds.
         loader = transformers.AutoTokenizer
         options["trust_remote_code"] = trust_remote_code
+        # AutoTokenizer reads config.json too.
+        architectures = _read_json(folder / "config.json").get("architectures")
+        if isinstance(architectures, list) and architectures:
+            register_config(str(architectures[0]))
 
     # transformers raises OSError, ValueError, KeyError or bare Exception for bad files.
     # Code in a folder may raise anything.
