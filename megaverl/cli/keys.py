@@ -143,7 +143,13 @@ def _models_options(parser: argparse.ArgumentParser) -> None:
 
 def _models(arguments: argparse.Namespace) -> int:
     """Print which models are supported: all of them, or the one in a folder."""
-    from megaverl.models.support import ANY, NAMED, WITH_TABLE, support_of
+    from megaverl.models.support import (
+        ANY,
+        NAMED,
+        WITH_TABLE,
+        support_by_table,
+        support_of,
+    )
 
     if arguments.folder is not None:
         supports = support_of(
@@ -155,7 +161,8 @@ def _models(arguments: argparse.Namespace) -> int:
     heads = [support.feature for support in NAMED]
     print(f"{'':{width}}  " + "".join(f"{head:<10}" for head in heads).rstrip())
     for architecture in WITH_TABLE:
-        cells = "".join(f"{'yes' if support.works else '-':<10}" for support in NAMED)
+        supports = support_by_table(architecture)
+        cells = "".join(f"{'yes' if each.works else '-':<10}" for each in supports)
         print(f"{architecture:{width}}  {cells}".rstrip())
     print("\nany other")
     print("\n".join(_support(support) for support in ANY))

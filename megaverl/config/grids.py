@@ -39,6 +39,7 @@ from megaverl.sharding.model_spec import (
     misfits,
     no_adapters,
     why_images_not_cut,
+    why_not_in_transformers,
     why_not_in_vllm,
 )
 from megaverl.sharding.quantization import (
@@ -193,6 +194,8 @@ def grid_mistakes(
             )
         if world_size and not placed:
             yield from _against_world(role, grid, world_size)
+    if spec and not config.model.trust_remote_code:
+        yield from _not_in_transformers(config, command, roles, spec.architecture)
     if command in OFFLINE:
         return
     yield from global_model_issues(config, spec)
@@ -215,6 +218,30 @@ def grid_mistakes(
             f"found {config.rollout.tp}, which does not divide the {world_size} ranks. "
             f"Sizes that fit: {listed(divisors(world_size))}.",
             involves=("run.nproc",),
+        )
+
+
+def _not_in_transformers(
+    config: Config, command: str, roles: list[str], architecture: str
+) -> Iterator[ConfigIssue]:
+    """Yield engines that need transformers' class of the model, if transformers has none."""
+    reason = why_not_in_transformers(architecture)
+    if not reason:
+        return
+    engines = {
+        role: getattr(config, role).engine
+        for role in ("actor", "critic", "reference")
+        if role in roles
+    }
+    for role, engine in engines.items():
+        # An engine that is the actor's is reported for the actor.
+        if engine == "fsdp" and (role == "actor" or engines.get("actor") != "fsdp"):
+            yield ConfigIssue(
+                f"{role}.engine", f"found 'fsdp'; {reason}", involves=("model.path",)
+            )
+    if command not in OFFLINE and config.rollout.engine == "hf":
+        yield ConfigIssue(
+            "rollout.engine", f"found 'hf'; {reason}", involves=("model.path",)
         )
 
 

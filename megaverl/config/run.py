@@ -161,7 +161,7 @@ class ModelConfig(Section):
     Weights, reshards and files stay in model.dtype. Not for servers and engines of your own."""
     trust_remote_code: bool = False
     """Let transformers and vLLM run Python files of the model's folder with your permissions. Without it, such a model
-    is refused and no code is downloaded from a hub."""
+    is refused unless megaverl can read it without its code, and no code is downloaded from a hub."""
 
     @rule
     def check_path(self, at: str) -> Issues:

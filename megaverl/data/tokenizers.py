@@ -562,6 +562,11 @@ def _tokenizer_folder(source: str, trust_remote_code: bool) -> Path:
 
 def _not_loaded(source: str, error: BaseException) -> DataError:
     reason = describe(error).strip().split("\n")[0]
+    if "trust_remote_code" in describe(error):
+        return DataError(
+            f"{source}: the tokenizer is Python code that comes with the model. If you trust it, set "
+            "model.trust_remote_code=true. Or name a folder with a tokenizer.json by model.tokenizer."
+        )
     return DataError(
         f"{source}: no tokenizer could be loaded from it ({reason}). A folder needs tokenizer.json and "
         "tokenizer_config.json; copy them from the model's source, or name another tokenizer with model.tokenizer."
@@ -586,9 +591,15 @@ def _load_hugging_face(
     if (folder / "tokenizer.json").is_file() and named in GENERIC_CLASSES:
         loader: Any = transformers.PreTrainedTokenizerFast
     else:
+        from megaverl.sharding.own_configs import register_config
+
         # Importing this class loads all that models need, which takes four seconds.
         loader = transformers.AutoTokenizer
         options["trust_remote_code"] = trust_remote_code
+        # AutoTokenizer reads config.json too.
+        architectures = _read_json(folder / "config.json").get("architectures")
+        if isinstance(architectures, list) and architectures:
+            register_config(str(architectures[0]))
 
     # transformers raises OSError, ValueError, KeyError or bare Exception for bad files.
     # Code in a folder may raise anything.

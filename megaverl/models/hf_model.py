@@ -32,6 +32,7 @@ from megaverl.models.hf_attention import NAME, RowReading, register, row_reading
 from megaverl.models.hf_shards import (
     VALUE_HEAD,
     VALUE_WEIGHT,
+    check_in_transformers,
     not_built,
 )
 from megaverl.models.vision import (
@@ -211,7 +212,8 @@ def read_config(
     from transformers import AutoConfig
 
     # Code that comes with a model may raise anything.
-    with user_code(lambda error: not_built(folder, error)):
+    with user_code(lambda error: not_built(folder, error), keep=ModelError):
+        check_in_transformers(folder, trust_remote_code=trust_remote_code)
         config: PretrainedConfig = AutoConfig.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code
         )

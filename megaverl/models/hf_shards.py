@@ -20,10 +20,12 @@ from megaverl.errors import ConfigError, ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.models.architectures.table import TOWER
 from megaverl.models.vision import VisionReader, auto_class_of
+from megaverl.outside import read_json_file
 from megaverl.sharding.boxes import Box, cut, whole
 from megaverl.sharding.layout import Layout, join_layouts, shard_box, whole_layout
-from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.model_spec import ModelSpec, why_not_in_transformers
 from megaverl.sharding.tracing import weights_of_module
+from megaverl.sharding.transformers_config import is_model_type
 from megaverl.sharding.weight import Split, Weight
 from megaverl.user_code import describe, user_code
 
@@ -46,7 +48,8 @@ def module_without_data(
     from transformers import AutoConfig
 
     # Code that comes with a model may raise anything.
-    with user_code(lambda error: not_built(folder, error)):
+    with user_code(lambda error: not_built(folder, error), keep=ModelError):
+        check_in_transformers(folder, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code
         )
@@ -55,6 +58,28 @@ def module_without_data(
                 config, trust_remote_code=trust_remote_code
             )
     return model
+
+
+def check_in_transformers(folder: str | Path, *, trust_remote_code: bool) -> None:
+    """Refuse a model that transformers builds only with code of the model's folder, which may not run.
+
+    Args:
+        folder: the model's folder, or its config.json.
+
+    Raises:
+        ModelError: names the keys that use transformers, and what to set instead.
+    """
+    path = Path(folder)
+    file = path / "config.json" if path.is_dir() else path
+    if trust_remote_code or not file.is_file():
+        return
+    config = read_json_file(file)
+    # A head for multi-token prediction is a MiMoForCausalLM to vLLM, and a Llama to
+    # transformers.
+    if is_model_type(config.get("model_type")):
+        return
+    if reason := why_not_in_transformers((config.get("architectures") or [""])[0]):
+        raise ModelError(f"{folder}: {reason}")
 
 
 def not_built(

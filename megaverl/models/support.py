@@ -13,6 +13,7 @@ from megaverl.sharding.model_spec import (
     NO_TABLE,
     NOT_IN_VLLM,
     ModelSpec,
+    why_not_in_transformers,
 )
 
 
@@ -34,7 +35,8 @@ class Support:
 TABLED = "logits, updates, every grid and conversion are tested"
 # Architectures with a table.
 WITH_TABLE = (*ARCHITECTURES, *IMAGE_ARCHITECTURES)
-# Support of the architectures with a table, and of all others.
+# Support of architectures with a table that transformers has a class of, and of all
+# architectures without a table.
 NAMED = [
     Support(feature, True, TABLED)
     for feature in ("megatron", "fsdp", "vllm", "convert")
@@ -49,6 +51,17 @@ ANY = [
         "has no table of it; under FSDP2 a run exports a Hugging Face folder",
     ),
 ]
+
+
+def support_by_table(architecture: str) -> list[Support]:
+    """Return the support of an architecture with a table. Its `reason` is general."""
+    reason = why_not_in_transformers(architecture)
+    return [
+        Support("fsdp", False, reason)
+        if reason and support.feature == "fsdp"
+        else support
+        for support in NAMED
+    ]
 
 
 def support_of(folder: str | Path, *, trust_remote_code: bool = False) -> list[Support]:

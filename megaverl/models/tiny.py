@@ -5,9 +5,18 @@ Vision-language models come with a tokenizer and an image processor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import save_torch_state_dict
+
+from megaverl.models.architectures import weights_of
+from megaverl.sharding.model_config import NOT_IN_TRANSFORMERS
+from megaverl.sharding.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
 
 TINY = {
     "hidden_size": 32,
@@ -93,6 +102,19 @@ TINY_MORE: dict[str, dict[str, Any]] = {
     # from the file.
     "MiniMaxM2ForCausalLM": EXPERTS
     | {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 4},
+    "BailingMoeV2ForCausalLM": {
+        "first_k_dense_replace": 1,
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+        "partial_rotary_factor": 0.5,
+        "pad_token_id": None,
+        "eos_token_id": None,
+    },
     "GraniteForCausalLM": MULTIPLIERS,
     "GraniteMoeForCausalLM": EXPERTS | MULTIPLIERS,
     "Starcoder2ForCausalLM": {"norm_epsilon": 1e-5},
@@ -121,6 +143,15 @@ TINY_MORE: dict[str, dict[str, Any]] = {
         "logit_scale": 0.5,
         "pad_token_id": None,
         "rms_norm_eps": None,
+    },
+    # The published folders have this scaling, and no biases.
+    "InternLM3ForCausalLM": {
+        "qkv_bias": True,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 10000.0,
+            "factor": 6.0,
+        },
     },
     # The scaling that the published folders have.
     "HunYuanDenseV1ForCausalLM": {
@@ -177,7 +208,6 @@ def make_tiny_folder(
     import torch
     import transformers
 
-    config_class = getattr(transformers, architecture).config_class
     settings = {
         **TINY,
         **TINY_MORE.get(architecture, {}),
@@ -190,36 +220,70 @@ def make_tiny_folder(
         settings.setdefault(
             "head_dim", settings["hidden_size"] // settings["num_attention_heads"]
         )
+    limit: dict[str, Any] = (
+        {} if shard_bytes is None else {"max_shard_size": shard_bytes}
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, architecture)(config_class(**settings))
-        # These models' norms multiply by weight + 1.
-        norms_at_zero = architecture.startswith(("Gemma", "Nemotron"))
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith(("mlp.gate.weight", ".router.weight")):
-                # Some routers are initialized with zeros, where all experts score alike
-                # and ties decide.
-                tensor.data.normal_(0.0, 0.5)
-            elif name.endswith("e_score_correction_bias"):
-                tensor.data.normal_(0.0, 0.1)
-            elif architecture == "GptOssForCausalLM" and name.endswith(
-                "experts.gate_up_proj"
-            ):
-                # Large enough that some gates reach the limit at which they are
-                # clamped.
-                tensor.data.normal_(0.0, 0.5)
-            elif name.endswith("proj_bias"):
-                # Biases of all experts of a layer: random values, so that mixed-up
-                # experts show.
-                tensor.data.normal_(0.0, 0.1)
-            elif tensor.dim() == 1 and not name.endswith("inv_freq"):
-                centre = (
-                    1.0 if name.endswith("norm.weight") and not norms_at_zero else 0.0
-                )
-                tensor.data.normal_(centre, 0.1)
-    limit = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
+        if architecture in NOT_IN_TRANSFORMERS:
+            tensors = _draw_by_table(folder, architecture, settings, dtype)
+            _redraw(architecture, tensors.items())
+            save_torch_state_dict(
+                {name: x.to(getattr(torch, dtype)) for name, x in tensors.items()},
+                str(folder),
+                **limit,
+            )
+            return Path(folder)
+        model_class = getattr(transformers, architecture)
+        model = model_class(model_class.config_class(**settings))
+        _redraw(architecture, (*model.named_parameters(), *model.named_buffers()))
     model.to(getattr(torch, dtype)).save_pretrained(str(folder), **limit)
     return Path(folder)
+
+
+def _redraw(architecture: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Draw tensors again that a new model has zeros or ones in, or equal values."""
+    # These models' norms multiply by weight + 1.
+    norms_at_zero = architecture.startswith(("Gemma", "Nemotron"))
+    for name, tensor in tensors:
+        if name.endswith(("mlp.gate.weight", ".router.weight")):
+            # Some routers are initialized with zeros, where all experts score alike and
+            # ties decide.
+            tensor.data.normal_(0.0, 0.5)
+        elif name.endswith("e_score_correction_bias"):
+            tensor.data.normal_(0.0, 0.1)
+        elif architecture == "GptOssForCausalLM" and name.endswith(
+            "experts.gate_up_proj"
+        ):
+            # Large enough that some gates reach the limit at which they are clamped.
+            tensor.data.normal_(0.0, 0.5)
+        elif name.endswith("proj_bias"):
+            # Biases of all experts of a layer: random values, so that mixed-up experts
+            # show.
+            tensor.data.normal_(0.0, 0.1)
+        elif tensor.dim() == 1 and not name.endswith("inv_freq"):
+            centre = 1.0 if name.endswith("norm.weight") and not norms_at_zero else 0.0
+            tensor.data.normal_(centre, 0.1)
+
+
+def _draw_by_table(
+    folder: str | Path, architecture: str, settings: Mapping[str, Any], dtype: str
+) -> dict[str, torch.Tensor]:
+    """Write the config.json of a model that transformers has no class of, and draw the arrays of its table."""
+    import torch
+    import transformers
+
+    from megaverl.sharding.own_configs import OWN_CONFIGS
+
+    config = OWN_CONFIGS[architecture](
+        architectures=[architecture], dtype=dtype, **settings
+    )
+    config.save_pretrained(str(folder))
+    transformers.GenerationConfig.from_model_config(config).save_pretrained(str(folder))
+    return {
+        weight.name: torch.normal(0.0, config.initializer_range, weight.shape)
+        for weight in weights_of(ModelSpec.from_folder(folder))
+    }
 
 
 SPECIAL = ("<unk>", "<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>")

@@ -26,6 +26,7 @@ from megaverl.rollout.engine import (
     check_request,
     options_by_prompt,
 )
+from megaverl.sharding.model_spec import ModelSpec, why_not_in_transformers
 from megaverl.sharding.tracing import weights_of_module
 from megaverl.sharding.weight import listed
 from megaverl.user_code import describe, user_code
@@ -70,6 +71,9 @@ class HFEngine(Engine):
         self._stop_token_ids = tuple(stop_token_ids)
 
         def load(folder: str | Path) -> Any:
+            reason = why_not_in_transformers(ModelSpec.outline(folder).architecture)
+            if reason and not trust_remote_code:
+                raise RolloutError(f"{folder}: {reason}")
             with user_code(
                 lambda error: RolloutError(
                     f"{folder}: transformers cannot load it: {describe(error)}"

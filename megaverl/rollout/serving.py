@@ -153,6 +153,10 @@ def run_vllm(arguments: Sequence[str]) -> NoReturn:
     _name_cpu_build()
     if not count_gpus():
         _adapt_to_cpu(arguments)
+    from megaverl.sharding.own_configs import register_config
+
+    for architecture in _architectures(arguments):
+        register_config(architecture)
     from vllm.entrypoints.cli.main import main
 
     sys.argv = ["vllm", *arguments]
@@ -222,11 +226,16 @@ def _inspect_model_here(arguments: Sequence[str]) -> None:
     """Let vLLM inspect the model's class in this process instead of starting an interpreter for it."""
     from megaverl.rollout.vllm_tracing import inspect_here
 
+    for architecture in _architectures(arguments):
+        inspect_here(architecture)
+
+
+def _architectures(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the architectures of model folders that the command's arguments name."""
     for word in arguments:
         config = Path(word, "config.json")
         if not word.startswith("-") and config.is_file():
-            for architecture in read_json_file(config).get("architectures") or ():
-                inspect_here(architecture)
+            yield from read_json_file(config).get("architectures") or ()
 
 
 # --- the command: starts, watches and ends the child ----------------------------------------------------------------

@@ -274,9 +274,14 @@ def inspect_here(architecture: str) -> None:
     To keep CUDA out of its process, vLLM would start another one that imports vLLM
     again. On a new machine that takes ten seconds on every rank, for a class that is
     imported here a moment later.
+
+    Also lets vLLM read the config.json of models that transformers has no class of.
     """
     from vllm import ModelRegistry
 
+    from megaverl.sharding.own_configs import register_config
+
+    register_config(architecture)
     keep_transformers_classes()
     if known := ModelRegistry.models.get(architecture):
         ModelRegistry.register_model(architecture, known.load_model_cls())

@@ -53,9 +53,19 @@ MODEL_TYPES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "InternLM3ForCausalLM": "internlm3",
+    "MiMoForCausalLM": "mimo",
+    "BailingMoeV2ForCausalLM": "bailing_moe",
 }
+# transformers (5.19) has no class of these architectures. `own_configs.py` has classes
+# that read their config.json.
+NOT_IN_TRANSFORMERS = (
+    "InternLM3ForCausalLM",
+    "MiMoForCausalLM",
+    "BailingMoeV2ForCausalLM",
+)
 
-# Likewise for supported models that take images: a decoder, whose fields are in
+# Like MODEL_TYPES, for supported models that take images: a decoder, whose fields are in
 # `text_config`, and transformers' vision tower.
 IMAGE_MODEL_TYPES = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
@@ -85,6 +95,7 @@ LARGEST = {
     "moe_num_experts": 100_000,
     "n_routed_experts": 100_000,
     "n_shared_experts": 1_000,
+    "num_shared_experts": 1_000,
 }
 
 
@@ -98,8 +109,9 @@ class ExpertKeys(NamedTuple):
         by_sigmoid: the router uses sigmoid scores and a bias.
         by_biased_softmax: the router uses softmax scores and a bias.
         has_groups: experts are in `n_group` groups.
-        has_shared: `n_shared_experts` shared experts stand beside the routed ones, the first layers are dense, and
+        has_shared: shared experts stand beside the routed ones, the first layers are dense, and
             `routed_scaling_factor` scales the routed experts' output.
+        shared_number: key of their number.
         has_aux_loss: transformers computes a load-balancing loss.
         shared_width: key of the inner width of a shared expert whose output a sigmoid gate scales. "": none.
         num_shared: key of the number of shared experts, which may be 0 and have no scaling, in models whose first
@@ -113,6 +125,7 @@ class ExpertKeys(NamedTuple):
     by_biased_softmax: bool = False
     has_groups: bool = False
     has_shared: bool = False
+    shared_number: str = "n_shared_experts"
     has_aux_loss: bool = True
     shared_width: str = ""
     num_shared: str = ""
@@ -143,6 +156,9 @@ EXPERT_KEYS = {
     "Qwen2MoeForCausalLM": ExpertKeys(
         "num_experts", shared_width="shared_expert_intermediate_size"
     ),
+    "BailingMoeV2ForCausalLM": DEEPSEEK_KEYS._replace(
+        number="num_experts", shared_number="num_shared_experts"
+    ),
     "Ernie4_5_MoeForCausalLM": ExpertKeys(
         "moe_num_experts",
         per_token="moe_k",
@@ -160,6 +176,7 @@ MAYBE_NORMALIZED = (
     "Glm4MoeLiteForCausalLM",
     "OlmoeForCausalLM",
     "DeepseekV2ForCausalLM",
+    "BailingMoeV2ForCausalLM",
 )
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 GROUP_NUMBERS = ("n_group", "topk_group")
@@ -171,6 +188,7 @@ PARTLY_ROTARY = (
     "Phi3ForCausalLM",
     "NemotronForCausalLM",
     "MiniMaxM2ForCausalLM",
+    "BailingMoeV2ForCausalLM",
 )
 # `no_rope_layers` has a 0 for layers without rotary embeddings in these architectures.
 SOMETIMES_ROTARY = ("SmolLM3ForCausalLM",)
@@ -205,6 +223,7 @@ WINDOWED_EVERYWHERE = (
 )
 WINDOWED_BY_LAYER = (
     "Qwen2ForCausalLM",
+    "MiMoForCausalLM",
     "Qwen3ForCausalLM",
     "MinistralForCausalLM",
     "CwmForCausalLM",
@@ -214,7 +233,11 @@ WINDOWED_BY_LAYER = (
     "Gemma3ForCausalLM",
 )
 # vLLM's models of these architectures (0.32) ignore `head_dim`.
-HEADS_FILL_HIDDEN = ("OlmoeForCausalLM", "GraniteMoeForCausalLM")
+HEADS_FILL_HIDDEN = (
+    "OlmoeForCausalLM",
+    "GraniteMoeForCausalLM",
+    "MiMoForCausalLM",
+)
 # transformers cannot build these architectures with a `head_dim` of null.
 NEEDS_HEAD_DIM = ("MinistralForCausalLM", "HunYuanDenseV1ForCausalLM")
 # transformers cannot compute these architectures without a window, or vLLM cannot.
@@ -347,6 +370,21 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     },
+    # vLLM (0.32, `llama.py`) has no biases in the MLP, which this key asks for.
+    "InternLM3ForCausalLM": {"bias": (False, None), "qkv_bias": (False, True, None)},
+    "MiMoForCausalLM": {"use_mrope": (False, None)},
+    # vLLM (0.32, `bailing_moe.py`) reads `use_rmsnorm` and `norm_head`, the model's own
+    # code does not.
+    "BailingMoeV2ForCausalLM": {
+        "use_bias": (False,),
+        "use_qkv_bias": (False,),
+        "use_rmsnorm": (True,),
+        "norm_head": (False, None),
+        "embedding_dropout": (0.0,),
+        "output_dropout": (0.0,),
+        "score_function": ("sigmoid",),
+        "moe_router_enable_expert_bias": (True,),
+    },
     # transformers' class ignores these keys of Tencent's own class.
     "HunYuanDenseV1ForCausalLM": {
         "use_qk_norm": (True,),
@@ -374,11 +412,12 @@ SOFTCAPS = {
     "Gemma2ForCausalLM": ("attn_logit_softcapping", "final_logit_softcapping"),
 }
 # Biases of the attention projections: optional in GLM-4, GLM-4.5 and Seed-OSS
-# (`attention_bias`) and in Qwen2-MoE (`qkv_bias`), always there in Qwen2 and gpt-oss,
-# nowhere else.
+# (`attention_bias`) and in Qwen2-MoE and InternLM 3 (`qkv_bias`), always there in Qwen2,
+# MiMo and gpt-oss, nowhere else.
 WITH_OPTIONAL_BIAS = ("Glm4ForCausalLM", "Glm4MoeForCausalLM", "SeedOssForCausalLM")
 WITH_ATTENTION_BIAS = (
     "Qwen2ForCausalLM",
+    "MiMoForCausalLM",
     "GptOssForCausalLM",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
@@ -396,11 +435,14 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", *LLAMA3_ROPE),
     "yarn": ("factor", "original_max_position_embeddings"),
-    "dynamic": ("alpha",),
 }
-# Architectures in which the scaling "dynamic" multiplies the rotary base by a power of
-# `alpha`, for all lengths up to `max_position_embeddings`.
-WITH_ALPHA = ("HunYuanDenseV1ForCausalLM",)
+# Architectures with the scaling "dynamic" -> the number that it needs. It multiplies the
+# rotary base by a power of `alpha` for all lengths up to `max_position_embeddings`.
+# With `factor` it changes the base only for longer samples, which a run refuses.
+DYNAMIC_NUMBERS = {
+    "HunYuanDenseV1ForCausalLM": "alpha",
+    "InternLM3ForCausalLM": "factor",
+}
 OPTIONAL_ROPE_NUMBERS = ("beta_fast", "beta_slow", "attention_factor")
 
 
@@ -429,7 +471,10 @@ class Described:
         self._written = written
 
     def says(self, key: str) -> str:
-        """Return "key is value", followed by "(transformers' default)" if the file leaves the key out."""
+        """Return "key is value", followed by "(transformers' default)" if the file leaves the key out.
+
+        Defaults of megaverl's own configuration classes are called "the model's".
+        """
         return f"{key} is {self._value(key)}"
 
     def named(self, *keys: str) -> str:
@@ -446,7 +491,11 @@ class Described:
         if key == "quantization_config" and isinstance(value, dict):
             # It lists every layer that is left out.
             text = f"of the method {value.get('quant_method')!r}"
-        return text + ("" if self.is_written(key) else " (transformers' default)")
+        if self.is_written(key):
+            return text
+        is_own = self.architecture in NOT_IN_TRANSFORMERS
+        owner = "the model's" if is_own else "transformers'"
+        return f"{text} ({owner} default)"
 
 
 def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
@@ -463,7 +512,7 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
             experts.width,
         ]
         numbers += GROUP_NUMBERS if experts.has_groups else ()
-        numbers += ["n_shared_experts"] if experts.has_shared else []
+        numbers += [experts.shared_number] if experts.has_shared else []
         numbers += [experts.shared_width] if experts.shared_width else []
     if architecture in WITH_LATENT_ATTENTION:
         numbers += [*LATENT_SIZES, "q_lora_rank"]
@@ -514,6 +563,8 @@ def not_computed(described: Described) -> Iterator[str]:
     yield from _layers_without_rope(described)
     if architecture in EXPERT_KEYS:
         yield from _experts(described)
+    if architecture == "BailingMoeV2ForCausalLM":
+        yield from _sizes_given_twice(described)
 
 
 def instead_of(key: str, value: Any) -> str:
@@ -691,15 +742,10 @@ def _rope(described: Described) -> Iterator[str]:
     rope = described.rope
     kind = described.rope.get("rope_type")
     is_latent = described.architecture in WITH_LATENT_ATTENTION
-    supported = (
-        ("default", "yarn")
-        if is_latent
-        else tuple(
-            name
-            for name in ROPE_NUMBERS
-            if name != "dynamic" or described.architecture in WITH_ALPHA
-        )
-    )
+    dynamic = DYNAMIC_NUMBERS.get(described.architecture)
+    supported = ("default", "yarn") if is_latent else tuple(ROPE_NUMBERS)
+    if dynamic is not None:
+        supported = (*supported, "dynamic")
     if described.architecture in IMAGE_MODEL_TYPES:
         # Three-dimensional positions were compared with transformers without scaling only.
         supported = ("default",)
@@ -713,11 +759,8 @@ def _rope(described: Described) -> Iterator[str]:
             f"{described.architecture}. {OTHER_MODEL}"
         )
         return
-    wrong = [
-        key
-        for key in ("rope_theta", *ROPE_NUMBERS[kind])
-        if not _is_positive(rope.get(key))
-    ]
+    numbers = (dynamic,) if kind == "dynamic" else ROPE_NUMBERS[kind]
+    wrong = [key for key in ("rope_theta", *numbers) if not _is_positive(rope.get(key))]
     if kind == "yarn":
         wrong += [
             key
@@ -739,8 +782,23 @@ def _rope(described: Described) -> Iterator[str]:
         yield f"rope_type is llama3 in {rope}; only {LLAMA3_ROPE} are computed (megatron-core). {OTHER_MODEL}"
     elif not wrong and kind == "yarn":
         yield from _yarn(described, fraction)
+    elif dynamic == "factor" and "alpha" in rope:
+        yield f"{rope} has a factor and an alpha; vLLM (0.32) reads alpha alone. {AGAIN}"
     elif kind == "dynamic" and (described.values["head_dim"] or 4) <= 2:
         yield f"{described.says('head_dim')}; alpha in {rope} needs heads of more than 2 dimensions. {AGAIN}"
+
+
+def _sizes_given_twice(described: Described) -> Iterator[str]:
+    """Yield sizes of BailingMoE-V2 that vLLM (0.32) reads from another key than the model's own code."""
+    values = described.values
+    rotated = int(values["head_dim"] * described.rope["partial_rotary_factor"])
+    expected = {
+        "moe_shared_expert_intermediate_size": values["moe_intermediate_size"],
+        "rotary_dim": rotated,
+    }
+    for key, size in expected.items():
+        if values.get(key) not in (None, size):
+            yield f"{described.says(key)}; only {size} is computed, which other keys ask for. {AGAIN}"
 
 
 def _rope_in_three_dimensions(described: Described) -> Iterator[str]:

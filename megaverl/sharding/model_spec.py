@@ -23,6 +23,7 @@ from megaverl.sharding.model_config import (
     MAYBE_NORMALIZED,
     MODEL_TYPES,
     NORM_EPS,
+    NOT_IN_TRANSFORMERS,
     OTHER_ACTIVATION,
     PARTLY_ROTARY,
     ROTARY_BY_LAYER,
@@ -99,9 +100,9 @@ OTHER_NAMES = {
 # vLLM's Phi-3 (0.32, `phi3.py`) has no windows. Its Transformers backend, which runs
 # StarCoder2, has them only for models with `layer_types`.
 NO_WINDOW_IN_VLLM = ("Phi3ForCausalLM", "Starcoder2ForCausalLM")
-# Files hold gate and up rows in one array. Those of Phi-3 hold q, k and v rows in
-# another.
-FUSED_IN_FILES = ("Phi3ForCausalLM", "Glm4ForCausalLM")
+# Files hold gate and up rows in one array (Phi-3, GLM-4), or q, k and v rows (Phi-3,
+# BailingMoE-V2).
+FUSED_IN_FILES = ("Phi3ForCausalLM", "Glm4ForCausalLM", "BailingMoeV2ForCausalLM")
 # Norms over the outputs of attention and MLP, besides those over their inputs.
 WITH_NORMS_AFTER = (
     "Glm4ForCausalLM",
@@ -123,7 +124,7 @@ WITH_QK_NORM = (
 )
 # These norms follow the rotary embedding.
 WITH_QK_NORM_AFTER_ROPE = ("HunYuanDenseV1ForCausalLM",)
-MAYBE_QK_NORM = ("Glm4MoeForCausalLM",)
+MAYBE_QK_NORM = ("Glm4MoeForCausalLM", "BailingMoeV2ForCausalLM")
 # Norms over all query heads together, and over all key heads together.
 WITH_PROJECTION_NORM = (
     "Olmo2ForCausalLM",
@@ -146,7 +147,11 @@ WITHOUT_GATE = ("ArceeForCausalLM", "NemotronForCausalLM", "Starcoder2ForCausalL
 WITH_PARALLEL_LAYERS = ("Cohere2ForCausalLM",)
 # vLLM's own models (0.32, `qwen2.py` and `qwen3.py`) have a window in all layers or in
 # none.
-NO_WINDOW_BY_LAYER_IN_VLLM = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+NO_WINDOW_BY_LAYER_IN_VLLM = (
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MiMoForCausalLM",
+)
 # vLLM's windows (0.32) are one token longer than transformers'.
 LONGER_WINDOW_IN_VLLM = ("Cohere2ForCausalLM",)
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
@@ -678,6 +683,7 @@ def _scales(described: Described) -> dict[str, float]:
 # Architectures whose key of biases on queries, keys and values is not `attention_bias`.
 QKV_BIAS_KEYS = {
     "Qwen2MoeForCausalLM": "qkv_bias",
+    "InternLM3ForCausalLM": "qkv_bias",
     "Starcoder2ForCausalLM": "use_bias",
 }
 
@@ -707,10 +713,10 @@ def _layers_without_rope(described: Described) -> tuple[bool, ...]:
 
 
 def _rotary_base(described: Described) -> float:
-    """Return the base of the rotary embedding, multiplied by alpha^(d / (d - 2)) for scaling "dynamic"."""
+    """Return the base of the rotary embedding, multiplied by alpha^(d / (d - 2)) for scaling "dynamic" with alpha."""
     rope = described.rope
     base = float(rope["rope_theta"])
-    if rope["rope_type"] != "dynamic":
+    if rope["rope_type"] != "dynamic" or "alpha" not in rope:
         return base
     head_dim = described.values["head_dim"]
     factor: float = rope["alpha"] ** (head_dim / (head_dim - 2))
@@ -756,7 +762,7 @@ def _read_experts(described: Described) -> MoESpec:
         moe = replace(
             moe,
             num_dense_layers=num_dense_layers(values),
-            shared_ffn_hidden_size=values["n_shared_experts"] * width,
+            shared_ffn_hidden_size=values[keys.shared_number] * width,
             scaling=float(values["routed_scaling_factor"]),
         )
     if keys.num_shared:
@@ -848,6 +854,17 @@ def why_not_in_vllm(spec: ModelSpec) -> str:
     return ""
 
 
+def why_not_in_transformers(architecture: str) -> str:
+    """Return why transformers cannot build a model without the code in its folder, or "" if it can."""
+    if architecture not in NOT_IN_TRANSFORMERS:
+        return ""
+    return (
+        f"transformers (5.19) has no class of {architecture}, so that actor.engine=fsdp and rollout.engine=hf cannot "
+        "build it. Use actor.engine=megatron and rollout.engine=vllm. If you trust the Python files that come with the "
+        "model, model.trust_remote_code=true tries them instead."
+    )
+
+
 def shares_kv_heads(spec: ModelSpec, tp: int) -> bool:
     """Return whether several of `tp` ranks use the same key-value head, since there are fewer heads than ranks."""
     return spec.mla is None and spec.num_kv_heads < tp
@@ -863,9 +880,10 @@ def why_images_not_cut(spec: ModelSpec, cp: int) -> str:
 def no_adapters(spec: ModelSpec, tp: int) -> str:
     """Return why a model cannot have low-rank adapters with this `tp`, or "" if it can."""
     if spec.architecture in FUSED_IN_FILES:
+        has_class = spec.architecture not in NOT_IN_TRANSFORMERS
         return (
             f"{spec.architecture}'s files hold several projections in one array, for which megaverl has no adapters on "
-            "Megatron. Leave lora out, or use engine: fsdp."
+            f"Megatron. Leave lora out{', or use engine: fsdp' * has_class}."
         )
     if not shares_kv_heads(spec, tp):
         return ""

@@ -3,7 +3,7 @@
 A missing key has the default of the model's class, and defaults differ between classes:
 Mixtral's rotary base is 1e6, gpt-oss scales by YaRN, Mistral has a window of 4,096
 tokens. Some keys also have several spellings. The class decides both, so no default is
-repeated here.
+repeated here. `own_configs.py` has classes of models that transformers has none of.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _cache_file(model_type: str, config: str) -> Path:
     files += (
         sorted((folder / "models" / model_type).glob("configuration_*.py"))
         if is_model_type(model_type)
-        else []
+        else [Path(__file__).with_name("own_configs.py")]
     )
     facts = [
         (str(file), file.stat().st_size, file.stat().st_mtime_ns)
@@ -160,12 +160,15 @@ def _read(model_type: str, config: str) -> str:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.utils import logging
 
+    from megaverl.sharding.own_configs import config_class_of
+
     # megaverl refuses or reports what transformers would warn about, and every rank
     # that loads the model would warn again.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        known = CONFIG_MAPPING[model_type].from_dict(json.loads(config))
+        kind = config_class_of(model_type) or CONFIG_MAPPING[model_type]
+        known = kind.from_dict(json.loads(config))
         values = {
             **known.to_dict(),
             **{name: getattr(known, name, None) for name in known.attribute_map},

@@ -244,7 +244,7 @@ def further_predictors(folder: Path, weights: Sequence[Weight]) -> tuple[str, ..
     """Return the name prefixes of layers for multi-token prediction, which a policy does not use.
 
     DeepSeek-V3 and GLM-4.5 have `num_nextn_predict_layers` of them behind the last
-    decoder layer. Ernie 4.5's names start with `model.mtp_`.
+    decoder layer. The names of Ernie 4.5 and MiMo start with `model.mtp_`.
     """
     file = folder / "config.json"
     config = read_json_file(file) if file.is_file() else {}

@@ -14,9 +14,16 @@ import pytest
 
 from megaverl.cli.main import main
 from megaverl.models.architectures import weights_of
-from megaverl.models.support import ANY, NAMED, Support, support_of
+from megaverl.models.support import (
+    ANY,
+    NAMED,
+    Support,
+    support_by_table,
+    support_of,
+)
 from megaverl.models.tiny import TINY, make_tiny_folder
 from megaverl.platform import platform
+from megaverl.sharding.model_config import NOT_IN_TRANSFORMERS
 from megaverl.sharding.model_spec import (
     ARCHITECTURES,
     IMAGE_ARCHITECTURES,
@@ -45,8 +52,12 @@ def test_every_architecture_with_a_name(tmp_path: Path, architecture: str) -> No
     folder = make_tiny_folder(tmp_path / "model", architecture)
     support = found(folder)
     assert [(support.feature, support.works) for support in support.values()] == [
-        (support.feature, support.works) for support in NAMED
+        (support.feature, support.works) for support in support_by_table(architecture)
     ]
+    if architecture in NOT_IN_TRANSFORMERS:
+        for said in (architecture, "actor.engine=megatron", "trust_remote_code=true"):
+            assert said in support["fsdp"].reason
+        return
     numel = sum(
         prod(weight.shape) for weight in weights_of(ModelSpec.from_folder(folder))
     )

@@ -10,6 +10,7 @@ import pytest
 from megaverl.config import load_config
 from megaverl.errors import ModelError
 from megaverl.sharding.model_spec import UNLIMITED, ModelSpec
+from tests.config.conftest import LLAMA
 
 FSDP = "actor.engine=fsdp"
 GPT2 = {
@@ -192,6 +193,25 @@ def test_a_model_that_vllm_computes_otherwise_is_refused_before_a_start(
         in mistakes(*given)["rollout.engine"]
     )
     load(*given, "rollout.engine=hf")
+
+
+def test_a_model_that_only_megatron_and_vllm_know(mistakes, load, tmp_path):
+    """InternLM 3 without the code of its folder; with that code, FSDP2 tries it."""
+    folder = tmp_path / "internlm3"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps(LLAMA | {"architectures": ["InternLM3ForCausalLM"]})
+    )
+    given = [f"model.path={folder}"]
+    load(*given)
+    found = mistakes(*given, "actor.engine=fsdp", "rollout.engine=hf")
+    assert found.keys() == {"actor.engine", "rollout.engine"}
+    for message in found.values():
+        assert "has no class of InternLM3ForCausalLM" in message
+    assert "critic.engine" in mistakes(
+        *given, "algorithm.name=ppo", "critic.engine=fsdp"
+    )
+    load(*given, "actor.engine=fsdp", "model.trust_remote_code=true")
 
 
 def test_the_outline_of_a_model() -> None:

@@ -10,6 +10,8 @@ import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models, pre_tokenizers, trainers
 
 from megaverl.data.tokenizers import (
     Tokenizer,
@@ -231,6 +233,34 @@ def test_a_protobuf_that_is_too_old_is_named(
         match=r"sentencepiece .* runtime 6.*pip install --upgrade protobuf.*mlflow",
     ):
         load_tokenizer(tmp_path / "any.model")
+
+
+def test_a_tokenizer_that_is_code_is_not_run(tmp_path: Path) -> None:
+    """As InternLM 3 comes."""
+    code = {"AutoTokenizer": ["absent.InternLM3Tokenizer", None]}
+    config = {"tokenizer_class": "InternLM3Tokenizer", "auto_map": code}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="is Python code .* model.trust_remote_code"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_beside_code_of_a_model(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As MiMo comes: transformers has a class of the tokenizer, and none of the model."""
+    trained = FastTokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(special_tokens=["<|im_end|>"], show_progress=False)
+    trained.train_from_iterator(["a word and another word"], trainer)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    code = {"AutoConfig": "absent.MiMoConfig"}
+    model = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    (tmp_path / "config.json").write_text(json.dumps(model | {"auto_map": code}))
+    found = load_tokenizer(tmp_path).encode("a word<|im_end|>")
+    assert found == trained.encode("a word<|im_end|>").ids
+    assert "model of type" not in capfd.readouterr().err
 
 
 def test_a_folder_with_a_torn_tokenizer_is_named(

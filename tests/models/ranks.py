@@ -20,6 +20,7 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import micro_batches_for
 from megaverl.workers.model_options import ModelOptions
+from tests.references import model_class_of
 from tests.sharding.specs import TRANSFORMERS_ATTENTION
 
 
@@ -123,9 +124,7 @@ def differences(configs: list[dict[str, Any]], tokens: list[list[int]]) -> list[
 
 
 def _difference(config: dict[str, Any], tokens: torch.Tensor) -> float:
-    import transformers
-
-    model_class = getattr(transformers, config["architectures"][0])
+    model_class = model_class_of(config["architectures"][0])
     model = model_class(
         model_class.config_class.from_dict(json.loads(json.dumps(config)))
     ).eval()

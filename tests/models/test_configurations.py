@@ -37,6 +37,7 @@ NEEDED = {
     "Ernie4_5_MoeForCausalLM": {*HEADS, "moe_k"},
     "NemotronForCausalLM": HEADS,
     "OlmoeForCausalLM": HEADS,
+    "MiMoForCausalLM": HEADS,
     "GraniteMoeForCausalLM": HEADS,
     # torch multiplies by no matrix of the default's odd width on a CPU.
     "DeepseekV2ForCausalLM": {*CHOICE, "moe_intermediate_size"},
@@ -211,6 +212,31 @@ MORE: dict[str, list[dict[str, Any]]] = {
         },
         {"rope_parameters": None, "num_key_value_heads": None},
     ],
+    "BailingMoeV2ForCausalLM": [
+        {"use_qk_norm": False},
+        {"partial_rotary_factor": 1.0},
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+        {"num_shared_experts": 2, "first_k_dense_replace": 0},
+        {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
+        # As the published folders write it.
+        {"moe_shared_expert_intermediate_size": 32, "rotary_dim": 4},
+    ],
+    "MiMoForCausalLM": [
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0},
+        {"attention_bias": True, "head_dim": 8, "use_mrope": False},  # as published
+        {"num_nextn_predict_layers": 1},
+    ],
+    "InternLM3ForCausalLM": [
+        {"qkv_bias": False},
+        {"num_key_value_heads": None, "head_dim": None},
+        # As the published folders write it.
+        {
+            "rope_parameters": None,
+            "rope_theta": 5e7,
+            "rope_scaling": {"rope_type": "dynamic", "factor": 6.0},
+        },
+    ],
     "DeepseekV2ForCausalLM": [
         {"q_lora_rank": None},
         {"num_experts_per_tok": 1},
@@ -283,8 +309,9 @@ def is_refused(architecture: str, change: dict[str, Any]) -> bool:
         return "yarn" in rope.values() or bool(unread & change.keys())
     if architecture == "Gemma3ForCausalLM":  # has a dictionary for each type of layers
         return "yarn" in rope.values() or "rope_parameters" in change
-    if architecture == "GraniteMoeForCausalLM":  # vLLM does not read it
-        return "head_dim" in change
+    # vLLM does not read it.
+    if architecture in ("GraniteMoeForCausalLM", "MiMoForCausalLM"):
+        return change == {"head_dim": 16}
     if architecture in ("OlmoeForCausalLM", "DeepseekV2ForCausalLM"):
         refused = {"norm_topk_prob", "head_dim"}
         if architecture == "OlmoeForCausalLM":  # vLLM does not read it
@@ -295,7 +322,12 @@ def is_refused(architecture: str, change: dict[str, Any]) -> bool:
             {"mscale", "mscale_all_dim", "attention_factor"} & rope.keys()
         )
     # Of half of each head.
-    half = ("Glm4MoeForCausalLM", "NemotronForCausalLM", "MiniMaxM2ForCausalLM")
+    half = (
+        "Glm4MoeForCausalLM",
+        "NemotronForCausalLM",
+        "MiniMaxM2ForCausalLM",
+        "BailingMoeV2ForCausalLM",
+    )
     return architecture in half and "yarn" in rope.values()
 
 

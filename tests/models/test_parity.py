@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
 from tests.launcher import Launcher
+from tests.references import load_reference
 from tests.sharding.specs import (
     TRANSFORMERS_ATTENTION,
     UNCUT,
@@ -58,12 +59,8 @@ def folder(
 
 
 def reference_logits(folder: Path) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
     attention = TRANSFORMERS_ATTENTION.get(ModelSpec.from_folder(folder).architecture)
-    model = AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=torch.float32, attn_implementation=attention
-    )
+    model = load_reference(folder, dtype=torch.float32, attn_implementation=attention)
     with torch.no_grad():
         return model(torch.tensor(TOKENS)).logits
 

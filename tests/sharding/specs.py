@@ -27,6 +27,7 @@ ROUTED = (
     "Glm4MoeLiteForCausalLM",
     "GraniteMoeForCausalLM",
     "Ernie4_5_MoeForCausalLM",
+    "BailingMoeV2ForCausalLM",
 )
 # vLLM's models of these architectures are always tied, or never.
 ALWAYS_TIED = (
@@ -88,6 +89,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "OlmoeForCausalLM": {"num_experts": 6, "intermediate_size": 16},
     "GraniteMoeForCausalLM": {"num_local_experts": 6, "intermediate_size": 16},
     "MiniMaxM2ForCausalLM": {"num_local_experts": 6, "intermediate_size": 16},
+    "BailingMoeV2ForCausalLM": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "num_shared_experts": 2,
+        "n_group": 2,
+        "topk_group": 1,
+    },
     "Ernie4_5_MoeForCausalLM": {
         "moe_num_experts": 6,
         "moe_k": 2,
@@ -123,6 +132,8 @@ WITH_QKV_BIAS = (
     "SeedOssForCausalLM",
     "Qwen2MoeForCausalLM",
     "Starcoder2ForCausalLM",
+    "InternLM3ForCausalLM",
+    "MiMoForCausalLM",
 )
 AFTER: dict[str, Any] = {"norms_before": False, "norms_after": True, "qk_norm": True}
 SPANS: dict[str, Any] = {"qk_norm": True, "qk_norm_spans_heads": True}
@@ -142,6 +153,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"qk_norm": True},
     "Qwen3MoeForCausalLM": {"qk_norm": True},
     "Glm4MoeForCausalLM": {"qk_norm": True},
+    "BailingMoeV2ForCausalLM": {"qk_norm": True},
     "Ernie4_5ForCausalLM": {"rotary_pairs": True},
     "Ernie4_5_MoeForCausalLM": {"rotary_pairs": True},
     "Glm4ForCausalLM": {"rotary_pairs": True, "norms_after": True},

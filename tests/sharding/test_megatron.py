@@ -323,6 +323,8 @@ def test_experts_are_those_that_megatron_would_cut(case: tuple[Any, ...]) -> Non
                         bias = "e_score_correction_bias"
                     elif spec.architecture == "Ernie4_5_MoeForCausalLM":
                         bias = "moe_statics.e_score_correction_bias"
+                    elif spec.architecture == "BailingMoeV2ForCausalLM":
+                        bias = "gate.expert_bias"
                     assert (
                         tensors.pop(here + "router.expert_bias") == ids[there + bias]
                     ).all()

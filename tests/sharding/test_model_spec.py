@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megaverl.sharding.model_spec import (
     why_images_not_cut,
     why_not_in_vllm,
 )
+from tests.references import model_class_of
 from tests.sharding.specs import LATENT
 
 ROOT = Path(__file__).parents[2]
@@ -169,8 +171,6 @@ def test_rotary_settings_of_either_transformers(
 
 
 def test_the_installed_transformers_is_read_back() -> None:
-    import transformers
-
     for architecture in ARCHITECTURES:
         by_layer = architecture == "Gemma3ForCausalLM"
         rope = {"rope_type": "default", "rope_theta": 1e6}
@@ -180,7 +180,7 @@ def test_the_installed_transformers_is_read_back() -> None:
         needed: dict[str, Any] = {"head_dim": 8}
         if architecture in LATENT:
             needed = {"num_experts_per_tok": 8, "first_k_dense_replace": 1}
-        config = getattr(transformers, architecture).config_class(
+        config = model_class_of(architecture).config_class(
             **{
                 key: value
                 for key, value in CONFIG.items()
@@ -421,6 +421,17 @@ ERNIE_MOE = {
     "moe_layer_start_index": 1,
 }
 HUNYUAN = {"architectures": ["HunYuanDenseV1ForCausalLM"], "head_dim": 16}
+INTERNLM3 = {"architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3"}
+BAILING = {
+    "architectures": ["BailingMoeV2ForCausalLM"],
+    "model_type": "bailing_moe",
+    "head_dim": 16,
+    "num_experts": 16,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 12,
+    "partial_rotary_factor": 0.5,
+}
+MIMO = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
 ALPHA = {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}
 GRANITE, ARCEE, NEMOTRON, STARCODER2, EXAONE4, GEMMA2, GEMMA3, COHERE2, OLMOE = (
     {"architectures": [f"{name}ForCausalLM"]}
@@ -527,6 +538,76 @@ def test_ernie_with_experts() -> None:
         shared_ffn_hidden_size=24,
         router_bias=True,
     )
+
+
+def test_internlm_3_as_its_folders_write_it() -> None:
+    """As internlm/internlm3-8b-instruct's: frequencies change only behind the longest sample of a run."""
+    found = spec(
+        **INTERNLM3,
+        bias=False,
+        qkv_bias=False,
+        head_dim=16,
+        rope_theta=5e7,
+        rope_scaling={"factor": 6.0, "rope_type": "dynamic"},
+        auto_map={"AutoConfig": "configuration_internlm3.InternLM3Config"},
+    )
+    assert (found.rope_theta, found.rope_scaling, found.head_dim) == (5e7, None, 16)
+    assert not found.qkv_bias and spec(**INTERNLM3, qkv_bias=True).qkv_bias
+    assert spec(**INTERNLM3, num_key_value_heads=None).num_kv_heads == found.num_heads
+
+
+def test_mimo_as_its_folders_write_it() -> None:
+    """As XiaomiMiMo/MiMo-7B-RL's, whose layers for multi-token prediction a policy does not use."""
+    more = {"use_mrope": False, "attention_bias": True, "use_sliding_window": False}
+    more |= {"num_nextn_predict_layers": 1, "max_window_layers": 36}
+    found = spec(**MIMO, **more, rope_theta=640000)
+    qwen2 = spec(architectures=["Qwen2ForCausalLM"], rope_theta=640000)
+    assert found == replace(qwen2, architecture="MiMoForCausalLM") and found.qkv_bias
+    window = {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1}
+    assert "no sliding window in some layers" in why_not_in_vllm(spec(**MIMO, **window))
+
+
+def test_ling_2_as_its_folders_write_it() -> None:
+    """As inclusionAI/Ling-mini-2.0's, and with what this config.json leaves out."""
+    more = {
+        "first_k_dense_replace": 1,
+        "num_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": 12,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "router_dtype": "fp32",
+        "use_qk_norm": True,
+        "use_rmsnorm": True,
+        "use_bias": False,
+        "use_qkv_bias": False,
+        "embedding_dropout": 0.0,
+        "output_dropout": 0.0,
+        "rope_theta": 600000,
+        "rope_scaling": None,
+    }
+    found = spec(**BAILING, **more)
+    assert found.qk_norm and found.rotary_fraction == 0.5 and found.rope_theta == 6e5
+    assert not found.rotary_pairs and not found.qkv_bias and found.head_dim == 16
+    assert found.moe == MoESpec(
+        num_experts=16,
+        experts_per_token=8,
+        ffn_hidden_size=12,
+        normalize_weights=True,
+        num_dense_layers=1,
+        shared_ffn_hidden_size=12,
+        router="sigmoid",
+        router_bias=True,
+        num_groups=8,
+        groups_per_token=4,
+        scaling=2.5,
+    )
+    left_out = spec(**BAILING)
+    scale = replace(found.moe, scaling=1.0)
+    assert left_out == replace(found, moe=scale)
 
 
 def test_hunyuan_as_its_folders_write_it() -> None:
@@ -941,6 +1022,56 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
         (HUNYUAN | {"head_dim": None}, "transformers needs it for HunYuanDenseV1"),
         (HUNYUAN | {"use_qk_norm": False}, "use_qk_norm is False; only True"),
         (HUNYUAN | {"use_cla": True}, "use_cla is True; only False"),
+        (BAILING | {"use_bias": True}, "use_bias is True; only False is computed"),
+        (BAILING | {"use_qkv_bias": True}, "use_qkv_bias is True; only False"),
+        (BAILING | {"use_rmsnorm": False}, "use_rmsnorm is False; only True"),
+        (BAILING | {"norm_head": True}, "norm_head is True; only False"),
+        (BAILING | {"score_function": "softmax"}, "only 'sigmoid' is computed"),
+        (
+            BAILING | {"moe_router_enable_expert_bias": False},
+            "moe_router_enable_expert_bias is False; only True",
+        ),
+        (BAILING | {"embedding_dropout": 0.1}, "embedding_dropout is 0.1; only 0.0"),
+        (
+            BAILING | {"moe_shared_expert_intermediate_size": 5},
+            "moe_shared_expert_intermediate_size is 5; only 12 is computed",
+        ),
+        (BAILING | {"rotary_dim": 16}, "rotary_dim is 16; only 8 is computed"),
+        (
+            BAILING | {"num_shared_experts": 0},
+            "num_shared_experts is 0; expected a whole number above 0",
+        ),
+        (
+            BAILING | {"n_group": None},
+            "n_group is None; expected a whole number above 0",
+        ),
+        (
+            BAILING | {"num_experts_per_tok": 4},
+            "num_experts_per_tok=4 and topk_group=4 (the model's default) cannot be computed",
+        ),
+        (
+            BAILING | {"norm_topk_prob": False},
+            "norm_topk_prob=False and num_experts_per_tok=8 cannot be computed",
+        ),
+        (
+            BAILING | {"rope_scaling": YARN},
+            "rope_type is yarn with a partial_rotary_factor of 0.5",
+        ),
+        (MIMO | {"use_mrope": True}, "use_mrope is True; only False is computed"),
+        (MIMO | {"head_dim": 4}, "head_dim is 4; only 8=hidden_size"),
+        (INTERNLM3 | {"bias": True}, "bias is True; only False is computed"),
+        (
+            INTERNLM3 | {"attention_bias": True},
+            "attention_bias is True; only False is computed",
+        ),
+        (
+            INTERNLM3 | {"rope_scaling": {"rope_type": "dynamic", "factor": 0}},
+            "factor is 0 in the rotary embedding's",
+        ),
+        (
+            INTERNLM3 | {"rope_scaling": ALPHA},
+            "has a factor and an alpha; vLLM (0.32) reads alpha alone",
+        ),
         ({"rope_scaling": ALPHA}, "rope_type is 'dynamic'"),
         (ARCEE | {"hidden_act": "silu"}, "hidden_act is 'silu'; only relu2"),
         (

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.sharding.model_spec import ARCHITECTURES
 from tests.launcher import Launcher
+from tests.references import load_reference
 from tests.sharding.specs import expert_tp
 
 GRID = {"tp": 2, "pp": 2}
@@ -20,7 +20,7 @@ GRID = {"tp": 2, "pp": 2}
 
 def logits(folder: Path) -> torch.Tensor:
     """[2, 7, vocab]"""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_reference(folder, dtype=torch.float32).eval()
     tokens = torch.arange(14).reshape(2, 7) * 7 % 100
     with torch.no_grad():
         return model(tokens).logits

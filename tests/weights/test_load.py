@@ -82,13 +82,14 @@ def test_each_rank_gets_its_slices(
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
-    """As GLM-4.5 and DeepSeek-V3 come, behind the last layer, and Ernie 4.5; if config.json says so."""
+    """As GLM-4.5 and DeepSeek-V3 come, behind the last layer, Ernie 4.5 and MiMo; if config.json says so."""
     folder = make_tiny_folder(tmp_path, "Glm4MoeForCausalLM")
     stored = stored_tensors(folder)
     further = {
         "model.layers.4.eh_proj.weight": torch.ones(3),
         "model.layers.4.mlp.experts.0.up_proj.weight": torch.ones(2),
         "model.mtp_emb_norm.0.weight": torch.ones(2),
+        "model.mtp_layers.0.input_proj.weight": torch.ones(2),
     }
     save_file(
         {**stored, **further}, folder / "model.safetensors", metadata={"format": "pt"}

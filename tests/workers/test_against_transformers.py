@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from megaverl.data.batch import RolloutBatch
 from megaverl.models.tiny import make_tiny_folder
 from tests.launcher import Launcher
+from tests.references import load_reference
 from tests.sharding.specs import TRANSFORMERS_ATTENTION
 from tests.workers.ranks import experience
 from tests.workers.test_parallel_invariance import updated
@@ -152,9 +153,7 @@ def by_transformers(
     folder: Path, loss_of: Loss, **samples: Any
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """(metrics, weights) after the updates on such samples (`experience`)."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, experts_implementation="eager"
-    )
+    model = load_reference(folder, dtype=torch.float64, experts_implementation="eager")
     if attention := TRANSFORMERS_ATTENTION.get(type(model).__name__):
         model.set_attn_implementation(attention)
     if loss_of is value_error:
@@ -252,8 +251,9 @@ def test_an_update_is_that_of_transformers_and_autograd(
 # fused in files; all projections fused; layers without rotary embeddings; a shared
 # expert with a gate; scaled layers; scaled layers with all experts in one array; layer
 # norms, biases and no gates; norms over all heads; soft caps; two rotary bases; one norm
-# for attention and MLP; norms after the rotary embedding; a bias on a
-# router's softmax scores.
+# for attention and MLP; norms after the rotary embedding; a bias on a router's softmax
+# scores; biases of queries, keys and values alone; partly rotated heads, groups of
+# experts and other names.
 SPECIAL: dict[str, list[dict[str, int]]] = {
     "Glm4ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Phi3ForCausalLM": [{"tp": 2}],
@@ -270,6 +270,8 @@ SPECIAL: dict[str, list[dict[str, int]]] = {
     "Cohere2ForCausalLM": [{"tp": 2}, {"pp": 2}],
     "HunYuanDenseV1ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Ernie4_5_MoeForCausalLM": [{"tp": 2}, {"dp": 2, "ep": 2}],
+    "InternLM3ForCausalLM": [{"tp": 2}],
+    "BailingMoeV2ForCausalLM": [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}],
 }
 
 
@@ -302,7 +304,9 @@ def assert_right(
     )
     # the router's biases are no parameters
     assert {
-        key for key in weights if not key.endswith("e_score_correction_bias")
+        key
+        for key in weights
+        if not key.endswith(("e_score_correction_bias", "expert_bias"))
     } == expected[1].keys()
     for key, right in expected[1].items():
         moved = float((right - before.get(key, 0)).abs().max())

@@ -53,6 +53,10 @@ MORE = {
     "GraniteMoeForCausalLM": {"attention_multiplier": 0.2},
     "Exaone4ForCausalLM": {"sliding_window": 6},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 16},
+    # Code that neither the trainer nor the engine may look for.
+    "InternLM3ForCausalLM": {"auto_map": {"AutoConfig": "absent.InternLM3Config"}},
+    "MiMoForCausalLM": {"auto_map": {"AutoConfig": "absent.MiMoConfig"}},
+    "BailingMoeV2ForCausalLM": {"auto_map": {"AutoConfig": "absent.Config"}},
 } | dict.fromkeys(("DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"), LATENT)
 DENSE = (
     "LlamaForCausalLM",
@@ -77,6 +81,8 @@ DENSE = (
     "Gemma3ForCausalLM",
     "Cohere2ForCausalLM",
     "HunYuanDenseV1ForCausalLM",
+    "InternLM3ForCausalLM",
+    "MiMoForCausalLM",
 )
 WITH_EXPERTS = (
     "MixtralForCausalLM",
@@ -84,12 +90,13 @@ WITH_EXPERTS = (
     "Glm4MoeForCausalLM",
     "Qwen2MoeForCausalLM",
 )
-# One engine of each: their experts are like those above, and norms span all heads, or
-# the router adds a bias to softmax scores.
+# One engine of each: their experts are like those above, and norms span all heads, the
+# router adds a bias to softmax scores, or files hold q, k and v in one array.
 MORE_WITH_EXPERTS = (
     "OlmoeForCausalLM",
     "MiniMaxM2ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
+    "BailingMoeV2ForCausalLM",
 )
 GRIDS: list[dict[str, int]] = [{"tp": 2}, {"pp": 2}, {"dp": 2}]
 EXPERT_GRIDS: list[dict[str, int]] = [

@@ -62,9 +62,15 @@ from megaverl.models.hub import find_model
 from megaverl.models.options import padded_vocab_size
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import whole_layout
+from megaverl.sharding.model_spec import why_not_in_transformers
 from megaverl.sharding.plan import MAX_NAMED
 from megaverl.weights.export import SHARD_BYTES
-from megaverl.weights.load import BESIDE_KEY, clear_padding, fill
+from megaverl.weights.load import (
+    BESIDE_KEY,
+    clear_padding,
+    fill,
+    further_predictors,
+)
 from megaverl.weights.safetensors_writer import cannot_write, replace_folder
 from megaverl.weights.stored import StoredArrayReader
 from megaverl.weights.torch_dist import check_checksums
@@ -398,6 +404,11 @@ def convert(request: ConversionRequest) -> None:
         source = open_source(
             request.source, role=request.role, model_folder=request.model_folder
         )
+        reason = why_not_in_transformers(source.spec.architecture)
+        if reason and request.logits and "hugging_face" in (source.kind, request.to):
+            raise ConfigError(
+                f"--logits: {reason.partition(',')[0]}. Leave --logits out; --verify compares every byte."
+            )
         if request.tokenizer is not None:
             check_tokenizer(request.tokenizer, source.spec, source.model_folder)
         target = _target(source, request)
@@ -481,6 +492,15 @@ def _say_what_is_left(source: ModelSource, shown: bool) -> None:
         for name in source.left_out
         if source.kind == "hugging_face" or "optimizer." not in name
     ]
+    predictors = further_predictors(source.folder, source.weights)
+    if further := [name for name in names if name.startswith(predictors)]:
+        names = [name for name in names if name not in further]
+        if shown:
+            print(
+                f"skipped: {len(further)} arrays of layers that predict further tokens ({further[0]}, ...). The "
+                "converted model has none",
+                file=sys.stderr,
+            )
     # A value head beside the logits gets its own message, since the user may want it.
     if any(name.endswith(BESIDE_KEY) for name in names):
         names = [name for name in names if not name.endswith(BESIDE_KEY)]

@@ -2,6 +2,7 @@
 
 from megaverl.errors import ModelError
 from megaverl.models.architectures import llama
+from megaverl.models.architectures.bailing import BAILING_MOE_V2
 from megaverl.models.architectures.deepseek import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -112,6 +113,9 @@ LAYERS = {
     "HunYuanDenseV1ForCausalLM": Layers(
         dense=ATTENTION + llama.head_norms("query_layernorm", "key_layernorm") + MLP
     ),
+    "InternLM3ForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + MLP),
+    "MiMoForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + MLP),
+    "BailingMoeV2ForCausalLM": BAILING_MOE_V2,
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "Glm4MoeLiteForCausalLM": DEEPSEEK_V3,
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
@@ -126,6 +130,8 @@ WITH_QKV_BIAS = (
     "SeedOssForCausalLM",
     "Qwen2MoeForCausalLM",
     "Starcoder2ForCausalLM",
+    "InternLM3ForCausalLM",
+    "MiMoForCausalLM",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
 )

@@ -122,18 +122,21 @@ QKV_BIAS = tuple(
 )
 
 
-def head_norms(query: str = "q_norm", key: str = "k_norm") -> tuple[Rule, ...]:
+def head_norms(
+    query: str = "q_norm", key: str = "k_norm", block: str = "self_attn"
+) -> tuple[Rule, ...]:
     """Return the rules of norms over each query head and over each key head.
 
     Args:
         query, key: Hugging Face names of the two norms.
+        block: Hugging Face module of attention.
     """
     return tuple(
         linear(
-            f"self_attn.{name}",
+            f"{block}.{name}",
             ("head_norm",),
             Split.REPLICATED,
-            (f"self_attention.{part}_layernorm", f"self_attn.{name}"),
+            (f"self_attention.{part}_layernorm", f"{block}.{name}"),
         )
         for part, name in (("q", query), ("k", key))
     )

@@ -69,6 +69,25 @@ def test_the_same_bytes_come_back(
         assert_same_files(folder, back)
 
 
+def test_layers_that_predict_further_tokens_do_not_come_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MiMo's: they are named when they are left out. All else keeps its bytes."""
+    config = {"num_nextn_predict_layers": 1}
+    folder = make_model(tmp_path / "hf", "MiMoForCausalLM", **config)
+    further = {f"model.mtp_layers.0.{name}.weight": torch.ones(3) for name in "ab"}
+    stored = load_file(folder / "model.safetensors")
+    save_file(stored | further, folder / "model.safetensors", metadata={"format": "pt"})
+    there = converted(folder, tmp_path / "there", "megatron", quiet=False)
+    said = capsys.readouterr().err
+    assert "skipped: 2 arrays of layers that predict further tokens (model.mtp_" in said
+    assert "not weights" not in said
+    back = converted(there, tmp_path / "back", "hugging_face", verify=True)
+    come_back = load_file(back / "model.safetensors")
+    assert come_back.keys() == stored.keys()
+    assert all(torch.equal(come_back[name], x) for name, x in stored.items())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_with_images_comes_back(family: str, tmp_path: Path) -> None:
     """Its tower too, and its logits of text do not change. Qwen3-VL stores a tied output layer as well."""
