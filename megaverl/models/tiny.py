@@ -77,6 +77,17 @@ TINY_MORE: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
     },
     "Qwen3MoeForCausalLM": EXPERTS | {"norm_topk_prob": True},
+    # Every other layer is a gated delta net, also in a model of two layers.
+    "Qwen3NextForCausalLM": EXPERTS
+    | {
+        "norm_topk_prob": True,
+        "shared_expert_intermediate_size": 48,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+    },
     "DeepseekV3ForCausalLM": GROUPED
     | LATENT
     # transformers assumes these two entries; vLLM reads them from the file.
@@ -194,7 +205,7 @@ def make_tiny_folder(
         torch.manual_seed(seed)
         model = getattr(transformers, architecture)(config_class(**settings))
         # These models' norms multiply by weight + 1.
-        norms_at_zero = architecture.startswith(("Gemma", "Nemotron"))
+        norms_at_zero = architecture.startswith(("Gemma", "Nemotron", "Qwen3Next"))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("mlp.gate.weight", ".router.weight")):
                 # Some routers are initialized with zeros, where all experts score alike
@@ -208,6 +219,12 @@ def make_tiny_folder(
                 # Large enough that some gates reach the limit at which they are
                 # clamped.
                 tensor.data.normal_(0.0, 0.5)
+            elif name.endswith("A_log"):
+                # Slow decay, so that tokens far back have an effect.
+                tensor.data.normal_(-2.0, 0.5)
+            elif name.endswith("linear_attn.norm.weight"):
+                # Alone among these models' norms it multiplies by the weight itself.
+                tensor.data.normal_(1.0, 0.1)
             elif name.endswith("proj_bias"):
                 # Biases of all experts of a layer: random values, so that mixed-up
                 # experts show.

@@ -26,7 +26,10 @@ class Split(Enum):
     STACKED_GATE_UP has all gate rows, then all up rows of an expert, each split;
     STACKED_ROW is split along the input columns. FLATTENED is `[1, n]` in files, and
     `[n]` on every rank of Megatron and vLLM. HEADS_IN_VLLM, a norm over all heads,
-    is whole in Megatron and split by heads in vLLM. So are the other splits IN_VLLM, of
+    is whole in Megatron and split by heads in vLLM. GATED_Q holds two runs of rows for each
+    query head, the query and the gate of its output. CONVOLUTION holds the taps of all
+    query rows, all key rows, then all value rows of a gated delta net, each split by
+    heads. So are the other splits IN_VLLM, of
     a vision tower's linear layers: along the rows, the columns, or the rows of each of
     q, k and v.
     """
@@ -36,6 +39,7 @@ class Split(Enum):
     COLUMN = "column"
     ROW = "row"
     Q = "q"
+    GATED_Q = "q, gate by heads"
     K = "k"
     V = "v"
     GATE = "gate"
@@ -48,6 +52,7 @@ class Split(Enum):
     STACKED_GATE_UP = "stacked gate, up"
     STACKED_ROW = "stacked row"
     FLATTENED = "flattened"
+    CONVOLUTION = "convolution of q, k, v"
     HEADS_IN_VLLM = "heads in vLLM"
     ROWS_IN_VLLM = "rows in vLLM"
     COLUMNS_IN_VLLM = "columns in vLLM"
@@ -140,6 +145,20 @@ class RowRange(NamedTuple):
     start: int
     rows: int
     is_shared: bool = False
+
+
+def convolution_parts(weight: Weight, key_rows: int) -> list[RowRange]:
+    """Return the parts of a CONVOLUTION weight: rows of queries, of keys and of values.
+
+    Args:
+        key_rows: rows of all key heads together, which are as many as those of queries.
+    """
+    values = weight.shape[0] - 2 * key_rows
+    return [
+        RowRange(0, 0, key_rows),
+        RowRange(0, key_rows, key_rows),
+        RowRange(0, 2 * key_rows, values),
+    ]
 
 
 def fused_parts(weights: Sequence[Weight], q_rows: int, kv_rows: int) -> list[RowRange]:

@@ -37,6 +37,8 @@ NEEDED = {
     "Ernie4_5_MoeForCausalLM": {*HEADS, "moe_k"},
     "NemotronForCausalLM": HEADS,
     "OlmoeForCausalLM": HEADS,
+    # Two layers would both be gated delta nets. 16 key heads share no 8 value heads.
+    "Qwen3NextForCausalLM": {"full_attention_interval", "linear_num_key_heads"},
     "GraniteMoeForCausalLM": HEADS,
     # torch multiplies by no matrix of the default's odd width on a CPU.
     "DeepseekV2ForCausalLM": {*CHOICE, "moe_intermediate_size"},
@@ -221,6 +223,19 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"mlp_layer_types": ["sparse", "sparse"], "first_k_dense_replace": 0},
         {"q_lora_rank": None},
     ],
+    "Qwen3NextForCausalLM": [
+        {"partial_rotary_factor": 1.0},
+        {"norm_topk_prob": False},
+        {"mlp_only_layers": None},
+        {"full_attention_interval": 1},
+        {"layer_types": ["full_attention", "linear_attention"]},
+        # One value head for each key head; heads of other sizes; fewer taps.
+        {"linear_num_value_heads": 4},
+        {"linear_num_key_heads": 1, "linear_num_value_heads": 3},
+        {"linear_key_head_dim": 5, "linear_value_head_dim": 12},
+        {"linear_conv_kernel_dim": 2},
+        {"hidden_act": "swish"},
+    ],
     "Qwen2MoeForCausalLM": [
         {"qkv_bias": False},
         {"norm_topk_prob": False},
@@ -296,7 +311,7 @@ def is_refused(architecture: str, change: dict[str, Any]) -> bool:
         )
     # Of half of each head.
     half = ("Glm4MoeForCausalLM", "NemotronForCausalLM", "MiniMaxM2ForCausalLM")
-    return architecture in half and "yarn" in rope.values()
+    return architecture in (*half, "Qwen3NextForCausalLM") and "yarn" in rope.values()
 
 
 @pytest.mark.parametrize("variants", [without_a_key, changed])

@@ -10,8 +10,14 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megaverl.sharding.layout import Layout
-from megaverl.sharding.model_config import EXPERT_KEYS
-from megaverl.sharding.model_spec import ARCHITECTURES, MLASpec, ModelSpec, MoESpec
+from megaverl.sharding.model_config import EXPERT_KEYS, WITH_DELTA_NET
+from megaverl.sharding.model_spec import (
+    ARCHITECTURES,
+    DeltaNetSpec,
+    MLASpec,
+    ModelSpec,
+    MoESpec,
+)
 from megaverl.sharding.weight import Split, Weight
 
 ROUTED = (
@@ -27,6 +33,7 @@ ROUTED = (
     "Glm4MoeLiteForCausalLM",
     "GraniteMoeForCausalLM",
     "Ernie4_5_MoeForCausalLM",
+    "Qwen3NextForCausalLM",
 )
 # vLLM's models of these architectures are always tied, or never.
 ALWAYS_TIED = (
@@ -43,6 +50,7 @@ NEVER_TIED = (
     "GptOssForCausalLM",
     "OlmoeForCausalLM",
     "MiniMaxM2ForCausalLM",
+    "Qwen3NextForCausalLM",
 )
 LATENT = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM")
 # Attention of transformers that computes the model, where its default, sdpa, leaves a
@@ -109,6 +117,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "Qwen2MoeForCausalLM": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+    }
+    | {"shared_expert_intermediate_size": 24},
+    "Qwen3NextForCausalLM": {
         "num_experts": 6,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 12,
@@ -193,6 +207,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "OlmoeForCausalLM": SPANS,
     "MiniMaxM2ForCausalLM": SPANS,
     "HunYuanDenseV1ForCausalLM": {"qk_norm": True, "qk_norm_after_rope": True},
+    "Qwen3NextForCausalLM": {
+        "qk_norm": True,
+        "norm_plus_one": True,
+        "output_gate": True,
+    },
 }
 
 
@@ -217,7 +236,24 @@ def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> Mode
         "moe": make_experts(architecture) if architecture in ROUTED else None,
         "mla": MLASpec(8, 6, 2, 2, 3) if latent else None,
     }
-    return ModelSpec(**(fields | FIELDS.get(architecture, {}) | changes))  # type: ignore[arg-type]
+    fields |= FIELDS.get(architecture, {}) | changes
+    if architecture in WITH_DELTA_NET:
+        fields.setdefault("delta_net", make_delta_net(int(fields["num_layers"])))  # type: ignore[call-overload]
+    return ModelSpec(**fields)  # type: ignore[arg-type]
+
+
+def make_delta_net(
+    num_layers: int, num_key_heads: int = 4, shares: int = 2
+) -> DeltaNetSpec:
+    """Gated delta nets in every other layer, with `shares` value heads for each key head."""
+    return DeltaNetSpec(
+        num_key_heads,
+        shares * num_key_heads,
+        key_head_dim=2,
+        value_head_dim=3,
+        conv_width=4,
+        layers=tuple(layer % 2 == 0 for layer in range(num_layers)),
+    )
 
 
 def expert_tp(architecture: str) -> dict[str, int]:
@@ -290,6 +326,9 @@ def specs(
         sizes["moe"] = make_experts(
             architecture, num_experts, width, draw(st.integers(0, num_layers - 1))
         )
+    if architecture in WITH_DELTA_NET:
+        key_heads, shares = most * draw(st.integers(1, 2)), draw(st.integers(1, 2))
+        sizes["delta_net"] = make_delta_net(num_layers, key_heads, shares)
     if architecture in LATENT:
         mla = MLASpec(
             q_lora_rank=draw(st.sampled_from([None, 3, 4])),

@@ -53,6 +53,16 @@ MORE = {
     "GraniteMoeForCausalLM": {"attention_multiplier": 0.2},
     "Exaone4ForCausalLM": {"sliding_window": 6},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 16},
+    # Of which vLLM's CPU build has kernels.
+    "Qwen3NextForCausalLM": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 64,
+        "initializer_range": 0.02,
+    },
 } | dict.fromkeys(("DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"), LATENT)
 DENSE = (
     "LlamaForCausalLM",
@@ -146,10 +156,12 @@ def check(
     num_ranks: int = 2,
     with_adapter: bool = False,
     config: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    tolerance: float = 1e-3,
     **vllm: Any,
 ) -> None:
     """Args: with_adapter: the new weights are the old ones with an adapter; the last grid's actor has it unmerged."""
-    old, new = two_folders(path, architecture, **(config or {}))
+    old, new = two_folders(path, architecture, dtype=dtype, **(config or {}))
     adapter = write_adapter(path / "adapter", old, new) if with_adapter else None
     exports = [path / f"exported{number}" for number in range(len(grids))]
     ranks = launch.world(
@@ -163,15 +175,16 @@ def check(
         vllm=vllm,
         prompts=PROMPTS,
         adapter=adapter,
+        dtype=dtype,
     )
     weights = load_file(new / "model.safetensors")
     for export in exports:
         exported = load_file(export / "model.safetensors")
         assert exported.keys() == weights.keys()
-        tolerance = 1e-6 if with_adapter and export == exports[-1] else 0.0
+        rounded = 1e-6 if with_adapter and export == exports[-1] else 0.0
         for name, weight in weights.items():
             torch.testing.assert_close(
-                exported[name], weight, atol=tolerance, rtol=0, msg=f"{export} {name}"
+                exported[name], weight, atol=rounded, rtol=0, msg=f"{export} {name}"
             )
     expected = launch.world(
         num_ranks,
@@ -180,13 +193,14 @@ def check(
         tp=tp,
         vllm=vllm,
         prompts=PROMPTS,
+        dtype=dtype,
     )[0]
     assert len({tuple(response) for response in expected}) == len(PROMPTS)
     for found in ranks:
         for grid, result in zip(grids, found, strict=True):
             assert result["new"] == expected, grid
             assert result["old"] != expected, grid
-            assert result["difference"] < 1e-3, grid
+            assert result["difference"] < tolerance, grid
 
 
 # Mistral and Qwen3 whole differ from Llama whole in nothing that a cut does not show as
@@ -279,6 +293,19 @@ def test_an_engine_whose_ranks_hold_whole_experts(
 def test_experts_that_files_hold_in_one_array(launch: Launcher, tmp_path: Path) -> None:
     """Granite MoE, whose factors the engine applies as well."""
     check(launch, tmp_path, "GraniteMoeForCausalLM", EXPERT_GRIDS, 2)
+
+
+def test_gated_delta_nets(launch: Launcher, tmp_path: Path) -> None:
+    """Qwen3-Next: convolutions, states, gates on attention's outputs. vLLM's CPU build has bfloat16 alone."""
+    check(
+        launch,
+        tmp_path,
+        "Qwen3NextForCausalLM",
+        EXPERT_GRIDS,
+        2,
+        dtype="bfloat16",
+        tolerance=0.02,
+    )
 
 
 def test_experts_that_files_hold_transposed_and_in_one_array(
