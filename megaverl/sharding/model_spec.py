@@ -16,7 +16,6 @@ from megaverl.outside import read_json_file
 from megaverl.sharding.model_config import (
     AGAIN,
     ALTERNATING_AXES,
-    DELTA_NET_SIZES,
     EXPERT_KEYS,
     GRANITE_SCALES,
     IMAGE_MODEL_TYPES,
@@ -638,8 +637,12 @@ def _read(described: Described) -> dict[str, Any]:
         }
     if architecture in WITH_DELTA_NET:
         fields["delta_net"] = DeltaNetSpec(
-            *(int(values[key]) for key in DELTA_NET_SIZES),
-            tuple(kind == LINEAR for kind in values["layer_types"]),
+            num_key_heads=values["linear_num_key_heads"],
+            num_value_heads=values["linear_num_value_heads"],
+            key_head_dim=values["linear_key_head_dim"],
+            value_head_dim=values["linear_value_head_dim"],
+            conv_width=values["linear_conv_kernel_dim"],
+            layers=tuple(kind == LINEAR for kind in values["layer_types"]),
         )
     window, windowed_layers = windows_of(described)
     fields |= {"sliding_window": window, "windowed_layers": windowed_layers}
