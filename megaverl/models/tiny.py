@@ -56,6 +56,14 @@ MULTIPLIERS = {
     "residual_multiplier": 0.6,
     "logits_scaling": 2.5,
 }
+# Every other layer is a gated delta net, also in a model of two layers.
+DELTA_NETS = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 # Further settings by architecture. Fields that a configuration class does not know are
 # left out.
 TINY_MORE: dict[str, dict[str, Any]] = {
@@ -77,17 +85,13 @@ TINY_MORE: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
     },
     "Qwen3MoeForCausalLM": EXPERTS | {"norm_topk_prob": True},
-    # Every other layer is a gated delta net, also in a model of two layers.
     "Qwen3NextForCausalLM": EXPERTS
-    | {
-        "norm_topk_prob": True,
-        "shared_expert_intermediate_size": 48,
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 6,
-    },
+    | DELTA_NETS
+    | {"norm_topk_prob": True, "shared_expert_intermediate_size": 48},
+    "Qwen3_5ForCausalLM": DELTA_NETS,
+    "Qwen3_5MoeForCausalLM": EXPERTS
+    | DELTA_NETS
+    | {"shared_expert_intermediate_size": 48},
     "DeepseekV3ForCausalLM": GROUPED
     | LATENT
     # transformers assumes these two entries; vLLM reads them from the file.
@@ -205,7 +209,8 @@ def make_tiny_folder(
         torch.manual_seed(seed)
         model = getattr(transformers, architecture)(config_class(**settings))
         # These models' norms multiply by weight + 1.
-        norms_at_zero = architecture.startswith(("Gemma", "Nemotron", "Qwen3Next"))
+        stored_minus_one = ("Gemma", "Nemotron", "Qwen3Next", "Qwen3_5")
+        norms_at_zero = architecture.startswith(stored_minus_one)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("mlp.gate.weight", ".router.weight")):
                 # Some routers are initialized with zeros, where all experts score alike

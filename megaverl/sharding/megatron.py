@@ -16,8 +16,8 @@ Rules of a rank (megatron-core 0.16, `models/gpt/gpt_model.py`,
   and shared experts are split like the rest of the layer.
 - gpt-oss's `linear_fc1` alternates gate and up rows, as its files alternate columns. A hook after it moves gates to the
   front (`models/build.py`), and experts are not split.
-- A gated delta net's `conv1d` is [q, k and v rows of key head 0, q, k and v rows of key head 1, ...], like the rows of
-  `in_proj_qkvz` in files (`models/gated_delta_net.py`).
+- A gated delta net's `in_proj_qkvz` is [q, k, v and z rows of key head 0, q, k, v and z rows of key head 1, ...], split
+  into equal runs of rows. So are `in_proj_ba` and `conv1d` (`models/gated_delta_net.py`).
 - The down-projections of latent attention are whole on every rank, in Transformer Engine's layer spec and in megaverl's
   local one (`models/attention.py`). megatron-core's own local spec would split them.
 
@@ -55,7 +55,7 @@ from megaverl.sharding.weight import (
     RowRange,
     Split,
     Weight,
-    convolution_parts,
+    delta_net_parts,
     even_part,
     fused_parts,
     stacked_part,
@@ -292,8 +292,8 @@ class _Model:
         if first.split in (Split.Q, Split.GATED_Q, Split.FUSED_QKV):
             runs = _attention_runs(weights, self._spec)
             return stack([*_even_run(weights, runs, tp, tp_rank)])
-        if first.split is Split.CONVOLUTION:
-            runs = _convolution_runs(first, self._spec)
+        if first.split in (Split.NET_QKV, Split.BY_KEY_HEAD):
+            runs = _delta_net_runs(weights, self._spec)
             return stack([*_even_run(weights, runs, tp, tp_rank)])
         if first.split is Split.FUSED_GATE_UP:
             return stack([*_halves(first, tp, tp_rank)])
@@ -369,14 +369,18 @@ def _attention_runs(fused: Sequence[Weight], spec: ModelSpec) -> list[RowRange]:
     return runs
 
 
-def _convolution_runs(weight: Weight, spec: ModelSpec) -> list[RowRange]:
-    """Return the rows of [q, k and v of key head 0, q, k and v of key head 1, ...]."""
+def _delta_net_runs(fused: Sequence[Weight], spec: ModelSpec) -> list[RowRange]:
+    """Return the rows of [all parts of key head 0, all parts of key head 1, ...]."""
     assert spec.delta_net is not None
     heads = spec.delta_net.num_key_heads
     return [
-        RowRange(0, part.start + head * (part.rows // heads), part.rows // heads)
+        RowRange(
+            part.weight,
+            part.start + head * (part.rows // heads),
+            part.rows // heads,
+        )
         for head in range(heads)
-        for part in convolution_parts(weight, spec.delta_net.key_width)
+        for part in delta_net_parts(fused, spec.delta_net.key_width)
     ]
 
 

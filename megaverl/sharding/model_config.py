@@ -54,6 +54,8 @@ MODEL_TYPES = {
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
 }
 
 # Likewise for supported models that take images: a decoder, whose fields are in
@@ -150,8 +152,9 @@ EXPERT_KEYS = {
         by_biased_softmax=True,
         num_shared="moe_num_shared_experts",
     ),
-    "Qwen3NextForCausalLM": ExpertKeys(
-        "num_experts", shared_width="shared_expert_intermediate_size"
+    **dict.fromkeys(
+        ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"),
+        ExpertKeys("num_experts", shared_width="shared_expert_intermediate_size"),
     ),
 }
 # Architectures in which `norm_topk_prob` decides whether the chosen experts' weights
@@ -168,6 +171,11 @@ MAYBE_NORMALIZED = (
 )
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 GROUP_NUMBERS = ("n_group", "topk_group")
+WITH_DELTA_NET = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
 # Rotary embeddings rotate only the fraction `partial_rotary_factor` of each head in
 # these architectures.
 PARTLY_ROTARY = (
@@ -176,10 +184,9 @@ PARTLY_ROTARY = (
     "Phi3ForCausalLM",
     "NemotronForCausalLM",
     "MiniMaxM2ForCausalLM",
-    "Qwen3NextForCausalLM",
+    *WITH_DELTA_NET,
 )
 # Layers that `layer_types` names LINEAR are gated delta nets of these sizes.
-WITH_DELTA_NET = ("Qwen3NextForCausalLM",)
 DELTA_NET_SIZES = (
     "linear_num_key_heads",
     "linear_num_value_heads",
@@ -265,6 +272,13 @@ PLAIN_GRANITE: dict[str, tuple[Any, ...]] = {
     "layer_types": (None,),
     "layer_rope_theta": (None,),
     "attention_sinks": (False, None),
+}
+# transformers ignores these keys of models with gated delta nets, and vLLM (0.32,
+# `qwen3_next.py`, `qwen_gdn_linear_attn.py`) does not.
+UNREAD_OF_DELTA_NETS: dict[str, tuple[Any, ...]] = {
+    "attn_output_gate": (True,),
+    "layer_scale": (False, None),
+    "output_gate_type": ("silu", "swish"),
 }
 # Architecture ("" for all) -> key -> values that are computed correctly. Messages name
 # the first one.
@@ -368,15 +382,13 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "use_qk_norm": (True,),
         "use_cla": (False, None),
     },
-    # transformers ignores the last three keys, and vLLM (0.32, `qwen3_next.py`,
-    # `qwen_gdn_linear_attn.py`) does not.
     "Qwen3NextForCausalLM": {
         "decoder_sparse_step": (1,),
         "mlp_only_layers": ([],),
-        "attn_output_gate": (True,),
-        "layer_scale": (False, None),
-        "output_gate_type": ("silu", "swish"),
+        **UNREAD_OF_DELTA_NETS,
     },
+    "Qwen3_5ForCausalLM": UNREAD_OF_DELTA_NETS,
+    "Qwen3_5MoeForCausalLM": UNREAD_OF_DELTA_NETS,
 }
 # Keys that scale what a layer computes, by the architecture that has them. `logit_scale`
 # multiplies logits, `logits_scaling` divides them.

@@ -118,7 +118,7 @@ WITH_QK_NORM = (
     "Gemma3ForCausalLM",
     "Qwen3VLForConditionalGeneration",
     "HunYuanDenseV1ForCausalLM",
-    "Qwen3NextForCausalLM",
+    *WITH_DELTA_NET,
 )
 # These norms follow the rotary embedding.
 WITH_QK_NORM_AFTER_ROPE = ("HunYuanDenseV1ForCausalLM",)
@@ -138,10 +138,10 @@ NORM_PLUS_ONE = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "NemotronForCausalLM",
-    "Qwen3NextForCausalLM",
+    *WITH_DELTA_NET,
 )
 # A sigmoid of a further projection scales the output of each attention head.
-WITH_OUTPUT_GATE = ("Qwen3NextForCausalLM",)
+WITH_OUTPUT_GATE = WITH_DELTA_NET
 # The MLP has no gate.
 WITHOUT_GATE = ("ArceeForCausalLM", "NemotronForCausalLM", "Starcoder2ForCausalLM")
 # Attention and MLP read the same norm's output.
@@ -276,7 +276,8 @@ class ModelSpec:
         moe: the routed experts. None: every layer has a plain MLP.
         mla: multi-head latent attention. None: plain attention.
         delta_net: gated delta nets in some layers. None: every layer has attention.
-        output_gate: a sigmoid of a further projection scales the output of each attention head (Qwen3-Next).
+        output_gate: a sigmoid of a further projection scales the output of each attention head (Qwen3-Next,
+            Qwen3.5).
         activation: activation of the MLP's gate. `gelu_tanh` is Hugging Face's `gelu_pytorch_tanh`, `squared_relu` its
             `relu2`. `clamped_swiglu` (gpt-oss) is gate sigmoid(1.702 gate) (up + 1), with gate at most 7 and up
             between -7 and 7.
@@ -578,7 +579,9 @@ def _read(described: Described) -> dict[str, Any]:
         "architecture": architecture,
         "num_layers": values["num_hidden_layers"],
         "hidden_size": values["hidden_size"],
-        "ffn_hidden_size": values["intermediate_size"],
+        # Qwen3.5's class with experts alone has no plain MLP, and no such key.
+        "ffn_hidden_size": values.get("intermediate_size")
+        or values["moe_intermediate_size"],
         "num_heads": num_heads,
         "num_kv_heads": values["num_key_value_heads"],
         # Some classes lack this key, or have null.

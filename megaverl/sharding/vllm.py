@@ -13,8 +13,8 @@ Rules (vLLM 0.32, `model_executor/layers/linear.py`, `vocab_parallel_embedding.p
   by as many adjacent ranks as share it.
 - `gate_up_proj` is [this rank's gate rows; its up rows].
 - With output gates, the q rows of `qkv_proj` are [q of head 0, its gate, q of head 1, ...], as in files.
-- A gated delta net's `conv1d` is [this rank's q rows; its k rows; its v rows]. The rows of its other projections are
-  split evenly.
+- A gated delta net's `conv1d` is [this rank's q rows; its k rows; its v rows], and in Qwen3.5 `in_proj_qkvz` likewise
+  with z rows behind. The rows of other projections, and all of Qwen3-Next's, are split evenly.
 - The vocabulary is padded to a multiple of 64 and split into equal runs of rows.
 - `fused_qkv_a_proj` is [q_a; kv_a], whole on every rank.
 - `w13_weight` is [expert, this rank's gate rows then its up rows, hidden], `w2_weight` is [expert, hidden, this rank's
@@ -61,7 +61,7 @@ from megaverl.sharding.quantization import FORMATS
 from megaverl.sharding.weight import (
     Split,
     Weight,
-    convolution_parts,
+    delta_net_parts,
     even_part,
     fused_parts,
     stacked_part,
@@ -421,8 +421,8 @@ def _fill(
         return flatten(first.shape)
     if first.split in (Split.FUSED_QKV, Split.FUSED_GATE_UP):
         return stack([*_fused_rows(first, spec, tp_size, tp_rank)])
-    if first.split is Split.CONVOLUTION:
-        return stack([*_convolved_rows(first, spec, tp_size, tp_rank)])
+    if first.split is Split.NET_QKV:
+        return stack([*_delta_net_rows(weights, spec, tp_size, tp_rank)])
     if first.split is Split.FUSED_QKV_IN_VLLM:
         return stack([*_thirds(first, tp_size, tp_rank)])
     return stack(
@@ -449,15 +449,16 @@ def _fused_rows(
         yield 0, cut(weight.shape, 0, first, first + run)
 
 
-def _convolved_rows(
-    weight: Weight, spec: ModelSpec, tp_size: int, tp_rank: int
+def _delta_net_rows(
+    weights: Sequence[Weight], spec: ModelSpec, tp_size: int, tp_rank: int
 ) -> Iterator[tuple[int, Box]]:
-    """Yield the rows of one rank out of each of the query, key and value rows of a gated delta net's convolution."""
+    """Yield the rows of one rank out of each part of weights of a gated delta net."""
     assert spec.delta_net is not None
-    for part in convolution_parts(weight, spec.delta_net.key_width):
+    for part in delta_net_parts(weights, spec.delta_net.key_width):
         run = part.rows // tp_size
         first = part.start + tp_rank * run
-        yield 0, cut(weight.shape, 0, first, first + run)
+        shape = weights[part.weight].shape
+        yield part.weight, cut(shape, 0, first, first + run)
 
 
 def _thirds(weight: Weight, tp_size: int, tp_rank: int) -> Iterator[tuple[int, Box]]:

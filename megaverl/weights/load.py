@@ -245,8 +245,8 @@ def further_predictors(folder: Path, weights: Sequence[Weight]) -> tuple[str, ..
     """Return the name prefixes of layers for multi-token prediction, which a policy does not use.
 
     DeepSeek-V3 and GLM-4.5 have `num_nextn_predict_layers` of them behind the last
-    decoder layer. Ernie 4.5's names start with `model.mtp_`. Qwen3-Next's start with
-    `mtp.`, and its config.json does not count them.
+    decoder layer. Ernie 4.5's names start with `model.mtp_`. Those of models with
+    gated delta nets start with `mtp.`, and their config.json does not count them.
     """
     file = folder / "config.json"
     config = read_json_file(file) if file.is_file() else {}
@@ -257,8 +257,8 @@ def further_predictors(folder: Path, weights: Sequence[Weight]) -> tuple[str, ..
     number = config.get("num_nextn_predict_layers") or 0
     behind = (f"model.layers.{layer}." for layer in range(first, first + number))
     counted = (*behind, "model.mtp_") if number else ()
-    is_qwen3_next = set(config.get("architectures") or ()) & set(WITH_DELTA_NET)
-    return (*counted, "mtp.") if is_qwen3_next else counted
+    has_delta_nets = set(config.get("architectures") or ()) & set(WITH_DELTA_NET)
+    return (*counted, "mtp.") if has_delta_nets else counted
 
 
 def check_shapes(

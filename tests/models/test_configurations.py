@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megaverl.models.tiny import TINY, TINY_MORE
+from megaverl.sharding.model_config import WITH_DELTA_NET
 from megaverl.sharding.model_spec import ARCHITECTURES
 from tests.launcher import Launcher
 from tests.sharding.specs import make_spec
@@ -38,7 +39,9 @@ NEEDED = {
     "NemotronForCausalLM": HEADS,
     "OlmoeForCausalLM": HEADS,
     # Two layers would both be gated delta nets. 16 key heads share no 8 value heads.
-    "Qwen3NextForCausalLM": {"full_attention_interval", "linear_num_key_heads"},
+    **dict.fromkeys(
+        WITH_DELTA_NET, {"full_attention_interval", "linear_num_key_heads"}
+    ),
     "GraniteMoeForCausalLM": HEADS,
     # torch multiplies by no matrix of the default's odd width on a CPU.
     "DeepseekV2ForCausalLM": {*CHOICE, "moe_intermediate_size"},
@@ -236,6 +239,20 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"linear_conv_kernel_dim": 2},
         {"hidden_act": "swish"},
     ],
+    "Qwen3_5ForCausalLM": [
+        # As the published folders write it.
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.25,
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+            }
+        },
+        {"linear_num_key_heads": 1, "linear_num_value_heads": 3},
+    ],
+    "Qwen3_5MoeForCausalLM": [{"linear_num_value_heads": 4}],
     "Qwen2MoeForCausalLM": [
         {"qkv_bias": False},
         {"norm_topk_prob": False},
@@ -311,7 +328,7 @@ def is_refused(architecture: str, change: dict[str, Any]) -> bool:
         )
     # Of half of each head.
     half = ("Glm4MoeForCausalLM", "NemotronForCausalLM", "MiniMaxM2ForCausalLM")
-    return architecture in (*half, "Qwen3NextForCausalLM") and "yarn" in rope.values()
+    return architecture in (*half, *WITH_DELTA_NET) and "yarn" in rope.values()
 
 
 @pytest.mark.parametrize("variants", [without_a_key, changed])

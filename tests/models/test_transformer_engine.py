@@ -42,7 +42,7 @@ PACKED: dict[str, tuple[str, dict[str, Any]]] = {
     "layer norms, no gates": ("Starcoder2ForCausalLM", SEQUENCE_PARALLEL),
     "two rotary bases": ("Gemma3ForCausalLM", SEQUENCE_PARALLEL),
     "soft caps": ("Gemma2ForCausalLM", SEQUENCE_PARALLEL),
-    "gated delta nets": ("Qwen3NextForCausalLM", SEQUENCE_PARALLEL),
+    "gated delta nets": ("Qwen3_5ForCausalLM", SEQUENCE_PARALLEL),
     "norms after rotation": ("HunYuanDenseV1ForCausalLM", SEQUENCE_PARALLEL),
     "cut": ("Qwen2ForCausalLM", {"shape": {"cp": 2}, "megatron": {}}),
     "latent": (LATENT, SEQUENCE_PARALLEL),

@@ -34,6 +34,7 @@ ROUTED = (
     "GraniteMoeForCausalLM",
     "Ernie4_5_MoeForCausalLM",
     "Qwen3NextForCausalLM",
+    "Qwen3_5MoeForCausalLM",
 )
 # vLLM's models of these architectures are always tied, or never.
 ALWAYS_TIED = (
@@ -60,8 +61,11 @@ TRANSFORMERS_ATTENTION = {"Gemma2ForCausalLM": "eager"}
 UNCUT = "GptOssForCausalLM"
 # Whose weights lie in engines as in files, so that they can be quantised there.
 PLAIN = tuple(architecture for architecture in ARCHITECTURES if architecture != UNCUT)
+# With attention and a plain MLP in every layer.
 DENSE = tuple(
-    architecture for architecture in ARCHITECTURES if architecture not in ROUTED
+    architecture
+    for architecture in ARCHITECTURES
+    if architecture not in (*ROUTED, *WITH_DELTA_NET)
 )
 # What a tiny folder of an architecture needs beside the sizes that all share, in
 # Hugging Face's words.
@@ -122,13 +126,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 12,
     }
     | {"shared_expert_intermediate_size": 24},
-    "Qwen3NextForCausalLM": {
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
-    }
-    | {"shared_expert_intermediate_size": 24},
 }
+CONFIGS |= dict.fromkeys(
+    ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"), CONFIGS["Qwen2MoeForCausalLM"]
+)
 WITH_QKV_BIAS = (
     "Qwen2ForCausalLM",
     "Glm4ForCausalLM",
@@ -207,12 +208,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "OlmoeForCausalLM": SPANS,
     "MiniMaxM2ForCausalLM": SPANS,
     "HunYuanDenseV1ForCausalLM": {"qk_norm": True, "qk_norm_after_rope": True},
-    "Qwen3NextForCausalLM": {
-        "qk_norm": True,
-        "norm_plus_one": True,
-        "output_gate": True,
-    },
 }
+FIELDS |= dict.fromkeys(
+    WITH_DELTA_NET, {"qk_norm": True, "norm_plus_one": True, "output_gate": True}
+)
 
 
 def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> ModelSpec:

@@ -271,6 +271,7 @@ SPECIAL: dict[str, list[dict[str, int]]] = {
     "HunYuanDenseV1ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Ernie4_5_MoeForCausalLM": [{"tp": 2}, {"dp": 2, "ep": 2}],
     "Qwen3NextForCausalLM": [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}],
+    "Qwen3_5ForCausalLM": [{"tp": 2}],
 }
 
 

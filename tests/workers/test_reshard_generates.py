@@ -29,6 +29,14 @@ LATENT = {
     "v_head_dim": 64,
     "head_dim": 64,
 }
+# Of which vLLM's CPU build has kernels. It computes them in bfloat16, so logits are small.
+DELTA_NETS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "initializer_range": 0.02,
+}
 MORE = {
     # not a multiple of the 32 to which vLLM's CPU kernel pads the width of an expert
     "Qwen3MoeForCausalLM": {"moe_intermediate_size": 48},
@@ -53,16 +61,8 @@ MORE = {
     "GraniteMoeForCausalLM": {"attention_multiplier": 0.2},
     "Exaone4ForCausalLM": {"sliding_window": 6},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 16},
-    # Of which vLLM's CPU build has kernels.
-    "Qwen3NextForCausalLM": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "moe_intermediate_size": 48,
-        "shared_expert_intermediate_size": 64,
-        "initializer_range": 0.02,
-    },
+    "Qwen3NextForCausalLM": DELTA_NETS | {"moe_intermediate_size": 48},
+    "Qwen3_5ForCausalLM": DELTA_NETS,
 } | dict.fromkeys(("DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"), LATENT)
 DENSE = (
     "LlamaForCausalLM",
@@ -295,17 +295,16 @@ def test_experts_that_files_hold_in_one_array(launch: Launcher, tmp_path: Path) 
     check(launch, tmp_path, "GraniteMoeForCausalLM", EXPERT_GRIDS, 2)
 
 
-def test_gated_delta_nets(launch: Launcher, tmp_path: Path) -> None:
-    """Qwen3-Next: convolutions, states, gates on attention's outputs. vLLM's CPU build has bfloat16 alone."""
-    check(
-        launch,
-        tmp_path,
-        "Qwen3NextForCausalLM",
-        EXPERT_GRIDS,
-        2,
-        dtype="bfloat16",
-        tolerance=0.02,
-    )
+@pytest.mark.parametrize(
+    ("architecture", "grids"),
+    [("Qwen3NextForCausalLM", EXPERT_GRIDS), ("Qwen3_5ForCausalLM", GRIDS)],
+)
+def test_gated_delta_nets(
+    launch: Launcher, architecture: str, grids: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Convolutions, states, gates on attention's outputs; projections fused in files, and separate."""
+    options: dict[str, Any] = {"dtype": "bfloat16", "tolerance": 0.02}
+    check(launch, tmp_path, architecture, grids, 2, **options)
 
 
 def test_experts_that_files_hold_transposed_and_in_one_array(
