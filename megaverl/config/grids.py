@@ -38,9 +38,9 @@ from megaverl.sharding.model_spec import (
     ModelSpec,
     misfits,
     no_adapters,
-    why_images_not_cut,
     why_not_in_transformers,
     why_not_in_vllm,
+    why_rows_not_cut,
 )
 from megaverl.sharding.quantization import (
     GROUP_FORMATS,
@@ -207,6 +207,7 @@ def grid_mistakes(
         yield ConfigIssue("rollout.engine", text, involves=("model.path",))
     if spec and spec.is_tabled and config.rollout.engine == "vllm":
         yield from _engine_against_model(config.rollout, spec)
+        yield from _speculation_against_model(config.rollout, spec)
     if config.rollout.engine == "hf" and config.rollout.tp > 1:
         yield ConfigIssue(
             "rollout.tp",
@@ -446,7 +447,7 @@ def _against_model(
             f"found {misfit.size}, which {misfit.reason}",
             involves=("model.path",),
         )
-    if why := why_images_not_cut(spec, grid.cp):
+    if why := why_rows_not_cut(spec, grid.cp):
         yield ConfigIssue(
             f"{role}.cp", f"found {grid.cp}, and {why}.", involves=("model.path",)
         )
@@ -505,12 +506,33 @@ def _engine_against_model(
         yield from _groups_against_model(
             "rollout.vllm.quantization", method, "rollout.tp", rollout.tp, spec
         )
+    elif spec.delta_net is not None and method:
+        text = f"found {method!r}; engines of {spec.architecture} with quantised weights have not been compared."
+        yield ConfigIssue(
+            "rollout.vllm.quantization",
+            f"{text} Leave it out.",
+            involves=("model.path",),
+        )
     elif spec.attention_sinks and method:
         text = f"found {method!r}; vLLM transposes the model's experts as it loads: they cannot be quantised."
         yield ConfigIssue(
             "rollout.vllm.quantization",
             f"{text} Leave it out.",
             involves=("model.path",),
+        )
+
+
+def _speculation_against_model(
+    rollout: RolloutConfig, spec: ModelSpec
+) -> Iterator[ConfigIssue]:
+    """Yield a mistake if drafts are proposed to a model that carries a state."""
+    if spec.delta_net is not None and rollout.vllm.get("speculative_config"):
+        text = (
+            f"is set, and the gated delta nets of {spec.architecture} carry a state, which a refused draft must be "
+            "taken out of again; that has not been tested. Leave it out."
+        )
+        yield ConfigIssue(
+            "rollout.vllm.speculative_config", text, involves=("model.path",)
         )
 
 

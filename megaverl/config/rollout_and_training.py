@@ -384,8 +384,11 @@ def _batch_invariant_issues(config: Config, spec: ModelSpec | None) -> Issues:
     elif on_cpu and rollout.tp > 2:
         text = f"is set, and with rollout.tp={rollout.tp} gloo and vLLM add the ranks' parts in different orders. Use "
         yield ConfigIssue(key, f"{text}tp 1 or 2.", involves=("rollout.tp",))
-    if on_cpu and spec is not None and (reason := why_not_batch_invariant(spec)):
-        text = f"is set, and on a CPU {reason}. Leave it out, or choose another model."
+    if spec is None or not (on_cpu or spec.delta_net):
+        return
+    if reason := why_not_batch_invariant(spec):
+        place = "on a CPU " if on_cpu else ""
+        text = f"is set, and {place}{reason}. Leave it out, or choose another model."
         yield ConfigIssue(key, text, involves=("model.path",))
 
 

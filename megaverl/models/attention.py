@@ -510,18 +510,23 @@ class SharedKVAttention(SelfAttention):  # type: ignore[misc]  # megatron-core h
     """megatron-core's attention for the case that several tensor-parallel ranks share a key-value head.
 
     The rows of `linear_qkv`, [q heads of group 0, k 0, v 0, q heads of group 1, ...],
-    are split evenly over the ranks. The projections are gathered, and each rank takes
-    its query heads and the key-value head that they share. megatron-core would take the
-    process group from the global `parallel_state`, which megaverl does not set up.
+    with output gates behind the q heads of each group, are split evenly over the ranks.
+    The projections are gathered, and each rank takes its query heads and the key-value
+    head that they share. megatron-core would take the process group from the global
+    `parallel_state`, which megaverl does not set up.
     """
 
     def get_query_key_value_tensors(
         self,
         hidden_states: torch.Tensor,
         key_value_states: torch.Tensor | None = None,
+        output_gate: bool = False,
         **_: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Project [s, b, hidden] to query [s, b, heads / tp, head_dim] and key, value [s, b, 1, head_dim]."""
+    ) -> tuple[torch.Tensor, ...]:
+        """Project [s, b, hidden] to query [s, b, heads / tp, head_dim] and key, value [s, b, 1, head_dim].
+
+        With `output_gate` a gate of the query's shape follows.
+        """
         mixed, _ = self.linear_qkv(hidden_states)
         group = self.pg_collection.tp
         num_groups = self.config.num_query_groups
@@ -534,17 +539,18 @@ class SharedKVAttention(SelfAttention):  # type: ignore[misc]  # megatron-core h
         group_heads = all_heads.chunk(num_groups, dim=-1)[group_number].unflatten(
             -1, (-1, self.hidden_size_per_attention_head)
         )
-        # [s, b, query heads of this rank, head_dim], then the group's one key and its
-        # one value.
-        parts = (
-            group_heads[:, :, :-2].chunk(ranks_per_group, dim=2)[place_in_group],
-            group_heads[:, :, -2:-1],
-            group_heads[:, :, -1:],
+        # [s, b, query heads of this rank, head_dim] and their gates, then the group's
+        # one key and its one value. Copies let the gathered tensor be freed.
+        query, *gate = (
+            heads.chunk(ranks_per_group, dim=2)[place_in_group].contiguous()
+            for heads in group_heads[:, :, :-2].chunk(1 + output_gate, dim=2)
         )
-        # Copies let the gathered tensor be freed.
-        query, key, value = (part.contiguous() for part in parts)
+        key, value = (
+            part.contiguous() for part in group_heads[:, :, -2:].chunk(2, dim=2)
+        )
         query = query if self.q_layernorm is None else self.q_layernorm(query)
-        return query, key if self.k_layernorm is None else self.k_layernorm(key), value
+        key = key if self.k_layernorm is None else self.k_layernorm(key)
+        return query, key, value, *gate
 
 
 # transformers normalizes DeepSeek-V3's latents with this eps, whatever `rms_norm_eps`

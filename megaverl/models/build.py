@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache, partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from megaverl.models.context_attention import (
     pack_part,
     pack_part_varlen,
 )
+from megaverl.models.gated_delta_net import GatedDeltaNet
 from megaverl.models.layers import (
     BiasedRouter,
     BiasedSoftmaxRouter,
@@ -49,7 +51,7 @@ from megaverl.models.vision_tower import VisionTower, check_deepstack
 from megaverl.platform import flash_attention, platform
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
-from megaverl.sharding.model_spec import ModelSpec, shares_kv_heads
+from megaverl.sharding.model_spec import DeltaNetSpec, ModelSpec, shares_kv_heads
 from megaverl.sharding.weight import Weight
 
 platform.adapt_megatron()
@@ -71,6 +73,9 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_layer import (  # noqa: E402
+    get_transformer_layer_offset,
+)
 
 WHOLE = Part(0, 1)
 # `ModelSpec.norm` -> class of the norms over hidden states.
@@ -137,10 +142,36 @@ def block_spec(
             parts.router = (
                 BiasedRouter if spec.moe.router == "sigmoid" else BiasedSoftmaxRouter
             )
+    if spec.delta_net is not None:
+        first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+        block.layer_specs = [
+            _as_delta_net(layer, spec.delta_net, NORMS[spec.norm])
+            if spec.delta_net.layers[first + index]
+            else layer
+            for index, layer in enumerate(block.layer_specs)
+        ]
     # Transformer Engine's LayerNorm always has a bias.
     if not with_engine or spec.norm == "centred":
         block.layer_norm = NORMS[spec.norm]
     return block
+
+
+def _as_delta_net(
+    layer: ModuleSpec, net: DeltaNetSpec, norm: type[torch.nn.Module]
+) -> ModuleSpec:
+    """Return a layer's specification with a gated delta net in place of attention."""
+    # Layers with attention keep their specification, which is one object for all.
+    layer = deepcopy(layer)
+    parts = layer.submodules
+    # Its linear layers fuse no norm, whose name in checkpoints is then the module's.
+    parts.input_layernorm = norm
+    parts.sharded_state_dict_keys_map = {
+        name: stored
+        for name, stored in parts.sharded_state_dict_keys_map.items()
+        if not name.startswith("input_layernorm.")
+    }
+    parts.self_attention = ModuleSpec(module=GatedDeltaNet, params={"net": net})
+    return layer
 
 
 def _place_norms(

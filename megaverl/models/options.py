@@ -205,6 +205,7 @@ def transformer_config(
         "layernorm_epsilon": spec.norm_eps,
         "gated_linear_unit": spec.is_gated,
         "softmax_scale": spec.softmax_scale,
+        "attention_output_gate": spec.output_gate,
         "layernorm_zero_centered_gamma": spec.norm_plus_one,
         # megatron-core's window excludes the query's own position, and Hugging Face's
         # includes it.
@@ -270,6 +271,8 @@ def transformer_config(
     }
     if spec.parallel_layers:
         _check_parallel_layers(options)
+    if spec.delta_net is not None:
+        _check_delta_nets(options)
     if spec.attention_softcap is not None:
         _check_softcap(options)
     if shape.tp == 1 and options.get("sequence_parallel"):
@@ -324,6 +327,16 @@ def _check_parallel_layers(options: Mapping[str, Any]) -> None:
             "megatron.recompute_modules: layernorm cannot be recomputed in this model, because attention and MLP read "
             "the same norm's output. Leave layernorm out, or use activation_checkpointing: full."
         )
+
+
+def _check_delta_nets(options: Mapping[str, Any]) -> None:
+    """Refuse 8-bit and 4-bit products, which would reach only the layers of Transformer Engine."""
+    for name in ("fp8", "fp4"):
+        if options.get(name):
+            raise ModelError(
+                f"megatron.{name}={options[name]}: the projections of gated delta nets are multiplied in model.dtype. "
+                "Leave it out."
+            )
 
 
 def _check_softcap(options: Mapping[str, Any]) -> None:

@@ -65,6 +65,14 @@ MULTIPLIERS = {
     "residual_multiplier": 0.6,
     "logits_scaling": 2.5,
 }
+# Every other layer is a gated delta net, also in a model of two layers.
+DELTA_NETS = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 # Further settings by architecture. Fields that a configuration class does not know are
 # left out.
 TINY_MORE: dict[str, dict[str, Any]] = {
@@ -86,6 +94,13 @@ TINY_MORE: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
     },
     "Qwen3MoeForCausalLM": EXPERTS | {"norm_topk_prob": True},
+    "Qwen3NextForCausalLM": EXPERTS
+    | DELTA_NETS
+    | {"norm_topk_prob": True, "shared_expert_intermediate_size": 48},
+    "Qwen3_5ForCausalLM": DELTA_NETS,
+    "Qwen3_5MoeForCausalLM": EXPERTS
+    | DELTA_NETS
+    | {"shared_expert_intermediate_size": 48},
     "DeepseekV3ForCausalLM": GROUPED
     | LATENT
     # transformers assumes these two entries; vLLM reads them from the file.
@@ -244,7 +259,8 @@ def make_tiny_folder(
 def _redraw(architecture: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Draw tensors again that a new model has zeros or ones in, or equal values."""
     # These models' norms multiply by weight + 1.
-    norms_at_zero = architecture.startswith(("Gemma", "Nemotron"))
+    stored_minus_one = ("Gemma", "Nemotron", "Qwen3Next", "Qwen3_5")
+    norms_at_zero = architecture.startswith(stored_minus_one)
     for name, tensor in tensors:
         if name.endswith(("mlp.gate.weight", ".router.weight")):
             # Some routers are initialized with zeros, where all experts score alike and
@@ -257,6 +273,12 @@ def _redraw(architecture: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> N
         ):
             # Large enough that some gates reach the limit at which they are clamped.
             tensor.data.normal_(0.0, 0.5)
+        elif name.endswith("A_log"):
+            # Slow decay, so that tokens far back have an effect.
+            tensor.data.normal_(-2.0, 0.5)
+        elif name.endswith("linear_attn.norm.weight"):
+            # Alone among these models' norms it multiplies by the weight itself.
+            tensor.data.normal_(1.0, 0.1)
         elif name.endswith("proj_bias"):
             # Biases of all experts of a layer: random values, so that mixed-up experts
             # show.

@@ -15,7 +15,7 @@ from megaverl.distributed.grid import GridShape
 from megaverl.planner.buffers import ITEMSIZE
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.stages import Recompute, padded_vocab_size
-from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.model_spec import DeltaNetSpec, ModelSpec
 
 # Kernel launches of a layer's forward pass: norms, products, rotation, attention,
 # activation, residuals.
@@ -250,7 +250,10 @@ class ModelCosts:
         spec, tp, size = self.spec, grid.tp, self.itemsize
         tokens = batch.tokens / grid.cp
         products = self._attention_products(tokens, tp)
-        attention = self._attention(batch.pairs / (grid.cp * tp))
+        # Of the average layer, as gated delta nets have no pairs.
+        attention = self._attention(batch.pairs / (grid.cp * tp)) * attention_share(
+            spec
+        )
         elementwise = self.elementwise(tokens, tp, sequence_parallel=sequence_parallel)
         hidden = size * tokens * spec.hidden_size
         # Two all-gathers and two reduce-scatters, or two all-reduces, which move as
@@ -343,7 +346,10 @@ class ModelCosts:
         if recompute.granularity == "full":
             recomputed = passes.forward
         elif "core_attn" in recompute.modules:
-            recomputed = Duration(self._attention(batch.pairs / (grid.cp * grid.tp)))
+            recomputed = Duration(
+                self._attention(batch.pairs / (grid.cp * grid.tp))
+                * attention_share(self.spec)
+            )
         if {"mlp", "moe"} & set(recompute.modules):
             # An MLP, or its experts, is about 60 % of a layer's forward pass.
             recomputed = recomputed + passes.forward * 0.6
@@ -372,7 +378,9 @@ class ModelCosts:
             + num_moe * moe_layer
         )
         head = 2 * spec.hidden_size * spec.vocab_size
-        attention = pairs * spec.num_layers * 4 * spec.num_heads * spec.head_dim
+        attention = (
+            pairs * spec.num_attention_layers * 4 * spec.num_heads * spec.head_dim
+        )
         return tokens * (layers + head) + attention
 
     def _attention_shapes(self, tp: int) -> list[tuple[float, float]]:
@@ -403,18 +411,38 @@ class ModelCosts:
         # With more ranks than KV heads, ranks hold copies of a head.
         kv_width = max(spec.num_kv_heads / tp, 1) * spec.head_dim
         return [
-            (spec.hidden_size, query_width + 2 * kv_width),
+            (spec.hidden_size, (1 + spec.output_gate) * query_width + 2 * kv_width),
             (query_width, spec.hidden_size),
         ]
 
     def _attention_products(self, tokens: float, tp: int) -> float:
-        return sum(
+        """Return the seconds of the products of the average layer's attention or gated delta net."""
+        products = sum(
             self.product(tokens, inner, columns)
             for inner, columns in self._attention_shapes(tp)
         )
+        if (net := self.spec.delta_net) is None:
+            return products
+        share = attention_share(self.spec)
+        of_net = sum(
+            self.product(tokens, inner, columns)
+            for inner, columns in delta_net_shapes(net, self.spec.hidden_size, tp)
+        )
+        rule = tokens * rule_flops(net) / tp
+        of_net += rule / (self.peak * self.hardware.attention_efficiency)
+        return share * products + (1 - share) * of_net
 
     def _attention_flops(self) -> float:
-        return sum(2 * inner * columns for inner, columns in self._attention_shapes(1))
+        """Return the operations per token of the average layer's attention or gated delta net."""
+        flops = sum(2 * inner * columns for inner, columns in self._attention_shapes(1))
+        if (net := self.spec.delta_net) is None:
+            return flops
+        share = attention_share(self.spec)
+        of_net = rule_flops(net) + sum(
+            2 * inner * columns
+            for inner, columns in delta_net_shapes(net, self.spec.hidden_size, 1)
+        )
+        return share * flops + (1 - share) * of_net
 
     def _attention(self, pairs: float) -> float:
         flops = 4 * pairs * self.spec.num_heads * self.spec.head_dim
@@ -463,11 +491,45 @@ def layers_of(spec: ModelSpec) -> dict[bool, int]:
     return {False: dense, True: spec.num_layers - dense}
 
 
+def attention_share(spec: ModelSpec) -> float:
+    """Return the fraction of layers that have attention. The others are gated delta nets."""
+    return spec.num_attention_layers / spec.num_layers
+
+
+def delta_net_shapes(
+    net: DeltaNetSpec, hidden_size: int, tp: int
+) -> list[tuple[float, float]]:
+    """List (inner, columns) of a gated delta net's products on one rank."""
+    values = net.value_width / tp
+    return [
+        (hidden_size, 2 * net.key_width / tp + 2 * values),
+        (hidden_size, 2 * net.num_value_heads / tp),
+        (values, hidden_size),
+    ]
+
+
+def rule_flops(net: DeltaNetSpec) -> float:
+    """Return the operations of the delta rule per token: a read, a write and a read of each head's state."""
+    return 6.0 * net.num_value_heads * net.key_head_dim * net.value_head_dim
+
+
 def attention_parameters(spec: ModelSpec) -> float:
-    """Return the number of parameters in one layer's attention, over all ranks."""
+    """Return the number of parameters in one layer's attention, over all ranks.
+
+    With gated delta nets in some layers, it is the mean over all layers.
+    """
     hidden = spec.hidden_size
     if spec.mla is None:
-        return hidden * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
+        num_heads = (2 + spec.output_gate) * spec.num_heads + 2 * spec.num_kv_heads
+        parameters = float(hidden * spec.head_dim * num_heads)
+        if (net := spec.delta_net) is None:
+            return parameters
+        share = attention_share(spec)
+        taps = (2 * net.key_width + net.value_width) * net.conv_width
+        of_net = taps + sum(
+            inner * columns for inner, columns in delta_net_shapes(net, hidden, 1)
+        )
+        return share * parameters + (1 - share) * of_net
     mla, heads = spec.mla, spec.num_heads
     query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     queries = (

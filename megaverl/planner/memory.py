@@ -589,9 +589,10 @@ class MemoryModel:
 
     def _repeats(self, role: Role, tokens: int) -> float:
         config = self.job.config
-        if not role.config.pack_samples or role.grid.cp > 1:
-            # Transformer Engine's context parallelism shares no tokens between packed
-            # samples.
+        # Transformer Engine's context parallelism shares no tokens between packed
+        # samples, nor do models with states.
+        shares_tokens = role.grid.cp == 1 and role.spec.delta_net is None
+        if not role.config.pack_samples or not shares_tokens:
             return 1.0
         shared = config.data.max_prompt_tokens - 1
         return keys_per_token(
@@ -712,7 +713,18 @@ def kv_bytes_per_token(spec: ModelSpec, tp: int, itemsize: int) -> int:
             * itemsize
         )
     heads = max(1, spec.num_kv_heads // tp)
-    return spec.num_layers * 2 * heads * spec.head_dim * itemsize
+    return spec.num_attention_layers * 2 * heads * spec.head_dim * itemsize
+
+
+def state_bytes(spec: ModelSpec, tp: int, itemsize: int) -> int:
+    """Return the bytes of one sequence's states on one rank: of gated delta nets in float32, and of convolutions."""
+    net = spec.delta_net
+    if net is None:
+        return 0
+    of_heads = 4 * net.num_value_heads * net.key_head_dim * net.value_head_dim
+    convolved = 2 * net.key_width + net.value_width
+    of_taps = itemsize * convolved * (net.conv_width - 1)
+    return sum(net.layers) * (of_heads + of_taps) // tp
 
 
 @dataclass(frozen=True)
@@ -765,4 +777,6 @@ def engine_bytes(
         cache = float(fields["kv_cache_memory_bytes"])
         budget = cache + own_weights + workspace + gpu.graphs
     per_token = kv_bytes_per_token(spec, tp, cache_itemsize)
+    # A sequence has one state, however long it is.
+    per_token += -(-state_bytes(spec, tp, itemsize) // longest)
     return EngineBytes(budget, weights, workspace, cache, per_token, sequences, longest)

@@ -459,8 +459,10 @@ def micro_batches(load: StepLoad, role: Role, parts: int) -> tuple[MicroBatchLoa
     samples_per_row = (
         min(config.algorithm.group_size, samples) if role.config.pack_samples else 1.0
     )
-    shares_prompts = role.config.pack_samples and (
-        role.grid.cp == 1 or load.hardware.cores is not None
+    shares_prompts = (
+        role.config.pack_samples
+        and (role.grid.cp == 1 or load.hardware.cores is not None)
+        and role.spec.delta_net is None
     )
     once = samples_per_row if shares_prompts else 1.0
     tokens = samples * (lengths.response + lengths.prompt / once)

@@ -17,7 +17,7 @@ from typing import Any
 
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import GridError
-from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.model_spec import DeltaNetSpec, ModelSpec
 
 MORE = "more micro-batches"
 
@@ -307,7 +307,35 @@ def layer_bytes(
 def attention_bytes(
     shape: LayerShape, sequence: int, *, keep_core: bool = True, keep_up: bool = True
 ) -> float:
-    """Return the bytes per token of queries, keys, values and of attention's output, the input of the projection."""
+    """Return the bytes per token of queries, keys, values and of attention's output, the input of the projection.
+
+    With gated delta nets in some layers, it is the mean over all layers.
+    """
+    held = _attention_bytes(shape, sequence, keep_core=keep_core, keep_up=keep_up)
+    if shape.spec.delta_net is None:
+        return held
+    share = shape.spec.num_attention_layers / shape.spec.num_layers
+    return share * held + (1 - share) * delta_net_bytes(shape, shape.spec.delta_net)
+
+
+def delta_net_bytes(shape: LayerShape, net: DeltaNetSpec) -> float:
+    """Return the bytes per token that a gated delta net keeps. Estimated from its operators, not measured."""
+    size = shape.itemsize
+    convolved = 2 * net.key_width + net.value_width
+    # Inputs of the projections' outputs; one float32 copy for each tap, and SiLU's
+    # input.
+    held = size * (convolved + net.value_width) + 4 * convolved * (net.conv_width + 1)
+    # Inputs and outputs of the rule, with keys and queries for each value head, and its
+    # float32 matrices [chunk, chunk] of each chunk of 64 tokens.
+    per_head = size * (2 * net.key_head_dim + 2 * net.value_head_dim) + 2 * 4 * 64
+    held += net.num_value_heads * per_head
+    # The norm's and the output projection's inputs.
+    return (held + (4 + size) * net.value_width) / shape.tp
+
+
+def _attention_bytes(
+    shape: LayerShape, sequence: int, *, keep_core: bool, keep_up: bool
+) -> float:
     spec, size = shape.spec, shape.itemsize
     if spec.mla is not None:
         mla = spec.mla
@@ -325,6 +353,8 @@ def attention_bytes(
         max(spec.num_kv_heads, shape.tp) * spec.head_dim,
     )
     held = size * (2 * q + 2 * kv * shape.repeats) / shape.tp
+    # The gate, the gated output, and the gate's sigmoid in float32.
+    held += spec.output_gate * (2 * size + 4) * q / shape.tp
     # The norms keep their inputs, and the rotation after them keeps another copy
     # (megatron-core 0.16, transformer/attention.py).
     if spec.qk_norm:

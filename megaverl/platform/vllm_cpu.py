@@ -98,6 +98,7 @@ def adapt_images() -> None:
 DEFAULT_NUM_SEQUENCES = 128
 MAX_CACHE_BYTES = 1 << 30
 BLOCK_TOKENS = 32  # the CPU attention kernel works on multiples of this
+STATE_BLOCK = 128  # vLLM rounds blocks up to this beside layers with a state
 NORM_LANES = 16  # the CPU norm kernels work on multiples of this
 MAX_UNPACKED = 2**17  # elements of a float32 weight up to which it is not packed
 EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
@@ -138,7 +139,8 @@ def _look_for_kernels_in_vllm() -> None:
 
 @_adapts("weights beside packed copies")
 def _keep_weights_beside_packed() -> None:
-    """Packing linear weights for oneDNN replaces them by empty tensors, to which nothing can be written.
+    """Packing linear weights for oneDNN replaces them by empty tensors, to which nothing can be written. Packing the
+    taps of short convolutions changes their order.
 
     oneDNN also compiles a product for each shape and number of rows, in 0.5 to 1 ms, and
     keeps up to 1,024 of them. Small float32 weights are therefore not packed: torch
@@ -149,11 +151,30 @@ def _keep_weights_beside_packed() -> None:
     @replaces(utils, "dispatch_cpu_unquantized_gemm")
     def pack_and_keep(pack: Any, layer: torch.nn.Module, remove_weight: bool) -> None:
         weight = layer.weight
-        is_matrix = weight.ndim == 2 and weight.dtype == torch.float32
-        if is_matrix and weight.numel() <= MAX_UNPACKED:
+        is_matrix = weight.ndim == 2
+        if not weight.is_meta and not is_matrix:
+            return
+        is_small = weight.dtype == torch.float32 and weight.numel() <= MAX_UNPACKED
+        if is_matrix and is_small:
             layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
         else:
             pack(layer, remove_weight=False)
+
+
+@_adapts("convolutions without packed weights")
+def _convolve_unpacked() -> None:
+    """The convolutions of gated delta nets expect packed taps on CPUs with products in
+    bfloat16, and taps are not packed here.
+    """
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    for name in ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu"):
+
+        @replaces(gdn_attention, name)
+        def convolve(run: Any, **arguments: Any) -> Any:
+            # [channels, 1, taps] -> [channels, taps]
+            weight = arguments["weight"].flatten(1)
+            return run(**{**arguments, "weight": weight, "is_weight_packed": False})
 
 
 @_adapts("experts beside packed copies")
@@ -645,6 +666,8 @@ def engine_defaults(
     max_model_len: int,
     num_sequences: int | None,
     latent_attention: str | None,
+    num_states: int = 0,
+    state_bytes: int = 0,
 ) -> dict[str, Any]:
     """Return EngineArgs that suit a CPU, as defaults for the user's.
 
@@ -655,12 +678,23 @@ def engine_defaults(
     AMX (see `check_runs_here`).
 
     Args:
+        num_layers: layers with attention.
         num_kv_heads: KV heads on one rank.
+        num_states: layers with a state in place of keys and values.
+        state_bytes: bytes of one such state on one rank.
         latent_attention: attention backend of a model with latent attention; None for other models.
     """
-    token_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
-    blocks_each = -(-max_model_len // BLOCK_TOKENS)
-    block_bytes = BLOCK_TOKENS * token_bytes
+    layer_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
+    block_tokens = BLOCK_TOKENS
+    if num_states:
+        # vLLM makes blocks so long that a layer's keys and values of one take as much
+        # as a state.
+        block_tokens = STATE_BLOCK * -(-state_bytes // (STATE_BLOCK * layer_bytes))
+    blocks_each = -(-max_model_len // block_tokens)
+    block_bytes = block_tokens * layer_bytes * num_layers
+    # A sequence has two blocks for each state, such as before and after a step. Layers
+    # share blocks in groups of as many as have attention.
+    blocks_each += 2 * -(-num_states // num_layers)
     wanted = (num_sequences or DEFAULT_NUM_SEQUENCES) * blocks_each * block_bytes
     # vLLM keeps one block for itself, and one response must fit whatever the limit.
     cache_bytes = (

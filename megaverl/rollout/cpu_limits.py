@@ -12,6 +12,7 @@ from typing import Any
 
 from megaverl.errors import ModelError, RolloutError
 from megaverl.sharding.draft_head import MTP, HeadSpec
+from megaverl.sharding.model_spec import DeltaNetSpec
 
 LATENT_ATTENTION = "CPU_MLA"
 # These models attend to all tokens of an image at once, but vLLM's CPU attention is
@@ -62,6 +63,39 @@ def check_runs_here(arguments: dict[str, Any], *, experts: bool) -> None:
         raise RolloutError(
             "rollout.vllm.quantization: vLLM's CPU build has kernels for quantised experts only where there is AMX, "
             "and these reorder the weights that an update is written to. Leave it out on a CPU, or use a dense model."
+        )
+
+
+# Sizes of key and value heads for which the CPU build (0.32) has kernels.
+DELTA_NET_HEADS = (64, 128)
+DELTA_NET_TAPS = 4
+
+
+def check_delta_net_runs_here(net: DeltaNetSpec, dtype: str) -> None:
+    """Refuse gated delta nets for which vLLM's CPU build has no kernels.
+
+    Args:
+        dtype: name of the engine's dtype, such as `bfloat16`.
+
+    Raises:
+        RolloutError: names the dtype or the sizes.
+    """
+    if dtype != "bfloat16":
+        raise RolloutError(
+            f"model.dtype={dtype}: vLLM's CPU build computes gated delta nets in bfloat16 only. Use bfloat16, or "
+            "rollout.engine=hf."
+        )
+    heads = net.key_head_dim, net.value_head_dim
+    if heads not in [(size, size) for size in DELTA_NET_HEADS]:
+        raise RolloutError(
+            f"model.path: its gated delta nets have key heads of {heads[0]} and value heads of {heads[1]} dimensions; "
+            f"vLLM's CPU build has kernels for equal sizes of {' or '.join(map(str, DELTA_NET_HEADS))} only. Use "
+            "rollout.engine=hf."
+        )
+    if net.conv_width != DELTA_NET_TAPS:
+        raise RolloutError(
+            f"model.path: linear_conv_kernel_dim is {net.conv_width}; vLLM's CPU build has kernels for "
+            f"{DELTA_NET_TAPS} only. Use rollout.engine=hf."
         )
 
 

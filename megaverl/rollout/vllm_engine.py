@@ -29,7 +29,11 @@ from megaverl.platform import platform
 from megaverl.platform.batch_invariant import batch_invariant
 from megaverl.processes import freeze_objects, thaw_objects
 from megaverl.rollout.cpu_kernels import why_no_kernel
-from megaverl.rollout.cpu_limits import LATENT_ATTENTION, check_runs_here
+from megaverl.rollout.cpu_limits import (
+    LATENT_ATTENTION,
+    check_delta_net_runs_here,
+    check_runs_here,
+)
 from megaverl.rollout.engine import (
     Generation,
     Images,
@@ -564,9 +568,10 @@ def prepare_vllm() -> None:
 
 def _prepare_batch_invariant(spec: ModelSpec) -> None:
     """Check that the mode can be used, and on CUDA select vLLM's own before vLLM is imported."""
-    if not platform.is_cuda:
+    if not platform.is_cuda or spec.delta_net is not None:
         if reason := why_not_batch_invariant(spec):
-            raise RolloutError(f"rollout.batch_invariant: on a CPU {reason}.")
+            place = "" if platform.is_cuda else "on a CPU "
+            raise RolloutError(f"rollout.batch_invariant: {place}{reason}.")
         return
     # vLLM's kernels read the variable when their modules are imported.
     if "vllm" in sys.modules and os.environ.get(BATCH_INVARIANT_VARIABLE) != "1":
@@ -613,6 +618,9 @@ def engine_arguments(
         if reason := why_no_kernel(spec.head_dim):
             raise RolloutError(reason)
         check_runs_here(arguments, experts=spec.moe is not None)
+        if spec.delta_net is not None:
+            dtype = str(options.dtype).removeprefix("torch.")
+            check_delta_net_runs_here(spec.delta_net, dtype)
     if arguments.get("quantization"):
         arguments |= quantised_arguments(
             arguments["quantization"], load_weights=options.load_weights
@@ -642,8 +650,19 @@ def _device_defaults(
             if may_have_experts and not options.load_weights
             else {}
         )
+    states = {}
+    if (net := spec.delta_net) is not None:
+        per_head = net.key_head_dim * net.value_head_dim
+        taps = (2 * net.key_width + net.value_width) * (net.conv_width - 1)
+        # States in float32, and the last inputs of the convolution.
+        numel = 2 * net.num_value_heads * per_head + taps
+        states = {
+            "num_states": sum(net.layers),
+            "state_bytes": options.dtype.itemsize * numel // tp_size,
+        }
     defaults: dict[str, Any] = vllm_cpu().engine_defaults(
-        num_layers=spec.num_layers,
+        **states,
+        num_layers=spec.num_attention_layers,
         num_kv_heads=max(1, spec.num_kv_heads // tp_size),
         head_dim=spec.head_dim,
         dtype=options.dtype,

@@ -7,7 +7,7 @@ Rules of a rank (megatron-core 0.16, `models/gpt/gpt_model.py`,
 `transformer/attention.py`, `transformer/mlp.py`,
 `transformer/multi_latent_attention.py`, `transformer/moe/experts.py`):
 - `linear_qkv` is the array [q heads of group 0, k 0, v 0, q heads of group 1, ...] split into equal runs of rows, even
-  if there are fewer groups than ranks.
+  if there are fewer groups than ranks. With output gates it is [q heads of group 0, their gates, k 0, v 0, ...].
 - `linear_fc1` is [this rank's gate rows; this rank's up rows].
 - The vocabulary is padded at its end and split into equal runs of rows.
 - Layers are numbered from zero on every stage, and in every chunk of a virtual pipeline.
@@ -16,6 +16,8 @@ Rules of a rank (megatron-core 0.16, `models/gpt/gpt_model.py`,
   and shared experts are split like the rest of the layer.
 - gpt-oss's `linear_fc1` alternates gate and up rows, as its files alternate columns. A hook after it moves gates to the
   front (`models/build.py`), and experts are not split.
+- A gated delta net's `in_proj_qkvz` is [q, k, v and z rows of key head 0, q, k, v and z rows of key head 1, ...], split
+  into equal runs of rows. So are `in_proj_ba` and `conv1d` (`models/gated_delta_net.py`).
 - The down-projections of latent attention are whole on every rank, in Transformer Engine's layer spec and in megaverl's
   local one (`models/attention.py`). megatron-core's own local spec would split them.
 
@@ -25,7 +27,8 @@ Rules of a checkpoint (megatron-core 0.16, `transformer/transformer_block.py`,
 - Layers of one kind are stacked along a first axis, `decoder.layers.REST` [layers, ...]. If layers differ (dense and
   routed), each has its own key, `decoder.layers.N.REST`.
 - Routed experts are stacked along the next axis: `mlp.experts.experts.REST` [layers, experts, ...].
-- The local layer spec stores the norms of plain attention and MLP under Transformer Engine's fused names.
+- The local layer spec stores the norms of plain attention and MLP under Transformer Engine's fused names, but not the
+  norm in front of a gated delta net.
 """
 
 from __future__ import annotations
@@ -48,7 +51,15 @@ from megaverl.sharding.layout import (
     stack,
 )
 from megaverl.sharding.model_spec import ModelSpec, misfits
-from megaverl.sharding.weight import Split, Weight, even_part, fused_parts, stacked_part
+from megaverl.sharding.weight import (
+    RowRange,
+    Split,
+    Weight,
+    delta_net_parts,
+    even_part,
+    fused_parts,
+    stacked_part,
+)
 
 
 def megatron_layouts(
@@ -278,8 +289,12 @@ class _Model:
             )
         if first.split is Split.FLATTENED:
             return flatten(first.shape)
-        if first.split in (Split.Q, Split.FUSED_QKV):
-            return stack([*_interleaved(weights, self._spec, tp, tp_rank)])
+        if first.split in (Split.Q, Split.GATED_Q, Split.FUSED_QKV):
+            runs = _attention_runs(weights, self._spec)
+            return stack([*_even_run(weights, runs, tp, tp_rank)])
+        if first.split in (Split.NET_QKV, Split.BY_KEY_HEAD):
+            runs = _delta_net_runs(weights, self._spec)
+            return stack([*_even_run(weights, runs, tp, tp_rank)])
         if first.split is Split.FUSED_GATE_UP:
             return stack([*_halves(first, tp, tp_rank)])
         return stack(
@@ -332,32 +347,63 @@ def _stage_starts(
     return [0, *accumulate(layer_split)]
 
 
-def _interleaved(
-    fused: Sequence[Weight], spec: ModelSpec, tp: int, tp_rank: int
-) -> Iterator[tuple[int, Box]]:
-    """Yield the rows of one rank out of [q of group 0, k 0, v 0, q of group 1, ...]."""
+def _attention_runs(fused: Sequence[Weight], spec: ModelSpec) -> list[RowRange]:
+    """Return the rows of [q of group 0, k 0, v 0, q of group 1, ...], with output gates behind each group's q."""
     parts = fused_parts(
         fused, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     )
-    num_groups = spec.num_kv_heads
-    # The rows of one rank are a run of the interleaved array. A run may start and end
-    # inside a head.
-    run = sum(part.rows for part in parts) // tp
-    low = tp_rank * run
-    high = (tp_rank + 1) * run
-    row = 0
-    for group in range(num_groups):
+    runs = []
+    for group in range(spec.num_kv_heads):
         for part in parts:
-            height = part.rows // num_groups
-            start = max(low, row) - row
-            stop = min(high, row + height) - row
-            if start < stop:
-                first = part.start + group * height
-                yield (
-                    part.weight,
-                    cut(fused[part.weight].shape, 0, first + start, first + stop),
-                )
-            row += height
+            height = part.rows // spec.num_kv_heads
+            first = part.start + group * height
+            if fused[part.weight].split is not Split.GATED_Q:
+                runs.append(RowRange(part.weight, first, height))
+                continue
+            # Files hold the query and the gate of one head after the other.
+            runs += [
+                RowRange(part.weight, row, spec.head_dim)
+                for start in (first, first + spec.head_dim)
+                for row in range(start, first + height, 2 * spec.head_dim)
+            ]
+    return runs
+
+
+def _delta_net_runs(fused: Sequence[Weight], spec: ModelSpec) -> list[RowRange]:
+    """Return the rows of [all parts of key head 0, all parts of key head 1, ...]."""
+    assert spec.delta_net is not None
+    heads = spec.delta_net.num_key_heads
+    return [
+        RowRange(
+            part.weight,
+            part.start + head * (part.rows // heads),
+            part.rows // heads,
+        )
+        for head in range(heads)
+        for part in delta_net_parts(fused, spec.delta_net.key_width)
+    ]
+
+
+def _even_run(
+    fused: Sequence[Weight], runs: Sequence[RowRange], tp: int, tp_rank: int
+) -> Iterator[tuple[int, Box]]:
+    """Yield the rows of one of `tp` equal parts of an array that is made of `runs`.
+
+    A part may start and end inside a run, such as a head.
+    """
+    size = sum(run.rows for run in runs) // tp
+    low = tp_rank * size
+    high = (tp_rank + 1) * size
+    row = 0
+    for run in runs:
+        start = max(low, row) - row
+        stop = min(high, row + run.rows) - row
+        if start < stop:
+            yield (
+                run.weight,
+                cut(fused[run.weight].shape, 0, run.start + start, run.start + stop),
+            )
+        row += run.rows
 
 
 def _halves(weight: Weight, tp: int, tp_rank: int) -> Iterator[tuple[int, Box]]:
@@ -388,7 +434,7 @@ class CheckpointKey(NamedTuple):
 
 def stores_each_layer(spec: ModelSpec) -> bool:
     """Return whether runs of this model store every layer under a key of its own."""
-    return spec.moe is not None
+    return spec.moe is not None or spec.delta_net is not None
 
 
 def checkpoint_layout(
@@ -416,8 +462,9 @@ def checkpoint_layout(
     single = megatron_layouts(
         weights, spec, GridShape(), padded_vocab_size=padded_vocab_size
     )(0)
-    with_engine = {
-        weight.megatron: weight.transformer_engine or weight.megatron
+    # Layers may differ in the name of one weight.
+    with_engine: dict[tuple[int | str, str], str] = {
+        (weight.stage, weight.megatron): weight.transformer_engine or weight.megatron
         for weight in weights
     }
     counts = spec.num_layers, spec.moe.num_experts if spec.moe else 0
@@ -463,7 +510,7 @@ def checkpoint_layout(
 def _candidates(
     local: str,
     spec: ModelSpec,
-    with_engine: dict[str, str],
+    with_engine: dict[tuple[int | str, str], str],
     *,
     transformer_engine: bool,
 ) -> Iterator[CheckpointKey]:
@@ -480,8 +527,8 @@ def _candidates(
         names = [f"mlp.experts.experts.{expert[2]}"]
         index = (int(expert[1]),)
     else:
-        local_name = name if spec.mla else LOCAL_NAMES.get(name, name)
-        names = [with_engine.get(name, name), local_name, name]
+        local_name = _local_name(name, layer, spec)
+        names = [with_engine.get((layer, name), name), local_name, name]
         if not transformer_engine:
             names = names[1:]
     stacked = [
@@ -493,6 +540,14 @@ def _candidates(
         for candidate in names
     ]
     yield from separate + stacked if stores_each_layer(spec) else stacked + separate
+
+
+def _local_name(name: str, layer: int, spec: ModelSpec) -> str:
+    """Return the name under which megatron-core's local layer spec stores a parameter of a layer."""
+    is_recurrent = spec.delta_net is not None and spec.delta_net.layers[layer]
+    if spec.mla or (is_recurrent and name.startswith("input_layernorm.")):
+        return name
+    return LOCAL_NAMES.get(name, name)
 
 
 def _front(place: CheckpointKey, counts: tuple[int, int]) -> tuple[int, ...]:

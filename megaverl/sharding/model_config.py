@@ -56,6 +56,9 @@ MODEL_TYPES = {
     "InternLM3ForCausalLM": "internlm3",
     "MiMoForCausalLM": "mimo",
     "BailingMoeV2ForCausalLM": "bailing_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
 }
 # transformers (5.19) has no class of these architectures. `own_configs.py` has classes
 # that read their config.json.
@@ -165,6 +168,10 @@ EXPERT_KEYS = {
         by_biased_softmax=True,
         num_shared="moe_num_shared_experts",
     ),
+    **dict.fromkeys(
+        ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"),
+        ExpertKeys("num_experts", shared_width="shared_expert_intermediate_size"),
+    ),
 }
 # Architectures in which `norm_topk_prob` decides whether the chosen experts' weights
 # are normalized.
@@ -177,9 +184,15 @@ MAYBE_NORMALIZED = (
     "OlmoeForCausalLM",
     "DeepseekV2ForCausalLM",
     "BailingMoeV2ForCausalLM",
+    "Qwen3NextForCausalLM",
 )
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 GROUP_NUMBERS = ("n_group", "topk_group")
+WITH_DELTA_NET = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
 # Rotary embeddings rotate only the fraction `partial_rotary_factor` of each head in
 # these architectures.
 PARTLY_ROTARY = (
@@ -189,7 +202,17 @@ PARTLY_ROTARY = (
     "NemotronForCausalLM",
     "MiniMaxM2ForCausalLM",
     "BailingMoeV2ForCausalLM",
+    *WITH_DELTA_NET,
 )
+# Layers that `layer_types` names LINEAR are gated delta nets of these sizes.
+DELTA_NET_SIZES = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+LINEAR = "linear_attention"
 # `no_rope_layers` has a 0 for layers without rotary embeddings in these architectures.
 SOMETIMES_ROTARY = ("SmolLM3ForCausalLM",)
 # Layers with full attention have no rotary embeddings in these architectures, if the
@@ -272,6 +295,13 @@ PLAIN_GRANITE: dict[str, tuple[Any, ...]] = {
     "layer_types": (None,),
     "layer_rope_theta": (None,),
     "attention_sinks": (False, None),
+}
+# transformers ignores these keys of models with gated delta nets, and vLLM (0.32,
+# `qwen3_next.py`, `qwen_gdn_linear_attn.py`) does not.
+UNREAD_OF_DELTA_NETS: dict[str, tuple[Any, ...]] = {
+    "attn_output_gate": (True,),
+    "layer_scale": (False, None),
+    "output_gate_type": ("silu", "swish"),
 }
 # Architecture ("" for all) -> key -> values that are computed correctly. Messages name
 # the first one.
@@ -390,6 +420,13 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "use_qk_norm": (True,),
         "use_cla": (False, None),
     },
+    "Qwen3NextForCausalLM": {
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+        **UNREAD_OF_DELTA_NETS,
+    },
+    "Qwen3_5ForCausalLM": UNREAD_OF_DELTA_NETS,
+    "Qwen3_5MoeForCausalLM": UNREAD_OF_DELTA_NETS,
 }
 # Keys that scale what a layer computes, by the architecture that has them. `logit_scale`
 # multiplies logits, `logits_scaling` divides them.
@@ -516,6 +553,8 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
         numbers += [experts.shared_width] if experts.shared_width else []
     if architecture in WITH_LATENT_ATTENTION:
         numbers += [*LATENT_SIZES, "q_lora_rank"]
+    if architecture in WITH_DELTA_NET:
+        numbers += DELTA_NET_SIZES
     for key in dict.fromkeys(numbers):
         value = config.get(key, 1)
         # `isinstance` would accept True, which is an int.
@@ -555,6 +594,8 @@ def not_computed(described: Described) -> Iterator[str]:
             yield f"{described.says(key)}; only {expected[0]!r} is computed. {instead_of(key, values[key])}"
     yield from _activation(described)
     yield from _heads(described)
+    if architecture in WITH_DELTA_NET:
+        yield from _delta_nets(described)
     yield from _windows(described)
     yield from _rope(described)
     if architecture in IMAGE_MODEL_TYPES:
@@ -636,6 +677,25 @@ def _heads(described: Described) -> Iterator[str]:
         yield f"{named[0]} does not divide {named[1]}. {AGAIN}"
 
 
+def _delta_nets(described: Described) -> Iterator[str]:
+    """Yield problems with gated delta nets: which layers are some, and how their heads share keys."""
+    values = described.values
+    kinds, num_layers = values["layer_types"], values["num_hidden_layers"]
+    if len(kinds) != num_layers or {*kinds} - {LINEAR, "full_attention"}:
+        yield (
+            f"{described.says('layer_types')}; expected {LINEAR} or full_attention for each of {num_layers} layers. "
+            f"{AGAIN}"
+        )
+    elif "full_attention" not in kinds:
+        yield f"{described.says('layer_types')}; transformers needs a layer with full_attention. {OTHER_MODEL}"
+    if values["linear_num_value_heads"] % values["linear_num_key_heads"]:
+        named = [
+            described.named(key)
+            for key in ("linear_num_key_heads", "linear_num_value_heads")
+        ]
+        yield f"{named[0]} does not divide {named[1]}. {AGAIN}"
+
+
 def _windows(described: Described) -> Iterator[str]:
     """Yield problems with a sliding window that would not be computed as written."""
     values = described.values
@@ -657,7 +717,9 @@ def _windows(described: Described) -> Iterator[str]:
             f"sliding_window to max_position_embeddings={values['max_position_embeddings']} for full attention."
         )
         return
-    unknown = sorted(set(layer_types) - {"full_attention", SLIDING})
+    # `_delta_nets` checks the layers of models that have some.
+    known = {LINEAR} if architecture in WITH_DELTA_NET else {SLIDING}
+    unknown = sorted(set(layer_types) - {"full_attention", *known})
     if unknown:
         yield f"layer_types names {', '.join(unknown)}; only full_attention and {SLIDING} are computed. {OTHER_MODEL}"
     if window is not None and (type(window) is not int or window < 1):

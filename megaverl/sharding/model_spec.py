@@ -20,6 +20,7 @@ from megaverl.sharding.model_config import (
     GRANITE_SCALES,
     IMAGE_MODEL_TYPES,
     LATENT_SIZES,
+    LINEAR,
     MAYBE_NORMALIZED,
     MODEL_TYPES,
     NORM_EPS,
@@ -34,6 +35,7 @@ from megaverl.sharding.model_config import (
     SOFTCAPS,
     SOMETIMES_ROTARY,
     WITH_ATTENTION_BIAS,
+    WITH_DELTA_NET,
     WITH_LATENT_ATTENTION,
     Described,
     not_computed,
@@ -49,8 +51,6 @@ IMAGE_ARCHITECTURES = tuple(IMAGE_MODEL_TYPES)
 _MAMBA = "megatron-core's Mamba layers (0.16 to 0.19) need mamba-ssm and causal-conv1d, which need a GPU"
 # Reasons why other requested architectures are not supported (megatron-core 0.16).
 NO_TABLE = {
-    "Qwen3NextForCausalLM": "megatron-core's GatedDeltaNet (0.16 to 0.19) needs flash-linear-attention and Transformer "
-    "Engine, both for GPUs alone, and reads packed rows from 0.19 on",
     "Llama4ForCausalLM": "megatron-core (0.16 to 0.19) has no attention within chunks, nor its queries' growing "
     "temperature",
     "DeepseekV32ForCausalLM": "megatron-core's sparse attention (0.16 to 0.19) needs fast-hadamard-transform, which is "
@@ -121,6 +121,7 @@ WITH_QK_NORM = (
     "Gemma3ForCausalLM",
     "Qwen3VLForConditionalGeneration",
     "HunYuanDenseV1ForCausalLM",
+    *WITH_DELTA_NET,
 )
 # These norms follow the rotary embedding.
 WITH_QK_NORM_AFTER_ROPE = ("HunYuanDenseV1ForCausalLM",)
@@ -140,7 +141,10 @@ NORM_PLUS_ONE = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "NemotronForCausalLM",
+    *WITH_DELTA_NET,
 )
+# A sigmoid of a further projection scales the output of each attention head.
+WITH_OUTPUT_GATE = WITH_DELTA_NET
 # The MLP has no gate.
 WITHOUT_GATE = ("ArceeForCausalLM", "NemotronForCausalLM", "Starcoder2ForCausalLM")
 # Attention and MLP read the same norm's output.
@@ -209,6 +213,36 @@ class MLASpec:
 
 
 @dataclass(frozen=True)
+class DeltaNetSpec:
+    """Gated delta nets in place of attention in some layers (arXiv 2412.06464).
+
+    Attributes:
+        num_key_heads: heads of queries and of keys.
+        num_value_heads: heads of values, of which neighbours share a key head.
+        key_head_dim, value_head_dim: sizes of a head.
+        conv_width: taps of the causal convolution over queries, keys and values.
+        layers: whether each layer is one.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int
+    layers: tuple[bool, ...]
+
+    @property
+    def key_width(self) -> int:
+        """Width of all key heads together."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of all value heads together."""
+        return self.num_value_heads * self.value_head_dim
+
+
+@dataclass(frozen=True)
 class VisionSpec:
     """Vision tower of a model that takes images: transformers' module, whose output replaces image tokens' embeddings.
 
@@ -248,6 +282,9 @@ class ModelSpec:
         rope_scaling: Hugging Face's dictionary (`rope_type`, ...). None: plain rotary embeddings.
         moe: the routed experts. None: every layer has a plain MLP.
         mla: multi-head latent attention. None: plain attention.
+        delta_net: gated delta nets in some layers. None: every layer has attention.
+        output_gate: a sigmoid of a further projection scales the output of each attention head (Qwen3-Next,
+            Qwen3.5).
         activation: activation of the MLP's gate. `gelu_tanh` is Hugging Face's `gelu_pytorch_tanh`, `squared_relu` its
             `relu2`. `clamped_swiglu` (gpt-oss) is gate sigmoid(1.702 gate) (up + 1), with gate at most 7 and up
             between -7 and 7.
@@ -303,6 +340,8 @@ class ModelSpec:
     layers_without_rope: tuple[bool, ...] = ()
     moe: MoESpec | None = None
     mla: MLASpec | None = None
+    delta_net: DeltaNetSpec | None = None
+    output_gate: bool = False
     activation: Literal["silu", "gelu_tanh", "squared_relu", "clamped_swiglu"] = "silu"
     is_gated: bool = True
     norm: Literal["rms", "layer", "centred"] = "rms"
@@ -334,6 +373,11 @@ class ModelSpec:
     def mlp_matrices(self) -> int:
         """Number of an MLP's matrices: gate, up and down, or up and down without gates."""
         return 3 if self.is_gated else 2
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Number of layers with attention. The others are gated delta nets."""
+        return self.num_layers - (sum(self.delta_net.layers) if self.delta_net else 0)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelSpec:
@@ -542,7 +586,9 @@ def _read(described: Described) -> dict[str, Any]:
         "architecture": architecture,
         "num_layers": values["num_hidden_layers"],
         "hidden_size": values["hidden_size"],
-        "ffn_hidden_size": values["intermediate_size"],
+        # Qwen3.5's class with experts alone has no plain MLP, and no such key.
+        "ffn_hidden_size": values.get("intermediate_size")
+        or values["moe_intermediate_size"],
         "num_heads": num_heads,
         "num_kv_heads": values["num_key_value_heads"],
         # Some classes lack this key, or have null.
@@ -569,6 +615,7 @@ def _read(described: Described) -> dict[str, Any]:
         "norms_before": architecture not in WITHOUT_NORMS_BEFORE,
         "norms_after": architecture in WITH_NORMS_AFTER,
         "parallel_layers": architecture in WITH_PARALLEL_LAYERS,
+        "output_gate": architecture in WITH_OUTPUT_GATE,
         **_scales(described),
     }
     if architecture in SOFTCAPS:
@@ -598,6 +645,15 @@ def _read(described: Described) -> dict[str, Any]:
             "num_kv_heads": num_heads,
             "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
         }
+    if architecture in WITH_DELTA_NET:
+        fields["delta_net"] = DeltaNetSpec(
+            num_key_heads=values["linear_num_key_heads"],
+            num_value_heads=values["linear_num_value_heads"],
+            key_head_dim=values["linear_key_head_dim"],
+            value_head_dim=values["linear_value_head_dim"],
+            conv_width=values["linear_conv_kernel_dim"],
+            layers=tuple(kind == LINEAR for kind in values["layer_types"]),
+        )
     window, windowed_layers = windows_of(described)
     fields |= {"sliding_window": window, "windowed_layers": windowed_layers}
     if is_gpt_oss:
@@ -818,8 +874,15 @@ BATCH_INVARIANT = (
 )
 
 
+NOT_INVARIANT = (
+    "vLLM and the trainer divide a sequence into different chunks in gated delta nets"
+)
+
+
 def why_not_batch_invariant(spec: ModelSpec) -> str:
     """Return why engine and trainer cannot agree to the bit on a CPU (`rollout.batch_invariant`), or "" if they can."""
+    if spec.delta_net is not None:
+        return NOT_INVARIANT
     if spec.moe is not None:
         return "vLLM's CPU kernel for experts adds their outputs in an order of its own"
     if spec.rope_scaling and spec.rope_scaling.get("rope_type") != "default":
@@ -870,9 +933,16 @@ def shares_kv_heads(spec: ModelSpec, tp: int) -> bool:
     return spec.mla is None and spec.num_kv_heads < tp
 
 
-def why_images_not_cut(spec: ModelSpec, cp: int) -> str:
+def why_rows_not_cut(spec: ModelSpec, cp: int) -> str:
     """Return why context parallelism cannot split this model's rows, or "" if it can."""
-    if spec.vision is None or cp == 1:
+    if cp == 1:
+        return ""
+    if spec.delta_net is not None:
+        return (
+            f"the gated delta nets of {spec.architecture} carry a state from token to token, which is not passed "
+            "between ranks. Use cp=1"
+        )
+    if spec.vision is None:
         return ""
     return f"images of {spec.architecture} are not cut over ranks. Use cp=1"
 
@@ -884,6 +954,11 @@ def no_adapters(spec: ModelSpec, tp: int) -> str:
         return (
             f"{spec.architecture}'s files hold several projections in one array, for which megaverl has no adapters on "
             f"Megatron. Leave lora out{', or use engine: fsdp' * has_class}."
+        )
+    if spec.delta_net is not None:
+        return (
+            f"{spec.architecture}'s files hold several projections in one array, in attention and in gated delta nets, "
+            "for which megaverl has no adapters on Megatron. Leave lora out, or use engine: fsdp."
         )
     if not shares_kv_heads(spec, tp):
         return ""
@@ -924,6 +999,10 @@ def misfits(
         by_tp[f"{kv_heads} key-value heads"] = (
             _divides(kv_heads) if engine and spec.attention_sinks else fits_kv
         )
+    if spec.delta_net is not None:
+        # Each rank has whole key heads, with the value heads that share them.
+        heads = spec.delta_net.num_key_heads
+        by_tp[f"{heads} key heads of gated delta nets"] = _divides(heads)
     if moe is None or moe.num_dense_layers:
         by_tp[f"{spec.ffn_hidden_size} feed-forward units"] = _divides(
             spec.ffn_hidden_size

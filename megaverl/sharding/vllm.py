@@ -12,6 +12,9 @@ Rules (vLLM 0.32, `model_executor/layers/linear.py`, `vocab_parallel_embedding.p
 - `qkv_proj` is [this rank's q rows; its k rows; its v rows]. With fewer key-value heads than ranks, each head is held
   by as many adjacent ranks as share it.
 - `gate_up_proj` is [this rank's gate rows; its up rows].
+- With output gates, the q rows of `qkv_proj` are [q of head 0, its gate, q of head 1, ...], as in files.
+- A gated delta net's `conv1d` is [this rank's q rows; its k rows; its v rows], and in Qwen3.5 `in_proj_qkvz` likewise
+  with z rows behind. The rows of other projections, and all of Qwen3-Next's, are split evenly.
 - The vocabulary is padded to a multiple of 64 and split into equal runs of rows.
 - `fused_qkv_a_proj` is [q_a; kv_a], whole on every rank.
 - `w13_weight` is [expert, this rank's gate rows then its up rows, hidden], `w2_weight` is [expert, hidden, this rank's
@@ -55,7 +58,14 @@ from megaverl.sharding.layout import (
 )
 from megaverl.sharding.model_spec import ModelSpec, misfits, shares_kv_heads
 from megaverl.sharding.quantization import FORMATS
-from megaverl.sharding.weight import Split, Weight, even_part, fused_parts, stacked_part
+from megaverl.sharding.weight import (
+    Split,
+    Weight,
+    delta_net_parts,
+    even_part,
+    fused_parts,
+    stacked_part,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -411,6 +421,8 @@ def _fill(
         return flatten(first.shape)
     if first.split in (Split.FUSED_QKV, Split.FUSED_GATE_UP):
         return stack([*_fused_rows(first, spec, tp_size, tp_rank)])
+    if first.split is Split.NET_QKV:
+        return stack([*_delta_net_rows(weights, spec, tp_size, tp_rank)])
     if first.split is Split.FUSED_QKV_IN_VLLM:
         return stack([*_thirds(first, tp_size, tp_rank)])
     return stack(
@@ -435,6 +447,18 @@ def _fused_rows(
             run, place = spec.head_dim, tp_rank // (tp_size // spec.num_kv_heads)
         first = part.start + place * run
         yield 0, cut(weight.shape, 0, first, first + run)
+
+
+def _delta_net_rows(
+    weights: Sequence[Weight], spec: ModelSpec, tp_size: int, tp_rank: int
+) -> Iterator[tuple[int, Box]]:
+    """Yield the rows of one rank out of each part of weights of a gated delta net."""
+    assert spec.delta_net is not None
+    for part in delta_net_parts(weights, spec.delta_net.key_width):
+        run = part.rows // tp_size
+        first = part.start + tp_rank * run
+        shape = weights[part.weight].shape
+        yield part.weight, cut(shape, 0, first, first + run)
 
 
 def _thirds(weight: Weight, tp_size: int, tp_rank: int) -> Iterator[tuple[int, Box]]:

@@ -26,7 +26,11 @@ class Split(Enum):
     STACKED_GATE_UP has all gate rows, then all up rows of an expert, each split;
     STACKED_ROW is split along the input columns. FLATTENED is `[1, n]` in files, and
     `[n]` on every rank of Megatron and vLLM. HEADS_IN_VLLM, a norm over all heads,
-    is whole in Megatron and split by heads in vLLM. So are the other splits IN_VLLM, of
+    is whole in Megatron and split by heads in vLLM. GATED_Q holds two runs of rows for each
+    query head, the query and the gate of its output. NET_QKV holds all query rows, all
+    key rows, then all value rows of a gated delta net, each split by heads. Megatron
+    orders these by key heads, as well as the rows of BY_KEY_HEAD weights, which it fuses.
+    So are the other splits IN_VLLM, of
     a vision tower's linear layers: along the rows, the columns, or the rows of each of
     q, k and v.
     """
@@ -36,6 +40,7 @@ class Split(Enum):
     COLUMN = "column"
     ROW = "row"
     Q = "q"
+    GATED_Q = "q, gate by heads"
     K = "k"
     V = "v"
     GATE = "gate"
@@ -48,6 +53,8 @@ class Split(Enum):
     STACKED_GATE_UP = "stacked gate, up"
     STACKED_ROW = "stacked row"
     FLATTENED = "flattened"
+    NET_QKV = "q, k, v of a delta net"
+    BY_KEY_HEAD = "by key head"
     HEADS_IN_VLLM = "heads in vLLM"
     ROWS_IN_VLLM = "rows in vLLM"
     COLUMNS_IN_VLLM = "columns in vLLM"
@@ -140,6 +147,25 @@ class RowRange(NamedTuple):
     start: int
     rows: int
     is_shared: bool = False
+
+
+def delta_net_parts(weights: Sequence[Weight], key_rows: int) -> list[RowRange]:
+    """Return the parts of weights of a gated delta net: rows of queries, keys and values, or all rows.
+
+    Args:
+        key_rows: rows of all key heads together, which are as many as those of queries.
+    """
+    parts = []
+    for number, weight in enumerate(weights):
+        first = 0
+        if weight.split is Split.NET_QKV:
+            parts += [
+                RowRange(number, 0, key_rows),
+                RowRange(number, key_rows, key_rows),
+            ]
+            first = 2 * key_rows
+        parts.append(RowRange(number, first, weight.shape[0] - first))
+    return parts
 
 
 def fused_parts(weights: Sequence[Weight], q_rows: int, kv_rows: int) -> list[RowRange]:

@@ -33,7 +33,11 @@ from megaverl.gpus import (
 from megaverl.models.hub_lookup import missing_models
 from megaverl.rank_environment import Work, prepare_rank
 from megaverl.rollout.cpu_kernels import why_no_kernel
-from megaverl.rollout.cpu_limits import check_runs_here, speculation_here
+from megaverl.rollout.cpu_limits import (
+    check_delta_net_runs_here,
+    check_runs_here,
+    speculation_here,
+)
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.code_checks import Preflight, preflight
 from megaverl.trainer.resuming import check_resume
@@ -117,6 +121,8 @@ def engine_mistakes_here(config: Config, command: str) -> Iterator[ConfigIssue]:
             {"enforce_eager": True, **fields},
             experts=spec is not None and spec.moe is not None,
         )
+        if spec is not None and spec.delta_net is not None:
+            check_delta_net_runs_here(spec.delta_net, config.model.dtype)
         if speculative := fields.get("speculative_config"):
             method = speculative.get("method") or (
                 "draft_model" if speculative.get("model") else ""

@@ -310,6 +310,10 @@ def small_spec(spec: ModelSpec, shape: GridShape) -> ModelSpec:
             qk_rope_head_dim=SMALL_HEAD,
             v_head_dim=SMALL_HEAD,
         )
+    if spec.delta_net is not None:
+        changes["delta_net"] = replace(
+            spec.delta_net, key_head_dim=SMALL_HEAD, value_head_dim=SMALL_HEAD
+        )
     if spec.moe is not None:
         width = SMALL_HEAD * shape.expert_tp
         shared = SMALL_HEAD * shape.tp if spec.moe.shared_ffn_hidden_size else 0

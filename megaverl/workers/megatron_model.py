@@ -58,7 +58,7 @@ from megaverl.models.vision import VisionInputs, VisionReader
 from megaverl.platform import platform
 from megaverl.platform.batch_invariant import batch_invariant
 from megaverl.sharding.layout import Layout
-from megaverl.sharding.model_spec import ModelSpec, no_adapters, why_images_not_cut
+from megaverl.sharding.model_spec import ModelSpec, no_adapters, why_rows_not_cut
 from megaverl.sharding.vllm import quantised_tensors
 from megaverl.workers.model import Loss, Taken, TrainingModel
 from megaverl.workers.model_options import ModelOptions
@@ -175,9 +175,7 @@ class MegatronModel(TrainingModel):
         if not options.initialize:
             fields["perform_initialization"] = False
         self.config = transformer_config(spec, grid.shape, options.dtype, fields)
-        if reason := why_images_not_cut(spec, grid.shape.cp) or why_not_cut(
-            self.config
-        ):
+        if reason := why_rows_not_cut(spec, grid.shape.cp) or why_not_cut(self.config):
             raise ModelError(f"{role}.cp={grid.shape.cp}: {reason}.")
         if spec.vision is not None:
             self.vision = VisionReader(
@@ -226,6 +224,7 @@ class MegatronModel(TrainingModel):
         if beside_logits and grid.is_last_stage:
             self._values_beside = self.chunks[-1].value_head
         self.pack = self._packer() if options.pack_samples else None
+        self.shares_tokens = spec.delta_net is None
         # Transformer Engine splits each packed sequence into two chunks per
         # context-parallel rank, to balance causal attention.
         if self.pack and grid.shape.cp > 1 and attends_with_engine(self.config):

@@ -123,6 +123,7 @@ def plan_for(
         shape.pp,
         shape.vpp,
         model.token_multiple,
+        model.shares_tokens,
         model.sequence_multiple,
         max_tokens,
         part,
@@ -163,8 +164,9 @@ def _planned(
     if model.pack:
         prompts = sample_lengths.prompts
         multiple = model.sequence_multiple
-        if multiple > 1:
-            # Every sample is cut by itself, so that none shares tokens with another.
+        if not model.shares_tokens or multiple > 1:
+            # No sample shares tokens with another. With a multiple each is cut by
+            # itself.
             lengths = [-(-length // multiple) * multiple for length in lengths]
             prompts = list(range(len(sample_lengths)))
         return plan_packed_micro_batches(
@@ -197,7 +199,7 @@ def _planned(
 def _tree_for(model: TrainingModel, lengths: SequenceLengths) -> PrefixTree:
     """Return the tree of the tokens that samples share in a packed row of this model."""
     # Context-parallel ranks of Transformer Engine cut every sample by itself.
-    if model.sequence_multiple > 1:
+    if not model.shares_tokens or model.sequence_multiple > 1:
         return PrefixTree.apart(len(lengths))
     return lengths.tree
 

@@ -438,6 +438,27 @@ def test_an_engine_whose_experts_lie_transposed_is_not_quantised(mistakes, tmp_p
     )
 
 
+def test_what_an_engine_of_gated_delta_nets_cannot_do(mistakes, tmp_path) -> None:
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config |= {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "full_attention_interval": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    found = mistakes(
+        "rollout.vllm={quantization: fp8, speculative_config: {method: ngram, num_speculative_tokens: 2}}",
+        "model.dtype=bfloat16",
+        "actor={cp: 2, lora: {rank: 4}}",
+        "run.nproc=2",
+    )
+    assert "quantised weights" in found["rollout.vllm.quantization"]
+    assert "refused draft" in found["rollout.vllm.speculative_config"]
+    assert "carry a state" in found["actor.cp"]
+    assert "several projections in one array" in found["actor.lora"]
+
+
 def test_groups_of_columns_that_no_rank_has_whole(mistakes, tmp_path) -> None:
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     widths = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4}

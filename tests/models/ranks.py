@@ -144,7 +144,8 @@ def _difference(config: dict[str, Any], tokens: torch.Tensor) -> float:
 def _draw_large(model: torch.nn.Module) -> None:
     """Draw weights so large that attention looks at few tokens, and routers choose."""
     torch.manual_seed(0)
-    norms_at = 0.0 if type(model).__name__.startswith("Gemma") else 1.0
+    stored_minus_one = ("Gemma", "Qwen3Next", "Qwen3_5")
+    norms_at = 0.0 if type(model).__name__.startswith(stored_minus_one) else 1.0
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("inv_freq") or not tensor.dim():
             continue

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megaverl.models.tiny import TINY, TINY_MORE
+from megaverl.sharding.model_config import WITH_DELTA_NET
 from megaverl.sharding.model_spec import ARCHITECTURES
 from tests.launcher import Launcher
 from tests.sharding.specs import make_spec
@@ -38,6 +39,10 @@ NEEDED = {
     "NemotronForCausalLM": HEADS,
     "OlmoeForCausalLM": HEADS,
     "MiMoForCausalLM": HEADS,
+    # Two layers would both be gated delta nets. 16 key heads share no 8 value heads.
+    **dict.fromkeys(
+        WITH_DELTA_NET, {"full_attention_interval", "linear_num_key_heads"}
+    ),
     "GraniteMoeForCausalLM": HEADS,
     # torch multiplies by no matrix of the default's odd width on a CPU.
     "DeepseekV2ForCausalLM": {*CHOICE, "moe_intermediate_size"},
@@ -247,6 +252,33 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"mlp_layer_types": ["sparse", "sparse"], "first_k_dense_replace": 0},
         {"q_lora_rank": None},
     ],
+    "Qwen3NextForCausalLM": [
+        {"partial_rotary_factor": 1.0},
+        {"norm_topk_prob": False},
+        {"mlp_only_layers": None},
+        {"full_attention_interval": 1},
+        {"layer_types": ["full_attention", "linear_attention"]},
+        # One value head for each key head; heads of other sizes; fewer taps.
+        {"linear_num_value_heads": 4},
+        {"linear_num_key_heads": 1, "linear_num_value_heads": 3},
+        {"linear_key_head_dim": 5, "linear_value_head_dim": 12},
+        {"linear_conv_kernel_dim": 2},
+        {"hidden_act": "swish"},
+    ],
+    "Qwen3_5ForCausalLM": [
+        # As the published folders write it.
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.25,
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+            }
+        },
+        {"linear_num_key_heads": 1, "linear_num_value_heads": 3},
+    ],
+    "Qwen3_5MoeForCausalLM": [{"linear_num_value_heads": 4}],
     "Qwen2MoeForCausalLM": [
         {"qkv_bias": False},
         {"norm_topk_prob": False},
@@ -327,6 +359,7 @@ def is_refused(architecture: str, change: dict[str, Any]) -> bool:
         "NemotronForCausalLM",
         "MiniMaxM2ForCausalLM",
         "BailingMoeV2ForCausalLM",
+        *WITH_DELTA_NET,
     )
     return architecture in half and "yarn" in rope.values()
 

@@ -231,7 +231,8 @@ def test_critic_from_a_language_model_starts_at_zero(
         assert torch.tensor(result).abs().max() == 0
 
 
-# With biases; with norms of heads; fused in the file; with a norm over all heads.
+# With biases; with norms of heads; fused in the file; with a norm over all heads; with
+# gates on outputs of heads.
 @pytest.mark.parametrize(
     "architecture",
     [
@@ -239,6 +240,7 @@ def test_critic_from_a_language_model_starts_at_zero(
         "Qwen3ForCausalLM",
         "Phi3ForCausalLM",
         "Olmo2ForCausalLM",
+        "Qwen3NextForCausalLM",
     ],
 )
 def test_several_ranks_share_a_key_value_head(

@@ -59,6 +59,14 @@ CASES = [
         False,
         {},
     ),
+    (
+        "Qwen3NextForCausalLM",
+        False,
+        {"tp": 2, "pp": 1, "dp": 2, "ep": 2},
+        "bfloat16",
+        False,
+        {},
+    ),
 ]
 
 

@@ -20,7 +20,7 @@ from megaverl.planner.costs import LayerPasses, Links, MicroBatchLoad, ModelCost
 from megaverl.planner.generation import LengthDistribution, engine_costs
 from megaverl.planner.hardware import RANGES, Hardware, known
 from megaverl.planner.job import PlannedJob, find_spec, make_job
-from megaverl.planner.memory import UTILIZATION
+from megaverl.planner.memory import UTILIZATION, kv_bytes_per_token, state_bytes
 from megaverl.planner.operators import (
     Operation,
     StepLoad,
@@ -491,6 +491,32 @@ def test_operations_and_parameters_are_those_of_the_model(name: str) -> None:
     assert load.model_flops()["actor_update"] == pytest.approx(
         3 * load.model_flops()["old_log_probs"]
     )
+
+
+def test_parameters_and_caches_of_gated_delta_nets() -> None:
+    """Of a model of Qwen3-Next's proportions, whose layers differ."""
+    described = {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "num_hidden_layers": 8,
+        "vocab_size": 4096,
+        "num_experts": 16,
+        "max_position_embeddings": 4096,
+    }
+    spec = ModelSpec.from_config(described)
+    planned = make(spec, 4, "actor={tp: 2, pp: 2}", "model.dtype=bfloat16")
+    role, grid = planned.actor, planned.actor.grid
+    for stage in range(grid.pp):
+        held = role.layout_of(grid.rank(pp=stage))
+        numel = sum(piece.box.numel for piece in held.pieces)
+        assert sum(parameters_of_stage(role, stage)) == pytest.approx(numel, rel=0.01)
+    # 2 of 8 layers have keys and values, of 2 heads of 256 dimensions in 16 bits.
+    assert kv_bytes_per_token(spec, 1, 2) == 2 * 2 * 2 * 256 * 2
+    # 6 have states: 32 heads of 128 x 128 in float32, and 3 inputs of 8192 channels.
+    assert state_bytes(spec, 1, 2) == 6 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)
+    assert state_bytes(spec, 2, 2) * 2 == state_bytes(spec, 1, 2)
+    flops = ModelCosts(spec, H100, "bfloat16")
+    with_pairs = flops.flops(1.0, 1.0) - flops.flops(1.0, 0.0)
+    assert with_pairs == 2 * 4 * spec.num_heads * spec.head_dim
 
 
 def test_the_rate_of_a_run_is_counted_as_that_of_a_plan(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def test_the_list_is_whole_and_says_why() -> None:
     assert [adaptation.name for adaptation in ADAPTATIONS] == [
         "kernels in vLLM's modules alone",
         "weights beside packed copies",
+        "convolutions without packed weights",
         "experts beside packed copies",
         "sigmoid or biased scores in one group of experts",
         "quantised products by definition",

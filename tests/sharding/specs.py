@@ -10,8 +10,14 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megaverl.sharding.layout import Layout
-from megaverl.sharding.model_config import EXPERT_KEYS
-from megaverl.sharding.model_spec import ARCHITECTURES, MLASpec, ModelSpec, MoESpec
+from megaverl.sharding.model_config import EXPERT_KEYS, WITH_DELTA_NET
+from megaverl.sharding.model_spec import (
+    ARCHITECTURES,
+    DeltaNetSpec,
+    MLASpec,
+    ModelSpec,
+    MoESpec,
+)
 from megaverl.sharding.weight import Split, Weight
 
 ROUTED = (
@@ -28,6 +34,8 @@ ROUTED = (
     "GraniteMoeForCausalLM",
     "Ernie4_5_MoeForCausalLM",
     "BailingMoeV2ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5MoeForCausalLM",
 )
 # vLLM's models of these architectures are always tied, or never.
 ALWAYS_TIED = (
@@ -44,6 +52,7 @@ NEVER_TIED = (
     "GptOssForCausalLM",
     "OlmoeForCausalLM",
     "MiniMaxM2ForCausalLM",
+    "Qwen3NextForCausalLM",
 )
 LATENT = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM")
 # Attention of transformers that computes the model, where its default, sdpa, leaves a
@@ -53,8 +62,11 @@ TRANSFORMERS_ATTENTION = {"Gemma2ForCausalLM": "eager"}
 UNCUT = "GptOssForCausalLM"
 # Whose weights lie in engines as in files, so that they can be quantised there.
 PLAIN = tuple(architecture for architecture in ARCHITECTURES if architecture != UNCUT)
+# With attention and a plain MLP in every layer.
 DENSE = tuple(
-    architecture for architecture in ARCHITECTURES if architecture not in ROUTED
+    architecture
+    for architecture in ARCHITECTURES
+    if architecture not in (*ROUTED, *WITH_DELTA_NET)
 )
 # What a tiny folder of an architecture needs beside the sizes that all share, in
 # Hugging Face's words.
@@ -124,6 +136,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     }
     | {"shared_expert_intermediate_size": 24},
 }
+CONFIGS |= dict.fromkeys(
+    ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"), CONFIGS["Qwen2MoeForCausalLM"]
+)
 WITH_QKV_BIAS = (
     "Qwen2ForCausalLM",
     "Glm4ForCausalLM",
@@ -206,6 +221,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "MiniMaxM2ForCausalLM": SPANS,
     "HunYuanDenseV1ForCausalLM": {"qk_norm": True, "qk_norm_after_rope": True},
 }
+FIELDS |= dict.fromkeys(
+    WITH_DELTA_NET, {"qk_norm": True, "norm_plus_one": True, "output_gate": True}
+)
 
 
 def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> ModelSpec:
@@ -229,7 +247,24 @@ def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> Mode
         "moe": make_experts(architecture) if architecture in ROUTED else None,
         "mla": MLASpec(8, 6, 2, 2, 3) if latent else None,
     }
-    return ModelSpec(**(fields | FIELDS.get(architecture, {}) | changes))  # type: ignore[arg-type]
+    fields |= FIELDS.get(architecture, {}) | changes
+    if architecture in WITH_DELTA_NET:
+        fields.setdefault("delta_net", make_delta_net(int(fields["num_layers"])))  # type: ignore[call-overload]
+    return ModelSpec(**fields)  # type: ignore[arg-type]
+
+
+def make_delta_net(
+    num_layers: int, num_key_heads: int = 4, shares: int = 2
+) -> DeltaNetSpec:
+    """Gated delta nets in every other layer, with `shares` value heads for each key head."""
+    return DeltaNetSpec(
+        num_key_heads,
+        shares * num_key_heads,
+        key_head_dim=2,
+        value_head_dim=3,
+        conv_width=4,
+        layers=tuple(layer % 2 == 0 for layer in range(num_layers)),
+    )
 
 
 def expert_tp(architecture: str) -> dict[str, int]:
@@ -302,6 +337,9 @@ def specs(
         sizes["moe"] = make_experts(
             architecture, num_experts, width, draw(st.integers(0, num_layers - 1))
         )
+    if architecture in WITH_DELTA_NET:
+        key_heads, shares = most * draw(st.integers(1, 2)), draw(st.integers(1, 2))
+        sizes["delta_net"] = make_delta_net(num_layers, key_heads, shares)
     if architecture in LATENT:
         mla = MLASpec(
             q_lora_rank=draw(st.sampled_from([None, 3, 4])),

@@ -13,7 +13,9 @@ from megaverl.distributed.grid import GridShape
 from megaverl.errors import GridError
 from megaverl.models.architectures import weights_of
 from megaverl.sharding.megatron import megatron_layouts
+from megaverl.sharding.model_config import WITH_DELTA_NET
 from megaverl.sharding.model_spec import ARCHITECTURES
+from megaverl.sharding.vllm import vllm_layouts
 from megaverl.sharding.weight import WHOLE_IN_MEGATRON
 from tests.launcher import Launcher
 from tests.sharding.specs import (
@@ -160,6 +162,71 @@ def test_every_parameter_holds_what_megatron_would_cut(case: tuple[Any, ...]) ->
                 == vocabulary("model.embed_tokens.weight")
             ).all()
         assert not tensors
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("architecture", WITH_DELTA_NET)
+def test_rows_of_gated_delta_nets_and_output_gates(architecture: str, tp: int) -> None:
+    """In Megatron by key heads and by groups of query heads; in vLLM part by part, or as in Qwen3-Next's files."""
+    spec = make_spec(architecture)
+    net = spec.delta_net
+    assert net is not None and net.layers[:2] == (True, False)
+    weights = weights_of(spec)
+    ids = element_ids(weights)
+    inside, attention = "model.layers.0.linear_attn.", "model.layers.1.self_attn."
+    q, k, v = net.key_width, net.key_width, net.value_width
+
+    def array(name: str) -> np.ndarray:
+        return ids[f"{inside}{name}"]
+
+    def by_head(*parts: np.ndarray) -> np.ndarray:
+        """Rows of all parts of one key head after the other."""
+        heads = [part.reshape(net.num_key_heads, -1, *part.shape[1:]) for part in parts]
+        return np.concatenate(heads, axis=1).reshape(-1, *parts[0].shape[1:])
+
+    taps = np.split(array("conv1d.weight"), [q, q + k])
+    whole = {"conv1d.weight": by_head(*taps)}
+    if architecture == "Qwen3NextForCausalLM":
+        of_engine = {
+            name: [array(name)] for name in ("in_proj_qkvz.weight", "in_proj_ba.weight")
+        }
+        whole |= {name: part for name, [part] in of_engine.items()}
+    else:
+        qkv = np.split(array("in_proj_qkv.weight"), [q, q + k])
+        of_engine = {
+            "in_proj_qkvz.weight": [*qkv, array("in_proj_z.weight")],
+            "in_proj_ba.weight": [array(f"in_proj_{x}.weight") for x in "ba"],
+        }
+        whole |= {name: by_head(*parts) for name, parts in of_engine.items()}
+    of_engine["conv1d.weight"] = taps
+    gated = ids[f"{attention}q_proj.weight"]
+    gated = gated.reshape(spec.num_kv_heads, -1, 2, spec.head_dim, spec.hidden_size)
+    keys, values = (
+        ids[f"{attention}{x}_proj.weight"].reshape(
+            spec.num_kv_heads, -1, spec.hidden_size
+        )
+        for x in "kv"
+    )
+    groups = [
+        gated[:, :, half].reshape(spec.num_kv_heads, -1, spec.hidden_size)
+        for half in (0, 1)
+    ]
+    fused = np.concatenate([*groups, keys, values], axis=1)
+    whole_qkv = fused.reshape(-1, spec.hidden_size)
+    assert v == taps[2].shape[0]
+    megatron = megatron_layouts(weights, spec, GridShape(tp=tp), padded_vocab_size=64)
+    engine = vllm_layouts(weights, spec, tp)
+    for rank in range(tp):
+        tensors = fill(megatron(rank), ids)
+        for name, rows in whole.items():
+            local = f"decoder.layers.0.self_attention.{name}"
+            assert (tensors[local] == np.split(rows, tp)[rank]).all(), name
+        local = "decoder.layers.1.self_attention.linear_qkv.weight"
+        assert (tensors[local] == np.split(whole_qkv, tp)[rank]).all()
+        tensors = fill(engine(rank), ids)
+        for name, parts in of_engine.items():
+            rows = np.concatenate([np.split(part, tp)[rank] for part in parts])
+            assert (tensors[f"{inside}{name}"] == rows).all(), name
 
 
 @st.composite

@@ -12,14 +12,18 @@ from typing import Any
 import pytest
 
 from megaverl.errors import ModelError
-from megaverl.sharding.model_config import NORM_EPS
+from megaverl.sharding.model_config import NORM_EPS, WITH_DELTA_NET
 from megaverl.sharding.model_spec import (
     ARCHITECTURES,
+    DeltaNetSpec,
     MLASpec,
     ModelSpec,
     MoESpec,
-    why_images_not_cut,
+    misfits,
+    no_adapters,
+    why_not_batch_invariant,
     why_not_in_vllm,
+    why_rows_not_cut,
 )
 from tests.references import model_class_of
 from tests.sharding.specs import LATENT
@@ -180,6 +184,9 @@ def test_the_installed_transformers_is_read_back() -> None:
         needed: dict[str, Any] = {"head_dim": 8}
         if architecture in LATENT:
             needed = {"num_experts_per_tok": 8, "first_k_dense_replace": 1}
+        elif architecture in WITH_DELTA_NET:
+            # By default every fourth of these three layers has attention.
+            needed["full_attention_interval"] = 3
         config = model_class_of(architecture).config_class(
             **{
                 key: value
@@ -420,6 +427,22 @@ ERNIE_MOE = {
     "moe_num_shared_experts": 2,
     "moe_layer_start_index": 1,
 }
+# Like Qwen/Qwen3-Next-80B-A3B-Instruct, made smaller.
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "head_dim": 32,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 3,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 24,
+}
 HUNYUAN = {"architectures": ["HunYuanDenseV1ForCausalLM"], "head_dim": 16}
 INTERNLM3 = {"architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3"}
 BAILING = {
@@ -608,6 +631,32 @@ def test_ling_2_as_its_folders_write_it() -> None:
     left_out = spec(**BAILING)
     scale = replace(found.moe, scaling=1.0)
     assert left_out == replace(found, moe=scale)
+
+
+def test_qwen3_next() -> None:
+    found = spec(**QWEN3_NEXT)
+    assert found.delta_net == DeltaNetSpec(4, 8, 16, 12, 4, (True, True, False))
+    assert found.num_attention_layers == 1
+    assert found.output_gate and found.norm_plus_one and found.qk_norm
+    assert found.rotary_fraction == 0.25
+    assert found.moe == MoESpec(
+        num_experts=16,
+        experts_per_token=4,
+        ffn_hidden_size=12,
+        normalize_weights=True,
+        shared_ffn_hidden_size=24,
+        shared_gate=True,
+    )
+    [misfit] = misfits(found, tp=6)
+    assert misfit.parts[-1] == "4 key heads of gated delta nets"
+
+
+def test_what_gated_delta_nets_rule_out() -> None:
+    found = spec(**QWEN3_NEXT)
+    assert "carry a state" in why_rows_not_cut(found, 2)
+    assert not why_rows_not_cut(found, 1)
+    assert "several projections in one array" in no_adapters(found, 1)
+    assert "different chunks" in why_not_batch_invariant(found)
 
 
 def test_hunyuan_as_its_folders_write_it() -> None:
@@ -1012,6 +1061,39 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
         ),
         (ERNIE_MOE | {"moe_norm_min": 0.1}, "moe_norm_min is 0.1; only 1e-12"),
         (
+            QWEN3_NEXT | {"linear_num_value_heads": 6},
+            "linear_num_key_heads=4 does not divide linear_num_value_heads=6",
+        ),
+        (
+            QWEN3_NEXT | {"linear_key_head_dim": 0},
+            "linear_key_head_dim is 0; expected a whole number above 0",
+        ),
+        (
+            QWEN3_NEXT | {"layer_types": ["linear_attention"] * 3},
+            "transformers needs a layer with full_attention",
+        ),
+        (
+            QWEN3_NEXT
+            | {
+                "layer_types": [
+                    "linear_attention",
+                    "sliding_attention",
+                    "full_attention",
+                ]
+            },
+            "expected linear_attention or full_attention for each of 3 layers",
+        ),
+        (QWEN3_NEXT | {"mlp_only_layers": [1]}, "mlp_only_layers is [1]; only []"),
+        (
+            QWEN3_NEXT | {"attn_output_gate": False},
+            "attn_output_gate is False; only True",
+        ),
+        (
+            QWEN3_NEXT | {"output_gate_type": "sigmoid"},
+            "output_gate_type is 'sigmoid'; only 'silu'",
+        ),
+        (QWEN3_NEXT | {"layer_scale": True}, "layer_scale is True; only False"),
+        (
             HUNYUAN | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "alpha is None in the rotary embedding's",
         ),
@@ -1366,5 +1448,5 @@ def test_another_tower_is_refused_in_words() -> None:
 
 def test_images_are_not_cut_over_context_parallel_ranks() -> None:
     found = ModelSpec.from_config(QWEN2_VL)
-    assert "Use cp=1" in why_images_not_cut(found, 2)
-    assert not why_images_not_cut(found, 1)
+    assert "Use cp=1" in why_rows_not_cut(found, 2)
+    assert not why_rows_not_cut(found, 1)

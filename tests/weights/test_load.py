@@ -106,6 +106,18 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     check(*load(folder)[0], stored)
 
 
+def test_qwen3_nexts_predictors_are_left_out(tmp_path: Path) -> None:
+    """Which its config.json does not count."""
+    folder = make_tiny_folder(tmp_path, "Qwen3NextForCausalLM")
+    stored = stored_tensors(folder)
+    save_file(
+        {**stored, "mtp.fc.weight": torch.ones(2)},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    check(*load(folder)[0], stored)
+
+
 def test_the_dtype_is_converted_on_the_way(tmp_path: Path) -> None:
     folder = make_tiny_folder(tmp_path, dtype="bfloat16")
     layout, tensors = load(folder, dtype=torch.float32)[0]

@@ -28,13 +28,20 @@ from tests.models.ranks import manager
 GREEDY = SamplingOptions(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
-def engine(folder: str, tp: int, *, load_weights: bool, **vllm: Any) -> VLLMEngine:
+def engine(
+    folder: str,
+    tp: int,
+    *,
+    load_weights: bool,
+    dtype: torch.dtype = torch.float32,
+    **vllm: Any,
+) -> VLLMEngine:
     return VLLMEngine(
         folder,
         RolloutConfig(tp=tp, vllm=vllm),
         VLLMOptions(
             seed=0,
-            dtype=torch.float32,
+            dtype=dtype,
             max_model_len=64,
             load_weights=load_weights,
             num_sequences=16,
@@ -51,6 +58,7 @@ def reshard_and_generate(
     vllm: dict[str, Any],
     prompts: list[list[int]],
     adapter: str | None = None,
+    dtype: str = "float32",
 ) -> list[dict[str, Any]]:
     """One engine without weights of its own; for each grid an actor that gives it the old weights, then the new.
 
@@ -59,13 +67,14 @@ def reshard_and_generate(
     and the new weights, and the largest difference between the engine's log-probs of
     the new ones and the actor's. The new weights are exported by each grid.
     """
-    made = engine(old_folder, tp, load_weights=False, **vllm)
+    computes = getattr(torch, dtype)
+    made = engine(old_folder, tp, load_weights=False, dtype=computes, **vllm)
     found = []
     for shape, export in zip(shapes, exports, strict=True):
         lora = (
             LoraConfig(rank=4, alpha=8.0) if adapter and export == exports[-1] else None
         )
-        model = actor_of(old_folder, shape, lora)
+        model = actor_of(old_folder, shape, lora, computes)
         sync = WeightSync(
             ActorWeights.of(model),
             made.layouts(shapes_of(model.weights)),
@@ -108,7 +117,7 @@ def reshard_and_generate(
 
 
 def actor_of(
-    folder: str, shape: dict[str, Any], lora: LoraConfig | None
+    folder: str, shape: dict[str, Any], lora: LoraConfig | None, dtype: torch.dtype
 ) -> TrainingModel:
     """On a grid of Megatron-core; or, where `shape` says `fsdp`, under FSDP2, cut so."""
     if "fsdp" in shape:
@@ -117,7 +126,7 @@ def actor_of(
             manager().grid(GridShape.fit(dist.get_world_size(), tp=shape.get("tp", 1))),
             manager(),
             ModelOptions(
-                dtype=torch.float32, seed=0, trained=True, lora=lora, initialize=False
+                dtype=dtype, seed=0, trained=True, lora=lora, initialize=False
             ),
             fsdp=FsdpConfig(sharding_strategy=shape["fsdp"]),
         )
@@ -125,7 +134,7 @@ def actor_of(
     return MegatronModel(
         ModelSpec.from_folder(folder),
         grid,
-        ModelOptions(dtype=torch.float32, seed=0, lora=lora),
+        ModelOptions(dtype=dtype, seed=0, lora=lora),
     )
 
 
@@ -158,10 +167,15 @@ def largest_difference(
 
 
 def generate_afresh(
-    folder: str, tp: int, vllm: dict[str, Any], prompts: list[list[int]]
+    folder: str,
+    tp: int,
+    vllm: dict[str, Any],
+    prompts: list[list[int]],
+    dtype: str = "float32",
 ) -> list[list[int]]:
     """The greedy responses of a new engine that loaded `folder` itself."""
-    made = engine(folder, tp, load_weights=True, **vllm)
+    computes = getattr(torch, dtype)
+    made = engine(folder, tp, load_weights=True, dtype=computes, **vllm)
     responses = made.generate(prompts, GREEDY, [0] * len(prompts))
     made.close()
     return [each.token_ids for each in responses]

@@ -311,6 +311,10 @@ def _check_tiling(
         )
 
 
+# Linear layers of `models/gated_delta_net.py`. The names of others begin with "linear_".
+LINEAR_IN_DELTA_NETS = ("in_proj_qkvz", "in_proj_ba", "out_proj")
+
+
 def _extra_states(
     layout: Layout, spec: ModelSpec, files: dict[str, int]
 ) -> tuple[dict[str, Chunk], list[tuple[str, int, bytes]]]:
@@ -324,7 +328,8 @@ def _extra_states(
     for key, shape in layout.local_shapes.items():
         stem, dot, last = key.rpartition(".")
         module = stem.rpartition(".")[2]
-        if not module.startswith("linear_") or last != "weight":
+        is_linear = module.startswith("linear_") or module in LINEAR_IN_DELTA_NETS
+        if not is_linear or last != "weight":
             continue
         front = shape[:-2]  # layers, experts
         if LAYER.search(key) is None and not front:

@@ -22,6 +22,11 @@ from megaverl.models.architectures.llama import (
     experts,
     shared_expert,
 )
+from megaverl.models.architectures.qwen3_next import (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
+)
 from megaverl.models.architectures.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 from megaverl.models.architectures.table import Layers, build
 from megaverl.sharding.model_spec import ModelSpec
@@ -118,6 +123,9 @@ LAYERS = {
     "BailingMoeV2ForCausalLM": BAILING_MOE_V2,
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "Glm4MoeLiteForCausalLM": DEEPSEEK_V3,
+    "Qwen3NextForCausalLM": QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": QWEN2_5_VL,
     "Qwen3VLForConditionalGeneration": QWEN3_VL,

@@ -101,6 +101,7 @@ class Layers(NamedTuple):
     Attributes:
         dense: a decoder layer with a plain MLP.
         routed: a decoder layer with routed experts.
+        recurrent: a decoder layer with a gated delta net in place of attention (`ModelSpec.delta_net`).
         embedding: the embedding.
         final_norm: the norm behind the last layer.
         tower: the vision tower.
@@ -109,6 +110,7 @@ class Layers(NamedTuple):
 
     dense: tuple[Rule, ...] = ()
     routed: tuple[Rule, ...] = ()
+    recurrent: tuple[Rule, ...] = ()
     embedding: Rule = EMBEDDING
     final_norm: tuple[Rule, ...] = (FINAL_NORM,)
     tower: Tower = Tower()
@@ -129,12 +131,17 @@ def build(
     has_logits = beside_logits or not value_head
     tied = spec.tie_embeddings and has_logits
     num_dense = spec.num_layers if spec.moe is None else spec.moe.num_dense_layers
-    dense, routed = (
-        _templates(rules, sizes, spec) for rules in (layers.dense, layers.routed)
+    dense, routed, recurrent = (
+        _templates(rules, sizes, spec)
+        for rules in (layers.dense, layers.routed, layers.recurrent)
     )
+    is_recurrent = spec.delta_net.layers if spec.delta_net else ()
     weights = [_outside(layers.embedding, sizes, tied=tied)]
     for layer in range(spec.num_layers):
-        weights += _in_layer(layer, dense if layer < num_dense else routed)
+        if is_recurrent and is_recurrent[layer]:
+            weights += _in_layer(layer, recurrent)
+        else:
+            weights += _in_layer(layer, dense if layer < num_dense else routed)
     weights += [_outside(rule, sizes) for rule in layers.final_norm]
     if has_logits and not tied:
         weights.append(_outside(LM_HEAD, sizes))
@@ -204,6 +211,7 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
         "head": spec.head_dim,
         "heads": spec.num_heads,
         "q": spec.num_heads * spec.head_dim,
+        "gated_q": 2 * spec.num_heads * spec.head_dim,
         "kv": spec.num_kv_heads * spec.head_dim,
     }
     sizes |= {
@@ -223,6 +231,18 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
             "gate_up": 2 * spec.moe.ffn_hidden_size,
             "shared_ffn": spec.moe.shared_ffn_hidden_size,
             "shared_gate": int(spec.moe.shared_gate),
+        }
+    if spec.delta_net is not None:
+        net = spec.delta_net
+        convolved = 2 * net.key_width + net.value_width
+        sizes |= {
+            "net_qkvz": convolved + net.value_width,
+            "net_ba": 2 * net.num_value_heads,
+            "net_qkv": convolved,
+            "net_taps": net.conv_width,
+            "net_heads": net.num_value_heads,
+            "net_head": net.value_head_dim,
+            "net_values": net.value_width,
         }
     if spec.mla is not None:
         kv_a = spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim

@@ -30,6 +30,7 @@ CASES = [
     ("Phi3ForCausalLM", False, DENSE),
     ("Glm4ForCausalLM", False, DENSE),
     ("Qwen2MoeForCausalLM", False, EXPERTS),
+    ("Qwen3NextForCausalLM", False, DENSE),
 ]
 
 RANKS = "tests.checkpoint.convert.ranks"
