@@ -38,8 +38,9 @@ from megaverl.sharding.model_spec import (
     ModelSpec,
     misfits,
     no_adapters,
-    why_images_not_cut,
     why_not_in_vllm,
+    why_not_quantised,
+    why_rows_not_cut,
 )
 from megaverl.sharding.quantization import (
     GROUP_FORMATS,
@@ -179,7 +180,14 @@ def grid_mistakes(
             yield from _against_model(role, grid, model)
         if has_actors_grid:
             continue
-        if (
+        is_rounded = isinstance(grid, ActorConfig) and grid.fake_quantization
+        if spec and is_rounded and (reason := why_not_quantised(spec)):
+            yield ConfigIssue(
+                "actor.fake_quantization",
+                f"found {grid.fake_quantization!r}, but {reason}.",
+                involves=("model.path",),
+            )
+        elif (
             spec
             and isinstance(grid, ActorConfig)
             and grid.fake_quantization in GROUP_FORMATS
@@ -419,7 +427,7 @@ def _against_model(
             f"found {misfit.size}, which {misfit.reason}",
             involves=("model.path",),
         )
-    if why := why_images_not_cut(spec, grid.cp):
+    if why := why_rows_not_cut(spec, grid.cp):
         yield ConfigIssue(
             f"{role}.cp", f"found {grid.cp}, and {why}.", involves=("model.path",)
         )
@@ -474,7 +482,13 @@ def _engine_against_model(
             "rollout.tp", f"found {tp}, which {misfit.reason}", involves=("model.path",)
         )
     method = rollout.vllm.get("quantization")
-    if isinstance(method, str) and method in GROUP_FORMATS:
+    if method and (reason := why_not_quantised(spec)):
+        yield ConfigIssue(
+            "rollout.vllm.quantization",
+            f"found {method!r}, but {reason}.",
+            involves=("model.path",),
+        )
+    elif isinstance(method, str) and method in GROUP_FORMATS:
         yield from _groups_against_model(
             "rollout.vllm.quantization", method, "rollout.tp", rollout.tp, spec
         )

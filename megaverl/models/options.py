@@ -220,6 +220,8 @@ def transformer_config(
         # Per layer: 1 has no rotary embeddings.
         "no_rope_freq": [int(has_none) for has_none in spec.layers_without_rope]
         or None,
+        # Layers of different kinds have different keys in a checkpoint.
+        "hetereogenous_dist_checkpoint": bool(spec.layer_kinds),
         "softmax_type": "learnable" if spec.attention_sinks else "vanilla",
         "add_bias_linear": spec.linear_bias,
         "add_qkv_bias": spec.qkv_bias,
@@ -272,6 +274,8 @@ def transformer_config(
         _check_parallel_layers(options)
     if spec.attention_softcap is not None:
         _check_softcap(options)
+    if spec.is_recurrent:
+        _check_recurrent(options)
     if shape.tp == 1 and options.get("sequence_parallel"):
         # A sequence split over one rank is whole. Roles inherit the actor's fields, and
         # may have a smaller tp.
@@ -337,6 +341,20 @@ def _check_softcap(options: Mapping[str, Any]) -> None:
         raise ModelError(
             f"megatron.{', megatron.'.join(wrong)}: this model caps attention's scores, and only megaverl's attention, "
             "which has no dropout and no window that looks ahead, has a cap. Leave it out."
+        )
+
+
+def _check_recurrent(options: Mapping[str, Any]) -> None:
+    """Refuse options that Mamba layers do not follow."""
+    for name in ("fp8", "fp4"):
+        if options.get(name):
+            raise ModelError(
+                f"megatron.{name}: Mamba layers multiply in the model's dtype only. Leave it out."
+            )
+    if options.get("attention_dropout") or options.get("hidden_dropout"):
+        raise ModelError(
+            "megatron.attention_dropout, megatron.hidden_dropout: models with Mamba layers are trained without dropout "
+            "only. Leave them out."
         )
 
 
@@ -468,6 +486,8 @@ def latent_attention_options(spec: ModelSpec, mla: MLASpec) -> dict[str, Any]:
 
 def rope_options(spec: ModelSpec) -> dict[str, Any]:
     """Return `GPTModel`'s arguments for the rotary embedding. `sharding/model_config.py` refuses other scalings."""
+    if not spec.has_rope:
+        return {"position_embedding_type": "none"}
     options: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_base": spec.rope_theta,

@@ -96,6 +96,23 @@ TINY_MORE: dict[str, dict[str, Any]] = {
     "GraniteForCausalLM": MULTIPLIERS,
     "GraniteMoeForCausalLM": EXPERTS | MULTIPLIERS,
     "Starcoder2ForCausalLM": {"norm_epsilon": 1e-5},
+    "NemotronHForCausalLM": {
+        "layers_block_type": [
+            "linear_attention",
+            "mlp",
+            "full_attention",
+            "linear_attention",
+        ],
+        "ssm_state_size": 8,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 4,
+        # Shorter than most samples.
+        "chunk_size": 16,
+        # transformers raises shorter time steps to this length, and vLLM does not.
+        "time_step_min": 1e-9,
+        "layer_norm_epsilon": 1e-5,
+    },
     "Olmo2ForCausalLM": {"pad_token_id": None},
     # Shorter than most samples. Every other layer has full attention, without rotary
     # embeddings.
@@ -194,7 +211,7 @@ def make_tiny_folder(
         torch.manual_seed(seed)
         model = getattr(transformers, architecture)(config_class(**settings))
         # These models' norms multiply by weight + 1.
-        norms_at_zero = architecture.startswith(("Gemma", "Nemotron"))
+        norms_at_zero = architecture.startswith(("Gemma", "NemotronFor"))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("mlp.gate.weight", ".router.weight")):
                 # Some routers are initialized with zeros, where all experts score alike
@@ -213,9 +230,8 @@ def make_tiny_folder(
                 # experts show.
                 tensor.data.normal_(0.0, 0.1)
             elif tensor.dim() == 1 and not name.endswith("inv_freq"):
-                centre = (
-                    1.0 if name.endswith("norm.weight") and not norms_at_zero else 0.0
-                )
+                is_norm = name.endswith(("norm.weight", "norm_f.weight"))
+                centre = 1.0 if is_norm and not norms_at_zero else 0.0
                 tensor.data.normal_(centre, 0.1)
     limit = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     model.to(getattr(torch, dtype)).save_pretrained(str(folder), **limit)

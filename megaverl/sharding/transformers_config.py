@@ -165,7 +165,8 @@ def _read(model_type: str, config: str) -> str:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        known = CONFIG_MAPPING[model_type].from_dict(json.loads(config))
+        written = json.loads(config, object_hook=_special_float)
+        known = CONFIG_MAPPING[model_type].from_dict(written)
         values = {
             **known.to_dict(),
             **{name: getattr(known, name, None) for name in known.attribute_map},
@@ -183,6 +184,11 @@ def _read(model_type: str, config: str) -> str:
         )
     finally:
         logging.set_verbosity(verbosity)
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as {"__float__": "Infinity"}, or another object unchanged."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def main() -> None:

@@ -244,7 +244,7 @@ def further_predictors(folder: Path, weights: Sequence[Weight]) -> tuple[str, ..
     """Return the name prefixes of layers for multi-token prediction, which a policy does not use.
 
     DeepSeek-V3 and GLM-4.5 have `num_nextn_predict_layers` of them behind the last
-    decoder layer. Ernie 4.5's names start with `model.mtp_`.
+    decoder layer. Ernie 4.5's names start with `model.mtp_`, Nemotron-H's with `mtp.`.
     """
     file = folder / "config.json"
     config = read_json_file(file) if file.is_file() else {}
@@ -254,7 +254,7 @@ def further_predictors(folder: Path, weights: Sequence[Weight]) -> tuple[str, ..
     )
     number = config.get("num_nextn_predict_layers") or 0
     behind = (f"model.layers.{layer}." for layer in range(first, first + number))
-    return (*behind, "model.mtp_") if number else ()
+    return (*behind, "model.mtp_", "mtp.") if number else ()
 
 
 def check_shapes(

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_config import EXPERT_KEYS
-from megaverl.sharding.model_spec import ARCHITECTURES, MLASpec, ModelSpec, MoESpec
+from megaverl.sharding.model_spec import (
+    ARCHITECTURES,
+    MambaSpec,
+    MLASpec,
+    ModelSpec,
+    MoESpec,
+)
 from megaverl.sharding.weight import Split, Weight
 
 ROUTED = (
@@ -43,7 +49,12 @@ NEVER_TIED = (
     "GptOssForCausalLM",
     "OlmoeForCausalLM",
     "MiniMaxM2ForCausalLM",
+    "NemotronHForCausalLM",
 )
+# Whose classes ignore `tie_word_embeddings`.
+UNTIED = ("NemotronHForCausalLM",)
+# Whose layers carry a state, so that no context-parallel rank has a part of a sample.
+RECURRENT = ("NemotronHForCausalLM",)
 LATENT = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM")
 # Attention of transformers that computes the model, where its default, sdpa, leaves a
 # soft cap on scores out.
@@ -108,6 +119,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 128,
         "num_key_value_heads": 4,
     },
+    # Four ranks each have a group.
+    "NemotronHForCausalLM": {"mamba_head_dim": 3, "ssm_state_size": 5},
     "Qwen2MoeForCausalLM": {
         "num_experts": 6,
         "num_experts_per_tok": 2,
@@ -161,6 +174,13 @@ FIELDS: dict[str, dict[str, Any]] = {
         "is_gated": False,
         "norm": "layer",
         "norm_plus_one": True,
+    },
+    "NemotronHForCausalLM": {
+        "activation": "squared_relu",
+        "is_gated": False,
+        "has_rope": False,
+        "layer_kinds": ("mamba", "mlp", "attention", "mamba"),
+        "mamba": MambaSpec(8, 2, 4, 3, 4, True, 8),
     },
     "Starcoder2ForCausalLM": {
         "activation": "gelu_tanh",
@@ -217,6 +237,8 @@ def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> Mode
         "moe": make_experts(architecture) if architecture in ROUTED else None,
         "mla": MLASpec(8, 6, 2, 2, 3) if latent else None,
     }
+    if architecture in UNTIED:
+        changes.pop("tie_embeddings", None)
     return ModelSpec(**(fields | FIELDS.get(architecture, {}) | changes))  # type: ignore[arg-type]
 
 
@@ -302,6 +324,21 @@ def specs(
             "mla": mla,
             "num_kv_heads": heads,
             "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+        }
+    if architecture in RECURRENT:
+        kinds = st.sampled_from(("mamba", "attention", "mlp"))
+        groups = most * draw(st.integers(1, 2))
+        sizes |= {
+            "layer_kinds": tuple(draw(kinds) for _ in range(num_layers)),
+            "mamba": MambaSpec(
+                num_heads=groups * draw(st.integers(1, 2)),
+                head_dim=draw(st.integers(1, 3)),
+                num_groups=groups,
+                state_size=draw(st.integers(1, 3)),
+                conv_size=draw(st.integers(1, 4)),
+                conv_bias=draw(st.booleans()),
+                chunk_size=8,
+            ),
         }
     return make_spec(architecture, **sizes)
 

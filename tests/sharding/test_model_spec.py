@@ -14,13 +14,18 @@ from megaverl.errors import ModelError
 from megaverl.sharding.model_config import NORM_EPS
 from megaverl.sharding.model_spec import (
     ARCHITECTURES,
+    MambaSpec,
     MLASpec,
     ModelSpec,
     MoESpec,
-    why_images_not_cut,
+    misfits,
+    no_adapters,
+    why_not_batch_invariant,
     why_not_in_vllm,
+    why_not_quantised,
+    why_rows_not_cut,
 )
-from tests.sharding.specs import LATENT
+from tests.sharding.specs import LATENT, RECURRENT
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -180,6 +185,9 @@ def test_the_installed_transformers_is_read_back() -> None:
         needed: dict[str, Any] = {"head_dim": 8}
         if architecture in LATENT:
             needed = {"num_experts_per_tok": 8, "first_k_dense_replace": 1}
+        elif architecture in RECURRENT:
+            # The default has layers with experts.
+            needed["layers_block_type"] = ["linear_attention", "mlp"]
         config = getattr(transformers, architecture).config_class(
             **{
                 key: value
@@ -194,7 +202,7 @@ def test_the_installed_transformers_is_read_back() -> None:
         found = ModelSpec.from_config(config.to_dict())
         assert (found.architecture, found.rope_theta, found.rope_scaling) == (
             architecture,
-            1e6,
+            1e6 if found.has_rope else 1e4,
             None,
         )
         assert found.norm_eps == getattr(config, norm_eps)
@@ -437,6 +445,22 @@ GRANITE, ARCEE, NEMOTRON, STARCODER2, EXAONE4, GEMMA2, GEMMA3, COHERE2, OLMOE = 
         "Olmoe",
     )
 )
+# As nvidia/Nemotron-H-8B-Base-8K's, made smaller.
+NEMOTRON_H: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "hybrid_override_pattern": "M-M*-",
+    "num_hidden_layers": 5,
+    "head_dim": 16,
+    "mlp_hidden_act": "relu2",
+    "layer_norm_epsilon": 1e-5,
+    "mamba_num_heads": 12,
+    "mamba_head_dim": 8,
+    "n_groups": 4,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "chunk_size": 32,
+    "time_step_limit": [0.0, float("inf")],
+}
 GRANITE_MOE = {
     **GRANITE,
     "architectures": ["GraniteMoeForCausalLM"],
@@ -536,6 +560,43 @@ def test_hunyuan_as_its_folders_write_it() -> None:
     assert found.qk_norm and found.qk_norm_after_rope and found.rope_scaling is None
     assert found.rope_theta == pytest.approx(1e4 * 1000 ** (16 / 14))
     assert spec(**HUNYUAN, rope_theta=1e4).rope_theta == 1e4
+
+
+def test_nemotron_h_as_its_folders_write_it() -> None:
+    found = spec(**NEMOTRON_H)
+    assert found.layer_kinds == ("mamba", "mlp", "mamba", "attention", "mlp")
+    assert [found.count_layers(kind) for kind in ("mamba", "attention", "mlp")] == [
+        2,
+        1,
+        2,
+    ]
+    assert found.num_layers == 5 and found.is_recurrent and not found.has_rope
+    assert found.mamba == MambaSpec(12, 8, 4, 16, 4, True, 32)
+    assert (found.mamba.in_rows, found.mamba.conv_rows) == (332, 224)
+    assert (found.activation, found.is_gated, found.norm) == (
+        "squared_relu",
+        False,
+        "rms",
+    )
+    # Both transformers' and vLLM's class ignore the key.
+    assert not spec(**NEMOTRON_H, tie_word_embeddings=True).tie_embeddings
+    # transformers writes infinity in this way.
+    written = {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    assert spec(**NEMOTRON_H | written) == found
+
+
+def test_what_models_with_mamba_layers_cannot_do() -> None:
+    found = spec(**NEMOTRON_H)
+    [misfit] = misfits(found, tp=3)
+    assert misfit.parts == ["4 Mamba groups", "2 key-value heads"]
+    assert misfit.fitting == [1, 2]
+    one_group = spec(**NEMOTRON_H | {"n_groups": 1})
+    assert misfits(one_group, tp=2)[0].parts == ["1 Mamba groups"]
+    assert not misfits(one_group, tp=2, engine=True)
+    assert "Use cp=1" in why_rows_not_cut(found, 2)
+    assert "several parts in one array" in no_adapters(found, 1)
+    assert "different orders" in why_not_batch_invariant(found)
+    assert "in few bits" in why_not_quantised(found)
 
 
 def test_gemma_3_as_its_folders_write_it() -> None:
@@ -783,6 +844,19 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
             "SmolLM3ForCausalLM is computed with full attention only",
         ),
         (SMOLLM3 | {"attention_bias": True}, "attention_bias is True; only False"),
+        (
+            NEMOTRON_H | {"hybrid_override_pattern": "ME*-M"},
+            "names layers with experts, which are not computed",
+        ),
+        (NEMOTRON_H | {"n_groups": 5}, "n_groups=5 does not divide mamba_num_heads=12"),
+        (NEMOTRON_H | {"conv_kernel": 0}, "conv_kernel is 0; expected a whole number"),
+        (
+            NEMOTRON_H | {"time_step_limit": [0.01, 1.0]},
+            "only [0.0, Infinity] is computed",
+        ),
+        (NEMOTRON_H | {"use_bias": True}, "use_bias is True; only False"),
+        (NEMOTRON_H | {"sliding_window": 8}, "sliding_window is 8; only None"),
+        (NEMOTRON_H | {"mlp_hidden_act": "silu"}, "only relu2 is computed"),
         (ERNIE | {"use_bias": True}, "use_bias is True; only False"),
         (
             ERNIE | {"rope_scaling": YARN},
@@ -1235,5 +1309,5 @@ def test_another_tower_is_refused_in_words() -> None:
 
 def test_images_are_not_cut_over_context_parallel_ranks() -> None:
     found = ModelSpec.from_config(QWEN2_VL)
-    assert "Use cp=1" in why_images_not_cut(found, 2)
-    assert not why_images_not_cut(found, 1)
+    assert "Use cp=1" in why_rows_not_cut(found, 2)
+    assert not why_rows_not_cut(found, 1)

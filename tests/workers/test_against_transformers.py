@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,9 @@ def one_by_one(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
             before, block, inside = name.rpartition("block_sparse_moe.")
             yield before + block + STORED_NAMES.get(inside, inside), weight.detach()
             continue
+        if model.config.model_type == "nemotron_h":
+            yield re.sub("^model", "backbone", name), weight.detach()
+            continue
         stem, _, kind = name.rpartition(".")
         # Whose files stack them too.
         if not stem.endswith(".experts") or model.config.model_type == "gpt_oss":
@@ -253,7 +257,7 @@ def test_an_update_is_that_of_transformers_and_autograd(
 # expert with a gate; scaled layers; scaled layers with all experts in one array; layer
 # norms, biases and no gates; norms over all heads; soft caps; two rotary bases; one norm
 # for attention and MLP; norms after the rotary embedding; a bias on a
-# router's softmax scores.
+# router's softmax scores; Mamba layers, and layers of one part each.
 SPECIAL: dict[str, list[dict[str, int]]] = {
     "Glm4ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Phi3ForCausalLM": [{"tp": 2}],
@@ -270,6 +274,7 @@ SPECIAL: dict[str, list[dict[str, int]]] = {
     "Cohere2ForCausalLM": [{"tp": 2}, {"pp": 2}],
     "HunYuanDenseV1ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Ernie4_5_MoeForCausalLM": [{"tp": 2}, {"dp": 2, "ep": 2}],
+    "NemotronHForCausalLM": [{"tp": 2}, {"pp": 2}],
 }
 
 
@@ -330,6 +335,35 @@ def test_conversations_that_share_turns_are_updated_on_as_if_each_were_alone(
     }
     for name, (shape, changes) in grids.items():
         given = {**samples, **options, **changes}
+        made = updated(launch, folder, tmp_path / name, shape, **given)
+        assert_right(made, expected, before, name)
+
+
+def test_samples_of_a_packed_row_start_without_a_state(
+    launch: Launcher, tmp_path: Path
+) -> None:
+    """Mamba layers, for prompts and turns that samples share elsewhere, packed, padded and with recomputed layers."""
+    # No response ends at a multiple of the chunks.
+    folder = make_tiny_folder(
+        tmp_path / "model",
+        "NemotronHForCausalLM",
+        initializer_range=0.15,
+        chunk_size=7,
+    )
+    samples = {"same_prompts": 6, "branches": True}
+    expected = by_transformers(folder, grpo, **samples)
+    before = load_file(folder / "model.safetensors")
+    grids: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+        "one": ({}, {}),
+        "sequence parallel": ({"tp": 2}, {"megatron": {"sequence_parallel": True}}),
+        "virtual stages": ({"pp": 2, "vpp": 2}, {}),
+        "padded": ({}, {"pack_samples": False}),
+        "recomputed": ({"dp": 2}, {"activation_checkpointing": "full"}),
+        "parts recomputed": ({}, {"activation_checkpointing": "selective"}),
+        "shards": ({"dp": 2}, {"fsdp": {}}),
+    }
+    for name, (shape, changes) in grids.items():
+        given = {**samples, **GRPO, **changes}
         made = updated(launch, folder, tmp_path / name, shape, **given)
         assert_right(made, expected, before, name)
 

@@ -77,6 +77,7 @@ DENSE = (
     "Gemma3ForCausalLM",
     "Cohere2ForCausalLM",
     "HunYuanDenseV1ForCausalLM",
+    "NemotronHForCausalLM",
 )
 WITH_EXPERTS = (
     "MixtralForCausalLM",

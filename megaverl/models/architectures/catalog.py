@@ -21,6 +21,7 @@ from megaverl.models.architectures.llama import (
     experts,
     shared_expert,
 )
+from megaverl.models.architectures.nemotron_h import NEMOTRON_H
 from megaverl.models.architectures.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 from megaverl.models.architectures.table import Layers, build
 from megaverl.sharding.model_spec import ModelSpec
@@ -74,6 +75,7 @@ LAYERS = {
         dense=ATTENTION + llama.plain_mlp() + llama.NORM_BIASES,
         final_norm=llama.FINAL_NORM_WITH_BIAS,
     ),
+    "NemotronHForCausalLM": NEMOTRON_H,
     "Starcoder2ForCausalLM": Layers(
         dense=ATTENTION
         + QKV_BIAS
