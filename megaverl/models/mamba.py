@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megaverl.models.layers import RMSNorm
 from megaverl.models.packing import Packing
@@ -172,7 +173,20 @@ class Mamba2Mixer(nn.Module):
         fused = _fused_scan() if x.device.type == "cuda" else None
         if fused is None:
             dt = F.softplus(_wide(inputs[1]) + _wide(self.dt_bias))
-            y = scan(x, dt, decay, b, c, size, sample)
+            # The backward pass runs the scan again: within chunks it has `size` weights
+            # for each token and head.
+            y = checkpoint(
+                scan,
+                x,
+                dt,
+                decay,
+                b,
+                c,
+                size,
+                sample,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
             y = y + _wide(x) * _wide(self.D)[:, None]
         else:
             y = fused(

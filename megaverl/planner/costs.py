@@ -9,7 +9,7 @@ path, as rings do (Thakur et al. 2005), after the latency of its rounds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megaverl.distributed.grid import GridShape
 from megaverl.planner.buffers import ITEMSIZE
@@ -352,7 +352,7 @@ class ModelCosts:
     def flops(self, tokens: float, pairs: float) -> float:
         """Return the operations of a forward pass over all ranks as MFU counts them, without recomputation."""
         spec = self.spec
-        num_dense = spec.num_layers
+        num_dense = spec.count_layers("mlp")
         num_moe = 0
         moe_layer = 0
         if spec.moe is not None:
@@ -366,13 +366,15 @@ class ModelCosts:
             moe_layer = 6 * spec.hidden_size * width
         # One product for each matrix, with two operations for each weight.
         dense_layer = 2 * spec.mlp_matrices * spec.hidden_size * spec.ffn_hidden_size
+        num_attention = spec.count_layers("attention")
         layers = (
-            spec.num_layers * self._attention_flops()
+            num_attention * self._attention_flops()
+            + spec.count_layers("mamba") * mamba_flops(spec)
             + num_dense * dense_layer
             + num_moe * moe_layer
         )
         head = 2 * spec.hidden_size * spec.vocab_size
-        attention = pairs * spec.num_layers * 4 * spec.num_heads * spec.head_dim
+        attention = pairs * num_attention * 4 * spec.num_heads * spec.head_dim
         return tokens * (layers + head) + attention
 
     def _attention_shapes(self, tp: int) -> list[tuple[float, float]]:
@@ -463,8 +465,28 @@ def layers_of(spec: ModelSpec) -> dict[bool, int]:
     return {False: dense, True: spec.num_layers - dense}
 
 
+def mamba_flops(spec: ModelSpec) -> float:
+    """Return the operations per token of a Mamba-2 layer's forward pass (arXiv 2405.21060, section 6.3)."""
+    if (mamba := spec.mamba) is None:
+        return 0.0
+    projections = 2 * spec.hidden_size * (mamba.in_rows + mamba.inner_size)
+    # Half of a chunk's pairs of tokens, then the states of chunks.
+    pairs = mamba.chunk_size * (mamba.group_rows + mamba.inner_size)
+    states = 4 * mamba.inner_size * mamba.state_size
+    return projections + 2 * mamba.conv_size * mamba.conv_rows + pairs + states
+
+
 def attention_parameters(spec: ModelSpec) -> float:
-    """Return the number of parameters in one layer's attention, over all ranks."""
+    """Return the number of parameters in one layer's attention, over all ranks.
+
+    If layers have one part each, this is the mean of attention and Mamba-2 layers over
+    all layers.
+    """
+    if (mamba := spec.mamba) is not None:
+        projections = spec.hidden_size * (mamba.in_rows + mamba.inner_size)
+        plain = replace(spec, mamba=None, layer_kinds=())
+        total = spec.count_layers("attention") * attention_parameters(plain)
+        return (total + spec.count_layers("mamba") * projections) / spec.num_layers
     hidden = spec.hidden_size
     if spec.mla is None:
         return hidden * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)

@@ -712,7 +712,7 @@ def kv_bytes_per_token(spec: ModelSpec, tp: int, itemsize: int) -> int:
             * itemsize
         )
     heads = max(1, spec.num_kv_heads // tp)
-    return spec.num_layers * 2 * heads * spec.head_dim * itemsize
+    return spec.count_layers("attention") * 2 * heads * spec.head_dim * itemsize
 
 
 @dataclass(frozen=True)
