@@ -372,7 +372,7 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "topk_method": ("noaux_tc",),
     },
     # transformers' class ignores the last four keys. vLLM (0.32, `nemotron_h.py`) reads
-    # the window and `use_bias`.
+    # the window.
     "NemotronHForCausalLM": {
         "mamba_hidden_act": ("silu", "swish"),
         "use_bias": (False, None),

@@ -438,6 +438,27 @@ def test_an_engine_whose_experts_lie_transposed_is_not_quantised(mistakes, tmp_p
     )
 
 
+def test_what_models_with_mamba_layers_cannot_do(mistakes, tmp_path):
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    nemotron = {
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "M-*-",
+        "mamba_num_heads": 8,
+        "n_groups": 4,
+    }
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | nemotron))
+    assert "4 Mamba groups" in mistakes("actor.tp=3", "run.nproc=3")["actor.tp"]
+    for override, said in (
+        ("actor.cp=2", "carry a state along each sample"),
+        ("actor.lora={rank: 4}", "several parts in one array"),
+        ("rollout.vllm.quantization=fp8", "not compared in few bits"),
+        ("actor.fake_quantization=fp8_per_block", "not compared in few bits"),
+        ("rollout.batch_invariant=true", "add up in different orders"),
+    ):
+        found = mistakes(override, "run.nproc=2", "model.dtype=bfloat16")
+        assert said in found[override.partition("=")[0]], override
+
+
 def test_groups_of_columns_that_no_rank_has_whole(mistakes, tmp_path) -> None:
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     widths = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4}
