@@ -180,25 +180,8 @@ def grid_mistakes(
             yield from _against_model(role, grid, model)
         if has_actors_grid:
             continue
-        is_rounded = isinstance(grid, ActorConfig) and grid.fake_quantization
-        if spec and is_rounded and (reason := why_not_quantised(spec)):
-            yield ConfigIssue(
-                "actor.fake_quantization",
-                f"found {grid.fake_quantization!r}, but {reason}.",
-                involves=("model.path",),
-            )
-        elif (
-            spec
-            and isinstance(grid, ActorConfig)
-            and grid.fake_quantization in GROUP_FORMATS
-        ):
-            yield from _groups_against_model(
-                "actor.fake_quantization",
-                str(grid.fake_quantization),
-                "actor.tp",
-                grid.tp,
-                spec,
-            )
+        if spec and isinstance(grid, ActorConfig) and grid.fake_quantization:
+            yield from _rounding_against_model(grid.fake_quantization, grid.tp, spec)
         if world_size and not placed:
             yield from _against_world(role, grid, world_size)
     if command in OFFLINE:
@@ -499,6 +482,18 @@ def _engine_against_model(
             f"{text} Leave it out.",
             involves=("model.path",),
         )
+
+
+def _rounding_against_model(
+    method: str, tp: int, spec: ModelSpec
+) -> Iterator[ConfigIssue]:
+    """Yield mistakes in the format to which the actor rounds its weights, for this model and number of ranks."""
+    key = "actor.fake_quantization"
+    if reason := why_not_quantised(spec):
+        text = f"found {method!r}, but {reason}."
+        yield ConfigIssue(key, text, involves=("model.path",))
+    elif method in GROUP_FORMATS:
+        yield from _groups_against_model(key, method, "actor.tp", tp, spec)
 
 
 def _groups_against_model(

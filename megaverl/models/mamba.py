@@ -328,7 +328,7 @@ class GatedGroupNorm(nn.Module):
     def forward(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Gate and normalize [..., width]. The result has the dtype of `gate`."""
         gated = _wide(out) * F.silu(_wide(gate))
-        groups = gated.unflatten(-1, (self.num_groups, -1))
+        groups: torch.Tensor = gated.unflatten(-1, (self.num_groups, -1))
         mean = groups.square().mean(dim=-1, keepdim=True)
         normed = (groups * torch.rsqrt(mean + self.eps)).flatten(-2)
         return (normed * _wide(self.weight)).to(gate.dtype)

@@ -63,8 +63,11 @@ TRANSFORMERS_ATTENTION = {"Gemma2ForCausalLM": "eager"}
 UNCUT = "GptOssForCausalLM"
 # Whose weights lie in engines as in files, so that they can be quantised there.
 PLAIN = tuple(architecture for architecture in ARCHITECTURES if architecture != UNCUT)
+# All of whose layers have attention and a plain MLP.
 DENSE = tuple(
-    architecture for architecture in ARCHITECTURES if architecture not in ROUTED
+    architecture
+    for architecture in ARCHITECTURES
+    if architecture not in (*ROUTED, *RECURRENT)
 )
 # What a tiny folder of an architecture needs beside the sizes that all share, in
 # Hugging Face's words.
