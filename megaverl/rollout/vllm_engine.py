@@ -612,7 +612,9 @@ def engine_arguments(
     if not platform.is_cuda:
         if reason := why_no_kernel(spec.head_dim):
             raise RolloutError(reason)
-        check_runs_here(arguments, experts=spec.moe is not None)
+        check_runs_here(
+            arguments, experts=spec.moe is not None, is_recurrent=spec.is_recurrent
+        )
     if arguments.get("quantization"):
         arguments |= quantised_arguments(
             arguments["quantization"], load_weights=options.load_weights
@@ -651,7 +653,8 @@ def _device_defaults(
         num_sequences=options.num_sequences,
         latent_attention=None if spec.mla is None else LATENT_ATTENTION,
     )
-    return defaults
+    # `check_runs_here` has the reason.
+    return defaults | ({"enable_prefix_caching": False} if spec.is_recurrent else {})
 
 
 def _place(tp_size: int) -> tuple[int, int, int]:

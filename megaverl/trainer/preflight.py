@@ -116,6 +116,7 @@ def engine_mistakes_here(config: Config, command: str) -> Iterator[ConfigIssue]:
         check_runs_here(
             {"enforce_eager": True, **fields},
             experts=spec is not None and spec.moe is not None,
+            is_recurrent=spec is not None and spec.is_recurrent,
         )
         if speculative := fields.get("speculative_config"):
             method = speculative.get("method") or (

@@ -35,7 +35,7 @@ def engine(folder: str, tp: int, *, load_weights: bool, **vllm: Any) -> VLLMEngi
         VLLMOptions(
             seed=0,
             dtype=torch.float32,
-            max_model_len=64,
+            max_model_len=128,
             load_weights=load_weights,
             num_sequences=16,
         ),
