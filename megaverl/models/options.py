@@ -346,6 +346,11 @@ def _check_softcap(options: Mapping[str, Any]) -> None:
 
 def _check_recurrent(options: Mapping[str, Any]) -> None:
     """Refuse options that Mamba layers do not follow."""
+    if not options["hetereogenous_dist_checkpoint"]:
+        raise ModelError(
+            "megatron.hetereogenous_dist_checkpoint=false: layers of this model have different weights, which a "
+            "checkpoint cannot store in one array. Leave it out."
+        )
     for name in ("fp8", "fp4"):
         if options.get(name):
             raise ModelError(

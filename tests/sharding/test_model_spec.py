@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -562,7 +563,7 @@ def test_hunyuan_as_its_folders_write_it() -> None:
     assert spec(**HUNYUAN, rope_theta=1e4).rope_theta == 1e4
 
 
-def test_nemotron_h_as_its_folders_write_it() -> None:
+def test_nemotron_h_as_its_folders_write_it(tmp_path: Path) -> None:
     found = spec(**NEMOTRON_H)
     assert found.layer_kinds == ("mamba", "mlp", "mamba", "attention", "mlp")
     assert [found.count_layers(kind) for kind in ("mamba", "attention", "mlp")] == [
@@ -580,9 +581,12 @@ def test_nemotron_h_as_its_folders_write_it() -> None:
     )
     # Both transformers' and vLLM's class ignore the key.
     assert not spec(**NEMOTRON_H, tie_word_embeddings=True).tie_embeddings
-    # transformers writes infinity in this way.
+    # transformers writes infinity in this way. The folders have it as Python writes it.
     written = {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
     assert spec(**NEMOTRON_H | written) == found
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | NEMOTRON_H))
+    source = str(tmp_path / "config.json")
+    assert ModelSpec.from_folder(tmp_path) == replace(found, source=source)
 
 
 def test_what_models_with_mamba_layers_cannot_do() -> None:
