@@ -252,8 +252,8 @@ MAMBA_SIZES = (
     "conv_kernel",
     "chunk_size",
 )
-# transformers and vLLM do not read this key. It is the range of a Mamba-2 layer's time
-# steps in NVIDIA's own class.
+# The only supported `time_step_limit`, the range of a layer's time steps in NVIDIA's own
+# class. transformers and vLLM ignore the key.
 UNLIMITED_STEPS = (0.0, math.inf)
 # Architectures whose MLP has another activation than SiLU -> the only supported value
 # of `hidden_act`, and the name in `ModelSpec.activation`.
