@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,6 +42,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron.core.transformer.utils import (  # noqa: E402
     make_sharded_tensors_for_checkpoint,
 )
+
+logger = logging.getLogger(__name__)
 
 # Range of the initial time steps (arXiv 2312.00752, section 3.6).
 FIRST_STEPS = (1e-3, 1e-1)
@@ -170,7 +174,7 @@ class Mamba2Mixer(nn.Module):
         sample = None if positions is None else (positions == 0).cumsum(0)
         inputs = (x, steps.transpose(0, 1), decay, b, c)
         size = self.mamba.chunk_size
-        fused = _fused_scan() if x.device.type == "cuda" else None
+        fused = fused_scan(x.device.type)
         if fused is None:
             dt = F.softplus(_wide(inputs[1]) + _wide(self.dt_bias))
             # The backward pass runs the scan again: within chunks it has `size` weights
@@ -438,9 +442,15 @@ def _same_sample(
     return _SameSample(padded.view(-1, chunk_size))
 
 
-def _fused_scan() -> Any:
-    """Return mamba-ssm's kernel of the scan, or None if it is not installed."""
+@cache
+def fused_scan(device_type: str) -> Any:
+    """Return mamba-ssm's kernel of the scan, or None if it is not installed or cannot run on the device."""
+    if device_type != "cuda":
+        return None
     if importlib.util.find_spec("mamba_ssm") is None:
+        logger.warning(
+            "mamba-ssm is not installed: PyTorch computes the scan of Mamba layers, which is slower"
+        )
         return None
     kernels: Any = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
     return kernels.mamba_chunk_scan_combined

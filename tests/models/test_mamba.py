@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megaverl.models import mamba
-from megaverl.models.mamba import CausalConvolution, GatedGroupNorm, scan
+from megaverl.models.mamba import CausalConvolution, GatedGroupNorm, Mamba2Mixer, scan
 from megaverl.sharding.model_spec import MambaSpec
 
 HEADS, WIDTH, GROUPS, STATE = 6, 3, 2, 5
@@ -152,14 +152,43 @@ def as_mamba_ssm(
     return (y + x.float() * more["D"][:, None]).to(x.dtype)
 
 
-def test_mamba_ssm_is_used_if_it_is_installed() -> None:
-    assert mamba._fused_scan() is None
-    module = ModuleType("mamba_ssm.ops.triton.ssd_combined")
+def test_mamba_ssm_is_used_on_a_gpu_if_it_is_installed() -> None:
+    name = "mamba_ssm.ops.triton.ssd_combined"
+    module = ModuleType(name)
     module.mamba_chunk_scan_combined = as_mamba_ssm  # type: ignore[attr-defined]
-    names = ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", module.__name__)
-    modules = {name: ModuleType(name) for name in names} | {module.__name__: module}
+    choose = mamba.fused_scan.__wrapped__
+    assert choose("cuda") is None and choose("cpu") is None
     with (
-        mock.patch.dict(sys.modules, modules),
+        mock.patch.dict(sys.modules, {name: module}),
         mock.patch.object(mamba.importlib.util, "find_spec", lambda name: name),
     ):
-        assert mamba._fused_scan() is as_mamba_ssm
+        assert choose("cuda") is as_mamba_ssm and choose("cpu") is None
+
+
+def test_mamba_ssm_gets_what_the_scan_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a packed row and in rows of one sample each."""
+    spec = spec_of(conv_size=4, bias=True)
+    layer = SimpleNamespace(
+        mamba=spec,
+        num_heads=HEADS,
+        num_groups=GROUPS,
+        inner_size=spec.inner_size,
+        A_log=torch.randn(HEADS),
+        D=torch.randn(HEADS),
+        dt_bias=torch.randn(HEADS),
+    )
+    for rows, positions in (
+        (1, torch.tensor([0, 1, 2, 0, 1, 0, 1, 2, 3, 0])),
+        (2, None),
+    ):
+        mixed, steps = (
+            torch.randn(10, rows, spec.conv_rows),
+            torch.randn(10, rows, HEADS),
+        )
+        found = []
+        for kernel in (None, as_mamba_ssm):
+            monkeypatch.setattr(
+                mamba, "fused_scan", lambda device, kernel=kernel: kernel
+            )
+            found.append(Mamba2Mixer._scan(layer, mixed, steps, positions))  # type: ignore[arg-type]
+        torch.testing.assert_close(*found)
