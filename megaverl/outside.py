@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+# File that describes a Hugging Face model.
+MODEL_CONFIG = "config.json"
 MAX_DEPTH = 100  # nesting of JSON: templates, encoders and tools recurse into it
 # Limit of a model's file (index or tokenizer) after decompression. The largest known
 # ones have some 40 MB.
@@ -91,13 +93,16 @@ def read_json_file(
     """Parse a JSON file that came with a model or from another program.
 
     Args:
-        limit, not_finite: see `read_file` and `read_json`.
+        limit: see `read_file`.
+        not_finite: see `read_json`. A model's config.json may have such numbers in any case: Nemotron-H's has an
+            infinite `time_step_limit`.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: the file is too large; or see `read_json`.
     """
-    return read_json(read_file(path, limit).decode("utf-8"), not_finite=not_finite)
+    text = read_file(path, limit).decode("utf-8")
+    return read_json(text, not_finite=not_finite or Path(path).name == MODEL_CONFIG)
 
 
 def check_sizes(files: Iterable[Path], limit: int = MAX_FILE_BYTES) -> None:

@@ -184,6 +184,14 @@ MORE: dict[str, dict[str, Any]] = {
         "mamba_n_heads": 8,
         "mamba_d_state": 16,
     },
+    # Layers with experts have no kernel on a CPU.
+    "NemotronHForCausalLM": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 4,
+    },
     # Which it lacks, and vLLM would believe.
     "PersimmonForCausalLM": {"num_key_value_heads": LEFT_OUT},
     "Glm4MoeForCausalLM": {

@@ -40,6 +40,7 @@ from megaverl.sharding.model_spec import (
     no_adapters,
     why_not_in_transformers,
     why_not_in_vllm,
+    why_not_quantised,
     why_rows_not_cut,
 )
 from megaverl.sharding.quantization import (
@@ -180,18 +181,8 @@ def grid_mistakes(
             yield from _against_model(role, grid, model)
         if has_actors_grid:
             continue
-        if (
-            spec
-            and isinstance(grid, ActorConfig)
-            and grid.fake_quantization in GROUP_FORMATS
-        ):
-            yield from _groups_against_model(
-                "actor.fake_quantization",
-                str(grid.fake_quantization),
-                "actor.tp",
-                grid.tp,
-                spec,
-            )
+        if spec and isinstance(grid, ActorConfig) and grid.fake_quantization:
+            yield from _rounding_against_model(grid.fake_quantization, grid.tp, spec)
         if world_size and not placed:
             yield from _against_world(role, grid, world_size)
     if spec and not config.model.trust_remote_code:
@@ -502,16 +493,15 @@ def _engine_against_model(
             "rollout.tp", f"found {tp}, which {misfit.reason}", involves=("model.path",)
         )
     method = rollout.vllm.get("quantization")
-    if isinstance(method, str) and method in GROUP_FORMATS:
-        yield from _groups_against_model(
-            "rollout.vllm.quantization", method, "rollout.tp", rollout.tp, spec
-        )
-    elif spec.delta_net is not None and method:
-        text = f"found {method!r}; engines of {spec.architecture} with quantised weights have not been compared."
+    if method and (reason := why_not_quantised(spec)):
         yield ConfigIssue(
             "rollout.vllm.quantization",
-            f"{text} Leave it out.",
+            f"found {method!r}, but {reason}.",
             involves=("model.path",),
+        )
+    elif isinstance(method, str) and method in GROUP_FORMATS:
+        yield from _groups_against_model(
+            "rollout.vllm.quantization", method, "rollout.tp", rollout.tp, spec
         )
     elif spec.attention_sinks and method:
         text = f"found {method!r}; vLLM transposes the model's experts as it loads: they cannot be quantised."
@@ -526,14 +516,26 @@ def _speculation_against_model(
     rollout: RolloutConfig, spec: ModelSpec
 ) -> Iterator[ConfigIssue]:
     """Yield a mistake if drafts are proposed to a model that carries a state."""
-    if spec.delta_net is not None and rollout.vllm.get("speculative_config"):
+    if spec.is_recurrent and rollout.vllm.get("speculative_config"):
         text = (
-            f"is set, and the gated delta nets of {spec.architecture} carry a state, which a refused draft must be "
-            "taken out of again; that has not been tested. Leave it out."
+            f"is set, and layers of {spec.architecture} carry a state, which a refused draft must be taken out of "
+            "again; that has not been tested. Leave it out."
         )
         yield ConfigIssue(
             "rollout.vllm.speculative_config", text, involves=("model.path",)
         )
+
+
+def _rounding_against_model(
+    method: str, tp: int, spec: ModelSpec
+) -> Iterator[ConfigIssue]:
+    """Yield mistakes in the format to which the actor rounds its weights, for this model and number of ranks."""
+    key = "actor.fake_quantization"
+    if reason := why_not_quantised(spec):
+        text = f"found {method!r}, but {reason}."
+        yield ConfigIssue(key, text, involves=("model.path",))
+    elif method in GROUP_FORMATS:
+        yield from _groups_against_model(key, method, "actor.tp", tp, spec)
 
 
 def _groups_against_model(

@@ -170,6 +170,11 @@ def _fits_head(path: str, method: str, spec: ModelSpec) -> str:
             f"{text}, which reads the states after layer {head.aux_layers[-1]} of an actor with {spec.num_layers} "
             "layers. Make a head of this actor."
         )
+    if spec.is_recurrent:
+        return (
+            f"{text}, and layers of {spec.architecture} carry a state, with which heads were not tried. Leave drafts "
+            "out."
+        )
     if spec.embedding_scale != 1.0:
         return (
             f"{text}, and {spec.architecture} scales its embeddings, which vLLM's heads read unscaled. Train a draft "

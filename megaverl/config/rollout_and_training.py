@@ -384,7 +384,7 @@ def _batch_invariant_issues(config: Config, spec: ModelSpec | None) -> Issues:
     elif on_cpu and rollout.tp > 2:
         text = f"is set, and with rollout.tp={rollout.tp} gloo and vLLM add the ranks' parts in different orders. Use "
         yield ConfigIssue(key, f"{text}tp 1 or 2.", involves=("rollout.tp",))
-    if spec is None or not (on_cpu or spec.delta_net):
+    if spec is None or not (on_cpu or spec.is_recurrent):
         return
     if reason := why_not_batch_invariant(spec):
         place = "on a CPU " if on_cpu else ""

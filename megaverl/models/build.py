@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -41,6 +42,7 @@ from megaverl.models.layers import (
     ValueHead,
     ValuesBesideLogits,
 )
+from megaverl.models.mamba import Mamba2Mixer
 from megaverl.models.options import (
     padded_vocab_size,
     rope_options,
@@ -51,7 +53,12 @@ from megaverl.models.vision_tower import VisionTower, check_deepstack
 from megaverl.platform import flash_attention, platform
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
-from megaverl.sharding.model_spec import DeltaNetSpec, ModelSpec, shares_kv_heads
+from megaverl.sharding.model_spec import (
+    DeltaNetSpec,
+    LayerKind,
+    ModelSpec,
+    shares_kv_heads,
+)
 from megaverl.sharding.weight import Weight
 
 platform.adapt_megatron()
@@ -66,7 +73,7 @@ from megatron.core.tensor_parallel.layers import (  # noqa: E402
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import (  # noqa: E402
     TransformerBlockSubmodules,
@@ -142,13 +149,20 @@ def block_spec(
             parts.router = (
                 BiasedRouter if spec.moe.router == "sigmoid" else BiasedSoftmaxRouter
             )
+    first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     if spec.delta_net is not None:
-        first = get_transformer_layer_offset(config, vp_stage, pp_rank)
         block.layer_specs = [
             _as_delta_net(layer, spec.delta_net, NORMS[spec.norm])
             if spec.delta_net.layers[first + index]
             else layer
             for index, layer in enumerate(block.layer_specs)
+        ]
+    if spec.layer_kinds:
+        block.layer_specs = [
+            _with_one_part(layer, kind, spec)
+            for layer, kind in zip(
+                block.layer_specs, spec.layer_kinds[first:], strict=False
+            )
         ]
     # Transformer Engine's LayerNorm always has a bias.
     if not with_engine or spec.norm == "centred":
@@ -172,6 +186,33 @@ def _as_delta_net(
     }
     parts.self_attention = ModuleSpec(module=GatedDeltaNet, params={"net": net})
     return layer
+
+
+def _with_one_part(layer: ModuleSpec, kind: LayerKind, spec: ModelSpec) -> ModuleSpec:
+    """Return a specification of a layer that has attention, an MLP or a Mamba-2 layer alone.
+
+    A part that is left out returns its input, and nothing is added to it.
+    """
+    parts: dict[str, Any]
+    if kind == "mlp":
+        parts = {
+            "input_layernorm": IdentityOp,
+            "self_attention": IdentityOp,
+            "self_attn_bda": IdentityFuncOp,
+        }
+    else:
+        parts = {
+            "pre_mlp_layernorm": IdentityOp,
+            "mlp": IdentityOp,
+            "mlp_bda": IdentityFuncOp,
+        }
+    if kind == "mamba":
+        # The mixer has its norm inside.
+        parts |= {
+            "input_layernorm": IdentityOp,
+            "self_attention": ModuleSpec(Mamba2Mixer, params={"mamba": spec.mamba}),
+        }
+    return replace(layer, submodules=replace(layer.submodules, **parts))
 
 
 def _place_norms(
@@ -335,6 +376,10 @@ def build_model(
             model.output_layer.register_forward_pre_hook(
                 partial(_scale_hidden, spec.logit_scale)
             )
+        for layer in model.decoder.layers:
+            # megatron-core would also run a part that is left out again.
+            if isinstance(layer.mlp, IdentityOp):
+                layer.recompute_mlp = False
         _mark_cut_weights(model)
         _mark_experts(model, grid.shape)
         # Built on the host in the same order on every rank, then moved.

@@ -221,6 +221,8 @@ def transformer_config(
         # Per layer: 1 has no rotary embeddings.
         "no_rope_freq": [int(has_none) for has_none in spec.layers_without_rope]
         or None,
+        # Layers of different kinds have different keys in a checkpoint.
+        "hetereogenous_dist_checkpoint": bool(spec.layer_kinds),
         "softmax_type": "learnable" if spec.attention_sinks else "vanilla",
         "add_bias_linear": spec.linear_bias,
         "add_qkv_bias": spec.qkv_bias,
@@ -271,10 +273,12 @@ def transformer_config(
     }
     if spec.parallel_layers:
         _check_parallel_layers(options)
-    if spec.delta_net is not None:
-        _check_delta_nets(options)
     if spec.attention_softcap is not None:
         _check_softcap(options)
+    if spec.is_recurrent:
+        _check_recurrent(options)
+    if spec.mamba is not None:
+        _check_mamba(options)
     if shape.tp == 1 and options.get("sequence_parallel"):
         # A sequence split over one rank is whole. Roles inherit the actor's fields, and
         # may have a smaller tp.
@@ -329,16 +333,6 @@ def _check_parallel_layers(options: Mapping[str, Any]) -> None:
         )
 
 
-def _check_delta_nets(options: Mapping[str, Any]) -> None:
-    """Refuse 8-bit and 4-bit products, which would reach only the layers of Transformer Engine."""
-    for name in ("fp8", "fp4"):
-        if options.get(name):
-            raise ModelError(
-                f"megatron.{name}={options[name]}: the projections of gated delta nets are multiplied in model.dtype. "
-                "Leave it out."
-            )
-
-
 def _check_softcap(options: Mapping[str, Any]) -> None:
     """Refuse options that only megatron-core's or Transformer Engine's attention has, which have no soft cap."""
     window = options.get("window_size")
@@ -350,6 +344,30 @@ def _check_softcap(options: Mapping[str, Any]) -> None:
         raise ModelError(
             f"megatron.{', megatron.'.join(wrong)}: this model caps attention's scores, and only megaverl's attention, "
             "which has no dropout and no window that looks ahead, has a cap. Leave it out."
+        )
+
+
+def _check_recurrent(options: Mapping[str, Any]) -> None:
+    """Refuse 8-bit and 4-bit products, which would reach only the layers of Transformer Engine."""
+    for name in ("fp8", "fp4"):
+        if options.get(name):
+            raise ModelError(
+                f"megatron.{name}={options[name]}: the projections of layers with a state are multiplied in "
+                "model.dtype. Leave it out."
+            )
+
+
+def _check_mamba(options: Mapping[str, Any]) -> None:
+    """Refuse options that Mamba layers do not follow."""
+    if not options["hetereogenous_dist_checkpoint"]:
+        raise ModelError(
+            "megatron.hetereogenous_dist_checkpoint=false: layers of this model have different weights, which a "
+            "checkpoint cannot store in one array. Leave it out."
+        )
+    if options.get("attention_dropout") or options.get("hidden_dropout"):
+        raise ModelError(
+            "megatron.attention_dropout, megatron.hidden_dropout: models with Mamba layers are trained without dropout "
+            "only. Leave them out."
         )
 
 
@@ -481,6 +499,8 @@ def latent_attention_options(spec: ModelSpec, mla: MLASpec) -> dict[str, Any]:
 
 def rope_options(spec: ModelSpec) -> dict[str, Any]:
     """Return `GPTModel`'s arguments for the rotary embedding. `sharding/model_config.py` refuses other scalings."""
+    if not spec.has_rope:
+        return {"position_embedding_type": "none"}
     options: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_base": spec.rope_theta,

@@ -133,6 +133,23 @@ TINY_MORE: dict[str, dict[str, Any]] = {
     "GraniteForCausalLM": MULTIPLIERS,
     "GraniteMoeForCausalLM": EXPERTS | MULTIPLIERS,
     "Starcoder2ForCausalLM": {"norm_epsilon": 1e-5},
+    "NemotronHForCausalLM": {
+        "layers_block_type": [
+            "linear_attention",
+            "mlp",
+            "full_attention",
+            "linear_attention",
+        ],
+        "ssm_state_size": 8,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 4,
+        # Shorter than most samples.
+        "chunk_size": 16,
+        # transformers raises shorter time steps to this length, and vLLM does not.
+        "time_step_min": 1e-9,
+        "layer_norm_epsilon": 1e-5,
+    },
     "Olmo2ForCausalLM": {"pad_token_id": None},
     # Shorter than most samples. Every other layer has full attention, without rotary
     # embeddings.
@@ -259,7 +276,7 @@ def make_tiny_folder(
 def _redraw(architecture: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Draw tensors again that a new model has zeros or ones in, or equal values."""
     # These models' norms multiply by weight + 1.
-    stored_minus_one = ("Gemma", "Nemotron", "Qwen3Next", "Qwen3_5")
+    stored_minus_one = ("Gemma", "NemotronFor", "Qwen3Next", "Qwen3_5")
     norms_at_zero = architecture.startswith(stored_minus_one)
     for name, tensor in tensors:
         if name.endswith(("mlp.gate.weight", ".router.weight")):
@@ -284,7 +301,8 @@ def _redraw(architecture: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> N
             # show.
             tensor.data.normal_(0.0, 0.1)
         elif tensor.dim() == 1 and not name.endswith("inv_freq"):
-            centre = 1.0 if name.endswith("norm.weight") and not norms_at_zero else 0.0
+            is_norm = name.endswith(("norm.weight", "norm_f.weight"))
+            centre = 1.0 if is_norm and not norms_at_zero else 0.0
             tensor.data.normal_(centre, 0.1)
 
 

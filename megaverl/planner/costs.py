@@ -9,7 +9,7 @@ path, as rings do (Thakur et al. 2005), after the latency of its rounds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megaverl.distributed.grid import GridShape
 from megaverl.planner.buffers import ITEMSIZE
@@ -358,7 +358,7 @@ class ModelCosts:
     def flops(self, tokens: float, pairs: float) -> float:
         """Return the operations of a forward pass over all ranks as MFU counts them, without recomputation."""
         spec = self.spec
-        num_dense = spec.num_layers
+        num_dense = spec.count_layers("mlp")
         num_moe = 0
         moe_layer = 0
         if spec.moe is not None:
@@ -372,15 +372,10 @@ class ModelCosts:
             moe_layer = 6 * spec.hidden_size * width
         # One product for each matrix, with two operations for each weight.
         dense_layer = 2 * spec.mlp_matrices * spec.hidden_size * spec.ffn_hidden_size
-        layers = (
-            spec.num_layers * self._attention_flops()
-            + num_dense * dense_layer
-            + num_moe * moe_layer
-        )
+        layers = self._mixer_flops() + num_dense * dense_layer + num_moe * moe_layer
         head = 2 * spec.hidden_size * spec.vocab_size
-        attention = (
-            pairs * spec.num_attention_layers * 4 * spec.num_heads * spec.head_dim
-        )
+        num_attention = spec.count_layers("attention")
+        attention = pairs * num_attention * 4 * spec.num_heads * spec.head_dim
         return tokens * (layers + head) + attention
 
     def _attention_shapes(self, tp: int) -> list[tuple[float, float]]:
@@ -432,17 +427,21 @@ class ModelCosts:
         of_net += rule / (self.peak * self.hardware.attention_efficiency)
         return share * products + (1 - share) * of_net
 
-    def _attention_flops(self) -> float:
-        """Return the operations per token of the average layer's attention or gated delta net."""
+    def _mixer_flops(self) -> float:
+        """Return the operations per token of all layers' attention, gated delta nets and Mamba-2 layers.
+
+        Those of attention's pairs of tokens are not among them.
+        """
+        spec = self.spec
         flops = sum(2 * inner * columns for inner, columns in self._attention_shapes(1))
-        if (net := self.spec.delta_net) is None:
-            return flops
-        share = attention_share(self.spec)
-        of_net = rule_flops(net) + sum(
-            2 * inner * columns
-            for inner, columns in delta_net_shapes(net, self.spec.hidden_size, 1)
-        )
-        return share * flops + (1 - share) * of_net
+        total = spec.count_layers("attention") * flops
+        if (net := spec.delta_net) is not None:
+            of_net = rule_flops(net) + sum(
+                2 * inner * columns
+                for inner, columns in delta_net_shapes(net, spec.hidden_size, 1)
+            )
+            total += sum(net.layers) * of_net
+        return total + spec.count_layers("mamba") * mamba_flops(spec)
 
     def _attention(self, pairs: float) -> float:
         flops = 4 * pairs * self.spec.num_heads * self.spec.head_dim
@@ -493,7 +492,7 @@ def layers_of(spec: ModelSpec) -> dict[bool, int]:
 
 def attention_share(spec: ModelSpec) -> float:
     """Return the fraction of layers that have attention. The others are gated delta nets."""
-    return spec.num_attention_layers / spec.num_layers
+    return spec.count_layers("attention") / spec.num_layers
 
 
 def delta_net_shapes(
@@ -513,11 +512,28 @@ def rule_flops(net: DeltaNetSpec) -> float:
     return 6.0 * net.num_value_heads * net.key_head_dim * net.value_head_dim
 
 
+def mamba_flops(spec: ModelSpec) -> float:
+    """Return the operations per token of a Mamba-2 layer's forward pass (arXiv 2405.21060, section 6.3)."""
+    if (mamba := spec.mamba) is None:
+        return 0.0
+    projections = 2 * spec.hidden_size * (mamba.in_rows + mamba.inner_size)
+    # Half of a chunk's pairs of tokens, then the states of chunks.
+    pairs = mamba.chunk_size * (mamba.group_rows + mamba.inner_size)
+    states = 4 * mamba.inner_size * mamba.state_size
+    return projections + 2 * mamba.conv_size * mamba.conv_rows + pairs + states
+
+
 def attention_parameters(spec: ModelSpec) -> float:
     """Return the number of parameters in one layer's attention, over all ranks.
 
-    With gated delta nets in some layers, it is the mean over all layers.
+    If only some layers have attention, it is the mean over all layers, with gated delta
+    nets and Mamba-2 layers.
     """
+    if (mamba := spec.mamba) is not None:
+        projections = spec.hidden_size * (mamba.in_rows + mamba.inner_size)
+        plain = replace(spec, mamba=None, layer_kinds=())
+        total = spec.count_layers("attention") * attention_parameters(plain)
+        return (total + spec.count_layers("mamba") * projections) / spec.num_layers
     hidden = spec.hidden_size
     if spec.mla is None:
         num_heads = (2 + spec.output_gate) * spec.num_heads + 2 * spec.num_kv_heads

@@ -472,7 +472,8 @@ def engine_costs(
         + spec.vocab_size * spec.hidden_size
     )
     dense_layer = spec.mlp_matrices * spec.hidden_size * spec.ffn_hidden_size
-    plain += layers[False] * dense_layer
+    num_dense = spec.count_layers("mlp") if spec.layer_kinds else layers[False]
+    plain += num_dense * dense_layer
     if spec.moe is not None:
         plain += layers[True] * 3 * spec.hidden_size * spec.moe.shared_ffn_hidden_size
         experts = (

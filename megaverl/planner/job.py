@@ -328,7 +328,7 @@ def _read_spec(key: str, path: Path, engine: str) -> ModelSpec:
             f"{key}: {path} does not exist. Give the path of a model's config.json."
         )
     try:
-        config = read_json_file(path)
+        config = read_json_file(path, not_finite=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {path} is not valid JSON ({error}).") from error
     read = ModelSpec.outline_of if engine == "fsdp" else ModelSpec.from_config

@@ -591,7 +591,7 @@ class MemoryModel:
         config = self.job.config
         # Transformer Engine's context parallelism shares no tokens between packed
         # samples, nor do models with states.
-        shares_tokens = role.grid.cp == 1 and role.spec.delta_net is None
+        shares_tokens = role.grid.cp == 1 and not role.spec.is_recurrent
         if not role.config.pack_samples or not shares_tokens:
             return 1.0
         shared = config.data.max_prompt_tokens - 1
@@ -713,7 +713,8 @@ def kv_bytes_per_token(spec: ModelSpec, tp: int, itemsize: int) -> int:
             * itemsize
         )
     heads = max(1, spec.num_kv_heads // tp)
-    return spec.num_attention_layers * 2 * heads * spec.head_dim * itemsize
+    num_attention = spec.count_layers("attention")
+    return num_attention * 2 * heads * spec.head_dim * itemsize
 
 
 def state_bytes(spec: ModelSpec, tp: int, itemsize: int) -> int:

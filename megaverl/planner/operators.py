@@ -462,7 +462,7 @@ def micro_batches(load: StepLoad, role: Role, parts: int) -> tuple[MicroBatchLoa
     shares_prompts = (
         role.config.pack_samples
         and (role.grid.cp == 1 or load.hardware.cores is not None)
-        and role.spec.delta_net is None
+        and not role.spec.is_recurrent
     )
     once = samples_per_row if shares_prompts else 1.0
     tokens = samples * (lengths.response + lengths.prompt / once)

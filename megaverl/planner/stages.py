@@ -314,7 +314,7 @@ def attention_bytes(
     held = _attention_bytes(shape, sequence, keep_core=keep_core, keep_up=keep_up)
     if shape.spec.delta_net is None:
         return held
-    share = shape.spec.num_attention_layers / shape.spec.num_layers
+    share = shape.spec.count_layers("attention") / shape.spec.num_layers
     return share * held + (1 - share) * delta_net_bytes(shape, shape.spec.delta_net)
 
 

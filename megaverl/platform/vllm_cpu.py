@@ -150,7 +150,7 @@ def _keep_weights_beside_packed() -> None:
 
     @replaces(utils, "dispatch_cpu_unquantized_gemm")
     def pack_and_keep(pack: Any, layer: torch.nn.Module, remove_weight: bool) -> None:
-        weight = layer.weight
+        weight: Any = layer.weight
         is_matrix = weight.ndim == 2
         if not weight.is_meta and not is_matrix:
             return

@@ -33,18 +33,22 @@ def check_images_run_here(architecture: str) -> None:
         )
 
 
-def check_runs_here(arguments: dict[str, Any], *, experts: bool) -> None:
+def check_runs_here(
+    arguments: dict[str, Any], *, experts: bool, is_recurrent: bool = False
+) -> None:
     """Refuse settings that vLLM's CPU build cannot train with: each would fail, or
     compute wrong results, in the first batches.
 
     Args:
         arguments: EngineArgs.
         experts: whether the model has routed experts.
+        is_recurrent: whether layers carry a state from token to token.
 
     Raises:
-        RolloutError: for quantised experts; for compiled models, which would keep old weights; for asynchronous
-            scheduling, which vLLM would silently turn off (0.32, `platforms/cpu.py`); and for a backend of latent
-            attention that discards the weights which an update writes, and does not support float32.
+        RolloutError: for quantised experts; for cached prefixes of recurrent layers, whose kernels return the last
+            state only (0.32, `layers/mamba/ops/cpu/mamba_ssm.py`); for compiled models, which would keep old weights;
+            for asynchronous scheduling, which vLLM would silently turn off (0.32, `platforms/cpu.py`); and for a
+            backend of latent attention that discards the weights which an update writes, and does not support float32.
     """
     if not arguments["enforce_eager"]:
         raise RolloutError(
@@ -58,6 +62,11 @@ def check_runs_here(arguments: dict[str, Any], *, experts: bool) -> None:
         raise RolloutError(
             "rollout.vllm.attention_backend=AMX_MLA: it drops weights that updates must write. Remove the key, to use "
             f"{LATENT_ATTENTION}."
+        )
+    if is_recurrent and arguments.get("enable_prefix_caching"):
+        raise RolloutError(
+            "rollout.vllm.enable_prefix_caching=true: vLLM's CPU build cannot keep a state in "
+            "the middle of a prompt. Leave it out on a CPU."
         )
     if experts and arguments.get("quantization"):
         raise RolloutError(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megaverl.errors import RolloutError
 from megaverl.platform import flash_attention, platform
 from megaverl.platform.float32_linear import compute_in_float32
+from megaverl.platform.mamba_steps import leave_steps
 from megaverl.rollout.engine import (
     Engine,
     Generation,
@@ -85,6 +86,7 @@ class HFEngine(Engine):
             flash_attention.use_in(
                 model.to(platform.device).eval().requires_grad_(False)
             )
+            leave_steps(model)
             if fp32_lm_head and dtype != torch.float32:
                 compute_in_float32(model, RolloutError)
             return model

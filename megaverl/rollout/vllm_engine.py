@@ -568,7 +568,7 @@ def prepare_vllm() -> None:
 
 def _prepare_batch_invariant(spec: ModelSpec) -> None:
     """Check that the mode can be used, and on CUDA select vLLM's own before vLLM is imported."""
-    if not platform.is_cuda or spec.delta_net is not None:
+    if not platform.is_cuda or spec.is_recurrent:
         if reason := why_not_batch_invariant(spec):
             place = "" if platform.is_cuda else "on a CPU "
             raise RolloutError(f"rollout.batch_invariant: {place}{reason}.")
@@ -617,7 +617,9 @@ def engine_arguments(
     if not platform.is_cuda:
         if reason := why_no_kernel(spec.head_dim):
             raise RolloutError(reason)
-        check_runs_here(arguments, experts=spec.moe is not None)
+        check_runs_here(
+            arguments, experts=spec.moe is not None, is_recurrent=spec.is_recurrent
+        )
         if spec.delta_net is not None:
             dtype = str(options.dtype).removeprefix("torch.")
             check_delta_net_runs_here(spec.delta_net, dtype)
@@ -660,9 +662,11 @@ def _device_defaults(
             "num_states": sum(net.layers),
             "state_bytes": options.dtype.itemsize * numel // tp_size,
         }
+    # vLLM pads a Mamba-2 layer's states to the blocks of a layer with attention.
+    num_cached = spec.num_layers if spec.mamba else spec.count_layers("attention")
     defaults: dict[str, Any] = vllm_cpu().engine_defaults(
         **states,
-        num_layers=spec.num_attention_layers,
+        num_layers=num_cached,
         num_kv_heads=max(1, spec.num_kv_heads // tp_size),
         head_dim=spec.head_dim,
         dtype=options.dtype,
@@ -670,7 +674,8 @@ def _device_defaults(
         num_sequences=options.num_sequences,
         latent_attention=None if spec.mla is None else LATENT_ATTENTION,
     )
-    return defaults
+    # `check_runs_here` has the reason.
+    return defaults | ({"enable_prefix_caching": False} if spec.is_recurrent else {})
 
 
 def _place(tp_size: int) -> tuple[int, int, int]:

@@ -18,6 +18,8 @@ Rules of a rank (megatron-core 0.16, `models/gpt/gpt_model.py`,
   front (`models/build.py`), and experts are not split.
 - A gated delta net's `in_proj_qkvz` is [q, k, v and z rows of key head 0, q, k, v and z rows of key head 1, ...], split
   into equal runs of rows. So are `in_proj_ba` and `conv1d` (`models/gated_delta_net.py`).
+- `in_proj` and `conv1d` of a Mamba-2 layer are [this rank's gate rows; its rows of x, B, C and time steps], and
+  [x; B; C].
 - The down-projections of latent attention are whole on every rank, in Transformer Engine's layer spec and in megaverl's
   local one (`models/attention.py`). megatron-core's own local spec would split them.
 
@@ -29,6 +31,8 @@ Rules of a checkpoint (megatron-core 0.16, `transformer/transformer_block.py`,
 - Routed experts are stacked along the next axis: `mlp.experts.experts.REST` [layers, experts, ...].
 - The local layer spec stores the norms of plain attention and MLP under Transformer Engine's fused names, but not the
   norm in front of a gated delta net.
+- `in_proj` and `conv1d` of a Mamba-2 layer have a key for each part (`.z`, `.x`, `.B`, `.C`, `.dt`), as in
+  megatron-core's own layer (`ssm/mamba_mixer.py`).
 """
 
 from __future__ import annotations
@@ -52,12 +56,15 @@ from megaverl.sharding.layout import (
 )
 from megaverl.sharding.model_spec import ModelSpec, misfits
 from megaverl.sharding.weight import (
+    MAMBA_PARTS,
+    MambaRows,
     RowRange,
     Split,
     Weight,
     delta_net_parts,
     even_part,
     fused_parts,
+    mamba_rows,
     stacked_part,
 )
 
@@ -297,6 +304,8 @@ class _Model:
             return stack([*_even_run(weights, runs, tp, tp_rank)])
         if first.split is Split.FUSED_GATE_UP:
             return stack([*_halves(first, tp, tp_rank)])
+        if first.split in MAMBA_PARTS:
+            return stack([*_mamba_rows(first, self._spec, tp, tp_rank)])
         return stack(
             [
                 (number, even_part(weight, tp, tp_rank))
@@ -414,6 +423,17 @@ def _halves(weight: Weight, tp: int, tp_rank: int) -> Iterator[tuple[int, Box]]:
         yield 0, cut(weight.shape, 0, first, first + run)
 
 
+def _mamba_rows(
+    weight: Weight, spec: ModelSpec, tp: int, tp_rank: int
+) -> Iterator[tuple[int, Box]]:
+    """Yield the rows of one rank out of each part of a Mamba-2 layer's array."""
+    assert spec.mamba is not None
+    for part in mamba_rows(weight.split, spec.mamba):
+        run = part.rows // tp
+        first = part.start + tp_rank * run
+        yield 0, cut(weight.shape, 0, first, first + run)
+
+
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 # `sharded_state_dict_keys_map` of the local layer spec (models/gpt/gpt_layer_specs.py)
@@ -434,7 +454,8 @@ class CheckpointKey(NamedTuple):
 
 def stores_each_layer(spec: ModelSpec) -> bool:
     """Return whether runs of this model store every layer under a key of its own."""
-    return spec.moe is not None or spec.delta_net is not None
+    differ = bool(spec.layer_kinds) or spec.delta_net is not None
+    return spec.moe is not None or differ
 
 
 def checkpoint_layout(
@@ -485,10 +506,14 @@ def checkpoint_layout(
         )
 
     places = {local: place_of(local) for local in single.local_shapes}
-    shapes = {
-        place.key: (*_front(place, counts), *single.local_shapes[local])
-        for local, place in places.items()
-    }
+    parts = _parts_with_keys(weights, single, spec)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for local, place in places.items():
+        shape = single.local_shapes[local]
+        for part in parts.get(local, ()):
+            shapes[f"{place.key}.{part.name}"] = (part.rows, *shape[1:])
+        if local not in parts:
+            shapes[place.key] = (*_front(place, counts), *shape)
     seen = {local: places[local].key for local in single.local_shapes}
     views = {}
     for local, (name, view) in single.views.items():
@@ -499,12 +524,31 @@ def checkpoint_layout(
         views[seen[local]] = (places[name].key, key_of_rest)
     pieces = []
     for tensor, box, local, inner in single.pieces:
+        if local in parts:
+            part = next(p for p in parts[local] if p.start == inner.start[0])
+            key = f"{places[local].key}.{part.name}"
+            pieces.append(Piece(tensor, box, key, cut(inner.shape, 0, 0, part.rows)))
+            continue
         front = places[single.stored_in(local)].front
         stored = Box(
             (*front, *inner.start), (*(index + 1 for index in front), *inner.stop)
         )
         pieces.append(Piece(tensor, box, seen[local], stored))
     return Layout(tuple(pieces), shapes, single.global_shapes, views=views)
+
+
+def _parts_with_keys(
+    weights: Sequence[Weight], layout: Layout, spec: ModelSpec
+) -> dict[str, list[MambaRows]]:
+    """Return the parts of each local tensor whose parts have keys of their own in a checkpoint."""
+    splits = {
+        weight.name: weight.split for weight in weights if weight.split in MAMBA_PARTS
+    }
+    return {
+        piece.local: mamba_rows(splits[piece.tensor], spec.mamba)
+        for piece in layout.pieces
+        if piece.tensor in splits and spec.mamba is not None
+    }
 
 
 def _candidates(
@@ -544,8 +588,8 @@ def _candidates(
 
 def _local_name(name: str, layer: int, spec: ModelSpec) -> str:
     """Return the name under which megatron-core's local layer spec stores a parameter of a layer."""
-    is_recurrent = spec.delta_net is not None and spec.delta_net.layers[layer]
-    if spec.mla or (is_recurrent and name.startswith("input_layernorm.")):
+    is_net = spec.delta_net is not None and spec.delta_net.layers[layer]
+    if spec.mla or (is_net and name.startswith("input_layernorm.")):
         return name
     return LOCAL_NAMES.get(name, name)
 

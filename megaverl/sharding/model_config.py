@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 AGAIN = "Copy the file again from its source."
 OTHER_MODEL = "Use another model."
@@ -42,6 +42,7 @@ MODEL_TYPES = {
     "GraniteMoeForCausalLM": "granitemoe",
     "ArceeForCausalLM": "arcee",
     "NemotronForCausalLM": "nemotron",
+    "NemotronHForCausalLM": "nemotron_h",
     "Starcoder2ForCausalLM": "starcoder2",
     "Olmo2ForCausalLM": "olmo2",
     "Exaone4ForCausalLM": "exaone4",
@@ -277,7 +278,29 @@ NORM_EPS = {
     "NemotronForCausalLM": "norm_eps",
     "Starcoder2ForCausalLM": "norm_epsilon",
     "Cohere2ForCausalLM": "layer_norm_eps",
+    "NemotronHForCausalLM": "layer_norm_epsilon",
 }
+# Architectures whose layers are Mamba-2, attention or an MLP each, without rotary
+# embeddings -> their names in transformers' `layers_block_type`.
+MAMBA_LAYERS: dict[str, dict[str, Literal["mamba", "attention", "mlp"]]] = {
+    "NemotronHForCausalLM": {
+        "linear_attention": "mamba",
+        "full_attention": "attention",
+        "mlp": "mlp",
+    },
+}
+# Sizes of their Mamba-2 layers.
+MAMBA_SIZES = (
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "n_groups",
+    "ssm_state_size",
+    "conv_kernel",
+    "chunk_size",
+)
+# The only supported `time_step_limit`, the range of a layer's time steps in NVIDIA's own
+# class. transformers and vLLM ignore the key.
+UNLIMITED_STEPS = (0.0, math.inf)
 # Architectures whose MLP has another activation than SiLU -> the only supported value
 # of `hidden_act`, and the name in `ModelSpec.activation`.
 OTHER_ACTIVATION = {
@@ -286,6 +309,7 @@ OTHER_ACTIVATION = {
     "Gemma3ForCausalLM": ("gelu_pytorch_tanh", "gelu_tanh"),
     "Starcoder2ForCausalLM": ("gelu_pytorch_tanh", "gelu_tanh"),
     "ArceeForCausalLM": ("relu2", "squared_relu"),
+    "NemotronHForCausalLM": ("relu2", "squared_relu"),
     "NemotronForCausalLM": ("relu2", "squared_relu"),
 }
 
@@ -414,6 +438,16 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "output_dropout": (0.0,),
         "score_function": ("sigmoid",),
         "moe_router_enable_expert_bias": (True,),
+    },
+    # transformers' class ignores the last four keys. vLLM (0.32, `nemotron_h.py`) reads
+    # the window.
+    "NemotronHForCausalLM": {
+        "mamba_hidden_act": ("silu", "swish"),
+        "use_bias": (False, None),
+        "mamba_proj_bias": (False, None),
+        "sliding_window": (None,),
+        "residual_in_fp32": (False, None),
+        "hidden_dropout": (0.0, None),
     },
     # transformers' class ignores these keys of Tencent's own class.
     "HunYuanDenseV1ForCausalLM": {
@@ -596,6 +630,9 @@ def not_computed(described: Described) -> Iterator[str]:
     yield from _heads(described)
     if architecture in WITH_DELTA_NET:
         yield from _delta_nets(described)
+    if architecture in MAMBA_LAYERS:
+        yield from _mamba(described)
+        return
     yield from _windows(described)
     yield from _rope(described)
     if architecture in IMAGE_MODEL_TYPES:
@@ -637,6 +674,8 @@ def _activation(described: Described) -> Iterator[str]:
     # transformers treats `gelu` in Gemma's first folders as the tanh form.
     is_new_gemma = architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
     key = "hidden_activation" if is_new_gemma else "hidden_act"
+    if described.architecture in MAMBA_LAYERS:
+        key = "mlp_hidden_act"
     if described.values[key] not in expected:
         yield f"{described.says(key)}; only {expected[0]} is computed. {OTHER_MODEL}"
     # transformers' Gemma ignores hidden_activation, and vLLM's (0.32) prefers it.
@@ -694,6 +733,41 @@ def _delta_nets(described: Described) -> Iterator[str]:
             for key in ("linear_num_key_heads", "linear_num_value_heads")
         ]
         yield f"{named[0]} does not divide {named[1]}. {AGAIN}"
+
+
+def _mamba(described: Described) -> Iterator[str]:
+    """Yield problems with the kinds of layers, and with Mamba-2 layers."""
+    values = described.values
+    known = MAMBA_LAYERS[described.architecture]
+    if "moe" in values["layers_block_type"]:
+        yield (
+            "layers_block_type (or hybrid_override_pattern) names layers with experts, which are not computed on "
+            "Megatron for this model. Set actor.engine=fsdp."
+        )
+    elif unknown := sorted(set(values["layers_block_type"]) - known.keys()):
+        yield f"layers_block_type names {', '.join(unknown)}; only {', '.join(known)} are computed. {OTHER_MODEL}"
+    wrong = [
+        key for key in MAMBA_SIZES if type(values[key]) is not int or values[key] < 1
+    ]
+    for key in wrong:
+        yield f"{described.says(key)}; expected a whole number above 0. {AGAIN}"
+    if not wrong and values["mamba_num_heads"] % values["n_groups"]:
+        named = [described.named(key) for key in ("n_groups", "mamba_num_heads")]
+        yield f"{named[0]} does not divide {named[1]}. {AGAIN}"
+    limit = values.get("time_step_limit")
+    if limit is not None and tuple(map(_as_float, limit)) != UNLIMITED_STEPS:
+        yield (
+            f"{described.says('time_step_limit')}; only [0.0, Infinity] is computed, and transformers and vLLM (0.32) "
+            f"ignore the key. {OTHER_MODEL}"
+        )
+
+
+def _as_float(value: Any) -> float:
+    """Return `value` as a number; NaN if it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _windows(described: Described) -> Iterator[str]:

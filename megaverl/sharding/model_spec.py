@@ -21,6 +21,7 @@ from megaverl.sharding.model_config import (
     IMAGE_MODEL_TYPES,
     LATENT_SIZES,
     LINEAR,
+    MAMBA_LAYERS,
     MAYBE_NORMALIZED,
     MODEL_TYPES,
     NORM_EPS,
@@ -48,15 +49,13 @@ from megaverl.sharding.transformers_config import is_model_type, read_by_transfo
 # Supported language models, and supported models that take images as well.
 ARCHITECTURES = tuple(MODEL_TYPES)
 IMAGE_ARCHITECTURES = tuple(IMAGE_MODEL_TYPES)
-_MAMBA = "megatron-core's Mamba layers (0.16 to 0.19) need mamba-ssm and causal-conv1d, which need a GPU"
 # Reasons why other requested architectures are not supported (megatron-core 0.16).
 NO_TABLE = {
     "Llama4ForCausalLM": "megatron-core (0.16 to 0.19) has no attention within chunks, nor its queries' growing "
     "temperature",
     "DeepseekV32ForCausalLM": "megatron-core's sparse attention (0.16 to 0.19) needs fast-hadamard-transform, which is "
     "for GPUs alone, and reads packed rows from 0.19 on",
-    "FalconH1ForCausalLM": _MAMBA,
-    "NemotronHForCausalLM": _MAMBA,
+    "FalconH1ForCausalLM": "megatron-core's layers (0.16 to 0.19) have no attention and Mamba layer side by side",
 }
 # Likewise for other models with images.
 NO_TOWER = (
@@ -146,7 +145,12 @@ NORM_PLUS_ONE = (
 # A sigmoid of a further projection scales the output of each attention head.
 WITH_OUTPUT_GATE = WITH_DELTA_NET
 # The MLP has no gate.
-WITHOUT_GATE = ("ArceeForCausalLM", "NemotronForCausalLM", "Starcoder2ForCausalLM")
+WITHOUT_GATE = (
+    "ArceeForCausalLM",
+    "NemotronForCausalLM",
+    "NemotronHForCausalLM",
+    "Starcoder2ForCausalLM",
+)
 # Attention and MLP read the same norm's output.
 WITH_PARALLEL_LAYERS = ("Cohere2ForCausalLM",)
 # vLLM's own models (0.32, `qwen2.py` and `qwen3.py`) have a window in all layers or in
@@ -161,6 +165,8 @@ LONGER_WINDOW_IN_VLLM = ("Cohere2ForCausalLM",)
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 # Positions of a model that does not count them, such as Mamba.
 UNLIMITED = 2**31 - 1
+# Rotary base of models that do not have one.
+DEFAULT_ROPE_THETA = 10000.0
 
 
 @dataclass(frozen=True)
@@ -243,6 +249,52 @@ class DeltaNetSpec:
 
 
 @dataclass(frozen=True)
+class MambaSpec:
+    """Mamba-2 layers (arXiv 2405.21060).
+
+    Attributes:
+        num_heads: heads of the state space model.
+        head_dim: width of a head.
+        num_groups: groups of heads that share B and C, and the norm of the gated output.
+        state_size: width of a head's state.
+        conv_size: tokens that the causal convolution reads.
+        conv_bias: the convolution has a bias.
+        chunk_size: tokens of a chunk, within which outputs are computed as attention is. It does not change the result.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    conv_size: int
+    conv_bias: bool
+    chunk_size: int
+
+    @property
+    def inner_size(self) -> int:
+        """Width of all heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of B, and of C, over all groups."""
+        return self.num_groups * self.state_size
+
+    @property
+    def conv_rows(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.inner_size + 2 * self.group_rows
+
+    @property
+    def in_rows(self) -> int:
+        """Rows of the input projection: the gate, the convolution's channels, and a time step for each head."""
+        return self.inner_size + self.conv_rows + self.num_heads
+
+
+LayerKind = Literal["mamba", "attention", "mlp"]
+
+
+@dataclass(frozen=True)
 class VisionSpec:
     """Vision tower of a model that takes images: transformers' module, whose output replaces image tokens' embeddings.
 
@@ -285,6 +337,9 @@ class ModelSpec:
         delta_net: gated delta nets in some layers. None: every layer has attention.
         output_gate: a sigmoid of a further projection scales the output of each attention head (Qwen3-Next,
             Qwen3.5).
+        mamba: Mamba-2 layers. None: there are none.
+        layer_kinds: the only part of each layer. Empty: every layer has attention and an MLP.
+        has_rope: attention has rotary embeddings.
         activation: activation of the MLP's gate. `gelu_tanh` is Hugging Face's `gelu_pytorch_tanh`, `squared_relu` its
             `relu2`. `clamped_swiglu` (gpt-oss) is gate sigmoid(1.702 gate) (up + 1), with gate at most 7 and up
             between -7 and 7.
@@ -342,6 +397,9 @@ class ModelSpec:
     mla: MLASpec | None = None
     delta_net: DeltaNetSpec | None = None
     output_gate: bool = False
+    mamba: MambaSpec | None = None
+    layer_kinds: tuple[LayerKind, ...] = ()
+    has_rope: bool = True
     activation: Literal["silu", "gelu_tanh", "squared_relu", "clamped_swiglu"] = "silu"
     is_gated: bool = True
     norm: Literal["rms", "layer", "centred"] = "rms"
@@ -375,9 +433,18 @@ class ModelSpec:
         return 3 if self.is_gated else 2
 
     @property
-    def num_attention_layers(self) -> int:
-        """Number of layers with attention. The others are gated delta nets."""
-        return self.num_layers - (sum(self.delta_net.layers) if self.delta_net else 0)
+    def is_recurrent(self) -> bool:
+        """Return whether layers carry a state from token to token, so that samples cannot share tokens of a row."""
+        return self.mamba is not None or self.delta_net is not None
+
+    def count_layers(self, kind: LayerKind) -> int:
+        """Return the number of layers that have this part."""
+        if self.layer_kinds:
+            return self.layer_kinds.count(kind)
+        if kind == "mamba":
+            return 0
+        num_nets = sum(self.delta_net.layers) if self.delta_net else 0
+        return self.num_layers - num_nets * (kind == "attention")
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelSpec:
@@ -555,7 +622,7 @@ def _outlined(config: dict[str, Any], source: str) -> dict[str, Any]:
         "qkv_bias": False,
         "qk_norm": False,
         "norm_eps": 1e-5,
-        "rope_theta": 10000.0,
+        "rope_theta": DEFAULT_ROPE_THETA,
         "max_positions": number("max_position_embeddings", UNLIMITED),
         "is_tabled": False,
         "source": source,
@@ -584,7 +651,7 @@ def _read(described: Described) -> dict[str, Any]:
     is_partly_rotary = architecture in PARTLY_ROTARY
     fields = {
         "architecture": architecture,
-        "num_layers": values["num_hidden_layers"],
+        "num_layers": values.get("num_hidden_layers"),
         "hidden_size": values["hidden_size"],
         # Qwen3.5's class with experts alone has no plain MLP, and no such key.
         "ffn_hidden_size": values.get("intermediate_size")
@@ -635,6 +702,9 @@ def _read(described: Described) -> dict[str, Any]:
                 kind == SLIDING for kind in values["layer_types"]
             ),
         }
+    if architecture in MAMBA_LAYERS:
+        fields |= _read_mamba(described)
+        return fields
     if architecture in EXPERT_KEYS:
         fields["moe"] = _read_experts(described)
     if architecture in WITH_LATENT_ATTENTION:
@@ -711,6 +781,28 @@ def _axes_in_turn(sections: list[int]) -> tuple[int, ...]:
     )
 
 
+def _read_mamba(described: Described) -> dict[str, Any]:
+    """Return the fields of `ModelSpec` that a model with Mamba-2 layers has."""
+    values = described.values
+    kinds = MAMBA_LAYERS[described.architecture]
+    return {
+        "num_layers": len(values["layers_block_type"]),
+        "layer_kinds": tuple(kinds[name] for name in values["layers_block_type"]),
+        "mamba": MambaSpec(
+            num_heads=values["mamba_num_heads"],
+            head_dim=values["mamba_head_dim"],
+            num_groups=values["n_groups"],
+            state_size=values["ssm_state_size"],
+            conv_size=values["conv_kernel"],
+            conv_bias=bool(values["use_conv_bias"]),
+            chunk_size=values["chunk_size"],
+        ),
+        "has_rope": False,
+        # Neither transformers' class (5.19) nor vLLM's (0.32) reads the key.
+        "tie_embeddings": False,
+    }
+
+
 def _scales(described: Described) -> dict[str, float]:
     """Return the factors on embeddings, scores of attention, outputs of layers and logits, if there are any."""
     values = described.values
@@ -771,6 +863,8 @@ def _layers_without_rope(described: Described) -> tuple[bool, ...]:
 def _rotary_base(described: Described) -> float:
     """Return the base of the rotary embedding, multiplied by alpha^(d / (d - 2)) for scaling "dynamic" with alpha."""
     rope = described.rope
+    if described.architecture in MAMBA_LAYERS:
+        return DEFAULT_ROPE_THETA
     base = float(rope["rope_theta"])
     if rope["rope_type"] != "dynamic" or "alpha" not in rope:
         return base
@@ -784,7 +878,7 @@ def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
 
     `_rotary_base` contains the scaling "dynamic".
     """
-    if rope["rope_type"] in ("default", "dynamic"):
+    if rope.get("rope_type", "default") in ("default", "dynamic"):
         return None
     # `type` is the old name of `rope_type`. The other two are fields of ModelSpec.
     elsewhere = ("type", "rope_theta", "partial_rotary_factor")
@@ -874,15 +968,10 @@ BATCH_INVARIANT = (
 )
 
 
-NOT_INVARIANT = (
-    "vLLM and the trainer divide a sequence into different chunks in gated delta nets"
-)
-
-
 def why_not_batch_invariant(spec: ModelSpec) -> str:
     """Return why engine and trainer cannot agree to the bit on a CPU (`rollout.batch_invariant`), or "" if they can."""
-    if spec.delta_net is not None:
-        return NOT_INVARIANT
+    if spec.is_recurrent:
+        return f"engine and trainer add up the states of {spec.architecture}'s layers in different chunks"
     if spec.moe is not None:
         return "vLLM's CPU kernel for experts adds their outputs in an order of its own"
     if spec.rope_scaling and spec.rope_scaling.get("rope_type") != "default":
@@ -928,6 +1017,16 @@ def why_not_in_transformers(architecture: str) -> str:
     )
 
 
+def why_not_quantised(spec: ModelSpec) -> str:
+    """Return why an engine's weights cannot be quantised, or trained for that, in any format, or "" if they can."""
+    if spec.is_recurrent:
+        return (
+            f"{spec.architecture} has layers with a state, whose projections were not compared in few bits. Leave it "
+            "out"
+        )
+    return ""
+
+
 def shares_kv_heads(spec: ModelSpec, tp: int) -> bool:
     """Return whether several of `tp` ranks use the same key-value head, since there are fewer heads than ranks."""
     return spec.mla is None and spec.num_kv_heads < tp
@@ -937,10 +1036,10 @@ def why_rows_not_cut(spec: ModelSpec, cp: int) -> str:
     """Return why context parallelism cannot split this model's rows, or "" if it can."""
     if cp == 1:
         return ""
-    if spec.delta_net is not None:
+    if spec.is_recurrent:
         return (
-            f"the gated delta nets of {spec.architecture} carry a state from token to token, which is not passed "
-            "between ranks. Use cp=1"
+            f"{spec.architecture} has layers that carry a state along each sample, which no rank passes on to the "
+            "next. Use cp=1"
         )
     if spec.vision is None:
         return ""
@@ -949,16 +1048,11 @@ def why_rows_not_cut(spec: ModelSpec, cp: int) -> str:
 
 def no_adapters(spec: ModelSpec, tp: int) -> str:
     """Return why a model cannot have low-rank adapters with this `tp`, or "" if it can."""
-    if spec.architecture in FUSED_IN_FILES:
+    if spec.architecture in FUSED_IN_FILES or spec.is_recurrent:
         has_class = spec.architecture not in NOT_IN_TRANSFORMERS
         return (
             f"{spec.architecture}'s files hold several projections in one array, for which megaverl has no adapters on "
             f"Megatron. Leave lora out{', or use engine: fsdp' * has_class}."
-        )
-    if spec.delta_net is not None:
-        return (
-            f"{spec.architecture}'s files hold several projections in one array, in attention and in gated delta nets, "
-            "for which megaverl has no adapters on Megatron. Leave lora out, or use engine: fsdp."
         )
     if not shares_kv_heads(spec, tp):
         return ""
@@ -994,6 +1088,8 @@ def misfits(
         )
 
     by_tp = {f"{spec.num_heads} attention heads": _divides(spec.num_heads)}
+    if spec.mamba is not None:
+        by_tp |= _mamba_parts(spec.mamba, engine)
     if spec.mla is None:
         # vLLM's gpt-oss (0.32, `gpt_oss.py`) cannot copy heads to several ranks.
         by_tp[f"{kv_heads} key-value heads"] = (
@@ -1023,6 +1119,21 @@ def misfits(
             _misfit("ep", ep, {f"{experts} experts": _divides(experts)}, experts)
         )
     return [misfit for misfit in checked if misfit is not None]
+
+
+def _mamba_parts(mamba: MambaSpec, engine: bool) -> dict[str, Callable[[int], bool]]:
+    """Return which sizes of tensor parallelism divide a Mamba-2 layer.
+
+    A norm is over each group, so a group stays on one rank. vLLM gives all ranks a copy
+    of a single group.
+    """
+    groups = mamba.num_groups
+    return {
+        f"{mamba.num_heads} Mamba heads": _divides(mamba.num_heads),
+        f"{groups} Mamba groups": lambda size: (
+            not groups % size or (engine and groups == 1)
+        ),
+    }
 
 
 def _divides(number: int) -> Callable[[int], bool]:

@@ -168,7 +168,7 @@ def _read(model_type: str, config: str) -> str:
     logging.set_verbosity_error()
     try:
         kind = config_class_of(model_type) or CONFIG_MAPPING[model_type]
-        known = kind.from_dict(json.loads(config))
+        known = kind.from_dict(json.loads(config, object_hook=_special_float))
         values = {
             **known.to_dict(),
             **{name: getattr(known, name, None) for name in known.attribute_map},
@@ -186,6 +186,11 @@ def _read(model_type: str, config: str) -> str:
         )
     finally:
         logging.set_verbosity(verbosity)
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as {"__float__": "Infinity"}, or another object unchanged."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def main() -> None:

@@ -24,6 +24,8 @@ Rules (vLLM 0.32, `model_executor/layers/linear.py`, `vocab_parallel_embedding.p
   (`fused_moe/expert_map_manager.py`). Router and shared experts are not affected.
 - gpt-oss's experts are as in its files, but `[expert, out, in]`. Without expert parallelism `w2_bias` is on the first
   rank only, and zero on the others.
+- `in_proj` of a Mamba-2 layer is [this rank's gate rows; its x, B, C and time steps' rows], `conv1d` [x; B; C]
+  (`layers/mamba/mamba_mixer2.py`). All ranks hold B and C of a single group. `A` is computed from `A_log`.
 - Granite MoE's experts lie as other models' do: its files store all of them in one array, in the same order.
 
 - A vision tower's linear layers are split like the decoder's, without sharing of heads: q, k and v rows, or all rows of
@@ -59,11 +61,13 @@ from megaverl.sharding.layout import (
 from megaverl.sharding.model_spec import ModelSpec, misfits, shares_kv_heads
 from megaverl.sharding.quantization import FORMATS
 from megaverl.sharding.weight import (
+    MAMBA_PARTS,
     Split,
     Weight,
     delta_net_parts,
     even_part,
     fused_parts,
+    mamba_rows,
     stacked_part,
 )
 
@@ -425,6 +429,8 @@ def _fill(
         return stack([*_delta_net_rows(weights, spec, tp_size, tp_rank)])
     if first.split is Split.FUSED_QKV_IN_VLLM:
         return stack([*_thirds(first, tp_size, tp_rank)])
+    if first.split in MAMBA_PARTS:
+        return stack([*_mamba_rows(first, spec, tp_size, tp_rank)])
     return stack(
         [
             (number, _part(weight, spec, tp_size, tp_rank))
@@ -466,6 +472,18 @@ def _thirds(weight: Weight, tp_size: int, tp_rank: int) -> Iterator[tuple[int, B
     part = weight.shape[0] // 3
     run, place = (part, 0) if part % tp_size else (part // tp_size, tp_rank)
     for first in range(place * run, weight.shape[0], part):
+        yield 0, cut(weight.shape, 0, first, first + run)
+
+
+def _mamba_rows(
+    weight: Weight, spec: ModelSpec, tp_size: int, tp_rank: int
+) -> Iterator[tuple[int, Box]]:
+    """Yield the rows of one rank out of each part of a Mamba-2 layer's array. All ranks hold a single group."""
+    assert spec.mamba is not None
+    for part in mamba_rows(weight.split, spec.mamba):
+        is_copied = part.name in ("B", "C") and spec.mamba.num_groups == 1
+        run, place = (part.rows, 0) if is_copied else (part.rows // tp_size, tp_rank)
+        first = part.start + place * run
         yield 0, cut(weight.shape, 0, first, first + run)
 
 

@@ -9,6 +9,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from megaverl.sharding.boxes import Box, cut, whole
+from megaverl.sharding.model_spec import MambaSpec
 from megaverl.sharding.strided import Strides
 
 
@@ -32,7 +33,8 @@ class Split(Enum):
     orders these by key heads, as well as the rows of BY_KEY_HEAD weights, which it fuses.
     So are the other splits IN_VLLM, of
     a vision tower's linear layers: along the rows, the columns, or the rows of each of
-    q, k and v.
+    q, k and v. MAMBA_IN and MAMBA_CONV are arrays of a Mamba-2 layer whose rows are
+    several parts, each of which is split (`models/mamba.py`).
     """
 
     REPLICATED = "replicated"
@@ -59,6 +61,8 @@ class Split(Enum):
     ROWS_IN_VLLM = "rows in vLLM"
     COLUMNS_IN_VLLM = "columns in vLLM"
     FUSED_QKV_IN_VLLM = "fused q, k, v in vLLM"
+    MAMBA_IN = "gate, x, B, C, time steps"
+    MAMBA_CONV = "x, B, C"
 
 
 # Splits of weights that every rank of Megatron holds whole.
@@ -188,6 +192,39 @@ def fused_parts(weights: Sequence[Weight], q_rows: int, kv_rows: int) -> list[Ro
             parts.append(
                 RowRange(number, 0, weight.shape[0], weight.split in (Split.K, Split.V))
             )
+    return parts
+
+
+# Parts of the rows of a Mamba-2 layer's arrays, in order, under Megatron-core's names.
+MAMBA_PARTS = {
+    Split.MAMBA_IN: ("z", "x", "B", "C", "dt"),
+    Split.MAMBA_CONV: ("x", "B", "C"),
+}
+
+
+class MambaRows(NamedTuple):
+    """Adjacent rows of a Mamba-2 layer's array: one of its parts.
+
+    Attributes:
+        name: name of the part in `MAMBA_PARTS`.
+        start: first row.
+        rows: number of rows.
+    """
+
+    name: str
+    start: int
+    rows: int
+
+
+def mamba_rows(split: Split, mamba: MambaSpec) -> list[MambaRows]:
+    """Return the parts of an array with the split MAMBA_IN or MAMBA_CONV."""
+    inner, groups = mamba.inner_size, mamba.group_rows
+    sizes = {"z": inner, "x": inner, "B": groups, "C": groups, "dt": mamba.num_heads}
+    parts = []
+    start = 0
+    for name in MAMBA_PARTS[split]:
+        parts.append(MambaRows(name, start, sizes[name]))
+        start += sizes[name]
     return parts
 
 

@@ -314,6 +314,10 @@ def small_spec(spec: ModelSpec, shape: GridShape) -> ModelSpec:
         changes["delta_net"] = replace(
             spec.delta_net, key_head_dim=SMALL_HEAD, value_head_dim=SMALL_HEAD
         )
+    if spec.mamba is not None:
+        changes["mamba"] = replace(
+            spec.mamba, head_dim=SMALL_HEAD, state_size=SMALL_HEAD
+        )
     if spec.moe is not None:
         width = SMALL_HEAD * shape.expert_tp
         shared = SMALL_HEAD * shape.tp if spec.moe.shared_ffn_hidden_size else 0

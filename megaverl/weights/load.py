@@ -245,9 +245,9 @@ def further_predictors(folder: Path, weights: Sequence[Weight]) -> tuple[str, ..
     """Return the name prefixes of layers for multi-token prediction, which a policy does not use.
 
     DeepSeek-V3 and GLM-4.5 have `num_nextn_predict_layers` of them behind the last
-    decoder layer. The names of Ernie 4.5 and MiMo start with `model.mtp_`. Those of
-    models with gated delta nets start with `mtp.`, and their config.json does not count
-    them.
+    decoder layer. The names of Ernie 4.5 and MiMo start with `model.mtp_`, those of
+    Nemotron-H with `mtp.`. So do those of models with gated delta nets, whose config.json
+    does not count them.
     """
     file = folder / "config.json"
     config = read_json_file(file) if file.is_file() else {}
@@ -257,7 +257,7 @@ def further_predictors(folder: Path, weights: Sequence[Weight]) -> tuple[str, ..
     )
     number = config.get("num_nextn_predict_layers") or 0
     behind = (f"model.layers.{layer}." for layer in range(first, first + number))
-    counted = (*behind, "model.mtp_") if number else ()
+    counted = (*behind, "model.mtp_", "mtp.") if number else ()
     has_delta_nets = set(config.get("architectures") or ()) & set(WITH_DELTA_NET)
     return (*counted, "mtp.") if has_delta_nets else counted
 

@@ -58,7 +58,12 @@ from megaverl.models.vision import VisionInputs, VisionReader
 from megaverl.platform import platform
 from megaverl.platform.batch_invariant import batch_invariant
 from megaverl.sharding.layout import Layout
-from megaverl.sharding.model_spec import ModelSpec, no_adapters, why_rows_not_cut
+from megaverl.sharding.model_spec import (
+    ModelSpec,
+    no_adapters,
+    why_not_quantised,
+    why_rows_not_cut,
+)
 from megaverl.sharding.vllm import quantised_tensors
 from megaverl.workers.model import Loss, Taken, TrainingModel
 from megaverl.workers.model_options import ModelOptions
@@ -163,6 +168,8 @@ class MegatronModel(TrainingModel):
         check_divides(spec, grid.shape, role)
         if lora is not None and (reason := no_adapters(spec, grid.shape.tp)):
             raise ModelError(f"{role}.lora: {reason}")
+        if options.fake_quantization and (reason := why_not_quantised(spec)):
+            raise ModelError(f"{role}.fake_quantization: {reason}.")
         self.spec, self.grid, self.role, self.value_head = spec, grid, role, value_head
         self.vocab_size, self.dtype = spec.vocab_size, options.dtype
         self.logit_softcap = spec.logit_softcap
@@ -224,7 +231,7 @@ class MegatronModel(TrainingModel):
         if beside_logits and grid.is_last_stage:
             self._values_beside = self.chunks[-1].value_head
         self.pack = self._packer() if options.pack_samples else None
-        self.shares_tokens = spec.delta_net is None
+        self.shares_tokens = not spec.is_recurrent
         # Transformer Engine splits each packed sequence into two chunks per
         # context-parallel rank, to balance causal attention.
         if self.pack and grid.shape.cp > 1 and attends_with_engine(self.config):
@@ -280,8 +287,10 @@ class MegatronModel(TrainingModel):
             # Latent attention has a rotary embedding in every layer instead of one per
             # chunk.
             if (
-                self.pack or self.grid.shape.cp > 1 or self.vision
-            ) and not self.config.multi_latent_attention:
+                (self.pack or self.grid.shape.cp > 1 or self.vision)
+                and not self.config.multi_latent_attention
+                and self.spec.has_rope
+            ):
                 self._positions.attach(chunk.rotary_pos_emb)
             if self.pack and chunk.pre_process:
                 chunk.embedding.register_forward_hook(as_one_row)

@@ -123,8 +123,8 @@ def plan_for(
         shape.pp,
         shape.vpp,
         model.token_multiple,
-        model.shares_tokens,
         model.sequence_multiple,
+        model.shares_tokens,
         max_tokens,
         part,
         least,
@@ -164,10 +164,10 @@ def _planned(
     if model.pack:
         prompts = sample_lengths.prompts
         multiple = model.sequence_multiple
-        if not model.shares_tokens or multiple > 1:
-            # No sample shares tokens with another. With a multiple each is cut by
-            # itself.
+        # Every sample is cut by itself, so that none shares tokens with another.
+        if multiple > 1:
             lengths = [-(-length // multiple) * multiple for length in lengths]
+        if not _shares_tokens(model):
             prompts = list(range(len(sample_lengths)))
         return plan_packed_micro_batches(
             whole,
@@ -198,10 +198,13 @@ def _planned(
 
 def _tree_for(model: TrainingModel, lengths: SequenceLengths) -> PrefixTree:
     """Return the tree of the tokens that samples share in a packed row of this model."""
+    return lengths.tree if _shares_tokens(model) else PrefixTree.apart(len(lengths))
+
+
+def _shares_tokens(model: TrainingModel) -> bool:
+    """Return whether samples of a packed row share the tokens of a common beginning."""
     # Context-parallel ranks of Transformer Engine cut every sample by itself.
-    if not model.shares_tokens or model.sequence_multiple > 1:
-        return PrefixTree.apart(len(lengths))
-    return lengths.tree
+    return model.shares_tokens and model.sequence_multiple == 1
 
 
 def samples_by_rank(

@@ -77,8 +77,8 @@ class TrainingModel(ABC):
         pack: packs micro-batches into one row. None: every sample has its own row.
         vision: reads images. None: the model takes no images.
         token_multiple: rows of tokens are padded to a multiple of this.
-        shares_tokens: tokens with which packed samples begin alike are computed once. False: layers carry a state from
-            token to token, which starts anew in each sample.
+        shares_tokens: packed samples may have the tokens of a common beginning once. Layers with a state along the
+            sample cannot, since a sample would continue with the state of the sample before.
         sequence_multiple: if above 1, packed samples share no prompt, and each is padded to a multiple of this.
         parameters: the model's own parameters on this rank by local name, described by `layout_of`.
         weights: weights in a Hugging Face folder or an engine; `layout_of` gives their layouts. The `held_` variants

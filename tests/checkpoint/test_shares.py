@@ -78,6 +78,22 @@ def test_experts_are_shared_by_the_ranks_that_hold_them(
             )
 
 
+def test_parts_of_mamba_layers_resume_on_other_grids(
+    launch: Launcher, tmp_path: Path
+) -> None:
+    """Rows of a rank's parameter belong to several arrays of the checkpoint, also with their moments."""
+    folder = make_tiny_folder(tmp_path / "model", "NemotronHForCausalLM")
+    save = {"folder": folder, "root": tmp_path / "saves"}
+    grids: dict[str, Any] = {"actor": {"tp": 2}}
+    launch.world(4, RANKS + "measured_save", grids=grids, **save)
+    [expected, *_] = launch.world(4, RANKS + "resume_run", grids=grids, **save)
+    for sizes in ({"pp": 2}, {"tp": 4}):
+        for found in launch.world(
+            4, RANKS + "resume_run", grids={"actor": sizes}, **save
+        ):
+            assert found["losses"] == pytest.approx(expected["losses"], abs=1e-4)
+
+
 @pytest.mark.parametrize("grid", [{}, {"tp": 2}], ids=["dp2", "tp2"])
 def test_what_megatron_core_has_gathered_is_read(
     launch: Launcher, wide: Path, tmp_path: Path, grid: dict[str, int]

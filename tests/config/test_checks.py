@@ -453,10 +453,31 @@ def test_what_an_engine_of_gated_delta_nets_cannot_do(mistakes, tmp_path) -> Non
         "actor={cp: 2, lora: {rank: 4}}",
         "run.nproc=2",
     )
-    assert "quantised weights" in found["rollout.vllm.quantization"]
+    assert "not compared in few bits" in found["rollout.vllm.quantization"]
     assert "refused draft" in found["rollout.vllm.speculative_config"]
-    assert "carry a state" in found["actor.cp"]
+    assert "carry a state along each sample" in found["actor.cp"]
     assert "several projections in one array" in found["actor.lora"]
+
+
+def test_what_models_with_mamba_layers_cannot_do(mistakes, tmp_path):
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    nemotron = {
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "M-*-",
+        "mamba_num_heads": 8,
+        "n_groups": 4,
+    }
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | nemotron))
+    assert "4 Mamba groups" in mistakes("actor.tp=3", "run.nproc=3")["actor.tp"]
+    for override, said in (
+        ("actor.cp=2", "carry a state along each sample"),
+        ("actor.lora={rank: 4}", "several projections in one array"),
+        ("rollout.vllm.quantization=fp8", "not compared in few bits"),
+        ("actor.fake_quantization=fp8_per_block", "not compared in few bits"),
+        ("rollout.batch_invariant=true", "in different chunks"),
+    ):
+        found = mistakes(override, "run.nproc=2", "model.dtype=bfloat16")
+        assert said in found[override.partition("=")[0]], override
 
 
 def test_groups_of_columns_that_no_rank_has_whole(mistakes, tmp_path) -> None:

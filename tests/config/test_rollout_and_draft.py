@@ -252,6 +252,15 @@ def test_actors_that_cannot_have_an_mtp_head(mistakes, head, tmp_path, actor, sa
     assert said in mistakes(*overrides)[f"{SPECULATION}.model"]
 
 
+def test_a_model_with_mamba_layers_has_no_head(mistakes, head, tmp_path):
+    nemotron = {
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "M-*-",
+    }
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**LLAMA, **nemotron}))
+    assert "has Mamba layers" in mistakes(*head())[f"{SPECULATION}.model"]
+
+
 def test_an_mtp_head_is_not_quantised_with_the_engine(mistakes, head):
     overrides = [*head("mtp"), "rollout.vllm.quantization=fp8"]
     key = "rollout.vllm.quantization"

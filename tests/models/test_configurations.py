@@ -37,6 +37,8 @@ NEEDED = {
     "CwmForCausalLM": HEADS,
     "Ernie4_5_MoeForCausalLM": {*HEADS, "moe_k"},
     "NemotronForCausalLM": HEADS,
+    # The default has layers with experts, and time steps that transformers alone raises.
+    "NemotronHForCausalLM": {"layers_block_type", "time_step_min"},
     "OlmoeForCausalLM": HEADS,
     "MiMoForCausalLM": HEADS,
     # Two layers would both be gated delta nets. 16 key heads share no 8 value heads.
@@ -166,6 +168,20 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"num_experts_per_tok": 3},
     ],
     "NemotronForCausalLM": [{"partial_rotary_factor": 1.0}, {"norm_eps": 1e-2}],
+    "NemotronHForCausalLM": [
+        # As the published folders write it.
+        {"layers_block_type": None, "hybrid_override_pattern": "M*-M"},
+        {"use_conv_bias": False},
+        {"conv_kernel": 2},
+        {"n_groups": 1, "chunk_size": 7},
+        {"mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 3, "ssm_state_size": 3},
+        {"mamba_hidden_act": "swish", "layer_norm_epsilon": 1e-2},
+        {
+            "layers_block_type": ["full_attention", "linear_attention"],
+            "vocab_size": 131,
+            "num_key_value_heads": 1,
+        },
+    ],
     "Starcoder2ForCausalLM": [
         {"use_bias": False},
         {"sliding_window": 8},
@@ -329,8 +345,9 @@ def changed(architecture: str) -> list[dict[str, Any]]:
 def is_refused(architecture: str, change: dict[str, Any]) -> bool:
     """Return whether tests/sharding/test_model_spec.py has this change among those that are refused."""
     rope = change.get("rope_scaling", {})
-    # transformers' class knows none of these scalings.
-    if architecture == "Phi3ForCausalLM":
+    # transformers' class knows none of these scalings. The other model has no rotary
+    # embeddings.
+    if architecture in ("Phi3ForCausalLM", "NemotronHForCausalLM"):
         return bool(rope)
     # megatron-core's YaRN does not rotate pairs.
     if architecture.startswith(("Ernie4_5", "Glm4For")):

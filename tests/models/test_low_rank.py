@@ -22,14 +22,14 @@ from megaverl.sharding.boxes import cut as cut_box
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout, Piece, whole_layout
 from megaverl.sharding.megatron import megatron_layouts
-from megaverl.sharding.model_config import NOT_IN_TRANSFORMERS, WITH_DELTA_NET
+from megaverl.sharding.model_config import NOT_IN_TRANSFORMERS
 from megaverl.sharding.model_spec import ARCHITECTURES, FUSED_IN_FILES, no_adapters
 from megaverl.sharding.plan import make_plans
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.sharding.weight import Split, Weight
 from megaverl.weights.reshard import Resharder
 from megaverl.weights.transports import viewed
-from tests.sharding.specs import expert_tp, make_spec
+from tests.sharding.specs import RECURRENT, expert_tp, make_spec
 
 RANK, SCALING = 2, 1.5
 Tensors = dict[str, torch.Tensor]
@@ -45,7 +45,7 @@ def cut(layout: Layout, full: Tensors) -> Tensors:
     return local
 
 
-@pytest.mark.parametrize("architecture", [*FUSED_IN_FILES, *WITH_DELTA_NET])
+@pytest.mark.parametrize("architecture", [*FUSED_IN_FILES, *RECURRENT])
 def test_projections_that_files_hold_fused_have_no_adapters(architecture: str) -> None:
     reason = no_adapters(make_spec(architecture), 1)
     assert "several projections in one array" in reason
@@ -55,7 +55,7 @@ def test_projections_that_files_hold_fused_have_no_adapters(architecture: str) -
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(
     "architecture",
-    [name for name in ARCHITECTURES if name not in (*FUSED_IN_FILES, *WITH_DELTA_NET)],
+    [name for name in ARCHITECTURES if name not in (*FUSED_IN_FILES, *RECURRENT)],
 )
 def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
     """From TP2 x PP2: factors are global arrays like others, so that one plan brings them and the weights."""

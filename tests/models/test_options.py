@@ -259,6 +259,23 @@ def test_a_norm_that_attention_and_mlp_share_is_kept(
         )
 
 
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"fp8": "hybrid"}, "megatron.fp8: Mamba layers multiply in the model's dtype"),
+        ({"attention_dropout": 0.1}, "trained without dropout only"),
+        ({"hetereogenous_dist_checkpoint": False}, "cannot store in one array"),
+    ],
+)
+def test_what_mamba_layers_do_not_follow_is_refused(
+    field: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "_check_needs", lambda overrides: None)
+    spec = make_spec("NemotronHForCausalLM")
+    with pytest.raises(ModelError, match=said):
+        transformer_config(spec, GridShape(), torch.float32, field)
+
+
 def test_a_fused_router_that_would_leave_the_bias_out_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

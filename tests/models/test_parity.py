@@ -141,6 +141,13 @@ def test_logits_with_windows_shorter_than_the_sequence(
         assert_parity(launch, folder, expected, grid | expert_tp(architecture))
 
 
+def test_logits_of_stages_with_unequal_layers(launch: Launcher, tmp_path: Path) -> None:
+    """A stage knows which kinds of layers it has."""
+    folder = make_tiny_folder(tmp_path, "NemotronHForCausalLM")
+    uneven = {"pp": 2, "num_layers_in_first_pipeline_stage": 1}
+    assert_parity(launch, folder, reference_logits(folder), uneven)
+
+
 @pytest.mark.parametrize("architecture", WITH_EXPERTS)
 def test_logits_with_experts_on_ranks_of_their_own(
     launch: Launcher, architecture: str, tmp_path: Path

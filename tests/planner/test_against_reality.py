@@ -67,6 +67,15 @@ CASES = [
         False,
         {},
     ),
+    # Stages with unequal layers.
+    (
+        "NemotronHForCausalLM",
+        False,
+        {"tp": 2, "pp": 2, "dp": 1},
+        "bfloat16",
+        False,
+        {},
+    ),
 ]
 
 

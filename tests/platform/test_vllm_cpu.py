@@ -160,3 +160,10 @@ def test_latent_attention_keeps_the_weights_that_updates_are_written_to() -> Non
         check_runs_here(
             {"enforce_eager": True, "attention_backend": "AMX_MLA"}, experts=False
         )
+
+
+def test_prefixes_of_recurrent_layers_are_not_cached() -> None:
+    arguments = {"enforce_eager": True, "enable_prefix_caching": True}
+    check_runs_here(arguments, experts=False)
+    with pytest.raises(RolloutError, match="a state in the middle"):
+        check_runs_here(arguments, experts=False, is_recurrent=True)

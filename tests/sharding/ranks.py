@@ -108,9 +108,15 @@ def place_ids(model: torch.nn.Module, case: dict[str, Any]) -> list[str]:
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
         parameter.data.zero_()
+    # vLLM computes Mamba's A as -exp of `A_log`.
     model.load_weights(
-        (name, torch.from_numpy(array).float()) for name, array in ids.items()
+        (name, numbers.log() if name.endswith("A_log") else numbers)
+        for name, array in ids.items()
+        for numbers in [torch.from_numpy(array).float()]
     )
+    for name, parameter in parameters.items():
+        if name.endswith("mixer.A"):
+            parameter.data = (-parameter.data).round()
     layouts = vllm_layouts(
         weights,
         spec,

@@ -10,10 +10,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megaverl.sharding.layout import Layout
-from megaverl.sharding.model_config import EXPERT_KEYS, WITH_DELTA_NET
+from megaverl.sharding.model_config import EXPERT_KEYS, MAMBA_LAYERS, WITH_DELTA_NET
 from megaverl.sharding.model_spec import (
     ARCHITECTURES,
     DeltaNetSpec,
+    MambaSpec,
     MLASpec,
     ModelSpec,
     MoESpec,
@@ -53,7 +54,12 @@ NEVER_TIED = (
     "OlmoeForCausalLM",
     "MiniMaxM2ForCausalLM",
     "Qwen3NextForCausalLM",
+    "NemotronHForCausalLM",
 )
+# Whose classes ignore `tie_word_embeddings`.
+UNTIED = ("NemotronHForCausalLM",)
+# Whose layers carry a state, so that no context-parallel rank has a part of a sample.
+RECURRENT = ("NemotronHForCausalLM", *WITH_DELTA_NET)
 LATENT = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM")
 # Attention of transformers that computes the model, where its default, sdpa, leaves a
 # soft cap on scores out.
@@ -62,11 +68,11 @@ TRANSFORMERS_ATTENTION = {"Gemma2ForCausalLM": "eager"}
 UNCUT = "GptOssForCausalLM"
 # Whose weights lie in engines as in files, so that they can be quantised there.
 PLAIN = tuple(architecture for architecture in ARCHITECTURES if architecture != UNCUT)
-# With attention and a plain MLP in every layer.
+# All of whose layers have attention and a plain MLP.
 DENSE = tuple(
     architecture
     for architecture in ARCHITECTURES
-    if architecture not in (*ROUTED, *WITH_DELTA_NET)
+    if architecture not in (*ROUTED, *RECURRENT)
 )
 # What a tiny folder of an architecture needs beside the sizes that all share, in
 # Hugging Face's words.
@@ -129,6 +135,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 128,
         "num_key_value_heads": 4,
     },
+    # Four ranks each have a group.
+    "NemotronHForCausalLM": {"mamba_head_dim": 3, "ssm_state_size": 5},
     "Qwen2MoeForCausalLM": {
         "num_experts": 6,
         "num_experts_per_tok": 2,
@@ -189,6 +197,13 @@ FIELDS: dict[str, dict[str, Any]] = {
         "norm": "layer",
         "norm_plus_one": True,
     },
+    "NemotronHForCausalLM": {
+        "activation": "squared_relu",
+        "is_gated": False,
+        "has_rope": False,
+        "layer_kinds": ("mamba", "mlp", "attention", "mamba"),
+        "mamba": MambaSpec(8, 2, 4, 3, 4, True, 8),
+    },
     "Starcoder2ForCausalLM": {
         "activation": "gelu_tanh",
         "is_gated": False,
@@ -247,6 +262,8 @@ def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> Mode
         "moe": make_experts(architecture) if architecture in ROUTED else None,
         "mla": MLASpec(8, 6, 2, 2, 3) if latent else None,
     }
+    if architecture in UNTIED:
+        changes.pop("tie_embeddings", None)
     fields |= FIELDS.get(architecture, {}) | changes
     if architecture in WITH_DELTA_NET:
         fields.setdefault("delta_net", make_delta_net(int(fields["num_layers"])))  # type: ignore[call-overload]
@@ -352,6 +369,21 @@ def specs(
             "mla": mla,
             "num_kv_heads": heads,
             "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+        }
+    if architecture in MAMBA_LAYERS:
+        kinds = st.sampled_from(("mamba", "attention", "mlp"))
+        groups = most * draw(st.integers(1, 2))
+        sizes |= {
+            "layer_kinds": tuple(draw(kinds) for _ in range(num_layers)),
+            "mamba": MambaSpec(
+                num_heads=groups * draw(st.integers(1, 2)),
+                head_dim=draw(st.integers(1, 3)),
+                num_groups=groups,
+                state_size=draw(st.integers(1, 3)),
+                conv_size=draw(st.integers(1, 4)),
+                conv_bias=draw(st.booleans()),
+                chunk_size=8,
+            ),
         }
     return make_spec(architecture, **sizes)
 

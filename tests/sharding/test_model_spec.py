@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from megaverl.errors import ModelError
-from megaverl.sharding.model_config import NORM_EPS, WITH_DELTA_NET
+from megaverl.sharding.model_config import MAMBA_LAYERS, NORM_EPS, WITH_DELTA_NET
 from megaverl.sharding.model_spec import (
     ARCHITECTURES,
     DeltaNetSpec,
+    MambaSpec,
     MLASpec,
     ModelSpec,
     MoESpec,
@@ -23,6 +24,7 @@ from megaverl.sharding.model_spec import (
     no_adapters,
     why_not_batch_invariant,
     why_not_in_vllm,
+    why_not_quantised,
     why_rows_not_cut,
 )
 from tests.references import model_class_of
@@ -187,6 +189,9 @@ def test_the_installed_transformers_is_read_back() -> None:
         elif architecture in WITH_DELTA_NET:
             # By default every fourth of these three layers has attention.
             needed["full_attention_interval"] = 3
+        elif architecture in MAMBA_LAYERS:
+            # The default has layers with experts.
+            needed["layers_block_type"] = ["linear_attention", "mlp"]
         config = model_class_of(architecture).config_class(
             **{
                 key: value
@@ -201,7 +206,7 @@ def test_the_installed_transformers_is_read_back() -> None:
         found = ModelSpec.from_config(config.to_dict())
         assert (found.architecture, found.rope_theta, found.rope_scaling) == (
             architecture,
-            1e6,
+            1e6 if found.has_rope else 1e4,
             None,
         )
         assert found.norm_eps == getattr(config, norm_eps)
@@ -471,6 +476,22 @@ GRANITE, ARCEE, NEMOTRON, STARCODER2, EXAONE4, GEMMA2, GEMMA3, COHERE2, OLMOE = 
         "Olmoe",
     )
 )
+# As nvidia/Nemotron-H-8B-Base-8K's, made smaller.
+NEMOTRON_H: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "hybrid_override_pattern": "M-M*-",
+    "num_hidden_layers": 5,
+    "head_dim": 16,
+    "mlp_hidden_act": "relu2",
+    "layer_norm_epsilon": 1e-5,
+    "mamba_num_heads": 12,
+    "mamba_head_dim": 8,
+    "n_groups": 4,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "chunk_size": 32,
+    "time_step_limit": [0.0, float("inf")],
+}
 GRANITE_MOE = {
     **GRANITE,
     "architectures": ["GraniteMoeForCausalLM"],
@@ -636,7 +657,11 @@ def test_ling_2_as_its_folders_write_it() -> None:
 def test_qwen3_next() -> None:
     found = spec(**QWEN3_NEXT)
     assert found.delta_net == DeltaNetSpec(4, 8, 16, 12, 4, (True, True, False))
-    assert found.num_attention_layers == 1
+    assert [found.count_layers(kind) for kind in ("attention", "mlp", "mamba")] == [
+        1,
+        3,
+        0,
+    ]
     assert found.output_gate and found.norm_plus_one and found.qk_norm
     assert found.rotary_fraction == 0.25
     assert found.moe == MoESpec(
@@ -656,7 +681,7 @@ def test_what_gated_delta_nets_rule_out() -> None:
     assert "carry a state" in why_rows_not_cut(found, 2)
     assert not why_rows_not_cut(found, 1)
     assert "several projections in one array" in no_adapters(found, 1)
-    assert "different chunks" in why_not_batch_invariant(found)
+    assert "in different chunks" in why_not_batch_invariant(found)
 
 
 def test_hunyuan_as_its_folders_write_it() -> None:
@@ -666,6 +691,46 @@ def test_hunyuan_as_its_folders_write_it() -> None:
     assert found.qk_norm and found.qk_norm_after_rope and found.rope_scaling is None
     assert found.rope_theta == pytest.approx(1e4 * 1000 ** (16 / 14))
     assert spec(**HUNYUAN, rope_theta=1e4).rope_theta == 1e4
+
+
+def test_nemotron_h_as_its_folders_write_it(tmp_path: Path) -> None:
+    found = spec(**NEMOTRON_H)
+    assert found.layer_kinds == ("mamba", "mlp", "mamba", "attention", "mlp")
+    assert [found.count_layers(kind) for kind in ("mamba", "attention", "mlp")] == [
+        2,
+        1,
+        2,
+    ]
+    assert found.num_layers == 5 and found.is_recurrent and not found.has_rope
+    assert found.mamba == MambaSpec(12, 8, 4, 16, 4, True, 32)
+    assert (found.mamba.in_rows, found.mamba.conv_rows) == (332, 224)
+    assert (found.activation, found.is_gated, found.norm) == (
+        "squared_relu",
+        False,
+        "rms",
+    )
+    # Both transformers' and vLLM's class ignore the key.
+    assert not spec(**NEMOTRON_H, tie_word_embeddings=True).tie_embeddings
+    # transformers writes infinity in this way. The folders have it as Python writes it.
+    written = {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    assert spec(**NEMOTRON_H | written) == found
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | NEMOTRON_H))
+    source = str(tmp_path / "config.json")
+    assert ModelSpec.from_folder(tmp_path) == replace(found, source=source)
+
+
+def test_what_models_with_mamba_layers_cannot_do() -> None:
+    found = spec(**NEMOTRON_H)
+    [misfit] = misfits(found, tp=3)
+    assert misfit.parts == ["4 Mamba groups", "2 key-value heads"]
+    assert misfit.fitting == [1, 2]
+    one_group = spec(**NEMOTRON_H | {"n_groups": 1})
+    assert misfits(one_group, tp=2)[0].parts == ["1 Mamba groups"]
+    assert not misfits(one_group, tp=2, engine=True)
+    assert "Use cp=1" in why_rows_not_cut(found, 2)
+    assert "several projections in one array" in no_adapters(found, 1)
+    assert "in different chunks" in why_not_batch_invariant(found)
+    assert "in few bits" in why_not_quantised(found)
 
 
 def test_gemma_3_as_its_folders_write_it() -> None:
@@ -913,6 +978,19 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
             "SmolLM3ForCausalLM is computed with full attention only",
         ),
         (SMOLLM3 | {"attention_bias": True}, "attention_bias is True; only False"),
+        (
+            NEMOTRON_H | {"hybrid_override_pattern": "ME*-M"},
+            "names layers with experts, which are not computed",
+        ),
+        (NEMOTRON_H | {"n_groups": 5}, "n_groups=5 does not divide mamba_num_heads=12"),
+        (NEMOTRON_H | {"conv_kernel": 0}, "conv_kernel is 0; expected a whole number"),
+        (
+            NEMOTRON_H | {"time_step_limit": [0.01, 1.0]},
+            "only [0.0, Infinity] is computed",
+        ),
+        (NEMOTRON_H | {"use_bias": True}, "use_bias is True; only False"),
+        (NEMOTRON_H | {"sliding_window": 8}, "sliding_window is 8; only None"),
+        (NEMOTRON_H | {"mlp_hidden_act": "silu"}, "only relu2 is computed"),
         (ERNIE | {"use_bias": True}, "use_bias is True; only False"),
         (
             ERNIE | {"rope_scaling": YARN},

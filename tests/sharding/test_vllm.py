@@ -203,6 +203,14 @@ def test_vllm_itself_places_the_elements_there(
             },
         )
     )
+    # All ranks have a copy of B and C.
+    folders.append(
+        make_tiny_folder(
+            tmp_path / "NemotronHForCausalLM-one-group",
+            "NemotronHForCausalLM",
+            n_groups=1,
+        )
+    )
     cases = [
         {
             "folder": str(folder),

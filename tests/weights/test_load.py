@@ -118,6 +118,18 @@ def test_qwen3_nexts_predictors_are_left_out(tmp_path: Path) -> None:
     check(*load(folder)[0], stored)
 
 
+def test_nemotron_hs_further_predictors_are_left_out(tmp_path: Path) -> None:
+    folder = make_tiny_folder(
+        tmp_path, "NemotronHForCausalLM", num_nextn_predict_layers=1
+    )
+    stored = stored_tensors(folder)
+    further = {"mtp.layers.0.norm.weight": torch.ones(3)}
+    save_file(
+        {**stored, **further}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    check(*load(folder)[0], stored)
+
+
 def test_the_dtype_is_converted_on_the_way(tmp_path: Path) -> None:
     folder = make_tiny_folder(tmp_path, dtype="bfloat16")
     layout, tensors = load(folder, dtype=torch.float32)[0]

@@ -42,7 +42,7 @@ def engine(
         VLLMOptions(
             seed=0,
             dtype=dtype,
-            max_model_len=64,
+            max_model_len=128,
             load_weights=load_weights,
             num_sequences=16,
         ),

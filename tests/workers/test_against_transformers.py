@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,9 @@ def one_by_one(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
             before, block, inside = name.rpartition("block_sparse_moe.")
             yield before + block + STORED_NAMES.get(inside, inside), weight.detach()
             continue
+        if model.config.model_type == "nemotron_h":
+            yield re.sub("^model", "backbone", name), weight.detach()
+            continue
         stem, _, kind = name.rpartition(".")
         # Whose files stack them too.
         if not stem.endswith(".experts") or model.config.model_type == "gpt_oss":
@@ -253,7 +257,8 @@ def test_an_update_is_that_of_transformers_and_autograd(
 # norms, biases and no gates; norms over all heads; soft caps; two rotary bases; one norm
 # for attention and MLP; norms after the rotary embedding; a bias on a router's softmax
 # scores; biases of queries, keys and values alone; partly rotated heads, groups of
-# experts and other names; gated delta nets and gates on attention's outputs.
+# experts and other names; gated delta nets and gates on attention's outputs; Mamba
+# layers, and layers of one part each.
 SPECIAL: dict[str, list[dict[str, int]]] = {
     "Glm4ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Phi3ForCausalLM": [{"tp": 2}],
@@ -274,6 +279,7 @@ SPECIAL: dict[str, list[dict[str, int]]] = {
     "BailingMoeV2ForCausalLM": [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}],
     "Qwen3NextForCausalLM": [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}],
     "Qwen3_5ForCausalLM": [{"tp": 2}],
+    "NemotronHForCausalLM": [{"tp": 2}, {"pp": 2}],
 }
 
 
@@ -340,21 +346,38 @@ def test_conversations_that_share_turns_are_updated_on_as_if_each_were_alone(
         assert_right(made, expected, before, name)
 
 
-def test_samples_of_a_model_with_states_are_computed_whole(
-    launch: Launcher, tmp_path: Path
+# Layers with a state, and how their updates are computed.
+STATES: dict[str, dict[str, tuple[dict[str, int], dict[str, Any]]]] = {
+    "Qwen3NextForCausalLM": {
+        "packed": ({}, {"activation_checkpointing": "full"}),
+        "padded": ({}, {"pack_samples": False}),
+    },
+    "NemotronHForCausalLM": {
+        "one": ({}, {}),
+        "sequence parallel": ({"tp": 2}, {"megatron": {"sequence_parallel": True}}),
+        "virtual stages": ({"pp": 2, "vpp": 2}, {}),
+        "padded": ({}, {"pack_samples": False}),
+        "recomputed": ({"dp": 2}, {"activation_checkpointing": "full"}),
+        "parts recomputed": ({}, {"activation_checkpointing": "selective"}),
+        "shards": ({"dp": 2}, {"fsdp": {}}),
+    },
+}
+
+
+@pytest.mark.parametrize("architecture", STATES)
+def test_samples_of_a_packed_row_start_without_a_state(
+    launch: Launcher, tmp_path: Path, architecture: str
 ) -> None:
-    """Conversations that share turns, packed and padded: a state cannot start in the middle of another sample."""
+    """For prompts and turns that samples share elsewhere: no state starts in the middle of another sample."""
+    # No response ends at a multiple of Mamba layers' chunks.
+    more = {"chunk_size": 7} if architecture == "NemotronHForCausalLM" else {}
     folder = make_tiny_folder(
-        tmp_path / "model", "Qwen3NextForCausalLM", initializer_range=0.15
+        tmp_path / "model", architecture, initializer_range=0.15, **more
     )
     samples = {"same_prompts": 6, "branches": True}
     expected = by_transformers(folder, grpo, **samples)
     before = load_file(folder / "model.safetensors")
-    grids: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-        "packed": ({}, {"activation_checkpointing": "full"}),
-        "padded": ({}, {"pack_samples": False}),
-    }
-    for name, (shape, changes) in grids.items():
+    for name, (shape, changes) in STATES[architecture].items():
         given = {**samples, **GRPO, **changes}
         made = updated(launch, folder, tmp_path / name, shape, **given)
         assert_right(made, expected, before, name)

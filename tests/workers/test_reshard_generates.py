@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megaverl.models.tiny import make_tiny_folder
 from tests.launcher import Launcher
-from tests.sharding.specs import ALWAYS_TIED
+from tests.sharding.specs import ALWAYS_TIED, RECURRENT
 
 # vLLM's CPU attention has no kernel for heads below 32 dimensions
 SIZES = {
@@ -93,6 +93,7 @@ DENSE = (
     "HunYuanDenseV1ForCausalLM",
     "InternLM3ForCausalLM",
     "MiMoForCausalLM",
+    "NemotronHForCausalLM",
 )
 WITH_EXPERTS = (
     "MixtralForCausalLM",
@@ -116,6 +117,12 @@ EXPERT_GRIDS: list[dict[str, int]] = [
     {"tp": 2, "ep": 2, "etp": 1},
 ]
 PROMPTS = [[2 + i, 7, 5 * i + 3, 11, 4] * (1 + i % 3) for i in range(8)]
+# With a common beginning that is longer than a block of vLLM's cache and than a chunk of
+# Mamba layers.
+LONG_PROMPTS = [
+    [(7 * i * i + 3 * i + 1) % 140 + 5 for i in range(85 + number % 3)] + [number]
+    for number in range(8)
+]
 
 
 def two_folders(path: Path, architecture: str, **config: Any) -> tuple[Path, Path]:
@@ -171,6 +178,7 @@ def check(
     old, new = two_folders(path, architecture, dtype=dtype, **(config or {}))
     adapter = write_adapter(path / "adapter", old, new) if with_adapter else None
     exports = [path / f"exported{number}" for number in range(len(grids))]
+    prompts = LONG_PROMPTS if architecture in RECURRENT else PROMPTS
     ranks = launch.world(
         num_ranks,
         "tests.workers.reshard_ranks:reshard_and_generate",
@@ -180,7 +188,7 @@ def check(
         exports=exports,
         tp=tp,
         vllm=vllm,
-        prompts=PROMPTS,
+        prompts=prompts,
         adapter=adapter,
         dtype=dtype,
     )
@@ -199,7 +207,7 @@ def check(
         folder=exports[-1],
         tp=tp,
         vllm=vllm,
-        prompts=PROMPTS,
+        prompts=prompts,
         dtype=dtype,
     )[0]
     assert len({tuple(response) for response in expected}) == len(PROMPTS)

@@ -153,6 +153,11 @@ def convert_gguf(
     header = {name: field.contents() for name, field in reader.fields.items()}
     config = _config(source, header, model_folder, dtype)
     spec = ModelSpec.from_config(config.to_dict(), source=str(source))
+    if spec.is_recurrent:
+        raise ModelError(
+            f"{source}: {spec.architecture} has Mamba layers, whose arrays GGUF stores in another form. Use the "
+            "model's Hugging Face folder."
+        )
     if tokenizer_folder is None:
         tokenizer = load_gguf_tokenizer(source, header)
     else:

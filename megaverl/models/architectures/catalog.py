@@ -22,6 +22,7 @@ from megaverl.models.architectures.llama import (
     experts,
     shared_expert,
 )
+from megaverl.models.architectures.nemotron_h import NEMOTRON_H
 from megaverl.models.architectures.qwen3_next import (
     QWEN3_5,
     QWEN3_5_MOE,
@@ -80,6 +81,7 @@ LAYERS = {
         dense=ATTENTION + llama.plain_mlp() + llama.NORM_BIASES,
         final_norm=llama.FINAL_NORM_WITH_BIAS,
     ),
+    "NemotronHForCausalLM": NEMOTRON_H,
     "Starcoder2ForCausalLM": Layers(
         dense=ATTENTION
         + QKV_BIAS

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from megaverl.sharding.model_spec import ModelSpec, VisionSpec
+from megaverl.sharding.model_spec import LayerKind, ModelSpec, VisionSpec
 from megaverl.sharding.weight import Split, Weight
 
 
@@ -102,6 +102,7 @@ class Layers(NamedTuple):
         dense: a decoder layer with a plain MLP.
         routed: a decoder layer with routed experts.
         recurrent: a decoder layer with a gated delta net in place of attention (`ModelSpec.delta_net`).
+        by_kind: a decoder layer of each of `ModelSpec.layer_kinds`, if layers have one part each.
         embedding: the embedding.
         final_norm: the norm behind the last layer.
         tower: the vision tower.
@@ -111,6 +112,7 @@ class Layers(NamedTuple):
     dense: tuple[Rule, ...] = ()
     routed: tuple[Rule, ...] = ()
     recurrent: tuple[Rule, ...] = ()
+    by_kind: Mapping[LayerKind, tuple[Rule, ...]] = {}
     embedding: Rule = EMBEDDING
     final_norm: tuple[Rule, ...] = (FINAL_NORM,)
     tower: Tower = Tower()
@@ -130,37 +132,61 @@ def build(
     sizes = {"value_heads": int(value_head), **_sizes(spec)}
     has_logits = beside_logits or not value_head
     tied = spec.tie_embeddings and has_logits
-    num_dense = spec.num_layers if spec.moe is None else spec.moe.num_dense_layers
-    dense, routed, recurrent = (
-        _templates(rules, sizes, spec)
-        for rules in (layers.dense, layers.routed, layers.recurrent)
-    )
-    is_recurrent = spec.delta_net.layers if spec.delta_net else ()
     weights = [_outside(layers.embedding, sizes, tied=tied)]
-    for layer in range(spec.num_layers):
-        if is_recurrent and is_recurrent[layer]:
-            weights += _in_layer(layer, recurrent)
-        else:
-            weights += _in_layer(layer, dense if layer < num_dense else routed)
+    for layer, templates in enumerate(_templates_by_layer(layers, sizes, spec)):
+        weights += _in_layer(layer, templates)
     weights += [_outside(rule, sizes) for rule in layers.final_norm]
     if has_logits and not tied:
         weights.append(_outside(LM_HEAD, sizes))
     if value_head:
         weights.append(_outside(VALUES_BESIDE if beside_logits else VALUE_HEAD, sizes))
+    weights = [_renamed(weight, layers.prefix) for weight in weights]
     if spec.vision is None:
         return weights
     return [
         *_in_tower(layers.tower, spec.vision, sizes),
-        *(_beside_tower(weight, layers.prefix) for weight in weights),
+        *(_beside_tower(weight) for weight in weights),
     ]
 
 
-def _beside_tower(weight: Weight, prefix: str) -> Weight:
-    """Return a decoder's weight under its name in a model with a vision tower."""
-    vllm = None if weight.vllm is None else DECODER_IN_VLLM + weight.vllm
+def _templates_by_layer(
+    layers: Layers, sizes: dict[str, int], spec: ModelSpec
+) -> list[list[_Template]]:
+    """Return the weights of each layer, without its number."""
+    if spec.layer_kinds:
+        of_kind = {
+            kind: _templates(rules, sizes, spec)
+            for kind, rules in layers.by_kind.items()
+        }
+        return [of_kind[kind] for kind in spec.layer_kinds]
+    num_dense = spec.num_layers if spec.moe is None else spec.moe.num_dense_layers
+    dense, routed, recurrent = (
+        _templates(rules, sizes, spec)
+        for rules in (layers.dense, layers.routed, layers.recurrent)
+    )
+    chosen = [
+        dense if layer < num_dense else routed for layer in range(spec.num_layers)
+    ]
+    if spec.delta_net is None:
+        return chosen
+    return [
+        recurrent if is_net else templates
+        for is_net, templates in zip(spec.delta_net.layers, chosen, strict=True)
+    ]
+
+
+def _renamed(weight: Weight, prefix: str) -> Weight:
+    """Return a weight under its name in files whose names start with `prefix` in place of `model.`."""
     inside = weight.name.removeprefix("model.")
-    name = weight.name if inside == weight.name else prefix + inside
-    return weight._replace(name=name, vllm=vllm)
+    if prefix == "model." or inside == weight.name:
+        return weight
+    return weight._replace(name=prefix + inside)
+
+
+def _beside_tower(weight: Weight) -> Weight:
+    """Return a decoder's weight under vLLM's name for a model with a vision tower."""
+    vllm = None if weight.vllm is None else DECODER_IN_VLLM + weight.vllm
+    return weight._replace(vllm=vllm)
 
 
 def _in_tower(tower: Tower, vision: VisionSpec, sizes: dict[str, int]) -> list[Weight]:
@@ -232,8 +258,7 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
             "shared_ffn": spec.moe.shared_ffn_hidden_size,
             "shared_gate": int(spec.moe.shared_gate),
         }
-    if spec.delta_net is not None:
-        net = spec.delta_net
+    if (net := spec.delta_net) is not None:
         convolved = 2 * net.key_width + net.value_width
         sizes |= {
             "net_qkvz": convolved + net.value_width,
@@ -243,6 +268,15 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
             "net_heads": net.num_value_heads,
             "net_head": net.value_head_dim,
             "net_values": net.value_width,
+        }
+    if (mamba := spec.mamba) is not None:
+        sizes |= {
+            "mamba_in": mamba.in_rows,
+            "mamba_conv": mamba.conv_rows,
+            "mamba_conv_bias": mamba.conv_rows * mamba.conv_bias,
+            "mamba_kernel": mamba.conv_size,
+            "mamba_inner": mamba.inner_size,
+            "mamba_heads": mamba.num_heads,
         }
     if spec.mla is not None:
         kv_a = spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim

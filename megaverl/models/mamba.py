@@ -1,0 +1,461 @@
+"""Mamba-2 layers (arXiv 2405.21060) for megatron-core: tensor-parallel over heads, and on packed rows.
+
+megatron-core's own layer (0.16 to 0.19, `ssm/mamba_mixer.py`) needs mamba-ssm and
+causal-conv1d, which need a GPU. Here PyTorch computes the scan, and mamba-ssm on a GPU
+if it is installed.
+
+In a packed row the convolution and the state start again at the first token of each
+sample, which is a token at position 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megaverl.models.layers import RMSNorm
+from megaverl.models.packing import Packing
+from megaverl.platform import platform
+from megaverl.sharding.model_spec import MambaSpec
+from megaverl.sharding.weight import MambaRows, Split, mamba_rows
+
+platform.adapt_megatron()
+
+from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.tensor_parallel.layers import (  # noqa: E402
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.utils import (  # noqa: E402
+    make_sharded_tensors_for_checkpoint,
+)
+
+logger = logging.getLogger(__name__)
+
+# Range of the initial time steps (arXiv 2312.00752, section 3.6).
+FIRST_STEPS = (1e-3, 1e-1)
+
+
+class Mamba2Mixer(nn.Module):
+    """Mamba-2 layer in place of a transformer layer's attention, with the norm over its input.
+
+    Tensor-parallel ranks divide heads and groups. Each rank has the gate, x, B, C and
+    time steps of its own heads, so nothing but the two projections communicates. Because
+    a group's heads are on one rank, so is its norm.
+
+    Args:
+        mamba: sizes of the whole layer, over all ranks.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mamba: MambaSpec,
+        pg_collection: Any,
+        layer_number: int = 1,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.tp_group = pg_collection.tp
+        tp_size = self.tp_group.size()
+        assert not mamba.num_groups % tp_size, "sharding/model_spec.py:misfits"
+        self.mamba = mamba
+        self.num_heads = mamba.num_heads // tp_size
+        self.num_groups = mamba.num_groups // tp_size
+        self.inner_size = mamba.inner_size // tp_size
+        self.conv_rows = mamba.conv_rows // tp_size
+        dtype = config.params_dtype
+        # A name of its own, whether Transformer Engine's layers are used or not.
+        self.in_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size,
+            mamba.in_rows,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            tp_group=self.tp_group,
+        )
+        self.conv1d = CausalConvolution(mamba, self.conv_rows, dtype)
+        self.dt_bias = nn.Parameter(torch.empty(self.num_heads, dtype=dtype))
+        self.A_log = nn.Parameter(torch.empty(self.num_heads, dtype=dtype))
+        self.D = nn.Parameter(torch.ones(self.num_heads, dtype=dtype))
+        self.norm = GatedGroupNorm(
+            self.inner_size, self.num_groups, config.layernorm_epsilon, dtype
+        )
+        self.out_proj = RowParallelLinear(
+            mamba.inner_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=self.tp_group,
+        )
+        for parameter in (
+            *self.parameters(recurse=False),
+            *self.conv1d.parameters(),
+            *self.norm.parameters(),
+        ):
+            set_tensor_model_parallel_attributes(
+                parameter, is_parallel=True, dim=0, stride=1
+            )
+        if config.perform_initialization:
+            self._initialize()
+
+    @torch.no_grad()
+    def _initialize(self) -> None:
+        """Set the first time steps and decays, which differ between heads."""
+        first = self.tp_group.rank() * self.num_heads
+        heads = torch.arange(first, first + self.num_heads)
+        self.A_log.copy_(torch.log(heads + 1.0))
+        low, high = map(torch.tensor, FIRST_STEPS)
+        part = heads / max(1, self.mamba.num_heads - 1)
+        steps = torch.exp(torch.lerp(low.log(), high.log(), part))
+        # Inverse of softplus.
+        self.dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        packed_seq_params: Packing | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Compute the layer's output, and no bias.
+
+        Args:
+            hidden_states: [s, b, hidden], or [s / tp, b, hidden] with sequence parallelism.
+            attention_mask: ignored, since the layer is causal and rows are padded on the right.
+            packed_seq_params: the row (b is 1) holds several samples that share no tokens. None: each row is one.
+
+        Returns:
+            The shape of `hidden_states`.
+        """
+        projected, _ = self.in_proj(self.in_norm(hidden_states))
+        gate, channels, steps = projected.split(
+            [self.inner_size, self.conv_rows, self.num_heads], dim=-1
+        )
+        positions = None if packed_seq_params is None else packed_seq_params.positions
+        mixed = self.conv1d(channels, positions)
+        out = self.norm(self._scan(mixed, steps, positions), gate)
+        result, _ = self.out_proj(out)
+        return result, None
+
+    def _scan(
+        self, mixed: torch.Tensor, steps: torch.Tensor, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run the state space model over [s, b, channels]. Returns [s, b, inner / tp], at least float32."""
+        group_rows = self.num_groups * self.mamba.state_size
+        # [b, s, ...], as mamba-ssm reads them.
+        x, b, c = mixed.transpose(0, 1).split(
+            [self.inner_size, group_rows, group_rows], dim=-1
+        )
+        x = x.unflatten(-1, (self.num_heads, self.mamba.head_dim))
+        b, c = (
+            y.unflatten(-1, (self.num_groups, self.mamba.state_size)) for y in (b, c)
+        )
+        decay = -torch.exp(_wide(self.A_log))
+        # Sample of each token of a packed row, [s].
+        sample = None if positions is None else (positions == 0).cumsum(0)
+        inputs = (x, steps.transpose(0, 1), decay, b, c)
+        size = self.mamba.chunk_size
+        fused = fused_scan(x.device.type)
+        if fused is None:
+            dt = F.softplus(_wide(inputs[1]) + _wide(self.dt_bias))
+            # The backward pass runs the scan again: within chunks it has `size` weights
+            # for each token and head.
+            y = checkpoint(
+                scan,
+                x,
+                dt,
+                decay,
+                b,
+                c,
+                size,
+                sample,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            y = y + _wide(x) * _wide(self.D)[:, None]
+        else:
+            y = fused(
+                *(value.contiguous() for value in inputs),
+                size,
+                D=_wide(self.D),
+                dt_bias=_wide(self.dt_bias),
+                dt_softplus=True,
+                seq_idx=None if sample is None else sample.to(torch.int32)[None],
+            )
+        return _wide(y).flatten(2).transpose(0, 1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the layer's sharded parameters. Parts of fused rows have keys of their own, as in megatron-core."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        axes = dict.fromkeys(state, 0)
+        del axes["in_norm.weight"]
+        axes["out_proj.weight"] = 1
+        described: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            axes,
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        splits = {
+            "in_proj.weight": Split.MAMBA_IN,
+            "conv1d.weight": Split.MAMBA_CONV,
+            "conv1d.bias": Split.MAMBA_CONV,
+        }
+        for name, split in splits.items():
+            if name in state:
+                key = prefix + name
+                parts = mamba_rows(split, self.mamba)
+                described[key] = self._in_parts(described[key], parts, sharded_offsets)
+        return described
+
+    def _in_parts(
+        self,
+        tensor: ShardedTensor,
+        parts: list[MambaRows],
+        sharded_offsets: tuple[Any, ...],
+    ) -> ShardedTensorFactory:
+        """Return a description of a parameter with a key for each part of its rows."""
+        rank, size = self.tp_group.rank(), self.tp_group.size()
+        rows = [part.rows // size for part in parts]
+        axis = len(sharded_offsets)
+
+        def build(
+            key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any = None
+        ) -> list[ShardedTensor]:
+            assert flattened_range is None, "checkpoint/rank_shards.py describes boxes"
+            return [
+                ShardedTensor.from_rank_offsets(
+                    f"{key}.{part.name}",
+                    of_part,
+                    *sharded_offsets,
+                    (axis, rank, size),
+                    replica_id=replica_id,
+                    prepend_axis_num=axis,
+                )
+                for part, of_part in zip(parts, data.split(rows), strict=True)
+            ]
+
+        def merge(data: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat(data)
+
+        return ShardedTensorFactory(
+            tensor.key, tensor.data, build, merge, tensor.replica_id
+        )
+
+
+class CausalConvolution(nn.Module):
+    """Depthwise causal convolution with SiLU over this rank's channels.
+
+    Args:
+        num_channels: number of channels on this rank.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(self, mamba: MambaSpec, num_channels: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        # Shape of torch's Conv1d, as in files and engines.
+        weight = torch.zeros(num_channels, 1, mamba.conv_size, dtype=dtype)
+        # An untrained convolution returns each token's own channels.
+        weight[..., -1] = 1.0
+        self.weight = nn.Parameter(weight)
+        bias = torch.zeros(num_channels, dtype=dtype) if mamba.conv_bias else None
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+    def forward(
+        self, channels: torch.Tensor, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Convolve [s, b, channels]. The result has the same shape and dtype.
+
+        Args:
+            positions: [s]: position of each token in its sample. None: its place in the row.
+        """
+        wide = _wide(channels)
+        kernel = _wide(self.weight)
+        size = kernel.shape[-1]
+        length = len(wide)
+        out = wide * kernel[:, 0, -1]
+        if self.bias is not None:
+            out = out + _wide(self.bias)
+        before = F.pad(wide, (0, 0, 0, 0, size - 1, 0))
+        for back in range(1, size):
+            first = size - 1 - back
+            earlier = before[first : first + length]
+            # Tokens of the sample before in a packed row.
+            if positions is not None:
+                earlier = earlier.masked_fill((positions < back)[:, None, None], 0.0)
+            out = out + earlier * kernel[:, 0, first]
+        return F.silu(out).to(channels.dtype)
+
+
+class GatedGroupNorm(nn.Module):
+    """RMSNorm over each group of a gated output (arXiv 2405.21060, section 7.1).
+
+    Args:
+        width: width of this rank's groups together.
+        num_groups: number of groups on this rank.
+    """
+
+    def __init__(
+        self, width: int, num_groups: int, eps: float, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.eps, self.num_groups = eps, num_groups
+        self.weight = nn.Parameter(torch.ones(width, dtype=dtype))
+
+    def forward(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Gate and normalize [..., width]. The result has the dtype of `gate`."""
+        gated = _wide(out) * F.silu(_wide(gate))
+        groups: torch.Tensor = gated.unflatten(-1, (self.num_groups, -1))
+        mean = groups.square().mean(dim=-1, keepdim=True)
+        normed = (groups * torch.rsqrt(mean + self.eps)).flatten(-2)
+        return (normed * _wide(self.weight)).to(gate.dtype)
+
+
+def scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    decay: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    chunk_size: int,
+    sample: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run h_t = exp(dt_t decay) h_(t-1) + dt_t B_t x_t and y_t = C_t h_t, chunk by chunk (arXiv 2405.21060, section 6).
+
+    Within a chunk outputs are computed as in attention, with decays in place of a
+    softmax. The states at the ends of chunks connect them.
+
+    Args:
+        x: [n, s, heads, head_dim].
+        dt: [n, s, heads], time steps above 0.
+        decay: [heads], below 0.
+        b, c: [n, s, groups, state].
+        chunk_size: tokens of a chunk.
+        sample: [s] int64: number of each token's sample in a packed row, ascending. The state starts at zero in each.
+            None: each row is one sample.
+
+    Returns:
+        [n, s, heads, head_dim], float32 or wider.
+    """
+    length, num_groups = x.shape[1], b.shape[2]
+    padding = -length % chunk_size
+    # [n, s, ...] -> [n, chunks, chunk, groups, ...]. Padding has steps of 0, which leave
+    # the state as it is.
+    x, dt, b, c = (
+        F.pad(_wide(value), (0, 0) * (value.dim() - 2) + (0, padding)).unflatten(
+            1, (-1, chunk_size)
+        )
+        for value in (x, dt, b, c)
+    )
+    x, dt = (value.unflatten(3, (num_groups, -1)) for value in (x, dt))
+    x = x * dt.unsqueeze(-1)
+    # [n, chunks, groups, heads of a group, chunk]: log of the decay since the chunk's
+    # start, including the token's own.
+    logs = (dt * decay.view(num_groups, -1)).cumsum(2).permute(0, 1, 3, 4, 2)
+    x = x.permute(0, 1, 3, 4, 2, 5)
+    b, c = (value.transpose(2, 3) for value in (b, c))
+    same = _same_sample(sample, length, chunk_size, x.device)
+
+    # Within the chunks, [n, chunks, groups, heads, chunk, chunk].
+    weights = torch.exp(
+        (logs.unsqueeze(-1) - logs.unsqueeze(-2)).masked_fill(~same.within, -torch.inf)
+    )
+    weights = weights * (c @ b.transpose(-1, -2)).unsqueeze(3)
+    y = weights @ x
+
+    # Between chunks: the state that each chunk adds, [n, chunks, groups, heads, state,
+    # head_dim], and the state in front of each.
+    to_end = torch.exp(logs[..., -1:] - logs) * same.with_last
+    added = b.unsqueeze(3).transpose(-1, -2) @ (x * to_end.unsqueeze(-1))
+    through = torch.exp(logs[..., -1]) * same.of_lasts
+    state = torch.zeros_like(added[:, 0])
+    entering = []
+    for chunk in range(added.shape[1]):
+        entering.append(state)
+        state = through[:, chunk, ..., None, None] * state + added[:, chunk]
+    from_start = torch.exp(logs) * same.with_previous
+    y = y + (c.unsqueeze(3) @ torch.stack(entering, 1)) * from_start.unsqueeze(-1)
+    # [n, chunks, groups, heads, chunk, head_dim] -> [n, s, heads, head_dim]
+    rows: torch.Tensor = y.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)
+    return rows[:, :length]
+
+
+class _SameSample:
+    """Masks of tokens that belong to the same sample, broadcast over [chunks, groups, heads, ...].
+
+    Attributes:
+        within: [chunks, 1, 1, chunk, chunk]: two tokens of a chunk, the second one not behind the first.
+        with_last: [chunks, 1, 1, chunk]: a token and the last one of its chunk.
+        with_previous: [chunks, 1, 1, chunk]: a token and the last one of the chunk before.
+        of_lasts: [chunks, 1, 1]: the last token of a chunk, and that of the chunk before.
+    """
+
+    def __init__(self, sample: torch.Tensor) -> None:
+        chunk_size = sample.shape[1]
+        last = sample[:, -1:]
+        # Nothing is in front of the first chunk.
+        previous = F.pad(last[:-1], (0, 0, 1, 0), value=-1)
+        causal = torch.ones(
+            chunk_size, chunk_size, dtype=torch.bool, device=sample.device
+        ).tril()
+        within = (sample[:, :, None] == sample[:, None, :]) & causal
+        self.within = within[:, None, None]
+        self.with_last = (sample == last)[:, None, None]
+        self.with_previous = (sample == previous)[:, None, None]
+        self.of_lasts = (last == previous)[:, None]
+
+
+def _same_sample(
+    sample: torch.Tensor | None, length: int, chunk_size: int, device: torch.device
+) -> _SameSample:
+    """Return the masks of a row of `length` tokens. Padding belongs to its last sample."""
+    if sample is None:
+        sample = torch.zeros(length, dtype=torch.int64, device=device)
+    padded = torch.cat([sample, sample[-1:].expand(-length % chunk_size)])
+    return _SameSample(padded.view(-1, chunk_size))
+
+
+@cache
+def fused_scan(device_type: str) -> Any:
+    """Return mamba-ssm's kernel of the scan, or None if it is not installed or cannot run on the device."""
+    if device_type != "cuda":
+        return None
+    if importlib.util.find_spec("mamba_ssm") is None:
+        logger.warning(
+            "mamba-ssm is not installed: PyTorch computes the scan of Mamba layers, which is slower"
+        )
+        return None
+    kernels: Any = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
+    return kernels.mamba_chunk_scan_combined
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` in float32, or unchanged if its dtype is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
