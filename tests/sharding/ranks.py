@@ -110,7 +110,7 @@ def place_ids(model: torch.nn.Module, case: dict[str, Any]) -> list[str]:
         parameter.data.zero_()
     # vLLM computes Mamba's A as -exp of `A_log`.
     model.load_weights(
-        (name, numbers.log() if name.endswith("A_log") else numbers)
+        (name, numbers.log() if name.endswith("mixer.A_log") else numbers)
         for name, array in ids.items()
         for numbers in [torch.from_numpy(array).float()]
     )
