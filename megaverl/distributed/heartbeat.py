@@ -9,6 +9,7 @@ All functions are pure except `this_host`, `process_is_gone` and `place`.
 
 from __future__ import annotations
 
+import functools
 import json
 import linecache
 import os
@@ -298,7 +299,17 @@ def place(frame: FrameType | None) -> tuple[str, Wait]:
 
 def _line(frame: FrameType) -> str:
     # None while a call begins or ends.
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
+    return _source_line(frame.f_code.co_filename, frame.f_lineno or 0)
+
+
+@functools.lru_cache(maxsize=2048)
+def _source_line(filename: str, number: int) -> str:
+    """Return a line of a source file, without keeping the file in memory, as linecache would."""
+    was_kept = filename in linecache.cache
+    line = linecache.getline(filename, number)
+    if not was_kept:
+        linecache.cache.pop(filename, None)
+    return line
 
 
 def _text(frame: FrameType) -> str:

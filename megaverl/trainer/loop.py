@@ -298,11 +298,8 @@ class Trainer:
         self.served.give(rollouts)
         self.served.serve(lambda run: take_given_step(run, step))
         done = self.next_step
-        metrics: dict[str, float] = {}
-        # The history contains the step's metrics and those of a validation after it, as
-        # separate entries.
-        for number, measured in self.records.history:
-            metrics |= measured if number == done else {}
+        last_done, recorded = self.records.latest
+        metrics = dict(recorded) if last_done == done else {}
         if done == self.config.trainer.steps and self.config.checkpoint.export_hf:
             self.export()
         return self.run_state.share(metrics)

@@ -62,7 +62,8 @@ class Records:
         keeps: whether this rank keeps the records.
 
     Attributes:
-        history: (completed steps, metrics) of this start of the run, on the rank that keeps the records.
+        latest: completed steps of the last record, and all metrics recorded after as many, on the rank that keeps the
+            records.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Records:
             console,
             keeps,
         )
-        self.history: list[tuple[int, Mapping[str, float]]] = []
+        self.latest: tuple[int, dict[str, float]] = (0, {})
         self._tracker: Tracker | None = None
         self._alerts: Alerts | None = None
 
@@ -119,7 +120,9 @@ class Records:
             self._tracker.log(done, metrics)
         if self._alerts is not None:
             self._alerts.note(done, metrics)
-        self.history.append((done, metrics))
+        # A validation after a step is a record of its own.
+        last_done, known = self.latest
+        self.latest = done, {**(known if last_done == done else {}), **metrics}
 
     def log_samples(
         self, done: int, records: Sequence[Mapping[str, Any]], split: str = "train"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -25,6 +25,7 @@ from megaverl.distributed.job_context import default_group_context
 from megaverl.errors import MegaverlError
 from megaverl.models.packing import MicroBatch
 from megaverl.monitoring.console import Console
+from megaverl.monitoring.timeline import total_received
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import alone
 from megaverl.trainer.loop import Trainer
@@ -143,11 +144,19 @@ def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
     if whole:
         state._readers = None
     counted = CountedBytes()
+    logged: list[dict[str, float]] = []
+    log = trainer.records.log
+
+    def noted(done: int, metrics: Mapping[str, float]) -> None:
+        log(done, metrics)
+        logged.append({**metrics, **total_received(metrics)})
+
+    trainer.records.log = noted
     with counted.counting():
         trainer.train()
     batch = state._values["rollouts"]
     return {
-        "metrics": [dict(metrics) for _, metrics in trainer.records.history],
+        "metrics": logged,
         "weights": [
             float(p.detach().double().sum())
             for p in trainer.roles.actor.model.parameters.values()
