@@ -25,6 +25,7 @@ from megaverl.data.streaming import Prompts
 from megaverl.distributed.collectives import broadcast_json, reduce_json, together
 from megaverl.distributed.job_context import JobContext
 from megaverl.monitoring.console import Console
+from megaverl.platform.host_memory import trim_heap
 from megaverl.trainer.global_model import (
     GlobalModel,
     GlobalModelLink,
@@ -62,6 +63,9 @@ from megaverl.workers.model import TrainingModel
 from megaverl.workers.optimizers import MegatronGradients, MegatronTrainable
 from megaverl.workers.reward import Scores
 from megaverl.workers.trainable import TrainableModel
+
+# Steps after which freed host memory goes back to the operating system.
+TRIM_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -317,6 +321,8 @@ class RunState:
                 or not (name.startswith("reshard/") or name == "time/reshard_ms")
             }
         self._measured[step] = self.step_metrics.measure(metrics, step)
+        if self._done % TRIM_EVERY == 0:
+            trim_heap()
 
     def join_islands(self, role: str, step: int) -> None:
         """Sum what the islands of a role send in its next updates. This happens on the coordinator's rank only."""

@@ -1,0 +1,32 @@
+"""Pages that hold no object go back to the operating system."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from megaverl.platform import host_memory
+
+BLOCK = 4000  # bytes, fewer than what glibc takes from the system for one object alone
+COUNT = 25_000
+
+
+@pytest.mark.skipif(
+    host_memory._malloc_trim() is None, reason="the C library is not glibc"
+)
+def test_pages_between_objects_go_back() -> None:
+    process = psutil.Process()
+    blocks = [bytes(BLOCK) for _ in range(COUNT)]
+    # The last block, at the end of the heap, keeps glibc from returning the others.
+    kept = blocks[-1]
+    del blocks
+    before = process.memory_info().rss
+    host_memory.trim_heap()
+    after = process.memory_info().rss
+    assert len(kept) == BLOCK
+    assert before - after > BLOCK * COUNT / 2
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_malloc_trim", lambda: None)
+    host_memory.trim_heap()
