@@ -262,7 +262,7 @@ def test_a_norm_that_attention_and_mlp_share_is_kept(
 @pytest.mark.parametrize(
     ("field", "said"),
     [
-        ({"fp8": "hybrid"}, "megatron.fp8: Mamba layers multiply in the model's dtype"),
+        ({"fp8": "hybrid"}, "layers with a state are multiplied in model.dtype"),
         ({"attention_dropout": 0.1}, "trained without dropout only"),
         ({"hetereogenous_dist_checkpoint": False}, "cannot store in one array"),
     ],
