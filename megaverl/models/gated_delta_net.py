@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megaverl.models.causal_convolution import CausalConvolution
 from megaverl.models.layers import RMSNorm, sum_gradients
 from megaverl.models.packing import DensePacking, Packing, VarlenPacking
 from megaverl.platform import platform
@@ -80,7 +81,9 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         convolved = 2 * net.key_width + net.value_width
         self.in_proj_qkvz = self._in_proj(convolved + net.value_width)
         self.in_proj_ba = self._in_proj(2 * net.num_value_heads)
-        self.conv1d = _Taps(config, convolved // tp_size, net.conv_width)
+        self.conv1d = CausalConvolution(
+            convolved // tp_size, net.conv_width, config.params_dtype, bias=False
+        )
         num_heads = net.num_value_heads // tp_size
         self.dt_bias = nn.Parameter(torch.ones(num_heads, dtype=config.params_dtype))
         # A random rate of decay between 0 and 16 for each head, as in transformers.
@@ -185,7 +188,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
         for name, module in self.named_children():
-            if isinstance(module, _Taps):
+            if isinstance(module, CausalConvolution):
                 stored |= make_sharded_tensors_for_checkpoint(
                     module.state_dict(prefix="", keep_vars=True),
                     f"{prefix}{name}.",
@@ -208,45 +211,6 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
 def _mark_split(parameter: nn.Parameter) -> None:
     """Mark a parameter that tensor parallelism splits, so that the gradient norm counts all its parts."""
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
-
-
-class _Taps(nn.Module):
-    """Causal convolution of each channel with a few taps, followed by SiLU, computed in float32.
-
-    The weight is [channels, 1, taps], as in `torch.nn.Conv1d`. The last tap is that of
-    the token itself.
-    """
-
-    def __init__(
-        self, config: TransformerConfig, num_channels: int, num_taps: int
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(num_channels, 1, num_taps, dtype=config.params_dtype)
-        )
-        config.init_method(self.weight.data)
-        _mark_split(self.weight)
-
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Convolve [b, s, channels]; the result has the same shape and dtype.
-
-        Args:
-            positions: [s] int64: position of each token in its sequence. None: each row is one sequence.
-        """
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        taps = self.weight[:, 0].to(wide.dtype)
-        last = taps.shape[1] - 1
-        total = wide * taps[:, last]
-        # Views of one padded copy: x[t - back] of every token.
-        padded = F.pad(wide, (0, 0, last, 0))
-        for back in range(1, taps.shape[1]):
-            earlier = padded[:, last - back : padded.shape[1] - back]
-            if positions is not None:
-                # In front of its first token a sequence has zeros, not the sequence
-                # that lies before it in the row.
-                earlier = earlier.where((positions >= back)[:, None], 0.0)
-            total = total + earlier * taps[:, last - back]
-        return F.silu(total).to(x.dtype)
 
 
 class _GatedNorm(RMSNorm):

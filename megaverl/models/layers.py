@@ -244,6 +244,11 @@ class _RMSNorm(torch.autograd.Function):
         return by_x.to(x.dtype), by_weight, None
 
 
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` in float32, or unchanged if its dtype is wider."""
+    return x.to(_wide(x))
+
+
 def _wide(x: torch.Tensor) -> torch.dtype:
     """Return float32, or the dtype of `x` if it is wider."""
     return torch.promote_types(x.dtype, torch.float32)

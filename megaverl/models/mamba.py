@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megaverl.models.layers import RMSNorm
+from megaverl.models.causal_convolution import CausalConvolution
+from megaverl.models.layers import RMSNorm, widened
 from megaverl.models.packing import Packing
 from megaverl.platform import platform
 from megaverl.sharding.model_spec import MambaSpec
@@ -89,7 +90,9 @@ class Mamba2Mixer(nn.Module):
             gather_output=False,
             tp_group=self.tp_group,
         )
-        self.conv1d = CausalConvolution(mamba, self.conv_rows, dtype)
+        self.conv1d = CausalConvolution(
+            self.conv_rows, mamba.conv_size, dtype, bias=mamba.conv_bias
+        )
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads, dtype=dtype))
         self.A_log = nn.Parameter(torch.empty(self.num_heads, dtype=dtype))
         self.D = nn.Parameter(torch.ones(self.num_heads, dtype=dtype))
@@ -108,7 +111,6 @@ class Mamba2Mixer(nn.Module):
         )
         for parameter in (
             *self.parameters(recurse=False),
-            *self.conv1d.parameters(),
             *self.norm.parameters(),
         ):
             set_tensor_model_parallel_attributes(
@@ -151,7 +153,9 @@ class Mamba2Mixer(nn.Module):
             [self.inner_size, self.conv_rows, self.num_heads], dim=-1
         )
         positions = None if packed_seq_params is None else packed_seq_params.positions
-        mixed = self.conv1d(channels, positions)
+        # [b, s, ...], as mamba-ssm reads them.
+        mixed = self.conv1d(channels.transpose(0, 1), positions)
+        steps = steps.transpose(0, 1)
         out = self.norm(self._scan(mixed, steps, positions), gate)
         result, _ = self.out_proj(out)
         return result, None
@@ -159,24 +163,21 @@ class Mamba2Mixer(nn.Module):
     def _scan(
         self, mixed: torch.Tensor, steps: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run the state space model over [s, b, channels]. Returns [s, b, inner / tp], at least float32."""
+        """Run the state space model over [b, s, channels]. Returns [s, b, inner / tp], at least float32."""
         group_rows = self.num_groups * self.mamba.state_size
-        # [b, s, ...], as mamba-ssm reads them.
-        x, b, c = mixed.transpose(0, 1).split(
-            [self.inner_size, group_rows, group_rows], dim=-1
-        )
+        x, b, c = mixed.split([self.inner_size, group_rows, group_rows], dim=-1)
         x = x.unflatten(-1, (self.num_heads, self.mamba.head_dim))
         b, c = (
             y.unflatten(-1, (self.num_groups, self.mamba.state_size)) for y in (b, c)
         )
-        decay = -torch.exp(_wide(self.A_log))
+        decay = -torch.exp(widened(self.A_log))
         # Sample of each token of a packed row, [s].
         sample = None if positions is None else (positions == 0).cumsum(0)
-        inputs = (x, steps.transpose(0, 1), decay, b, c)
+        inputs = (x, steps, decay, b, c)
         size = self.mamba.chunk_size
         fused = fused_scan(x.device.type)
         if fused is None:
-            dt = F.softplus(_wide(inputs[1]) + _wide(self.dt_bias))
+            dt = F.softplus(widened(steps) + widened(self.dt_bias))
             # The backward pass runs the scan again: within chunks it has `size` weights
             # for each token and head.
             y = checkpoint(
@@ -191,17 +192,17 @@ class Mamba2Mixer(nn.Module):
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-            y = y + _wide(x) * _wide(self.D)[:, None]
+            y = y + widened(x) * widened(self.D)[:, None]
         else:
             y = fused(
                 *(value.contiguous() for value in inputs),
                 size,
-                D=_wide(self.D),
-                dt_bias=_wide(self.dt_bias),
+                D=widened(self.D),
+                dt_bias=widened(self.dt_bias),
                 dt_softplus=True,
                 seq_idx=None if sample is None else sample.to(torch.int32)[None],
             )
-        return _wide(y).flatten(2).transpose(0, 1)
+        return widened(y).flatten(2).transpose(0, 1)
 
     def sharded_state_dict(
         self,
@@ -269,51 +270,6 @@ class Mamba2Mixer(nn.Module):
         )
 
 
-class CausalConvolution(nn.Module):
-    """Depthwise causal convolution with SiLU over this rank's channels.
-
-    Args:
-        num_channels: number of channels on this rank.
-    """
-
-    bias: torch.Tensor | None
-
-    def __init__(self, mamba: MambaSpec, num_channels: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        # Shape of torch's Conv1d, as in files and engines.
-        weight = torch.zeros(num_channels, 1, mamba.conv_size, dtype=dtype)
-        # An untrained convolution returns each token's own channels.
-        weight[..., -1] = 1.0
-        self.weight = nn.Parameter(weight)
-        bias = torch.zeros(num_channels, dtype=dtype) if mamba.conv_bias else None
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
-
-    def forward(
-        self, channels: torch.Tensor, positions: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Convolve [s, b, channels]. The result has the same shape and dtype.
-
-        Args:
-            positions: [s]: position of each token in its sample. None: its place in the row.
-        """
-        wide = _wide(channels)
-        kernel = _wide(self.weight)
-        size = kernel.shape[-1]
-        length = len(wide)
-        out = wide * kernel[:, 0, -1]
-        if self.bias is not None:
-            out = out + _wide(self.bias)
-        before = F.pad(wide, (0, 0, 0, 0, size - 1, 0))
-        for back in range(1, size):
-            first = size - 1 - back
-            earlier = before[first : first + length]
-            # Tokens of the sample before in a packed row.
-            if positions is not None:
-                earlier = earlier.masked_fill((positions < back)[:, None, None], 0.0)
-            out = out + earlier * kernel[:, 0, first]
-        return F.silu(out).to(channels.dtype)
-
-
 class GatedGroupNorm(nn.Module):
     """RMSNorm over each group of a gated output (arXiv 2405.21060, section 7.1).
 
@@ -331,11 +287,11 @@ class GatedGroupNorm(nn.Module):
 
     def forward(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Gate and normalize [..., width]. The result has the dtype of `gate`."""
-        gated = _wide(out) * F.silu(_wide(gate))
+        gated = widened(out) * F.silu(widened(gate))
         groups: torch.Tensor = gated.unflatten(-1, (self.num_groups, -1))
         mean = groups.square().mean(dim=-1, keepdim=True)
         normed = (groups * torch.rsqrt(mean + self.eps)).flatten(-2)
-        return (normed * _wide(self.weight)).to(gate.dtype)
+        return (normed * widened(self.weight)).to(gate.dtype)
 
 
 def scan(
@@ -369,7 +325,7 @@ def scan(
     # [n, s, ...] -> [n, chunks, chunk, groups, ...]. Padding has steps of 0, which leave
     # the state as it is.
     x, dt, b, c = (
-        F.pad(_wide(value), (0, 0) * (value.dim() - 2) + (0, padding)).unflatten(
+        F.pad(widened(value), (0, 0) * (value.dim() - 2) + (0, padding)).unflatten(
             1, (-1, chunk_size)
         )
         for value in (x, dt, b, c)
@@ -454,8 +410,3 @@ def fused_scan(device_type: str) -> Any:
         return None
     kernels: Any = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
     return kernels.mamba_chunk_scan_combined
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` in float32, or unchanged if its dtype is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from megaverl.data.prefix_tree import PrefixTree
 from megaverl.models import gated_delta_net
-from megaverl.models.gated_delta_net import Inputs, _Taps, delta_rule
+from megaverl.models.gated_delta_net import Inputs, delta_rule
 from megaverl.models.packing import Pack, pack, pack_varlen
 
 # Shorter than the taps, exactly a chunk of 64 tokens, and several chunks.
@@ -124,30 +123,3 @@ def test_flash_linear_attention_is_told_where_sequences_begin(
     parts = zip(*(sequences(x) for x in inputs), strict=True)
     expected = torch.cat([by_definition(part) for part in parts], dim=1)
     torch.testing.assert_close(found, expected)
-
-
-def test_convolutions_restart_at_each_sequence() -> None:
-    torch.manual_seed(0)
-    config: Any = SimpleNamespace(
-        params_dtype=torch.float32, init_method=torch.nn.init.normal_
-    )
-    taps = _Taps(config, 5, TAPS)
-    row = torch.randn(1, sum(LENGTHS), 5, requires_grad=True)
-    found = taps(with_padding(row), packed(pack).positions)[:, : sum(LENGTHS)]
-
-    def alone(x: Tensor) -> Tensor:
-        channels = torch.nn.functional.conv1d(
-            x.transpose(1, 2), taps.weight, padding=TAPS - 1, groups=5
-        )
-        return torch.nn.functional.silu(channels[..., : x.shape[1]]).transpose(1, 2)
-
-    expected = torch.cat([alone(x) for x in sequences(row)], dim=1)
-    torch.testing.assert_close(found, expected)
-    weights = torch.randn_like(expected)
-    gradients = (
-        torch.autograd.grad((out * weights).sum(), (row, taps.weight))
-        for out in (found, expected)
-    )
-    for ours, right in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(taps(row, None), alone(row))
