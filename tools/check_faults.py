@@ -12,7 +12,9 @@ has therefore the losses of the run with the tool that works, and the number of 
 
 Ends with 1 if the unreliable runs learn less: if the mean of their accuracies over the last half of the run is below
 those of all seeds with the tool that works. Ends with 1, too, if the unreliable run leaks: if it has more processes or
-files at its end, or if its memory grows by more than 2 %.
+files at its end, or if its memory grows by more than 2 %. This is about the least memory that it holds at any time of
+some steps: what objects hold from step to step. The most that it holds depends on the lengths of the samples, and is
+printed beside.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -215,31 +217,40 @@ def print_faults(records: Records) -> None:
 def is_flat(working: Sequence[Held], unreliable: Sequence[Held]) -> bool:
     """Print both runs' growth, and return whether the unreliable one held as much at its end as after a tenth of it."""
     flat = True
-    for name in ("ranks", "processes", "files"):
+    for title, name, pick in (
+        ("memory, least", "ranks", min),
+        ("memory, most", "ranks", max),
+        ("processes", "processes", max),
+        ("files", "files", max),
+    ):
         unit = 2**20 if name == "ranks" else 1
-        fewer, more = growth(unreliable, name)
+        fewer, more = growth(unreliable, name, pick)
         # One more tool may run when the last sample is taken.
         is_leak = more > fewer * (1 + FLAT) + (name == "processes")
+        is_leak &= title != "memory, most"
         flat &= not is_leak
-        before, after = growth(working, name)
+        before, after = growth(working, name, pick)
         print(
-            f"{name:12}{fewer / unit:8.0f} ->{more / unit:8.0f}{' MiB' if unit > 1 else ''}"
+            f"{title:16}{fewer / unit:8.0f} ->{more / unit:8.0f}{' MiB' if unit > 1 else ''}"
             f"   with the tool that works {before / unit:8.0f} ->{after / unit:8.0f}{'   LEAK' if is_leak else ''}"
         )
     return flat
 
 
-def growth(held: Sequence[Held], name: str) -> tuple[int, int]:
-    """Return the most that a run held after a tenth of its steps, and in the last tenth.
+def growth(
+    held: Sequence[Held], name: str, pick: Callable[[Iterable[int]], int]
+) -> tuple[int, int]:
+    """Return the least or the most that a run held after a tenth of its steps, and in the last tenth.
 
-    It is the largest of many samples, since tools start and end all the time.
+    Args:
+        pick: min or max of the samples. Tools start and end all the time, so one sample would not do.
     """
     last_step = max(look.step for look in held)
     early = [look for look in held if last_step / 10 <= look.step < last_step / 5]
     late = [look for look in held if last_step * 0.9 <= look.step < last_step]
     return (
-        max(getattr(look, name) for look in early),
-        max(getattr(look, name) for look in late),
+        pick(getattr(look, name) for look in early),
+        pick(getattr(look, name) for look in late),
     )
 
 

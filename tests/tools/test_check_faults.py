@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaverl.rollout.environments.tools import ToolBox, ToolLimits
-from tools.check_faults import UNRELIABLE, steps_that_differ
+from tools.check_faults import UNRELIABLE, Held, is_flat, steps_that_differ
 
 FILE = UNRELIABLE.rpartition(":")[0]
 
@@ -41,3 +41,32 @@ def test_steps_differ_in_loss_or_norm_or_if_one_run_lacks_them() -> None:
     assert steps_that_differ(some, records(0.1)) == 2
     other_norm = [{**record, "actor/grad_norm": 2.0} for record in some]
     assert steps_that_differ(some, other_norm) == 3
+
+
+@pytest.mark.parametrize(
+    ("memory_grows", "peak_grows", "more_processes", "flat"),
+    [
+        (0, 0, 0, True),
+        (1, 0, 0, True),
+        # More than 2 % of 100 MiB.
+        (3, 0, 0, False),
+        # Samples of other lengths.
+        (0, 20, 0, True),
+        # One more tool may run, two would be a leak.
+        (0, 0, 1, True),
+        (0, 0, 2, False),
+    ],
+)
+def test_what_stays_from_step_to_step_is_a_leak(
+    memory_grows: int, peak_grows: int, more_processes: int, flat: bool
+) -> None:
+    def held(step: int, memory: int, processes: int = 7) -> Held:
+        return Held(step, memory * 2**20, processes, 200)
+
+    early = [held(step, memory) for step in range(20, 40) for memory in (100, 150)]
+    late = [
+        held(step, memory, 7 + more_processes)
+        for step in range(180, 201)
+        for memory in (100 + memory_grows, 150 + memory_grows + peak_grows)
+    ]
+    assert is_flat([*early, *late], [*early, *late]) == flat
