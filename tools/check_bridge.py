@@ -43,6 +43,7 @@ from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import Grid, ProcessGroupManager
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
+from megaverl.sharding.own_configs import register_config
 from megaverl.sharding.weight import listed
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.model_options import ModelOptions
@@ -181,6 +182,8 @@ def _any_attribute(name: str) -> Any:
 def compare(folder: Path, name: str, grid: Grid) -> Outcome:
     """Load a tiny model of one architecture with megaverl, and compare what Megatron-Bridge makes of it."""
     make_tiny_folder(folder, name, **SIZES)
+    # transformers has no class that reads some of these folders.
+    register_config(name)
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         grid,

@@ -100,7 +100,7 @@ MAX_CACHE_BYTES = 1 << 30
 BLOCK_TOKENS = 32  # the CPU attention kernel works on multiples of this
 STATE_BLOCK = 128  # vLLM rounds blocks up to this beside layers with a state
 NORM_LANES = 16  # the CPU norm kernels work on multiples of this
-MAX_UNPACKED = 2**17  # elements of a float32 weight up to which it is not packed
+MAX_PADDED = 2**17  # elements of a weight up to which its products have padded rows
 EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 REPACK = "megaverl_repack_experts"
 
@@ -143,8 +143,8 @@ def _keep_weights_beside_packed() -> None:
     taps of short convolutions changes their order.
 
     oneDNN also compiles a product for each shape and number of rows, in 0.5 to 1 ms, and
-    keeps up to 1,024 of them. Small float32 weights are therefore not packed: torch
-    multiplies them as fast and compiles nothing.
+    keeps up to 1,024 of them. For small weights, whose products take less time than
+    that, rows are therefore padded to powers of two.
     """
     from vllm.model_executor.layers import utils
 
@@ -154,11 +154,24 @@ def _keep_weights_beside_packed() -> None:
         is_matrix = weight.ndim == 2
         if not weight.is_meta and not is_matrix:
             return
-        is_small = weight.dtype == torch.float32 and weight.numel() <= MAX_UNPACKED
-        if is_matrix and is_small:
-            layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
-        else:
-            pack(layer, remove_weight=False)
+        pack(layer, remove_weight=False)
+        if is_matrix and weight.numel() <= MAX_PADDED:
+            layer.cpu_linear = functools.partial(  # type: ignore[assignment]
+                _multiply_padded, layer.cpu_linear
+            )
+
+
+def _multiply_padded(
+    multiply: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return multiply(x, weight, bias) for x [..., k] with zeros added to its rows, up to a power of two."""
+    rows = x.reshape(-1, x.shape[-1])
+    num_rows = len(rows)
+    missing = (1 << max(0, num_rows - 1).bit_length()) - num_rows
+    if missing:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+    product: torch.Tensor = multiply(rows, weight, bias)
+    return product[:num_rows].view(*x.shape[:-1], -1)
 
 
 @_adapts("convolutions without packed weights")

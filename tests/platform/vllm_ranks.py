@@ -30,7 +30,7 @@ def apply_twice() -> list[dict[str, Any]]:
     from vllm.v1.sample import sampler
 
     def state() -> dict[str, Any]:
-        # Larger than the weights that are not packed.
+        # Larger than the weights whose products have padded rows.
         layer = torch.nn.Linear(512, 512, bias=False)
         utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
         wrapped = (
@@ -78,16 +78,16 @@ def kernels_replaced_again() -> list[str]:
 
 
 def products_after_a_write() -> dict[str, Any]:
-    """By case: error of a product after its weight was written in place and packed again, and what oneDNN compiled."""
+    """By case: error of a product of 3 rows after its weight was written and packed again, and how many oneDNN got."""
     Platform(is_cuda=False).adapt_vllm()
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils
 
-    compiled: list[tuple[int, ...]] = []
+    num_rows: list[int] = []
     multiply = _custom_ops.onednn_mm
 
     def noted(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        compiled.append(tuple(x.shape))
+        num_rows.append(len(x))
         return multiply(handler, x, bias)
 
     _custom_ops.onednn_mm = noted
@@ -96,7 +96,7 @@ def products_after_a_write() -> dict[str, Any]:
         for width, dtype in itertools.product(
             (64, 512), (torch.float32, torch.bfloat16)
         ):
-            compiled.clear()
+            num_rows.clear()
             layer = torch.nn.Linear(width, width, bias=False).to(dtype)
             utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
             with torch.no_grad():
@@ -106,7 +106,7 @@ def products_after_a_write() -> dict[str, Any]:
             product = utils.cpu_unquantized_gemm(layer, x, layer.weight)
             exact = x.double() @ layer.weight.double().T
             error = float((product - exact).abs().max() / exact.abs().max())
-            found[f"{width} {dtype}"] = [error, len(compiled)]
+            found[f"{width} {dtype}"] = [error, *num_rows]
     finally:
         _custom_ops.onednn_mm = multiply
     return found
