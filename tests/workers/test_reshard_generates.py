@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaverl.models.tiny import make_tiny_folder
+from megaverl.sharding.model_config import MAMBA_LAYERS
 from tests.launcher import Launcher
-from tests.sharding.specs import ALWAYS_TIED, RECURRENT
+from tests.sharding.specs import ALWAYS_TIED
 
 # vLLM's CPU attention has no kernel for heads below 32 dimensions
 SIZES = {
@@ -178,7 +179,7 @@ def check(
     old, new = two_folders(path, architecture, dtype=dtype, **(config or {}))
     adapter = write_adapter(path / "adapter", old, new) if with_adapter else None
     exports = [path / f"exported{number}" for number in range(len(grids))]
-    prompts = LONG_PROMPTS if architecture in RECURRENT else PROMPTS
+    prompts = LONG_PROMPTS if architecture in MAMBA_LAYERS else PROMPTS
     ranks = launch.world(
         num_ranks,
         "tests.workers.reshard_ranks:reshard_and_generate",

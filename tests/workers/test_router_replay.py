@@ -202,7 +202,9 @@ def test_a_bias_on_softmax_scores_changes_the_choice_alone() -> None:
     """As in Ernie 4.5, with replay and without. Scores are 0.64, 0.24, 0.09 and 0.03."""
     bias, logits = torch.tensor([0.0, -0.2, 0.0, 0.1]), torch.arange(4.0, 0.0, -1)[None]
     replay = router()
-    for choice in (BiasedChoice(bias, None), BiasedChoice(bias, replay)):
+    for chooser in (None, replay):
+        biased: Any = SimpleNamespace(expert_bias=bias, replay=chooser)
+        choice = BiasedChoice(biased)
         values, experts = choice.get_replay_topk(logits, 2, None, None, top_k)
         assert experts.tolist() == [[0, 3]] and values.tolist() == [[4.0, 1.0]]
     replay.expect(torch.tensor([[1, 2]]), torch.ones(1), is_kept=False)
