@@ -416,7 +416,9 @@ def _capped_block(
     products = q.reshape(batch, k.shape[1], -1, dim) @ k.transpose(-1, -2)
     scores = softcap * torch.tanh(products * (scale / softcap))
     scores = scores.view(batch, heads, num_queries, -1)
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+    # Not -inf: a padded query sees no key, and NaN times a gradient of 0 is NaN.
+    masked = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    weights = masked.softmax(dim=-1)
     return (weights.view(products.shape) @ v).view(batch, heads, num_queries, -1)
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megaverl.data.prefix_tree import PrefixTree, limits_of
@@ -136,6 +136,15 @@ def capped_by_the_book(
 
 
 @settings(max_examples=100)
+# A query that pads the later ones and sees no key.
+@example(
+    laid=pack,
+    groups=[(0, [[0]]), (4, [[0], [0, 0], [1, 0]])],
+    window=1,
+    multiple_of=1,
+    more={"softcap": 0.5},
+    seed=0,
+)
 @given(
     laid=st.sampled_from([pack, pack_varlen]),
     groups=GROUPS,
