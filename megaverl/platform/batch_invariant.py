@@ -279,7 +279,8 @@ def _attend_part(
     # [n, kv_heads, tiles, blocks, rows, keys]: every tile meets every block in a product of one shape.
     scores = _products(rows[:, :, :, None], k[:, :, None].transpose(-1, -2))
     hidden = ~seen.view(num, 1, tiles, TILE_ROWS, blocks, KEY_BLOCK).transpose(3, 4)
-    scores = scores.masked_fill(hidden, float("-inf"))
+    # Not -inf: a padded query may see no key, and its output must stay finite.
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     # The largest score is exact whatever the order.
     top = scores.amax(dim=(3, 5), keepdim=True)
     weights = scores.sub_(top).exp_()
