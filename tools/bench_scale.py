@@ -233,7 +233,11 @@ def roles_of(size: int) -> tuple[Any, Any]:
     shape = GridShape(tp=TP, dp=size // TP)
     grid = SimpleNamespace(shape=shape, coords=shape.coords(dist.get_rank()))
     # For sequence parallelism.
-    filled_up = {"token_multiple": TP, "sequence_multiple": 1}
+    filled_up = {
+        "token_multiple": TP,
+        "sequence_multiple": 1,
+        "shares_tokens": True,
+    }
     model: Any = SimpleNamespace(
         role="actor",
         grid=grid,

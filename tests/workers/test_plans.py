@@ -34,6 +34,7 @@ def model(
     packs: bool = True,
     multiple: int = 1,
     each: int = 1,
+    shares: bool = True,
     **shape: int,
 ) -> Any:
     grid = SimpleNamespace(shape=GridShape(**{"dp": 2, **shape}))
@@ -43,6 +44,7 @@ def model(
         pack=pack if packs else None,
         token_multiple=multiple,
         sequence_multiple=each,
+        shares_tokens=shares,
     )
 
 
@@ -50,6 +52,7 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rows of their own": (model(packs=False), {}),
     "fuller rows": (model(multiple=48), {}),
     "sequences that are cut": (model(each=4), {}),
+    "samples that share no tokens": (model(shares=False), {}),
     "more ranks": (model(dp=4), {}),
     "an interleaved pipeline": (model(pp=3, vpp=2), {}),
     "a smaller budget": (model(), {"max_tokens": 32}),
