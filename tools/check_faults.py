@@ -12,9 +12,8 @@ has therefore the losses of the run with the tool that works, and the number of 
 
 Ends with 1 if the unreliable runs learn less: if the mean of their accuracies over the last half of the run is below
 those of all seeds with the tool that works. Ends with 1, too, if the unreliable run leaks: if it has more processes or
-files at its end, or if its memory grows by more than 2 %. This is about the least memory that it holds at any time of
-some steps: what objects hold from step to step. The most that it holds depends on the lengths of the samples, and is
-printed beside.
+files at its end, or if its memory grows by more than 2 %: the most that it holds in some steps, which depends on the
+lengths of the samples as well, or the least, which is what objects hold from step to step.
 """
 
 from __future__ import annotations
@@ -227,7 +226,6 @@ def is_flat(working: Sequence[Held], unreliable: Sequence[Held]) -> bool:
         fewer, more = growth(unreliable, name, pick)
         # One more tool may run when the last sample is taken.
         is_leak = more > fewer * (1 + FLAT) + (name == "processes")
-        is_leak &= title != "memory, most"
         flat &= not is_leak
         before, after = growth(working, name, pick)
         print(

@@ -179,22 +179,9 @@ def check_divides(spec: ModelSpec, shape: GridShape, role: str) -> None:
         raise ModelError("\n".join(mistakes))
 
 
-def transformer_config(
-    spec: ModelSpec,
-    shape: GridShape,
-    dtype: torch.dtype,
-    overrides: Mapping[str, Any] | None = None,
-) -> TransformerConfig:
-    """Return megatron-core's configuration of `spec` on the grid `shape`.
-
-    Args:
-        overrides: the user's `megatron.*` fields.
-
-    Raises:
-        ModelError: megatron-core refuses the combination. Its reason is included.
-    """
-    config_class = TransformerConfig if spec.mla is None else MLATransformerConfig
-    options: dict[str, Any] = {
+def _described_options(spec: ModelSpec) -> dict[str, Any]:
+    """Return the fields that describe the model's attention, MLP and norms."""
+    return {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
         "ffn_hidden_size": spec.ffn_hidden_size,
@@ -227,6 +214,26 @@ def transformer_config(
         "add_bias_linear": spec.linear_bias,
         "add_qkv_bias": spec.qkv_bias,
         "qk_layernorm": spec.qk_norm,
+        **ACTIVATIONS[spec.activation],
+    }
+
+
+def transformer_config(
+    spec: ModelSpec,
+    shape: GridShape,
+    dtype: torch.dtype,
+    overrides: Mapping[str, Any] | None = None,
+) -> TransformerConfig:
+    """Return megatron-core's configuration of `spec` on the grid `shape`.
+
+    Args:
+        overrides: the user's `megatron.*` fields.
+
+    Raises:
+        ModelError: megatron-core refuses the combination. Its reason is included.
+    """
+    config_class = TransformerConfig if spec.mla is None else MLATransformerConfig
+    options: dict[str, Any] = _described_options(spec) | {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bf16": dtype == torch.bfloat16,
@@ -255,7 +262,6 @@ def transformer_config(
         options |= expert_options(spec.moe, spec.num_layers, shape)
     if spec.mla is not None:
         options |= latent_attention_options(spec, spec.mla)
-    options |= ACTIVATIONS[spec.activation]
     # The user's fields, with values converted to the types of megatron-core's fields.
     settings = coerce(config_class, overrides or {}, "megatron")
     check_fused_rope(spec, settings)
@@ -271,14 +277,7 @@ def transformer_config(
         "expert_model_parallel_size": shape.ep,
         "expert_tensor_parallel_size": shape.etp,
     }
-    if spec.parallel_layers:
-        _check_parallel_layers(options)
-    if spec.attention_softcap is not None:
-        _check_softcap(options)
-    if spec.is_recurrent:
-        _check_recurrent(options)
-    if spec.mamba is not None:
-        _check_mamba(options)
+    _check_for_model(spec, options)
     if shape.tp == 1 and options.get("sequence_parallel"):
         # A sequence split over one rank is whole. Roles inherit the actor's fields, and
         # may have a smaller tp.
@@ -302,6 +301,18 @@ def transformer_config(
     # `models/attention.py` reads this one.
     config.attention_softcap = spec.attention_softcap
     return config
+
+
+def _check_for_model(spec: ModelSpec, options: Mapping[str, Any]) -> None:
+    """Refuse options that the model's layers do not follow."""
+    if spec.parallel_layers:
+        _check_parallel_layers(options)
+    if spec.attention_softcap is not None:
+        _check_softcap(options)
+    if spec.is_recurrent:
+        _check_recurrent(options)
+    if spec.mamba is not None:
+        _check_mamba(options)
 
 
 def _check_needs(overrides: Mapping[str, Any]) -> None:

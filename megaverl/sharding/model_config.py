@@ -708,12 +708,13 @@ def _heads(described: Described) -> Iterator[str]:
         size = values["hidden_size"] // heads
         if values.get("head_dim") not in (None, size):
             yield f"{described.says('head_dim')}; only {size}=hidden_size/num_attention_heads is computed. {AGAIN}"
-    if heads % kv_heads:
-        named = [
-            described.named(key)
-            for key in ("num_key_value_heads", "num_attention_heads")
-        ]
-        yield f"{named[0]} does not divide {named[1]}. {AGAIN}"
+    yield from _undivided(described, "num_key_value_heads", "num_attention_heads")
+
+
+def _undivided(described: Described, divisor: str, number: str) -> Iterator[str]:
+    """Yield a problem if the value of `divisor` does not divide that of `number`."""
+    if described.values[number] % described.values[divisor]:
+        yield f"{described.named(divisor)} does not divide {described.named(number)}. {AGAIN}"
 
 
 def _delta_nets(described: Described) -> Iterator[str]:
@@ -727,12 +728,7 @@ def _delta_nets(described: Described) -> Iterator[str]:
         )
     elif "full_attention" not in kinds:
         yield f"{described.says('layer_types')}; transformers needs a layer with full_attention. {OTHER_MODEL}"
-    if values["linear_num_value_heads"] % values["linear_num_key_heads"]:
-        named = [
-            described.named(key)
-            for key in ("linear_num_key_heads", "linear_num_value_heads")
-        ]
-        yield f"{named[0]} does not divide {named[1]}. {AGAIN}"
+    yield from _undivided(described, "linear_num_key_heads", "linear_num_value_heads")
 
 
 def _mamba(described: Described) -> Iterator[str]:
@@ -751,9 +747,8 @@ def _mamba(described: Described) -> Iterator[str]:
     ]
     for key in wrong:
         yield f"{described.says(key)}; expected a whole number above 0. {AGAIN}"
-    if not wrong and values["mamba_num_heads"] % values["n_groups"]:
-        named = [described.named(key) for key in ("n_groups", "mamba_num_heads")]
-        yield f"{named[0]} does not divide {named[1]}. {AGAIN}"
+    if not wrong:
+        yield from _undivided(described, "n_groups", "mamba_num_heads")
     limit = values.get("time_step_limit")
     if limit is not None and tuple(map(_as_float, limit)) != UNLIMITED_STEPS:
         yield (

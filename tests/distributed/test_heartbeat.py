@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import linecache
+import runpy
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -245,3 +249,13 @@ def test_the_coordinators_look_at_a_thousand_ranks_compares_stages_and_not_ranks
         "it is at work in the first stage, and the others wait"
     )
     assert len(compared) < 2 * 10 * 10 + len(beats)
+
+
+def test_source_files_are_not_kept(tmp_path: Path) -> None:
+    """The lines at which a rank stands are read, and their files leave no lines in memory."""
+    file = tmp_path / "waits.py"
+    text = "import sys\n\ndef here():\n    return sys._getframe()\n\nframe = here()\n"
+    file.write_text(text)
+    frame = runpy.run_path(str(file))["frame"]
+    assert heartbeat._line(frame) == "    return sys._getframe()\n"
+    assert str(file) not in linecache.cache

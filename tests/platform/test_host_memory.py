@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
+
 import psutil
 import pytest
 
@@ -28,5 +31,17 @@ def test_pages_between_objects_go_back() -> None:
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_malloc_trim", lambda: None)
-    host_memory.trim_heap()
+    loaded: list[object] = []
+
+    def load(name: object) -> SimpleNamespace:
+        loaded.append(name)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    host_memory._malloc_trim.cache_clear()
+    try:
+        host_memory.trim_heap()
+        host_memory.trim_heap()
+        assert loaded == [None], "looked for once"
+    finally:
+        host_memory._malloc_trim.cache_clear()
