@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -174,18 +173,18 @@ def _as_delta_net(
     layer: ModuleSpec, net: DeltaNetSpec, norm: type[torch.nn.Module]
 ) -> ModuleSpec:
     """Return a layer's specification with a gated delta net in place of attention."""
-    # Layers with attention keep their specification, which is one object for all.
-    layer = deepcopy(layer)
-    parts = layer.submodules
     # Its linear layers fuse no norm, whose name in checkpoints is then the module's.
-    parts.input_layernorm = norm
-    parts.sharded_state_dict_keys_map = {
+    stored_names = {
         name: stored
-        for name, stored in parts.sharded_state_dict_keys_map.items()
+        for name, stored in layer.submodules.sharded_state_dict_keys_map.items()
         if not name.startswith("input_layernorm.")
     }
-    parts.self_attention = ModuleSpec(module=GatedDeltaNet, params={"net": net})
-    return layer
+    parts = {
+        "input_layernorm": norm,
+        "sharded_state_dict_keys_map": stored_names,
+        "self_attention": ModuleSpec(GatedDeltaNet, params={"net": net}),
+    }
+    return _with_parts(layer, parts)
 
 
 def _with_one_part(layer: ModuleSpec, kind: LayerKind, spec: ModelSpec) -> ModuleSpec:
@@ -212,6 +211,11 @@ def _with_one_part(layer: ModuleSpec, kind: LayerKind, spec: ModelSpec) -> Modul
             "input_layernorm": IdentityOp,
             "self_attention": ModuleSpec(Mamba2Mixer, params={"mamba": spec.mamba}),
         }
+    return _with_parts(layer, parts)
+
+
+def _with_parts(layer: ModuleSpec, parts: Mapping[str, Any]) -> ModuleSpec:
+    """Return a copy of a layer's specification with other parts. Layers of one kind share one specification."""
     return replace(layer, submodules=replace(layer.submodules, **parts))
 
 

@@ -155,7 +155,7 @@ def convert_gguf(
     spec = ModelSpec.from_config(config.to_dict(), source=str(source))
     if spec.is_recurrent:
         raise ModelError(
-            f"{source}: {spec.architecture} has Mamba layers, whose arrays GGUF stores in another form. Use the "
+            f"{source}: {spec.architecture} has layers with a state, whose arrays GGUF stores in another form. Use the "
             "model's Hugging Face folder."
         )
     if tokenizer_folder is None:
