@@ -261,6 +261,8 @@ HEADS_FILL_HIDDEN = (
     "OlmoeForCausalLM",
     "GraniteMoeForCausalLM",
     "MiMoForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
 )
 # transformers cannot build these architectures with a `head_dim` of null.
 NEEDS_HEAD_DIM = ("MinistralForCausalLM", "HunYuanDenseV1ForCausalLM")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaverl.models.tiny import TINY, TINY_MORE
-from megaverl.sharding.model_config import WITH_DELTA_NET
+from megaverl.sharding.model_config import HEADS_FILL_HIDDEN, WITH_DELTA_NET
 from megaverl.sharding.model_spec import ARCHITECTURES
 from tests.launcher import Launcher
 from tests.sharding.specs import make_spec
@@ -41,6 +41,8 @@ NEEDED = {
     "NemotronHForCausalLM": {"layers_block_type", "time_step_min"},
     "OlmoeForCausalLM": HEADS,
     "MiMoForCausalLM": HEADS,
+    "Qwen2ForCausalLM": HEADS,
+    "Qwen2MoeForCausalLM": HEADS,
     # Two layers would both be gated delta nets. 16 key heads share no 8 value heads.
     **dict.fromkeys(
         WITH_DELTA_NET, {"full_attention_interval", "linear_num_key_heads"}
@@ -359,8 +361,8 @@ def is_refused(architecture: str, change: dict[str, Any]) -> bool:
     if architecture == "Gemma3ForCausalLM":  # has a dictionary for each type of layers
         return "yarn" in rope.values() or "rope_parameters" in change
     # vLLM does not read it.
-    if architecture in ("GraniteMoeForCausalLM", "MiMoForCausalLM"):
-        return change == {"head_dim": 16}
+    if architecture in HEADS_FILL_HIDDEN and change == {"head_dim": 16}:
+        return True
     if architecture in ("OlmoeForCausalLM", "DeepseekV2ForCausalLM"):
         refused = {"norm_topk_prob", "head_dim"}
         if architecture == "OlmoeForCausalLM":  # vLLM does not read it

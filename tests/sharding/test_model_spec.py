@@ -1219,6 +1219,10 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
         ),
         (MIMO | {"use_mrope": True}, "use_mrope is True; only False is computed"),
         (MIMO | {"head_dim": 4}, "head_dim is 4; only 8=hidden_size"),
+        (
+            QWEN2 | {"num_key_value_heads": 2, "head_dim": 4},
+            "head_dim is 4; only 8=hidden_size",
+        ),
         (INTERNLM3 | {"bias": True}, "bias is True; only False is computed"),
         (
             INTERNLM3 | {"attention_bias": True},
