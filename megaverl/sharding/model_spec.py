@@ -99,9 +99,6 @@ OTHER_NAMES = {
 # vLLM's Phi-3 (0.32, `phi3.py`) has no windows. Its Transformers backend, which runs
 # StarCoder2, has them only for models with `layer_types`.
 NO_WINDOW_IN_VLLM = ("Phi3ForCausalLM", "Starcoder2ForCausalLM")
-# Files hold gate and up rows in one array (Phi-3, GLM-4), or q, k and v rows (Phi-3,
-# BailingMoE-V2).
-FUSED_IN_FILES = ("Phi3ForCausalLM", "Glm4ForCausalLM", "BailingMoeV2ForCausalLM")
 # Norms over the outputs of attention and MLP, besides those over their inputs.
 WITH_NORMS_AFTER = (
     "Glm4ForCausalLM",
@@ -1048,12 +1045,6 @@ def why_rows_not_cut(spec: ModelSpec, cp: int) -> str:
 
 def no_adapters(spec: ModelSpec, tp: int) -> str:
     """Return why a model cannot have low-rank adapters with this `tp`, or "" if it can."""
-    if spec.architecture in FUSED_IN_FILES or spec.is_recurrent:
-        has_class = spec.architecture not in NOT_IN_TRANSFORMERS
-        return (
-            f"{spec.architecture}'s files hold several projections in one array, for which megaverl has no adapters on "
-            f"Megatron. Leave lora out{', or use engine: fsdp' * has_class}."
-        )
     if not shares_kv_heads(spec, tp):
         return ""
     return (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
@@ -13,23 +15,23 @@ from megaverl.models.architectures import weights_of
 from megaverl.models.lora import (
     LowRank,
     factor_weights,
-    filled_box,
     low_ranks,
     with_factors,
 )
 from megaverl.models.lora.adapter_set import Merge, add_product
+from megaverl.models.tiny import FAMILIES, make_tiny_folder, make_tiny_vision_folder
 from megaverl.sharding.boxes import cut as cut_box
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout, Piece, whole_layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_config import NOT_IN_TRANSFORMERS
-from megaverl.sharding.model_spec import ARCHITECTURES, FUSED_IN_FILES, no_adapters
+from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
 from megaverl.sharding.plan import make_plans
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.sharding.weight import Split, Weight
 from megaverl.weights.reshard import Resharder
 from megaverl.weights.transports import viewed
-from tests.sharding.specs import RECURRENT, expert_tp, make_spec
+from tests.sharding.specs import expert_tp, make_spec
 
 RANK, SCALING = 2, 1.5
 Tensors = dict[str, torch.Tensor]
@@ -45,18 +47,8 @@ def cut(layout: Layout, full: Tensors) -> Tensors:
     return local
 
 
-@pytest.mark.parametrize("architecture", [*FUSED_IN_FILES, *RECURRENT])
-def test_projections_that_files_hold_fused_have_no_adapters(architecture: str) -> None:
-    reason = no_adapters(make_spec(architecture), 1)
-    assert "several projections in one array" in reason
-    assert ("engine: fsdp" in reason) == (architecture not in NOT_IN_TRANSFORMERS)
-
-
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize(
-    "architecture",
-    [name for name in ARCHITECTURES if name not in (*FUSED_IN_FILES, *RECURRENT)],
-)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
     """From TP2 x PP2: factors are global arrays like others, so that one plan brings them and the weights."""
     spec = make_spec(architecture)
@@ -141,8 +133,6 @@ def test_merged_into_parts_that_an_engine_holds_twice_or_apart() -> None:
         }
         for name, expected in cut(layout, merged).items():
             torch.testing.assert_close(landed[name], expected)
-    with pytest.raises(ModelError, match="parts of it that are not neighbours"):
-        filled_box(pieces[:2])
 
 
 def test_sixteen_bits_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +194,25 @@ def test_names_are_pefts() -> None:
         RANK * 16,
         8 * RANK,
     ]
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [name for name in ARCHITECTURES if name not in NOT_IN_TRANSFORMERS] + [*FAMILIES],
+)
+def test_modules_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+    """peft looks for them by these names."""
+    if architecture in FAMILIES:
+        folder = make_tiny_vision_folder(tmp_path, architecture)
+        auto = transformers.AutoModelForImageTextToText
+    else:
+        folder = make_tiny_folder(tmp_path, architecture)
+        auto = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(transformers.AutoConfig.from_pretrained(folder))
+    weights = weights_of(ModelSpec.from_folder(folder))
+    for adapter in low_ranks(weights, "all-linear", RANK, "actor.lora").values():
+        assert isinstance(model.get_submodule(adapter.module), torch.nn.Linear)
 
 
 def test_what_never_changes_travels_until_it_has_arrived() -> None:

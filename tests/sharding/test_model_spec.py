@@ -21,7 +21,6 @@ from megaverl.sharding.model_spec import (
     ModelSpec,
     MoESpec,
     misfits,
-    no_adapters,
     why_not_batch_invariant,
     why_not_in_vllm,
     why_not_quantised,
@@ -680,7 +679,6 @@ def test_what_gated_delta_nets_rule_out() -> None:
     found = spec(**QWEN3_NEXT)
     assert "carry a state" in why_rows_not_cut(found, 2)
     assert not why_rows_not_cut(found, 1)
-    assert "several projections in one array" in no_adapters(found, 1)
     assert "in different chunks" in why_not_batch_invariant(found)
 
 
@@ -728,7 +726,6 @@ def test_what_models_with_mamba_layers_cannot_do() -> None:
     assert misfits(one_group, tp=2)[0].parts == ["1 Mamba groups"]
     assert not misfits(one_group, tp=2, engine=True)
     assert "Use cp=1" in why_rows_not_cut(found, 2)
-    assert "several projections in one array" in no_adapters(found, 1)
     assert "in different chunks" in why_not_batch_invariant(found)
     assert "in few bits" in why_not_quantised(found)
 

@@ -30,6 +30,23 @@ FSDP: dict[str, dict[str, Any]] = {
     "fsdp, rows cut": {"cp": 2, "dp": 2, "fsdp": {}},
 }
 RANKS = "tests.workers.lora_ranks:"
+# Files hold several projections in one array, or megatron-core several of files' arrays.
+FUSED = (
+    "Phi3ForCausalLM",
+    "Glm4ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "NemotronHForCausalLM",
+)
+TARGETS = {
+    "Qwen2ForCausalLM": "q_proj k_proj v_proj o_proj gate_proj down_proj",
+    "DeepseekV3ForCausalLM": "q_b_proj kv_a_proj_with_mqa o_proj",
+    "Phi3ForCausalLM": "qkv_proj gate_up_proj",
+    "Glm4ForCausalLM": "k_proj o_proj gate_up_proj down_proj",
+    "Qwen3NextForCausalLM": "in_proj_qkvz in_proj_ba out_proj q_proj v_proj",
+    "Qwen3_5ForCausalLM": "in_proj_qkv in_proj_z in_proj_a out_proj q_proj up_proj",
+    "NemotronHForCausalLM": "in_proj v_proj up_proj",
+}
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +125,29 @@ def test_same_update_on_every_grid(
             )
 
 
+@pytest.mark.parametrize("architecture", FUSED)
+def test_same_update_of_projections_that_files_hold_fused(
+    launch: Launcher, tmp_path: Path, architecture: str
+) -> None:
+    folder = make_tiny_folder(tmp_path / "model", architecture)
+    start = {"output": tmp_path / "start", "shape": {"dp": 2}}
+    launch.world(2, f"{RANKS}random_adapter", folder=folder, lora=LORA, **start)
+    given = {"adapter": tmp_path / "start", "lora": LORA, **ACTOR}
+    shapes: dict[str, dict[str, Any]] = {"dp2": {"dp": 2}, "tp2": {"tp": 2}}
+    found = updated(launch, folder, tmp_path, shapes, **given)
+    parallel = given | {"megatron": {"sequence_parallel": True}}
+    shapes = {"sequence parallel": {"tp": 2}}
+    found |= updated(launch, folder, tmp_path, shapes, **parallel)
+    _, expected = found.pop("dp2")
+    before = load_file(tmp_path / "start" / "adapter_model.safetensors")
+    assert all(not torch.equal(before[name], expected[name]) for name in before)
+    for grid, (_, adapter) in found.items():
+        for name, factor in expected.items():
+            torch.testing.assert_close(
+                adapter[name], factor, atol=1e-5, rtol=0, msg=f"{grid} {name}"
+            )
+
+
 @pytest.mark.parametrize(
     ("architecture", "shape"),
     [
@@ -116,6 +156,7 @@ def test_same_update_on_every_grid(
         ("DeepseekV3ForCausalLM", {"tp": 2}),
         ("Qwen3MoeForCausalLM", {"tp": 2}),
         ("GptOssForCausalLM", {"tp": 2, "etp": 1}),
+        *((architecture, {"tp": 2}) for architecture in FUSED),
     ],
 )
 def test_an_adapter_of_peft_there_and_back(
@@ -126,14 +167,7 @@ def test_an_adapter_of_peft_there_and_back(
     from transformers import AutoModelForCausalLM
 
     folder = make_tiny_folder(tmp_path / "model", architecture)
-    latent = architecture.startswith("Deepseek")
-    targets = (
-        ["q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
-        if latent
-        else ["q_proj", "v_proj", "o_proj"]
-    )
-    if architecture == "Qwen2ForCausalLM":
-        targets += ["k_proj", "gate_proj", "down_proj"]
+    targets = TARGETS.get(architecture, "q_proj v_proj o_proj").split()
     torch.manual_seed(0)
     made = peft.get_peft_model(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),

@@ -32,6 +32,8 @@ from megaverl.models.lora.low_rank import (
     LowRank,
     factor_layout,
     factor_weights,
+    held_columns,
+    held_rows,
     names_of_factors,
     written_to,
 )
@@ -190,7 +192,13 @@ class Merge:
             name: torch.zeros(shape, dtype=dtype, device=device)
             for name, shape in all_factors.local_shapes.items()
         }
-        self._boxes = {piece.tensor: piece.box for piece in all_factors.pieces}
+        held = {
+            name: pieces
+            for name, pieces in layout.by_tensor.items()
+            if name in adapters
+        }
+        self._rows = {name: held_rows(pieces) for name, pieces in held.items()}
+        self._columns = {name: held_columns(pieces) for name, pieces in held.items()}
         # Pieces of the destination, each of which gets the product of its own rows and
         # columns.
         self._pieces = [piece for piece in layout.pieces if piece.tensor in adapters]
@@ -220,10 +228,10 @@ class Merge:
         self, adapter: LowRank, box: Box
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (A, B) for a box of the weight."""
-        # Factors hold the rows and columns that this rank needs, counted from their own
-        # start.
-        left = box.start[1] - self._boxes[adapter.a].start[1]
-        top = box.start[0] - self._boxes[adapter.b].start[0]
+        name = adapter.weight.name
+        # Factors hold only the rows and columns that this rank needs.
+        left = box.start[1] - self._columns[name].start
+        top = self._rows[name].position(box.start[0])
         rows, columns = box.shape
         a = self.factors[adapter.a][:, left : left + columns]
         b = self.factors[adapter.b][top : top + rows]

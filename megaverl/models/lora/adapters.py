@@ -8,7 +8,8 @@ where the weight is split: B of a column-parallel layer, A of a row-parallel one
 other factor and its gradient are whole on every rank:
 
 - column parallel: y = A x on the whole input, and B holds this rank's rows. In the backward pass y's gradient is summed
-  over the ranks. With sequence parallelism y is gathered, and its gradient is reduce-scattered.
+  over the ranks. With sequence parallelism y is gathered, and its gradient is reduce-scattered. A gated delta net sums
+  the gradient of its projections' input itself; then A's gradient is summed in place of y's.
 - row parallel: the ranks' A x are summed (or reduce-scattered), then B maps the sum.
 - replicated (the down-projections of latent attention): no communication.
 
@@ -39,12 +40,14 @@ from megaverl.models.layers import sum_gradients
 from megaverl.models.lora.adapter_set import AdapterSet, initial_factor
 from megaverl.models.lora.low_rank import (
     ADAPTER,
+    HeldRows,
     Layouts,
     LowRank,
     adapter_names,
     factor_layout,
-    filled_box,
     follow,
+    held_columns,
+    held_rows,
     low_ranks,
     with_factors,
 )
@@ -70,12 +73,14 @@ class AdaptedProjection(NamedTuple):
     Attributes:
         low_rank: its adapter.
         pieces: pieces of its weight on this rank.
-        box: (start, stop) of the box that they fill.
+        rows: rows of the weight that they cover.
+        columns: columns of the weight that each of them has.
     """
 
     low_rank: LowRank
     pieces: Sequence[Piece]
-    box: tuple[tuple[int, ...], tuple[int, ...]]
+    rows: HeldRows
+    columns: range
 
 
 class Adapter(nn.Module):
@@ -84,6 +89,7 @@ class Adapter(nn.Module):
     Args:
         parts: projections with an adapter, in the order of the layer's rows.
         num_rows: rows of the layer's weight on this rank.
+        layer: the linear layer.
         seed: seed of A's initial values, which do not depend on the grid. B starts at zero.
     """
 
@@ -91,6 +97,7 @@ class Adapter(nn.Module):
         self,
         parts: Sequence[AdaptedProjection],
         num_rows: int,
+        layer: nn.Module,
         lora: LoraConfig,
         config: TransformerConfig,
         grid: Grid,
@@ -100,7 +107,13 @@ class Adapter(nn.Module):
         self.split = parts[0].low_rank.weight.split
         self.scaling = lora.alpha / lora.rank
         self.dropout = lora.dropout
-        self.sequence_parallel = bool(config.sequence_parallel) and grid.shape.tp > 1
+        # The caller sums the gradients of the layer's input, and has gathered the input.
+        self.has_whole_input = bool(getattr(layer, "disable_grad_reduce", False))
+        self.sequence_parallel = (
+            bool(config.sequence_parallel)
+            and grid.shape.tp > 1
+            and not self.has_whole_input
+        )
         self.tp_group: dist.ProcessGroup = grid.tp_group
         self.context_rank = grid.coords.cp
         self.context_size = grid.shape.cp
@@ -112,11 +125,9 @@ class Adapter(nn.Module):
         is_column = self.split not in (Split.ROW, Split.REPLICATED)
         # With sequence parallelism a whole factor sees only a part of the sequence, so
         # its gradient must be summed.
-        # Parts are in the order of the layer's rows, each with the box that this rank
-        # holds of it.
-        for low_rank, _, ((top, left), (bottom, right)) in parts:
-            a = initial_factor(low_rank, seed)[:, left:right]
-            b = torch.zeros(bottom - top, lora.rank)
+        for low_rank, _, rows, columns in parts:
+            a = initial_factor(low_rank, seed)[:, columns.start : columns.stop]
+            b = torch.zeros(rows.number, lora.rank)
             for factors, values, cut in (
                 (self.lora_A, a, is_row),
                 (self.lora_B, b, is_column),
@@ -140,26 +151,34 @@ class Adapter(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the adapters' output: [s, b, columns on this rank] -> [s, b, rows on this rank]."""
-        hidden = self._dropped(hidden)
-        # [s, b, rank * projections]
-        # All projections of a fused layer read the same input, so one product serves
-        # them.
-        low = F.linear(hidden, torch.cat(list(self.lora_A.values())))
-        group = self.tp_group
-        if self.split is Split.ROW:
-            if self.sequence_parallel:
-                low = reduce_scatter_to_sequence_parallel_region(low, group=group)
-            else:
-                low = reduce_from_tensor_model_parallel_region(low, group=group)
-        elif self.split is not Split.REPLICATED:
-            if self.sequence_parallel:
-                low = gather_from_sequence_parallel_region(
-                    low, tensor_parallel_output_grad=True, group=group
-                )
-            else:
-                low = sum_gradients(low, group)
+        low = self._low(self._dropped(hidden))
         # Scaled between the factors, where there are only `rank` numbers per token.
         return F.linear(low * self.scaling, self._rows())
+
+    def _low(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return A x for all projections of the layer, [s, b, rank * projections]."""
+        # All of them read the same input, so one product serves them.
+        a = torch.cat(list(self.lora_A.values()))
+        group = self.tp_group
+        if self.has_whole_input:
+            return F.linear(hidden, sum_gradients(a, group))
+        low = F.linear(hidden, a)
+        if self.split is Split.REPLICATED:
+            return low
+        if self.split is Split.ROW:
+            reduce = (
+                reduce_scatter_to_sequence_parallel_region
+                if self.sequence_parallel
+                else reduce_from_tensor_model_parallel_region
+            )
+            low = reduce(low, group=group)
+        elif self.sequence_parallel:
+            low = gather_from_sequence_parallel_region(
+                low, tensor_parallel_output_grad=True, group=group
+            )
+        else:
+            low = sum_gradients(low, group)
+        return low
 
     def add_to(
         self, layer: nn.Module, args: tuple[torch.Tensor, ...], output: Any
@@ -222,15 +241,15 @@ def _row_order(
     A row without an adapter gets the index after the last one. Returns None if the
     order is the same.
     """
-    stacked = sum(bottom - top for _, _, ((top, _), (bottom, _)) in parts)
+    stacked = sum(rows.number for _, _, rows, _ in parts)
     order = torch.full((num_rows,), stacked, dtype=torch.int64)
     first = 0
-    for _, pieces, ((top, _), (bottom, _)) in parts:
-        # Map the file's rows to rows of the stacked B factors.
+    for _, pieces, rows, _ in parts:
         for piece in pieces:
-            rows = torch.arange(piece.box.start[0], piece.box.stop[0]) - top + first
-            order[piece.local_box.start[0] : piece.local_box.stop[0]] = rows
-        first += bottom - top
+            start = first + rows.position(piece.box.start[0])
+            here = slice(piece.local_box.start[0], piece.local_box.stop[0])
+            order[here] = torch.arange(start, start + piece.box.shape[0])
+        first += rows.number
     return None if torch.equal(order, torch.arange(stacked)) else order
 
 
@@ -315,7 +334,10 @@ class Adapters(AdapterSet):
         for name, pieces in layout.by_tensor.items():
             if name in self.low_ranks:
                 part = AdaptedProjection(
-                    self.low_ranks[name], pieces, filled_box(pieces)
+                    self.low_ranks[name],
+                    pieces,
+                    held_rows(pieces),
+                    held_columns(pieces),
                 )
                 by_layer.setdefault(pieces[0].local.removesuffix(".weight"), []).append(
                     part
@@ -323,7 +345,7 @@ class Adapters(AdapterSet):
         for name, parts in by_layer.items():
             layer = _layer(chunks, name)
             rows = layout.local_shapes[f"{name}.weight"][0]
-            adapter = Adapter(parts, rows, self.config, config, self.grid, seed)
+            adapter = Adapter(parts, rows, layer, self.config, config, self.grid, seed)
             layer.add_module(ADAPTER, adapter)
             if hasattr(layer, "return_layernorm_output"):
                 # Transformer Engine normalizes inside the layer, and the adapter needs

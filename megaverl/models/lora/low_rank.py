@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megaverl.errors import ModelError
-from megaverl.sharding.boxes import Box
+from megaverl.sharding.boxes import Box, whole
 from megaverl.sharding.layout import Layout, Piece, join_layouts
 from megaverl.sharding.weight import Split, Weight
 
@@ -35,15 +35,12 @@ class LowRank(NamedTuple):
     Attributes:
         weight: the adapted weight, a matrix.
         rank: rank of the factors A [rank, columns] and B [rows, rank].
+        module: transformers' module that the weight belongs to, after which peft names the factors.
     """
 
     weight: Weight
     rank: int
-
-    @property
-    def module(self) -> str:
-        """Hugging Face module that the weight belongs to."""
-        return self.weight.name.removesuffix(SUFFIX)
+    module: str
 
     @property
     def a(self) -> str:
@@ -85,13 +82,14 @@ def low_ranks(
     # peft treats attention and MLP alike, but not experts, so that those are left out.
     weights = list(weights)
     routed = any(weight.expert is not None or weight.is_stacked for weight in weights)
+    prefixes = _module_prefixes(weights)
     possible = {
-        weight.name.removesuffix(SUFFIX): weight
+        _renamed(weight.name.removesuffix(SUFFIX), prefixes): weight
         for weight in weights
         if _is_linear(weight, routed)
     }
     matches = _matcher(targets)
-    chosen = [weight for module, weight in possible.items() if matches(module)]
+    chosen = {module: weight for module, weight in possible.items() if matches(module)}
     names = sorted({module.rpartition(".")[2] for module in possible})
     single = [] if isinstance(targets, str) else targets
     # Each single target must select something, else it is a spelling mistake.
@@ -105,19 +103,47 @@ def low_ranks(
             f"Choose from {', '.join(names)}, or {ALL_LINEAR}. (Embeddings and the output layer cannot have adapters; "
             "in a model with routed experts only attention can.)"
         )
-    widest = min(min(weight.shape) for weight in chosen)
+    widest = min(min(weight.shape) for weight in chosen.values())
     if rank > widest:
         raise ModelError(
             f"{key}.rank={rank} is more than the smallest side of a target, {widest}: lower it."
         )
-    return {weight.name: LowRank(weight, rank) for weight in chosen}
+    return {
+        weight.name: LowRank(weight, rank, module) for module, weight in chosen.items()
+    }
+
+
+def _module_prefixes(weights: Iterable[Weight]) -> dict[str, str]:
+    """Return prefixes of names in files whose modules have other names in transformers (5.19)."""
+    # Nemotron-H
+    prefixes = {"backbone.": "model."}
+    # Qwen2-VL and Qwen2.5-VL
+    if any(weight.name.startswith("visual.") for weight in weights):
+        prefixes["model."] = "model.language_model."
+    return prefixes
+
+
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a name with the first prefix that it has replaced."""
+    for prefix, replacement in prefixes.items():
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name
+
+
+# peft (0.21, `_check_lora_target_modules_mamba`) loads no adapter of these.
+OF_MAMBA = (".mixer.out_proj.weight", ".mamba.out_proj.weight")
 
 
 def _is_linear(weight: Weight, routed: bool) -> bool:
     """Return whether a weight can have an adapter: a decoder layer's matrix, and with routed experts attention's."""
     in_layer = isinstance(weight.stage, int) and len(weight.shape) == 2
-    return in_layer and not (
-        routed and ".mlp." in weight.name or ".block_sparse_moe." in weight.name
+    return (
+        in_layer
+        and not weight.name.endswith(OF_MAMBA)
+        and not (
+            routed and ".mlp." in weight.name or ".block_sparse_moe." in weight.name
+        )
     )
 
 
@@ -142,26 +168,46 @@ def factor_weights(adapters: Mapping[str, LowRank]) -> list[Weight]:
     ]
 
 
-def filled_box(pieces: Sequence[Piece]) -> Box:
-    """Return the box that the pieces of a tensor fill.
+class HeldRows(NamedTuple):
+    """Rows of a weight that a rank holds. Its part of B has them in the order of the file, without gaps.
 
-    Raises:
-        ModelError: the pieces are not adjacent.
+    Attributes:
+        ranges: ranges of rows in ascending order, of which no two touch.
     """
-    span = _around(pieces)
-    # A hole between the pieces would need factors of several boxes.
-    if span.numel != sum(piece.box.numel for piece in pieces):
-        raise ModelError(
-            f"{pieces[0].tensor}: a rank holds parts of it that are not neighbours: no adapter fits."
-        )
-    return span
+
+    ranges: tuple[range, ...]
+
+    @property
+    def number(self) -> int:
+        """Number of rows."""
+        return sum(map(len, self.ranges))
+
+    def position(self, row: int) -> int:
+        """Return the row's number among those that the rank holds."""
+        before = 0
+        for held in self.ranges:
+            if row in held:
+                return before + row - held.start
+            before += len(held)
+        raise IndexError(row)
 
 
-def _around(pieces: Sequence[Piece]) -> Box:
-    """Return the smallest box that contains all pieces."""
-    start = tuple(map(min, zip(*(piece.box.start for piece in pieces), strict=True)))
-    return Box(
-        start, tuple(map(max, zip(*(piece.box.stop for piece in pieces), strict=True)))
+def held_rows(pieces: Iterable[Piece]) -> HeldRows:
+    """Return the rows that the pieces of a weight cover, which may be apart and may overlap."""
+    joined: list[range] = []
+    for start, stop in sorted((p.box.start[0], p.box.stop[0]) for p in pieces):
+        if joined and start <= joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(stop, joined[-1].stop))
+        else:
+            joined.append(range(start, stop))
+    return HeldRows(tuple(joined))
+
+
+def held_columns(pieces: Sequence[Piece]) -> range:
+    """Return the smallest range around the columns of the pieces of a weight."""
+    return range(
+        min(piece.box.start[1] for piece in pieces),
+        max(piece.box.stop[1] for piece in pieces),
     )
 
 
@@ -183,9 +229,9 @@ def factor_layout(
 ) -> Layout:
     """Return the layout of the factors for a rank that holds `layout` of the weights.
 
-    The pieces that an engine holds may be apart, and one may be held twice if vLLM
-    computes from a weight that it also copies. The factors then cover the smallest box
-    around them.
+    The rank holds the rows of B that its pieces of a weight have, and the columns of A.
+    Pieces may be apart, as in a projection that files hold fused with others. A piece
+    may also be held twice, if vLLM computes from a weight that it copies as well.
 
     Args:
         local_names: (adapter, the weight's local tensor) -> names of the local tensors of A and B.
@@ -197,22 +243,19 @@ def factor_layout(
         adapter = adapters.get(name)
         if adapter is None:
             continue
-        # Engines may hold the pieces apart. The factors then cover everything in
-        # between.
-        span = _around(weight_pieces)
-        boxes = (
-            Box((0, span.start[1]), (adapter.rank, span.stop[1])),
-            Box((span.start[0], 0), (span.stop[0], adapter.rank)),
-        )
-        for factor, local, box in zip(
-            (adapter.a, adapter.b),
-            local_names(adapter, weight_pieces[0].local),
-            boxes,
-            strict=True,
-        ):
-            pieces.append(Piece(factor, box, local, Box((0, 0), box.shape)))
-            local_shapes[local] = box.shape
-            global_shapes[factor] = adapter.shapes[factor]
+        rank = adapter.rank
+        rows, columns = held_rows(weight_pieces), held_columns(weight_pieces)
+        local_a, local_b = local_names(adapter, weight_pieces[0].local)
+        local_shapes[local_a] = (rank, len(columns))
+        local_shapes[local_b] = (rows.number, rank)
+        box_of_a = Box((0, columns.start), (rank, columns.stop))
+        pieces.append(Piece(adapter.a, box_of_a, local_a, whole(local_shapes[local_a])))
+        for part in rows.ranges:
+            first = rows.position(part.start)
+            box_of_b = Box((part.start, 0), (part.stop, rank))
+            local_box = Box((first, 0), (first + len(part), rank))
+            pieces.append(Piece(adapter.b, box_of_b, local_b, local_box))
+        global_shapes |= adapter.shapes
     return Layout(tuple(pieces), local_shapes, global_shapes)
 
 
